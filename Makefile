@@ -1,0 +1,46 @@
+# `make` alone lists the targets. Everything runs in .venv, which `make setup` makes and the other targets make when missing.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help setup pretrain data test check format test-float8 bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(READY) ## make .venv with the tested versions; again only after a change of pyproject.toml or constraints.txt
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "regrow needs Python 3.11 to 3.13, this is %d.%d: make PYTHON=python3.11" % v)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $(READY)
+
+pretrain: $(READY) ## train the 5M debug model on this machine, real text, no network; ARGS='run.name=... train.steps=...'
+	$(BIN)/python -m jobs.pretrain $(ARGS)
+
+data: $(READY) ## prepare the corpus without training
+	$(BIN)/python -m jobs.prepare_data $(ARGS)
+
+test: $(READY) ## everything that needs no GPU; ARGS='-k ...' to choose
+	$(BIN)/python -m pytest -m 'not matrix' $(ARGS)
+
+check: $(READY) ## format, lint, types, layers, unit tests: under a minute
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/unit tests/golden -m 'not slow and not matrix' -q
+
+format: $(READY) ## format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test-float8: $(READY) ## the full float8 x compile x world size matrix (long)
+	$(BIN)/python -m pytest tests/dist -m matrix $(ARGS)
+
+clean: ## remove .venv and caches; runs/ stays
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,0 +1,14 @@
+"""Pretrain a Llama: `python -m jobs.pretrain [+cluster=NAME] [model=NAME] [key=value ...]`; `--help` lists all."""
+
+from regrow.config.schema import PretrainConfig
+from regrow.config.store import run_job
+
+
+def main(config: PretrainConfig) -> None:
+    from regrow.elastic.driver import pretrain  # ray and torch, only when there is something to run
+
+    pretrain(config)
+
+
+if __name__ == "__main__":
+    run_job(main, name="pretrain")

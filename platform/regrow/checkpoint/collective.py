@@ -1,0 +1,25 @@
+"""Small values between the live ranks of the default group, as Python objects. Never used on anything from storage."""
+
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+Value = TypeVar("Value")
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def gather(value: Value) -> list[Value]:
+    """Every rank's value, in rank order, on every rank. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_rank_0(value: Value) -> Value:
+    """Rank 0's value on every rank. Collective."""
+    return gather(value)[0]

@@ -1,0 +1,153 @@
+"""The bytes of a checkpoint: safetensors files of raw spans, one JSON index, then COMMIT. See docs/file-formats.md.
+
+A chain of trust from one small file: COMMIT names the index by its sha256, the index names each data file's header by
+its sha256, and the header holds the crc32 of every chunk of data. Whatever is torn, swapped or flipped breaks it.
+Nothing is pickled; nothing is identified by a rank.
+"""
+
+import hashlib
+import json
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from regrow.checkpoint.layout import Span
+from regrow.errors import CheckpointError
+
+FORMAT, VERSION = "regrow-checkpoint", 1
+COMMIT = "COMMIT"
+CHUNK_BYTES = 128 * 1024  # of data covered by one crc32, and so the unit of reading
+SAFETENSORS_DTYPES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16", "int64": "I64"}
+TORCH_DTYPES = {code: name for name, code in SAFETENSORS_DTYPES.items()}
+ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int64": 8}
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A row of the index: one safetensors file."""
+
+    name: str
+    num_bytes: int
+    header_bytes: int  # the 8 length bytes and the JSON header
+    header_sha256: str
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a checkpoint holds, of which run, and in which files."""
+
+    run_id: str
+    generation: int
+    step: int
+    scalars: dict[str, int]
+    tensors: dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape
+    files: tuple[DataFile, ...]
+    information: dict[str, Any] = field(default_factory=dict)  # world size, time: read by people only
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    def to_json(self) -> bytes:
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "run_id": self.run_id,
+            "generation": self.generation,
+            "step": self.step,
+            "scalars": self.scalars,
+            "tensors": {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in self.tensors.items()},
+            "files": [vars(file) for file in self.files],
+            "information": self.information,
+        }
+        return json.dumps(content, indent=1).encode()
+
+    @staticmethod
+    def from_json(data: bytes, where: str) -> "Index":
+        """Raises CheckpointError where `data` is not an index of a version that this code reads."""
+        try:
+            content = json.loads(data)
+            if (content["format"], content["version"]) != (FORMAT, VERSION):
+                raise CheckpointError(
+                    f"{where} is {content['format']} version {content['version']}; this regrow reads {FORMAT} {VERSION}"
+                )
+            return Index(
+                run_id=content["run_id"],
+                generation=content["generation"],
+                step=content["step"],
+                scalars=content["scalars"],
+                tensors={name: (t["dtype"], tuple(t["shape"])) for name, t in content["tensors"].items()},
+                files=tuple(DataFile(**file) for file in content["files"]),
+                information=content["information"],
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{where} is not a checkpoint index: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A span inside a data file, and what checks it."""
+
+    span: Span
+    offset: int  # of its first byte in the file
+    crc32: tuple[int, ...]  # of each CHUNK_BYTES of it
+
+    @property
+    def num_bytes(self) -> int:
+        return self.span.num_elements * ITEM_BYTES[self.span.dtype]
+
+
+def encode_header(spans: list[tuple[Span, memoryview]], *, run_id: str, generation: int, step: int) -> bytes:
+    """The safetensors header of a file that holds these spans one after another, padded to 8 bytes."""
+    entries: dict[str, Any] = {}
+    checks: dict[str, list[int]] = {}
+    shapes: dict[str, list[int]] = {}
+    at = 0
+    for span, data in spans:
+        key = f"{span.name}[{span.start}:{span.stop}]"
+        entries[key] = {
+            "dtype": SAFETENSORS_DTYPES[span.dtype],
+            "shape": [span.num_elements],
+            "data_offsets": [at, at + data.nbytes],
+        }
+        checks[key] = checksums(data)
+        shapes[span.name] = list(span.shape)
+        at += data.nbytes
+    metadata = {
+        "format": f"{FORMAT}-{VERSION}",
+        "run_id": run_id,
+        "generation": str(generation),
+        "step": str(step),
+        "chunk_bytes": str(CHUNK_BYTES),
+        "shapes": json.dumps(shapes, separators=(",", ":")),
+        "crc32": json.dumps(checks, separators=(",", ":")),
+    }
+    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def decode_header(data: bytes, file: DataFile, index: Index, where: str) -> list[Stored]:
+    """The spans of a data file from its header bytes. Raises CheckpointError where the index names other ones."""
+    if hashlib.sha256(data).hexdigest() != file.header_sha256:
+        raise CheckpointError(
+            f"{where}: the header's sha256 is not the one in the index; the file is damaged or swapped"
+        )
+    content = json.loads(data[8:])
+    metadata = content.pop("__metadata__")
+    if (metadata["run_id"], int(metadata["step"])) != (index.run_id, index.step):
+        raise CheckpointError(f"{where}: belongs to run {metadata['run_id']} step {metadata['step']}")
+    assert int(metadata["chunk_bytes"]) == CHUNK_BYTES, "version 1 has one chunk size"
+    shapes, checks = json.loads(metadata["shapes"]), json.loads(metadata["crc32"])
+    stored = []
+    for key, entry in content.items():
+        name, _, bounds = key.rpartition("[")
+        start, stop = (int(bound) for bound in bounds.rstrip("]").split(":"))
+        span = Span(name, tuple(shapes[name]), TORCH_DTYPES[entry["dtype"]], start, stop)
+        stored.append(Stored(span, file.header_bytes + entry["data_offsets"][0], tuple(checks[key])))
+    return stored
+
+
+def checksums(data: memoryview) -> list[int]:
+    """crc32 of each CHUNK_BYTES of `data`."""
+    return [zlib.crc32(data[at : at + CHUNK_BYTES]) for at in range(0, data.nbytes, CHUNK_BYTES)]

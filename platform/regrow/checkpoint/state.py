@@ -1,0 +1,95 @@
+"""What is saved: every tensor of the training state as (span, local memory), and the scalars beside them.
+
+Names: `model/<parameter>`, `optim/exp_avg/<parameter>`, `optim/exp_avg_sq/<parameter>`. Tied weights are one parameter
+and so one entry. float8 all-gather weights are saved as their high-precision inner tensor.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from regrow.checkpoint.layout import Span, shard_rows
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Progress:
+    """Where training stands; all of it functions of the step, kept to be checked against the config on resume."""
+
+    step: int = 0  # optimizer steps done
+    cursor: int = 0  # position of the next sample to train on
+    tokens_seen: int = 0  # tokens that contributed to the loss
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor's part that this rank holds: `memory` is the flat local shard, sharing storage with the live state."""
+
+    span: Span
+    memory: Tensor  # [span.num_elements]
+
+
+def training_entries(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, inner_tensor: Callable[[Tensor], Tensor]
+) -> list[Entry]:
+    """Every tensor of the training state on this rank, in a fixed order. Local; creates moments not there yet.
+
+    `inner_tensor` unwraps float8 parameters. Entries share memory with the live state: writing to them restores it.
+    """
+    _create_moments(optimizer)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    entries = [_entry(f"model/{name}", parameter, inner_tensor) for name, parameter in model.named_parameters()]
+    for parameter in _parameters(optimizer):
+        for moment in MOMENTS:
+            tensor = optimizer.state[parameter][moment]
+            entries.append(_entry(f"optim/{moment}/{names[id(parameter)]}", tensor, inner_tensor))
+    return sorted(entries, key=lambda entry: entry.span.name)
+
+
+def set_optimizer_step(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """AdamW's step count, one number for all parameters, which its bias correction needs."""
+    _create_moments(optimizer)
+    for parameter in _parameters(optimizer):
+        optimizer.state[parameter]["step"].fill_(float(step))
+
+
+def _entry(name: str, tensor: Tensor, inner_tensor: Callable[[Tensor], Tensor]) -> Entry:
+    shape = tuple(tensor.shape)
+    if isinstance(tensor, DTensor):
+        local, shards = tensor.to_local(), [p for p in tensor.placements if isinstance(p, Shard)]
+        axis = next((i for i, placement in enumerate(tensor.placements) if isinstance(placement, Shard)), None)
+        assert [shard.dim for shard in shards] in ([], [0]), f"{name}: only dim 0 may be sharded, and once"
+        if axis is None:
+            rows = range(shape[0])
+        else:
+            mesh = tensor.device_mesh
+            rows = shard_rows(shape[0], mesh.get_local_rank(axis), mesh.size(axis))
+    else:
+        local, rows = tensor, range(shape[0])
+    memory = inner_tensor(local.detach())
+    row_elements = tensor.numel() // max(shape[0], 1)
+    assert memory.numel() == len(rows) * row_elements, f"{name}: holds {memory.numel()} elements, expected rows {rows}"
+    dtype = str(memory.dtype).removeprefix("torch.")
+    return Entry(Span(name, shape, dtype, rows.start * row_elements, rows.stop * row_elements), memory.view(-1))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _create_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Make the zero state that the first `optimizer.step` would make, so that there is something to restore into."""
+    for parameter in _parameters(optimizer):
+        if not optimizer.state[parameter]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                **{moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in MOMENTS},
+            }

@@ -1,0 +1,158 @@
+"""Rules that cross fields, each naming the value and the fix. Pure: looks at the config, at nothing else."""
+
+import re
+import textwrap
+
+from regrow.config.schema import Dtype, Float8, PretrainConfig
+from regrow.errors import ConfigError
+from regrow.plan.batch import BatchPlan, check_world_sizes
+
+
+def check(config: PretrainConfig) -> list[BatchPlan]:
+    """Check everything that can be checked before anything starts; the batch plan of every feasible world size.
+
+    Raises ConfigError (BatchError for the batch) for the first rule that is broken.
+    """
+    for rule in (_run, _train, _cluster, _model, _data, _optim, _parallel, _checkpoint):
+        rule(config)
+    return check_world_sizes(
+        num_slices=config.optim.num_slices,
+        global_batch_seqs=config.optim.global_batch_seqs,
+        min_workers=config.cluster.min_workers,
+        max_workers=config.cluster.max_workers,
+    )
+
+
+def geometry(config: PretrainConfig, plans: list[BatchPlan]) -> list[str]:
+    """What the batch looks like, for a person, a fact a line; with the idle share of every feasible world size."""
+    optim, data = config.optim, config.data
+    batch_tokens = optim.global_batch_seqs * data.seq_len
+    micro_seqs = optim.global_batch_seqs // optim.num_slices
+    shares = ", ".join(f"{plan.world_size}: {plan.idle_share:.1%}" for plan in plans)
+    return [
+        f"global batch {optim.global_batch_seqs} sequences x {data.seq_len} tokens = {batch_tokens:,} tokens; "
+        f"{config.train.steps:,} steps = {config.train.steps * batch_tokens:,} tokens",
+        f"{optim.num_slices} slices of {micro_seqs} sequences (the micro-batch), "
+        f"shared by {config.cluster.min_workers} to {config.cluster.max_workers} workers",
+        *textwrap.wrap(f"idle share by world size: {shares}", width=110, subsequent_indent="  "),
+    ]
+
+
+def _need(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
+
+
+def _run(config: PretrainConfig) -> None:
+    name = config.run.name
+    _need(
+        re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", name) is not None,
+        f"run.name={name!r} must be 1 to 63 letters, digits, '.', '_' or '-', beginning with a letter or digit",
+    )
+
+
+def _train(config: PretrainConfig) -> None:
+    train = config.train
+    _need(train.steps >= 1, f"train.steps={train.steps} must be at least 1")
+    stop = train.stop_at_step
+    _need(
+        stop is None or 1 <= stop <= train.steps,
+        f"train.stop_at_step={stop} must be between 1 and train.steps={train.steps}",
+    )
+    for key in ("validate_every_steps", "validation_seqs"):
+        _need(
+            getattr(train, key) >= 0, f"train.{key}={getattr(train, key)} must not be negative; 0 turns validation off"
+        )
+    _need(train.collective_timeout_s > 0, f"train.collective_timeout_s={train.collective_timeout_s} must be positive")
+
+
+def _cluster(config: PretrainConfig) -> None:
+    cluster = config.cluster
+    _need(
+        cluster.gpus_per_worker in (0, 1),
+        f"cluster.gpus_per_worker={cluster.gpus_per_worker}: a worker is one rank on one GPU (1) or on CPU (0)",
+    )
+    _need(cluster.cpus_per_worker > 0, f"cluster.cpus_per_worker={cluster.cpus_per_worker} must be positive")
+    _need(cluster.local_nodes >= 0, f"cluster.local_nodes={cluster.local_nodes} must not be negative")
+    _need(
+        cluster.address is None or cluster.local_nodes == 0,
+        f"cluster.local_nodes={cluster.local_nodes} starts nodes here, cluster.address={cluster.address!r} joins "
+        "a running cluster: set only one of them",
+    )
+
+
+def _model(config: PretrainConfig) -> None:
+    model = config.model
+    _need(
+        model.dim % model.num_heads == 0,
+        f"model.dim={model.dim} must be a multiple of model.num_heads={model.num_heads}",
+    )
+    _need(
+        model.num_heads % model.num_kv_heads == 0,
+        f"model.num_kv_heads={model.num_kv_heads} must divide model.num_heads={model.num_heads}",
+    )
+    _need(
+        model.dim // model.num_heads % 2 == 0,
+        f"model.dim/model.num_heads={model.dim // model.num_heads} must be even: RoPE turns pairs",
+    )
+    _need(model.num_layers >= 1, f"model.num_layers={model.num_layers} must be at least 1")
+
+
+def _data(config: PretrainConfig) -> None:
+    data = config.data
+    _need(data.seq_len >= 2, f"data.seq_len={data.seq_len} must be at least 2")
+    _need(data.vocab_size >= 512, f"data.vocab_size={data.vocab_size} must be at least 512: bytes, end-of-text, merges")
+    _need(
+        config.model.vocab_size >= data.vocab_size,
+        f"model.vocab_size={config.model.vocab_size} is below the tokenizer's data.vocab_size={data.vocab_size}; "
+        f"set model.vocab_size={data.vocab_size} or data.vocab_size={config.model.vocab_size}",
+    )
+    _need(
+        data.rows_per_group >= 1 and data.rows_per_shard % data.rows_per_group == 0,
+        f"data.rows_per_shard={data.rows_per_shard} must be a multiple of data.rows_per_group={data.rows_per_group}",
+    )
+    _need(
+        0 < data.validation_fraction < 0.5,
+        f"data.validation_fraction={data.validation_fraction} must be above 0 and below 0.5",
+    )
+    _need(data.window_steps >= 1, f"data.window_steps={data.window_steps} must be at least 1")
+    _need(data.prefetch_windows >= 1, f"data.prefetch_windows={data.prefetch_windows} must be at least 1")
+    _need(data.stall_timeout_s > 0, f"data.stall_timeout_s={data.stall_timeout_s} must be positive")
+
+
+def _optim(config: PretrainConfig) -> None:
+    optim = config.optim
+    _need(optim.lr > 0, f"optim.lr={optim.lr} must be positive")
+    for key in ("min_lr_ratio", "warmup_fraction", "decay_fraction"):
+        _need(0 <= getattr(optim, key) <= 1, f"optim.{key}={getattr(optim, key)} must be between 0 and 1")
+    _need(
+        optim.warmup_fraction + optim.decay_fraction <= 1,
+        f"optim.warmup_fraction={optim.warmup_fraction} and optim.decay_fraction={optim.decay_fraction} "
+        "add up to more than 1; lower one",
+    )
+    for key in ("beta1", "beta2"):
+        _need(0 <= getattr(optim, key) < 1, f"optim.{key}={getattr(optim, key)} must be at least 0 and below 1")
+    _need(optim.max_grad_norm > 0, f"optim.max_grad_norm={optim.max_grad_norm} must be positive")
+
+
+def _parallel(config: PretrainConfig) -> None:
+    parallel = config.parallel
+    replicas, most = parallel.dp_replicate, config.cluster.max_workers
+    _need(
+        replicas >= 1 and most % replicas == 0,
+        f"parallel.dp_replicate={replicas} must divide cluster.max_workers={most}",
+    )
+    _need(
+        parallel.float8 is Float8.none or parallel.dtype is Dtype.bfloat16,
+        f"parallel.float8={parallel.float8.value} needs parallel.dtype=bfloat16, not {parallel.dtype.value}",
+    )
+
+
+def _checkpoint(config: PretrainConfig) -> None:
+    _need(
+        config.checkpoint.every_steps >= 1, f"checkpoint.every_steps={config.checkpoint.every_steps} must be at least 1"
+    )
+    _need(
+        config.checkpoint.keep >= 2,
+        f"checkpoint.keep={config.checkpoint.keep} must be at least 2: the newest one may turn out damaged",
+    )

@@ -1,0 +1,30 @@
+"""What makes a run the run it is: settings that may not change between attempts, because the weights depend on them.
+
+Cluster, parallel techniques, checkpointing, logging and `train.steps` are not among them.
+"""
+
+from dataclasses import asdict
+from typing import Any
+
+from regrow.config.schema import PretrainConfig
+
+DATA_KEYS = ("recipe", "vocab_size", "seq_len", "validation_fraction", "rows_per_group", "window_steps")
+
+
+def identity(config: PretrainConfig) -> dict[str, Any]:
+    """The settings that fix the weights, flat: `optim.lr` -> 0.003. JSON types only."""
+    model = {key: value for key, value in asdict(config.model).items() if key != "name"}
+    data = {key: getattr(config.data, key) for key in DATA_KEYS}
+    groups = {"model": model, "data": data, "optim": asdict(config.optim)}
+    flat = {f"{group}.{key}": value for group, values in groups.items() for key, value in values.items()}
+    flat["optim.schedule"] = config.optim.schedule.value
+    return {"run.seed": config.run.seed, **flat}
+
+
+def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What changed between two identities, `key: old -> new`, a line each."""
+    return [
+        f"{key}: {old.get(key, '(absent)')} -> {new.get(key, '(absent)')}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key, ...) != new.get(key, ...)
+    ]

@@ -1,0 +1,178 @@
+"""The whole configuration as dataclasses: one a group, a line of help a field, no logic.
+
+Imports neither torch, ray, hydra nor omegaconf, so that `--help` is quick and the training core can use it anywhere.
+YAML under `conf/` holds differences from these defaults only. A field's help is the comment on its line.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Float8(StrEnum):
+    """The float8 recipe of the blocks' linear layers; the names are torchao's."""
+
+    none = "none"
+    tensorwise = "tensorwise"
+    tensorwise_all_gather = "tensorwise_all_gather"  # parameters also travel as float8
+    rowwise = "rowwise"
+    rowwise_with_gw_hp = "rowwise_with_gw_hp"
+
+
+class ActivationCheckpoint(StrEnum):
+    none = "none"
+    selective = "selective"  # recompute everything but matrix products and attention
+    full = "full"  # recompute each block from its input
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class Schedule(StrEnum):
+    wsd = "wsd"  # warmup, stable, decay
+    cosine = "cosine"
+
+
+@dataclass
+class RunConfig:
+    """Which run this is and where it lives."""
+
+    name: str = "debug"  # run folder below storage_path; the same name again resumes
+    storage_path: str = "runs"  # local folder or URI (s3://, gs://, hdfs://) of runs and prepared data
+    seed: int = 0  # fixes initialisation and data order
+    resume: bool = True  # continue an existing run of this name; false refuses to touch one
+
+
+@dataclass
+class TrainConfig:
+    """How long to train and how often to look."""
+
+    steps: int = 100  # optimizer steps of the whole run; the schedule spans them
+    stop_at_step: int | None = None  # stop here with a checkpoint, the schedule still that of `steps`
+    validate_every_steps: int = 50  # validation loss every so many steps and at the end; 0: never
+    validation_seqs: int = 48  # sequences of the validation split that are scored each time
+    collective_timeout_s: float = 600.0  # a collective that takes longer fails the group instead of hanging it
+
+
+@dataclass
+class ClusterConfig:
+    """Where the workers run and how many there may be."""
+
+    name: str = "local"  # shown in logs and reports
+    address: str | None = None  # Ray address ("auto": the running cluster); null starts Ray on this machine
+    local_nodes: int = 0  # with address null: raylets to start here as separate nodes; 0: one for everything
+    min_workers: int = 1  # fewest ranks worth training on
+    max_workers: int = 2  # most ranks used
+    cpus_per_worker: float = 1.0  # logical CPUs of a worker
+    gpus_per_worker: int = 0  # 0: train on CPU with gloo; 1: on CUDA with NCCL
+    max_failures: int = 1000  # group restarts before the run gives up
+    dashboard: bool = True  # start the Ray dashboard with a local Ray
+    dashboard_port: int = 8265  # of a local Ray; the next free port is taken when it is busy
+
+
+@dataclass
+class RopeScaling:
+    """Llama 3.1's scaling of RoPE frequencies (arXiv:2407.21783; Meta's reference `apply_scaling`)."""
+
+    factor: float = 8.0  # long wavelengths are stretched by this
+    low_freq_factor: float = 1.0  # wavelengths above original_seq_len / this are stretched in full
+    high_freq_factor: float = 4.0  # wavelengths below original_seq_len / this stay
+    original_seq_len: int = 8192  # context length before the scaling
+
+
+@dataclass
+class ModelConfig:
+    """A Llama 3 decoder. The defaults are the `debug` model, 5.0M parameters."""
+
+    name: str = "debug"  # shown in logs and reports
+    vocab_size: int = 4096  # rows of the embedding; at least the tokenizer's vocabulary
+    dim: int = 256  # width of the residual stream
+    num_layers: int = 4  # decoder blocks
+    num_heads: int = 8  # query heads
+    num_kv_heads: int = 4  # key and value heads; divides num_heads
+    ffn_dim: int = 704  # hidden width of SwiGLU
+    norm_eps: float = 1e-5  # of RMSNorm
+    rope_theta: float = 500000.0  # RoPE base
+    rope_scaling: RopeScaling | None = None  # Llama 3.1's frequency scaling; null: none
+    tied: bool = False  # output projection shares the embedding
+
+
+@dataclass
+class DataConfig:
+    """Which corpus, how it is cut into samples, and how the stream runs."""
+
+    recipe: str = "python_docs"  # data/<recipe>.py
+    vocab_size: int = 4096  # size of the tokenizer trained on the corpus
+    seq_len: int = 256  # tokens of a sample that are predicted; a stored row has one more
+    validation_fraction: float = 0.005  # of documents, chosen by document hash
+    rows_per_group: int = 64  # rows of a parquet row group, the unit of reading
+    rows_per_shard: int = 8192  # rows of a shard file
+    window_steps: int = 8  # global batches shuffled together, the unit Ray Data produces
+    prefetch_windows: int = 2  # windows kept ready ahead of training
+    stall_timeout_s: float = 20.0  # wait this long for the stream, then read the same rows directly
+    stream_cpus: float = 0.5  # logical CPUs of one window-producing task
+
+
+@dataclass
+class OptimConfig:
+    """The global batch, AdamW and its schedule. Never depends on the world size."""
+
+    global_batch_seqs: int = 24  # sequences of one optimizer step
+    num_slices: int = 12  # equal parts of a global batch, the unit that ranks share out
+    lr: float = 3e-3  # peak learning rate
+    min_lr_ratio: float = 0.1  # final learning rate over the peak
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95  # AdamW
+    eps: float = 1e-8  # AdamW
+    weight_decay: float = 0.1  # decoupled, on matrices only
+    max_grad_norm: float = 1.0  # global gradient norm is clipped to this
+    schedule: Schedule = Schedule.wsd  # shape of the learning rate over tokens
+    warmup_fraction: float = 0.1  # of all tokens
+    decay_fraction: float = 0.3  # of all tokens, wsd only
+
+
+@dataclass
+class ParallelConfig:
+    """Techniques that change speed and memory, not what is computed (but for rounding)."""
+
+    dtype: Dtype = Dtype.float32  # of compute and all-gathers; parameters, moments and reductions stay float32
+    dp_replicate: int = 1  # HSDP replicas when they divide the world size, else 1; 1: FSDP over all ranks
+    float8: Float8 = Float8.none  # recipe of the blocks' linear layers; emulated off-GPU
+    compile: bool = False  # torch.compile each block
+    compile_backend: str = "inductor"  # torch.compile backend
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint.none  # what backward recomputes
+    reshard_after_forward: bool = True  # free a block's full parameters between forward and backward
+    sync_every_micro_batch: bool = False  # reduce gradients each micro-batch: more traffic, less memory
+
+
+@dataclass
+class CheckpointConfig:
+    """Durable checkpoints."""
+
+    every_steps: int = 50  # checkpoint every so many steps; one is always written at the end
+    keep: int = 2  # newest checkpoints kept; at least 2
+
+
+@dataclass
+class ObserveConfig:
+    """What is shown and written while training."""
+
+    tensorboard: bool = True  # write TensorBoard events into the run folder
+    report_every_s: float = 30.0  # rewrite report.json and report.html this often while training
+    peak_tflops: float | None = None  # of one worker's device, for MFU; null: known per GPU, measured on CPU
+
+
+@dataclass
+class PretrainConfig:
+    """Everything `jobs.pretrain` needs."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)

@@ -1,0 +1,240 @@
+"""What `jobs.pretrain` does: check, start the cluster, prepare data, open the run, train, and show it all the while."""
+
+import os
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import ray
+
+from regrow.checkpoint.coordinator import start_coordinator
+from regrow.checkpoint.store import committed_steps
+from regrow.config.check import check, geometry
+from regrow.config.schema import PretrainConfig
+from regrow.config.store import STARTED_AT
+from regrow.data.manifest import Manifest
+from regrow.data.prepare import find_or_prepare
+from regrow.data.stream import start_stream
+from regrow.elastic.local_cluster import cluster_for
+from regrow.elastic.ray_train import build_trainer
+from regrow.elastic.run_folder import CHECKPOINTS, Run, check_may_start, open_run
+from regrow.errors import RegrowError
+from regrow.observe.console import Console
+from regrow.observe.narrate import narrate, startup_line
+from regrow.observe.provenance import git_sha, versions
+from regrow.observe.report import write_report
+
+POLL_S = 0.2
+LEAVE_S = 20.0  # for the workers to end by themselves once the run is given up
+
+
+class Startup:
+    """The seconds of each phase before the first step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = STARTED_AT
+
+    def done(self, phase: str) -> None:
+        now = time.time()
+        self.seconds[phase] = now - self._last
+        self._last = now
+
+
+def pretrain(config: PretrainConfig) -> None:
+    """Train until the configured step and return; raises RegrowError for whatever a user can mend.
+
+    An interrupt commits a checkpoint first and then exits with status 130.
+    """
+    startup = Startup()
+    plans = check(config)
+    check_may_start(config)
+    with Console(sys.stderr) as console:
+        console.start([*geometry(config, plans)], steps=config.train.steps, stop_at_step=config.train.stop_at_step)
+        startup.done("config")
+        with cluster_for(config.cluster) as dashboard:
+            if dashboard:
+                console.message(f"Ray dashboard: http://{dashboard}")
+            startup.done("ray")
+            data_dir, manifest = find_or_prepare(config.data, config.run.storage_path, progress=console.progress)
+            startup.done("data")
+            run = open_run(config, manifest_sha256=manifest.sha256)
+            console.message(_opening(config, run, manifest))
+            if (run.resumed_step or 0) >= _last_step(config):
+                console.message(
+                    f"step {run.resumed_step} is already committed: nothing to do; "
+                    "raise train.steps or train.stop_at_step to go on, or choose another run.name"
+                )
+                return
+            reason = _Session(config, run, data_dir, console, startup).train()
+    if reason == "interrupted":
+        sys.exit(130)
+
+
+class _Session:
+    """One attempt at a run, from its submission until its workers have left."""
+
+    def __init__(self, config: PretrainConfig, run: Run, data_dir: Path, console: Console, startup: Startup) -> None:
+        self.config, self.run, self.console, self.startup = config, run, console, startup
+        self.coordinator = start_coordinator(
+            run.folder,
+            run.run_id,
+            checkpoints=CHECKPOINTS,
+            tensorboard=config.observe.tensorboard,
+            submitted={
+                "time": STARTED_AT,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "min_workers": config.cluster.min_workers,
+                "max_workers": config.cluster.max_workers,
+                "git": git_sha(),
+                "versions": versions(),
+                "command": shlex.join(sys.argv),
+            },
+        )
+        stream = start_stream(config, data_dir, start_step=run.resumed_step or 0, stop_step=_last_step(config))
+        startup.done("actors")
+        self.startup_s: dict[str, float] | None = None
+        generation = ray.get(self.coordinator.ready.remote())
+        from regrow.elastic.worker import Job, train_fn  # imports torch: the actors start meanwhile
+
+        job = Job(
+            config=config,
+            run_id=run.run_id,
+            checkpoints=str(run.folder / CHECKPOINTS),
+            data_dir=str(data_dir),
+            coordinator=self.coordinator,
+            stream=stream,
+            first_generation=generation + 1,
+            fit_at=time.time(),
+            driver_s=startup.seconds,
+        )
+        self.trainer = build_trainer(
+            config,
+            train_fn=train_fn,
+            settings={"job": job},
+            storage=str(run.folder / "ray_train"),
+            name=f"{config.run.name}-g{generation + 1}",
+        )
+        startup.done("imports")
+
+    def train(self) -> str:
+        """Run the worker group to its end; why it ended: finished, stop_at_step or interrupted."""
+        outcome: list[BaseException] = []
+
+        def fit() -> None:
+            try:
+                self.trainer.fit()
+            except BaseException as error:  # carried over to the main thread
+                outcome.append(error)
+
+        thread = threading.Thread(target=fit, name="ray-train", daemon=True)
+        with self._interrupts():
+            thread.start()
+            fatal, reported_at, give_up_at = "", time.monotonic(), float("inf")
+            while thread.is_alive() and time.monotonic() < give_up_at:
+                thread.join(POLL_S)
+                fatal = self._show()
+                if fatal and give_up_at == float("inf"):
+                    give_up_at = time.monotonic() + LEAVE_S
+                if time.monotonic() - reported_at > self.config.observe.report_every_s:
+                    reported_at = time.monotonic()
+                    write_report(self.run.folder, self.config)
+            fatal = self._show() or fatal
+        if outcome and not fatal:
+            fatal = f"Ray Train gave up: {str(outcome[0]).strip().splitlines()[-1]}"
+        steps = committed_steps(self.run.folder / CHECKPOINTS)
+        step = steps[0] if steps else 0
+        reason = self._reason(step, fatal)
+        ray.get(self.coordinator.close.remote(step, reason, fatal), timeout=60)
+        report = write_report(self.run.folder, self.config)
+        if fatal:
+            raise RegrowError(f"{fatal} (logs: {_session_logs()})")
+        self._farewell(step, reason, report)
+        return reason
+
+    def _show(self) -> str:
+        """Show what happened since the last call; the fatal message if the run is over."""
+        updates, fatal = ray.get(self.coordinator.drain_updates.remote(), timeout=60)
+        for update in updates:
+            if update.kind == "row":
+                self.console.row(update.content)
+                if self.startup_s is not None:
+                    self.console.message(startup_line(self.startup_s, update.content["step_s"]))
+                    self.startup_s = None
+            else:
+                line = narrate(update.content)
+                if line:
+                    self.console.message(line)
+                if update.content["event"] == "generation":
+                    self.startup_s = update.content["startup_s"]
+        return fatal
+
+    @contextmanager
+    def _interrupts(self) -> Iterator[None]:
+        """Ctrl-C or SIGTERM: commit a checkpoint and leave; once more: leave at once."""
+        asked = False
+
+        def handle(signum: int, frame: FrameType | None) -> None:
+            nonlocal asked
+            if asked:
+                raise KeyboardInterrupt
+            asked = True
+            self.console.message("stopping after this step with a checkpoint; once more to end at once")
+            self.coordinator.request_stop.remote("interrupted")
+
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _reason(self, step: int, fatal: str) -> str:
+        if fatal:
+            return "failed"
+        if step >= self.config.train.steps:
+            return "finished"
+        return "stop_at_step" if step == self.config.train.stop_at_step else "interrupted"
+
+    def _farewell(self, step: int, reason: str, report: dict[str, Any]) -> None:
+        loss = report["final_loss"]
+        shown = f", loss {loss:.4f}" if loss is not None else ""
+        if reason == "finished":
+            self.console.message(f"finished {step} steps{shown}; report: {self.run.folder}/report.html")
+            return
+        self.console.message(
+            f"stopped at step {step} of {self.config.train.steps}{shown}; its checkpoint is committed. Resume with "
+            f"the same run.name={self.config.run.name}: {_resume_command()}"
+        )
+
+
+def _last_step(config: PretrainConfig) -> int:
+    return min(config.train.steps, config.train.stop_at_step or config.train.steps)
+
+
+def _opening(config: PretrainConfig, run: Run, manifest: Manifest) -> str:
+    state = "new run" if run.resumed_step is None else f"resuming from step {run.resumed_step}"
+    rows = manifest.splits["train"].num_rows
+    epochs = config.train.steps * config.optim.global_batch_seqs / rows
+    return (
+        f"run {config.run.name!r} at {run.folder} ({state}); model {config.model.name}; "
+        f"{config.data.recipe}: {rows:,} rows, {epochs:.2f} epochs of them"
+    )
+
+
+def _resume_command() -> str:
+    overrides = [argument for argument in sys.argv[1:] if not argument.startswith("train.stop_at_step=")]
+    return shlex.join(["python", "-m", "jobs.pretrain", *overrides])
+
+
+def _session_logs() -> str:
+    return f"{ray._private.worker._global_node.get_session_dir_path()}/logs"

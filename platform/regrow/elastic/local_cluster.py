@@ -1,0 +1,131 @@
+"""Ray for a job: join a running cluster, or start one on this machine, as one node or as several raylets."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from regrow.config.schema import ClusterConfig
+from regrow.errors import ClusterError
+
+WORKER_RESOURCE = "regrow_worker"  # what a node started here offers one of per worker it may hold
+
+
+@contextmanager
+def cluster_for(config: ClusterConfig) -> Iterator[str]:
+    """Connect to the cluster that the config names for as long as the context lasts; gives the dashboard's URL or "".
+
+    What was started here is ended here. Raises ClusterError if it is not there or cannot hold `min_workers`.
+    """
+    if config.address is not None:
+        dashboard = _join(config)
+        nodes = None
+    elif config.local_nodes == 0:
+        dashboard, nodes = _start_one(config), None
+    else:
+        dashboard, nodes = _start_several(config)
+    try:
+        check_room(config)
+        yield dashboard
+    finally:
+        ray.shutdown()
+        if nodes is not None:
+            nodes.shutdown()
+
+
+def worker_resources(config: ClusterConfig) -> dict[str, float]:
+    """What Ray reserves for one worker."""
+    resources = {"CPU": float(config.cpus_per_worker)}
+    if config.gpus_per_worker:
+        resources["GPU"] = float(config.gpus_per_worker)
+    if config.local_nodes:
+        resources[WORKER_RESOURCE] = 1.0
+    return resources
+
+
+def check_room(config: ClusterConfig) -> int:
+    """How many workers the cluster can hold now. Raises ClusterError below `min_workers`."""
+    needed = worker_resources(config)
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    room = sum(int(min(node.get(kind, 0.0) // amount for kind, amount in needed.items())) for node in alive)
+    if room >= config.min_workers:
+        return room
+    kind, each = ("GPU", config.gpus_per_worker) if config.gpus_per_worker else ("CPU", config.cpus_per_worker)
+    found = sum(node.get(kind, 0.0) for node in alive)
+    raise ClusterError(_too_small(config, f"{kind}s", each, f"found {found:g} with room for {room} workers"))
+
+
+def _too_small(config: ClusterConfig, unit: str, each: float, found: str) -> str:
+    least = f" (at least {config.min_workers * each:g})" if config.min_workers < config.max_workers else ""
+    return (
+        f"cluster {config.name!r} needs {config.max_workers * each:g} {unit}{least}, {found}; "
+        "start Ray on nodes that have them, set RAY_ADDRESS to their cluster, or choose another cluster, "
+        "such as +cluster=cpu3 for this machine"
+    )
+
+
+def _join(config: ClusterConfig) -> str:
+    # a driver that is not itself a submitted job ships the checkout; a submitted job's runtime_env already did
+    package = Path(__file__).parents[1]
+    runtime_env = {} if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else {"py_modules": [str(package)]}
+    try:
+        context = ray.init(address=config.address, runtime_env=runtime_env, **_quiet())
+    except (ConnectionError, RuntimeError) as error:
+        unit, each = ("GPUs", config.gpus_per_worker) if config.gpus_per_worker else ("CPUs", config.cpus_per_worker)
+        first = str(error).splitlines()[0][:120]
+        raise ClusterError(
+            _too_small(config, unit, each, f"found 0: no Ray cluster at {config.address!r} ({first})")
+        ) from error
+    return context.dashboard_url or ""
+
+
+def _start_one(config: ClusterConfig) -> str:
+    # logical CPUs beyond the workers' own, for the tasks that feed them
+    num_cpus = max(os.cpu_count() or 1, int(-(-config.max_workers * config.cpus_per_worker // 1))) + 1
+    context = ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=config.dashboard,
+        dashboard_port=config.dashboard_port if config.dashboard else None,
+        **_quiet(),
+    )
+    return context.dashboard_url or ""
+
+
+def _start_several(config: ClusterConfig) -> tuple[str, Any]:
+    """A head without workers and `local_nodes` nodes, each a raylet of its own, as separate hosts would run them."""
+    from ray.cluster_utils import Cluster
+
+    head = {
+        "num_cpus": 1,
+        "include_dashboard": config.dashboard,
+        **({"dashboard_port": config.dashboard_port} if config.dashboard else {}),
+    }
+    nodes = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        per_node = -(-config.max_workers // config.local_nodes)
+        for _ in range(config.local_nodes):
+            add_local_node(nodes, config, num_workers=per_node)
+        context = ray.init(address=nodes.address, **_quiet())
+    except BaseException:
+        nodes.shutdown()
+        raise
+    return context.dashboard_url or "", nodes
+
+
+def add_local_node(nodes: Any, config: ClusterConfig, *, num_workers: int = 1) -> Any:
+    """Start one more raylet with room for `num_workers`."""
+    return nodes.add_node(
+        num_cpus=int(-(-num_workers * config.cpus_per_worker // 1)),
+        num_gpus=num_workers * config.gpus_per_worker,
+        resources={WORKER_RESOURCE: num_workers},
+        wait=True,
+    )
+
+
+def _quiet() -> dict[str, Any]:
+    return {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}

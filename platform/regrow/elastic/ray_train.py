@@ -1,0 +1,71 @@
+"""Ray Train glue: the one file that knows how Ray Train is driven. For now by its public interface alone."""
+
+import os
+from typing import Any
+
+from regrow.config.schema import PretrainConfig
+from regrow.elastic.local_cluster import worker_resources
+
+# Read by Ray Train from the driver's environment and passed on to its controller.
+TUNING = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # how soon a dead worker or a finished run is noticed
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # a group that cannot be placed is planned anew after this
+    "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",  # GET /api/train/v2/runs/v1 on the dashboard
+    "RAY_TRAIN_V2_ENABLED": "1",
+}
+
+
+def build_trainer(config: PretrainConfig, *, train_fn: Any, settings: dict[str, Any], storage: str, name: str) -> Any:
+    """A TorchTrainer with an elastic worker group. Its own bookkeeping goes to `<storage>/<name>/`."""
+    for key, value in TUNING.items():
+        os.environ.setdefault(key, value)
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    cluster = config.cluster
+    fixed = cluster.min_workers == cluster.max_workers
+    return TorchTrainer(
+        train_fn,
+        train_loop_config=settings,
+        scaling_config=ScalingConfig(
+            num_workers=cluster.max_workers if fixed else (cluster.min_workers, cluster.max_workers),
+            use_gpu=cluster.gpus_per_worker > 0,
+            resources_per_worker=worker_resources(cluster),
+        ),
+        torch_config=TorchConfig(
+            backend="cpu:gloo,cuda:nccl" if cluster.gpus_per_worker else "gloo",
+            timeout_s=int(config.train.collective_timeout_s),
+        ),
+        run_config=RunConfig(
+            name=name,
+            storage_path=storage,
+            failure_config=FailureConfig(max_failures=cluster.max_failures),
+            callbacks=[failure_callback(settings["job"].coordinator)],
+        ),
+    )
+
+
+def failure_callback(coordinator: Any) -> Any:
+    """Tells the coordinator why a group broke, from Ray Train's controller."""
+    from ray.train import UserCallback
+
+    class ReportFailures(UserCallback):
+        def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+            ranks = sorted(worker_exceptions)
+            causes = {rank: cause_of(error) for rank, error in worker_exceptions.items()}
+            # survivors fail because a peer died: the death is the cause
+            first = next((rank for rank in ranks if causes[rank] == "worker_died"), ranks[0])
+            lines = [line for line in str(worker_exceptions[first]).strip().splitlines() if line.strip()]
+            detail = f"rank {first}: {lines[-1].strip() if lines else type(worker_exceptions[first]).__name__}"
+            coordinator.failure.remote(causes[first], detail[:500], ranks)
+
+    return ReportFailures()
+
+
+def cause_of(error: Exception) -> str:
+    """`worker_died` for a process or node that is gone, `worker_failed` for an exception in the train function."""
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError
+
+    text = f"{type(error).__name__} {type(error.__cause__).__name__}"
+    gone = isinstance(error, ActorDiedError | ActorUnavailableError | NodeDiedError) or "HealthCheck" in text
+    return "worker_died" if gone else "worker_failed"

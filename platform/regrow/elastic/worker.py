@@ -1,0 +1,301 @@
+"""The train function that Ray Train runs on every worker: join a generation, plan, build, restore, train.
+
+Starting, resuming and restarting after a loss are this one path.
+"""
+
+import os
+import socket
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import ray.train
+import ray.train.torch
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import regrow
+from regrow.checkpoint import store
+from regrow.checkpoint.collective import from_rank_0, gather
+from regrow.checkpoint.state import Entry, Progress, set_optimizer_step, training_entries
+from regrow.config.schema import PretrainConfig
+from regrow.data.manifest import Manifest
+from regrow.data.shards import ShardReader
+from regrow.data.stream import rank_batches
+from regrow.errors import CheckpointError, RegrowError
+from regrow.model.flops import flops_per_token, peak_flops
+from regrow.optim.adamw import build_adamw
+from regrow.parallel.apply import build_model
+from regrow.parallel.float8 import inner_tensor, refresh_float8_scales
+from regrow.parallel.fsdp import build_mesh, data_parallel_group, shard_group
+from regrow.plan.batch import BatchPlan, plan_batch
+from regrow.plan.mesh import plan_mesh
+from regrow.storage import Storage
+from regrow.train.loop import LoopSettings, train
+from regrow.train.metrics import Meter
+from regrow.train.step import IGNORE_INDEX, TrainStep, evaluate, sum_cross_entropy
+
+CALL_TIMEOUT_S = 120.0  # of a call to the coordinator
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the driver hands to every worker."""
+
+    config: PretrainConfig
+    run_id: str
+    checkpoints: str  # folder
+    data_dir: str  # prepared corpus
+    coordinator: Any  # actor handles
+    stream: Any
+    first_generation: int  # the one that this driver starts with
+    fit_at: float  # unix time at which the driver asked for workers
+    driver_s: dict[str, float]  # what the driver did before that
+
+
+def train_fn(settings: dict[str, Job]) -> None:
+    """Ray Train's entry. A user's mistake ends the run through the coordinator; anything else restarts the group."""
+    job = settings["job"]
+    try:
+        _train(job)
+    except RegrowError as error:
+        ray.get(job.coordinator.fail.remote(str(error)), timeout=CALL_TIMEOUT_S)
+
+
+def _train(job: Job) -> None:
+    config, entered = job.config, time.time()
+    context = ray.train.get_context()
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    device = _device(config, context.get_local_world_size())
+    generation = from_rank_0(ray.get(job.coordinator.begin_generation.remote()) if rank == 0 else 0)
+    plan = plan_batch(num_slices=config.optim.num_slices, world_size=world_size)
+
+    shape = plan_mesh(world_size, config.parallel.dp_replicate)
+    mesh = build_mesh(shape, device.type)
+    model = build_model(config.model, config.parallel, mesh=mesh, device=device, seed=config.run.seed)
+    optimizer = build_adamw(model, config.optim)
+    built = time.time()
+    progress, source = _restore(job, generation, training_entries(model, optimizer, inner_tensor=inner_tensor))
+    set_optimizer_step(optimizer, progress.step)
+    refresh_float8_scales(model)
+    restored = time.time()
+
+    reader = ShardReader(Path(job.data_dir), "train")
+    order = order_of(config, reader.manifest)
+    tokens_per_step = config.optim.global_batch_seqs * config.data.seq_len
+    last_step = min(config.train.steps, config.train.stop_at_step or config.train.steps)
+    batches = rank_batches(
+        job.stream,
+        order,
+        reader,
+        global_batch_seqs=config.optim.global_batch_seqs,
+        num_slices=config.optim.num_slices,
+        window_steps=config.data.window_steps,
+        slices=plan.ranges[rank],
+        start_step=progress.step,
+        stop_step=last_step,
+        stall_timeout_s=config.data.stall_timeout_s,
+    )
+    peak = peak_flops(device, config.parallel.dtype, config.observe.peak_tflops)
+    meter = Meter(
+        tokens_per_step=tokens_per_step,
+        flops_per_token=flops_per_token(config.model, config.data.seq_len),
+        peak_flops=sum(gather(peak.flops)),
+        world_size=world_size,
+        generation=generation,
+    )
+    step = TrainStep(
+        model,
+        optimizer,
+        max_grad_norm=config.optim.max_grad_norm,
+        group=data_parallel_group(mesh),
+        shard_group=shard_group(mesh),
+        sync_every_micro_batch=config.parallel.sync_every_micro_batch,
+        loss_function=loss_function(config.parallel),
+    )
+    hooks = _Hooks(job, generation, step, mesh, _Validation(job, device, rank, world_size))
+    startup_s = {
+        **(job.driver_s if generation == job.first_generation else {}),
+        "workers": entered - (job.fit_at if generation == job.first_generation else entered),
+        "model": built - entered,
+        "restore": restored - built,
+    }
+    workers = gather({"host": socket.gethostname(), "pid": os.getpid(), "device": _device_name(device)})
+    if rank == 0:
+        details = {
+            "world_size": world_size,
+            "source": source,
+            "startup_s": startup_s,
+            "init_s": built - entered,
+            "restore_s": restored - built,
+            "workers": workers,
+            "regrow": str(Path(regrow.__file__).parent),
+            "peak_flops": peak.flops,
+            "peak_source": peak.source,
+        }
+        ray.get(job.coordinator.start_training.remote(generation, progress.step, details), timeout=CALL_TIMEOUT_S)
+    if progress.step < last_step:
+        train(
+            step,
+            batches,
+            progress,
+            optim=config.optim,
+            settings=LoopSettings(
+                last_step=last_step,
+                total_tokens=config.train.steps * tokens_per_step,
+                tokens_per_step=tokens_per_step,
+                seqs_per_step=config.optim.global_batch_seqs,
+                micro_batch_seqs=config.optim.global_batch_seqs // config.optim.num_slices,
+                num_micro_batches=plan.num_micro_batches,
+                checkpoint_every_steps=config.checkpoint.every_steps,
+                validate_every_steps=config.train.validate_every_steps if config.train.validation_seqs else 0,
+            ),
+            meter=meter,
+            hooks=hooks,
+            device=device,
+        )
+    hooks.close()
+
+
+class _Validation:
+    """This rank's share of the first rows of the validation split, the same rows whatever the world size."""
+
+    def __init__(self, job: Job, device: torch.device, rank: int, world_size: int) -> None:
+        config = job.config
+        reader = ShardReader(Path(job.data_dir), "validation")
+        num_seqs = min(config.train.validation_seqs, reader.num_rows)
+        size = config.optim.global_batch_seqs // config.optim.num_slices
+        starts = range(0, num_seqs, size)
+        self.num_batches = -(-len(starts) // world_size)
+        self.batches = [
+            torch.from_numpy(reader.read(np.arange(start, min(start + size, num_seqs))).astype("int64")).to(device)
+            for start in starts[rank::world_size]
+        ]
+
+
+class _Hooks:
+    """The loop's wishes, carried out through the coordinator; see `train.loop.Hooks`."""
+
+    def __init__(
+        self,
+        job: Job,
+        generation: int,
+        step: TrainStep,
+        mesh: DeviceMesh,
+        validation: _Validation,
+    ) -> None:
+        self.job, self.generation, self.step = job, generation, step
+        self.validation = validation
+        self.rank = dist.get_rank()
+        self.replica, self.num_replicas = replica_of(mesh)
+        self.replies: deque[Any] = deque()  # of rows on their way to the coordinator
+        self.stop = False
+
+    def log(self, row: dict[str, Any]) -> None:
+        if self.rank == 0:
+            self.replies.append(self.job.coordinator.row.remote(self.generation, row))
+
+    def wants_to_leave(self) -> bool:
+        ready, _ = ray.wait(list(self.replies), num_returns=len(self.replies), timeout=0) if self.replies else ([], [])
+        for reply in ready:  # raises what the coordinator raised: a fenced-off rank ends here
+            self.stop = bool(ray.get(reply)) or self.stop
+            self.replies.remove(reply)
+        return self.stop
+
+    def save(self, progress: Progress) -> float:
+        begun = time.perf_counter()
+        config, folder = self.job.config.checkpoint, Storage.at(self.job.checkpoints)
+        index = store.save(
+            folder,
+            training_entries(self.step.model, self.step.optimizer, inner_tensor=inner_tensor),
+            scalars=progress.to_dict(),
+            run_id=self.job.run_id,
+            generation=self.generation,
+            replica=self.replica,
+            num_replicas=self.num_replicas,
+            commit=self._commit,
+        )
+        stall_s = time.perf_counter() - begun
+        if self.rank == 0:
+            fields = {"step": progress.step, "stall_s": stall_s, "bytes": index.num_bytes}
+            self.replies.append(self.job.coordinator.event.remote(self.generation, "checkpoint", fields))
+            store.retain(folder, keep=config.keep)
+        ray.train.report({"step": progress.step, "tokens_seen": progress.tokens_seen})
+        return time.perf_counter() - begun
+
+    def validate(self, step: int) -> float:
+        begun = time.perf_counter()
+        loss_sum, num_tokens = evaluate(
+            self.step.model,
+            self.validation.batches,
+            num_batches=self.validation.num_batches,
+            group=self.step.group,
+            loss_function=self.step.loss_function,
+        )
+        loss = loss_sum / max(num_tokens, 1)
+        if self.rank == 0:
+            fields = {"step": step, "loss": loss, "seconds": time.perf_counter() - begun}
+            self.replies.append(self.job.coordinator.event.remote(self.generation, "validation", fields))
+        return loss
+
+    def close(self) -> None:
+        """Wait until the coordinator has everything."""
+        ray.get(list(self.replies), timeout=CALL_TIMEOUT_S)
+        self.replies.clear()
+
+    def _commit(self, step_folder: str, pointer: bytes) -> None:
+        ray.get(self.job.coordinator.commit.remote(self.generation, step_folder, pointer), timeout=CALL_TIMEOUT_S)
+
+
+def _restore(job: Job, generation: int, entries: list[Entry]) -> tuple[Progress, str]:
+    """Load the newest committed checkpoint that is sound, on all ranks the same one; from seed if there is none.
+
+    Collective. A damaged one is reported and the one before it taken. Raises CheckpointError if all are damaged.
+    """
+    folder = Storage.at(job.checkpoints)
+    steps = from_rank_0(store.committed_steps(folder))
+    for step in steps:
+        problem = ""
+        index = None
+        try:
+            index = store.open_checkpoint(folder, step, run_id=job.run_id)
+            store.restore(folder, index, entries)
+        except CheckpointError as error:
+            problem = str(error)
+        problems = [found for found in gather(problem) if found]
+        if not problems:
+            assert index is not None
+            return Progress(**index.scalars), "checkpoint"
+        if dist.get_rank() == 0:
+            fields = {"step": step, "detail": problems[0]}
+            ray.get(job.coordinator.event.remote(generation, "checkpoint_damaged", fields), timeout=CALL_TIMEOUT_S)
+    if steps:
+        raise CheckpointError(
+            f"none of the checkpoints at {folder} (steps {', '.join(map(str, steps))}) can be restored; {problems[0]}; "
+            "choose another run.name to start over"
+        )
+    return Progress(), "seed"
+
+
+def replica_of(mesh: DeviceMesh) -> tuple[int, int]:
+    """This rank's HSDP replica, and how many there are."""
+    if "dp_replicate" not in (mesh.mesh_dim_names or ()):
+        return 0, 1
+    return mesh.get_local_rank("dp_replicate"), mesh.size(0)
+
+
+def _device(config: PretrainConfig, workers_on_node: int) -> torch.device:
+    """This rank's device; on CPU, its share of the node's cores."""
+    if config.cluster.gpus_per_worker:
+        return ray.train.torch.get_device()
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers_on_node))
+    return torch.device("cpu")
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x{torch.get_num_threads()}"

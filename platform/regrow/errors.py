@@ -1,0 +1,32 @@
+"""What can go wrong for a user: every class here ends a command in one clear line, never in a traceback.
+
+A bug of ours is an `assert` or a plain exception instead. Messages say what, the numbers, and the fix.
+"""
+
+
+class RegrowError(Exception):
+    """Base of all errors a user can mend."""
+
+
+class ConfigError(RegrowError):
+    """A setting is wrong, or two settings contradict each other."""
+
+
+class BatchError(ConfigError):
+    """The global batch cannot be divided over a world size."""
+
+
+class ClusterError(RegrowError):
+    """The cluster asked for is not there, or cannot hold the job."""
+
+
+class DataError(RegrowError):
+    """A corpus, tokenizer, shard or manifest is missing, damaged or does not fit the job."""
+
+
+class CheckpointError(RegrowError):
+    """A checkpoint is damaged, incomplete, or belongs to another run."""
+
+
+class ResumeError(RegrowError):
+    """A run exists under this name and cannot be continued as asked."""

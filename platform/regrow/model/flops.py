@@ -1,0 +1,94 @@
+"""How much arithmetic a token costs and a device offers: the two halves of MFU.
+
+MFU = tokens/s * flops_per_token / peak_flops. The numerator counts what the model needs, not what activation
+checkpointing repeats; the whole attention matrix, not its causal half; the peak is dense bfloat16, also for float8.
+"""
+
+import time
+from dataclasses import dataclass
+from math import sqrt
+
+import torch
+from torch import Tensor
+
+from regrow.config.schema import Dtype, ModelConfig
+
+# dense bfloat16, from NVIDIA's data sheets; the first name that the device's name contains
+KNOWN_PEAK_FLOPS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+}
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The arithmetic that one device offers a second, and where the number is from."""
+
+    flops: float
+    source: str
+
+
+def num_params(config: ModelConfig) -> int:
+    """All parameters; a tied embedding counts once.
+
+    >>> num_params(ModelConfig())
+    5048576
+    """
+    head_dim = config.dim // config.num_heads
+    attention = config.dim * head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
+    block = attention + 3 * config.dim * config.ffn_dim + 2 * config.dim
+    embeddings = config.vocab_size * config.dim * (1 if config.tied else 2)
+    return embeddings + config.num_layers * block + config.dim
+
+
+def num_matmul_params(config: ModelConfig) -> int:
+    """Parameters that a token is multiplied with: without the input embedding, with the output projection."""
+    return num_params(config) - (0 if config.tied else config.vocab_size * config.dim)
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """6N + 12·L·H·Q·T, forward and backward: N as `num_matmul_params`, L layers, H heads of width Q, T tokens.
+
+    Source: PaLM, arXiv:2204.02311, appendix B.
+    """
+    return 6.0 * num_matmul_params(config) + 12.0 * config.num_layers * config.dim * seq_len
+
+
+def peak_flops(device: torch.device, dtype: Dtype, tflops: float | None = None) -> Peak:
+    """What one device offers: `tflops` if given, else the known peak of a GPU by its name, else a measurement."""
+    if tflops is not None:
+        return Peak(tflops * 1e12, "given")
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for known, flops in KNOWN_PEAK_FLOPS.items():
+            if known in name:
+                return Peak(flops, f"{name}: dense bfloat16, data sheet")
+    return Peak(measure_peak_flops(device, dtype), f"measured {dtype.value} matrix product on {device.type}")
+
+
+def measure_peak_flops(device: torch.device, dtype: Dtype, *, budget_s: float = 0.05) -> float:
+    """FLOP/s of the best of several square matrix products, the size chosen so that one takes a few milliseconds."""
+    torch_dtype = getattr(torch, dtype.value)
+
+    def once(matrix: Tensor) -> float:
+        begun = time.perf_counter()
+        torch.mm(matrix, matrix)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begun
+
+    size = 256
+    matrix = torch.ones(size, size, dtype=torch_dtype, device=device)
+    once(matrix)  # the first call loads libraries
+    # aim at an eighth of the budget: cost grows with the cube of the size
+    size = min(max(256, int(size * (budget_s / 8 / once(matrix)) ** (1 / 3)) // 64 * 64), 8192)
+    matrix = torch.randn(size, size, device=device).div_(sqrt(size)).to(torch_dtype)
+    best, spent = once(matrix), 0.0
+    while spent < budget_s:
+        seconds = once(matrix)
+        best, spent = min(best, seconds), spent + seconds
+    return 2.0 * size**3 / best

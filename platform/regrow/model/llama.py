@@ -1,0 +1,212 @@
+"""Llama 3 (arXiv:2407.21783) as one plain module: GQA, RoPE, SwiGLU, RMSNorm, tied or untied output.
+
+Shape suffixes: B sequences, T tokens, V vocabulary, D model width, H query heads, K key and value heads, Q head width,
+F feed-forward width. `q_BHTQ` has those dims in that order.
+
+RoPE follows Hugging Face's convention: a head's first half is rotated against its second half, so that exporting to
+`LlamaForCausalLM` is a pure renaming. Meta's original weights interleave the pairs instead.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from regrow.config.schema import ModelConfig, RopeScaling
+
+INIT_STD = 0.02
+TRUNCATE_AT = 3.0  # standard deviations
+INIT_BLOCK_ELEMENTS = 2**18  # of a parameter are drawn from one seed
+
+
+def rope_frequencies_Q2(*, head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """Radians a token that each of the Q/2 pairs turns by, float32.
+
+    `scaling` is Llama 3.1's: wavelengths beyond the original context are stretched by `factor`, short ones stay, those
+    between are blended. Source: `apply_scaling` in meta-llama/llama-models.
+
+    >>> rope_frequencies_Q2(head_dim=4, theta=100.0, scaling=None)
+    tensor([1.0000, 0.1000])
+    """
+    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_seq_len * frequencies / (2 * math.pi)  # within the original context
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+    return (1 - keep) * frequencies / scaling.factor + keep * frequencies
+
+
+def rotate(x_BTHQ: Tensor, cos_TQ: Tensor, sin_TQ: Tensor) -> Tensor:
+    """Turn each pair (i, i + Q/2) of every head by its position's angle; computed in float32, returned in x's dtype."""
+    x = x_BTHQ.float()
+    first, second = x.chunk(2, dim=-1)
+    swapped = torch.cat((-second, first), dim=-1)
+    return (x * cos_TQ[:, None, :] + swapped * sin_TQ[:, None, :]).to(x_BTHQ.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which `num_heads / num_kv_heads` query heads share each key and value head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.head_dim = config.dim // config.num_heads
+        self.wq = nn.Linear(config.dim, config.num_heads * self.head_dim, bias=False)
+        self.wk = nn.Linear(config.dim, config.num_kv_heads * self.head_dim, bias=False)
+        self.wv = nn.Linear(config.dim, config.num_kv_heads * self.head_dim, bias=False)
+        self.wo = nn.Linear(config.num_heads * self.head_dim, config.dim, bias=False)
+
+    def forward(self, x_BTD: Tensor, cos_TQ: Tensor, sin_TQ: Tensor) -> Tensor:
+        q_BTHQ, k_BTKQ, v_BTKQ = (
+            linear(x_BTD).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv)
+        )
+        q_BTHQ, k_BTKQ = rotate(q_BTHQ, cos_TQ, sin_TQ), rotate(k_BTKQ, cos_TQ, sin_TQ)
+        out_BHTQ = F.scaled_dot_product_attention(
+            q_BTHQ.transpose(1, 2), k_BTKQ.transpose(1, 2), v_BTKQ.transpose(1, 2), is_causal=True, enable_gqa=True
+        )
+        return self.wo(out_BHTQ.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)  # gate
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)  # up
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)  # down
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x_BTD)) * self.w3(x_BTD))
+
+
+class Block(nn.Module):
+    """One decoder layer: attention, then feed-forward, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x_BTD: Tensor, cos_TQ: Tensor, sin_TQ: Tensor) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TQ, sin_TQ)
+        return x_BTD + self.ffn(self.ffn_norm(x_BTD))
+
+
+class Llama(nn.Module):
+    """Tokens to logits. Build it under `torch.device("meta")`, then `to_empty` and `init_weights`."""
+
+    rope_Q2: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.register_buffer("rope_Q2", self.rope_frequencies_Q2(), persistent=False)
+
+    def rope_frequencies_Q2(self) -> Tensor:
+        config = self.config
+        return rope_frequencies_Q2(
+            head_dim=config.dim // config.num_heads, theta=config.rope_theta, scaling=config.rope_scaling
+        )
+
+    def rope_TQ(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every position's angles, float32, each frequency twice."""
+        positions_T = torch.arange(num_tokens, dtype=torch.float32, device=self.rope_Q2.device)
+        angles_TQ = torch.outer(positions_T, self.rope_Q2).repeat(1, 2)
+        return angles_TQ.cos(), angles_TQ.sin()
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Logits [B, T, V] in the compute dtype; position t sees tokens 0..t."""
+        cos_TQ, sin_TQ = self.rope_TQ(tokens_BT.size(1))
+        x_BTD = self.embed(tokens_BT)
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, cos_TQ, sin_TQ)
+        x_BTD = self.norm(x_BTD)
+        return F.linear(x_BTD, self.embed.weight) if self.output is None else self.output(x_BTD)
+
+
+def init_weights(model: Llama, seed: int) -> None:
+    """Fill every parameter and buffer; bitwise the same for every world size and layout on one device type.
+
+    A parameter is cut into blocks of rows, a function of its global shape alone, and each block is drawn from a seed
+    made of (seed, parameter, block). A rank draws the blocks that its shard overlaps, so no rank ever holds a whole
+    parameter. Local: no communication.
+
+    Standard deviations follow torchtitan's Llama 3, every normal cut at 3 of them: INIT_STD, divided by
+    sqrt(2 * (layer + 1)) for what writes to the residual stream; 1/sqrt(D) for the output projection but never above
+    INIT_STD, so that small models start at a loss of log(V) too; norms are 1. The embedding has INIT_STD as well,
+    tied or not, where torchtitan has 1.
+    """
+    with torch.no_grad():
+        model.rope_Q2.copy_(model.rope_frequencies_Q2())
+        for name, parameter in model.named_parameters():
+            local, first_row = _local_rows(parameter.detach())
+            if parameter.ndim == 1:
+                local.fill_(1.0)
+                continue
+            std = _init_std(name, model.config)
+            for block, rows in _blocks(parameter.shape, range(first_row, first_row + local.size(0))):
+                values = _truncated_normal(
+                    (len(block), *parameter.shape[1:]), std, f"{seed}:{name}:{block.start}", local.device
+                )
+                inside = values[rows.start - block.start : rows.stop - block.start]
+                local.narrow(0, rows.start - first_row, len(rows)).copy_(inside)
+
+
+def _init_std(name: str, config: ModelConfig) -> float:
+    module = name.removesuffix(".weight")
+    if module == "output" or (module == "embed" and config.tied):
+        return min(INIT_STD, config.dim**-0.5)
+    if module.endswith((".wo", ".w2")):
+        layer = int(name.split(".")[1])
+        return INIT_STD / math.sqrt(2 * (layer + 1))
+    return INIT_STD
+
+
+def _local_rows(parameter: Tensor) -> tuple[Tensor, int]:
+    """This rank's part of a parameter and the global number of its first row."""
+    if not isinstance(parameter, DTensor):
+        return parameter, 0
+    first_row, num_rows = 0, parameter.shape[0]
+    for axis, placement in enumerate(parameter.placements):
+        assert placement in (Replicate(), Shard(0)), f"init_weights knows rows only, not {placement}"
+        if placement == Shard(0):  # as torch.chunk: ceil(n / W) rows each, the last ranks fewer or none
+            size = -(-num_rows // parameter.device_mesh.size(axis))
+            offset = min(size * parameter.device_mesh.get_local_rank(axis), num_rows)
+            first_row, num_rows = first_row + offset, min(size, num_rows - offset)
+    local = parameter.to_local()
+    assert local.size(0) == num_rows, f"holds {local.size(0)} rows, expected {num_rows}"
+    return local, first_row
+
+
+def _blocks(shape: torch.Size, shard: range) -> Iterator[tuple[range, range]]:
+    """Blocks of rows that overlap `shard`, and the overlap."""
+    if not shard:
+        return
+    size = max(1, INIT_BLOCK_ELEMENTS // math.prod(shape[1:]))
+    for start in range(shard.start // size * size, shard.stop, size):
+        block = range(start, min(start + size, shape[0]))
+        yield block, range(max(block.start, shard.start), min(block.stop, shard.stop))
+
+
+def _truncated_normal(shape: tuple[int, ...], std: float, seed: str, device: torch.device) -> Tensor:
+    """Normal values within TRUNCATE_AT standard deviations, as float32, by the inverse of the distribution function.
+
+    Computed in float64, where the last bit of `erfinv`, which vectorised loops and their tails need not agree on, is
+    rounded away.
+    """
+    digest = hashlib.sha256(seed.encode()).digest()
+    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    edge = math.erf(TRUNCATE_AT / math.sqrt(2))
+    uniform = torch.empty(shape, dtype=torch.float64, device=device).uniform_(-edge, edge, generator=generator)
+    return uniform.erfinv_().mul_(std * math.sqrt(2)).float()

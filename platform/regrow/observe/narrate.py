@@ -1,0 +1,48 @@
+"""Events of `events.jsonl` as sentences for a person. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+CAUSES = {
+    "start": "started",
+    "resume": "resumed",
+    "worker_died": "a worker died",
+    "worker_failed": "a worker failed",
+}
+
+
+def narrate(event: Mapping[str, Any]) -> str | None:
+    """One line about an event; None for those that nobody needs to see live."""
+    match event["event"]:
+        case "generation":
+            ranks = event["world_size"]
+            return (
+                f"generation {event['generation']}: {ranks} rank{'s' if ranks != 1 else ''} from step "
+                f"{event['start_step']} ({CAUSES.get(event['cause'], event['cause'])}, state from {event['source']})"
+            )
+        case "checkpoint":
+            return (
+                f"checkpoint of step {event['step']} committed: {megabytes(event['bytes'])} in {event['stall_s']:.2f} s"
+            )
+        case "checkpoint_damaged":
+            return f"checkpoint of step {event['step']} cannot be used, trying the one before: {event['detail']}"
+        case "failure":
+            return f"{CAUSES.get(event['cause'], event['cause'])}: {event['detail']}; restarting the group"
+        case "rollback":
+            return f"rolled back from step {event['from_step']} to {event['to_step']}"
+        case "data_fallback":
+            return f"the token stream stalled at step {event['step']}; reading the same rows directly"
+        case "note":
+            return str(event["text"])
+    return None
+
+
+def startup_line(startup_s: Mapping[str, float], first_step_s: float) -> str:
+    """Where the time from the command to the first step went."""
+    parts = [f"{name} {seconds:.1f}" for name, seconds in startup_s.items() if seconds >= 0.05]
+    total = sum(startup_s.values()) + first_step_s
+    return f"first step after {total:.1f} s: {', '.join(parts)}, step with its data {first_step_s:.1f}"
+
+
+def megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"

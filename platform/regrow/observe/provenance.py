@@ -1,0 +1,48 @@
+"""Which code, libraries and machine a figure or a run came from."""
+
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("regrow", "torch", "torchao", "ray", "pyarrow", "numpy", "tokenizers", "safetensors", "hydra-core")
+
+
+def git_sha() -> str | None:
+    """The checkout's commit, with `-dirty` where tracked files differ; None outside a checkout."""
+    here = Path(__file__).parent
+    try:
+        sha = _git(here, "rev-parse", "--short=12", "HEAD")
+        return sha + ("-dirty" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of what is installed of PACKAGES."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> str:
+    """This machine's processor and number of cores."""
+    name = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
+    except OSError:
+        pass
+    return f"{os.cpu_count()} x {name}"
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    result = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+    return result.stdout.strip()

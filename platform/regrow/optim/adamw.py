@@ -1,0 +1,56 @@
+"""AdamW with decoupled decay on matrices, and gradient clipping by a norm that does not depend on the sharding."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from regrow.config.schema import OptimConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """Fused AdamW in two groups: matrices, the embedding among them, decay; norms do not. Set `lr` each step."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@torch.no_grad()
+def clip_grad_norm_float64(
+    parameters: Iterable[Tensor], max_norm: float, shard_group: dist.ProcessGroup | None
+) -> Tensor:
+    """Scale the gradients in place so that their global L2 norm is at most `max_norm`; return the norm before that.
+
+    Collective over `shard_group`, the ranks that hold different shards; replicas of HSDP are left out, as they hold the
+    same gradients. None: nothing is sharded. Accumulated in float64, so it agrees over shardings to float64 rounding
+    where a float32 norm does to 1e-4. Returns a float64 scalar on the device; the host waits for nothing.
+    """
+    grads = [
+        grad.to_local() if isinstance(grad, DTensor) else grad
+        for grad in (parameter.grad for parameter in parameters)
+        if grad is not None
+    ]
+    assert grads, "no gradient to clip: run backward first"
+    held = [grad for grad in grads if grad.numel()]  # a small parameter leaves some ranks an empty shard
+    if held:
+        square = torch.stack(torch._foreach_norm(held, 2, dtype=torch.float64)).square().sum()
+    else:
+        square = torch.zeros((), dtype=torch.float64, device=grads[0].device)
+    if shard_group is not None:
+        dist.all_reduce(square, group=shard_group)
+    norm = square.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if held:
+        torch._foreach_mul_(held, scale.to(held[0].dtype))
+    return norm

@@ -1,0 +1,44 @@
+"""The order in which the parallel techniques are applied; each is one file beside this one."""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from regrow.config.schema import Float8, ModelConfig, ParallelConfig
+from regrow.model.llama import Llama, init_weights
+from regrow.parallel.activation_checkpoint import apply_activation_checkpoint
+from regrow.parallel.compile import apply_compile
+from regrow.parallel.float8 import apply_float8, refresh_float8_scales
+from regrow.parallel.fsdp import apply_fsdp
+
+
+def build_model(
+    model_config: ModelConfig,
+    parallel_config: ParallelConfig,
+    *,
+    mesh: DeviceMesh | None,
+    device: torch.device | str,
+    seed: int,
+) -> Llama:
+    """A Llama on `device`, its weights drawn from `seed`, ready to train; no rank ever holds more than its shard.
+
+    Without a mesh: whole, on one device, every parameter and all compute in float32. After loading other weights, call
+    `refresh_float8_scales`. Local, but for the scales of float8 all-gather.
+    """
+    with torch.device("meta"):
+        model = Llama(model_config)
+    if parallel_config.float8 is not Float8.none:
+        apply_float8(model, parallel_config.float8, device=torch.device(device), gather=mesh is not None)
+    apply_activation_checkpoint(model, parallel_config.activation_checkpoint)
+    if parallel_config.compile:
+        apply_compile(model, parallel_config.compile_backend)
+    if mesh is not None:
+        apply_fsdp(
+            model,
+            mesh,
+            dtype=parallel_config.dtype,
+            reshard_after_forward=parallel_config.reshard_after_forward,
+        )
+    model.to_empty(device=device)
+    init_weights(model, seed)
+    refresh_float8_scales(model)
+    return model

@@ -1,0 +1,91 @@
+"""float8 linear layers (torchao): which layers, which recipe, and the scales of parameters that travel as float8.
+
+Only the blocks' linears: embedding and output stay in the compute dtype. Where the device has no float8 arithmetic,
+torchao emulates it: the same rounding, multiplied in the compute dtype. torchao is imported only when a recipe asks
+for it.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from regrow.config.schema import Float8
+from regrow.errors import ConfigError
+from regrow.model.llama import Llama
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
+AMAX_FLOOR = 1e-12  # torchao's EPS: keeps the scale of an all-zero parameter finite
+
+
+def apply_float8(model: Llama, recipe: Float8, *, device: torch.device, gather: bool) -> None:
+    """Replace the blocks' linear layers by float8 ones. On meta, before everything else.
+
+    `gather`: FSDP will shard the model, so that tensorwise_all_gather can apply; without it that is tensorwise. Raises
+    ConfigError where torchao is missing.
+    """
+    try:
+        from torchao.float8 import convert_to_float8_training
+    except ImportError as error:
+        raise ConfigError(f"parallel.float8={recipe.value} needs torchao ({error}); install it or set none") from error
+
+    convert_to_float8_training(
+        model.layers,
+        config=_torchao_config(recipe, emulate=not has_float8(device)),
+        # scaled matrix products want multiples of 16
+        module_filter_fn=lambda module, _: module.in_features % 16 == 0 and module.out_features % 16 == 0,
+    )
+    if recipe is Float8.tensorwise_all_gather and gather:
+        from regrow.parallel.float8_all_gather import gather_as_float8
+
+        gather_as_float8(model)
+
+
+def has_float8(device: torch.device) -> bool:
+    """Whether the device multiplies float8 matrices: NVIDIA from compute capability 8.9 on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@torch.no_grad()
+def refresh_float8_scales(model: nn.Module) -> None:
+    """Recompute the scales with which parameters are gathered as float8, in one all-reduce.
+
+    Call it after every change to the parameters: an optimizer step, a load. A stale scale clips silently. Collective
+    over the shards of one copy of the model; does nothing for a model that has no such parameters.
+    """
+    linears = [module for module in model.modules() if hasattr(module, "float8_gather_scale")]
+    if not linears:
+        return
+    amax = torch.zeros(len(linears), device=linears[0].weight.device)
+    shards = []
+    for i, linear in enumerate(linears):
+        assert isinstance(linear.weight, DTensor), "scales are those of sharded parameters: call free_gathered first"
+        shard = inner_tensor(linear.weight.to_local())
+        if shard.numel():  # a small parameter leaves some ranks an empty shard, which has no maximum
+            shards.append((i, shard))
+    if shards:
+        indices = torch.tensor([i for i, _ in shards]).to(amax.device, non_blocking=True)
+        amax[indices] = torch.stack(torch._foreach_norm([shard for _, shard in shards], float("inf")))
+    dist.all_reduce(amax, dist.ReduceOp.MAX, group=linears[0].weight.device_mesh.get_group("dp_shard"))
+    largest = torch.finfo(linears[0].config.cast_config_weight.target_dtype).max
+    # float64 as in torchao, where eager and compiled division of float32 disagree
+    scales = (largest / amax.clamp(min=AMAX_FLOOR).double()).float()
+    for linear, scale in zip(linears, scales.unbind(), strict=True):
+        linear.float8_gather_scale = scale
+
+
+def inner_tensor(local: Tensor) -> Tensor:
+    """The memory behind a rank's part of a parameter: what checkpoints hold, also where it travels as float8."""
+    return getattr(local, "_tensor", local)
+
+
+def _torchao_config(recipe: Float8, *, emulate: bool) -> "Float8LinearConfig":
+    from torchao.float8 import Float8LinearConfig
+
+    name = "tensorwise" if recipe is Float8.tensorwise_all_gather else recipe.value
+    return dataclasses.replace(Float8LinearConfig.from_recipe_name(name), emulate=emulate)

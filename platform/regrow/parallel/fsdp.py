@@ -1,0 +1,69 @@
+"""FSDP2 and HSDP: parameters, gradients and moments sharded by rows over `dp_shard`, copied over `dp_replicate`."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from regrow.config.schema import Dtype
+from regrow.model.llama import Llama
+from regrow.plan.mesh import MeshShape
+
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by device type, for init_process_group
+
+
+def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
+    """The device mesh over all ranks of the default group. Collective: every rank calls it."""
+    return init_device_mesh(device_type, tuple(shape.axes.values()), mesh_dim_names=tuple(shape.axes))
+
+
+def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """All ranks that train on different rows."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    assert mesh.size() == dist.get_world_size(), "the mesh has axes that are not data-parallel"
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks that hold the different shards of one copy of the model."""
+    return mesh.get_group("dp_shard")
+
+
+def apply_fsdp(model: Llama, mesh: DeviceMesh, *, dtype: Dtype, reshard_after_forward: bool) -> None:
+    """Shard the embedding, each block and the output, each gathered as one; the rest belongs to the root.
+
+    Compute and all-gathers are in `dtype`, parameters and reductions in float32. Tied, the embedding belongs to the
+    root, which gathers it once for both its uses.
+    """
+    policy = MixedPrecisionPolicy()
+    if dtype is Dtype.bfloat16:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    if model.output is not None:
+        fully_shard(model.embed, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        # backward begins here: freeing these at the end of forward would only gather them again
+        fully_shard([model.norm, model.output], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in fsdp_modules(model):
+        module.set_gradient_divide_factor(1.0)  # the loss is divided by the global token count, so gradients add up
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+
+
+def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def set_gradient_sync(model: torch.nn.Module, sync: bool) -> None:
+    """Whether the next backward reduces gradients, or adds them to those that this rank keeps whole."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(sync)
+
+
+def free_gathered(model: torch.nn.Module) -> None:
+    """Return to shards whatever a forward without a backward has left whole; `model.parameters()` are shards again."""
+    for module in fsdp_modules(model):
+        module.reshard()

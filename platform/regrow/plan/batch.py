@@ -1,0 +1,108 @@
+"""How a global batch is shared out: slices -> ranks -> micro-batches. Pure arithmetic, the same on every rank."""
+
+import itertools
+from dataclasses import dataclass
+
+from regrow.errors import BatchError
+
+MIN_BUSY_SHARE = 0.85  # ranks may idle at most 15% of the passes of a step
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Who trains on which slices of every global batch at one world size."""
+
+    num_slices: int
+    world_size: int
+    ranges: tuple[range, ...]  # slices of each data-parallel rank, contiguous, in rank order
+    num_micro_batches: int  # passes that every rank runs; short ranks add zero-weight ones
+
+    @property
+    def busy_share(self) -> float:
+        """Share of passes that train on something, in (0, 1]."""
+        return self.num_slices / (self.world_size * self.num_micro_batches)
+
+    @property
+    def idle_share(self) -> float:
+        return 1.0 - self.busy_share
+
+
+def plan_batch(*, num_slices: int, world_size: int) -> BatchPlan:
+    """Give each rank a contiguous range of slices of the global batch.
+
+    Pure; the same on every rank. Every rank runs `num_micro_batches` passes; short ranks add zero-weight ones.
+    Raises BatchError if a rank would get no slice.
+
+    >>> plan_batch(num_slices=12, world_size=5).ranges[-1]
+    range(9, 12)
+    """
+    if world_size < 1 or num_slices < 1:
+        raise BatchError(f"num_slices={num_slices} over world_size={world_size}: both must be at least 1")
+    if num_slices < world_size:
+        raise BatchError(
+            f"num_slices={num_slices} gives 0 slices to {world_size - num_slices} of {world_size} ranks; "
+            f"set optim.num_slices >= {world_size} or cluster.max_workers <= {num_slices}"
+        )
+    bounds = [rank * num_slices // world_size for rank in range(world_size + 1)]
+    ranges = tuple(range(a, b) for a, b in itertools.pairwise(bounds))
+    return BatchPlan(num_slices, world_size, ranges, -(-num_slices // world_size))
+
+
+def check_world_sizes(
+    *, num_slices: int, global_batch_seqs: int, min_workers: int, max_workers: int
+) -> list[BatchPlan]:
+    """Plan every world size from `min_workers` to `max_workers`.
+
+    Raises BatchError, naming a setting that works, if any of them is impossible or leaves ranks idle for more than
+    15% of the passes, or if the slices do not divide the global batch.
+    """
+    if not 1 <= min_workers <= max_workers:
+        raise BatchError(
+            f"cluster.min_workers={min_workers} and cluster.max_workers={max_workers}: "
+            "need 1 <= min_workers <= max_workers"
+        )
+    if global_batch_seqs < 1 or num_slices < 1 or global_batch_seqs % num_slices:
+        raise BatchError(
+            f"optim.global_batch_seqs={global_batch_seqs} does not divide into "
+            f"optim.num_slices={num_slices} equal slices; "
+            f"set optim.global_batch_seqs={-(-max(global_batch_seqs, 1) // max(num_slices, 1)) * max(num_slices, 1)}"
+        )
+    plans, idle = [], []
+    for world_size in range(min_workers, max_workers + 1):
+        if num_slices < world_size:
+            idle.append((world_size, 1.0))
+            continue
+        plan = plan_batch(num_slices=num_slices, world_size=world_size)
+        plans.append(plan)
+        if plan.busy_share < MIN_BUSY_SHARE:
+            idle.append((world_size, plan.idle_share))
+    if idle:
+        world_size, share = max(idle, key=lambda pair: (pair[1], pair[0]))
+        what = (
+            f"gives 0 slices to {world_size - num_slices} of {world_size} ranks"
+            if num_slices < world_size
+            else f"leaves ranks idle {share:.0%} of the passes at {world_size} workers (at most 15% allowed)"
+        )
+        raise BatchError(
+            f"optim.num_slices={num_slices} {what}; "
+            + _suggestion(num_slices, global_batch_seqs, min_workers, max_workers)
+        )
+    return plans
+
+
+def _fits(num_slices: int, min_workers: int, max_workers: int) -> bool:
+    return all(
+        num_slices / (d * -(-num_slices // d)) >= MIN_BUSY_SHARE and num_slices >= d
+        for d in range(min_workers, max_workers + 1)
+    )
+
+
+def _suggestion(num_slices: int, global_batch_seqs: int, min_workers: int, max_workers: int) -> str:
+    divisors = [s for s in range(num_slices + 1, global_batch_seqs + 1) if global_batch_seqs % s == 0]
+    for better in divisors:
+        if _fits(better, min_workers, max_workers):
+            return f"set optim.num_slices={better}"
+    for better in range(num_slices + 1, 16 * max_workers + 1):
+        if _fits(better, min_workers, max_workers):
+            return f"set optim.num_slices={better} optim.global_batch_seqs={-(-global_batch_seqs // better) * better}"
+    raise AssertionError("16 slices a rank always leave at most 1/17 of the passes idle")  # pragma: no cover

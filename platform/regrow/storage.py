@@ -1,0 +1,234 @@
+"""Folders of files on local disk or in an object store, with the few operations that runs and checkpoints need.
+
+Nothing relies on append or rename: a written file appears whole or not at all. Local paths use the standard library
+alone; URIs go through `pyarrow.fs`, and through `fsspec` for schemes that Arrow does not speak. Transient errors of
+remote stores are retried with backoff until a deadline; what remains is an OSError that names the file.
+"""
+
+import os
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from regrow.errors import RegrowError
+
+Result = TypeVar("Result")
+RETRY_DEADLINE_S = 120.0
+
+
+class StorageError(RegrowError):
+    """A storage location cannot be used as given."""
+
+
+class Storage(ABC):
+    """One folder. Names are relative to it and use `/`; folders come into being as files are written."""
+
+    @staticmethod
+    def at(location: str | os.PathLike[str]) -> "Storage":
+        """Open a local path or a URI. Nothing is read or created yet; raises StorageError for an unusable URI."""
+        text = os.fspath(location)
+        if "://" not in text:
+            return LocalStorage(Path(text))
+        if text.startswith("file://"):
+            return LocalStorage(Path(text.removeprefix("file://")))
+        return RemoteStorage.from_uri(text)
+
+    is_local: bool = False
+
+    @property
+    def local_path(self) -> Path:
+        """The folder as a path; only where `is_local`."""
+        raise StorageError(f"{self} is not a local folder")
+
+    @abstractmethod
+    def join(self, *names: str) -> "Storage":
+        """A folder below this one."""
+
+    @abstractmethod
+    def read_bytes(self, name: str) -> bytes:
+        """A file whole. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def read_range(self, name: str, offset: int, num_bytes: int) -> bytes:
+        """`num_bytes` from `offset`; fewer where the file ends. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def write_chunks(self, name: str, chunks: Iterable[Any]) -> int:
+        """Write buffers one after another as one file, durably; returns its bytes. Visible only once complete."""
+
+    @abstractmethod
+    def exists(self, name: str) -> bool: ...
+
+    @abstractmethod
+    def list(self, name: str = "") -> list[str]:
+        """Sorted names directly in a folder; empty where there is none."""
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Delete a file or a whole folder; silent where there is none."""
+
+    def write_bytes(self, name: str, data: bytes) -> None:
+        """Write a file durably and atomically, replacing an older one."""
+        self.write_chunks(name, [data])
+
+    def __truediv__(self, name: str) -> "Storage":
+        return self.join(name)
+
+
+class LocalStorage(Storage):
+    is_local = True
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.expanduser().absolute()
+
+    def __str__(self) -> str:
+        return str(self.root)
+
+    @property
+    def local_path(self) -> Path:
+        return self.root
+
+    def join(self, *names: str) -> "LocalStorage":
+        return LocalStorage(self.root.joinpath(*names))
+
+    def read_bytes(self, name: str) -> bytes:
+        return (self.root / name).read_bytes()
+
+    def read_range(self, name: str, offset: int, num_bytes: int) -> bytes:
+        with open(self.root / name, "rb") as file:
+            return os.pread(file.fileno(), num_bytes, offset)
+
+    def write_chunks(self, name: str, chunks: Iterable[Any]) -> int:
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        num_bytes = 0
+        try:
+            with open(temporary, "wb") as file:
+                for chunk in chunks:
+                    num_bytes += file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the name itself must survive a power cut
+        finally:
+            os.close(folder)
+        return num_bytes
+
+    def exists(self, name: str) -> bool:
+        return (self.root / name).exists()
+
+    def list(self, name: str = "") -> list[str]:
+        folder = self.root / name
+        return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+
+    def delete(self, name: str) -> None:
+        path = self.root / name
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+class RemoteStorage(Storage):
+    """An object store through a `pyarrow.fs.FileSystem`."""
+
+    def __init__(self, fs: Any, root: str, uri: str) -> None:
+        self.fs, self.root, self.uri = fs, root.rstrip("/"), uri.rstrip("/")
+
+    @classmethod
+    def from_uri(cls, uri: str) -> "RemoteStorage":
+        import pyarrow as pa
+        from pyarrow import fs as arrow_fs
+
+        try:
+            filesystem, path = arrow_fs.FileSystem.from_uri(uri)
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            try:
+                import fsspec
+
+                inner, path = fsspec.core.url_to_fs(uri)
+                filesystem = arrow_fs.PyFileSystem(arrow_fs.FSSpecHandler(inner))
+            except (ImportError, ValueError) as error:
+                raise StorageError(
+                    f"cannot open storage {uri!r}: {error}; use a local path or s3://, gs:// or hdfs://"
+                ) from error
+        return cls(filesystem, path, uri)
+
+    def __str__(self) -> str:
+        return self.uri
+
+    def join(self, *names: str) -> "RemoteStorage":
+        tail = "/".join(names)
+        return RemoteStorage(self.fs, f"{self.root}/{tail}", f"{self.uri}/{tail}")
+
+    def read_bytes(self, name: str) -> bytes:
+        return self._retry(name, lambda path: self._open(path).read())
+
+    def read_range(self, name: str, offset: int, num_bytes: int) -> bytes:
+        def read(path: str) -> bytes:
+            with self._open(path) as file:
+                return file.read_at(num_bytes, offset)
+
+        return self._retry(name, read)
+
+    def write_chunks(self, name: str, chunks: Iterable[Any]) -> int:
+        kept = list(chunks)  # so that a retry can send them again
+
+        def write(path: str) -> int:
+            with self.fs.open_output_stream(path) as file:
+                return sum(file.write(chunk) for chunk in kept)
+
+        return self._retry(name, write)
+
+    def exists(self, name: str) -> bool:
+        from pyarrow.fs import FileType
+
+        return self._retry(name, lambda path: self.fs.get_file_info(path).type != FileType.NotFound)
+
+    def list(self, name: str = "") -> list[str]:
+        from pyarrow.fs import FileSelector
+
+        def names(path: str) -> list[str]:
+            return sorted(info.base_name for info in self.fs.get_file_info(FileSelector(path, allow_not_found=True)))
+
+        return self._retry(name, names)
+
+    def delete(self, name: str) -> None:
+        from pyarrow.fs import FileType
+
+        def remove(path: str) -> None:
+            kind = self.fs.get_file_info(path).type
+            if kind == FileType.Directory:
+                self.fs.delete_dir(path)
+            elif kind == FileType.File:
+                self.fs.delete_file(path)
+
+        self._retry(name, remove)
+
+    def _open(self, path: str) -> Any:
+        return self.fs.open_input_file(path)
+
+    def _retry(self, name: str, operation: Callable[[str], Result]) -> Result:
+        path = f"{self.root}/{name}".rstrip("/")
+        give_up_at, wait_s = time.monotonic() + RETRY_DEADLINE_S, 0.5
+        while True:
+            try:
+                return operation(path)
+            except FileNotFoundError:
+                raise
+            except OSError as error:
+                if time.monotonic() + wait_s > give_up_at:
+                    raise OSError(
+                        f"{self.uri}/{name}: still failing after {RETRY_DEADLINE_S:.0f} s: {error}"
+                    ) from error
+                time.sleep(wait_s)
+                wait_s = min(2 * wait_s, 15.0)

@@ -1,0 +1,37 @@
+"""Models and batches small enough for tests, with every feature of the large ones."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from regrow.config.schema import ModelConfig, RopeScaling
+
+VOCAB_SIZE = 96
+
+
+def tiny_model(*, tied: bool = False, num_layers: int = 2, dim: int = 32, ffn_dim: int = 48) -> ModelConfig:
+    """A Llama with grouped heads and scaled RoPE; by default every width is a multiple of 16, as float8 wants."""
+    return ModelConfig(
+        name="tiny",
+        vocab_size=VOCAB_SIZE,
+        dim=dim,
+        num_layers=num_layers,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_dim=ffn_dim,
+        rope_scaling=RopeScaling(original_seq_len=16),
+        tied=tied,
+    )
+
+
+def ragged_model(*, tied: bool = False) -> ModelConfig:
+    """A Llama whose widths 2, 3 and 4 ranks do not all divide, and whose kv projections are smaller than most."""
+    return ModelConfig(
+        name="ragged", vocab_size=97, dim=20, num_layers=2, num_heads=5, num_kv_heads=1, ffn_dim=37, tied=tied
+    )
+
+
+def count_up_rows(step: int, *, num_rows: int, seq_len: int, vocab_size: int = VOCAB_SIZE) -> Tensor:
+    """Rows of step `step`, int64 [num_rows, seq_len + 1]: each counts up from a random token, which is soon learnt."""
+    starts = np.random.default_rng(step).integers(vocab_size, size=(num_rows, 1))
+    return torch.from_numpy((starts + np.arange(seq_len + 1)) % vocab_size)

@@ -1,0 +1,135 @@
+"""The main loop: draw this rank's slices, step, advance, look, save. Everything topological was decided before it.
+
+Knows neither Ray nor Hydra nor storage: batches, the step and what to do with results are arguments.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from regrow.checkpoint.state import Progress
+from regrow.config.schema import OptimConfig
+from regrow.data.batch import RankBatch
+from regrow.optim.schedule import lr_at
+from regrow.train.metrics import Meter
+from regrow.train.step import StepStats, TrainStep
+
+
+class Hooks(Protocol):
+    """What the loop needs done. `save` and `validate` are collective: every rank calls them at the same step."""
+
+    def log(self, row: dict[str, object]) -> None:
+        """Take a row of metrics."""
+
+    def wants_to_leave(self) -> bool:
+        """Has this rank been asked to leave? Travels to all ranks with the next step's reduction."""
+
+    def save(self, progress: Progress) -> float:
+        """Commit a checkpoint; returns the seconds training stood still."""
+
+    def validate(self, step: int) -> float:
+        """Validation loss."""
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """Numbers fixed for the loop's life. Steps are counted from 1."""
+
+    last_step: int
+    total_tokens: int  # that the schedule spans
+    tokens_per_step: int
+    seqs_per_step: int
+    micro_batch_seqs: int
+    num_micro_batches: int  # passes of every rank
+    checkpoint_every_steps: int
+    validate_every_steps: int  # 0: never
+
+
+@dataclass
+class _Launched:
+    """A step whose numbers the host has not read yet."""
+
+    stats: StepStats
+    row: dict[str, object]
+
+
+def train(
+    step: TrainStep,
+    batches: Iterator[RankBatch],
+    progress: Progress,
+    *,
+    optim: OptimConfig,
+    settings: LoopSettings,
+    meter: Meter,
+    hooks: Hooks,
+    device: torch.device,
+) -> bool:
+    """Train until `last_step`, or until a rank wants to leave; ends with a committed checkpoint of where it stands.
+
+    Returns whether it was asked to leave. On a device the host reads step N's loss after launching step N+1, so that
+    it never waits for the device; a wish to leave then takes effect one step later, on all ranks at the same one.
+    """
+    lag = 0 if device.type == "cpu" else 1
+    launched: list[_Launched] = []
+    leaving = False
+    saved_at = progress.step
+
+    def settle(keep: int) -> None:
+        """Read and log the oldest launched steps until only `keep` are left."""
+        nonlocal leaving
+        while len(launched) > keep:
+            oldest = launched.pop(0)
+            result = oldest.stats.resolve()
+            leaving = leaving or result.flag
+            hooks.log(meter.finish(oldest.row, result))
+
+    while progress.step < settings.last_step and not leaving:
+        waited = time.perf_counter()
+        batch = next(batches)
+        meter.data_wait_s += time.perf_counter() - waited
+        assert batch.step == progress.step, f"the stream gave step {batch.step}, training is at {progress.step}"
+
+        lr = lr_at(progress.tokens_seen + settings.tokens_per_step, total_tokens=settings.total_tokens, config=optim)
+        stats = step.run(
+            _micro_batches(batch, settings.micro_batch_seqs, device),
+            num_micro_batches=settings.num_micro_batches,
+            lr=lr,
+            flag=hooks.wants_to_leave(),
+            digest=batch.digest(),
+        )
+        progress.step += 1
+        progress.cursor += settings.seqs_per_step
+        progress.tokens_seen += settings.tokens_per_step
+        launched.append(_Launched(stats, {"step": progress.step, "tokens_seen": progress.tokens_seen, "lr": lr}))
+
+        last = progress.step == settings.last_step
+        save_due = last or progress.step % settings.checkpoint_every_steps == 0
+        validate_due = settings.validate_every_steps and (last or progress.step % settings.validate_every_steps == 0)
+        if save_due or validate_due:
+            settle(keep=1)
+            current = launched[0]
+            current.stats.resolve()  # the device is done with this step: what follows is timed on its own
+            if validate_due:
+                current.row["validation_loss"] = meter.outside_steps(lambda: hooks.validate(progress.step))
+            if save_due:
+                meter.snapshot_s += hooks.save(progress)
+                saved_at = progress.step
+            settle(keep=0)
+        else:
+            settle(keep=lag)
+
+    settle(keep=0)
+    if saved_at != progress.step:
+        hooks.save(progress)
+    return leaving
+
+
+def _micro_batches(batch: RankBatch, micro_batch_seqs: int, device: torch.device) -> list[torch.Tensor]:
+    """The rank's rows as token ids int64 [micro_batch_seqs, L+1], one tensor a slice, on the device."""
+    rows = torch.from_numpy(batch.rows.astype("int64"))
+    if device.type == "cuda":
+        rows = rows.pin_memory().to(device, non_blocking=True)
+    return list(rows.split(micro_batch_seqs))

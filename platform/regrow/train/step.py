@@ -1,0 +1,184 @@
+"""One optimizer step over a global batch that does not depend on how many ranks share it.
+
+Every rank brings its own micro-batches; all run the same number of passes, as FSDP's collectives demand. The loss and
+the gradient are those of the whole global batch, each token counted once and equally. The host waits for nothing:
+what it wants to know of step N, it reads after launching step N+1.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regrow.optim.adamw import clip_grad_norm_float64, set_lr
+from regrow.parallel.float8 import refresh_float8_scales
+from regrow.parallel.fsdp import free_gathered, set_gradient_sync
+
+IGNORE_INDEX = -100  # a target that does not count; as an input such a token reads as 0
+LIMB_BITS = 16  # a uint64 travels as four limbs, whose sums over 2**37 ranks float64 still holds exactly
+
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step came to, the same on every rank."""
+
+    loss: float  # mean over the valid tokens of the global batch, before the update
+    grad_norm: float  # before clipping
+    num_tokens: int  # valid targets in the global batch
+    flag: bool  # some rank raised its flag
+    digest: int  # sum of the ranks' digests modulo 2**64
+
+
+class StepStats:
+    """A step's result on its way to the host."""
+
+    def __init__(self, packed: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._host = packed
+        if packed.is_cuda:
+            self._host = torch.empty_like(packed, device="cpu", pin_memory=True)
+            self._host.copy_(packed, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def ready(self) -> bool:
+        """Whether `resolve` would return at once."""
+        return self._event is None or self._event.query()
+
+    def resolve(self) -> StepResult:
+        """The numbers; waits for the device to reach the end of this step, not further."""
+        if self._event is not None:
+            self._event.synchronize()
+        loss, flag, *limbs, grad_norm, num_tokens = self._host.tolist()
+        digest = sum(int(limb) << (LIMB_BITS * i) for i, limb in enumerate(limbs)) % 2**64
+        return StepResult(loss, grad_norm, int(num_tokens), flag > 0, digest)
+
+
+class TrainStep:
+    """Runs optimizer steps on a model that `build_model` made.
+
+    `group` are all ranks that train on different rows, `shard_group` those among which one copy of the model is
+    sharded; both None for one process without FSDP.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        max_grad_norm: float,
+        group: dist.ProcessGroup | None,
+        shard_group: dist.ProcessGroup | None,
+        sync_every_micro_batch: bool = False,
+        loss_function: LossFunction | None = None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.max_grad_norm = max_grad_norm
+        self.group = group
+        self.shard_group = shard_group
+        self.sync_every_micro_batch = sync_every_micro_batch
+        self.loss_function = loss_function or sum_cross_entropy
+
+    def run(
+        self,
+        micro_batches: Sequence[Tensor],
+        *,
+        num_micro_batches: int,
+        lr: float,
+        flag: bool = False,
+        digest: int = 0,
+    ) -> StepStats:
+        """Train on one global batch. Collective over `group`.
+
+        `micro_batches` are this rank's rows, int64 [m, T+1] each on the model's device, at least one and at most
+        `num_micro_batches`, which is the same on every rank: a short rank repeats its last one with every target
+        ignored, which adds exactly nothing. `flag` (any rank) and `digest` (sum) come back in the result.
+        """
+        assert 1 <= len(micro_batches) <= num_micro_batches, f"{len(micro_batches)=} {num_micro_batches=}"
+        loss, num_tokens = self.accumulate(micro_batches, num_micro_batches)
+        return self.update(loss, num_tokens, lr=lr, flag=flag, digest=digest)
+
+    def accumulate(self, micro_batches: Sequence[Tensor], num_micro_batches: int) -> tuple[Tensor, Tensor]:
+        """Forward and backward over the global batch; this rank's share of its mean loss, and its valid tokens."""
+        pairs = [split_rows(rows) for rows in micro_batches]
+        num_tokens = torch.stack([(targets != IGNORE_INDEX).sum() for _, targets in pairs]).sum()
+        _all_reduce(num_tokens, self.group)  # before the first backward, so that gradients need no second pass
+        divisor = num_tokens.clamp(min=1)
+        loss = torch.zeros((), dtype=torch.float64, device=num_tokens.device)
+        for index in range(num_micro_batches):
+            inputs, targets = pairs[min(index, len(pairs) - 1)]
+            if index >= len(pairs):
+                targets = torch.full_like(targets, IGNORE_INDEX)
+            set_gradient_sync(self.model, self.sync_every_micro_batch or index == num_micro_batches - 1)
+            share = self.loss_function(self.model(inputs), targets) / divisor
+            share.backward()
+            loss += share.detach()
+        return loss, num_tokens
+
+    def update(self, loss: Tensor, num_tokens: Tensor, *, lr: float, flag: bool, digest: int) -> StepStats:
+        """Clip, step the optimizer, and send the packed result off: one all-reduce for loss, flag and digest."""
+        grad_norm = clip_grad_norm_float64(self.model.parameters(), self.max_grad_norm, self.shard_group)
+        set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        refresh_float8_scales(self.model)
+        mask = (1 << LIMB_BITS) - 1
+        limbs = [(digest >> (LIMB_BITS * i)) & mask for i in range(4)]
+        host = torch.tensor([float(flag), *limbs], dtype=torch.float64, pin_memory=loss.is_cuda)
+        packed = torch.cat([loss[None], host.to(loss.device, non_blocking=True)])
+        _all_reduce(packed, self.group)
+        return StepStats(torch.cat([packed, grad_norm[None], num_tokens.double()[None]]))
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Sequence[Tensor],
+    *,
+    num_batches: int,
+    group: dist.ProcessGroup | None,
+    loss_function: LossFunction | None = None,
+) -> tuple[float, int]:
+    """Sum of the loss over all valid targets of all ranks, and their number. Collective over `group`; waits for it.
+
+    `batches` are this rank's rows, int64 [m, T+1]; every rank runs `num_batches` passes, repeating its last batch with
+    every target ignored where it has fewer. A rank without any passes a batch of zeros that counts nothing.
+    """
+    assert len(batches) <= num_batches, f"{len(batches)=} {num_batches=}"
+    loss_function = loss_function or sum_cross_entropy
+    total = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
+    inputs, targets = torch.zeros((2, 1, 2), dtype=torch.int64, device=total.device)
+    for index in range(num_batches):
+        if index < len(batches):
+            inputs, targets = split_rows(batches[index])
+        else:
+            targets = torch.full_like(targets, IGNORE_INDEX)
+        loss = loss_function(model(inputs), targets)
+        total += torch.stack([loss.double(), (targets != IGNORE_INDEX).sum().double()])
+    free_gathered(model)
+    _all_reduce(total, group)
+    loss_sum, num_tokens = total.tolist()
+    return loss_sum, int(num_tokens)
+
+
+def split_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs and targets [m, T] of rows [m, T+1]: each token predicts the next."""
+    return rows[:, :-1].clamp(min=0), rows[:, 1:]
+
+
+def sum_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Sum over valid targets, in float32; exactly 0, with gradient 0, where there is none."""
+    return F.cross_entropy(
+        logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+    )
+
+
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+    if group is not None:
+        dist.all_reduce(tensor, group=group)

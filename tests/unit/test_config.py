@@ -1,0 +1,144 @@
+"""The command line: quick answers, and one clear line for every mistake."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from regrow.config.check import check
+from regrow.config.schema import Dtype, Float8, PretrainConfig
+from regrow.config.store import to_dict
+from regrow.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def pretrain(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "jobs.pretrain", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
+    )
+
+
+def test_help_names_every_group_and_imports_neither_torch_nor_ray() -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['jobs.pretrain', '--help']\n"
+        "try: runpy.run_module('jobs.pretrain', run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "print('HEAVY', sorted({'torch', 'ray', 'numpy', 'pyarrow'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "HEAVY []" in done.stdout, done.stdout + done.stderr
+    for word in ("+cluster=h100x64", "h100x512", "debug", "405b", "num_slices", "every_steps"):
+        assert word in done.stdout
+
+
+def test_cfg_job_prints_the_resolved_configuration() -> None:
+    done = pretrain("--cfg", "job", "+cluster=cpu3", "train.steps=7")
+    assert done.returncode == 0, done.stderr
+    assert "steps: 7" in done.stdout
+    assert "local_nodes: 3" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["train.stepz=5"], "unknown setting 'train.stepz'; did you mean 'train.steps'?"),
+        (["model=8c"], "no model called '8c'; available: "),
+        (["+cluster=h100"], "no cluster called 'h100'; available: cpu3, "),
+        (["train.steps=many"], "train.steps"),
+        (["parallel.float8=fp9"], "parallel.float8"),
+        (["optim.num_slices=7"], "set optim.global_batch_seqs=28"),
+        (["cluster.max_workers=5"], "set optim.num_slices="),
+        (["cluster.max_workers=16"], "gives 0 slices to 4 of 16 ranks"),
+        (["parallel.float8=rowwise"], "needs parallel.dtype=bfloat16"),
+        (["run.name=../x"], "run.name='../x'"),
+        (["+cluster=h100x64", "run.storage_path=/nowhere-that-matters"], "needs 64 GPUs (at least 32), found 0"),
+        (["train.steps"], "train.steps"),
+    ],
+)
+def test_a_mistake_ends_in_one_line_that_names_the_fix(arguments: list[str], line: str) -> None:
+    begun = time.monotonic()
+    done = pretrain(*arguments)
+    assert done.returncode != 0
+    assert done.stderr.startswith("error: "), done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert line in done.stderr
+    assert "Traceback" not in done.stdout
+    assert time.monotonic() - begun < 30  # a deadline, not a measurement
+
+
+def test_the_users_choice_of_model_wins_over_the_clusters() -> None:
+    assert "name: 8b\n" in pretrain("--cfg", "job", "+cluster=h100x64").stdout
+    assert "name: 1b\n" in pretrain("--cfg", "job", "+cluster=h100x64", "model=1b").stdout
+
+
+@pytest.mark.parametrize("cluster", sorted(path.stem for path in (ROOT / "conf/cluster").glob("*.yaml")))
+def test_every_cluster_file_passes_every_rule(cluster: str) -> None:
+    from hydra import compose, initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+
+    from regrow.config.store import to_dataclass
+
+    ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        plans = check(to_dataclass(compose("pretrain", overrides=[f"+cluster={cluster}"])))
+    assert all(plan.busy_share >= 0.85 for plan in plans)
+
+
+def test_the_defaults_pass_every_rule() -> None:
+    assert [plan.world_size for plan in check(PretrainConfig())] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("train.steps", 0),
+        ("train.stop_at_step", 101),
+        ("train.validation_seqs", -1),
+        ("cluster.gpus_per_worker", 2),
+        ("cluster.cpus_per_worker", 0),
+        ("model.num_heads", 7),
+        ("model.num_kv_heads", 3),
+        ("data.seq_len", 1),
+        ("data.vocab_size", 8192),
+        ("data.rows_per_shard", 100),
+        ("data.validation_fraction", 0.0),
+        ("optim.lr", 0.0),
+        ("optim.warmup_fraction", 0.8),
+        ("optim.beta2", 1.0),
+        ("parallel.dp_replicate", 3),
+        ("checkpoint.keep", 1),
+    ],
+)
+def test_each_rule_names_its_key_and_value(key: str, value: object) -> None:
+    config = PretrainConfig()
+    group, name = key.split(".")
+    setattr(getattr(config, group), name, value)
+    with pytest.raises(ConfigError) as error:
+        check(config)
+    assert f"{key}={value}" in str(error.value)
+
+
+def test_float8_needs_bfloat16() -> None:
+    config = PretrainConfig()
+    config.parallel.float8 = Float8.rowwise
+    with pytest.raises(ConfigError, match=r"parallel\.dtype=bfloat16"):
+        check(config)
+    config.parallel.dtype = Dtype.bfloat16
+    check(config)
+
+
+def test_the_configuration_survives_yaml_and_back() -> None:
+    from omegaconf import OmegaConf
+
+    from regrow.config.store import to_yaml
+
+    assert OmegaConf.to_container(OmegaConf.create(to_yaml(PretrainConfig()))) == to_dict(PretrainConfig())
