@@ -29,7 +29,7 @@ from regrow.data.shards import ShardReader
 from regrow.data.stream import rank_batches
 from regrow.errors import CheckpointError, RegrowError
 from regrow.model.flops import flops_per_token, peak_flops
-from regrow.optim.adamw import build_adamw
+from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor, refresh_float8_scales
 from regrow.parallel.fsdp import build_mesh, data_parallel_group, shard_group
@@ -78,7 +78,7 @@ def _train(job: Job) -> None:
     shape = plan_mesh(world_size, config.parallel.dp_replicate)
     mesh = build_mesh(shape, device.type)
     model = build_model(config.model, config.parallel, mesh=mesh, device=device, seed=config.run.seed)
-    optimizer = build_adamw(model, config.optim)
+    optimizer = build_optimizer(model, config.optim)
     built = time.time()
     progress, source = _restore(job, generation, training_entries(model, optimizer, inner_tensor=inner_tensor))
     set_optimizer_step(optimizer, progress.step)

@@ -101,10 +101,8 @@ def report_of(ledger: Ledger, metrics: Sequence[Row], events: Sequence[Row], con
 
 def account(metrics: Sequence[Row], events: Sequence[Row], now: float) -> Ledger:
     """Give every second between the submission and the end (`stopped`, else `now`) one state."""
-    ends = np.maximum.accumulate(np.array([row["time"] for row in metrics], dtype=np.float64))
-    begins = ends - np.array([_number(row, "step_s") for row in metrics], dtype=np.float64)
-    begins[1:] = np.maximum(begins[1:], ends[:-1])
-    times = [event["time"] for event in events]
+    begins, ends = _step_intervals(metrics, events)
+    times = [event["time"] for event in events if event["event"] != "rollback"]
     rolled_back = [event for event in _named(events, "rollback") if event.get("first_time") is not None]
     known = [*times, *begins[:1], *ends[-1:], *(event["first_time"] for event in rolled_back)]
     begin, end = (min(known), max(known)) if known else (now, now)
@@ -148,23 +146,45 @@ def account(metrics: Sequence[Row], events: Sequence[Row], now: float) -> Ledger
     return Ledger(begin, end, time_s, productive, attempts)
 
 
-def write_report(storage: Storage, config: Config, now: float | None = None) -> dict[str, Any]:
-    """Write report.json, then report.html, each whole or not at all, from the run folder's logs; returns the report."""
+def make_report(storage: Storage, config: Config, now: float | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The report of a run folder, and the content of report.json and report.html by name. Reads the logs only."""
     from regrow.observe.report_page import render_page
 
     now = time.time() if now is None else now
     metrics, events = read_metrics(storage), read_events(storage)
     ledger = account(metrics, events, now)
     report = report_of(ledger, metrics, events, config)
-    storage.write_bytes("report.json", json.dumps(report, indent=2, allow_nan=False).encode() + b"\n")
     page = render_page(report, ledger, metrics, events, as_mapping(config), now)
-    storage.write_bytes("report.html", page.encode())
+    return report, {
+        "report.json": json.dumps(report, indent=2, allow_nan=False).encode() + b"\n",
+        "report.html": page.encode("utf-8", "replace"),
+    }
+
+
+def write_report(storage: Storage, config: Config, now: float | None = None) -> dict[str, Any]:
+    """Write report.json, then report.html, each whole or not at all, from the run folder's logs; returns the report."""
+    report, files = make_report(storage, config, now)
+    for name, data in files.items():
+        storage.write_bytes(name, data)
     return report
 
 
 def as_mapping(config: Config) -> dict[str, Any]:
     """The configuration as nested dictionaries, whether it came as dataclasses or from config.yaml."""
     return asdict(config) if is_dataclass(config) else dict(config)
+
+
+def _step_intervals(metrics: Sequence[Row], events: Sequence[Row]) -> tuple[Floats, Floats]:
+    """When each row's step began and ended, in unix seconds; no two overlap."""
+    ends = np.maximum.accumulate(np.array([row["time"] for row in metrics], dtype=np.float64))
+    begins = ends - _column(metrics, "step_s")
+    for event in _named(events, "validation"):  # step_s leaves it out, but it may lie between a step and its row
+        seconds = _number(event, "seconds")
+        index = np.searchsorted(ends, event["time"] - seconds / 2)
+        if index < len(ends) and event["time"] >= begins[index]:
+            begins[index] -= seconds
+    begins[1:] = np.maximum(begins[1:], ends[:-1])
+    return begins, ends
 
 
 def _attempts(

@@ -1,5 +1,6 @@
 """report.html: one self-contained page of a run, with plots drawn here as inline SVG. No script, nothing is fetched."""
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -8,9 +9,10 @@ from importlib import resources
 from typing import Any
 
 from regrow.errors import BatchError
+from regrow.observe.narrate import CAUSES, startup_line
 from regrow.observe.report import SILENCE_S, STATES, Ledger
 from regrow.observe.run_log import Row
-from regrow.observe.svg import Point, Span, join, line_plot, si, span_plot, stacked_bar, time_ticks
+from regrow.observe.svg import MAX_POINTS, Point, Span, join, line_plot, si, span_plot, stacked_bar, time_ticks
 from regrow.plan.batch import plan_batch
 
 STATE_HELP = {
@@ -43,7 +45,7 @@ def render_page(
         _recoveries(report["recoveries"]),
         _section("Checkpoints", f"<p>{_checkpoints(report, events)}</p>"),
         _section("Geometry", _geometry(config, metrics, submitted[-1] if submitted else {})),
-        _submissions(submitted),
+        _submissions(submitted, [a.generation for a in ledger.attempts if a.generation], metrics),
         _section("Configuration", _config(config), "long") if config else "",
     ]
     css = resources.files("regrow.observe").joinpath("report.css").read_text(encoding="utf-8")
@@ -63,10 +65,12 @@ def _status(ledger: Ledger, metrics: Sequence[Row], now: float) -> str:
         return "Nothing logged yet."
     assert last is not None
     if last.stopped:
-        reason = str(last.stopped.get("reason", "stopped")).replace("_", " ")
-        return f"{begun}Stopped at step {last.stopped.get('step', '?')} ({reason}), {_when(last.stopped['time'])}."
+        reason, detail = str(last.stopped.get("reason", "stopped")).replace("_", " "), last.stopped.get("detail")
+        at = f"at step {last.stopped.get('step', '?')}, {_when(last.stopped['time'])}"
+        return f"{begun}{reason.capitalize()} {at}" + (f": {detail}" if detail else ".")
     if last.failure:
-        return f"{begun}Failed ({last.failure.get('cause', 'unknown')}) {_when(last.failure['time'])}, not yet back."
+        cause = _cause(last.failure.get("cause", "unknown"))
+        return f"{begun}Failed {_when(last.failure['time'])}, not yet back: {cause}."
     silent_s = now - last.last_life
     step = f"At step {metrics[-1]['step']}" if metrics else "No step yet"
     silence = f", silent for {duration(silent_s)}" if silent_s > SILENCE_S else ""
@@ -86,7 +90,7 @@ def _tiles(report: Mapping[str, Any]) -> str:
     return (
         '<div class="tiles">'
         + "".join(f'<div class="tile"><b>{v}</b><span>{k}</span></div>' for k, v in tiles)
-        + ("</div>")
+        + "</div>"
     )
 
 
@@ -147,6 +151,7 @@ def _loss_plot(key: str, x_label: str, metrics: Sequence[Row], marks: Sequence[t
         ],
         marks=marks,
         x_label=x_label,
+        steep_share=0.05 if len(trained) > MAX_POINTS else 0.0,
     )
     legend = '<span><i class="swatch stroke"></i>training</span>'
     legend += '<span><i class="swatch dot"></i>validation</span>' if scored else ""
@@ -192,7 +197,7 @@ def _goodput(report: Mapping[str, Any]) -> str:
     rows = "".join(
         f'<tr><td><i class="swatch" style="background:var(--{state})"></i>{state}</td>'
         f'<td class="n">{duration(time_s[state])}</td><td class="n">{percent(time_s[state] / wall_s)}</td>'
-        f'<td class="soft">{STATE_HELP[state]}</td></tr>'
+        f'<td class="soft help">{STATE_HELP[state]}</td></tr>'
         for state in shown
     )
     return _section(
@@ -211,7 +216,7 @@ def _recoveries(recoveries: Sequence[Mapping[str, Any]]) -> str:
         for text in ("detect", "regroup", "reshard", "first step", "lost steps")  # as the row's parts below
     )
     rows = "".join(
-        f"<tr><td>{escape(str(entry['cause']).replace('_', ' '))}</td>"
+        f"<tr><td>{escape(_cause(entry['cause']))}</td>"
         f"<td>{_or_dash(entry['ranks_before'], str)} → {_or_dash(entry['ranks_after'], str)}</td>"
         + "".join(f'<td class="n">{_or_dash(entry[part], duration)}</td>' for part in parts)
         + f'<td class="n">{_or_dash(entry["lost_steps"], str)}</td>'
@@ -229,7 +234,7 @@ def _checkpoints(report: Mapping[str, Any], events: Sequence[Row]) -> str:
     if not committed:
         return "None committed yet."
     last, made = committed[-1], report["checkpoints"]
-    size = f", {si(last['bytes'])}B" if _is_number(last.get("bytes")) else ""
+    size = f", {last['bytes'] / 1e6:,.1f} MB" if _is_number(last.get("bytes")) else ""
     return (
         f"{made['committed']:,} committed; training waited {duration(made['stall_s'])} for them. "
         f"The last is of step {escape(str(last.get('step', '?')))}{size}, {_when(last['time'])}."
@@ -246,7 +251,7 @@ def _geometry(config: Mapping[str, Any], metrics: Sequence[Row], submitted: Mapp
         return text or '<p class="soft">Unknown: the run folder has no configuration.</p>'
     steps = (config.get("train") or {}).get("steps")
     whole = f" x {steps:,} steps = {si(seqs * seq_len * steps)} tokens" if steps else ""
-    text += (
+    text = text or (
         f"<p>Global batch: {seqs:,} sequences x {seq_len:,} tokens = {seqs * seq_len:,} tokens a step{whole}, "
         f"in {num_slices:,} slices.</p>"
     )
@@ -269,12 +274,19 @@ def _geometry(config: Mapping[str, Any], metrics: Sequence[Row], submitted: Mapp
     )
 
 
-def _submissions(submitted: Sequence[Row]) -> str:
+def _submissions(submitted: Sequence[Row], generations: Sequence[Row], metrics: Sequence[Row]) -> str:
     if not submitted:
         return ""
     last = {key: value for key, value in submitted[-1].items() if key not in ("event", "time", "geometry")}
     rows = "".join(f"<tr><td>{escape(key)}</td><td>{escape(value)}</td></tr>" for key, value in _flat(last))
     note = f"<p>{_when(submitted[-1]['time'])}" + (f", the last of {len(submitted)}.</p>" if submitted[1:] else "</p>")
+    first_step = {(row["generation"], row["step"]): row["step_s"] for row in metrics}
+    for generation in reversed(generations):
+        step_s = first_step.get((generation["generation"], generation["start_step"] + 1))
+        if generation.get("startup_s") and step_s is not None:
+            line = startup_line(generation["startup_s"], step_s)
+            note += f"<p>Generation {generation['generation']}: {escape(line)} (seconds).</p>"
+            break
     return _section("Submission", f'{note}<div class="scroll"><table class="pairs">{rows}</table></div>')
 
 
@@ -289,7 +301,7 @@ def _config(config: Mapping[str, Any]) -> str:
 def _settings(values: Any) -> str:
     if not isinstance(values, Mapping):
         return f"  {values}"
-    return "\n".join(f"  {key}: {'null' if value is None else value}" for key, value in _flat(values))
+    return "\n".join(f"  {key}: {value}" for key, value in _flat(values))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
@@ -298,8 +310,12 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
         if isinstance(value, Mapping):
             pairs += _flat(value, f"{prefix}{key}.")
         else:
-            pairs.append((f"{prefix}{key}", "null" if value is None else str(value)))
+            pairs.append((f"{prefix}{key}", _yaml(value)))
     return pairs
+
+
+def _yaml(value: Any) -> str:
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _section(title: str, body: str, kind: str = "") -> str:
@@ -327,13 +343,17 @@ def _speed_title(first: Row, last: Row, mean: float) -> str:
     return f"{_steps_title(first, last)}: {mean:,.0f} tokens/s on {_ranks(last['world_size'])}{mfu}"
 
 
+def _cause(cause: Any) -> str:
+    return CAUSES.get(str(cause), str(cause).replace("_", " "))
+
+
 def _ranks(world_size: int) -> str:
     return f"{world_size:,} rank{'s' if world_size != 1 else ''}"
 
 
 def _change_title(generation: Row) -> str:
     return (
-        f"generation {generation.get('generation')}: {str(generation.get('cause', 'unknown')).replace('_', ' ')}, "
+        f"generation {generation.get('generation')}: {_cause(generation.get('cause', 'unknown'))}, "
         f"{_ranks(generation.get('world_size', 0))}, from step {generation.get('start_step')}"
     )
 

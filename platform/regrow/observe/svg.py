@@ -9,6 +9,7 @@ from typing import TypeVar
 
 WIDTH, HEIGHT = 480, 240  # of a plot, in its own units
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 40  # margins of a plot
+INSIDE = f'width="{WIDTH - LEFT - RIGHT + 4}" height="{HEIGHT - BOTTOM}"'
 MAX_POINTS = 200  # of a line; more are joined, their range shown as a band
 
 Item = TypeVar("Item")
@@ -83,17 +84,22 @@ def line_plot(
     x_label: str = "",
     x_range: tuple[float, float] | None = None,
     from_zero: bool = False,
+    steep_share: float = 0.0,
     x_ticks: Ticks | None = None,
 ) -> str:
-    """Lines with the range of what was joined as a band, dots, and dashed upright marks; empty without a point."""
-    points = [point for line in lines for point in line]
-    xs = [point.x for point in [*points, *dots]]
-    ys = [y for point in points for y in point.range] + [dot.y for dot in dots]
+    """Lines with the range of what was joined as a band, dots, and dashed upright marks; empty without a point.
+
+    The first `steep_share` of a line does not set the upright scale, and may leave the plot at its top.
+    """
+    xs = [point.x for points in [*lines, dots] for point in points]
+    ys = [y for line in lines for point in line[int(steep_share * len(line)) :] for y in point.range]
+    ys += [dot.y for dot in dots]
     if not xs:
         return ""
     frame = Frame(*_widen(*(x_range or (min(xs), max(xs)))), *_widen(0.0 if from_zero else min(ys), max(ys), 0.05))
     body = [_axes(frame, x_label, (x_ticks or number_ticks)(frame.x_low, frame.x_high))]
     body += [_mark(frame, x, text) for x, text in marks if frame.x_low <= x <= frame.x_high]
+    body.append(f'<svg x="{LEFT}" y="0" {INSIDE} viewBox="{LEFT} 0 {WIDTH - LEFT - RIGHT + 4} {HEIGHT - BOTTOM}">')
     for line in lines:
         if any(point.range[0] < point.range[1] for point in line):
             outline = [(p.x, p.range[1]) for p in line] + [(p.x, p.range[0]) for p in reversed(line)]
@@ -102,6 +108,7 @@ def line_plot(
             body.append(_circle(frame, line[0], "single"))
         else:
             body.append(f'<polyline class="line" points="{_corners(frame, [(p.x, p.y) for p in line])}"/>')
+    body.append("</svg>")
     for line in lines:
         body += _strips(frame, line)
     body += [_circle(frame, dot, "dot") for dot in dots]
@@ -145,7 +152,9 @@ def stacked_bar(name: str, parts: Sequence[tuple[float, str, str]]) -> str:
     )
 
 
-def number_ticks(low: float, high: float, about: int = 6, whole: bool = False) -> list[tuple[float, str]]:
+def number_ticks(
+    low: float, high: float, about: int = 6, whole: bool = False, si_from: float = 10_000.0
+) -> list[tuple[float, str]]:
     """Round numbers in [low, high] with their labels.
 
     >>> number_ticks(0, 40, 4)
@@ -157,13 +166,13 @@ def number_ticks(low: float, high: float, about: int = 6, whole: bool = False) -
     step = max(1.0, step) if whole else step
     digits = max(0, -math.floor(math.log10(step) + 1e-9))
     values = [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
-    return [(value, si(value) if abs(high) >= 10_000 else f"{value:,.{digits}f}") for value in values]
+    return [(value, si(value) if max(abs(low), abs(high)) >= si_from else f"{value:,.{digits}f}") for value in values]
 
 
 def time_ticks(low: float, high: float) -> list[tuple[float, str]]:
     """Round times in [low, high], both in seconds, in the unit that suits the range."""
     units = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
-    unit, seconds = next(((u, s) for u, s in units if high - low >= 2 * s), ("s", 1.0))
+    unit, seconds = next(((u, s) for u, s in units if high - low >= 3 * s), ("s", 1.0))
     return [(v * seconds, f"{label} {unit}") for v, label in number_ticks(low / seconds, high / seconds, 5)]
 
 
@@ -176,12 +185,14 @@ def si(value: float) -> str:
 
 
 def _plot(name: str, body: Sequence[str]) -> str:
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)}">{"".join(body)}</svg>'
+    return (
+        f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)}">{"".join(body)}</svg>'
+    )
 
 
 def _axes(frame: Frame, x_label: str, x_ticks: Sequence[tuple[float, str]], whole: bool = False) -> str:
     parts = []
-    for value, label in number_ticks(frame.y_low, frame.y_high, 5, whole):
+    for value, label in number_ticks(frame.y_low, frame.y_high, 5, whole, si_from=1000.0):
         y = frame.y(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(label)}</text>')

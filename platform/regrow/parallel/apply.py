@@ -8,7 +8,7 @@ from regrow.model.llama import Llama, init_weights
 from regrow.parallel.activation_checkpoint import apply_activation_checkpoint
 from regrow.parallel.compile import apply_compile
 from regrow.parallel.float8 import apply_float8, refresh_float8_scales
-from regrow.parallel.fsdp import apply_fsdp
+from regrow.parallel.fsdp import apply_fsdp, settle_shards
 
 
 def build_model(
@@ -22,7 +22,7 @@ def build_model(
     """A Llama on `device`, its weights drawn from `seed`, ready to train; no rank ever holds more than its shard.
 
     Without a mesh: whole, on one device, every parameter and all compute in float32. After loading other weights, call
-    `refresh_float8_scales`. Local, but for the scales of float8 all-gather.
+    `refresh_float8_scales`. Local, but for float8 all-gather, which is collective.
     """
     with torch.device("meta"):
         model = Llama(model_config)
@@ -41,4 +41,6 @@ def build_model(
     model.to_empty(device=device)
     init_weights(model, seed)
     refresh_float8_scales(model)
+    if mesh is not None and parallel_config.float8 is Float8.tensorwise_all_gather:
+        settle_shards(model)
     return model

@@ -57,6 +57,17 @@ def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
+def settle_shards(model: torch.nn.Module) -> None:
+    """Gather and free everything once; from here on every shard stays at its place in memory. Collective.
+
+    At its first gather FSDP moves shards that are tensor subclasses and need padding. Whoever holds their memory, as
+    checkpoints and snapshots do, would go on reading what no longer trains.
+    """
+    for module in fsdp_modules(model):
+        module.unshard()
+        module.reshard()
+
+
 def set_gradient_sync(model: torch.nn.Module, sync: bool) -> None:
     """Whether the next backward reduces gradients, or adds them to those that this rank keeps whole."""
     if isinstance(model, FSDPModule):

@@ -1,0 +1,236 @@
+"""Durable checkpoints: any layout to any other bitwise, committed or invisible, damage always found."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from regrow.checkpoint import store
+from regrow.checkpoint.format import COMMIT
+from regrow.checkpoint.layout import Span
+from regrow.checkpoint.state import Entry, training_entries
+from regrow.config.schema import Dtype, Float8, OptimConfig, ParallelConfig
+from regrow.errors import CheckpointError
+from regrow.optim.adamw import build_optimizer
+from regrow.parallel.apply import build_model
+from regrow.parallel.float8 import inner_tensor
+from regrow.parallel.fsdp import build_mesh, data_parallel_group, shard_group
+from regrow.plan.mesh import plan_mesh
+from regrow.storage import Storage
+from regrow.testing.gloo import RankError, run_ranks
+from regrow.testing.tiny import count_up_rows, ragged_model, tiny_model
+from regrow.train.step import TrainStep
+
+RUN = "0123456789abcdef"
+
+
+def entries_after(steps: int, replicas: int, tied: bool, float8: bool, seed: int) -> tuple[list[Entry], int, int]:
+    """This rank's state after some real steps (moments and all), its replica and the number of replicas."""
+    mesh = build_mesh(plan_mesh(world_size=dist.get_world_size(), dp_replicate=replicas), "cpu")
+    parallel = ParallelConfig()
+    if float8:
+        parallel = ParallelConfig(dtype=Dtype.bfloat16, float8=Float8.tensorwise_all_gather)
+    config = tiny_model(tied=tied) if float8 else ragged_model(tied=tied)
+    model = build_model(config, parallel, mesh=mesh, device="cpu", seed=seed)
+    optimizer = build_optimizer(model, OptimConfig())
+    step = TrainStep(
+        model, optimizer, max_grad_norm=1.0, group=data_parallel_group(mesh), shard_group=shard_group(mesh)
+    )
+    for index in range(steps):
+        rows = count_up_rows(index, num_rows=2, seq_len=8)
+        step.run([rows], num_micro_batches=1, lr=1e-3)
+    replica = mesh.get_local_rank("dp_replicate") if mesh.ndim == 2 else 0
+    return training_entries(model, optimizer, inner_tensor=inner_tensor), replica, mesh.size() // mesh.size(-1)
+
+
+def whole(entries: list[Entry]) -> dict[str, torch.Tensor]:
+    """The full tensors, on every rank, from all ranks' entries."""
+    gathered: list[list[Entry]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, entries)
+    full = {e.span.name: torch.full((e.span.whole_elements,), torch.nan, dtype=e.memory.dtype) for e in entries}
+    for part in gathered:
+        for entry in part:
+            full[entry.span.name][entry.span.start : entry.span.stop] = entry.memory
+    return full
+
+
+def save_on_ranks(folder: str, replicas: int, tied: bool, float8: bool) -> dict[str, torch.Tensor]:
+    entries, replica, num_replicas = entries_after(2, replicas, tied, float8, seed=1)
+    store.save(
+        Storage.at(folder),
+        entries,
+        scalars={"step": 2, "cursor": 48, "tokens_seen": 96},
+        run_id=RUN,
+        generation=1,
+        replica=replica,
+        num_replicas=num_replicas,
+    )
+    return whole(entries)
+
+
+def restore_on_ranks(folder: str, replicas: int, tied: bool, float8: bool) -> tuple[dict[str, torch.Tensor], int]:
+    entries, _, _ = entries_after(1, replicas, tied, float8, seed=2)  # another state, to be overwritten whole
+    index = store.open_checkpoint(Storage.at(folder), 2, run_id=RUN)
+    assert index.scalars == {"step": 2, "cursor": 48, "tokens_seen": 96}
+    num_bytes = store.restore(Storage.at(folder), index, entries)
+    return whole(entries), num_bytes
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("before", "replicas"), [(1, 1), (3, 1), (4, 2)])
+def test_state_restored_into_any_layout_has_the_same_bits(
+    tmp_path: Path, before: int, replicas: int, tied: bool
+) -> None:
+    saved = run_ranks(save_on_ranks, before, str(tmp_path), replicas, tied, False)[0]
+    assert all(not tensor.isnan().any() for tensor in saved.values())
+    assert len(saved) == 3 * len([name for name in saved if name.startswith("model/")])
+    for after, replicas_after in [(1, 1), (2, 1), (3, 1), (4, 2)]:
+        restored, _ = run_ranks(restore_on_ranks, after, str(tmp_path), replicas_after, tied, False)[0]
+        assert restored.keys() == saved.keys()
+        for name, tensor in saved.items():
+            assert torch.equal(restored[name], tensor), f"{name} {before}->{after}"
+
+
+def test_float8_all_gather_weights_are_saved_in_high_precision_and_restored_bitwise(tmp_path: Path) -> None:
+    saved = run_ranks(save_on_ranks, 3, str(tmp_path), 1, False, True)[0]
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    restored, _ = run_ranks(restore_on_ranks, 2, str(tmp_path), 1, False, True)[0]
+    for name, tensor in saved.items():
+        assert torch.equal(restored[name], tensor), name
+
+
+def test_each_element_is_stored_once_even_with_replicas(tmp_path: Path) -> None:
+    saved = run_ranks(save_on_ranks, 4, str(tmp_path), 2, False, False)[0]
+    index = store.open_checkpoint(Storage.at(tmp_path), 2)
+    payload = index.num_bytes - sum(file.header_bytes for file in index.files)
+    assert payload == sum(tensor.numel() * 4 for tensor in saved.values())
+
+
+def alone(seed: int = 1) -> list[Entry]:
+    model = build_model(ragged_model(), ParallelConfig(), mesh=None, device="cpu", seed=seed)
+    return training_entries(model, build_optimizer(model, OptimConfig()), inner_tensor=inner_tensor)
+
+
+def save_alone(folder: Path, step: int, seed: int = 1) -> list[Entry]:
+    entries = alone(seed)
+    scalars = {"step": step, "cursor": step, "tokens_seen": step}
+    store.save(Storage.at(folder), entries, scalars=scalars, run_id=RUN, generation=1)
+    return entries
+
+
+def test_files_are_plain_safetensors_that_other_tools_read(tmp_path: Path) -> None:
+    entries = save_alone(tmp_path, 1)
+    (file,) = (tmp_path / "step-00000001").glob("*.safetensors")
+    with safe_open(file, "pt") as content:
+        for entry in entries:
+            key = f"{entry.span.name}[{entry.span.start}:{entry.span.stop}]"
+            assert torch.equal(content.get_tensor(key), entry.memory), key
+        assert content.metadata()["run_id"] == RUN
+
+
+def test_nothing_is_visible_before_commit(tmp_path: Path) -> None:
+    def fenced_off(step_folder: str, pointer: bytes) -> None:
+        raise RuntimeError("generation 1 is over")
+
+    with pytest.raises(CheckpointError, match="not committed: RuntimeError: generation 1 is over"):
+        store.save(Storage.at(tmp_path), alone(), scalars={"step": 5}, run_id=RUN, generation=1, commit=fenced_off)
+    assert store.committed_steps(Storage.at(tmp_path)) == []
+    save_alone(tmp_path, 5)  # the leftovers are in nobody's way
+    assert store.committed_steps(Storage.at(tmp_path)) == [5]
+
+
+def fail_on_one_rank(folder: str) -> str:
+    entries, _, _ = entries_after(0, 1, False, False, seed=1)
+    storage = Storage.at(folder)
+    if dist.get_rank() == 1:
+        storage = Storage.at("/dev/null/full")  # every write fails
+    try:
+        store.save(storage, entries, scalars={"step": 1}, run_id=RUN, generation=1)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_failed_write_on_one_rank_is_an_error_on_all_and_commits_nothing(tmp_path: Path) -> None:
+    messages = run_ranks(fail_on_one_rank, 3, str(tmp_path))
+    assert all("was not written: NotADirectoryError" in message for message in messages), messages
+    assert store.committed_steps(Storage.at(tmp_path)) == []
+
+
+def test_every_flipped_bit_truncation_and_swap_is_found_and_named(tmp_path: Path) -> None:
+    pristine, other = tmp_path / "pristine", tmp_path / "other"
+    save_alone(pristine, 1, seed=1)
+    save_alone(other, 1, seed=2)
+    dice = random.Random(0)
+    names = sorted(path.name for path in (pristine / "step-00000001").iterdir())
+    for trial in range(120):
+        damaged = tmp_path / "damaged"
+        shutil.copytree(pristine, damaged)
+        name = names[trial % len(names)]
+        path = damaged / "step-00000001" / name
+        data = bytearray(path.read_bytes())
+        kind = dice.choice(["flip", "truncate", "swap", "delete"])
+        if kind == "flip":
+            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+            path.write_bytes(data)
+        elif kind == "truncate":
+            path.write_bytes(data[: dice.randrange(len(data))])
+        elif kind == "swap":
+            twin = next((other / "step-00000001").glob(f"*{path.suffix}") if path.suffix else iter([path]))
+            if twin == path:
+                twin = other / "step-00000001" / COMMIT
+            path.write_bytes(twin.read_bytes())
+        else:
+            path.unlink()
+        target = alone(seed=3)
+        if name == COMMIT and kind == "delete":
+            assert store.committed_steps(Storage.at(damaged)) == []
+        else:
+            with pytest.raises(CheckpointError, match="step-00000001"):
+                store.restore(Storage.at(damaged), store.open_checkpoint(Storage.at(damaged), 1, run_id=RUN), target)
+        shutil.rmtree(damaged)
+
+
+def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
+    save_alone(tmp_path, 1)
+    with pytest.raises(CheckpointError, match=f"belongs to run {RUN}, not to another"):
+        store.open_checkpoint(Storage.at(tmp_path), 1, run_id="another")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda e: e[1:], "holds model/embed.weight, which the model does not have"),
+        (lambda e: [*e, Entry(Span("model/new", (3,), "float32", 0, 3), torch.zeros(3))], "has no model/new"),
+    ],
+)
+def test_a_missing_or_extra_tensor_is_named(tmp_path: Path, change: object, message: str) -> None:
+    entries = save_alone(tmp_path, 1)
+    index = store.open_checkpoint(Storage.at(tmp_path), 1)
+    first = next(i for i, entry in enumerate(entries) if entry.span.name == "model/embed.weight")
+    entries = [entries[first], *entries[:first], *entries[first + 1 :]]
+    with pytest.raises(CheckpointError, match=message):
+        store.restore(Storage.at(tmp_path), index, change(entries))  # type: ignore[operator]
+
+
+def test_retention_keeps_the_newest_sound_ones_and_sweeps_older_leftovers(tmp_path: Path) -> None:
+    folder = Storage.at(tmp_path)
+    for step in (1, 2, 3, 4):
+        save_alone(tmp_path, step)
+    (tmp_path / "step-00000002" / COMMIT).unlink()  # a leftover
+    pointer = json.loads((tmp_path / "step-00000004" / COMMIT).read_text())
+    (tmp_path / "step-00000004" / pointer["index"]).write_bytes(b"{}")  # damaged: does not count as kept
+    assert store.retain(folder, keep=2) == []  # only 1 and 3 are sound
+    save_alone(tmp_path, 5)
+    assert store.retain(folder, keep=2) == [1, 2]
+    assert store.committed_steps(folder) == [5, 4, 3]
+
+
+def test_a_rank_error_carries_the_first_traceback() -> None:
+    with pytest.raises(RankError):
+        run_ranks(save_on_ranks, 2, "/dev/null/nowhere", 1, False, False)

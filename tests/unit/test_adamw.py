@@ -1,0 +1,61 @@
+import pytest
+import torch
+
+from regrow.config.schema import ModelConfig, OptimConfig
+from regrow.model.llama import Llama, init_weights
+from regrow.optim.adamw import build_optimizer, clip_grad_norm_float64, set_lr
+from regrow.testing.tiny import tiny_model
+
+
+def model(config: ModelConfig | None = None) -> Llama:
+    built = Llama(config or tiny_model())
+    init_weights(built, 0)
+    return built
+
+
+def test_decay_acts_on_every_matrix_and_on_no_norm():
+    llama = model()
+    optimizer = build_optimizer(llama, OptimConfig(lr=0.5, weight_decay=0.1))
+    before = {name: parameter.detach().clone() for name, parameter in llama.named_parameters()}
+    for parameter in llama.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in llama.named_parameters():
+        factor = 1 - 0.5 * 0.1 if parameter.ndim >= 2 else 1.0
+        torch.testing.assert_close(parameter.detach(), before[name] * factor)
+
+
+def test_the_learning_rate_reaches_every_group():
+    optimizer = build_optimizer(model(), OptimConfig())
+    set_lr(optimizer, 0.125)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.125}
+
+
+def test_every_parameter_is_in_exactly_one_group():
+    llama = model(tiny_model(tied=True))
+    grouped = [id(p) for group in build_optimizer(llama, OptimConfig()).param_groups for p in group["params"]]
+    assert sorted(grouped) == sorted(id(p) for p in llama.parameters())
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clipping_equals_torchs_to_float32_and_returns_the_norm_in_float64(max_norm):
+    generator = torch.Generator().manual_seed(0)
+    ours = [torch.zeros(n, 7, requires_grad=True) for n in (3, 50, 0)]
+    theirs = [torch.zeros_like(p, requires_grad=True) for p in ours]
+    for mine, other in zip(ours, theirs, strict=True):
+        mine.grad = torch.randn(mine.shape, generator=generator)
+        other.grad = mine.grad.clone()
+    exact = torch.cat([p.grad.double().flatten() for p in ours if p.grad is not None]).norm()
+    norm = clip_grad_norm_float64(ours, max_norm, None)
+    torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+    assert norm.dtype is torch.float64
+    assert norm.item() == pytest.approx(exact.item(), rel=1e-14)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, rtol=1e-6, atol=0.0)
+
+
+def test_the_norm_of_millions_of_small_values_is_exact_to_float64():
+    parameter = torch.zeros(2**22, requires_grad=True)
+    parameter.grad = torch.full_like(parameter, 1e-4)
+    want = float(torch.tensor(1e-4)) * 2**11
+    assert clip_grad_norm_float64([parameter], 1e9, None).item() == pytest.approx(want, rel=1e-12)

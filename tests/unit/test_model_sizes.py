@@ -1,0 +1,58 @@
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from regrow.config.schema import ModelConfig
+from regrow.model.flops import num_matmul_params, num_params
+from regrow.model.llama import Llama
+
+CONF = Path(__file__).parents[2] / "conf" / "model"
+
+# Llama 3.1 and 3.2: the safetensors metadata of Meta's repositories on Hugging Face; 1_8b: IBM's fms-fsdp; others: ours
+PUBLISHED = {
+    "debug": 5_048_576,
+    "150m": 151_848_192,
+    "1b": 1_235_814_400,
+    "1_8b": 1_884_391_424,
+    "3b": 3_212_749_824,
+    "8b": 8_030_261_248,
+    "70b": 70_553_706_496,
+    "405b": 405_853_388_800,
+}
+
+
+def model_config(name: str) -> ModelConfig:
+    loaded = OmegaConf.load(CONF / f"{name}.yaml")
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), loaded.get("model", loaded)))
+    assert isinstance(config, ModelConfig)
+    return config
+
+
+def test_every_model_of_the_config_has_a_published_size():
+    assert {path.stem for path in CONF.glob("*.yaml")} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_count_equals_the_published_one(name):
+    config = model_config(name)
+    with torch.device("meta"):
+        model = Llama(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name]
+    assert num_params(config) == PUBLISHED[name]
+    assert config.name == name
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_rope_and_widths_fit_together(name):
+    config = model_config(name)
+    assert config.dim % config.num_heads == 0
+    assert config.num_heads % config.num_kv_heads == 0
+    assert config.rope_theta == 500000.0
+
+
+def test_matmul_parameters_leave_out_the_input_embedding_only():
+    tied, untied = model_config("1b"), model_config("8b")
+    assert num_matmul_params(tied) == num_params(tied)
+    assert num_matmul_params(untied) == num_params(untied) - 128256 * 4096

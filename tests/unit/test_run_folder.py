@@ -1,0 +1,78 @@
+"""Opening a run: new, continued, or refused with the reason."""
+
+from pathlib import Path
+
+import pytest
+
+from regrow.config.schema import ActivationCheckpoint, PretrainConfig, Schedule
+from regrow.elastic.run_folder import check_may_start, open_run
+from regrow.errors import ResumeError
+
+
+def config(tmp_path: Path) -> PretrainConfig:
+    made = PretrainConfig()
+    made.run.storage_path, made.run.name = str(tmp_path), "mine"
+    return made
+
+
+def test_a_run_is_created_once_and_then_continued_under_the_same_id(tmp_path: Path) -> None:
+    first = open_run(config(tmp_path), manifest_sha256="aa")
+    again = open_run(config(tmp_path), manifest_sha256="aa")
+    assert first.resumed_step is None
+    assert again.resumed_step == 0
+    assert again.run_id == first.run_id
+    assert (tmp_path / "mine" / "config.yaml").read_text().startswith("run:")
+
+
+def test_settings_that_do_not_touch_the_weights_may_change(tmp_path: Path) -> None:
+    open_run(config(tmp_path), manifest_sha256="aa")
+    changed = config(tmp_path)
+    changed.train.steps = 500
+    changed.cluster.max_workers = 4
+    changed.checkpoint.every_steps = 7
+    changed.parallel.activation_checkpoint = ActivationCheckpoint.full
+    changed.data.prefetch_windows = 5
+    changed.observe.tensorboard = False
+    changed.model.name = "other words for the same model"
+    open_run(changed, manifest_sha256="aa")
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "value", "line"),
+    [
+        ("model", "num_layers", 5, "model.num_layers: 4 -> 5"),
+        ("optim", "lr", 0.1, "optim.lr: 0.003 -> 0.1"),
+        ("optim", "schedule", Schedule.cosine, "optim.schedule: wsd -> cosine"),
+        ("optim", "global_batch_seqs", 48, "optim.global_batch_seqs: 24 -> 48"),
+        ("data", "window_steps", 4, "data.window_steps: 8 -> 4"),
+        ("data", "seq_len", 128, "data.seq_len: 256 -> 128"),
+        ("run", "seed", 1, "run.seed: 0 -> 1"),
+    ],
+)
+def test_settings_that_the_weights_depend_on_are_refused_with_the_difference(
+    tmp_path: Path, group: str, key: str, value: object, line: str
+) -> None:
+    open_run(config(tmp_path), manifest_sha256="aa")
+    changed = config(tmp_path)
+    setattr(getattr(changed, group), key, value)
+    with pytest.raises(ResumeError) as error:
+        check_may_start(changed)
+    assert line in str(error.value)
+    with pytest.raises(ResumeError):
+        open_run(changed, manifest_sha256="aa")
+
+
+def test_another_corpus_is_refused(tmp_path: Path) -> None:
+    open_run(config(tmp_path), manifest_sha256="aa")
+    with pytest.raises(ResumeError, match="corpus: aa -> bb"):
+        open_run(config(tmp_path), manifest_sha256="bb")
+
+
+def test_resume_false_refuses_an_existing_run_and_leaves_it_alone(tmp_path: Path) -> None:
+    open_run(config(tmp_path), manifest_sha256="aa")
+    before = (tmp_path / "mine" / "run.json").read_bytes()
+    fresh = config(tmp_path)
+    fresh.run.resume = False
+    with pytest.raises(ResumeError, match=r"run\.resume=false"):
+        open_run(fresh, manifest_sha256="aa")
+    assert (tmp_path / "mine" / "run.json").read_bytes() == before

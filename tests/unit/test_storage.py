@@ -1,0 +1,89 @@
+"""Folders of files, the same behaviour on local disk and behind pyarrow.fs (here: fsspec's memory store)."""
+
+import uuid
+from pathlib import Path
+
+import pytest
+
+from regrow.storage import LocalStorage, Storage, StorageError
+
+
+@pytest.fixture(params=["local", "remote"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    return Storage.at(tmp_path if request.param == "local" else f"memory://{uuid.uuid4().hex}")
+
+
+def test_files_come_back_whole_and_in_ranges(storage: Storage) -> None:
+    assert (storage / "a").write_chunks("b/data", [b"abc", memoryview(b"defg")]) == 7
+    assert storage.read_bytes("a/b/data") == b"abcdefg"
+    assert storage.read_range("a/b/data", 2, 3) == b"cde"
+    assert storage.read_range("a/b/data", 5, 100) == b"fg"
+    storage.write_bytes("a/b/data", b"new")
+    assert storage.read_bytes("a/b/data") == b"new"
+
+
+def test_listing_and_deleting(storage: Storage) -> None:
+    for name in ("x/2", "x/1", "y"):
+        storage.write_bytes(name, b"1")
+    assert storage.list() == ["x", "y"]
+    assert storage.list("x") == ["1", "2"]
+    assert storage.list("nowhere") == []
+    assert storage.exists("x/1")
+    storage.delete("x")
+    storage.delete("y")
+    storage.delete("nowhere")
+    assert not storage.exists("x/1")
+    assert storage.list() == []
+
+
+def test_a_missing_file_is_told_apart_at_once(storage: Storage) -> None:
+    with pytest.raises(FileNotFoundError):
+        storage.read_bytes("nothing")
+    with pytest.raises(FileNotFoundError):
+        storage.read_range("nothing", 0, 1)
+
+
+def test_a_write_that_breaks_off_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
+    storage = Storage.at(tmp_path)
+    storage.write_bytes("file", b"old")
+
+    def chunks() -> object:
+        yield b"half"
+        raise RuntimeError("disk gone")
+
+    with pytest.raises(RuntimeError, match="disk gone"):
+        storage.write_chunks("file", chunks())  # type: ignore[arg-type]
+    assert storage.read_bytes("file") == b"old"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_transient_errors_are_retried_and_lasting_ones_name_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    import regrow.storage as module
+
+    storage = Storage.at(f"memory://{uuid.uuid4().hex}")
+    storage.write_bytes("file", b"data")
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    failures = iter([OSError("reset by peer"), OSError("503")])
+    real = storage._open  # type: ignore[attr-defined]
+
+    def flaky(path: str) -> object:
+        for error in failures:
+            raise error
+        return real(path)
+
+    monkeypatch.setattr(storage, "_open", flaky)
+    assert storage.read_bytes("file") == b"data"
+
+    monkeypatch.setattr(module, "RETRY_DEADLINE_S", 0.1)
+    monkeypatch.setattr(storage, "_open", lambda path: (_ for _ in ()).throw(OSError("gone for good")))
+    with pytest.raises(OSError, match=r"/file: still failing after 0 s: gone for good"):
+        storage.read_bytes("file")
+
+
+def test_locations_are_paths_or_uris(tmp_path: Path) -> None:
+    assert isinstance(Storage.at(f"file://{tmp_path}"), LocalStorage)
+    assert Storage.at(tmp_path).join("a", "b").local_path == tmp_path / "a" / "b"
+    with pytest.raises(StorageError, match="cannot open storage 'nope://x'"):
+        Storage.at("nope://x")
+    with pytest.raises(StorageError, match="not a local folder"):
+        _ = Storage.at("memory://x").local_path
