@@ -15,9 +15,7 @@ from regrow.storage import Storage
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m jobs.report", description=__doc__)
     parser.add_argument("run_folder", help="<run.storage_path>/<run.name>, a local path or a URI")
-    parser.add_argument(
-        "--out", type=Path, help="write only the page (or, FILE.json, the figures) to FILE"
-    )
+    parser.add_argument("--out", type=Path, help="write only the page (or, FILE.json, the figures) to FILE")
     arguments = parser.parse_args()
     try:
         report(arguments.run_folder, arguments.out)

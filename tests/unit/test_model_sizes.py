@@ -13,7 +13,7 @@ CONF = Path(__file__).parents[2] / "conf" / "model"
 # Llama 3.1 and 3.2: the safetensors metadata of Meta's repositories on Hugging Face; 1_8b: IBM's fms-fsdp; others: ours
 PUBLISHED = {
     "debug": 5_048_576,
-    "150m": 151_848_192,
+    "150m": 151_908_096,
     "1b": 1_235_814_400,
     "1_8b": 1_884_391_424,
     "3b": 3_212_749_824,

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -35,7 +36,7 @@ def test_the_rate_is_positive_bounded_and_never_rises_after_warmup(schedule, war
     optim = config(schedule, warmup_fraction=warmup, decay_fraction=decay)
     rates = [lr_at(tokens, total_tokens=TOTAL, config=optim) for tokens in sorted(seen) if tokens >= warmup * TOTAL]
     assert all(0.2 * (1 - 1e-9) <= rate <= 2.0 * (1 + 1e-9) for rate in rates)
-    assert all(later <= earlier * (1 + 1e-9) for earlier, later in zip(rates, rates[1:], strict=False))
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in itertools.pairwise(rates))
     assert 0 < lr_at(min(seen), total_tokens=TOTAL, config=optim) <= 2.0
 
 

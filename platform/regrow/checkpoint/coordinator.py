@@ -58,8 +58,11 @@ class Coordinator:
         """Answers once the lock is held: the newest generation so far."""
         return self.generation
 
-    def begin_generation(self) -> int:
-        """Number a new group; from here on older ones are fenced off. Called by its rank 0."""
+    def begin_generation(self) -> tuple[int, str]:
+        """Number a new group; from here on older ones are fenced off. Called by its rank 0.
+
+        Also why the group should not even start, if the run has been given up.
+        """
         self.fruitless += 1
         if self.fruitless > MAX_FRUITLESS_GENERATIONS:
             self.fail(
@@ -67,7 +70,7 @@ class Coordinator:
                 f"{self.last_failure or 'unknown'}"
             )
         self.generation += 1
-        return self.generation
+        return self.generation, self.fatal
 
     def start_training(self, generation: int, start_step: int, details: dict[str, Any]) -> None:
         """The group is ready to train from `start_step`: later rows of earlier generations are taken back."""
@@ -105,6 +108,7 @@ class Coordinator:
     def commit(self, generation: int, step_folder: str, pointer: bytes) -> None:
         """Make a checkpoint visible: the fence and the commit are this one act."""
         self._fence(generation)
+        self.log.flush()  # a committed step's row is never missing
         self.checkpoints.write_bytes(f"{step_folder}/{COMMIT}", pointer)
 
     def failure(self, cause: str, detail: str, ranks: list[int]) -> None:

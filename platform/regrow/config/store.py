@@ -5,6 +5,7 @@ The only module of `regrow` that imports hydra or omegaconf.
 
 import difflib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,11 +33,11 @@ def run_job(job: Callable[[PretrainConfig], None], *, name: str) -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises instead of printing a trace: `_one_line` below says it better
     ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
 
-    def entry(composed: DictConfig) -> None:
-        job(to_dataclass(composed))
-
+    composed: list[DictConfig] = []  # the job runs after hydra has returned, whose wrapping only obscures its errors
     try:
-        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(entry)()
+        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(composed.append)()
+        for config in composed:
+            job(to_dataclass(config))
     except RegrowError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
@@ -44,15 +45,22 @@ def run_job(job: Callable[[PretrainConfig], None], *, name: str) -> None:
         sys.exit(130)
     except (HydraException, OmegaConfBaseException) as error:
         sys.exit(f"error: {_one_line(error)}")
+    except AttributeError as error:
+        key = re.search(r"full_key: (\S+)", str(error))
+        if key is None:
+            raise
+        # omegaconf trips over merging a mapping into a structured node that is null
+        sys.exit(f"error: {key[1]} is null and cannot be given as a mapping here; set it in a file of its group")
 
 
 def to_dataclass(composed: DictConfig) -> PretrainConfig:
-    """The composed config as plain dataclasses. Raises ConfigError for a value still missing."""
-    missing = OmegaConf.missing_keys(composed)
-    if missing:
-        key = sorted(missing)[0]
-        raise ConfigError(f"{key} has no value; give it as {key}=...")
-    return cast(PretrainConfig, OmegaConf.to_object(composed))
+    """The composed config as plain dataclasses. Raises ConfigError for a key that the schema does not have."""
+    config = cast(PretrainConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PretrainConfig), composed)))
+    given = cast(dict[str, Any], OmegaConf.to_container(composed))
+    unknown = [key for key in _keys(given) if key not in set(_keys(to_dict(config)))]
+    if unknown:  # a plus adds keys that the schema does not have
+        raise ConfigError(f"unknown setting {unknown[0]!r}{_did_you_mean(unknown[0])}")
+    return config
 
 
 def to_yaml(config: PretrainConfig) -> str:
@@ -73,27 +81,32 @@ def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     full_key = getattr(cause, "full_key", None) or ""
-    if "Could not override" in text and "'" in text:
-        key = text.split("'")[1]
-        nearest = difflib.get_close_matches(key, list(_keys()), n=1, cutoff=0.6)
-        return f"unknown setting {key!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "; see --help")
-    if "Could not find" in text and "'" in text:
-        group, _, choice = text.split("'")[1].rpartition("/")
+    quoted = re.findall(r"'([^']+)'", text)
+    if "Could not override" in text:
+        key = quoted[0]
+        if (CONF_DIR / key).is_dir():
+            return f"{key!r} is chosen with a plus: +{key}=..."
+        return f"unknown setting {key!r}{_did_you_mean(key)}"
+    if "Could not find" in text and "/" in quoted[-1]:
+        group, _, choice = quoted[-1].rpartition("/")
         choices = sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
-        return f"no {group} called {choice!r}; available: {', '.join(choices)}" if group else text
-    if "Multiple values for" in text or "appended" in text:
-        return text
+        return f"no {group} called {choice!r}; available: {', '.join(choices)}"
+    if "while composing config" in text and len(lines) > 1:
+        text = lines[1]
+        full_key = next((line.partition(": ")[2] for line in lines if line.startswith("full_key: ")), full_key)
     details = str(cause).splitlines()[0].strip() if cause is not error else ""
     prefix = f"{full_key}: " if full_key and full_key not in text + details else ""
     hint = next((line for line in lines[1:] if line.startswith(("To ", "Did you mean", "See "))), "")
     return "; ".join(part for part in (prefix + text, details if details not in text else "", hint) if part)
 
 
-def _keys() -> Iterator[str]:
-    def walk(node: dict[str, Any], prefix: str) -> Iterator[str]:
-        for key, value in node.items():
-            yield prefix + key
-            if isinstance(value, dict):
-                yield from walk(value, f"{prefix}{key}.")
+def _did_you_mean(key: str) -> str:
+    nearest = difflib.get_close_matches(key, list(_keys(to_dict(PretrainConfig()))), n=1, cutoff=0.6)
+    return f"; did you mean {nearest[0]!r}?" if nearest else "; --help lists them all"
 
-    yield from walk(to_dict(PretrainConfig()), "")
+
+def _keys(node: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in node.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _keys(value, f"{prefix}{key}.")

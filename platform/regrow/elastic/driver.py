@@ -22,7 +22,6 @@ from regrow.config.schema import PretrainConfig
 from regrow.config.store import STARTED_AT
 from regrow.data.manifest import Manifest
 from regrow.data.prepare import find_or_prepare
-from regrow.data.stream import start_stream
 from regrow.elastic.local_cluster import cluster_for
 from regrow.elastic.ray_train import build_trainer
 from regrow.elastic.run_folder import CHECKPOINTS, Run, check_may_start, open_run
@@ -58,7 +57,7 @@ def pretrain(config: PretrainConfig) -> None:
     plans = check(config)
     check_may_start(config)
     with Console(sys.stderr) as console:
-        console.start([*geometry(config, plans)], steps=config.train.steps, stop_at_step=config.train.stop_at_step)
+        console.start(geometry(config, plans), steps=config.train.steps, stop_at_step=config.train.stop_at_step)
         startup.done("config")
         with cluster_for(config.cluster) as dashboard:
             if dashboard:
@@ -74,7 +73,7 @@ def pretrain(config: PretrainConfig) -> None:
                     "raise train.steps or train.stop_at_step to go on, or choose another run.name"
                 )
                 return
-            reason = _Session(config, run, data_dir, console, startup).train()
+            reason = _Session(config, run, data_dir, console, startup, geometry(config, plans)).train()
     if reason == "interrupted":
         sys.exit(130)
 
@@ -82,7 +81,15 @@ def pretrain(config: PretrainConfig) -> None:
 class _Session:
     """One attempt at a run, from its submission until its workers have left."""
 
-    def __init__(self, config: PretrainConfig, run: Run, data_dir: Path, console: Console, startup: Startup) -> None:
+    def __init__(
+        self,
+        config: PretrainConfig,
+        run: Run,
+        data_dir: Path,
+        console: Console,
+        startup: Startup,
+        geometry: list[str],
+    ) -> None:
         self.config, self.run, self.console, self.startup = config, run, console, startup
         self.coordinator = start_coordinator(
             run.folder,
@@ -98,9 +105,10 @@ class _Session:
                 "git": git_sha(),
                 "versions": versions(),
                 "command": shlex.join(sys.argv),
+                "geometry": geometry,
             },
         )
-        stream = start_stream(config, data_dir, start_step=run.resumed_step or 0, stop_step=_last_step(config))
+        stream = None
         startup.done("actors")
         self.startup_s: dict[str, float] | None = None
         generation = ray.get(self.coordinator.ready.remote())
@@ -139,15 +147,17 @@ class _Session:
         thread = threading.Thread(target=fit, name="ray-train", daemon=True)
         with self._interrupts():
             thread.start()
-            fatal, reported_at, give_up_at = "", time.monotonic(), float("inf")
+            fatal, report_at, give_up_at = "", time.monotonic() + self.config.observe.report_every_s, float("inf")
             while thread.is_alive() and time.monotonic() < give_up_at:
                 thread.join(POLL_S)
                 fatal = self._show()
                 if fatal and give_up_at == float("inf"):
                     give_up_at = time.monotonic() + LEAVE_S
-                if time.monotonic() - reported_at > self.config.observe.report_every_s:
-                    reported_at = time.monotonic()
+                if time.monotonic() > report_at:
+                    begun = time.monotonic()
                     write_report(self.run.folder, self.config)
+                    took_s = time.monotonic() - begun  # grows with the log: at most a twentieth of the time
+                    report_at = time.monotonic() + max(self.config.observe.report_every_s, 20 * took_s)
             fatal = self._show() or fatal
         if outcome and not fatal:
             fatal = f"Ray Train gave up: {str(outcome[0]).strip().splitlines()[-1]}"

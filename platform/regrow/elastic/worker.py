@@ -24,21 +24,20 @@ from regrow.checkpoint import store
 from regrow.checkpoint.collective import from_rank_0, gather
 from regrow.checkpoint.state import Entry, Progress, set_optimizer_step, training_entries
 from regrow.config.schema import PretrainConfig
-from regrow.data.manifest import Manifest
+from regrow.data.batch import direct_batches, layout_of, order_of
 from regrow.data.shards import ShardReader
-from regrow.data.stream import rank_batches
 from regrow.errors import CheckpointError, RegrowError
 from regrow.model.flops import flops_per_token, peak_flops
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor, refresh_float8_scales
 from regrow.parallel.fsdp import build_mesh, data_parallel_group, shard_group
-from regrow.plan.batch import BatchPlan, plan_batch
+from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
 from regrow.storage import Storage
 from regrow.train.loop import LoopSettings, train
 from regrow.train.metrics import Meter
-from regrow.train.step import IGNORE_INDEX, TrainStep, evaluate, sum_cross_entropy
+from regrow.train.step import TrainStep, evaluate
 
 CALL_TIMEOUT_S = 120.0  # of a call to the coordinator
 
@@ -72,7 +71,11 @@ def _train(job: Job) -> None:
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     device = _device(config, context.get_local_world_size())
-    generation = from_rank_0(ray.get(job.coordinator.begin_generation.remote()) if rank == 0 else 0)
+    generation, given_up = from_rank_0(
+        ray.get(job.coordinator.begin_generation.remote(), timeout=CALL_TIMEOUT_S) if rank == 0 else (0, "")
+    )
+    if given_up:
+        raise RegrowError(given_up)
     plan = plan_batch(num_slices=config.optim.num_slices, world_size=world_size)
 
     shape = plan_mesh(world_size, config.parallel.dp_replicate)
@@ -86,20 +89,16 @@ def _train(job: Job) -> None:
     restored = time.time()
 
     reader = ShardReader(Path(job.data_dir), "train")
-    order = order_of(config, reader.manifest)
+    order = order_of(config, reader)
     tokens_per_step = config.optim.global_batch_seqs * config.data.seq_len
     last_step = min(config.train.steps, config.train.stop_at_step or config.train.steps)
-    batches = rank_batches(
-        job.stream,
+    batches = direct_batches(
         order,
         reader,
-        global_batch_seqs=config.optim.global_batch_seqs,
-        num_slices=config.optim.num_slices,
-        window_steps=config.data.window_steps,
+        layout_of(config),
         slices=plan.ranges[rank],
         start_step=progress.step,
         stop_step=last_step,
-        stall_timeout_s=config.data.stall_timeout_s,
     )
     peak = peak_flops(device, config.parallel.dtype, config.observe.peak_tflops)
     meter = Meter(
@@ -116,7 +115,6 @@ def _train(job: Job) -> None:
         group=data_parallel_group(mesh),
         shard_group=shard_group(mesh),
         sync_every_micro_batch=config.parallel.sync_every_micro_batch,
-        loss_function=loss_function(config.parallel),
     )
     hooks = _Hooks(job, generation, step, mesh, _Validation(job, device, rank, world_size))
     startup_s = {
@@ -131,7 +129,7 @@ def _train(job: Job) -> None:
             "world_size": world_size,
             "source": source,
             "startup_s": startup_s,
-            "init_s": built - entered,
+            "init_s": time.time() - entered - (restored - built),
             "restore_s": restored - built,
             "workers": workers,
             "regrow": str(Path(regrow.__file__).parent),

@@ -103,7 +103,7 @@ def account(metrics: Sequence[Row], events: Sequence[Row], now: float) -> Ledger
     """Give every second between the submission and the end (`stopped`, else `now`) one state."""
     begins, ends = _step_intervals(metrics, events)
     times = [event["time"] for event in events if event["event"] != "rollback"]
-    rolled_back = [event for event in _named(events, "rollback") if event.get("first_time") is not None]
+    rolled_back = _rolled_back(events)
     known = [*times, *begins[:1], *ends[-1:], *(event["first_time"] for event in rolled_back)]
     begin, end = (min(known), max(known)) if known else (now, now)
 
@@ -179,12 +179,27 @@ def _step_intervals(metrics: Sequence[Row], events: Sequence[Row]) -> tuple[Floa
     ends = np.maximum.accumulate(np.array([row["time"] for row in metrics], dtype=np.float64))
     begins = ends - _column(metrics, "step_s")
     for event in _named(events, "validation"):  # step_s leaves it out, but it may lie between a step and its row
-        seconds = _number(event, "seconds")
-        index = np.searchsorted(ends, event["time"] - seconds / 2)
+        index = np.searchsorted(ends, event["time"] - _number(event, "seconds") / 2)
         if index < len(ends) and event["time"] >= begins[index]:
-            begins[index] -= seconds
+            begins[index] -= _number(event, "seconds")
     begins[1:] = np.maximum(begins[1:], ends[:-1])
     return begins, ends
+
+
+def _rolled_back(events: Sequence[Row]) -> list[Row]:
+    """The rollback events, each from the true beginning of its first step, as `_step_intervals` finds it for rows."""
+    found = []
+    for rollback in _named(events, "rollback"):
+        begin = rollback.get("first_time")
+        if begin is None:
+            continue
+        for event in _named(events, "validation"):
+            middle = event["time"] - _number(event, "seconds") / 2
+            if begin <= event["time"] and middle <= rollback.get("first_step_end", begin):
+                begin -= _number(event, "seconds")
+                break
+        found.append({**rollback, "first_time": begin})
+    return found
 
 
 def _attempts(

@@ -12,7 +12,18 @@ from regrow.errors import BatchError
 from regrow.observe.narrate import CAUSES, startup_line
 from regrow.observe.report import SILENCE_S, STATES, Ledger
 from regrow.observe.run_log import Row
-from regrow.observe.svg import MAX_POINTS, Point, Span, join, line_plot, si, span_plot, stacked_bar, time_ticks
+from regrow.observe.svg import (
+    MAX_POINTS,
+    Point,
+    Span,
+    join,
+    line_plot,
+    number_ticks,
+    si,
+    span_plot,
+    stacked_bar,
+    time_ticks,
+)
 from regrow.plan.batch import plan_batch
 
 STATE_HELP = {
@@ -151,6 +162,7 @@ def _loss_plot(key: str, x_label: str, metrics: Sequence[Row], marks: Sequence[t
         ],
         marks=marks,
         x_label=x_label,
+        x_ticks=lambda low, high: number_ticks(low, high, whole=True),
         steep_share=0.05 if len(trained) > MAX_POINTS else 0.0,
     )
     legend = '<span><i class="swatch stroke"></i>training</span>'
@@ -217,7 +229,7 @@ def _recoveries(recoveries: Sequence[Mapping[str, Any]]) -> str:
     )
     rows = "".join(
         f"<tr><td>{escape(_cause(entry['cause']))}</td>"
-        f"<td>{_or_dash(entry['ranks_before'], str)} → {_or_dash(entry['ranks_after'], str)}</td>"
+        f"<td>{escape(_or_dash(entry['ranks_before'], str))} → {escape(_or_dash(entry['ranks_after'], str))}</td>"
         + "".join(f'<td class="n">{_or_dash(entry[part], duration)}</td>' for part in parts)
         + f'<td class="n">{_or_dash(entry["lost_steps"], str)}</td>'
         + f"<td>{escape(_or_dash(entry['source'], str))}</td></tr>"
@@ -282,7 +294,7 @@ def _submissions(submitted: Sequence[Row], generations: Sequence[Row], metrics: 
     note = f"<p>{_when(submitted[-1]['time'])}" + (f", the last of {len(submitted)}.</p>" if submitted[1:] else "</p>")
     first_step = {(row["generation"], row["step"]): row["step_s"] for row in metrics}
     for generation in reversed(generations):
-        step_s = first_step.get((generation["generation"], generation["start_step"] + 1))
+        step_s = first_step.get((generation["generation"], (generation.get("start_step") or 0) + 1))
         if generation.get("startup_s") and step_s is not None:
             line = startup_line(generation["startup_s"], step_s)
             note += f"<p>Generation {generation['generation']}: {escape(line)} (seconds).</p>"

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from regrow.storage import Storage
@@ -77,6 +78,7 @@ class RunLog:
             if self.storage.is_local:
                 taken_back = self._truncate_metrics(start_step)
             else:
+                self._files.flush()
                 taken_back = [row for row in read_metrics(self.storage) if row["step"] > start_step]
             self.generation, self._next_step = generation, start_step + 1
             self._files.open(METRICS, _segment_name(METRICS, self._session, generation))
@@ -93,6 +95,7 @@ class RunLog:
                     steps=rollback.steps,
                     seconds=rollback.seconds,
                     first_time=rollback.first_time,
+                    first_step_end=taken_back[0]["time"],
                     last_time=rollback.last_time,
                 )
             return rollback
@@ -293,7 +296,7 @@ def read_metrics(storage: Storage) -> list[Row]:
 
 def read_events(storage: Storage) -> list[Row]:
     """All events in order of time; lines that a crash tore are skipped."""
-    return sorted((row for row in _lines(storage, EVENTS) if "event" in row), key=lambda row: row.get("time", 0.0))
+    return sorted((row for row in _lines(storage, EVENTS) if "event" in row and "time" in row), key=itemgetter("time"))
 
 
 def next_generation(events: Iterable[Mapping[str, Any]]) -> int:

@@ -108,18 +108,14 @@ def train(
         last = progress.step == settings.last_step
         save_due = last or progress.step % settings.checkpoint_every_steps == 0
         validate_due = settings.validate_every_steps and (last or progress.step % settings.validate_every_steps == 0)
-        if save_due or validate_due:
+        if validate_due:
             settle(keep=1)
-            current = launched[0]
-            current.stats.resolve()  # the device is done with this step: what follows is timed on its own
-            if validate_due:
-                current.row["validation_loss"] = meter.outside_steps(lambda: hooks.validate(progress.step))
-            if save_due:
-                meter.snapshot_s += hooks.save(progress)
-                saved_at = progress.step
-            settle(keep=0)
-        else:
-            settle(keep=lag)
+            launched[0].stats.resolve()  # the device is done with this step: what follows is timed on its own
+            launched[0].row["validation_loss"] = meter.outside_steps(lambda: hooks.validate(progress.step))
+        settle(keep=0 if save_due else lag)
+        if save_due:  # after its row is logged, so that a committed step's row is never missing
+            meter.snapshot_s += hooks.save(progress)
+            saved_at = progress.step
 
     settle(keep=0)
     if saved_at != progress.step:

@@ -1,0 +1,100 @@
+"""A whole training run on the ranks of `run_ranks`, as the job does it but on rows that count up."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
+from regrow.model.llama import Llama
+from regrow.optim.adamw import build_optimizer
+from regrow.parallel.apply import build_model
+from regrow.parallel.fsdp import build_mesh, data_parallel_group, shard_group
+from regrow.plan.batch import plan_batch
+from regrow.plan.mesh import plan_mesh
+from regrow.testing.tiny import count_up_rows
+from regrow.train.step import StepResult, TrainStep
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and for how long; never how many ranks train it."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    num_steps: int = 6
+    seq_len: int = 16
+    seed: int = 0
+
+
+def build(training: Training) -> TrainStep:
+    """Model, optimizer and step on this rank of the default group. Collective."""
+    mesh = build_mesh(plan_mesh(dist.get_world_size(), training.parallel.dp_replicate), "cpu")
+    model = build_model(training.model, training.parallel, mesh=mesh, device="cpu", seed=training.seed)
+    return TrainStep(
+        model,
+        build_optimizer(model, training.optim),
+        max_grad_norm=training.optim.max_grad_norm,
+        group=data_parallel_group(mesh),
+        shard_group=shard_group(mesh),
+        sync_every_micro_batch=training.parallel.sync_every_micro_batch,
+    )
+
+
+def micro_batches(training: Training, step: int) -> tuple[list[Tensor], int]:
+    """This rank's micro-batches, one a slice, of the global batch of `step`, and how many passes every rank runs."""
+    optim = training.optim
+    plan = plan_batch(num_slices=optim.num_slices, world_size=dist.get_world_size())
+    rows = count_up_rows(
+        step, num_rows=optim.global_batch_seqs, seq_len=training.seq_len, vocab_size=training.model.vocab_size
+    )
+    slices = rows.split(optim.global_batch_seqs // optim.num_slices)
+    return [slices[index] for index in plan.ranges[dist.get_rank()]], plan.num_micro_batches
+
+
+def run_steps(step: TrainStep, training: Training, steps: range) -> list[StepResult]:
+    results = []
+    for index in steps:
+        mine, num_micro_batches = micro_batches(training, index)
+        results.append(step.run(mine, num_micro_batches=num_micro_batches, lr=training.optim.lr).resolve())
+    return results
+
+
+def train(training: Training) -> list[StepResult]:
+    """Train from the seed; every step's result, the same on every rank."""
+    return run_steps(build(training), training, range(training.num_steps))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A parameter or gradient in full, on every rank. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def plain_losses(training: Training) -> list[float]:
+    """The same run as a loop that anyone would write: one process, no sharding, no slices, torch's own clipping."""
+    with torch.device("cpu"):
+        model: Llama = build_model(training.model, ParallelConfig(), mesh=None, device="cpu", seed=training.seed)
+    optim, losses = training.optim, []
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    norms = [p for p in model.parameters() if p.ndim == 1]
+    adamw = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": norms, "weight_decay": 0.0}],
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+    )
+    for index in range(training.num_steps):
+        rows = count_up_rows(
+            index, num_rows=optim.global_batch_seqs, seq_len=training.seq_len, vocab_size=training.model.vocab_size
+        )
+        logits = model(rows[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        adamw.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
+        adamw.step()
+        losses.append(loss.item())
+    return losses

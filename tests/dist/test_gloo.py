@@ -1,0 +1,41 @@
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from regrow.testing.gloo import RankError, run_ranks
+
+
+def describe(offset: int) -> tuple[int, int, float]:
+    total = torch.tensor(float(dist.get_rank() + offset))
+    dist.all_reduce(total)
+    return dist.get_rank(), os.getpid(), total.item()
+
+
+def fail_on_rank_1() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("what went wrong")
+    dist.barrier()
+
+
+def hang() -> None:
+    if dist.get_rank() == 0:
+        dist.barrier()
+
+
+def test_ranks_are_separate_processes_that_talk_and_results_come_in_rank_order():
+    results = run_ranks(describe, 3, 10)
+    assert [rank for rank, _, _ in results] == [0, 1, 2]
+    assert len({pid for _, pid, _ in results} | {os.getpid()}) == 4
+    assert {total for _, _, total in results} == {33.0}
+
+
+def test_the_first_traceback_is_raised():
+    with pytest.raises(RankError, match=r"rank 1 of 2(.|\n)*what went wrong"):
+        run_ranks(fail_on_rank_1, 2)
+
+
+def test_a_rank_that_hangs_ends_with_the_deadline():
+    with pytest.raises(RankError, match=r"ranks \[0\] of 2 did not finish in time|rank 0"):
+        run_ranks(hang, 2, deadline_s=3.0)

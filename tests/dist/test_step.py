@@ -1,0 +1,167 @@
+"""The step over 1 to 4 ranks against one plain process."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from regrow.config.schema import ActivationCheckpoint, Dtype, ModelConfig, OptimConfig, ParallelConfig
+from regrow.testing.gloo import run_ranks
+from regrow.testing.reference_llama import reference_loss
+from regrow.testing.tiny import count_up_rows, ragged_model, tiny_model
+from regrow.testing.training import Training, build, micro_batches, plain_losses, run_steps, train, whole
+from regrow.train.step import IGNORE_INDEX, evaluate
+
+MODELS = {"tiny": tiny_model(), "ragged": ragged_model(), "ragged, tied": ragged_model(tied=True)}
+OPTIM = OptimConfig(lr=1e-2, num_slices=12)
+# a model of which one parameter takes several blocks of the initialisation, cut inside blocks by 2, 3 and 4 ranks
+LARGE = ModelConfig(vocab_size=5003, dim=80, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=64)
+
+
+def losses_of_all_models(parallel: ParallelConfig) -> dict[str, list[float]]:
+    return {
+        name: [result.loss for result in train(Training(model, parallel, OPTIM, num_steps=8))]
+        for name, model in MODELS.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, list[float]]:
+    return {name: plain_losses(Training(model, optim=OPTIM, num_steps=8)) for name, model in MODELS.items()}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "parallel"),
+    [
+        (1, ParallelConfig()),
+        (2, ParallelConfig(sync_every_micro_batch=True)),
+        (3, ParallelConfig()),
+        (4, ParallelConfig()),
+        (4, ParallelConfig(dp_replicate=2)),
+        (3, ParallelConfig(dp_replicate=2, activation_checkpoint=ActivationCheckpoint.selective)),
+    ],
+    ids=["1", "2, reducing every micro-batch", "3", "4", "HSDP 2x2", "HSDP that falls back, checkpointing"],
+)
+def test_losses_equal_those_of_a_plain_loop_in_one_process(world_size, parallel, plain):
+    for got in run_ranks(losses_of_all_models, world_size, parallel):
+        for name, losses in got.items():
+            assert losses == pytest.approx(plain[name], abs=1e-5), name
+
+
+def digest_weights() -> dict[str, bytes]:
+    bits = {}
+    for model in (ragged_model(), LARGE):
+        for name, parameter in build(Training(model, seed=7)).model.named_parameters():
+            bits[f"{model.name} {name}"] = whole(parameter.detach()).numpy().tobytes()
+    return bits
+
+
+def test_initial_weights_are_bitwise_the_same_at_every_world_size():
+    (first,) = run_ranks(digest_weights, 1)
+    for world_size in (2, 3, 4):
+        for bits in run_ranks(digest_weights, world_size):
+            assert bits == first
+
+
+def gradients(model: ModelConfig) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    training = Training(model, optim=OPTIM, seq_len=9)
+    step = build(training)
+    weights = {name: whole(parameter.detach()).clone() for name, parameter in step.model.named_parameters()}
+    loss, _ = step.accumulate(*micro_batches(training, 0))
+    dist.all_reduce(loss)
+    grads = {name: whole(p.grad) for name, p in step.model.named_parameters() if p.grad is not None}
+    return loss.item(), weights, grads
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_equal_a_float64_reference_where_no_width_divides_by_the_ranks(world_size):
+    model = ragged_model()
+    loss, weights, grads = run_ranks(gradients, world_size, model)[0]
+    exact = {name: weight.double().requires_grad_() for name, weight in weights.items()}
+    want = reference_loss(model, exact, count_up_rows(0, num_rows=24, seq_len=9, vocab_size=model.vocab_size))
+    want.backward()
+    assert loss == pytest.approx(want.item(), rel=1e-6)
+    assert grads.keys() == exact.keys()
+    for name, weight in exact.items():
+        assert weight.grad is not None
+        error = (grads[name].double() - weight.grad).norm() / weight.grad.norm()
+        assert error <= 1e-5, f"{name}: {error:.1e}"
+
+
+def norms_flags_digests() -> list[tuple[float, bool, int]]:
+    training = Training(ragged_model(), optim=OPTIM)
+    step, seen = build(training), []
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    for index in range(3):
+        mine, num_micro_batches = micro_batches(training, index)
+        result = step.run(
+            mine,
+            num_micro_batches=num_micro_batches,
+            lr=0.0,
+            flag=index == 1 and rank == last,
+            digest=2**64 - 1 if rank == 0 else rank + (2**63 if index == 2 else 0),
+        ).resolve()
+        seen.append((result.grad_norm, result.flag, result.digest))
+    return seen
+
+
+def test_norm_flag_and_digest_are_the_same_on_every_rank_and_at_every_world_size():
+    norms = []
+    for world_size in (1, 2, 4):
+        results = run_ranks(norms_flags_digests, world_size)
+        assert all(result == results[0] for result in results)
+        rank_sum = world_size * (world_size - 1) // 2
+        tops = 2**63 * (world_size - 1)
+        assert [flag for _, flag, _ in results[0]] == [False, True, False]
+        assert [digest for _, _, digest in results[0]] == [
+            (2**64 - 1 + rank_sum) % 2**64,
+            (2**64 - 1 + rank_sum) % 2**64,
+            (2**64 - 1 + rank_sum + tops) % 2**64,
+        ]
+        norms.append([norm for norm, _, _ in results[0]])
+    for other in norms[1:]:
+        assert other == pytest.approx(norms[0], rel=1e-6)  # the gradients are float32
+
+
+def evaluate_between_steps() -> tuple[list[float], tuple[float, int], bool]:
+    training = Training(tiny_model(), optim=OPTIM)
+    step = build(training)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rows = count_up_rows(99, num_rows=10, seq_len=16)
+    rows[9, 5:] = IGNORE_INDEX
+    batches = rows.split(2)
+    mine = list(batches[rank :: min(world_size, 3)]) if rank < 3 else []  # a fourth rank has nothing
+    losses = [result.loss for result in run_steps(step, training, range(3))]
+    result = evaluate(step.model, mine, num_batches=-(-len(batches) // min(world_size, 3)), group=step.group)
+    sharded = all(parameter.numel() == 0 or hasattr(parameter, "placements") for parameter in step.model.parameters())
+    losses += [result.loss for result in run_steps(step, training, range(3, 6))]
+    return losses, result, sharded
+
+
+def test_evaluation_counts_every_row_once_and_disturbs_no_later_step():
+    plain = plain_losses(Training(tiny_model(), optim=OPTIM))
+    scores = []
+    for world_size in (1, 2, 4):
+        for losses, score, sharded in run_ranks(evaluate_between_steps, world_size):
+            assert losses == pytest.approx(plain, abs=1e-5)
+            assert sharded
+            scores.append(score)
+    assert {count for _, count in scores} == {10 * 16 - 12}
+    assert [loss for loss, _ in scores] == pytest.approx([scores[0][0]] * len(scores), abs=1e-3)
+
+
+def test_bfloat16_trains_close_to_float32():
+    parallel = ParallelConfig(dtype=Dtype.bfloat16)
+    results = run_ranks(train, 2, Training(tiny_model(), parallel, OPTIM, num_steps=8))[0]
+    plain = plain_losses(Training(tiny_model(), optim=OPTIM, num_steps=8))
+    assert [result.loss for result in results] == pytest.approx(plain, rel=0.01)
+
+
+def memory_kept(parallel: ParallelConfig) -> bool:
+    step = build(Training(ragged_model(), parallel))
+    before = {name: parameter.to_local().data_ptr() for name, parameter in step.model.named_parameters()}
+    run_steps(step, Training(ragged_model(), parallel), range(2))
+    return all(before[name] == parameter.to_local().data_ptr() for name, parameter in step.model.named_parameters())
+
+
+def test_shards_stay_where_they_are_in_memory_from_build_on():
+    assert all(run_ranks(memory_kept, 3, ParallelConfig()))

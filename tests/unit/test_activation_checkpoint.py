@@ -1,0 +1,50 @@
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from regrow.config.schema import ActivationCheckpoint, ParallelConfig
+from regrow.parallel.apply import build_model
+from regrow.testing.tiny import count_up_rows, tiny_model
+from regrow.train.step import split_rows, sum_cross_entropy
+
+
+def loss_and_gradients(mode: ActivationCheckpoint) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    parallel = ParallelConfig(activation_checkpoint=mode)
+    model = build_model(tiny_model(), parallel, mesh=None, device="cpu", seed=0)
+    inputs, targets = split_rows(count_up_rows(0, num_rows=4, seq_len=32))
+    loss = sum_cross_entropy(model(inputs), targets)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("mode", [ActivationCheckpoint.selective, ActivationCheckpoint.full])
+def test_recomputing_activations_changes_no_bit_of_loss_or_gradients(mode):
+    loss, grads = loss_and_gradients(ActivationCheckpoint.none)
+    again_loss, again_grads = loss_and_gradients(mode)
+    assert torch.equal(loss, again_loss)
+    assert grads.keys() == again_grads.keys()
+    for name, grad in grads.items():
+        assert torch.equal(grad, again_grads[name]), name
+
+
+def test_parameter_names_do_not_depend_on_activation_checkpointing():
+    names = [
+        [
+            name
+            for name, _ in build_model(
+                tiny_model(), ParallelConfig(activation_checkpoint=mode), mesh=None, device="cpu", seed=0
+            ).named_parameters()
+        ]
+        for mode in ActivationCheckpoint
+    ]
+    assert names[0] == names[1] == names[2]
+
+
+def test_full_checkpointing_runs_each_block_again_and_selective_no_matrix_product():
+    flops = {}
+    for mode in ActivationCheckpoint:
+        with FlopCounterMode(display=False) as counter:
+            loss_and_gradients(mode)
+        flops[mode] = counter.get_total_flops()
+    assert flops[ActivationCheckpoint.selective] == flops[ActivationCheckpoint.none]
+    assert flops[ActivationCheckpoint.full] > 1.2 * flops[ActivationCheckpoint.none]

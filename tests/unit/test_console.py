@@ -1,0 +1,184 @@
+import io
+import re
+from collections.abc import Callable
+
+import pytest
+
+from regrow.observe.console import Console, StepClock
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def make_row(step: int, time: float, **changes: object) -> dict[str, object]:
+    row: dict[str, object] = {
+        "step": step,
+        "loss": 5.0,
+        "tokens_per_s": 12345.6,
+        "mfu": 0.415,
+        "world_size": 3,
+        "generation": 1,
+        "time": time,
+    }
+    return row | changes
+
+
+def run(step_s: float, steps: int, stream: io.StringIO, each: Callable[[Console, int], None] | None = None) -> str:
+    clock = FakeClock()
+    with Console(stream, clock=clock) as console:
+        console.start(["global batch 24 x 256", "2 to 3 workers"], steps=steps)
+        for step in range(1, steps + 1):
+            clock.now += step_s
+            console.row(make_row(step, clock.now))
+            if each:
+                each(console, step)
+    return stream.getvalue()
+
+
+def shown_steps(text: str) -> list[int]:
+    return [int(step) for step in re.findall(r"^step +(\d+)/", text, re.MULTILINE)]
+
+
+def test_without_a_terminal_a_row_is_one_plain_line_with_all_that_matters() -> None:
+    text = run(2.0, 40, io.StringIO())
+    assert text.splitlines()[:2] == ["global batch 24 x 256", "2 to 3 workers"]
+    assert "step  2/40  loss 5.0000  12,346 tok/s  MFU 41.5%  3 ranks  ETA 1:16  gen 1" in text.splitlines()
+
+
+def test_without_a_terminal_no_control_character_is_written_whatever_a_message_holds() -> None:
+    def noise(console: Console, step: int) -> None:
+        console.message(f"worker \x1b[31mdied\x1b[0m at {step}\r\a")
+        console.progress("tokenizing", step, 10)
+
+    text = run(1.0, 10, io.StringIO(), noise)
+    assert "worker died at 3\n" in text
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
+
+
+def test_slow_steps_are_all_shown_and_fast_ones_now_and_then() -> None:
+    assert shown_steps(run(6.0, 8, io.StringIO())) == list(range(1, 9))
+    assert shown_steps(run(0.3, 47, io.StringIO())) == [1, 2, 3, 10, 20, 30, 40, 47]
+    fast = shown_steps(run(0.001, 5000, io.StringIO()))
+    assert fast[:3] == [1, 2, 3]
+    assert fast[-1] == 5000
+    assert 9 <= len(fast) <= 15  # five seconds of them
+
+
+def test_the_first_steps_of_every_generation_are_shown() -> None:
+    clock, stream = FakeClock(), io.StringIO()
+    with Console(stream, clock=clock) as console:
+        console.start([], steps=100)
+        for step, generation in [(s, 1) for s in range(1, 8)] + [(s, 2) for s in range(5, 9)]:
+            clock.now += 0.01
+            console.row(make_row(step, clock.now, generation=generation))
+    assert shown_steps(stream.getvalue()) == [1, 2, 3, 5, 6, 7, 8]
+
+
+def test_the_last_row_is_shown_even_if_the_run_stops_unforeseen() -> None:
+    clock, stream = FakeClock(), io.StringIO()
+    with Console(stream, clock=clock) as console:
+        console.start([], steps=100)
+        for step in range(1, 6):
+            console.row(make_row(step, clock.now))
+    assert shown_steps(stream.getvalue()) == [1, 2, 3, 5]
+
+
+def test_a_validation_loss_is_always_shown() -> None:
+    for stream in (io.StringIO(), Terminal()):
+        with Console(stream, clock=FakeClock()) as console:
+            console.start([], steps=100)
+            for step in range(1, 20):
+                console.row(make_row(step, 1.0) | ({"validation_loss": 4.5678} if step == 17 else {}))
+        assert "validation loss 4.5678" in stream.getvalue()
+
+
+def test_unknown_numbers_are_shown_as_dashes() -> None:
+    stream = io.StringIO()
+    with Console(stream, clock=FakeClock()) as console:
+        console.row(make_row(1, 1.0, mfu=None, loss=float("nan")))
+    assert "loss nan" in stream.getvalue()
+    assert "MFU -" in stream.getvalue()
+
+
+def test_eta_counts_to_where_this_attempt_stops() -> None:
+    clock, stream = FakeClock(), io.StringIO()
+    with Console(stream, clock=clock) as console:
+        console.start([], steps=1000, stop_at_step=20)
+        for step in range(1, 4):
+            clock.now += 10.0
+            console.row(make_row(step, clock.now))
+    assert "step    3/1000" in stream.getvalue()
+    assert "ETA 2:50" in stream.getvalue()  # 17 steps of 10 s
+
+
+def test_the_smoothed_step_time_forgets_the_past_and_skips_restarts() -> None:
+    clock, now = StepClock(), 0.0
+    assert clock.step_s is None
+    clock.update(1, 1, now)
+    assert clock.step_s is None
+    for step in range(2, 60):
+        now += 2.0
+        clock.update(1, step, now)
+        assert clock.step_s == pytest.approx(2.0)
+    clock.update(2, 50, now + 500.0)  # a new generation, rolled back
+    assert clock.step_s == pytest.approx(2.0)
+    now += 500.0
+    for step in range(51, 110):
+        now += 4.0
+        clock.update(2, step, now)
+    assert clock.step_s == pytest.approx(4.0, rel=0.01)
+
+
+def test_progress_of_preparation_is_seen_and_its_end_leaves_one_line() -> None:
+    clock, stream = FakeClock(), io.StringIO()
+    with Console(stream, clock=clock) as console:
+        for done in range(101):
+            console.progress("tokenizing", done, 100)
+            clock.now += 0.2
+        console.progress("writing", 0, 0)  # nothing known yet
+    assert stream.getvalue().splitlines() == [
+        "tokenizing: 0%",
+        "tokenizing: 25%",
+        "tokenizing: 50%",
+        "tokenizing: 75%",
+        "tokenizing: done in 20 s",
+        "writing: 0%",
+    ]
+
+
+def test_at_a_terminal_messages_stand_above_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def each(console: Console, step: int) -> None:
+        if step == 5:
+            console.message("checkpoint of step 5 [committed]")
+
+    text = run(0.1, 9, Terminal(), each)
+    assert "\x1b[" in text
+    assert "checkpoint of step 5 [committed]" in text
+    assert re.search(r"step 9/9.*loss 5.0000", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text))
+    assert text.endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_no_color_leaves_the_live_line_without_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = run(0.1, 5, Terminal())
+    assert "step 5/5" in text
+    assert not re.search(r"\x1b\[[0-9;]*m", text)
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\x1b" not in run(0.1, 5, Terminal())

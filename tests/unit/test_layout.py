@@ -1,0 +1,33 @@
+"""The folder `platform/` must never shadow the standard library's module of that name."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_platform_is_a_namespace_folder_with_regrow_alone() -> None:
+    assert not (ROOT / "platform" / "__init__.py").exists()
+    entries = {path.name for path in (ROOT / "platform").iterdir()} - {"__pycache__"}
+    assert entries == {"regrow"}
+
+
+def test_no_init_file_below_tests() -> None:
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-c", "import platform, uuid; print(platform.system(), uuid.uuid4())"],
+        ["-m", "pytest", "--version"],
+        ["-c", "import sys; sys.path.insert(0, ''); import platform; assert platform.system()"],
+        ["-c", "import torch, ray, regrow, platform; assert platform.python_version()"],
+    ],
+)
+def test_the_standard_librarys_platform_is_imported_from_the_checkouts_root(arguments: list[str]) -> None:
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,554 @@
+import json
+import math
+import random
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from regrow.config.schema import PretrainConfig
+from regrow.observe.report import STATES, build_report, make_report, write_report
+from regrow.observe.run_log import RunLog, encode, read_events, read_metrics
+from regrow.observe.svg import number_ticks, time_ticks
+from regrow.storage import Storage
+
+REPORT_KEYS = [
+    "steps",
+    "tokens",
+    "final_loss",
+    "wall_s",
+    "goodput",
+    "capacity_goodput",
+    "time_s",
+    "restarts",
+    "generations",
+    "recoveries",
+    "checkpoints",
+]
+RECOVERY_KEYS = [
+    "cause",
+    "ranks_before",
+    "ranks_after",
+    "detect_s",
+    "regroup_s",
+    "reshard_s",
+    "first_step_s",
+    "lost_steps",
+    "source",
+]
+T0 = 1_700_000_000.0
+REPO = Path(__file__).parents[2]
+
+
+def config(max_workers: int = 4, num_slices: int = 12) -> PretrainConfig:
+    made = PretrainConfig()
+    made.cluster.max_workers, made.optim.num_slices = max_workers, num_slices
+    return made
+
+
+def make_row(step: int, time: float, step_s: float, generation: int = 1, **changes: Any) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "step": step,
+        "tokens_seen": step * 100,
+        "loss": 8.0 / step,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "tokens_per_s": 100 / max(step_s, 1e-9),
+        "mfu": 0.4,
+        "step_s": step_s,
+        "data_wait_s": 0.0,
+        "snapshot_s": 0.0,
+        "world_size": 4,
+        "generation": generation,
+        "batch_digest": f"{step:016x}",
+        "time": time,
+    }
+    return row | changes
+
+
+def event(name: str, at: float, **fields: Any) -> dict[str, Any]:
+    return {"time": T0 + at, "event": name, **fields}
+
+
+def generation(number: int, at: float, world_size: int, start_step: int, cause: str, **fields: Any) -> dict[str, Any]:
+    source = "checkpoint" if start_step else "seed"
+    return event(
+        "generation",
+        at,
+        generation=number,
+        world_size=world_size,
+        start_step=start_step,
+        cause=cause,
+        **({"source": source, "init_s": 3.0, "restore_s": 1.0} | fields),
+    )
+
+
+def assert_adds_up(report: dict[str, Any]) -> None:
+    assert list(report) == REPORT_KEYS
+    assert set(report["time_s"]) == set(STATES)
+    assert all(seconds >= 0 for seconds in report["time_s"].values())
+    assert math.fsum(report["time_s"].values()) == pytest.approx(report["wall_s"], abs=1e-5)
+    json.dumps(report, allow_nan=False)
+
+
+def one_loss() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Submitted at 0, ready at 10 on 4 ranks; 5 steps of 2 s, a checkpoint (2 s) and a validation (1 s) with the 4th;
+    a rank lost at 24, noticed at 26; ready again on 3 ranks at 35 from step 4; 3 steps of 2 s; stopped at 42.
+    """
+    events = [
+        event("submitted", 0),
+        generation(1, 10, 4, 0, "start", init_s=5.0, restore_s=0.0),
+        event("validation", 19, step=4, loss=2.5, seconds=1.0),
+        event("checkpoint", 21, step=4, stall_s=2.0, bytes=1000, generation=1),
+        event("failure", 26, cause="node_died", detail="10.0.0.3", generation=1, ranks_before=4),
+        event(
+            "rollback",
+            33,
+            generation=2,
+            from_step=5,
+            to_step=4,
+            steps=1,
+            seconds=2.0,
+            first_time=T0 + 21,
+            last_time=T0 + 23,
+        ),
+        generation(2, 35, 3, 4, "node_died"),
+        event("stopped", 42, step=7, reason="finished"),
+    ]
+    metrics = [make_row(step, T0 + 10 + 2 * step, 2.0, data_wait_s=0.25) for step in (1, 2, 3)]
+    metrics.append(make_row(4, T0 + 21, 4.0, snapshot_s=2.0, data_wait_s=0.25, validation_loss=2.5))
+    metrics += [make_row(step, T0 + 35 + 2 * (step - 4), 2.0, 2, world_size=3) for step in (5, 6, 7)]
+    return metrics, events
+
+
+def test_every_second_of_a_run_with_a_loss_is_where_it_belongs() -> None:
+    metrics, events = one_loss()
+    report = build_report(metrics, events, now=T0 + 1000, config=config())
+    assert_adds_up(report)
+    assert report["time_s"] == pytest.approx(
+        {
+            "productive": 7 * 2.0 - 4 * 0.25,
+            "init": 10.0 + 3.0,  # from the submission, and what the second group says it took
+            "restore": 1.0,
+            "snapshot": 2.0,
+            "data": 4 * 0.25,
+            "recompute": 2.0,
+            "down": 35 - 4 - 23,
+            "validation": 1.0,
+            "other": 1.0,  # from the last step to `stopped`
+        },
+        abs=1e-5,
+    )
+    assert report["wall_s"] == 42
+    assert report["goodput"] == pytest.approx(13 / 42, abs=1e-6)
+    assert report["capacity_goodput"] == pytest.approx((7.0 + 6.0 * 3 / 4) / 42, abs=1e-6)
+
+
+def test_a_recovery_is_told_by_its_parts() -> None:
+    metrics, events = one_loss()
+    report = build_report(metrics, events, now=T0 + 1000, config=config())
+    (recovery,) = report["recoveries"]
+    assert list(recovery) == RECOVERY_KEYS
+    assert recovery == {
+        "cause": "node_died",
+        "ranks_before": 4,
+        "ranks_after": 3,
+        "detect_s": 3.0,
+        "regroup_s": 8.0,
+        "reshard_s": 1.0,
+        "first_step_s": 2.0,
+        "lost_steps": 1,
+        "source": "checkpoint",
+    }
+    parts = ("detect_s", "regroup_s", "reshard_s", "first_step_s")
+    assert sum(recovery[part] for part in parts) == 37 - 23  # from the last sign of life to the first new step
+    assert report["restarts"] == {"node_died": 1}
+    assert (report["generations"], report["checkpoints"]) == (2, {"committed": 1, "stall_s": 2.0})
+    assert (report["steps"], report["tokens"], report["final_loss"]) == (7, 700, 8 / 7)
+
+
+def test_a_run_resumed_after_its_driver_was_killed_counts_the_time_between_as_down() -> None:
+    metrics = [make_row(step, T0 + 10 + step, 1.0) for step in (1, 2)]
+    metrics += [make_row(3, T0 + 520, 2.0, 2)]
+    events = [
+        event("submitted", 0),
+        generation(1, 10, 4, 0, "start"),
+        event("submitted", 500),
+        generation(2, 518, 4, 2, "resume", restore_s=4.0),
+        event("stopped", 520, step=3, reason="stop_at_step"),
+    ]
+    report = build_report(metrics, events, now=T0 + 9999, config=config())
+    assert_adds_up(report)
+    assert report["time_s"] == pytest.approx(
+        dict.fromkeys(STATES, 0.0) | {"init": 9 + 14, "restore": 5, "productive": 4, "down": 488}
+    )
+    (recovery,) = report["recoveries"]
+    assert (recovery["cause"], recovery["ranks_before"], recovery["lost_steps"]) == ("resume", 4, 0)
+    assert recovery["detect_s"] is None  # nobody was there to notice
+    assert (recovery["regroup_s"], recovery["reshard_s"], recovery["first_step_s"]) == (14.0, 4.0, 2.0)
+
+
+def test_a_validation_between_a_step_and_its_row_does_not_eat_the_step() -> None:
+    events = [
+        event("submitted", 0),
+        generation(1, 0, 4, 0, "start", init_s=0.0, restore_s=0.0),
+        event("validation", 9.001, step=1, loss=1.0, seconds=8.0),
+        event("stopped", 10, step=2, reason="finished"),
+    ]
+    metrics = [make_row(1, T0 + 9.0, 1.0), make_row(2, T0 + 10, 1.0)]
+    report = build_report(metrics, events, now=T0, config=config())
+    assert_adds_up(report)
+    assert report["time_s"] == pytest.approx(
+        dict.fromkeys(STATES, 0.0) | {"productive": 2.0, "validation": 8.0}, abs=0.01
+    )
+
+
+def test_a_checkpoint_is_counted_once_whether_or_not_its_step_includes_it() -> None:
+    for step_s, snapshot_s in ((5.0, 4.0), (5.0, 0.0), (1.0, 0.0)):
+        events = [event("submitted", 0), event("checkpoint", 5, step=1, stall_s=4.0), event("stopped", 5, step=1)]
+        row = make_row(1, T0 + (5 if step_s == 5 else 1), step_s, snapshot_s=snapshot_s)
+        report = build_report([row], events, now=T0, config=config())
+        assert_adds_up(report)
+        assert report["time_s"]["snapshot"] == pytest.approx(4.0)
+        assert report["time_s"]["productive"] == pytest.approx(1.0)
+
+
+def test_a_run_without_steps_is_starting_up_to_now() -> None:
+    report = build_report([], [event("submitted", 0)], now=T0 + 12, config=config())
+    assert_adds_up(report)
+    assert report["time_s"] == dict.fromkeys(STATES, 0.0) | {"init": 12.0}
+    assert (report["steps"], report["tokens"], report["final_loss"], report["goodput"]) == (0, None, None, 0.0)
+    assert (report["restarts"], report["recoveries"]) == ({}, [])
+
+
+def test_nothing_at_all_is_reported_as_nothing() -> None:
+    report = build_report([], [], now=T0, config={})
+    assert_adds_up(report)
+    assert (report["wall_s"], report["goodput"], report["capacity_goodput"]) == (0.0, None, None)
+
+
+def test_metrics_alone_make_a_report() -> None:
+    report = build_report([make_row(1, T0, 2.0), make_row(2, T0 + 3, 2.0)], [], now=T0 + 3, config=config())
+    assert_adds_up(report)
+    assert report["time_s"] == dict.fromkeys(STATES, 0.0) | {"productive": 4.0, "other": 1.0}
+
+
+def test_a_run_that_fell_silent_is_down_and_one_that_just_stepped_is_not() -> None:
+    events = [event("submitted", 0), generation(1, 1, 4, 0, "start")]
+    metrics = [make_row(1, T0 + 2, 1.0)]
+    for now, state in ((5.0, "other"), (5000.0, "down")):
+        report = build_report(metrics, events, now=T0 + now, config=config())
+        assert_adds_up(report)
+        assert report["time_s"][state] == pytest.approx(now - 2)
+
+
+def test_a_run_that_failed_is_down_until_it_is_back() -> None:
+    events = [event("submitted", 0), generation(1, 1, 4, 0, "start"), event("failure", 5, cause="worker_died")]
+    report = build_report([make_row(1, T0 + 2, 1.0)], events, now=T0 + 9, config=config())
+    assert_adds_up(report)
+    assert report["time_s"]["down"] == pytest.approx(7.0)
+    assert report["restarts"] == {}
+
+
+def test_a_group_that_fails_while_starting_was_starting_until_then() -> None:
+    events = [
+        event("submitted", 0),
+        event("failure", 8, cause="worker_died"),
+        generation(1, 20, 4, 0, "worker_died"),
+        event("stopped", 20, step=0, reason="interrupted"),
+    ]
+    report = build_report([], events, now=T0 + 99, config=config())
+    assert_adds_up(report)
+    assert report["time_s"]["init"] + report["time_s"]["restore"] == pytest.approx(20.0)
+    assert report["recoveries"][0]["detect_s"] is None
+
+
+def test_numbers_that_are_not_finite_do_not_reach_the_report() -> None:
+    row = make_row(1, T0 + 1, 1.0, loss=float("nan"), data_wait_s=float("nan"), mfu=None)
+    report = build_report([row], [event("submitted", 0)], now=T0 + 1, config=config())
+    assert_adds_up(report)
+    assert report["final_loss"] is None
+
+
+def test_idle_passes_count_as_lost_capacity() -> None:
+    metrics = [make_row(1, T0 + 10, 10.0, world_size=5)]
+    events = [event("submitted", 0), event("stopped", 10, step=1, reason="finished")]
+    report = build_report(metrics, events, now=T0, config=config(max_workers=10, num_slices=12))
+    assert report["goodput"] == 1.0
+    assert report["capacity_goodput"] == pytest.approx(5 / 10 * 12 / 15)
+
+
+@dataclass
+class Simulation:
+    """A run that notes beside its logs what each second was, through the real writer."""
+
+    log: RunLog
+    random: random.Random
+    now: float = T0
+    step: int = 0
+    committed: int = 0
+    generation: int = 0
+    truth: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STATES, 0.0))
+    rows_s: dict[int, dict[str, float]] = field(default_factory=dict)  # of each step that still counts
+
+    def spend(self, state: str, most_s: float) -> float:
+        seconds = self.random.uniform(0.01, most_s)
+        self.now += seconds
+        self.truth[state] += seconds
+        return seconds
+
+    def submit(self) -> None:
+        self.log.event("submitted", time=self.now)
+
+    def start(self, cause: str) -> None:
+        init_s, restore_s = self.spend("init", 20), self.spend("restore", 5)
+        self.generation += 1
+        self.log.begin(self.generation, self.committed)
+        for step in range(self.committed + 1, self.step + 1):
+            undone = self.rows_s.pop(step)
+            for state, seconds in undone.items():
+                self.truth[state] -= seconds
+                self.truth["recompute"] += seconds
+        self.step = self.committed
+        self.log.event(
+            "generation",
+            time=self.now,
+            generation=self.generation,
+            world_size=self.random.randint(1, 4),
+            start_step=self.step,
+            cause=cause,
+            source="checkpoint",
+            init_s=init_s,
+            restore_s=restore_s,
+        )
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step += 1
+            validate, save = self.random.random() < 0.2, self.random.random() < 0.2
+            parts = {"data": self.spend("data", 0.5), "productive": self.spend("productive", 3)}
+            if validate:
+                seconds = self.spend("validation", 4)
+                self.log.event("validation", time=self.now, step=self.step, loss=1.0, seconds=seconds)
+            snapshot_s = self.spend("snapshot", 2) if save else 0.0
+            if save:
+                self.log.event("checkpoint", time=self.now, step=self.step, stall_s=snapshot_s, bytes=1)
+                self.committed = self.step
+            step_s = sum(parts.values()) + snapshot_s
+            row = make_row(self.step, self.now, step_s, self.generation)
+            self.log.row(row | {"data_wait_s": parts["data"], "snapshot_s": snapshot_s})
+            self.rows_s[self.step] = parts
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32), ends=st.lists(st.sampled_from(["failure", "killed", "stopped"]), max_size=5))
+def test_the_ledger_finds_back_what_each_second_of_a_simulated_run_was(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, ends: list[str]
+) -> None:
+    storage = Storage.at(tmp_path_factory.mktemp("run"))
+    with RunLog(storage) as log:
+        run = Simulation(log, random.Random(seed))
+        run.submit()
+        run.start("start")
+        for end in ends:
+            run.train(run.random.randint(1, 12))
+            if end == "stopped":
+                run.spend("other", 1)
+                log.event("stopped", time=run.now, step=run.step, reason="interrupted")
+            run.spend("down", 30)
+            if end == "failure":
+                log.event("failure", time=run.now, cause="worker_died", generation=run.generation)
+                run.spend("down", 30)
+            else:
+                run.submit()
+            run.start("worker_died" if end == "failure" else "resume")
+        run.train(5)
+        run.spend("other", 1)
+        log.event("stopped", time=run.now, step=run.step, reason="finished")
+    report = build_report(read_metrics(storage), read_events(storage), now=run.now + 100, config=config())
+    assert_adds_up(report)
+    # A validation or a checkpoint of a step that is rolled back stays what it was; a step's own parts are recomputed.
+    assert report["time_s"] == pytest.approx(run.truth, abs=1e-4)
+    assert report["steps"] == run.step
+    assert sum(report["restarts"].values()) == len(report["recoveries"]) == len(ends)
+
+
+times = st.floats(0, 1000, allow_nan=False)
+durations = st.one_of(st.none(), st.floats(0, 100), st.just(float("nan")), st.floats(-5, 0))
+any_event = st.builds(
+    lambda name, at, seconds, number: event(
+        name,
+        at,
+        stall_s=seconds,
+        seconds=seconds,
+        init_s=seconds,
+        restore_s=seconds,
+        generation=number,
+        world_size=number,
+        start_step=number,
+        cause="start" if number == 1 else "resize",
+        steps=2,
+        first_time=T0 + at - (seconds if seconds and seconds > 0 else 0),
+        last_time=T0 + at,
+        reason="failed" if number == 2 else "finished",
+    ),
+    st.sampled_from(["submitted", "generation", "checkpoint", "validation", "failure", "rollback", "stopped", "else"]),
+    times,
+    durations,
+    st.integers(1, 4),
+)
+any_row = st.tuples(times, durations, durations, durations, st.integers(1, 20))
+
+
+@settings(max_examples=120, deadline=None)
+@given(events=st.lists(any_event, max_size=12), rows=st.lists(any_row, max_size=12), now=times)
+def test_the_states_add_up_to_wall_time_whatever_the_logs_hold(
+    events: list[dict[str, Any]], rows: list[Any], now: float
+) -> None:
+    metrics = [
+        make_row(step, T0 + at, 1.0) | {"step_s": took, "data_wait_s": data, "snapshot_s": snapshot, "world_size": size}
+        for step, (at, took, data, snapshot, size) in enumerate(sorted(rows, key=lambda row: row[0]), start=1)
+    ]
+    ordered = sorted(events, key=lambda entry: entry["time"])
+    report = build_report(metrics, ordered, now=T0 + now, config=config())
+    assert_adds_up(report)
+    assert report["goodput"] is None or 0 <= report["capacity_goodput"] <= report["goodput"] + 1e-6 <= 1.00001
+
+
+class Page(HTMLParser):
+    """Checks that tags nest, and keeps what a browser would fetch or run."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.links: list[str] = []
+        self.words = ""
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.links += [str(value) for name, value in attrs if name in ("href", "src", "onload", "onclick")]
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+
+
+def write_run(folder: Path, metrics: list[dict[str, Any]], events: list[dict[str, Any]]) -> Storage:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join(encode(row) for row in metrics))
+    (folder / "events.jsonl").write_bytes(b"".join(encode(entry) for entry in events))
+    return Storage.at(folder)
+
+
+def test_the_page_is_self_contained_and_shows_what_happened(tmp_path: Path) -> None:
+    storage = write_run(tmp_path / "run", *one_loss())
+    report = write_report(storage, config(), now=T0 + 100)
+    assert json.loads(storage.read_bytes("report.json")) == report
+    html = storage.read_bytes("report.html").decode()
+    page = Page(html)
+    assert page.links == []
+    assert not page.tags & {"script", "link", "img", "iframe", "object"}
+    assert "url(" not in html
+    assert "@import" not in html
+    for words in ("Loss by step", "Loss by tokens", "World size over time", "node died", "4 → 3", "Configuration"):
+        assert words in page.words
+    for state in ("productive", "recompute", "down", "validation"):
+        assert state in page.words
+    assert "step 4: validation loss 2.5000" in page.words
+    assert "prefers-color-scheme: dark" in html
+
+
+def test_everything_on_the_page_is_escaped(tmp_path: Path) -> None:
+    evil = "<script>alert('x')</script>&\"\ud800"
+    metrics, events = one_loss()
+    for entry in events:
+        entry.update(
+            cause=evil, source=evil, reason=evil, detail=evil, host=evil, versions={evil: evil}, geometry=[evil]
+        )
+        entry["step"] = evil if entry["event"] in ("stopped", "checkpoint") else entry.get("step")
+    mine = config()
+    mine.run.name = mine.model.name = evil
+    _, files = make_report(write_run(tmp_path / "run", metrics, events), mine, now=T0 + 100)
+    page = Page(files["report.html"].decode())
+    assert "script" not in page.tags
+    assert page.words.count("<script>alert('x')</script>") > 8
+
+
+@pytest.mark.parametrize("number", range(len(one_loss()[1]) + 1))
+def test_the_page_can_be_drawn_at_any_moment_of_a_run(tmp_path: Path, number: int) -> None:
+    metrics, events = one_loss()
+    so_far = events[:number]
+    now = so_far[-1]["time"] if so_far else T0
+    rows = [row for row in metrics if row["time"] <= now]
+    storage = write_run(tmp_path / "run", rows, so_far)
+    report, files = make_report(storage, {}, now=now)
+    assert_adds_up(report)
+    Page(files["report.html"].decode())
+
+
+def test_long_runs_are_drawn_with_a_bounded_number_of_points(tmp_path: Path) -> None:
+    metrics = [make_row(step, T0 + step, 1.0) for step in range(1, 5001)]
+    events = [event("submitted", 0), generation(1, 0, 4, 0, "start"), event("stopped", 5000, step=5000)]
+    _, files = make_report(write_run(tmp_path / "run", metrics, events), config(), now=T0)
+    assert len(files["report.html"]) < 300_000
+    assert "steps 4,976 to 5,000" in files["report.html"].decode()
+
+
+def test_ticks_are_round_and_inside() -> None:
+    assert number_ticks(0, 40, 4) == [(0.0, "0"), (10.0, "10"), (20.0, "20"), (30.0, "30"), (40.0, "40")]
+    assert [label for _, label in number_ticks(3.91, 4.2, 4)] == ["4.0", "4.1", "4.2"]
+    assert [label for _, label in number_ticks(0, 2.2e6, 4)] == ["0", "1M", "2M"]
+    assert [label for _, label in number_ticks(0, 2.2, 5, whole=True)] == ["0", "1", "2"]
+    assert time_ticks(0, 3 * 3600)[-1] == (3 * 3600, "3 h")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9))
+def test_ticks_never_leave_their_range(low: float, width: float) -> None:
+    high = low + width
+    if high > low and width > 1e-9 * max(abs(low), abs(high)):
+        slack = 1e-6 * width + 1e-9 * max(abs(low), abs(high))
+        ticks = number_ticks(low, high)
+        assert 1 <= len(ticks) <= 14
+        assert all(low - slack <= value <= high + slack for value, _ in ticks)
+
+
+def test_the_job_writes_a_report_and_says_where(tmp_path: Path) -> None:
+    storage = write_run(tmp_path / "run", *one_loss())
+    storage.write_bytes("config.yaml", yaml.safe_dump({"run": {"name": "mine"}, "optim": {"num_slices": 12}}).encode())
+
+    def job(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-X", "importtime", "-m", "jobs.report", *arguments]
+        return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+
+    done = job(str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("7 steps, loss 1.1429, 42.0 s, goodput 31.0%, 1 restarts: ")
+    assert b"<h1>mine</h1>" in storage.read_bytes("report.html")
+    assert not {"torch", "ray", "hydra", "pyarrow"} & {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+
+    done = job(str(tmp_path / "run"), "--out", str(tmp_path / "copy.json"))
+    assert json.loads((tmp_path / "copy.json").read_bytes())["steps"] == 7
+
+    done = job(str(tmp_path / "nowhere"))
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert len(errors) == 1
+    assert "holds no run" in errors[0]

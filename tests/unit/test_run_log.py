@@ -1,0 +1,333 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from regrow.observe import run_log
+from regrow.observe.run_log import METRIC_KEYS, RunLog, encode, next_generation, read_events, read_metrics
+from regrow.storage import Storage
+
+
+def make_row(step: int, generation: int = 1, **changes: object) -> dict[str, object]:
+    row: dict[str, object] = {
+        "step": step,
+        "tokens_seen": step * 100,
+        "loss": 8.0 - 0.01 * step,
+        "grad_norm": 1.0,
+        "lr": 1e-3,
+        "tokens_per_s": 1000.0,
+        "mfu": 0.4,
+        "step_s": 0.5,
+        "data_wait_s": 0.01,
+        "snapshot_s": 0.0,
+        "world_size": 2,
+        "generation": generation,
+        "batch_digest": f"{step:016x}",
+        "time": 1000.0 + step,
+    }
+    return row | changes
+
+
+def steps_of(storage: Storage) -> list[tuple[int, int]]:
+    return [(row["step"], row["generation"]) for row in read_metrics(storage)]
+
+
+@pytest.fixture(params=["local", "object store"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "local":
+        return Storage.at(tmp_path / "run")
+    return Storage.at(f"memory://{uuid.uuid4().hex}/run")
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Storage:
+    return Storage.at(tmp_path / "run")
+
+
+@pytest.fixture
+def remote() -> Storage:
+    return Storage.at(f"memory://{uuid.uuid4().hex}/run")
+
+
+def test_rows_and_events_come_back_as_they_were_written(storage: Storage) -> None:
+    with RunLog(storage) as log:
+        log.event("submitted", host="a", versions={"torch": "2"})
+        log.begin(1, 0)
+        for step in (1, 2):
+            assert log.row(make_row(step))
+        log.event("stopped", step=2, reason="finished", time=7.0)
+    assert read_metrics(storage) == [make_row(1), make_row(2)]
+    stopped, submitted = read_events(storage)  # in order of time, not of writing
+    assert stopped == {"time": 7.0, "event": "stopped", "step": 2, "reason": "finished"}
+    assert submitted["versions"] == {"torch": "2"}
+    assert submitted["time"] == pytest.approx(time.time(), abs=60)
+
+
+def test_a_run_folder_without_logs_reads_as_empty(storage: Storage) -> None:
+    assert read_metrics(storage) == []
+    assert read_events(storage) == []
+
+
+def test_a_new_generation_takes_back_rows_past_its_start_and_says_what_they_cost(storage: Storage) -> None:
+    with RunLog(storage) as log:
+        log.begin(1, 0)
+        for step in range(1, 6):
+            log.row(make_row(step))
+        rollback = log.begin(2, 3)
+        log.row(make_row(4, 2))
+    assert (rollback.steps, rollback.seconds) == (2, 1.0)
+    assert (rollback.first_time, rollback.last_time) == (1003.5, 1005.0)
+    assert steps_of(storage) == [(1, 1), (2, 1), (3, 1), (4, 2)]  # 5 is gone before anything replaced it
+    (event,) = read_events(storage)
+    assert {key: event[key] for key in ("event", "generation", "from_step", "to_step", "steps")} == {
+        "event": "rollback",
+        "generation": 2,
+        "from_step": 5,
+        "to_step": 3,
+        "steps": 2,
+    }
+
+
+def test_a_resumed_process_rolls_back_what_the_one_before_logged(storage: Storage) -> None:
+    with RunLog(storage) as log:
+        log.begin(1, 0)
+        for step in range(1, 8):
+            log.row(make_row(step))
+    with RunLog(storage) as log:
+        assert log.begin(2, 5).steps == 2
+        log.row(make_row(6, 2))
+        log.flush()
+        assert log.begin(3, 0).steps == 6
+        assert read_metrics(storage) == []
+        log.row(make_row(1, 3))
+    assert steps_of(storage) == [(1, 3)]
+
+
+def test_a_new_generation_without_rollback_goes_on_and_notes_nothing(storage: Storage) -> None:
+    with RunLog(storage) as log:
+        log.begin(1, 0)
+        log.row(make_row(1))
+        assert log.begin(2, 1).steps == 0
+        log.row(make_row(2, 2))
+    assert steps_of(storage) == [(1, 1), (2, 2)]
+    assert read_events(storage) == []
+
+
+def test_a_row_of_an_older_generation_is_refused(storage: Storage) -> None:
+    with RunLog(storage) as log:
+        log.begin(1, 0)
+        log.row(make_row(1))
+        log.begin(2, 1)
+        assert not log.row(make_row(2, 1))
+        assert log.row(make_row(2, 2))
+    assert steps_of(storage) == [(1, 1), (2, 2)]
+
+
+def test_rows_must_come_one_a_step_and_whole(local: Storage) -> None:
+    with RunLog(local) as log:
+        with pytest.raises(AssertionError, match="begin"):
+            log.row(make_row(1))
+        log.begin(1, 4)
+        with pytest.raises(AssertionError, match="expected 5"):
+            log.row(make_row(6))
+        row = make_row(5)
+        del row["batch_digest"]
+        with pytest.raises(AssertionError, match="batch_digest"):
+            log.row(row)
+
+
+def test_keys_stand_in_their_documented_order_and_a_digest_may_be_a_number(local: Storage) -> None:
+    with RunLog(local) as log:
+        log.begin(1, 0)
+        shuffled = dict(sorted(make_row(1, validation_loss=5.0).items()))
+        log.row(shuffled | {"batch_digest": 0xAB})
+    (row,) = [json.loads(line) for line in local.read_bytes("metrics.jsonl").splitlines()]
+    assert tuple(row) == (*METRIC_KEYS, "validation_loss")
+    assert row["batch_digest"] == "00000000000000ab"
+
+
+@pytest.mark.parametrize("tail", [b'{"step": 3, "lo', b"\x00\x00\x00", b'{"step": 3}', b"\xff\xfe"])
+def test_a_torn_last_line_is_dropped_at_open(local: Storage, tail: bytes) -> None:
+    with RunLog(local) as log:
+        log.event("submitted", time=1.0)
+        log.begin(1, 0)
+        log.row(make_row(1))
+        log.row(make_row(2))
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with open(local.local_path / name, "ab") as file:
+            file.write(tail)
+    assert [row["step"] for row in read_metrics(local)][:2] == [1, 2]  # before anyone mends it
+    with RunLog(local) as log:
+        log.event("submitted", time=2.0)
+        assert log.begin(2, 2).steps == 0
+        log.row(make_row(3, 2))
+    for name, num_lines in (("metrics.jsonl", 3), ("events.jsonl", 2)):
+        lines = (local.local_path / name).read_bytes().splitlines()
+        assert len([json.loads(line) for line in lines]) == num_lines
+
+
+def test_a_file_that_is_one_torn_line_becomes_empty(local: Storage) -> None:
+    local.write_bytes("events.jsonl", b"x" * 200_000)
+    RunLog(local).close()
+    assert local.read_bytes("events.jsonl") == b""
+
+
+def test_lines_torn_in_the_middle_are_skipped(local: Storage) -> None:
+    lines = [encode(make_row(1)), b'{"step": 2, "loss"\n', b"[1, 2]\n", b"{}\n", b"\n", encode(make_row(3))]
+    local.write_bytes("metrics.jsonl", b"".join(lines))
+    local.write_bytes("events.jsonl", b'{"event": "failu\n{"time": 1.0, "event": "submitted"}\n{"event": "x"}\n')
+    assert [row["step"] for row in read_metrics(local)] == [1, 3]
+    assert [event["event"] for event in read_events(local)] == ["submitted"]
+
+
+def test_nan_and_infinity_are_valid_json_and_come_back() -> None:
+    record = make_row(
+        1, loss=float("nan"), grad_norm=float("inf"), more={"a": [1.0, float("-inf")], "b/c": float("nan")}
+    )
+    line = encode(record)
+    plain = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert plain["loss"] is None
+    assert plain["nonfinite"] == {"loss": "nan", "grad_norm": "inf", "more/a/1": "-inf", "more/b/c": "nan"}
+    back = run_log._decode(line)
+    assert back is not None
+    assert back["loss"] != back["loss"]
+    assert back["grad_norm"] == float("inf")
+    assert back["more"]["a"] == [1.0, float("-inf")]
+    assert "nonfinite" not in back
+
+
+def test_numpy_scalars_are_written_as_numbers() -> None:
+    np = pytest.importorskip("numpy")
+    line = encode({"a": np.float32(0.5), "b": np.int64(3), "c": np.float32("nan"), "d": Path("x")})
+    assert json.loads(line) == {"a": 0.5, "b": 3, "c": None, "d": "x", "nonfinite": {"c": "nan"}}
+
+
+def test_a_local_writer_with_an_old_generation_changes_nothing_that_is_read(local: Storage) -> None:
+    old = RunLog(local)
+    old.begin(1, 0)
+    for step in (1, 2, 3):
+        old.row(make_row(step))
+    with RunLog(local) as new:
+        new.begin(2, 1)
+        new.row(make_row(2, 2))
+        old.row(make_row(4))  # a paused process that wakes up
+    old.close()
+    assert steps_of(local) == [(1, 1), (2, 2)]
+
+
+def test_a_remote_writer_with_an_old_generation_changes_nothing_that_is_read(remote: Storage) -> None:
+    old = RunLog(remote, upload_every_s=1000)
+    old.begin(1, 0)
+    for step in (1, 2, 3):
+        old.row(make_row(step))
+    old.flush()
+    with RunLog(remote, upload_every_s=1000) as new:
+        new.begin(2, 2)
+        old.row(make_row(4))
+        old.flush()
+        assert steps_of(remote) == [(1, 1), (2, 1)]
+        new.row(make_row(3, 2))
+    old.close()
+    assert steps_of(remote) == [(1, 1), (2, 1), (3, 2)]
+
+
+def test_a_rolled_back_step_stays_invisible_in_an_object_store_until_it_is_done_again(remote: Storage) -> None:
+    with RunLog(remote, upload_every_s=1000) as log:
+        log.begin(1, 0)
+        for step in range(1, 5):
+            log.row(make_row(step))
+        log.begin(2, 2)
+        assert steps_of(remote) == [(1, 1), (2, 1)]
+
+
+def test_rows_are_uploaded_by_themselves_and_events_at_once(remote: Storage) -> None:
+    def wait_until(seen: object) -> None:
+        deadline = time.monotonic() + 5
+        while not seen() and time.monotonic() < deadline:  # type: ignore[operator]
+            time.sleep(0.01)
+        assert seen()  # type: ignore[operator]
+
+    with RunLog(remote, upload_every_s=0.05) as log:
+        log.begin(1, 0)
+        log.row(make_row(1))
+        wait_until(lambda: steps_of(remote) == [(1, 1)])
+    with RunLog(remote, upload_every_s=1000) as log:
+        log.event("submitted")
+        wait_until(lambda: len(read_events(remote)) == 1)
+
+
+def test_segments_are_numbered_and_bounded(remote: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_log, "SEGMENT_BYTES", 1000)
+    with RunLog(remote, upload_every_s=1000) as log:
+        log.begin(1, 0)
+        for step in range(1, 21):
+            log.row(make_row(step))
+            log.flush()
+    names = [name for name in remote.list() if name.startswith("metrics-")]
+    assert [name.rsplit("-", 1)[1] for name in names] == [f"{n:05d}.jsonl" for n in range(len(names))]
+    assert 5 <= len(names) <= 8
+    assert max(len(remote.read_bytes(name)) for name in names) < 1400
+    assert steps_of(remote) == [(step, 1) for step in range(1, 21)]
+
+
+def test_rows_survive_a_failing_object_store_until_it_is_back(remote: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    with RunLog(remote, upload_every_s=0.01) as log:
+        log.begin(1, 0)
+        write, down = remote.write_bytes, [True]
+
+        def flaky(name: str, data: bytes) -> None:
+            if down[0]:
+                raise OSError("storage is away")
+            write(name, data)
+
+        monkeypatch.setattr(remote, "write_bytes", flaky)
+        for step in (1, 2):
+            log.row(make_row(step))  # training goes on
+        with pytest.raises(OSError, match="away"):
+            log.flush()
+        down[0] = False
+        log.row(make_row(3))
+    assert steps_of(remote) == [(1, 1), (2, 1), (3, 1)]
+
+
+def test_generations_are_never_numbered_twice() -> None:
+    assert next_generation([]) == 1
+    assert next_generation([{"event": "generation", "generation": 4}, {"event": "stopped"}]) == 5
+
+
+WRITER = """
+import sys
+from regrow.observe.run_log import METRIC_KEYS, RunLog, next_generation, read_events, read_metrics
+from regrow.storage import Storage
+storage = Storage.at(sys.argv[1])
+start = len(read_metrics(storage))
+with RunLog(storage) as log:
+    generation = next_generation(read_events(storage))
+    log.begin(generation, max(0, start - 3))
+    log.event("generation", generation=generation)
+    print("ready", flush=True)
+    for step in range(max(0, start - 3) + 1, 10**9):
+        log.row(dict.fromkeys(METRIC_KEYS, 0.5) | {"step": step, "generation": generation, "time": float(step)})
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_every_step_once(local: Storage) -> None:
+    for attempt in range(3):
+        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(local)], stdout=subprocess.PIPE)
+        assert writer.stdout is not None
+        writer.stdout.readline()
+        time.sleep(0.05 + 0.03 * attempt)
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.wait()
+        writer.stdout.close()
+        rows = read_metrics(local)
+        assert len(rows) > 3
+        assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+        assert {row["generation"] for row in rows} == set(range(1, attempt + 2))
+    assert [event["event"] for event in read_events(local)].count("rollback") == 2
