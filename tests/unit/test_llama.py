@@ -24,7 +24,7 @@ def test_logits_equal_an_independent_float64_reference(config):
     model = built(config)
     with torch.no_grad():  # larger than at initialisation, so that attention and gates are far from linear
         for parameter in model.parameters():
-            parameter.mul_(5.0)
+            parameter.mul_(5.0 if parameter.std() < 0.1 else 1.0)
     weights = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
     tokens = torch.randint(config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
     logits = model(tokens)
@@ -103,6 +103,7 @@ def test_initial_weights_have_the_stated_spread_and_are_cut_at_three_deviations(
             continue
         deep = name.endswith(("wo.weight", "w2.weight"))
         want = INIT_STD / math.sqrt(2 * (int(name.split(".")[1]) + 1)) if deep else INIT_STD
+        want = 1.0 if name == "embed.weight" else want
         assert parameter.abs().max() <= 3 * want * (1 + 1e-6), name
         # cutting a normal at 3 deviations leaves 0.98658 of its deviation
         assert parameter.std().item() == pytest.approx(0.98658 * want, rel=0.02), name

@@ -142,10 +142,10 @@ def init_weights(model: Llama, seed: int) -> None:
     made of (seed, parameter, block). A rank draws the blocks that its shard overlaps, so no rank ever holds a whole
     parameter. Local: no communication.
 
-    Standard deviations follow torchtitan's Llama 3, every normal cut at 3 of them: INIT_STD, divided by
-    sqrt(2 * (layer + 1)) for what writes to the residual stream; 1/sqrt(D) for the output projection but never above
-    INIT_STD, so that small models start at a loss of log(V) too; norms are 1. The embedding has INIT_STD as well,
-    tied or not, where torchtitan has 1.
+    Standard deviations follow torchtitan's Llama 3: 1 for an untied embedding, INIT_STD for matrices, divided by
+    sqrt(2 * (layer + 1)) for those that write to the residual stream, 1/sqrt(D) for the output projection; norms are
+    1. The last never exceeds INIT_STD here, so that small models too start at a loss of log(V). All normals are cut at
+    TRUNCATE_AT deviations.
     """
     with torch.no_grad():
         model.rope_Q2.copy_(model.rope_frequencies_Q2())
@@ -167,6 +167,8 @@ def _init_std(name: str, config: ModelConfig) -> float:
     module = name.removesuffix(".weight")
     if module == "output" or (module == "embed" and config.tied):
         return min(INIT_STD, config.dim**-0.5)
+    if module == "embed":
+        return 1.0
     if module.endswith((".wo", ".w2")):
         layer = int(name.split(".")[1])
         return INIT_STD / math.sqrt(2 * (layer + 1))

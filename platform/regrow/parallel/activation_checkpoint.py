@@ -1,13 +1,14 @@
 """Activation checkpointing: backward recomputes what a block did not keep."""
 
-import functools
+import types
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from regrow.config.schema import ActivationCheckpoint
-from regrow.model.llama import Llama
+from regrow.model.llama import Block, Llama
 
 # what takes longer to recompute than its result is worth in memory
 SAVED_OPS = frozenset(
@@ -28,15 +29,34 @@ SAVED_OPS = frozenset(
 def apply_activation_checkpoint(model: Llama, mode: ActivationCheckpoint) -> None:
     """Make each block recompute in backward: all of it (full), or all but SAVED_OPS (selective).
 
-    Inside FSDP's hooks, so that recomputing finds the parameters gathered. Nothing in a block draws random numbers.
+    Replaces the blocks' `forward`, so that parameter names stay, FSDP's hooks run outside, where they gather the
+    parameters for recomputing too, and torch.compile finds one function to compile for all blocks.
     """
     if mode is ActivationCheckpoint.none:
         return
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if mode is ActivationCheckpoint.selective:
-        options["context_fn"] = _selective_contexts
+    forward = _recompute_all if mode is ActivationCheckpoint.full else _recompute_cheap
     for layer in model.layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, **options)
+        layer.forward = types.MethodType(forward, layer)
+
+
+# nothing in a block draws random numbers, so their state need not be kept
+
+
+def _recompute_all(block: Block, x_BTD: Tensor, cos_TQ: Tensor, sin_TQ: Tensor) -> Tensor:
+    return checkpoint(Block.forward, block, x_BTD, cos_TQ, sin_TQ, use_reentrant=False, preserve_rng_state=False)
+
+
+def _recompute_cheap(block: Block, x_BTD: Tensor, cos_TQ: Tensor, sin_TQ: Tensor) -> Tensor:
+    return checkpoint(
+        Block.forward,
+        block,
+        x_BTD,
+        cos_TQ,
+        sin_TQ,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=_selective_contexts,
+    )
 
 
 def _selective_contexts() -> tuple[Any, Any]:

@@ -1,0 +1,140 @@
+"""`python -m jobs.pretrain` on real raylets: the same batches at every world size, and no sample lost to a kill."""
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from regrow.testing.cluster import SMALL, Job, run_to_end
+
+TOLERANCE = 1e-5  # of losses near 8, over at most 40 steps: reduction order alone stays within 2e-6
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder, so that the corpus is prepared once."""
+    return tmp_path_factory.mktemp("runs")
+
+
+def workers(count: int) -> list[str]:
+    return [f"cluster.min_workers={count}", f"cluster.max_workers={count}"]
+
+
+def digests(job: Job) -> list[str]:
+    return [row["batch_digest"] for row in job.metrics()]
+
+
+def losses(job: Job) -> list[float]:
+    return [row["loss"] for row in job.metrics()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(storage: Path) -> Job:
+    """40 steps at two ranks with nothing happening."""
+    return run_to_end(storage, "undisturbed", *SMALL, *workers(2), "train.steps=40", "checkpoint.every_steps=10")
+
+
+def test_30_steps_at_1_2_and_3_ranks_see_the_same_batches_and_losses(storage: Path) -> None:
+    jobs = [run_to_end(storage, f"w{count}", *SMALL, *workers(count), "train.steps=30") for count in (1, 2, 3)]
+    for job, count in zip(jobs, (1, 2, 3), strict=True):
+        rows = job.metrics()
+        assert [row["step"] for row in rows] == list(range(1, 31))
+        assert {row["world_size"] for row in rows} == {count}
+        assert len(set(digests(job))) == 30
+    for left, right in itertools.pairwise(jobs):
+        assert digests(left) == digests(right)
+        assert losses(left) == pytest.approx(losses(right), abs=TOLERANCE)
+    assert losses(jobs[0])[-1] < losses(jobs[0])[0] - 0.5  # it learns
+
+
+@pytest.mark.parametrize("resumed_at", [2, 3])
+def test_after_kill_9_at_step_20_the_run_goes_on_as_if_nothing_had_happened(
+    storage: Path, undisturbed: Job, resumed_at: int
+) -> None:
+    arguments = [*SMALL, "train.steps=40", "checkpoint.every_steps=10"]
+    name = f"killed-{resumed_at}"
+    with Job(storage, name, *arguments, *workers(2)) as job:
+        job.wait_for(lambda: job.last_step() >= 20 and len(job.events("checkpoint")) >= 2)
+        job.kill_driver_and_workers()
+    resumed = run_to_end(storage, name, *arguments, *workers(resumed_at))
+    start = resumed.events("generation")[-1]["start_step"]
+    assert start in (20, 30)
+    assert [row["step"] for row in resumed.metrics()] == list(range(1, 41))
+    assert digests(resumed) == digests(undisturbed)
+    assert len(set(digests(resumed))) == 40
+    if resumed_at == 2:
+        assert losses(resumed) == losses(undisturbed)  # bitwise: same layout, same kernels
+    else:
+        assert losses(resumed) == pytest.approx(losses(undisturbed), abs=TOLERANCE)
+    assert resumed.report()["restarts"] == {"resume": 1}
+
+
+def test_a_worker_killed_midway_is_replaced_and_the_run_finishes_unchanged(storage: Path, undisturbed: Job) -> None:
+    arguments = [*SMALL, *workers(2), "train.steps=40", "checkpoint.every_steps=10"]
+    with Job(storage, "worker-killed", *arguments) as job:
+        job.wait_for(lambda: job.last_step() >= 15)
+        os.kill(job.workers()[1], 9)
+        assert job.wait() == 0, job.printed()
+    assert digests(job) == digests(undisturbed)
+    assert losses(job) == losses(undisturbed)
+    assert job.report()["generations"] == 2
+    assert "a worker died" in job.printed()
+
+
+def test_ctrl_c_commits_a_checkpoint_says_how_to_resume_and_leaves_no_process(storage: Path, undisturbed: Job) -> None:
+    arguments = [*SMALL, *workers(2), "train.steps=40", "checkpoint.every_steps=1000"]
+    with Job(storage, "interrupted", *arguments) as job:
+        job.wait_for(lambda: job.last_step() >= 5)
+        job.interrupt()
+        assert job.wait() == 130, job.printed()
+        assert job.processes() == []
+    stopped = job.last_step()
+    assert 5 <= stopped < 40
+    assert job.events("checkpoint")[-1]["step"] == stopped
+    assert f"stopped at step {stopped} of 40" in job.printed()
+    assert "python -m jobs.pretrain" in job.printed()
+    assert "Traceback" not in job.printed()
+    resumed = run_to_end(storage, "interrupted", *arguments)
+    assert digests(resumed) == digests(undisturbed)
+    assert losses(resumed) == losses(undisturbed)
+
+
+def test_stop_at_step_leaves_the_schedule_of_the_whole_run(storage: Path, undisturbed: Job) -> None:
+    arguments = [*SMALL, *workers(2), "train.steps=40"]
+    stopped = run_to_end(storage, "stopped", *arguments, "train.stop_at_step=12")
+    assert stopped.last_step() == 12
+    finished = run_to_end(storage, "stopped", *arguments)
+    assert [row["lr"] for row in finished.metrics()] == [row["lr"] for row in undisturbed.metrics()]
+    assert losses(finished) == losses(undisturbed)
+    again = run_to_end(storage, "stopped", *arguments)
+    assert "nothing to do" in again.printed()
+
+
+def test_a_changed_setting_is_refused_with_the_difference(storage: Path, undisturbed: Job) -> None:
+    with Job(storage, "undisturbed", *SMALL, *workers(2), "train.steps=40", "optim.lr=0.1") as job:
+        assert job.wait() == 1
+        assert "optim.lr: 0.003 -> 0.1" in job.printed().splitlines()[-1]
+
+
+def test_three_nodes_on_this_machine_train_and_validate(storage: Path, undisturbed: Job) -> None:
+    validation = ["train.validate_every_steps=20", "train.validation_seqs=30"]
+    arguments = [argument for argument in SMALL if "validate" not in argument]
+    job = run_to_end(storage, "cpu3", "+cluster=cpu3", *arguments, *validation, "train.steps=40")
+    assert digests(job) == digests(undisturbed)
+    assert {row["world_size"] for row in job.metrics()} == {3}
+    assert [row["step"] for row in job.metrics() if row.get("validation_loss")] == [20, 40]
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(storage: Path, undisturbed: Job) -> None:
+    arguments = [*SMALL, *workers(2), "checkpoint.every_steps=10"]
+    first = run_to_end(storage, "damaged", *arguments, "train.steps=40", "train.stop_at_step=20")
+    (data, *_) = (first.folder / "checkpoints/step-00000020").glob("*.safetensors")
+    content = bytearray(data.read_bytes())
+    content[-100] ^= 1
+    data.write_bytes(content)
+    second = run_to_end(storage, "damaged", *arguments, "train.steps=40")
+    assert second.events("checkpoint_damaged")[-1]["step"] == 20
+    assert data.name in second.events("checkpoint_damaged")[-1]["detail"]
+    assert second.events("generation")[-1]["start_step"] == 10
+    assert losses(second) == losses(undisturbed)
