@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from regrow.checkpoint import store
+from regrow.checkpoint import catalog, store
 from regrow.checkpoint.format import COMMIT
 from regrow.checkpoint.layout import Span
 from regrow.checkpoint.state import Entry, training_entries
@@ -75,7 +75,7 @@ def save_on_ranks(folder: str, replicas: int, tied: bool, float8: bool) -> dict[
 
 def restore_on_ranks(folder: str, replicas: int, tied: bool, float8: bool) -> tuple[dict[str, torch.Tensor], int]:
     entries, _, _ = entries_after(1, replicas, tied, float8, seed=2)  # another state, to be overwritten whole
-    index = store.open_checkpoint(Storage.at(folder), 2, run_id=RUN)
+    index = catalog.open_checkpoint(Storage.at(folder), 2, run_id=RUN)
     assert index.scalars == {"step": 2, "cursor": 48, "tokens_seen": 96}
     num_bytes = store.restore(Storage.at(folder), index, entries)
     return whole(entries), num_bytes
@@ -106,7 +106,7 @@ def test_float8_all_gather_weights_are_saved_in_high_precision_and_restored_bitw
 
 def test_each_element_is_stored_once_even_with_replicas(tmp_path: Path) -> None:
     saved = run_ranks(save_on_ranks, 4, str(tmp_path), 2, False, False)[0]
-    index = store.open_checkpoint(Storage.at(tmp_path), 2)
+    index = catalog.open_checkpoint(Storage.at(tmp_path), 2)
     payload = index.num_bytes - sum(file.header_bytes for file in index.files)
     assert payload == sum(tensor.numel() * 4 for tensor in saved.values())
 
@@ -139,9 +139,9 @@ def test_nothing_is_visible_before_commit(tmp_path: Path) -> None:
 
     with pytest.raises(CheckpointError, match="not committed: RuntimeError: generation 1 is over"):
         store.save(Storage.at(tmp_path), alone(), scalars={"step": 5}, run_id=RUN, generation=1, commit=fenced_off)
-    assert store.committed_steps(Storage.at(tmp_path)) == []
+    assert catalog.committed_steps(Storage.at(tmp_path)) == []
     save_alone(tmp_path, 5)  # the leftovers are in nobody's way
-    assert store.committed_steps(Storage.at(tmp_path)) == [5]
+    assert catalog.committed_steps(Storage.at(tmp_path)) == [5]
 
 
 def fail_on_one_rank(folder: str) -> str:
@@ -159,7 +159,7 @@ def fail_on_one_rank(folder: str) -> str:
 def test_a_failed_write_on_one_rank_is_an_error_on_all_and_commits_nothing(tmp_path: Path) -> None:
     messages = run_ranks(fail_on_one_rank, 3, str(tmp_path))
     assert all("was not written: NotADirectoryError" in message for message in messages), messages
-    assert store.committed_steps(Storage.at(tmp_path)) == []
+    assert catalog.committed_steps(Storage.at(tmp_path)) == []
 
 
 def test_every_flipped_bit_truncation_and_swap_is_found_and_named(tmp_path: Path) -> None:
@@ -189,17 +189,17 @@ def test_every_flipped_bit_truncation_and_swap_is_found_and_named(tmp_path: Path
             path.unlink()
         target = alone(seed=3)
         if name == COMMIT and kind == "delete":
-            assert store.committed_steps(Storage.at(damaged)) == []
+            assert catalog.committed_steps(Storage.at(damaged)) == []
         else:
             with pytest.raises(CheckpointError, match="step-00000001"):
-                store.restore(Storage.at(damaged), store.open_checkpoint(Storage.at(damaged), 1, run_id=RUN), target)
+                store.restore(Storage.at(damaged), catalog.open_checkpoint(Storage.at(damaged), 1, run_id=RUN), target)
         shutil.rmtree(damaged)
 
 
 def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
     save_alone(tmp_path, 1)
     with pytest.raises(CheckpointError, match=f"belongs to run {RUN}, not to another"):
-        store.open_checkpoint(Storage.at(tmp_path), 1, run_id="another")
+        catalog.open_checkpoint(Storage.at(tmp_path), 1, run_id="another")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
 )
 def test_a_missing_or_extra_tensor_is_named(tmp_path: Path, change: object, message: str) -> None:
     entries = save_alone(tmp_path, 1)
-    index = store.open_checkpoint(Storage.at(tmp_path), 1)
+    index = catalog.open_checkpoint(Storage.at(tmp_path), 1)
     first = next(i for i, entry in enumerate(entries) if entry.span.name == "model/embed.weight")
     entries = [entries[first], *entries[:first], *entries[first + 1 :]]
     with pytest.raises(CheckpointError, match=message):
@@ -225,10 +225,10 @@ def test_retention_keeps_the_newest_sound_ones_and_sweeps_older_leftovers(tmp_pa
     (tmp_path / "step-00000002" / COMMIT).unlink()  # a leftover
     pointer = json.loads((tmp_path / "step-00000004" / COMMIT).read_text())
     (tmp_path / "step-00000004" / pointer["index"]).write_bytes(b"{}")  # damaged: does not count as kept
-    assert store.retain(folder, keep=2) == []  # only 1 and 3 are sound
+    assert catalog.retain(folder, keep=2) == []  # only 1 and 3 are sound
     save_alone(tmp_path, 5)
-    assert store.retain(folder, keep=2) == [1, 2]
-    assert store.committed_steps(folder) == [5, 4, 3]
+    assert catalog.retain(folder, keep=2) == [1, 2]
+    assert catalog.committed_steps(folder) == [5, 4, 3]
 
 
 def test_a_rank_error_carries_the_first_traceback() -> None:

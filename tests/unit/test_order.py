@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from regrow.plan.order import ORDER_VERSION, Order, derive_keys, permute, unpermute
 
 GOLDEN = Path(__file__).parents[1] / "golden" / f"order_v{ORDER_VERSION}.json"

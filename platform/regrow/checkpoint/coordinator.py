@@ -156,7 +156,8 @@ def start_coordinator(folder: Storage, run_id: str, **options: Any) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(num_cpus=0, scheduling_strategy=here)(Coordinator).remote(str(folder), run_id, **options)
+    remote: Any = ray.remote(num_cpus=0, scheduling_strategy=here)  # type: ignore[call-overload]
+    actor = remote(Coordinator).remote(str(folder), run_id, **options)
     try:
         ray.get(actor.ready.remote(), timeout=LOCK_WAIT_S + 30)
     except ray.exceptions.ActorDiedError as error:

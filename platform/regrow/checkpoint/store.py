@@ -1,7 +1,6 @@
 """Durable checkpoints: written by all ranks, committed by one act, restored into any layout.
 
-`<folder>/step-00000100/` holds `g<generation>-<token>.safetensors`, `g<generation>-<token>.index.json` and `COMMIT`.
-A name is never written twice, so that neither a zombie nor an earlier attempt can change what a COMMIT points to.
+A file name is never written twice, so that neither a zombie nor an earlier attempt can change what a COMMIT points to.
 """
 
 import hashlib
@@ -12,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from regrow.checkpoint.catalog import step_folder
 from regrow.checkpoint.collective import gather, rank
 from regrow.checkpoint.format import (
     CHUNK_BYTES,
@@ -31,10 +31,6 @@ from regrow.errors import CheckpointError
 from regrow.storage import Storage
 
 Commit = Callable[[str, bytes], None]  # (folder name, content of COMMIT): writes it, or raises if fenced off
-
-
-def step_folder(step: int) -> str:
-    return f"step-{step:08d}"
 
 
 def save(
@@ -57,7 +53,7 @@ def save(
     step = scalars["step"]
     target = folder / step_folder(step)
     token = f"g{generation:06d}-{secrets.token_hex(4)}"
-    written: DataFile | str
+    written: DataFile | str | None
     try:
         written = _write_file(
             target, f"{token}.safetensors", entries, (run_id, generation, step), replica, num_replicas
@@ -97,29 +93,6 @@ def save(
     return index
 
 
-def committed_steps(folder: Storage) -> list[int]:
-    """Steps whose COMMIT exists, newest first. What it points to may still be damaged: `open_checkpoint` tells."""
-    names = [name for name in folder.list() if name.startswith("step-") and name[5:].isdigit()]
-    return [int(name[5:]) for name in reversed(names) if folder.exists(f"{name}/{COMMIT}")]
-
-
-def open_checkpoint(folder: Storage, step: int, *, run_id: str | None = None) -> Index:
-    """The verified index of a committed step. Raises CheckpointError where it is damaged or another run's."""
-    source = folder / step_folder(step)
-    try:
-        pointer = json.loads(source.read_bytes(COMMIT))
-        name, sha256 = pointer["index"], pointer["sha256"]
-        content = source.read_bytes(name)
-    except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
-        raise CheckpointError(f"{source}/{COMMIT} does not lead to an index: {error}") from error
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise CheckpointError(f"{source}/{name}: its sha256 is not the one in {COMMIT}; the file is damaged or swapped")
-    index = Index.from_json(content, f"{source}/{name}")
-    if run_id is not None and index.run_id != run_id:
-        raise CheckpointError(f"{source} belongs to run {index.run_id}, not to {run_id}")
-    return index
-
-
 def restore(folder: Storage, index: Index, entries: Sequence[Entry]) -> int:
     """Read this rank's entries in place, whatever layout the checkpoint was written in; returns the bytes read.
 
@@ -143,29 +116,6 @@ def restore(folder: Storage, index: Index, entries: Sequence[Entry]) -> int:
     return num_bytes
 
 
-def retain(folder: Storage, *, keep: int) -> list[int]:
-    """Delete what is older than the newest `keep` checkpoints that open cleanly, uncommitted leftovers included.
-
-    COMMIT goes first, so that a deletion cut short leaves nothing that looks whole. Returns the steps deleted.
-    """
-    sound: list[int] = []
-    for step in committed_steps(folder):
-        try:
-            open_checkpoint(folder, step)
-        except CheckpointError:
-            continue
-        sound.append(step)
-    if len(sound) < keep:
-        return []
-    oldest_kept, deleted = sound[keep - 1], []
-    for name in folder.list():
-        if name.startswith("step-") and name[5:].isdigit() and int(name[5:]) < oldest_kept:
-            folder.delete(f"{name}/{COMMIT}")
-            folder.delete(name)
-            deleted.append(int(name[5:]))
-    return deleted
-
-
 def _write_file(
     target: Storage,
     name: str,
@@ -180,7 +130,7 @@ def _write_file(
         part = replica_part(entry.span, replica, num_replicas)
         if part.num_elements:
             memory = entry.memory[part.start - entry.span.start : part.stop - entry.span.start]
-            parts.append((part, memoryview(memory.cpu().contiguous().view(torch.uint8).numpy()).cast("B")))
+            parts.append((part, memoryview(memory.cpu().contiguous().view(torch.uint8).numpy().data).cast("B")))
     if not parts:
         return None
     run_id, generation, step = identity

@@ -28,7 +28,7 @@ class RankBatch:
         total = 0
         for position, row in zip(self.positions.astype("<i8"), self.rows.astype("<u4", copy=False), strict=True):
             row_hash = hashlib.blake2b(position.tobytes(), digest_size=8)
-            row_hash.update(np.ascontiguousarray(row))
+            row_hash.update(np.ascontiguousarray(row).data)
             total += int.from_bytes(row_hash.digest(), "little")
         return total % 2**64
 

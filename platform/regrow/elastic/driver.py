@@ -1,5 +1,6 @@
 """What `jobs.pretrain` does: check, start the cluster, prepare data, open the run, train, and show it all the while."""
 
+import importlib
 import os
 import shlex
 import signal
@@ -15,14 +16,14 @@ from typing import Any
 
 import ray
 
+from regrow.checkpoint.catalog import committed_steps
 from regrow.checkpoint.coordinator import start_coordinator
-from regrow.checkpoint.store import committed_steps
 from regrow.config.check import check, geometry
 from regrow.config.schema import PretrainConfig
 from regrow.config.store import STARTED_AT
 from regrow.data.manifest import Manifest
 from regrow.data.prepare import find_or_prepare
-from regrow.elastic.local_cluster import cluster_for
+from regrow.elastic.local_cluster import Connection, cluster_for
 from regrow.elastic.ray_train import build_trainer
 from regrow.elastic.run_folder import CHECKPOINTS, Run, check_may_start, open_run
 from regrow.errors import RegrowError
@@ -59,9 +60,11 @@ def pretrain(config: PretrainConfig) -> None:
     with Console(sys.stderr) as console:
         console.start(geometry(config, plans), steps=config.train.steps, stop_at_step=config.train.stop_at_step)
         startup.done("config")
-        with cluster_for(config.cluster) as dashboard:
-            if dashboard:
-                console.message(f"Ray dashboard: http://{dashboard}")
+        # torch and Ray Train take seconds to import and Ray's own processes to start: both at once
+        threading.Thread(target=importlib.import_module, args=("regrow.elastic.worker",), name="imports").start()
+        with cluster_for(config.cluster) as connection:
+            if connection.dashboard:
+                console.message(f"Ray dashboard: http://{connection.dashboard}")
             startup.done("ray")
             data_dir, manifest = find_or_prepare(config.data, config.run.storage_path, progress=console.progress)
             startup.done("data")
@@ -73,7 +76,7 @@ def pretrain(config: PretrainConfig) -> None:
                     "raise train.steps or train.stop_at_step to go on, or choose another run.name"
                 )
                 return
-            reason = _Session(config, run, data_dir, console, startup, geometry(config, plans)).train()
+            reason = _Session(config, run, data_dir, console, startup, connection, geometry(config, plans)).train()
     if reason == "interrupted":
         sys.exit(130)
 
@@ -88,9 +91,10 @@ class _Session:
         data_dir: Path,
         console: Console,
         startup: Startup,
+        connection: Connection,
         geometry: list[str],
     ) -> None:
-        self.config, self.run, self.console, self.startup = config, run, console, startup
+        self.config, self.run, self.console, self.connection = config, run, console, connection
         self.coordinator = start_coordinator(
             run.folder,
             run.run_id,
@@ -112,7 +116,7 @@ class _Session:
         startup.done("actors")
         self.startup_s: dict[str, float] | None = None
         generation = ray.get(self.coordinator.ready.remote())
-        from regrow.elastic.worker import Job, train_fn  # imports torch: the actors start meanwhile
+        from regrow.elastic.worker import Job, train_fn  # has been importing since before the cluster was up
 
         job = Job(
             config=config,
@@ -167,7 +171,7 @@ class _Session:
         ray.get(self.coordinator.close.remote(step, reason, fatal), timeout=60)
         report = write_report(self.run.folder, self.config)
         if fatal:
-            raise RegrowError(f"{fatal} (logs: {_session_logs()})")
+            raise RegrowError(f"{fatal} (logs: {self.connection.session_dir}/logs)")
         self._farewell(step, reason, report)
         return reason
 
@@ -244,7 +248,3 @@ def _opening(config: PretrainConfig, run: Run, manifest: Manifest) -> str:
 def _resume_command() -> str:
     overrides = [argument for argument in sys.argv[1:] if not argument.startswith("train.stop_at_step=")]
     return shlex.join(["python", "-m", "jobs.pretrain", *overrides])
-
-
-def _session_logs() -> str:
-    return f"{ray._private.worker._global_node.get_session_dir_path()}/logs"

@@ -4,6 +4,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +16,30 @@ from regrow.errors import ClusterError
 WORKER_RESOURCE = "regrow_worker"  # what a node started here offers one of per worker it may hold
 
 
+@dataclass(frozen=True)
+class Connection:
+    """What a user may want to know of the Ray cluster."""
+
+    dashboard: str  # host:port, empty without one
+    session_dir: str  # where Ray keeps its logs
+
+
 @contextmanager
-def cluster_for(config: ClusterConfig) -> Iterator[str]:
-    """Connect to the cluster that the config names for as long as the context lasts; gives the dashboard's URL or "".
+def cluster_for(config: ClusterConfig) -> Iterator[Connection]:
+    """Connect to the cluster that the config names for as long as the context lasts.
 
     What was started here is ended here. Raises ClusterError if it is not there or cannot hold `min_workers`.
     """
+    nodes = None
     if config.address is not None:
-        dashboard = _join(config)
-        nodes = None
+        context = _join(config)
     elif config.local_nodes == 0:
-        dashboard, nodes = _start_one(config), None
+        context = _start_one(config)
     else:
-        dashboard, nodes = _start_several(config)
+        context, nodes = _start_several(config)
     try:
         check_room(config)
-        yield dashboard
+        yield Connection(context.dashboard_url or "", context.address_info["session_dir"])
     finally:
         ray.shutdown()
         if nodes is not None:
@@ -68,35 +77,33 @@ def _too_small(config: ClusterConfig, unit: str, each: float, found: str) -> str
     )
 
 
-def _join(config: ClusterConfig) -> str:
+def _join(config: ClusterConfig) -> Any:
     # a driver that is not itself a submitted job ships the checkout; a submitted job's runtime_env already did
     package = Path(__file__).parents[1]
     runtime_env = {} if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else {"py_modules": [str(package)]}
     try:
-        context = ray.init(address=config.address, runtime_env=runtime_env, **_quiet())
+        return ray.init(address=config.address, runtime_env=runtime_env, **_quiet())
     except (ConnectionError, RuntimeError) as error:
         unit, each = ("GPUs", config.gpus_per_worker) if config.gpus_per_worker else ("CPUs", config.cpus_per_worker)
         first = str(error).splitlines()[0][:120]
         raise ClusterError(
             _too_small(config, unit, each, f"found 0: no Ray cluster at {config.address!r} ({first})")
         ) from error
-    return context.dashboard_url or ""
 
 
-def _start_one(config: ClusterConfig) -> str:
+def _start_one(config: ClusterConfig) -> Any:
     # logical CPUs beyond the workers' own, for the tasks that feed them
     num_cpus = max(os.cpu_count() or 1, int(-(-config.max_workers * config.cpus_per_worker // 1))) + 1
-    context = ray.init(
+    return ray.init(
         address="local",
         num_cpus=num_cpus,
         include_dashboard=config.dashboard,
         dashboard_port=config.dashboard_port if config.dashboard else None,
         **_quiet(),
     )
-    return context.dashboard_url or ""
 
 
-def _start_several(config: ClusterConfig) -> tuple[str, Any]:
+def _start_several(config: ClusterConfig) -> tuple[Any, Any]:
     """A head without workers and `local_nodes` nodes, each a raylet of its own, as separate hosts would run them."""
     from ray.cluster_utils import Cluster
 
@@ -110,11 +117,10 @@ def _start_several(config: ClusterConfig) -> tuple[str, Any]:
         per_node = -(-config.max_workers // config.local_nodes)
         for _ in range(config.local_nodes):
             add_local_node(nodes, config, num_workers=per_node)
-        context = ray.init(address=nodes.address, **_quiet())
+        return ray.init(address=nodes.address, **_quiet()), nodes
     except BaseException:
         nodes.shutdown()
         raise
-    return context.dashboard_url or "", nodes
 
 
 def add_local_node(nodes: Any, config: ClusterConfig, *, num_workers: int = 1) -> Any:

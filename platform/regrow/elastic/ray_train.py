@@ -23,12 +23,13 @@ def build_trainer(config: PretrainConfig, *, train_fn: Any, settings: dict[str, 
     from ray.train.torch import TorchConfig, TorchTrainer
 
     cluster = config.cluster
-    fixed = cluster.min_workers == cluster.max_workers
+    elastic = cluster.min_workers < cluster.max_workers
+    num_workers: Any = (cluster.min_workers, cluster.max_workers) if elastic else cluster.max_workers
     return TorchTrainer(
         train_fn,
         train_loop_config=settings,
         scaling_config=ScalingConfig(
-            num_workers=cluster.max_workers if fixed else (cluster.min_workers, cluster.max_workers),
+            num_workers=num_workers,
             use_gpu=cluster.gpus_per_worker > 0,
             resources_per_worker=worker_resources(cluster),
         ),

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from regrow.checkpoint.store import committed_steps
+from regrow.checkpoint.catalog import committed_steps
 from regrow.config.identity import differences, identity
 from regrow.config.schema import PretrainConfig
 from regrow.config.store import to_yaml

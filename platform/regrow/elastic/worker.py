@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import regrow
-from regrow.checkpoint import store
+from regrow.checkpoint import catalog, store
 from regrow.checkpoint.collective import from_rank_0, gather
 from regrow.checkpoint.state import Entry, Progress, set_optimizer_step, training_entries
 from regrow.config.schema import PretrainConfig
@@ -222,7 +222,7 @@ class _Hooks:
         if self.rank == 0:
             fields = {"step": progress.step, "stall_s": stall_s, "bytes": index.num_bytes}
             self.replies.append(self.job.coordinator.event.remote(self.generation, "checkpoint", fields))
-            store.retain(folder, keep=config.keep)
+            catalog.retain(folder, keep=config.keep)
         ray.train.report({"step": progress.step, "tokens_seen": progress.tokens_seen})
         return time.perf_counter() - begun
 
@@ -256,12 +256,12 @@ def _restore(job: Job, generation: int, entries: list[Entry]) -> tuple[Progress,
     Collective. A damaged one is reported and the one before it taken. Raises CheckpointError if all are damaged.
     """
     folder = Storage.at(job.checkpoints)
-    steps = from_rank_0(store.committed_steps(folder))
+    steps = from_rank_0(catalog.committed_steps(folder))
     for step in steps:
         problem = ""
         index = None
         try:
-            index = store.open_checkpoint(folder, step, run_id=job.run_id)
+            index = catalog.open_checkpoint(folder, step, run_id=job.run_id)
             store.restore(folder, index, entries)
         except CheckpointError as error:
             problem = str(error)
