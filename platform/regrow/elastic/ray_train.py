@@ -10,14 +10,19 @@ from regrow.elastic.local_cluster import worker_resources
 TUNING = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # how soon a dead worker or a finished run is noticed
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # a group that cannot be placed is planned anew after this
-    "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",  # GET /api/train/v2/runs/v1 on the dashboard
     "RAY_TRAIN_V2_ENABLED": "1",
+}
+# Each of these is an actor whose imports cost seconds of CPU: worth it where nodes come and go, not on one machine.
+CLUSTER_TUNING = {
+    "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",  # GET /api/train/v2/runs/v1 on the dashboard
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "1",
 }
 
 
 def build_trainer(config: PretrainConfig, *, train_fn: Any, settings: dict[str, Any], storage: str, name: str) -> Any:
     """A TorchTrainer with an elastic worker group. Its own bookkeeping goes to `<storage>/<name>/`."""
-    for key, value in TUNING.items():
+    here = {key: "0" for key in CLUSTER_TUNING}
+    for key, value in (TUNING | (here if config.cluster.address is None else CLUSTER_TUNING)).items():
         os.environ.setdefault(key, value)
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer

@@ -6,6 +6,9 @@ for it.
 """
 
 import dataclasses
+import importlib
+import logging
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,11 +33,10 @@ def apply_float8(model: Llama, recipe: Float8, *, device: torch.device, gather: 
     ConfigError where torchao is missing.
     """
     try:
-        from torchao.float8 import convert_to_float8_training
+        torchao_float8 = import_torchao()
     except ImportError as error:
         raise ConfigError(f"parallel.float8={recipe.value} needs torchao ({error}); install it or set none") from error
-
-    convert_to_float8_training(
+    torchao_float8.convert_to_float8_training(
         model.layers,
         config=_torchao_config(recipe, emulate=not has_float8(device)),
         # scaled matrix products want multiples of 16
@@ -82,6 +84,19 @@ def refresh_float8_scales(model: nn.Module) -> None:
 def inner_tensor(local: Tensor) -> Tensor:
     """The memory behind a rank's part of a parameter: what checkpoints hold, also where it travels as float8."""
     return getattr(local, "_tensor", local)
+
+
+def import_torchao() -> ModuleType:
+    """torchao.float8, without the warnings that its import logs about kernels that are not used here."""
+    noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in noisy]
+    try:
+        for logger in noisy:
+            logger.setLevel(logging.ERROR)
+        return importlib.import_module("torchao.float8")
+    finally:
+        for logger, level in zip(noisy, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _torchao_config(recipe: Float8, *, emulate: bool) -> "Float8LinearConfig":

@@ -18,8 +18,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "regrow.parallel.apply", "regrow.train.step"]
-GRACE_S = 1.0  # after a failure, for the others to say what they saw
+PRELOAD = ["regrow.testing.preload"]
+GRACE_S = 1.0  # after a failure, for the others to say what they saw; after a success, for them to end
 
 
 class RankError(Exception):
@@ -54,7 +54,10 @@ def run_ranks(
                 process.start()
                 processes.append(process)
                 theirs.close()
-            return _collect(pipes, time.monotonic() + deadline_s)
+            results = _collect(pipes, time.monotonic() + deadline_s)
+            for process in processes:
+                process.join(timeout=GRACE_S)
+            return results
         finally:
             for process in processes:
                 process.kill()

@@ -1,0 +1,128 @@
+"""The main loop on plain gloo ranks: it needs batches, a step and hooks, and neither Ray nor Hydra nor storage."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from regrow.checkpoint.state import Progress
+from regrow.config.schema import OptimConfig, ParallelConfig
+from regrow.data.batch import RankBatch
+from regrow.observe.run_log import METRIC_KEYS
+from regrow.optim.adamw import build_optimizer
+from regrow.parallel.apply import build_model
+from regrow.parallel.fsdp import build_mesh, data_parallel_group, shard_group
+from regrow.plan.batch import plan_batch
+from regrow.plan.mesh import plan_mesh
+from regrow.testing.gloo import run_ranks
+from regrow.testing.tiny import count_up_rows, tiny_model
+from regrow.train.loop import LoopSettings, train
+from regrow.train.metrics import Meter
+from regrow.train.step import TrainStep
+
+SEQS, SLICES, TOKENS, STEPS = 12, 6, 16, 12
+
+
+@dataclass
+class Recorder:
+    """Hooks that keep what they were told, and ask to leave once `leave_at` rows were logged, on one rank alone."""
+
+    leave_at: int | None = None
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    saved: list[tuple[int, int]] = field(default_factory=list)  # (step, rows logged before it)
+    validated: list[int] = field(default_factory=list)
+
+    def log(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+
+    def wants_to_leave(self) -> bool:
+        return self.leave_at is not None and len(self.rows) >= self.leave_at and dist.get_rank() == 0
+
+    def save(self, progress: Progress) -> float:
+        self.saved.append((progress.step, len(self.rows)))
+        return 0.25
+
+    def validate(self, step: int) -> float:
+        self.validated.append(step)
+        return 1.5
+
+
+def batches(slices: range, start_step: int) -> Iterator[RankBatch]:
+    size = SEQS // SLICES
+    for step in range(start_step, STEPS):
+        rows = count_up_rows(step, num_rows=SEQS, seq_len=TOKENS).numpy().astype(np.uint32)
+        mine = slice(slices.start * size, slices.stop * size)
+        yield RankBatch(step, np.arange(SEQS)[mine] + step * SEQS, rows[mine])
+
+
+def loop(leave_at: int | None = None) -> Recorder:
+    assert "ray" not in sys.modules
+    assert "hydra" not in sys.modules
+    world_size, device = dist.get_world_size(), torch.device("cpu")
+    plan = plan_batch(num_slices=SLICES, world_size=world_size)
+    mesh = build_mesh(plan_mesh(world_size=world_size, dp_replicate=1), "cpu")
+    model = build_model(tiny_model(), ParallelConfig(), mesh=mesh, device=device, seed=0)
+    optim = OptimConfig()
+    step = TrainStep(
+        model,
+        build_optimizer(model, optim),
+        max_grad_norm=1.0,
+        group=data_parallel_group(mesh),
+        shard_group=shard_group(mesh),
+    )
+    hooks = Recorder(leave_at)
+    left = train(
+        step,
+        batches(plan.ranges[dist.get_rank()], 0),
+        Progress(),
+        optim=optim,
+        settings=LoopSettings(
+            last_step=STEPS,
+            total_tokens=STEPS * SEQS * TOKENS,
+            tokens_per_step=SEQS * TOKENS,
+            seqs_per_step=SEQS,
+            micro_batch_seqs=SEQS // SLICES,
+            num_micro_batches=plan.num_micro_batches,
+            checkpoint_every_steps=5,
+            validate_every_steps=4,
+        ),
+        meter=Meter(SEQS * TOKENS, flops_per_token=1e6, peak_flops=1e9, world_size=world_size, generation=7),
+        hooks=hooks,
+        device=device,
+    )
+    assert left == (leave_at is not None)
+    return hooks
+
+
+def test_losses_and_digests_are_the_same_at_every_world_size() -> None:
+    alone = run_ranks(loop, 1)[0]
+    for world_size in (2, 3):
+        ranks = run_ranks(loop, world_size)
+        for hooks in ranks:  # every rank knows the same numbers
+            assert [row["batch_digest"] for row in hooks.rows] == [row["batch_digest"] for row in alone.rows]
+            # float32 rounding of some dozen sums of terms near 5, carried through 12 steps
+            assert [row["loss"] for row in hooks.rows] == pytest.approx([row["loss"] for row in alone.rows], abs=1e-5)
+    assert alone.rows[-1]["loss"] < alone.rows[0]["loss"]
+
+
+def test_rows_checkpoints_and_validation_come_when_they_are_due() -> None:
+    hooks = run_ranks(loop, 1)[0]
+    assert [row["step"] for row in hooks.rows] == list(range(1, STEPS + 1))
+    assert all(set(METRIC_KEYS) <= row.keys() for row in hooks.rows)
+    # a committed step's row is already logged
+    assert hooks.saved == [(5, 5), (10, 10), (12, 12)]
+    assert hooks.validated == [4, 8, 12]
+    assert [row["step"] for row in hooks.rows if "validation_loss" in row] == [4, 8, 12]
+    # the stall for a checkpoint belongs to the step after it
+    assert [row["step"] for row in hooks.rows if row["snapshot_s"] == 0.25] == [6, 11]
+
+
+def test_one_ranks_wish_to_leave_takes_all_ranks_out_at_the_same_step_with_a_checkpoint() -> None:
+    ranks = run_ranks(loop, 3, 3)
+    assert [hooks.saved for hooks in ranks] == [[(4, 4)]] * 3
+    assert {len(hooks.rows) for hooks in ranks} == {4}
