@@ -35,11 +35,20 @@ def plain() -> dict[str, list[float]]:
         (1, ParallelConfig()),
         (2, ParallelConfig(sync_every_micro_batch=True)),
         (3, ParallelConfig()),
+        (3, ParallelConfig(reshard_after_forward=False)),
         (4, ParallelConfig()),
         (4, ParallelConfig(dp_replicate=2)),
         (3, ParallelConfig(dp_replicate=2, activation_checkpoint=ActivationCheckpoint.selective)),
     ],
-    ids=["1", "2, reducing every micro-batch", "3", "4", "HSDP 2x2", "HSDP that falls back, checkpointing"],
+    ids=[
+        "1",
+        "2, reducing every micro-batch",
+        "3",
+        "3, gathering once a step",
+        "4",
+        "HSDP 2x2",
+        "HSDP that falls back, checkpointing",
+    ],
 )
 def test_losses_equal_those_of_a_plain_loop_in_one_process(world_size, parallel, plain):
     for got in run_ranks(losses_of_all_models, world_size, parallel):

@@ -1,45 +1,66 @@
-"""One rank's part of a global batch, and where every row of it comes from. No Ray."""
+"""One rank's part of every global batch, straight from the shards. Imports neither Ray nor Arrow, as training does not.
+
+Step s (0-based) covers positions [s * B, (s + 1) * B) of the run's order, B = global_batch_seqs. Slice k of it is its
+k-th of `num_slices` equal runs. A window is `window_steps` steps, the unit that `Order` shuffles and readers read.
+"""
 
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from regrow.config.schema import PretrainConfig
-from regrow.data.shards import Rows, ShardReader
 from regrow.plan.order import Order
+
+if TYPE_CHECKING:
+    from regrow.data.shards import ShardReader  # Arrow
+
+Positions = NDArray[np.int64]  # [n], in the run's order
+Rows = NDArray[np.uint32]  # [n, seq_len + 1] token ids
+
+
+class RowReader(Protocol):
+    """What can read rows by their number: `shards.ShardReader`."""
+
+    def read(self, row_ids: NDArray[np.int64]) -> Rows: ...
 
 
 @dataclass(frozen=True)
 class RankBatch:
-    """A rank's rows of one global batch, slices in order."""
+    """A rank's rows of one global batch, in the order of their positions."""
 
     step: int  # 0-based: optimizer steps done before it
-    positions: NDArray[np.int64]  # [n] of the rows in the run's order
-    rows: Rows  # [n, seq_len + 1]
+    positions: Positions
+    rows: Rows
 
     def digest(self) -> int:
         """A 64-bit checksum over (position, tokens) of every row.
 
-        Digests of parts add up modulo 2**64 to the digest of the whole, however it was split.
+        The digests of a batch's parts add up, modulo 2**64, to that of the whole, however it was split.
         """
+        positions, rows = self.positions.astype("<i8"), np.ascontiguousarray(self.rows, "<u4")
         total = 0
-        for position, row in zip(self.positions.astype("<i8"), self.rows.astype("<u4", copy=False), strict=True):
+        for position, row in zip(positions, rows, strict=True):
             row_hash = hashlib.blake2b(position.tobytes(), digest_size=8)
-            row_hash.update(np.ascontiguousarray(row).data)
+            row_hash.update(row)
             total += int.from_bytes(row_hash.digest(), "little")
         return total % 2**64
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How positions make global batches, slices and windows; the same for the whole run."""
+    """How positions make steps, slices and windows; the same for the whole run, whatever the world size."""
 
     global_batch_seqs: int
     num_slices: int
-    window_steps: int  # global batches of a window
+    window_steps: int
+
+    def __post_init__(self) -> None:
+        assert self.global_batch_seqs % self.num_slices == 0, self
+        assert min(self.global_batch_seqs, self.num_slices, self.window_steps) >= 1, self
 
     @property
     def slice_seqs(self) -> int:
@@ -49,18 +70,26 @@ class BatchLayout:
     def window_rows(self) -> int:
         return self.global_batch_seqs * self.window_steps
 
-    def positions(self, step: int, slices: range) -> NDArray[np.int64]:
-        """Positions, int64 [n], of these slices of the batch of a step (0-based); one run of numbers."""
+    def window_of(self, step: int) -> int:
+        return step // self.window_steps
+
+    def steps_of(self, window: int) -> range:
+        return range(window * self.window_steps, (window + 1) * self.window_steps)
+
+    def positions(self, step: int, slices: range) -> Positions:
+        """Positions of these slices of one step: a run of consecutive numbers."""
         begin = step * self.global_batch_seqs
         return np.arange(begin + slices.start * self.slice_seqs, begin + slices.stop * self.slice_seqs)
 
 
 def layout_of(config: PretrainConfig) -> BatchLayout:
+    """The layout of a run."""
     return BatchLayout(config.optim.global_batch_seqs, config.optim.num_slices, config.data.window_steps)
 
 
-def order_of(config: PretrainConfig, reader: ShardReader) -> Order:
-    """The order of a run over the split that the reader reads."""
+def order_of(config: PretrainConfig, reader: "ShardReader") -> Order:
+    """The order of a run over the split that is read. Raises DataError if that cannot fill one global batch."""
+    reader.check_order(config.optim.global_batch_seqs)
     return Order(
         num_rows=reader.num_rows,
         rows_per_group=reader.rows_per_group,
@@ -69,15 +98,35 @@ def order_of(config: PretrainConfig, reader: ShardReader) -> Order:
     )
 
 
-def read_batch(order: Order, reader: ShardReader, layout: BatchLayout, step: int, slices: range) -> RankBatch:
-    """The rows of these slices of one step, straight from the shards."""
-    positions = layout.positions(step, slices)
-    return RankBatch(step, positions, reader.read(order.locate(positions)))
-
-
 def direct_batches(
-    order: Order, reader: ShardReader, layout: BatchLayout, *, slices: range, start_step: int, stop_step: int
+    order: Order,
+    reader: RowReader,
+    layout: BatchLayout,
+    *,
+    slices: range,
+    start_step: int,
+    stop_step: int | None = None,
 ) -> Iterator[RankBatch]:
-    """This rank's batches of steps [start_step, stop_step) with no stream: for `torchrun`, benchmarks and tests."""
-    for step in range(start_step, stop_step):
-        yield read_batch(order, reader, layout, step, slices)
+    """A rank's batches of steps [start_step, stop_step), or for ever, read from the shards as they are needed.
+
+    The same batches as the stream's, for `torchrun`, benchmarks and where the stream fails. What is left of a window is
+    read at once, so that each of its row groups is decoded once by this rank.
+    """
+    step = start_step
+    while stop_step is None or step < stop_step:
+        steps = range(step, layout.steps_of(layout.window_of(step)).stop)
+        if stop_step is not None:
+            steps = range(step, min(steps.stop, stop_step))
+        yield from read_steps(order, reader, layout, slices=slices, steps=steps)
+        step = steps.stop
+
+
+def read_steps(
+    order: Order, reader: RowReader, layout: BatchLayout, *, slices: range, steps: range
+) -> Iterator[RankBatch]:
+    """A rank's batches of some steps of one window, read together."""
+    positions = [layout.positions(step, slices) for step in steps]
+    rows = reader.read(order.locate(np.concatenate(positions)))
+    per_step = len(slices) * layout.slice_seqs
+    for k, step in enumerate(steps):
+        yield RankBatch(step, positions[k], rows[k * per_step : (k + 1) * per_step])

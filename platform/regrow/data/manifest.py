@@ -1,8 +1,11 @@
-"""What a prepared corpus is: everything that fixes its content, beside the shards. See docs/file-formats.md."""
+"""What a prepared corpus is: everything that fixes its content, in `manifest.json` beside the shards.
+
+The manifest is written last. A folder without one is unfinished, whatever else it holds. See docs/file-formats.md.
+"""
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ SPLITS = ("train", "validation")
 class Shard:
     """One parquet file of rows."""
 
-    file: str
+    file: str  # name in the manifest's folder
     num_rows: int
     num_bytes: int
     sha256: str
@@ -25,33 +28,42 @@ class Shard:
 
 @dataclass(frozen=True)
 class Split:
+    """Rows 0 .. num_rows - 1, shard after shard; every shard but the last holds `rows_per_shard` of them."""
+
     num_rows: int
     shards: tuple[Shard, ...]
 
 
 @dataclass(frozen=True)
 class Tokenizer:
+    """The tokenizer file, in the format of Hugging Face `tokenizers`."""
+
     file: str
     sha256: str
-    vocab_size: int
-    eot_id: int  # end-of-text, which follows every document
+    vocab_size: int  # ids it really has; at most the manifest's `vocab_size`
+    eot_id: int  # end-of-text, which stands before, between and after documents
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A corpus as rows of `seq_len + 1` token ids that overlap by one."""
+    """A corpus as rows of `seq_len + 1` token ids, of which the last is also the next row's first."""
 
     recipe: str
     source: dict[str, Any]  # as the recipe describes it
+    filters: tuple[str, ...]  # what was left out, in words
     seq_len: int
+    vocab_size: int  # asked for
+    validation_fraction: float  # of documents
     rows_per_group: int
+    rows_per_shard: int
     order_version: int
+    num_tokens: int  # of all splits, end-of-text and dropped tails included
+    counts: dict[str, int]  # documents, duplicates, dropped tokens ...: for people
     tokenizer: Tokenizer
     splits: dict[str, Split]
-    counts: dict[str, int] = field(default_factory=dict)  # documents and tokens, for people
-    num_tokens: int = 0  # of all splits, end-of-text and dropped tails included
 
     def to_json(self) -> bytes:
+        """The canonical form: equal manifests give equal bytes."""
         return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1, sort_keys=True).encode()
 
     @property
@@ -59,14 +71,25 @@ class Manifest:
         """Identifies the corpus: two with the same one hold the same rows in the same places."""
         return hashlib.sha256(self.to_json()).hexdigest()
 
+    def save(self, folder: Path) -> None:
+        """Write `manifest.json` durably, whole or not at all."""
+        from regrow.storage import Storage
+
+        Storage.at(folder).write_bytes(MANIFEST, self.to_json())
+
     @staticmethod
     def load(folder: Path) -> "Manifest":
-        """Raises DataError where the folder holds no complete corpus of a version this code reads."""
-        path = folder / MANIFEST
+        """Raises DataError where the folder holds no complete corpus of a version that this code reads."""
+        path = Path(folder) / MANIFEST
         try:
             content = json.loads(path.read_bytes())
-            if (content.pop("format"), content.pop("version")) != (FORMAT, VERSION):
-                raise DataError(f"{path} is not {FORMAT} version {VERSION}; prepare the corpus again in another folder")
+            found = (content.pop("format"), content.pop("version"))
+            if found != (FORMAT, VERSION):
+                raise DataError(
+                    f"{path} is {found[0]} version {found[1]}, this code reads {FORMAT} version {VERSION}; "
+                    f"delete {path.parent} and run python -m jobs.prepare_data"
+                )
+            content["filters"] = tuple(content["filters"])
             content["tokenizer"] = Tokenizer(**content["tokenizer"])
             content["splits"] = {
                 name: Split(split["num_rows"], tuple(Shard(**shard) for shard in split["shards"]))
@@ -74,8 +97,9 @@ class Manifest:
             }
             return Manifest(**content)
         except FileNotFoundError as error:
-            raise DataError(f"{folder} holds no prepared corpus; run python -m jobs.prepare_data") from error
-        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path.parent} holds no finished corpus; run python -m jobs.prepare_data") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
-                f"{path} is damaged ({type(error).__name__}: {error}); delete {folder} to redo it"
+                f"{path} is damaged ({type(error).__name__}: {error}); "
+                f"delete {path.parent} and run python -m jobs.prepare_data"
             ) from error

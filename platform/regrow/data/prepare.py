@@ -1,191 +1,243 @@
 """Documents -> tokenizer -> token shards, once, cached below the storage path.
 
 Deterministic: the same source, settings and library versions give the same bytes. A corpus is built in a folder of its
-own beside its final place and renamed into it with its manifest inside, so that it is there whole or not at all.
+own beside its final place and renamed into it with its manifest inside, so that it is there whole or not at all,
+whoever else prepares it at the same time. Documents are held in memory: this is for corpora that fit.
 """
 
+import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from regrow.config.schema import DataConfig
-from regrow.data.documents import Document, Recipe, load_recipe
-from regrow.data.manifest import MANIFEST, SPLITS, VERSION, Manifest, Shard, Split, Tokenizer
-from regrow.data.shards import Rows, file_sha256, write_shard
+from regrow.data.batch import Rows
+from regrow.data.documents import Document, Recipe, clean_text, content_hash, load_recipe
+from regrow.data.manifest import MANIFEST, SPLITS, VERSION, Manifest, Split, Tokenizer
+from regrow.data.shards import ShardWriter, file_sha256
+from regrow.data.tokenizer import END_OF_TEXT, encode, train_tokenizer
 from regrow.errors import DataError
 from regrow.plan.order import ORDER_VERSION
 from regrow.storage import Storage
 
-END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILE = "tokenizer.json"
-ENCODE_DOCUMENTS = 256  # at a time
+ENCODE_CHARS = 2_000_000  # text encoded at a time
+ABANDONED_S = 24 * 3600  # a building folder untouched for so long belongs to nobody any more
 
-Progress = Callable[[str, float, float], None]  # (stage, done, total)
+Progress = Callable[[str, float, float], None]  # (stage, done, total); a stage ends when done == total
 
 
 def find_or_prepare(config: DataConfig, storage_path: str, *, progress: Progress) -> tuple[Path, Manifest]:
     """The folder and manifest of the corpus that the config describes; prepared now if it is not there yet.
 
-    Raises DataError for an unknown recipe, a corpus too small for the settings, or storage that is not local.
+    Raises DataError for an unknown recipe, a corpus too small for the settings, or storage that is no file system.
     """
-    storage = Storage.at(storage_path)
-    if not storage.is_local:
+    if "://" in storage_path and not storage_path.startswith("file://"):
         raise DataError(
             f"run.storage_path={storage_path}: token shards are read from a file system; "
             "mount one that all nodes share and give its path"
         )
     recipe = load_recipe(config.recipe)
-    folder = storage.local_path / "data" / cache_name(config, recipe)
-    if not (folder / MANIFEST).is_file():
-        prepare(config, recipe, folder, progress=progress)
-    return folder, Manifest.load(folder)
+    folder = Storage.at(storage_path).local_path / "data" / cache_name(config, recipe)
+    if (folder / MANIFEST).is_file():
+        return folder, Manifest.load(folder)
+    return folder, prepare(config, recipe, folder, progress=progress)
 
 
-def cache_name(config: DataConfig, recipe: Recipe) -> str:
-    """A folder name that changes with everything the prepared content depends on."""
-    fixed = {**_settings(config), "source": recipe.describe(), "format": VERSION, "order": ORDER_VERSION}
+def cache_name(config: DataConfig, recipe: Recipe | None = None) -> str:
+    """A folder name that changes with everything that the prepared content depends on."""
+    recipe = recipe or load_recipe(config.recipe)
+    keys = ("vocab_size", "seq_len", "validation_fraction", "rows_per_group", "rows_per_shard")
+    fixed = {
+        **{key: getattr(config, key) for key in keys},
+        "source": recipe.describe(),
+        "format": VERSION,
+        "order": ORDER_VERSION,
+    }
     digest = hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
-    return f"{config.recipe}-{config.seq_len}-{digest[:10]}"
+    return f"{config.recipe}-v{config.vocab_size}-l{config.seq_len}-{digest[:10]}"
 
 
 def prepare(config: DataConfig, recipe: Recipe, folder: Path, *, progress: Progress) -> Manifest:
-    """Build the corpus at `folder`. Raises DataError if it has too few tokens for a row in each split."""
-    building = folder.with_name(f".{folder.name}.{os.getpid()}.building")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
+    """Build the corpus at `folder` and return its manifest, which may be another process's that was quicker.
+
+    Raises DataError if a split has too few tokens for one row.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    _sweep(folder)
+    building = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.building")
+    building.mkdir()
     try:
-        documents = _read(recipe, progress)
-        by_split = {
-            split: [d for d in documents if split_of(d, config.validation_fraction) == split] for split in SPLITS
-        }
-        progress("training the tokenizer", 0, 1)
-        tokenizer = train_tokenizer((d.text for d in by_split["train"]), config.vocab_size)
-        tokenizer.save(str(building / TOKENIZER_FILE))
-        progress("training the tokenizer", 1, 1)
-        splits, counts, num_tokens = {}, {"documents": len(documents)}, 0
-        num_done, total = 0, sum(len(d.text) for d in documents)
-        for split in SPLITS:
-            tokens = []
-            for encoded, num_characters in _encode(tokenizer, shuffled(by_split[split])):
-                tokens.append(encoded)
-                num_done += num_characters
-                progress("encoding", num_done, total)
-            stream = np.concatenate(tokens) if tokens else np.empty(0, np.uint32)
-            rows = cut_rows(stream, config.seq_len)
-            if len(rows) == 0:
-                raise DataError(
-                    f"the {split} split of {config.recipe} has {len(stream):,} tokens, fewer than a row of "
-                    f"data.seq_len={config.seq_len} needs; lower data.seq_len or raise data.validation_fraction"
-                )
-            splits[split] = Split(len(rows), tuple(_write(building, split, rows, config)))
-            counts |= {
-                f"{split}_documents": len(by_split[split]),
-                f"{split}_tokens": len(stream),
-                f"{split}_tokens_dropped": len(stream) - (len(rows) * config.seq_len + 1),
-            }
-            num_tokens += len(stream)
-        manifest = Manifest(
-            recipe=config.recipe,
-            source={**recipe.describe(), **_settings(config)},
-            seq_len=config.seq_len,
-            rows_per_group=config.rows_per_group,
-            order_version=ORDER_VERSION,
-            tokenizer=Tokenizer(
-                TOKENIZER_FILE,
-                file_sha256(building / TOKENIZER_FILE),
-                tokenizer.get_vocab_size(),
-                tokenizer.token_to_id(END_OF_TEXT),
-            ),
-            splits=splits,
-            counts=counts,
-            num_tokens=num_tokens,
-        )
-        (building / MANIFEST).write_bytes(manifest.to_json())
-        try:
-            building.rename(folder)
-        except OSError:  # somebody else finished it first, or an incomplete folder is in the way
-            if not (folder / MANIFEST).is_file():
-                shutil.rmtree(folder)
-                building.rename(folder)
-        return Manifest.load(folder)
+        _build(config, recipe, building, progress).save(building)
+        _install(building, folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)
+    return Manifest.load(folder)
 
 
-def split_of(document: Document, validation_fraction: float) -> str:
-    """The split a document belongs to: by a hash of its text, so that it never changes sides."""
-    return "validation" if _hash(document.text, "split") < validation_fraction * 2**64 else "train"
-
-
-def shuffled(documents: list[Document]) -> list[Document]:
-    """Documents in an order that has nothing to do with the source's."""
-    return sorted(documents, key=lambda document: (_hash(document.text, "order"), document.id))
-
-
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """A byte-level BPE (`tokenizers.Tokenizer`) with end-of-text as its only special token."""
-    from tokenizers import Tokenizer as BPETokenizer
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    tokenizer = BPETokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
-def cut_rows(stream: Rows, seq_len: int) -> Rows:
-    """A token stream [n] as rows [m, seq_len + 1] that overlap by one: each token but the first is a target once.
-
-    Only the tail that fills no row is left out.
-    """
-    num_rows = max(0, (len(stream) - 1) // seq_len)
-    starts = np.arange(num_rows)[:, None] * seq_len
-    return stream[starts + np.arange(seq_len + 1)[None, :]]
-
-
-def _settings(config: DataConfig) -> dict[str, Any]:
-    keys = ("vocab_size", "seq_len", "validation_fraction", "rows_per_group", "rows_per_shard")
-    return {key: getattr(config, key) for key in keys}
-
-
-def _read(recipe: Recipe, progress: Progress) -> list[Document]:
-    documents = []
+def _build(config: DataConfig, recipe: Recipe, folder: Path, progress: Progress) -> Manifest:
     progress("reading documents", 0, 1)
-    for document in recipe.documents():
-        documents.append(document)
+    documents, counts = collect(recipe.documents())
+    by_split = split_documents(documents, config.validation_fraction)
     progress("reading documents", 1, 1)
-    return documents
+
+    stage = "training the tokenizer"
+    texts = _counted((d.text for d in by_split["train"]), stage, len(by_split["train"]) + 1, progress)
+    tokenizer = train_tokenizer(texts, vocab_size=config.vocab_size)
+    tokenizer.save(str(folder / TOKENIZER_FILE))
+    progress(stage, 1, 1)
+    eot_id = tokenizer.token_to_id(END_OF_TEXT)
+
+    splits: dict[str, Split] = {}
+    num_chars, num_tokens = 0, 0
+    for split in SPLITS:
+        writer = ShardWriter(
+            folder,
+            split,
+            row_tokens=config.seq_len + 1,
+            rows_per_group=config.rows_per_group,
+            rows_per_shard=config.rows_per_shard,
+        )
+        carry, num_split_tokens = np.array([eot_id], np.uint32), 1
+        for batch in _batches(by_split[split]):
+            ids = encode(tokenizer, [document.text for document in batch])
+            stream = np.concatenate([carry, *(part for text in ids for part in (text, [eot_id]))]).astype(np.uint32)
+            num_split_tokens += len(stream) - len(carry)
+            rows, carry = cut_rows(stream, config.seq_len)
+            writer.write(rows)
+            num_chars += sum(len(document.text) for document in batch)
+            progress("encoding", num_chars, counts["characters"])
+        shards = writer.close()
+        if not shards:
+            raise DataError(
+                f"the {split} split of {config.recipe} has {num_split_tokens:,} tokens, too few for one row of "
+                f"data.seq_len={config.seq_len}; lower data.seq_len"
+                + (" or raise data.validation_fraction" if split == "validation" else " or choose another data.recipe")
+            )
+        splits[split] = Split(sum(shard.num_rows for shard in shards), shards)
+        num_tokens += num_split_tokens
+        counts[f"{split}_documents"] = len(by_split[split])
+        counts[f"{split}_tokens"] = num_split_tokens
+        counts[f"{split}_tokens_dropped"] = len(carry) - 1
+
+    source = recipe.describe()
+    return Manifest(
+        recipe=config.recipe,
+        filters=(*source.pop("filters", ()), "documents equal to an earlier one but for white space"),
+        source=source,
+        seq_len=config.seq_len,
+        vocab_size=config.vocab_size,
+        validation_fraction=config.validation_fraction,
+        rows_per_group=config.rows_per_group,
+        rows_per_shard=config.rows_per_shard,
+        order_version=ORDER_VERSION,
+        num_tokens=num_tokens,
+        counts=counts,
+        tokenizer=Tokenizer(TOKENIZER_FILE, file_sha256(folder / TOKENIZER_FILE), tokenizer.get_vocab_size(), eot_id),
+        splits=splits,
+    )
 
 
-def _encode(tokenizer: Any, documents: list[Document]) -> Iterator[tuple[Rows, int]]:
-    """Tokens of some documents, each followed by end-of-text, and how many characters they were."""
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    for begin in range(0, len(documents), ENCODE_DOCUMENTS):
-        some = documents[begin : begin + ENCODE_DOCUMENTS]
-        encodings = tokenizer.encode_batch([document.text for document in some], add_special_tokens=False)
-        tokens = [token for encoding in encodings for token in (*encoding.ids, end)]
-        yield np.array(tokens, np.uint32), sum(len(document.text) for document in some)
+def collect(documents: Iterable[Document]) -> tuple[dict[bytes, Document], dict[str, int]]:
+    """Clean documents and drop repeats; what is left by content hash, in the order of the hashes, and counts.
+
+    That order is a shuffle that has nothing to do with the source's order.
+    """
+    kept: dict[bytes, Document] = {}
+    counts = {"documents": 0, "duplicates": 0, "characters": 0}
+    for document in documents:
+        text = clean_text(document.text)
+        key = content_hash(text)
+        if key in kept:
+            counts["duplicates"] += 1
+        else:
+            kept[key] = Document(document.id, text)
+            counts["documents"] += 1
+            counts["characters"] += len(text)
+    return dict(sorted(kept.items())), counts
 
 
-def _write(folder: Path, split: str, rows: Rows, config: DataConfig) -> Iterator[Shard]:
-    for number, begin in enumerate(range(0, len(rows), config.rows_per_shard)):
-        path = folder / f"{split}-{number:05d}.parquet"
-        yield write_shard(path, rows[begin : begin + config.rows_per_shard], rows_per_group=config.rows_per_group)
+def split_documents(documents: dict[bytes, Document], validation_fraction: float) -> dict[str, list[Document]]:
+    """Documents by split: those whose hash lies in the lowest `validation_fraction` validate, and at least one does.
+
+    A document keeps its side whatever else the corpus holds.
+    """
+    limit = int(validation_fraction * 2**64)
+    num_validation = sum(int.from_bytes(key[:8], "big") < limit for key in documents)
+    in_order = list(documents.values())
+    num_validation = max(num_validation, 1)
+    return {"validation": in_order[:num_validation], "train": in_order[num_validation:]}
 
 
-def _hash(text: str, purpose: str) -> int:
-    digest = hashlib.blake2b(text.encode(), digest_size=8, person=purpose.encode()).digest()
-    return int.from_bytes(digest, "little")
+def cut_rows(stream: Rows, seq_len: int) -> tuple[Rows, Rows]:
+    """Cut a token stream [n] into rows [m, seq_len + 1] that overlap by one; the rows, and the rest to put in front.
+
+    Every token but the stream's first is thus predicted exactly once. The rest begins with the last row's last token.
+    """
+    num_rows = (len(stream) - 1) // seq_len
+    if num_rows == 0:
+        return np.empty((0, seq_len + 1), np.uint32), stream
+    rows = np.lib.stride_tricks.sliding_window_view(stream, seq_len + 1)[::seq_len][:num_rows]
+    return rows, stream[num_rows * seq_len :]
+
+
+def _batches(documents: list[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    for document in documents:
+        batch.append(document)
+        if sum(len(d.text) for d in batch) >= ENCODE_CHARS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _counted(texts: Iterable[str], stage: str, total: int, progress: Progress) -> Iterator[str]:
+    for number, text in enumerate(texts):
+        progress(stage, number, total)
+        yield text
+
+
+def _install(building: Path, folder: Path) -> None:
+    """Rename a finished building folder into place, unless a finished corpus is there already."""
+    _sync(building)
+    with _lock(folder):
+        if (folder / MANIFEST).is_file():
+            return
+        if folder.exists():
+            shutil.rmtree(folder)  # left by something that did not finish
+        building.rename(folder)
+    _sync(folder.parent, files=False)
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Hold the lock that guards what stands at `folder`; the kernel lets go of it with the process."""
+    with open(folder.with_name(f".{folder.name}.lock"), "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _sync(folder: Path, *, files: bool = True) -> None:
+    for path in [*(folder.iterdir() if files else ()), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _sweep(folder: Path) -> None:
+    """Delete building folders of this corpus that were abandoned, by a killed process for example."""
+    for path in folder.parent.glob(f".{folder.name}.*.building"):
+        newest = max((p.stat().st_mtime for p in [path, *path.iterdir()] if p.exists()), default=0.0)
+        if time.time() - newest > ABANDONED_S:
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,11 +1,13 @@
 """Token shards: parquet files of fixed-width rows in uniform row groups, so that row -> bytes is arithmetic.
 
-A row is `seq_len + 1` token ids, uint32, as one FixedSizeBinary value: zstd, page checksums, no dictionary.
+A row is `seq_len + 1` token ids, little-endian uint32, as one FixedSizeBinary value: zstd, page checksums, no
+dictionary (it would decode every value twice for nothing).
 """
 
 import hashlib
-from collections.abc import Sequence
-from functools import lru_cache
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,108 +16,194 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from regrow.data.batch import Rows
 from regrow.data.manifest import Manifest, Shard
 from regrow.errors import DataError
+from regrow.plan.order import ORDER_VERSION
 
 COLUMN = "tokens"
-OPEN_SHARDS = 16  # kept open by a reader
-
-Rows = NDArray[np.uint32]
+OPEN_SHARDS = 16  # files that a reader keeps open
 
 
 class ShardReader:
-    """Reads rows of one split by number. Verifies page checksums as it reads; one reader a process and thread."""
+    """Rows of one split by their number. Verifies page checksums as it reads. Threads may share one; it pickles."""
 
     def __init__(self, folder: Path, split: str) -> None:
-        """Raises DataError where the folder holds no complete corpus."""
-        self.folder, self.manifest = folder, Manifest.load(folder)
-        self.rows_per_group = self.manifest.rows_per_group
-        self.row_tokens = self.manifest.seq_len + 1
+        """Raises DataError where the folder holds no finished corpus."""
+        self.folder, self.split = Path(folder), split
+        self.manifest = Manifest.load(self.folder)
         shards = self.manifest.splits[split].shards
         self.num_rows = self.manifest.splits[split].num_rows
-        self._files = [shard.file for shard in shards]
+        self.rows_per_group = self.manifest.rows_per_group
+        self.row_tokens = self.manifest.seq_len + 1
+        self._shards = shards
         self._starts = np.cumsum([0, *(shard.num_rows for shard in shards)])
-        self._open = lru_cache(OPEN_SHARDS)(self._open_shard)
+        self._open: OrderedDict[int, pq.ParquetFile] = OrderedDict()
+        self._lock = threading.Lock()
 
-    def read(self, rows: Sequence[int] | NDArray[np.int64]) -> Rows:
-        """uint32 [n, seq_len + 1] in the order asked; each row group they stand in is read once.
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardReader, (self.folder, self.split)  # open files do not travel
 
-        Raises DataError naming the shard that is missing or damaged.
+    def read(self, row_ids: Sequence[int] | NDArray[np.int64]) -> Rows:
+        """Rows, uint32[n, seq_len + 1], in the order asked; each row group that they stand in is decoded once.
+
+        Raises DataError naming a shard that is missing or damaged.
         """
-        wanted = np.asarray(rows, np.int64)
+        wanted = np.asarray(row_ids, np.int64)
         out = np.empty((len(wanted), self.row_tokens), np.uint32)
         if len(wanted) == 0:
             return out
-        assert 0 <= wanted.min() <= wanted.max() < self.num_rows, f"rows {wanted.min()}..{wanted.max()}"
-        shards = np.searchsorted(self._starts, wanted, side="right") - 1
-        groups, offsets = np.divmod(wanted - self._starts[shards], self.rows_per_group)
-        for shard, group in np.unique(np.stack([shards, groups]), axis=1).T.tolist():
-            here = (shards == shard) & (groups == group)
-            out[here] = self._read_group(shard, group)[offsets[here]]
+        low, high = int(wanted.min()), int(wanted.max())
+        assert 0 <= low <= high < self.num_rows, f"rows {low}..{high} of {self.num_rows}"
+        shard_ids = np.searchsorted(self._starts, wanted, side="right") - 1
+        group_ids, offsets = np.divmod(wanted - self._starts[shard_ids], self.rows_per_group)
+        keys = (shard_ids << 32) | group_ids
+        for key in np.unique(keys):
+            here = keys == key
+            out[here] = self._read_group(int(key) >> 32, int(key) & 0xFFFFFFFF)[offsets[here]]
         return out
 
-    def _read_group(self, shard: int, group: int) -> Rows:
-        try:
-            table = self._open(shard).read_row_group(group, columns=[COLUMN], use_threads=False)
-            return to_rows(table.column(COLUMN), self.row_tokens)
-        except (OSError, pa.ArrowException, ValueError) as error:
-            self._open.cache_clear()
+    def check_order(self, global_batch_seqs: int) -> None:
+        """Raises DataError if the corpus was prepared for another order, or cannot fill one global batch."""
+        manifest = self.manifest
+        if manifest.order_version != ORDER_VERSION:
             raise DataError(
-                f"{self.folder / self._files[shard]}: row group {group} cannot be read ({_first_line(error)}); "
-                f"delete {self.folder} and run python -m jobs.prepare_data again"
+                f"{self.folder} was prepared for order version {manifest.order_version}, this code has "
+                f"{ORDER_VERSION}; delete it and run python -m jobs.prepare_data"
+            )
+        if self.num_rows < global_batch_seqs:
+            raise DataError(
+                f"{manifest.recipe} has {self.num_rows} {self.split} rows of {manifest.seq_len} tokens, fewer than one "
+                f"global batch of optim.global_batch_seqs={global_batch_seqs}; lower it to at most {self.num_rows}, "
+                "lower data.seq_len, or choose a larger data.recipe"
+            )
+
+    def _read_group(self, shard_id: int, group_id: int) -> Rows:
+        shard = self._shards[shard_id]
+        expected = min(self.rows_per_group, shard.num_rows - group_id * self.rows_per_group)
+        try:
+            with self._lock:  # a ParquetFile is not for two threads at once
+                table = self._file(shard_id).read_row_group(group_id, columns=[COLUMN], use_threads=False)
+            rows = _to_rows(table.column(COLUMN), self.row_tokens)
+            if len(rows) != expected:
+                raise ValueError(f"{len(rows)} rows instead of {expected}")
+            return rows
+        except (OSError, pa.ArrowException, ValueError, KeyError) as error:
+            with self._lock:
+                self._open.pop(shard_id, None)
+            raise DataError(
+                f"{self.folder / shard.file}: row group {group_id} cannot be read ({_first_line(error)}); "
+                f"delete {self.folder} and run python -m jobs.prepare_data"
             ) from error
 
-    def _open_shard(self, shard: int) -> pq.ParquetFile:
-        return pq.ParquetFile(self.folder / self._files[shard], page_checksum_verification=True, memory_map=True)
+    def _file(self, shard_id: int) -> pq.ParquetFile:
+        if shard_id not in self._open:
+            while len(self._open) >= OPEN_SHARDS:
+                self._open.popitem(last=False)[1].close()
+            path = self.folder / self._shards[shard_id].file
+            self._open[shard_id] = pq.ParquetFile(path, page_checksum_verification=True)
+        self._open.move_to_end(shard_id)
+        return self._open[shard_id]
 
 
-def write_shard(path: Path, rows: Rows, *, rows_per_group: int) -> Shard:
-    """Write rows, uint32 [n, seq_len + 1], as one shard; bit-identical for the same rows and versions."""
-    table = pa.table({COLUMN: to_column(rows)})
-    pq.write_table(
-        table,
-        path,
-        row_group_size=rows_per_group,
-        compression="zstd",
-        use_dictionary=False,
-        write_statistics=False,
-        write_page_checksum=True,
-        store_schema=False,
-    )
-    return Shard(path.name, len(rows), path.stat().st_size, file_sha256(path))
+class ShardWriter:
+    """Writes the rows of one split, in batches of any size, as full row groups and full shards but for the last."""
+
+    def __init__(self, folder: Path, split: str, *, row_tokens: int, rows_per_group: int, rows_per_shard: int) -> None:
+        assert rows_per_shard % rows_per_group == 0, (rows_per_shard, rows_per_group)
+        self.folder, self.split = folder, split
+        self.rows_per_group, self.rows_per_shard = rows_per_group, rows_per_shard
+        self._schema = pa.schema([pa.field(COLUMN, pa.binary(row_tokens * 4), nullable=False)])
+        self._pending = np.empty((0, row_tokens), np.uint32)  # fewer than a row group
+        self._writer: pq.ParquetWriter | None = None
+        self._num_rows = 0  # of the open shard
+        self._shards: list[Shard] = []
+
+    def write(self, rows: Rows) -> None:
+        """Append rows, uint32[n, row_tokens]."""
+        rows = np.concatenate([self._pending, rows])
+        whole = len(rows) - len(rows) % self.rows_per_group
+        for begin in range(0, whole, self.rows_per_group):
+            self._write_group(rows[begin : begin + self.rows_per_group])
+        self._pending = rows[whole:].copy()
+
+    def close(self) -> tuple[Shard, ...]:
+        """Write what is left, perhaps a short last row group; the shards in order."""
+        if len(self._pending):
+            self._write_group(self._pending)
+        self._close_shard()
+        return tuple(self._shards)
+
+    def _write_group(self, rows: Rows) -> None:
+        if self._writer is None:
+            self._writer = pq.ParquetWriter(
+                self.folder / self._name(),
+                self._schema,
+                compression="zstd",
+                use_dictionary=False,
+                write_statistics=False,
+                write_page_checksum=True,
+                store_schema=False,
+            )
+        table = pa.table([_to_column(rows)], schema=self._schema)
+        self._writer.write_table(table, row_group_size=self.rows_per_group)
+        self._num_rows += len(rows)
+        if self._num_rows == self.rows_per_shard:
+            self._close_shard()
+
+    def _close_shard(self) -> None:
+        if self._writer is None:
+            return
+        self._writer.close()
+        path = self.folder / self._name()
+        self._shards.append(Shard(path.name, self._num_rows, path.stat().st_size, file_sha256(path)))
+        self._writer, self._num_rows = None, 0
+
+    def _name(self) -> str:
+        return f"{self.split}-{len(self._shards):05d}.parquet"
 
 
-def to_column(rows: Rows) -> pa.FixedSizeBinaryArray:
-    """Rows, uint32 [n, tokens], as an Arrow column that shares their memory."""
-    data = np.ascontiguousarray(rows, dtype="<u4")
-    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(data.shape[1] * 4), len(data), [None, pa.py_buffer(data)])
+def verify(folder: Path) -> Iterator[tuple[int, int]]:
+    """Check every shard and the tokenizer against the manifest, yielding (bytes done, bytes of all) on the way.
 
-
-def to_rows(column: Any, row_tokens: int) -> Rows:
-    """An Arrow column of `to_column` as uint32 [n, row_tokens], sharing memory where it is in one piece."""
-    if isinstance(column, pa.ChunkedArray):
-        column = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-        if isinstance(column, pa.ChunkedArray):
-            column = column.chunk(0)
-    if column.type != pa.binary(row_tokens * 4):
-        raise ValueError(f"column of {column.type}, expected {row_tokens} tokens a row")
-    tokens = np.frombuffer(column.buffers()[1], "<u4")
-    begin = column.offset * row_tokens
-    return tokens[begin : begin + len(column) * row_tokens].reshape(len(column), row_tokens)
-
-
-def verify(folder: Path) -> None:
-    """Check every shard's size and sha256 against the manifest. Raises DataError naming the first that differs."""
-    for split in Manifest.load(folder).splits.values():
-        for shard in split.shards:
-            path = folder / shard.file
-            if not path.is_file() or path.stat().st_size != shard.num_bytes or file_sha256(path) != shard.sha256:
-                raise DataError(f"{path} is missing or not what its manifest says; delete {folder} to redo it")
+    Raises DataError naming the first file that is missing or differs.
+    """
+    manifest = Manifest.load(folder)
+    shards = [shard for split in manifest.splits.values() for shard in split.shards]
+    files = [(shard.file, shard.sha256, shard.num_bytes) for shard in shards]
+    total, done = sum(num_bytes for _, _, num_bytes in files), 0
+    for name, sha256, num_bytes in [(manifest.tokenizer.file, manifest.tokenizer.sha256, 0), *files]:
+        path = Path(folder) / name
+        if not path.is_file() or file_sha256(path) != sha256:
+            raise DataError(
+                f"{path} is {'not what its manifest says' if path.exists() else 'missing'}; "
+                f"delete {folder} and run python -m jobs.prepare_data"
+            )
+        done += num_bytes
+        yield done, total
 
 
 def file_sha256(path: Path) -> str:
+    """Hex digest of a file's content."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _to_column(rows: Rows) -> pa.FixedSizeBinaryArray:
+    """Rows as an Arrow column that shares their memory."""
+    data = np.ascontiguousarray(rows, "<u4")
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(data.shape[1] * 4), len(data), [None, pa.py_buffer(data)])
+
+
+def _to_rows(column: pa.ChunkedArray, row_tokens: int) -> Rows:
+    """A column of one row group as rows that share its memory, read-only."""
+    if column.type != pa.binary(row_tokens * 4):
+        raise ValueError(f"a column of {column.type} instead of {row_tokens} tokens a row")
+    parts = [
+        np.frombuffer(chunk.buffers()[1], "<u4").reshape(-1, row_tokens)[chunk.offset : chunk.offset + len(chunk)]
+        for chunk in column.chunks
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate([np.empty((0, row_tokens), np.uint32), *parts])
 
 
 def _first_line(error: Exception) -> str:

@@ -23,6 +23,7 @@ from regrow.config.schema import PretrainConfig
 from regrow.config.store import STARTED_AT
 from regrow.data.manifest import Manifest
 from regrow.data.prepare import find_or_prepare
+from regrow.data.stream import start_stream
 from regrow.elastic.local_cluster import Connection, cluster_for
 from regrow.elastic.ray_train import build_trainer
 from regrow.elastic.run_folder import CHECKPOINTS, Run, check_may_start, open_run
@@ -112,7 +113,7 @@ class _Session:
                 "geometry": geometry,
             },
         )
-        stream = None
+        stream = start_stream(config, data_dir, start_step=run.resumed_step or 0, stop_step=_last_step(config))
         startup.done("actors")
         self.startup_s: dict[str, float] | None = None
         generation = ray.get(self.coordinator.ready.remote())

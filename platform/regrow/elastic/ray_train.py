@@ -21,7 +21,7 @@ CLUSTER_TUNING = {
 
 def build_trainer(config: PretrainConfig, *, train_fn: Any, settings: dict[str, Any], storage: str, name: str) -> Any:
     """A TorchTrainer with an elastic worker group. Its own bookkeeping goes to `<storage>/<name>/`."""
-    here = {key: "0" for key in CLUSTER_TUNING}
+    here = dict.fromkeys(CLUSTER_TUNING, "0")
     for key, value in (TUNING | (here if config.cluster.address is None else CLUSTER_TUNING)).items():
         os.environ.setdefault(key, value)
     from ray.train import FailureConfig, RunConfig, ScalingConfig

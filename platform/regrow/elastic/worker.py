@@ -8,6 +8,7 @@ import socket
 import time
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from regrow.checkpoint import catalog, store
 from regrow.checkpoint.collective import from_rank_0, gather
 from regrow.checkpoint.state import Entry, Progress, set_optimizer_step, training_entries
 from regrow.config.schema import PretrainConfig
-from regrow.data.batch import direct_batches, layout_of, order_of
+from regrow.data.batch import layout_of, order_of
 from regrow.data.shards import ShardReader
+from regrow.data.stream import rank_batches
 from regrow.errors import CheckpointError, RegrowError
 from regrow.model.flops import flops_per_token, peak_flops
 from regrow.optim.adamw import build_optimizer
@@ -92,13 +94,16 @@ def _train(job: Job) -> None:
     order = order_of(config, reader)
     tokens_per_step = config.optim.global_batch_seqs * config.data.seq_len
     last_step = min(config.train.steps, config.train.stop_at_step or config.train.steps)
-    batches = direct_batches(
+    batches = rank_batches(
+        job.stream,
         order,
         reader,
         layout_of(config),
         slices=plan.ranges[rank],
         start_step=progress.step,
         stop_step=last_step,
+        stall_timeout_s=config.data.stall_timeout_s,
+        on_fallback=partial(_report_fallback, job.coordinator, generation, rank),
     )
     peak = peak_flops(device, config.parallel.dtype, config.observe.peak_tflops)
     meter = Meter(
@@ -278,6 +283,11 @@ def _restore(job: Job, generation: int, entries: list[Entry]) -> tuple[Progress,
             "choose another run.name to start over"
         )
     return Progress(), "seed"
+
+
+def _report_fallback(coordinator: Any, generation: int, rank: int, window: int, reason: str) -> None:
+    """Tell the run's log that a rank reads a window from the shards itself."""
+    coordinator.event.remote(generation, "data_fallback", {"rank": rank, "window": window, "reason": reason})
 
 
 def replica_of(mesh: DeviceMesh) -> tuple[int, int]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from math import sqrt
 
 import torch
-from torch import Tensor
 
 from regrow.config.schema import Dtype, ModelConfig
 
@@ -74,24 +73,21 @@ def peak_flops(device: torch.device, dtype: Dtype, tflops: float | None = None) 
 
 
 def measure_peak_flops(device: torch.device, dtype: Dtype, *, budget_s: float = 0.05) -> float:
-    """FLOP/s of the best of several square matrix products, the size chosen so that one takes a few milliseconds."""
+    """FLOP/s of the fastest of several square matrix products, of a size that takes an eighth of `budget_s`."""
     torch_dtype = getattr(torch, dtype.value)
 
-    def once(matrix: Tensor) -> float:
-        begun = time.perf_counter()
-        torch.mm(matrix, matrix)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - begun
+    def fastest(size: int, repeats: int) -> float:
+        matrix = torch.randn(size, size, device=device).div_(sqrt(size)).to(torch_dtype)
+        seconds = []
+        for _ in range(repeats):
+            begun = time.perf_counter()
+            torch.mm(matrix, matrix)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - begun)
+        return min(seconds)
 
-    size = 256
-    matrix = torch.ones(size, size, dtype=torch_dtype, device=device)
-    once(matrix)  # the first call loads libraries
-    # aim at an eighth of the budget: cost grows with the cube of the size
-    size = min(max(256, int(size * (budget_s / 8 / once(matrix)) ** (1 / 3)) // 64 * 64), 8192)
-    matrix = torch.randn(size, size, device=device).div_(sqrt(size)).to(torch_dtype)
-    best, spent = once(matrix), 0.0
-    while spent < budget_s:
-        seconds = once(matrix)
-        best, spent = min(best, seconds), spent + seconds
-    return 2.0 * size**3 / best
+    size = 512
+    growth = (budget_s / 8 / fastest(size, 3)) ** (1 / 3)  # the cost grows with the cube of the size
+    size = min(max(size, int(size * growth) // 64 * 64), 8192)
+    return 2.0 * size**3 / fastest(size, 8)

@@ -31,7 +31,10 @@ def narrate(event: Mapping[str, Any]) -> str | None:
         case "rollback":
             return f"rolled back from step {event['from_step']} to {event['to_step']}"
         case "data_fallback":
-            return f"the token stream stalled at step {event['step']}; reading the same rows directly"
+            return (
+                f"the token stream did not deliver window {event['window']} to rank {event['rank']} "
+                f"({event['reason']}); it reads the same rows directly"
+            )
         case "note":
             return str(event["text"])
     return None

@@ -68,10 +68,12 @@ def settle_shards(model: torch.nn.Module) -> None:
         module.reshard()
 
 
-def set_gradient_sync(model: torch.nn.Module, sync: bool) -> None:
-    """Whether the next backward reduces gradients, or adds them to those that this rank keeps whole."""
+def prepare_pass(model: torch.nn.Module, *, reduce: bool, free: bool) -> None:
+    """Whether the next backward reduces gradients, or adds them to those that this rank keeps whole; and whether it
+    frees the full parameters behind it, or leaves them for the next forward."""
     if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(sync)
+        model.set_requires_gradient_sync(reduce)
+        model.set_reshard_after_backward(free)
 
 
 def free_gathered(model: torch.nn.Module) -> None:

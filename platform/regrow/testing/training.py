@@ -41,6 +41,7 @@ def build(training: Training) -> TrainStep:
         group=data_parallel_group(mesh),
         shard_group=shard_group(mesh),
         sync_every_micro_batch=training.parallel.sync_every_micro_batch,
+        keep_gathered=not training.parallel.reshard_after_forward,
     )
 
 

@@ -13,9 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from regrow.config.schema import ParallelConfig
 from regrow.optim.adamw import clip_grad_norm_float64, set_lr
 from regrow.parallel.float8 import refresh_float8_scales
-from regrow.parallel.fsdp import free_gathered, set_gradient_sync
+from regrow.parallel.fsdp import free_gathered, prepare_pass
 
 IGNORE_INDEX = -100  # a target that does not count; as an input such a token reads as 0
 LIMB_BITS = 16  # a uint64 travels as four limbs, whose sums over 2**37 ranks float64 still holds exactly
@@ -63,7 +64,8 @@ class TrainStep:
     """Runs optimizer steps on a model that `build_model` made.
 
     `group` are all ranks that train on different rows, `shard_group` those among which one copy of the model is
-    sharded; both None for one process without FSDP.
+    sharded; both None for one process without FSDP. `keep_gathered` gathers parameters once a step instead of twice a
+    micro-batch, for models built with `reshard_after_forward` off.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class TrainStep:
         group: dist.ProcessGroup | None,
         shard_group: dist.ProcessGroup | None,
         sync_every_micro_batch: bool = False,
+        keep_gathered: bool = False,
         loss_function: LossFunction | None = None,
     ) -> None:
         self.model = model
@@ -83,6 +86,7 @@ class TrainStep:
         self.group = group
         self.shard_group = shard_group
         self.sync_every_micro_batch = sync_every_micro_batch
+        self.keep_gathered = keep_gathered
         self.loss_function = loss_function or sum_cross_entropy
 
     def run(
@@ -115,7 +119,8 @@ class TrainStep:
             inputs, targets = pairs[min(index, len(pairs) - 1)]
             if index >= len(pairs):
                 targets = torch.full_like(targets, IGNORE_INDEX)
-            set_gradient_sync(self.model, self.sync_every_micro_batch or index == num_micro_batches - 1)
+            last = index == num_micro_batches - 1
+            prepare_pass(self.model, reduce=last or self.sync_every_micro_batch, free=last or not self.keep_gathered)
             share = self.loss_function(self.model(inputs), targets) / divisor
             share.backward()
             loss += share.detach()
@@ -177,6 +182,13 @@ def sum_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     return F.cross_entropy(
         logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
+
+
+def build_loss(parallel: ParallelConfig, device: torch.device) -> LossFunction:
+    """The loss for a model built so: compiled with it on a GPU, which then makes no float32 copy of the logits."""
+    if parallel.compile and device.type == "cuda":
+        return torch.compile(sum_cross_entropy, backend=parallel.compile_backend)
+    return sum_cross_entropy
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> None:

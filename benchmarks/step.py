@@ -1,0 +1,602 @@
+"""Speed and memory of the training step: tokens/s, MFU and peak bytes of each dtype and float8 recipe, on one device.
+
+    python benchmarks/step.py --out FILE [--quick] [--device cpu|cuda] [--models 1_8b 8b-layers4] [--recipes ...]
+
+One process, FSDP over a group of one: what is measured is the compute path, with none of the traffic between ranks.
+The peer is `bare`, a plain `torch.nn` Llama of the same dims with AdamW in a plain loop, in the same run. Needs torch
+alone, torchao for float8; runs from a checkout that is not installed.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "platform"))
+
+from regrow.config.schema import (  # noqa: E402
+    ActivationCheckpoint,
+    Dtype,
+    Float8,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RopeScaling,
+)
+from regrow.model.flops import Peak, flops_per_token, num_params, peak_flops  # noqa: E402
+from regrow.optim.adamw import build_optimizer  # noqa: E402
+from regrow.parallel.apply import build_model  # noqa: E402
+from regrow.parallel.fsdp import BACKENDS, build_mesh, data_parallel_group, shard_group  # noqa: E402
+from regrow.plan.mesh import plan_mesh  # noqa: E402
+from regrow.train.step import TrainStep, build_loss  # noqa: E402
+
+GIB = 2**30
+LR = 1e-4
+COMPILED = "+compile"
+DEFAULTS: dict[str, dict[str, list[str]]] = {
+    "cpu": {"models": ["debug"], "recipes": ["bare", "float32"]},
+    "cuda": {
+        "models": ["1_8b", "8b-layers4"],
+        "recipes": [
+            "bare+compile",
+            "bfloat16",
+            "bfloat16+compile",
+            "tensorwise+compile",
+            "tensorwise_all_gather+compile",
+            "rowwise+compile",
+            "rowwise_with_gw_hp+compile",
+        ],
+    },
+}
+
+RunStep = Callable[[int], None]  # launches step number n; does not wait for the device
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing that is timed: a model under a recipe, which is bare, a dtype or a float8 recipe, perhaps compiled."""
+
+    model: ModelConfig
+    recipe: str
+    dtype: Dtype  # of `bare`; other recipes name theirs
+    micro_batch_seqs: int
+    num_micro_batches: int
+    seq_len: int
+    activation_checkpoint: ActivationCheckpoint
+    compile_backend: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.name}/{self.recipe}"
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch_seqs * self.num_micro_batches * self.seq_len
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        name = self.recipe.removesuffix(COMPILED)
+        is_dtype = name in Dtype.__members__
+        return ParallelConfig(
+            dtype=Dtype(name) if is_dtype else Dtype.bfloat16,
+            float8=Float8.none if is_dtype else Float8(name),
+            compile=self.recipe.endswith(COMPILED),
+            compile_backend=self.compile_backend,
+            activation_checkpoint=self.activation_checkpoint,
+            reshard_after_forward=False,  # there is nobody to gather from again
+        )
+
+
+@dataclass
+class Timings:
+    """What the rounds of one case gave."""
+
+    case: Case
+    step_s: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    warmup_s: float = 0.0  # building, compiling and the first steps, of the slowest round
+
+
+def main() -> None:
+    options = parse_options()
+    device = torch.device(options.device)
+    began = time.monotonic()
+    torch.manual_seed(0)
+    report = Report(options, device)
+    with process_group(device):
+        peak = peak_flops(device, Dtype.bfloat16 if device.type == "cuda" else Dtype.float32)
+        cases = [case for model in options.models for case in cases_of(model, options, device)]
+        report.start(peak, cases)
+        for round_number in range(options.rounds):
+            for case in cases:
+                if time.monotonic() - began > options.budget_s:
+                    report.skip(case, f"round {round_number + 1}: the budget of {options.budget_s:.0f} s was spent")
+                    continue
+                measure(case, options, device, report)
+    report.finish()
+
+
+def measure(case: Case, options: argparse.Namespace, device: torch.device, report: "Report") -> None:
+    """Build one case, time its steps, free it; a case that cannot run is reported with the reason."""
+    try:
+        timings = time_case(case, device, num_warmup=options.warmup, num_steps=options.steps)
+    except Exception as error:  # out of memory, no torchao, no kernel: the other cases still count
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        print(f"{case.name}: skipped, {reason}", flush=True)
+        report.skip(case, reason)
+    else:
+        report.add(timings)
+        median = statistics.median(timings.step_s)
+        print(
+            f"{case.name}: {case.tokens / median:,.0f} tokens/s, step {median:.3f} s, "
+            f"peak {timings.peak_bytes / GIB:.1f} GiB, ready after {timings.warmup_s:.0f} s",
+            flush=True,
+        )
+    finally:
+        torch._dynamo.reset()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def time_case(case: Case, device: torch.device, *, num_warmup: int, num_steps: int) -> Timings:
+    began = time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    batches = [token_rows(case, seed, device) for seed in range(4)]
+    build = bare_step if case.recipe.removesuffix(COMPILED) == "bare" else our_step
+    run = build(case, batches, device)
+    for number in range(num_warmup):
+        run(number)
+    synchronize(device)
+    timings = Timings(case, warmup_s=time.perf_counter() - began)
+    timings.step_s = clock(run, num_steps, device)
+    if device.type == "cuda":
+        timings.peak_bytes = torch.cuda.max_memory_allocated(device)
+    return timings
+
+
+def clock(run: RunStep, num_steps: int, device: torch.device) -> list[float]:
+    """Seconds of each step; on a GPU by events in its stream, so that the host may run ahead as it does in training."""
+    if device.type == "cpu":
+        seconds = []
+        for number in range(num_steps):
+            began = time.perf_counter()
+            run(number)
+            seconds.append(time.perf_counter() - began)
+        return seconds
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
+    events[0].record()
+    for number in range(num_steps):
+        run(number)
+        events[number + 1].record()
+    synchronize(device)
+    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
+
+
+def our_step(case: Case, batches: Sequence[Tensor], device: torch.device) -> RunStep:
+    """The step as the job runs it: FSDP over one rank, every pass and reduction in place."""
+    mesh = build_mesh(plan_mesh(1, 1), device.type)
+    model = build_model(case.model, case.parallel, mesh=mesh, device=device, seed=0)
+    step = TrainStep(
+        model,
+        build_optimizer(model, OptimConfig()),
+        max_grad_norm=1.0,
+        group=data_parallel_group(mesh),
+        shard_group=shard_group(mesh),
+        loss_function=build_loss(case.parallel, device),
+        keep_gathered=True,
+    )
+    launched = []
+
+    def run(number: int) -> None:
+        micro_batches = batches[number % len(batches)].split(case.micro_batch_seqs)
+        launched.append(step.run(micro_batches, num_micro_batches=len(micro_batches), lr=LR, digest=number))
+        if len(launched) > 1:
+            launched.pop(0).resolve()  # as the loop does: step N is read after step N+1 was launched
+
+    return run
+
+
+def bare_step(case: Case, batches: Sequence[Tensor], device: torch.device) -> RunStep:
+    """The peer: plain modules, autocast, torch's clipping, the loss read never."""
+    torch.manual_seed(0)
+    with device:
+        model = BareLlama(case.model, case.seq_len)
+    model.init_weights()
+    if case.recipe.endswith(COMPILED):
+        for block in model.blocks:
+            block.compile(backend=case.compile_backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=case.dtype is Dtype.bfloat16)
+
+    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / case.num_micro_batches
+
+    compiled_loss = case.recipe.endswith(COMPILED) and device.type == "cuda"
+    compute_loss = torch.compile(loss_of, backend=case.compile_backend) if compiled_loss else loss_of
+
+    def run(number: int) -> None:
+        for rows in batches[number % len(batches)].split(case.micro_batch_seqs):
+            with autocast:
+                logits = model(rows[:, :-1])
+            compute_loss(logits, rows[:, 1:]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return run
+
+
+class BareBlock(nn.Module):
+    """A Llama block in plain torch."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.width = config.dim // config.num_heads
+        kv_dim = config.num_kv_heads * self.width
+        self.norm1, self.norm2 = (nn.RMSNorm(config.dim, eps=config.norm_eps) for _ in range(2))
+        self.q, self.o = (nn.Linear(config.dim, config.dim, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(config.dim, kv_dim, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(config.dim, config.ffn_dim, bias=False) for _ in range(2))
+        self.down = nn.Linear(config.ffn_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        def heads(y: Tensor) -> Tensor:
+            return y.unflatten(-1, (-1, self.width)).transpose(1, 2)
+
+        def turn(y: Tensor) -> Tensor:
+            a, b = y.float().chunk(2, dim=-1)
+            return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(y.dtype)
+
+        h = self.norm1(x)
+        q, k, v = turn(heads(self.q(h))), turn(heads(self.k(h))), heads(self.v(h))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.o(attended.transpose(1, 2).flatten(-2))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class BareLlama(nn.Module):
+    def __init__(self, config: ModelConfig, seq_len: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(BareBlock(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied:
+            self.head.weight = self.embed.weight
+        width = config.dim // config.num_heads
+        angles = torch.outer(torch.arange(seq_len).float(), config.rope_theta ** -(torch.arange(0, width, 2) / width))
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def init_weights(self) -> None:
+        for parameter in self.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return self.head(self.norm(x))
+
+
+class Report:
+    """The JSON file, rewritten after every case so that an interrupted run leaves what it has."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.options, self.device = options, device
+        self.timings: dict[str, Timings] = {}  # by case
+        self.skipped: dict[str, str] = {}
+        self.peak = Peak(1.0, "not measured")
+        self.cases: list[Case] = []
+
+    def start(self, peak: Peak, cases: list[Case]) -> None:
+        self.peak, self.cases = peak, cases
+        print(f"{hardware(self.device)}; peak {peak.flops / 1e12:.3g} TFLOP/s ({peak.source})", flush=True)
+
+    def add(self, timings: Timings) -> None:
+        sofar = self.timings.setdefault(timings.case.name, Timings(timings.case))
+        sofar.step_s += timings.step_s
+        sofar.peak_bytes = max(sofar.peak_bytes, timings.peak_bytes)
+        sofar.warmup_s = max(sofar.warmup_s, timings.warmup_s)
+        self.write()
+
+    def skip(self, case: Case, reason: str) -> None:
+        self.skipped[case.name] = reason
+        self.write()
+
+    def finish(self) -> None:
+        self.write()
+        print(f"wrote {self.options.out}", flush=True)
+        if not self.timings:
+            sys.exit("nothing could be measured")
+
+    def write(self) -> None:
+        path = Path(self.options.out)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+
+    def to_dict(self) -> dict[str, Any]:
+        figures: dict[str, float] = {}
+        spread: dict[str, list[float]] = {}
+        peers: dict[str, float] = {}
+        for name, timings in self.timings.items():
+            case = timings.case
+            median = statistics.median(timings.step_s)
+            slow, fast = max(timings.step_s), min(timings.step_s)
+            target = peers if case.recipe.startswith("bare") else figures
+            key = f"{self.device.type}/{name}"
+            target[f"{key}/tokens_per_s"] = case.tokens / median
+            target[f"{key}/step_s"] = median
+            spread[f"{key}/step_s"] = [fast, slow]
+            spread[f"{key}/tokens_per_s"] = [case.tokens / slow, case.tokens / fast]
+            target[f"{key}/mfu"] = case.tokens / median * flops_per_token(case.model, case.seq_len) / self.peak.flops
+            if timings.peak_bytes:
+                target[f"{key}/peak_bytes"] = timings.peak_bytes
+            target[f"{key}/warmup_s"] = timings.warmup_s
+        for model_name in dict.fromkeys(timings.case.model.name for timings in self.timings.values()):
+            figures.update(self.ratios(model_name))
+        ratios = [value for key, value in figures.items() if key.endswith("/tokens_per_s_ratio_bare")]
+        if ratios:
+            figures["tokens_per_s_ratio_bare"] = ratios[0]  # of the first model
+        return {
+            "figures": figures,
+            "spread": spread,
+            "peers": peers,
+            "skipped": self.skipped,
+            "settings": self.settings(),
+            "versions": versions(),
+            "hardware": hardware(self.device),
+            "git": git_sha(),
+        }
+
+    def ratios(self, model_name: str) -> dict[str, float]:
+        """Our speed over the bare loop's at the same dtype, compiled if both are; float8's over bfloat16's."""
+        speed = {
+            timings.case.recipe: timings.case.tokens / statistics.median(timings.step_s)
+            for timings in self.timings.values()
+            if timings.case.model.name == model_name
+        }
+        prefix, found = f"{self.device.type}/{model_name}", {}
+        dtype = default_dtype(self.device).value
+        for suffix in ("", COMPILED):
+            if f"bare{suffix}" in speed and f"{dtype}{suffix}" in speed:
+                found[f"{prefix}/tokens_per_s_ratio_bare"] = speed[f"{dtype}{suffix}"] / speed[f"bare{suffix}"]
+            base = speed.get(f"{Dtype.bfloat16.value}{suffix}")
+            for recipe in Float8:
+                name = f"{recipe.value}{suffix}"
+                if base and name in speed:
+                    found[f"{prefix}/{name}/float8_speedup"] = speed[name] / base
+        return found
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "peak_flops": self.peak.flops,
+            "peak_source": self.peak.source,
+            "mfu": "tokens/s * (6N + 12*L*H*Q*T) / peak_flops, N without the input embedding, whole attention matrix",
+            "models": {
+                case.model.name: {
+                    "num_params": num_params(case.model),
+                    "flops_per_token": flops_per_token(case.model, case.seq_len),
+                    "seq_len": case.seq_len,
+                    "micro_batch_seqs": case.micro_batch_seqs,
+                    "num_micro_batches": case.num_micro_batches,
+                }
+                for case in self.cases
+            },
+            "rounds": self.options.rounds,
+            "steps_per_round": self.options.steps,
+            "warmup_steps": self.options.warmup,
+            "activation_checkpoint": self.options.activation_checkpoint,
+            "compile_backend": self.options.compile_backend,
+            "bare_dtype": default_dtype(self.device).value,
+            "torch_threads": torch.get_num_threads(),
+        }
+
+
+def cases_of(model_name: str, options: argparse.Namespace, device: torch.device) -> Iterator[Case]:
+    """Every recipe of a model. Raises SystemExit for a recipe that there is not."""
+    model = read_model(model_name)
+    seq_len, micro_batch_seqs = batch_shape(model, options, device)
+    known = {"bare", *Dtype.__members__, *(recipe.value for recipe in Float8 if recipe is not Float8.none)}
+    for recipe in options.recipes:
+        if recipe.removesuffix(COMPILED) not in known:
+            sys.exit(f"unknown recipe {recipe!r}; one of {', '.join(sorted(known))}, perhaps with {COMPILED}")
+        yield Case(
+            model=model,
+            recipe=recipe,
+            dtype=default_dtype(device),
+            micro_batch_seqs=micro_batch_seqs,
+            num_micro_batches=options.micro_batches,
+            seq_len=seq_len,
+            activation_checkpoint=ActivationCheckpoint(options.activation_checkpoint),
+            compile_backend=options.compile_backend,
+        )
+
+
+def default_dtype(device: torch.device) -> Dtype:
+    return Dtype.bfloat16 if device.type == "cuda" else Dtype.float32
+
+
+def batch_shape(model: ModelConfig, options: argparse.Namespace, device: torch.device) -> tuple[int, int]:
+    """Tokens of a sequence and sequences of a micro-batch that should fit the device's memory."""
+    if device.type == "cpu":
+        return options.seq_len or 256, options.micro_batch_seqs or 8
+    memory = (options.memory_gib or torch.cuda.get_device_properties(device).total_memory / GIB) * GIB
+    seq_len = options.seq_len or 4096
+    if options.micro_batch_seqs:
+        return seq_len, options.micro_batch_seqs
+    # float32 parameters, gradients and two moments; logits in bfloat16 and float32 with their gradients; what a block
+    # keeps in bfloat16: about 12 tensors of width D and 4 of width F a token
+    fixed = 16 * num_params(model)
+    per_seq = seq_len * (12 * model.vocab_size + 2 * model.num_layers * (12 * model.dim + 4 * model.ffn_dim))
+    return seq_len, max(1, min(8, int((0.85 * memory - fixed) // per_seq)))
+
+
+def read_model(name: str) -> ModelConfig:
+    """A model of conf/model by name; `8b-layers4` is 8b with 4 layers. Raises SystemExit for one that there is not."""
+    base, _, layers = name.partition("-layers")
+    path = ROOT / "conf" / "model" / f"{base}.yaml"
+    if not path.exists():
+        known = ", ".join(sorted(other.stem for other in path.parent.glob("*.yaml")))
+        sys.exit(f"unknown model {base!r}; one of {known}, perhaps with -layersN")
+    tree = read_yaml(path.read_text())
+    values = dict(tree.get("model", tree))
+    scaling = values.pop("rope_scaling", None)
+    config = ModelConfig(**values, rope_scaling=RopeScaling(**scaling) if scaling else None)
+    return dataclasses.replace(config, name=name, num_layers=int(layers)) if layers else config
+
+
+def read_yaml(text: str) -> dict[str, Any]:
+    """The YAML that conf/model uses: nested maps by indentation, and numbers, booleans and words. No PyYAML needed."""
+    root: dict[str, Any] = {}
+    stack = [(-1, root)]
+    for line in text.splitlines():
+        content = line.split("#")[0].rstrip()
+        if not content.strip():
+            continue
+        indent = len(content) - len(content.lstrip())
+        key, _, value = content.strip().partition(":")
+        while stack[-1][0] >= indent:
+            stack.pop()
+        parent = stack[-1][1]
+        if value.strip():
+            parent[key] = read_scalar(value.strip())
+        else:
+            parent[key] = {}
+            stack.append((indent, parent[key]))
+    return root
+
+
+def read_scalar(text: str) -> bool | int | float | str | None:
+    if text in ("true", "false", "null"):
+        return {"true": True, "false": False, "null": None}[text]
+    for convert in (int, float):
+        if re.fullmatch(r"[-+.\deE]+", text):
+            with contextlib.suppress(ValueError):
+                return convert(text)
+    return text.strip("'\"")
+
+
+def token_rows(case: Case, seed: int, device: torch.device) -> Tensor:
+    """Rows of tokens as frequent as words are: the k-th most common in proportion to 1/(k + 2.7) (Zipf, Mandelbrot)."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = 1.0 / (torch.arange(case.model.vocab_size, dtype=torch.float64) + 2.7)
+    shape = (case.micro_batch_seqs * case.num_micro_batches, case.seq_len + 1)
+    uniform = torch.rand(shape, dtype=torch.float64, generator=generator)
+    edges = weights.cumsum(0) / weights.sum()
+    return torch.searchsorted(edges, uniform).clamp(max=case.model.vocab_size - 1).to(device)
+
+
+@contextlib.contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """A group of this process alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            BACKENDS[device.type],
+            init_method=f"file://{folder}/store",
+            rank=0,
+            world_size=1,
+        )
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return f"{properties.name}, {properties.total_memory / GIB:.0f} GiB"
+    return f"{os.cpu_count()} x {cpu_name()}"
+
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["torchao"] = importlib.metadata.version("torchao")
+    return found
+
+
+def git_sha() -> str:
+    """The commit, marked where files differ from it."""
+    try:
+        sha = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return sha.stdout.strip()
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", required=True, help="JSON file, rewritten after every case")
+    parser.add_argument("--quick", action="store_true", help="one round of few steps: minutes on 2 cores")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--models", nargs="+", help="names of conf/model, perhaps with -layersN (8b-layers4)")
+    parser.add_argument("--recipes", nargs="+", help="bare, a dtype or a float8 recipe, perhaps with +compile")
+    parser.add_argument("--rounds", type=int, help="times each case is built and timed, round-robin")
+    parser.add_argument("--steps", type=int, help="timed steps of a case in a round, at least 5")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before that, in which compiling happens")
+    parser.add_argument("--seq-len", type=int, help="tokens of a sequence")
+    parser.add_argument("--micro-batch-seqs", type=int, help="sequences of a micro-batch; by default what should fit")
+    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--memory-gib", type=float, help="choose the micro-batch as if the GPU had this much memory")
+    parser.add_argument("--activation-checkpoint", choices=list(ActivationCheckpoint.__members__), default="none")
+    parser.add_argument("--compile-backend", default="inductor")
+    parser.add_argument("--budget-s", type=float, default=540.0, help="start no further case after this long")
+    options = parser.parse_args()
+    defaults = DEFAULTS[options.device]
+    options.models = options.models or defaults["models"]
+    options.recipes = options.recipes or defaults["recipes"]
+    options.rounds = options.rounds or (1 if options.quick else 2)
+    options.steps = options.steps or (5 if options.quick else 10)
+    return options
+
+
+if __name__ == "__main__":
+    main()

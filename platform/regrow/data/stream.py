@@ -1,0 +1,378 @@
+"""The token stream: one actor and one Ray Data Dataset produce windows ahead of training, for any world size.
+
+    TokenStream (actor, outlives worker groups)              ranks (any number, new ones at every resize)
+    tickets -> [ Ray Data: ticket -> window -> S slices ] -> get(window, my slices) -> references to blocks
+
+What a rank receives is checked against `Order`, row by row; whatever the stream cannot deliver the rank reads from the
+shards itself. So the stream decides how fast data comes, never which.
+
+The Dataset's source is a task that asks the actor which windows to produce next ("tickets"). That makes three things
+free that Ray Data has no setting for: it cannot run ahead (its own backpressure bounds bytes, and spins a core while it
+holds), it starts in the same time however long the run is (a source with a block per window took 14 ms for each), and
+a rollback is another ticket, not another Dataset. The only file of this package that imports ray.
+"""
+
+import asyncio
+import functools
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from regrow.config.schema import PretrainConfig
+from regrow.data.batch import BatchLayout, Positions, RankBatch, RowReader, Rows, direct_batches, layout_of, order_of
+from regrow.plan.order import Order
+
+KEPT_BACK = 2  # windows behind training that stay, for a rollback
+MAX_CALLS = 10_000  # calls that may wait in the actor at once: ranks times two, with room
+RETRY_PATIENCE_S = 0.1  # a rank that had to read directly waits no longer than this, until the stream delivers again
+MAX_BACKOFF_S = 30.0  # between restarts of a Dataset that keeps failing
+
+Block = tuple[Positions, Rows]  # one slice of one window, step after step
+Fallback = Callable[[int, str], None]  # (window, reason)
+Result = TypeVar("Result")
+
+log = logging.getLogger(__name__)
+
+
+def start_stream(config: PretrainConfig, data_dir: Path, *, start_step: int, stop_step: int) -> Any:
+    """Start the stream's actor on this node, with production under way from `start_step`; its handle, for the workers.
+
+    Returns at once. Tasks ask for `data.stream_cpus` logical CPUs beyond those of the workers; where the cluster has
+    none left, ranks read directly. Raises DataError if the corpus does not fit the run.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from regrow.data.shards import ShardReader
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor = ray.remote(TokenStream).options(
+        num_cpus=0, scheduling_strategy=here, max_restarts=-1, max_concurrency=MAX_CALLS
+    )
+    stream: Any = actor.remote(
+        order_of(config, ShardReader(data_dir, "train")),
+        data_dir,
+        layout_of(config),
+        start_step=start_step,
+        stop_step=stop_step,
+        prefetch_windows=config.data.prefetch_windows,
+        stream_cpus=config.data.stream_cpus,
+    )
+    stream.start.remote()
+    return stream
+
+
+class TokenStream:
+    """Keeps the windows around the newest one asked for: `prefetch_windows` from it on, and a few behind.
+
+    An asyncio actor: its state changes on the event loop only. A thread runs the Dataset and hands blocks over.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        data_dir: Path,
+        layout: BatchLayout,
+        *,
+        start_step: int,
+        stop_step: int,
+        prefetch_windows: int,
+        stream_cpus: float,
+    ) -> None:
+        self.order, self.data_dir, self.layout = order, data_dir, layout
+        self.prefetch_windows, self.stream_cpus = prefetch_windows, stream_cpus
+        self.last_window = (stop_step - 1) // layout.window_steps
+        self.newest = start_step // layout.window_steps  # the newest window asked for
+        self.claimed = False  # whether anybody asked yet: a restarted actor does not know where training is
+        self.kept: dict[int, list[Any]] = {}  # window -> references to its slices
+        self.in_flight: deque[int] = deque()  # windows that tickets are out for, in their order
+        self.arrived: list[Any] = []  # references of the first one in flight
+        self.run = 0  # of the Dataset; grows with every restart
+        self.source = ""  # the one task that may draw this run's tickets
+        self.counts = {"windows": 0, "restarts": 0, "refused": 0}
+        self.changed: asyncio.Event | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.failed_at = float("-inf")
+
+    async def start(self) -> None:
+        """Begin to produce. The other calls do it too, for an actor that was restarted."""
+        if self.loop is None:
+            import ray
+
+            self.loop, self.changed = asyncio.get_running_loop(), asyncio.Event()
+            handle = ray.get_runtime_context().current_actor
+            threading.Thread(target=self._produce, args=(handle,), name="token-stream", daemon=True).start()
+
+    async def get(self, window: int, slices: list[int], seek: bool, timeout_s: float) -> list[Any] | None:
+        """References to these slices' blocks of a window, waiting until they are there; None if they will not be.
+
+        A rank that begins says `seek`: only that may move the stream back. A rank that lags reads directly.
+        """
+        await self.start()
+        if seek or not self.claimed or window > self.newest:
+            self.newest, self.claimed = min(window, self.last_window), True
+            for old in [w for w in self.kept if not self._is_near(w)]:
+                del self.kept[old]
+            self._notify()
+        give_up_at = time.monotonic() + timeout_s
+        while window not in self.kept:
+            left_s = give_up_at - time.monotonic()
+            if left_s <= 0 or not (window in self.in_flight or window in self._wanted()):
+                self.counts["refused"] += 1
+                return None
+            await self._change(left_s)
+        return [self.kept[window][k] for k in slices]
+
+    async def tickets(self, run: int, source: str) -> list[int]:
+        """The next windows to produce, waiting until there are any; none: the Dataset is to end."""
+        self.source = self.source or source
+        if source != self.source:  # Ray ran the source again after it died: tickets that it had drawn are lost
+            self._end_run(run)
+        while run == self.run:
+            windows = [w for w in self._wanted() if w not in self.kept and w not in self.in_flight]
+            if windows:
+                self.in_flight += windows
+                return windows
+            await self._change()
+        return []
+
+    async def status(self) -> dict[str, Any]:
+        """Counts since the start, and what is kept: for reports and tests."""
+        await self.start()
+        return {**self.counts, "kept": sorted(self.kept), "newest": self.newest, "cpu_s": time.process_time()}
+
+    def _wanted(self) -> range:
+        return range(self.newest, min(self.newest + self.prefetch_windows, self.last_window + 1))
+
+    def _is_near(self, window: int) -> bool:
+        # training is one window behind the newest, which a rank asks for when it begins the one before
+        return self.newest - 1 - KEPT_BACK <= window <= self.newest + self.prefetch_windows
+
+    def _notify(self) -> None:
+        assert self.changed is not None
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def _change(self, timeout_s: float | None = None) -> None:
+        assert self.changed is not None
+        try:
+            await asyncio.wait_for(self.changed.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    def _arrive(self, run: int, references: list[Any]) -> None:
+        """Blocks come in the order of the tickets, slice after slice."""
+        if run != self.run:
+            return
+        for reference in references:
+            self.arrived.append(reference)
+            if len(self.arrived) == self.layout.num_slices:
+                window, blocks, self.arrived = self.in_flight.popleft(), self.arrived, []
+                self.counts["windows"] += 1
+                if self._is_near(window):
+                    self.kept[window] = blocks
+        self._notify()
+
+    def _end_run(self, run: int) -> None:
+        if run == self.run:
+            self.run, self.source = run + 1, ""
+            self.in_flight.clear()
+            self.arrived = []
+            self.counts["restarts"] += 1
+            self._notify()
+
+    def _produce(self, handle: Any) -> None:
+        """Run Datasets, one after another has failed, for as long as the process lives."""
+        assert self.loop is not None
+        backoff_s = 0.5
+        while True:
+            run, began = self.run, time.monotonic()
+            try:
+                dataset = build_dataset(handle, run, self.order, self.data_dir, self.layout, self.stream_cpus)
+                for bundle in dataset.iter_internal_ref_bundles():  # internal: no public call hands out references
+                    assert all(entry.metadata.num_rows == 1 for entry in bundle.blocks)
+                    self.loop.call_soon_threadsafe(self._arrive, run, [entry.ref for entry in bundle.blocks])
+            except Exception as error:
+                log.warning("token stream: %s; restarting it", _first_line(error))
+            self.loop.call_soon_threadsafe(self._end_run, run)
+            backoff_s = 0.5 if time.monotonic() - began > MAX_BACKOFF_S else min(2 * backoff_s, MAX_BACKOFF_S)
+            time.sleep(backoff_s)
+
+
+def build_dataset(stream: Any, run: int, order: Order, data_dir: Path, layout: BatchLayout, stream_cpus: float) -> Any:
+    """tickets -> windows -> slices, a row and a block for each slice, in the order of the tickets. Lazy."""
+    # Ray Data waits in ray.get on threads of its own, not on the event loop
+    os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"
+    import pyarrow as pa
+    import ray.data
+
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    context.execution_options.preserve_order = True
+    context.execution_no_progress_timeout_s = -1  # a paused training is no error
+    context.target_max_block_size = 1  # byte: every row is a block and leaves at once
+    # tickets bound everything; its own policies go by what Ray's coordinator grants a Dataset, which is nothing while
+    # Train and Datasets that are gone hold their reservations (180 s), and would stall this one
+    context.set_config("backpressure_policies.enabled", [])
+    context._max_num_blocks_in_streaming_gen_buffer = layout.num_slices  # a window leaves its task in one go
+
+    def draw(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        import ray
+
+        source = secrets.token_hex(8)
+        while windows := ray.get(stream.tickets.remote(run, source)):
+            for window in windows:
+                yield {"window": np.array([window])}
+
+    def produce(batch: dict[str, Any]) -> Any:
+        return window_table(int(batch["window"][0]), order, _reader(data_dir), layout)
+
+    # the source must share the actor's fate, or its tickets would be lost with another node
+    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
+    seed = ray.data.from_arrow(pa.table({"run": [run]}))  # not read_*: that would be one more task, with a CPU
+    source = seed.map_batches(draw, batch_size=1, num_cpus=0, label_selector=here)
+    return source.map_batches(produce, batch_size=1, batch_format="numpy", num_cpus=stream_cpus)
+
+
+@functools.cache
+def _reader(data_dir: Path) -> RowReader:
+    """One reader a process: Ray reuses processes for many windows."""
+    from regrow.data.shards import ShardReader
+
+    return ShardReader(data_dir, "train")
+
+
+def window_table(window: int, order: Order, reader: RowReader, layout: BatchLayout) -> Any:
+    """A window as an Arrow table with a row for each slice: the bytes of its positions and of its tokens.
+
+    Within a slice, step after step. Each row group that the window touches is decoded once.
+    """
+    import pyarrow as pa
+
+    first = window * layout.window_rows
+    shape = (layout.window_steps, layout.num_slices, layout.slice_seqs)
+    positions = np.arange(first, first + layout.window_rows).reshape(shape).swapaxes(0, 1).ravel()
+    rows = reader.read(order.locate(positions))
+
+    def column(values: np.ndarray) -> Any:
+        data = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+        ends = np.arange(layout.num_slices + 1, dtype=np.int64) * (data.nbytes // layout.num_slices)
+        buffers = [None, pa.py_buffer(ends), pa.py_buffer(data)]
+        return pa.LargeBinaryArray.from_buffers(pa.large_binary(), layout.num_slices, buffers)
+
+    return pa.table({"positions": column(positions), "rows": column(rows)})
+
+
+def slice_of(table: Any) -> Block:
+    """A block as it comes from the object store: positions and rows that share its memory."""
+    positions = np.frombuffer(table["positions"][0].as_buffer(), "<i8")
+    return positions, np.frombuffer(table["rows"][0].as_buffer(), "<u4").reshape(len(positions), -1)
+
+
+def rank_batches(
+    stream: Any,
+    order: Order,
+    reader: RowReader,
+    layout: BatchLayout,
+    *,
+    slices: range,
+    start_step: int,
+    stop_step: int,
+    stall_timeout_s: float,
+    on_fallback: Fallback | None = None,
+) -> Iterator[RankBatch]:
+    """A rank's batches of steps [start_step, stop_step), exactly those of `direct_batches`, as the stream delivers.
+
+    The next window is fetched while one is trained on. A window that does not come in time, is lost, or is not the one
+    that `order` asks for is read from the shards, reported to `on_fallback`, and the next one is tried again.
+    """
+    if start_step >= stop_step:
+        return
+    fetch = functools.partial(_fetch, stream, slices, stall_timeout_s)
+    coming, patience_s = fetch(start_step // layout.window_steps, seek=True), stall_timeout_s
+    step = start_step
+    while step < stop_step:
+        window = step // layout.window_steps
+        steps = range(step, min((window + 1) * layout.window_steps, stop_step))
+        blocks, problem = _outcome(coming, patience_s)
+        if steps.stop < stop_step:
+            coming = fetch(window + 1, seek=False)
+        if blocks is not None:
+            batches = [_assemble(blocks, layout, s, slices) for s in steps]
+            if any(not np.array_equal(batch.positions, layout.positions(batch.step, slices)) for batch in batches):
+                blocks, problem = None, "it delivered other positions than asked for"
+        patience_s = stall_timeout_s if blocks is not None else RETRY_PATIENCE_S
+        if blocks is not None:
+            yield from batches
+        else:
+            (on_fallback or _warn)(window, problem)
+            yield from direct_batches(
+                order, reader, layout, slices=slices, start_step=steps.start, stop_step=steps.stop
+            )
+        step = steps.stop
+
+
+def _fetch(stream: Any, slices: range, timeout_s: float, window: int, *, seek: bool) -> "Future[list[Block]]":
+    """Bring a rank's blocks of a window to this process, in the background."""
+    import ray
+
+    def work() -> list[Block]:
+        call = stream.get.remote(window, list(slices), seek, timeout_s)
+        references = ray.get(call, timeout=timeout_s)
+        if references is None:
+            raise LookupError("it does not hold the window")
+        return [slice_of(table) for table in ray.get(references, timeout=timeout_s)]
+
+    return _in_background(work)
+
+
+def _in_background(work: Callable[[], Result]) -> "Future[Result]":
+    """Run in a daemon thread: one that hangs must not keep the process from ending."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="token-fetch", daemon=True).start()
+    return future
+
+
+def _outcome(coming: "Future[list[Block]]", patience_s: float) -> tuple[list[Block] | None, str]:
+    """The blocks, or why there are none."""
+    try:
+        return coming.result(timeout=patience_s), ""
+    except FutureTimeout:
+        return None, f"it delivered nothing for {patience_s:g} s"
+    except Exception as error:  # whatever Ray raises: the rows are on storage all the same
+        return None, _first_line(error)
+
+
+def _assemble(blocks: list[Block], layout: BatchLayout, step: int, slices: range) -> RankBatch:
+    begin = step % layout.window_steps * layout.slice_seqs
+    cut = slice(begin, begin + layout.slice_seqs)
+    positions = np.concatenate([positions[cut] for positions, _ in blocks])
+    return RankBatch(step, positions, np.concatenate([rows[cut] for _, rows in blocks]))
+
+
+def _warn(window: int, reason: str) -> None:
+    log.warning("token stream: window %d is read from the shards: %s", window, reason)
+
+
+def _first_line(error: BaseException) -> str:
+    error = getattr(error, "cause", None) or error  # what a RayTaskError wraps, not the remote traceback
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"

@@ -1,0 +1,73 @@
+"""Byte-level BPE: trained on a corpus, kept as one `tokenizer.json` in the format of Hugging Face `tokenizers`.
+
+Any text round-trips, for every byte is a token. `tokenizers` is imported when needed: trainers do without it.
+"""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from regrow.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as BPE
+
+END_OF_TEXT = "<|endoftext|>"
+
+# Llama 3's split into words (Meta's llama3/tokenizer.py): contractions, words with one leading mark or blank, up to
+# three digits, punctuation, line ends with what indents them away. Merges never cross these borders.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> "BPE":
+    """A byte-level BPE of at most `vocab_size` ids: end-of-text, the 256 bytes, merges.
+
+    Deterministic in the texts. A corpus too small for so many merges gives fewer.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    assert vocab_size > 256 + 1, vocab_size
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: Path) -> "BPE":
+    """Raises DataError for a missing or damaged file, or one without end-of-text."""
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text())
+    except Exception as error:  # tokenizers raises plain Exception
+        raise DataError(
+            f"cannot read the tokenizer {path} ({error}); delete {path.parent} and run python -m jobs.prepare_data"
+        ) from error
+    if tokenizer.token_to_id(END_OF_TEXT) is None:
+        raise DataError(f"the tokenizer {path} has no {END_OF_TEXT} token")
+    return tokenizer
+
+
+def encode(tokenizer: "BPE", texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+    """Token ids of each text, on all cores. A text that spells out a special token gets no special token."""
+    tokenizer.encode_special_tokens = True
+    encodings = tokenizer.encode_batch(list(texts), add_special_tokens=False)
+    return [np.array(encoding.ids, np.uint32) for encoding in encodings]

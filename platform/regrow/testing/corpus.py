@@ -1,0 +1,64 @@
+"""Small corpora for tests: documents of made-up words, or shards of made-up rows without a tokenizer."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from regrow.data.documents import Document
+from regrow.data.manifest import Manifest, Split, Tokenizer
+from regrow.data.shards import ShardWriter
+from regrow.plan.order import ORDER_VERSION
+
+
+@dataclass(frozen=True)
+class WordRecipe:
+    """A recipe of `num_documents` texts, the same for the same numbers."""
+
+    num_documents: int = 60
+    seed: int = 0
+
+    def describe(self) -> dict[str, Any]:
+        return {"corpus": "words", "num_documents": self.num_documents, "seed": self.seed, "filters": ["none"]}
+
+    def documents(self) -> Iterator[Document]:
+        rng = np.random.default_rng(self.seed)
+        words = ["".join(rng.choice(list("abcdefgh"), rng.integers(2, 9))) for _ in range(300)]
+        for number in range(self.num_documents):
+            chosen = rng.choice(words, rng.integers(40, 200))
+            yield Document(f"words/{number}", f"document {number}\n\n" + " ".join(chosen) + ".\n")
+
+
+def write_rows(
+    folder: Path, *, num_rows: int, seq_len: int = 16, rows_per_group: int = 8, rows_per_shard: int = 64, seed: int = 0
+) -> np.ndarray:
+    """Write a train split of random rows with its manifest; the rows, uint32[num_rows, seq_len + 1].
+
+    A row begins with its number, so that content proves identity.
+    """
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, 2**32, (num_rows, seq_len + 1), dtype=np.uint32)
+    rows[:, 0] = np.arange(num_rows)
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = ShardWriter(
+        folder, "train", row_tokens=seq_len + 1, rows_per_group=rows_per_group, rows_per_shard=rows_per_shard
+    )
+    writer.write(rows)
+    Manifest(
+        recipe="rows",
+        source={"seed": seed},
+        filters=(),
+        seq_len=seq_len,
+        vocab_size=2**32,
+        validation_fraction=0.0,
+        rows_per_group=rows_per_group,
+        rows_per_shard=rows_per_shard,
+        order_version=ORDER_VERSION,
+        num_tokens=rows.size,
+        counts={},
+        tokenizer=Tokenizer("", "", 2**32, 0),
+        splits={"train": Split(num_rows, writer.close())},
+    ).save(folder)
+    return rows

@@ -1,0 +1,250 @@
+"""The token stream on real raylets: exactly the batches of the order at every world size, whatever breaks."""
+
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
+from regrow.data import stream as stream_module
+from regrow.data.batch import direct_batches, layout_of, order_of
+from regrow.data.shards import ShardReader
+from regrow.data.stream import KEPT_BACK, rank_batches, start_stream, window_table
+from regrow.plan.batch import plan_batch
+from regrow.testing.corpus import write_rows
+
+CONFIG = PretrainConfig(
+    data=DataConfig(seq_len=64, rows_per_group=8, rows_per_shard=64, window_steps=4, prefetch_windows=2),
+    optim=OptimConfig(global_batch_seqs=24, num_slices=12),
+)
+LAYOUT = layout_of(CONFIG)
+NUM_ROWS = 301  # 12.5 global batches an epoch: windows straddle epochs
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
+    write_rows(folder, num_rows=NUM_ROWS, seq_len=64)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    temporary = tempfile.mkdtemp(prefix="rg", dir="/tmp")  # socket paths below it have to stay short
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        _temp_dir=temporary,
+    )
+    yield
+    ray.shutdown()
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+@pytest.fixture
+def stream(data_dir: Path) -> Iterator[Any]:
+    actor = start_stream(CONFIG, data_dir, start_step=0, stop_step=400)
+    yield actor
+    ray.kill(actor, no_restart=True)
+
+
+@ray.remote(num_cpus=0)
+def consume(
+    stream: Any, data_dir: Path, slices: range, start_step: int, stop_step: int, step_s: float = 0.0
+) -> tuple[list[int], list[int], list[tuple[int, str]]]:
+    """A rank: the steps it was given, the digests of its parts, and the windows that it had to read directly."""
+    reader = ShardReader(data_dir, "train")
+    fallbacks: list[tuple[int, str]] = []
+    steps, digests = [], []
+    for batch in rank_batches(
+        stream,
+        order_of(CONFIG, reader),
+        reader,
+        LAYOUT,
+        slices=slices,
+        start_step=start_step,
+        stop_step=stop_step,
+        stall_timeout_s=60.0,
+        on_fallback=lambda window, reason: fallbacks.append((window, reason)),
+    ):
+        steps.append(batch.step)
+        digests.append(batch.digest())
+        time.sleep(step_s)
+    return steps, digests, fallbacks
+
+
+def expected_digests(data_dir: Path, start_step: int, stop_step: int) -> list[int]:
+    reader = ShardReader(data_dir, "train")
+    order = order_of(CONFIG, reader)
+    return [
+        batch.digest()
+        for batch in direct_batches(order, reader, LAYOUT, slices=range(12), start_step=start_step, stop_step=stop_step)
+    ]
+
+
+def group(
+    stream: Any, data_dir: Path, world_size: int, start_step: int, stop_step: int, step_s: float = 0.0
+) -> tuple[list[int], list[tuple[int, str]]]:
+    """A worker group's run: digests of its global batches, and all fallbacks."""
+    slices = plan_batch(num_slices=12, world_size=world_size).ranges
+    ranks = ray.get([consume.remote(stream, data_dir, part, start_step, stop_step, step_s) for part in slices])
+    assert all(steps == list(range(start_step, stop_step)) for steps, _, _ in ranks)
+    digests = [sum(parts) % 2**64 for parts in zip(*(digests for _, digests, _ in ranks), strict=True)]
+    return digests, [fallback for _, _, fallbacks in ranks for fallback in fallbacks]
+
+
+def test_groups_of_2_3_1_and_4_ranks_get_the_batches_of_the_order_from_any_cursor(stream: Any, data_dir: Path) -> None:
+    """On through epochs, with a rollback past what the stream keeps, a jump ahead and cursors inside windows."""
+    runs = [(2, 0, 30), (3, 30, 53), (1, 10, 21), (4, 50, 70), (2, 301, 320), (3, 2, 9)]
+    for world_size, start_step, stop_step in runs:
+        digests, fallbacks = group(stream, data_dir, world_size, start_step, stop_step)
+        assert digests == expected_digests(data_dir, start_step, stop_step), (world_size, start_step)
+        assert fallbacks == [], (world_size, start_step)
+    assert ray.get(stream.status.remote())["restarts"] == 0  # one Dataset served them all
+
+
+def test_the_stream_does_not_run_ahead_of_training(stream: Any, data_dir: Path) -> None:
+    group(stream, data_dir, 2, 0, 8)
+    time.sleep(2)
+    status = ray.get(stream.status.remote())
+    prefetch = CONFIG.data.prefetch_windows
+    assert status["windows"] <= 2 + prefetch
+    assert len(status["kept"]) <= KEPT_BACK + 2 + prefetch
+    before = status["cpu_s"]
+    time.sleep(2)
+    assert (ray.get(stream.status.remote())["cpu_s"] - before) / 2 < 0.25  # it waits, it does not spin
+
+
+def test_a_stream_that_is_gone_midway_is_replaced_by_direct_reads(stream: Any, data_dir: Path) -> None:
+    slices = plan_batch(num_slices=12, world_size=2).ranges
+    ranks = [consume.remote(stream, data_dir, part, 0, 40, 0.1) for part in slices]
+    while ray.get(stream.status.remote())["newest"] < 3:
+        time.sleep(0.05)
+    ray.kill(stream, no_restart=True)
+    begun = time.monotonic()
+    parts = ray.get(ranks)
+    assert time.monotonic() - begun < 20  # 32 steps of 0.1 s: nobody sat out a timeout
+    digests = [sum(pair) % 2**64 for pair in zip(*(digests for _, digests, _ in parts), strict=True)]
+    assert digests == expected_digests(data_dir, 0, 40)
+    assert all(fallbacks and min(window for window, _ in fallbacks) >= 2 for _, _, fallbacks in parts)
+
+
+def test_a_stream_that_dies_comes_back_where_training_is(stream: Any, data_dir: Path) -> None:
+    assert group(stream, data_dir, 2, 40, 44)[1] == []
+    ray.kill(stream, no_restart=False)
+    digests, _ = group(stream, data_dir, 2, 44, 60)
+    assert digests == expected_digests(data_dir, 44, 60)
+    deadline = time.monotonic() + 60
+    step = 60
+    while True:  # sooner or later a window is served again
+        digests, fallbacks = group(stream, data_dir, 2, step, step + 4)
+        assert digests == expected_digests(data_dir, step, step + 4)
+        if not fallbacks:
+            break
+        assert time.monotonic() < deadline, fallbacks
+        step += 4
+
+
+def test_without_a_cpu_for_its_tasks_ranks_read_directly_after_one_timeout(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(CONFIG, data=replace(CONFIG.data, stream_cpus=1000.0))
+    actor = start_stream(config, data_dir, start_step=0, stop_step=100)
+    begun = time.monotonic()
+    digests, fallbacks = in_process(actor, data_dir, 0, 24, stall_timeout_s=2.0)
+    assert time.monotonic() - begun < 8
+    assert digests == expected_digests(data_dir, 0, 24)
+    assert [window for window, _ in fallbacks] == [0, 1, 2, 3, 4, 5]
+    assert "nothing for 2 s" in fallbacks[0][1]
+    ray.kill(actor, no_restart=True)
+
+
+def in_process(
+    stream: Any, data_dir: Path, start_step: int, stop_step: int, *, stall_timeout_s: float
+) -> tuple[list[int], list[tuple[int, str]]]:
+    reader = ShardReader(data_dir, "train")
+    fallbacks: list[tuple[int, str]] = []
+    batches = rank_batches(
+        stream,
+        order_of(CONFIG, reader),
+        reader,
+        LAYOUT,
+        slices=range(12),
+        start_step=start_step,
+        stop_step=stop_step,
+        stall_timeout_s=stall_timeout_s,
+        on_fallback=lambda window, reason: fallbacks.append((window, reason)),
+    )
+    return [batch.digest() for batch in batches], fallbacks
+
+
+@ray.remote(num_cpus=0)
+class FaultyStream:
+    """Delivers windows like the real one, but for what goes wrong at each."""
+
+    def __init__(self, data_dir: Path, faults: dict[int, str]) -> None:
+        self.reader, self.faults = ShardReader(data_dir, "train"), faults
+        self.order = order_of(CONFIG, self.reader)
+
+    def get(self, window: int, slices: list[int], seek: bool, timeout_s: float) -> list[Any] | None:
+        fault = self.faults.get(window)
+        if fault == "refuse":
+            return None
+        if fault == "raise":
+            raise RuntimeError("out of order")
+        if fault == "hang":
+            time.sleep(5)
+        table = window_table(window + (fault == "lie"), self.order, self.reader, LAYOUT)
+        references = [ray.put(table.slice(k, 1)) for k in slices]
+        if fault == "lose":
+            ray._private.internal_api.free(references)
+        if fault == "cut":
+            return references[:-1]
+        return references
+
+
+def test_every_way_to_fail_costs_one_window_and_changes_no_batch(data_dir: Path) -> None:
+    faults = {1: "refuse", 3: "raise", 5: "lie", 7: "lose", 9: "cut", 11: "hang"}
+    actor = FaultyStream.remote(data_dir, faults)
+    digests, fallbacks = in_process(actor, data_dir, 0, 52, stall_timeout_s=2.0)
+    assert digests == expected_digests(data_dir, 0, 52)
+    reasons = dict(fallbacks)
+    assert set(faults) <= set(reasons)
+    assert "does not hold" in reasons[1]
+    assert "out of order" in reasons[3]
+    assert "other positions" in reasons[5]
+    assert "other positions" in reasons[9]
+    assert "nothing for" in reasons[11] or "Timeout" in reasons[11]
+    assert set(reasons) - set(faults) <= {window + 1 for window in faults} | {window + 2 for window in faults}
+
+
+def test_a_rank_does_not_import_ray_data(stream: Any, data_dir: Path) -> None:
+    @ray.remote(num_cpus=0)
+    def imported() -> bool:
+        import sys
+
+        in_process(stream, data_dir, 0, 4, stall_timeout_s=60.0)
+        return "ray.data" in sys.modules
+
+    assert not ray.get(imported.options(max_calls=1).remote())
+
+
+def test_slices_of_a_window_hold_its_steps_in_order(data_dir: Path) -> None:
+    reader = ShardReader(data_dir, "train")
+    order = order_of(CONFIG, reader)
+    table = window_table(3, order, reader, LAYOUT)
+    blocks = [stream_module.slice_of(table.slice(k, 1)) for k in range(12)]
+    for step in range(12, 16):
+        batch = stream_module._assemble(blocks[2:5], LAYOUT, step, range(2, 5))
+        assert np.array_equal(batch.positions, LAYOUT.positions(step, range(2, 5)))
+        assert np.array_equal(batch.rows, reader.read(order.locate(batch.positions)))

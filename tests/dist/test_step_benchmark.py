@@ -1,0 +1,82 @@
+"""benchmarks/step.py, as a machine that has only torch runs it."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from omegaconf import OmegaConf
+
+from regrow.config.schema import ModelConfig
+
+ROOT = Path(__file__).parents[2]
+ABSENT = ["ray", "hydra", "omegaconf", "yaml", "pyarrow", "tokenizers", "fsspec"]
+
+RUN_WITHOUT = f"""
+import sys
+for name in {ABSENT}:
+    sys.modules[name] = None  # importing it raises ImportError
+sys.path = [path for path in sys.path if path != {str(ROOT / "platform")!r}]
+import runpy
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("step_benchmark", ROOT / "benchmarks" / "step.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["step_benchmark"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_benchmark_runs_where_only_torch_is_installed_and_writes_what_it_measured(tmp_path):
+    out = tmp_path / "results" / "step.json"
+    small = ["--models", "debug-layers1", "--seq-len", "32", "--micro-batch-seqs", "2", "--warmup", "1", "--quick"]
+    recipes = ["--recipes", "bare", "float32", "bfloat16", "tensorwise", "--device", "cpu"]
+    subprocess.run(
+        [sys.executable, "-c", RUN_WITHOUT, str(ROOT / "benchmarks" / "step.py"), "--out", str(out), *small, *recipes],
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=200,
+    )
+    result = json.loads(out.read_text())
+    figures = result["figures"]
+    for recipe in ("float32", "bfloat16", "tensorwise"):
+        for figure in ("tokens_per_s", "step_s", "mfu"):
+            assert figures[f"cpu/debug-layers1/{recipe}/{figure}"] > 0
+        fast, slow = result["spread"][f"cpu/debug-layers1/{recipe}/step_s"]
+        assert fast <= figures[f"cpu/debug-layers1/{recipe}/step_s"] <= slow
+    assert figures["tokens_per_s_ratio_bare"] > 0
+    assert figures["cpu/debug-layers1/tensorwise/float8_speedup"] > 0
+    assert result["peers"]["cpu/debug-layers1/bare/tokens_per_s"] > 0
+    assert "6N + 12" in result["settings"]["mfu"]
+    assert result["settings"]["peak_source"]
+    assert {"figures", "spread", "peers", "versions", "hardware", "git"} <= result.keys()
+
+
+def test_model_files_read_without_pyyaml_are_those_that_hydra_reads(benchmark):
+    for path in sorted((ROOT / "conf" / "model").glob("*.yaml")):
+        loaded = OmegaConf.load(path)
+        want = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(ModelConfig), loaded.get("model", loaded)))
+        assert benchmark.read_model(path.stem) == want
+
+
+def test_a_model_can_be_taken_with_fewer_layers(benchmark):
+    config = benchmark.read_model("8b-layers4")
+    assert (config.name, config.dim, config.num_layers) == ("8b-layers4", 4096, 4)
+
+
+@pytest.mark.parametrize(("arguments", "says"), [(["--models", "9b"], "'9b'"), (["--recipes", "int4"], "'int4'")])
+def test_an_unknown_model_or_recipe_ends_with_the_known_ones(benchmark, arguments, says, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["step.py", "--out", str(tmp_path / "x.json"), "--device", "cpu", *arguments])
+    with pytest.raises(SystemExit, match=says):
+        benchmark.main()
