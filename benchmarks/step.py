@@ -126,14 +126,15 @@ def main() -> None:
     report = Report(options, device)
     with process_group(device):
         peak = peak_flops(device, Dtype.bfloat16 if device.type == "cuda" else Dtype.float32)
-        cases = [case for model in options.models for case in cases_of(model, options, device)]
-        report.start(peak, cases)
-        for round_number in range(options.rounds):
-            for case in cases:
-                if time.monotonic() - began > options.budget_s:
-                    report.skip(case, f"round {round_number + 1}: the budget of {options.budget_s:.0f} s was spent")
-                    continue
-                measure(case, options, device, report)
+        cases = {name: list(cases_of(name, options, device)) for name in options.models}
+        report.start(peak, [case for of_model in cases.values() for case in of_model])
+        for of_model in cases.values():
+            for _ in range(options.rounds):
+                for case in of_model:
+                    if time.monotonic() - began < options.budget_s:
+                        measure(case, options, device, report)
+                    elif case.name not in report.timings:
+                        report.skip(case, f"not started within --budget-s {options.budget_s:.0f}")
     report.finish()
 
 
@@ -450,11 +451,12 @@ def batch_shape(model: ModelConfig, options: argparse.Namespace, device: torch.d
     seq_len = options.seq_len or 4096
     if options.micro_batch_seqs:
         return seq_len, options.micro_batch_seqs
-    # float32 parameters, gradients and two moments; logits in bfloat16 and float32 with their gradients; what a block
-    # keeps in bfloat16: about 12 tensors of width D and 4 of width F a token
-    fixed = 16 * num_params(model)
-    per_seq = seq_len * (12 * model.vocab_size + 2 * model.num_layers * (12 * model.dim + 4 * model.ffn_dim))
-    return seq_len, max(1, min(8, int((0.85 * memory - fixed) // per_seq)))
+    # a parameter: float32 value, gradient and two moments, bfloat16 copy; a token: logits in bfloat16 and float32,
+    # their logarithms and gradients; in each block about 12 tensors of width D and 4 of width F
+    fixed = 18 * num_params(model)
+    per_seq = seq_len * (16 * model.vocab_size + 2 * model.num_layers * (12 * model.dim + 4 * model.ffn_dim))
+    fits = int((0.85 * memory - fixed) // per_seq)
+    return seq_len, 2 ** min(3, max(0, fits.bit_length() - 1))
 
 
 def read_model(name: str) -> ModelConfig:

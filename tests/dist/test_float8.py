@@ -8,7 +8,7 @@ from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfi
 from regrow.parallel.float8 import inner_tensor, refresh_float8_scales
 from regrow.testing.gloo import run_ranks
 from regrow.testing.tiny import tiny_model
-from regrow.testing.training import Training, build, run_steps, train
+from regrow.testing.training import Training, build, micro_batches, run_steps, train
 
 RECIPES = [recipe for recipe in Float8 if recipe is not Float8.none]
 OPTIM = OptimConfig(lr=1e-2, num_slices=12)
@@ -23,7 +23,7 @@ def parallel(recipe: Float8, **changes: object) -> ParallelConfig:
 
 def losses_of_recipes(recipes: list[Float8]) -> dict[Float8, list[float]]:
     return {
-        recipe: [result.loss for result in train(Training(SMALL, parallel(recipe), OPTIM, num_steps=12))]
+        recipe: [result.loss for result in train(Training(SMALL, parallel(recipe), OPTIM, num_steps=8))]
         for recipe in recipes
     }
 
@@ -34,7 +34,7 @@ def test_every_recipe_trains_like_bfloat16(world_size):
     for recipe in RECIPES:
         assert losses[recipe] == pytest.approx(losses[Float8.none], rel=0.01), recipe
         assert losses[recipe] != losses[Float8.none], recipe  # the layers were really replaced
-        assert losses[recipe][-1] < 0.8 * losses[recipe][0], recipe
+        assert losses[recipe][-1] < 0.9 * losses[recipe][0], recipe
     gathered, tensorwise = losses[Float8.tensorwise_all_gather], losses[Float8.tensorwise]
     assert gathered == pytest.approx(tensorwise, rel=2e-3)
 
@@ -103,19 +103,13 @@ def stale_and_fresh() -> tuple[float, float, float]:
                     inner_tensor(parameter.to_local()).mul_(factor)
 
     set_weights(32.0)
-    stale = step.accumulate(*_batch(training))[0]
+    stale = step.accumulate(*micro_batches(training, 0))[0]
     step.optimizer.zero_grad()
     refresh_float8_scales(step.model)
-    fresh = step.accumulate(*_batch(training))[0]
+    fresh = step.accumulate(*micro_batches(training, 0))[0]
     dist.all_reduce(stale)
     dist.all_reduce(fresh)
     return before, stale.item(), fresh.item()
-
-
-def _batch(training: Training) -> tuple[list[torch.Tensor], int]:
-    from regrow.testing.training import micro_batches
-
-    return micro_batches(training, 0)
 
 
 def test_a_loaded_weight_needs_fresh_scales_and_gets_them():

@@ -1,4 +1,5 @@
 import os
+import time
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def fail_on_rank_1() -> None:
 
 def hang() -> None:
     if dist.get_rank() == 0:
-        dist.barrier()
+        time.sleep(100)
 
 
 def test_ranks_are_separate_processes_that_talk_and_results_come_in_rank_order():
@@ -37,5 +38,5 @@ def test_the_first_traceback_is_raised():
 
 
 def test_a_rank_that_hangs_ends_with_the_deadline():
-    with pytest.raises(RankError, match=r"ranks \[0\] of 2 did not finish in time|rank 0"):
+    with pytest.raises(RankError, match=r"ranks \[0\] of 2 did not finish in time"):
         run_ranks(hang, 2, deadline_s=3.0)

@@ -170,7 +170,7 @@ def start_coordinator(folder: Storage, run_id: str, **options: Any) -> Any:
 
 
 def _lock(folder: Storage) -> Any:
-    """An exclusive lock that ends with this process; None where the storage is not local (generations fence there)."""
+    """An exclusive lock that ends with this process; None where storage has none (generations fence there)."""
     if not folder.is_local:
         return None
     folder.local_path.mkdir(parents=True, exist_ok=True)
@@ -186,3 +186,5 @@ def _lock(folder: Storage) -> Any:
             if time.monotonic() > give_up_at:
                 raise ResumeError(f"{folder} is in use") from None
             time.sleep(0.2)
+        except OSError:  # a file system without locks
+            return None

@@ -95,6 +95,7 @@ def _build(config: DataConfig, recipe: Recipe, folder: Path, progress: Progress)
     tokenizer.save(str(folder / TOKENIZER_FILE))
     progress(stage, 1, 1)
     eot_id = tokenizer.token_to_id(END_OF_TEXT)
+    assert eot_id is not None
 
     splits: dict[str, Split] = {}
     num_chars, num_tokens = 0, 0

@@ -13,6 +13,7 @@ a rollback is another ticket, not another Dataset. The only file of this package
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -21,10 +22,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -35,11 +34,11 @@ from regrow.plan.order import Order
 KEPT_BACK = 2  # windows behind training that stay, for a rollback
 MAX_CALLS = 10_000  # calls that may wait in the actor at once: ranks times two, with room
 RETRY_PATIENCE_S = 0.1  # a rank that had to read directly waits no longer than this, until the stream delivers again
+STOP_S = 5.0  # for its tasks to end
 MAX_BACKOFF_S = 30.0  # between restarts of a Dataset that keeps failing
 
 Block = tuple[Positions, Rows]  # one slice of one window, step after step
 Fallback = Callable[[int, str], None]  # (window, reason)
-Result = TypeVar("Result")
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +55,10 @@ def start_stream(config: PretrainConfig, data_dir: Path, *, start_step: int, sto
     from regrow.data.shards import ShardReader
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    # processes for the source and the first window start beside the actor's, not after it: 1.5 s earlier on two cores
+    warm_up = ray.remote(_import)
+    warm_up.options(num_cpus=0, scheduling_strategy=here).remote()
+    warm_up.options(num_cpus=config.data.stream_cpus).remote()
     actor = ray.remote(TokenStream).options(
         num_cpus=0, scheduling_strategy=here, max_restarts=-1, max_concurrency=MAX_CALLS
     )
@@ -70,6 +73,15 @@ def start_stream(config: PretrainConfig, data_dir: Path, *, start_step: int, sto
     )
     stream.start.remote()
     return stream
+
+
+def stop_stream(stream: Any) -> None:
+    """End the stream for good, its tasks first: one that waits while Ray shuts down can die noisily."""
+    import ray
+
+    with contextlib.suppress(ray.exceptions.RayError):  # it may be dead already
+        ray.get(stream.stop.remote(), timeout=STOP_S)
+    ray.kill(stream, no_restart=True)
 
 
 class TokenStream:
@@ -102,7 +114,8 @@ class TokenStream:
         self.counts = {"windows": 0, "restarts": 0, "refused": 0}
         self.changed: asyncio.Event | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.failed_at = float("-inf")
+        self.stopping = False  # no more tickets
+        self.stopped = False  # the thread has ended
 
     async def start(self) -> None:
         """Begin to produce. The other calls do it too, for an actor that was restarted."""
@@ -138,13 +151,21 @@ class TokenStream:
         self.source = self.source or source
         if source != self.source:  # Ray ran the source again after it died: tickets that it had drawn are lost
             self._end_run(run)
-        while run == self.run:
+        while run == self.run and not self.stopping:
             windows = [w for w in self._wanted() if w not in self.kept and w not in self.in_flight]
             if windows:
                 self.in_flight += windows
                 return windows
             await self._change()
         return []
+
+    async def stop(self) -> None:
+        """Let the Dataset end, and return when it has."""
+        if self.loop is not None and not self.stopping:
+            self.stopping = True
+            self._end_run(self.run)
+        while self.loop is not None and not self.stopped:
+            await self._change()
 
     async def status(self) -> dict[str, Any]:
         """Counts since the start, and what is kept: for reports and tests."""
@@ -192,10 +213,10 @@ class TokenStream:
             self._notify()
 
     def _produce(self, handle: Any) -> None:
-        """Run Datasets, one after another has failed, for as long as the process lives."""
+        """Run a Dataset, and another one after it has failed, until the stream is stopped."""
         assert self.loop is not None
         backoff_s = 0.5
-        while True:
+        while not self.stopping:
             run, began = self.run, time.monotonic()
             try:
                 dataset = build_dataset(handle, run, self.order, self.data_dir, self.layout, self.stream_cpus)
@@ -204,9 +225,16 @@ class TokenStream:
                     self.loop.call_soon_threadsafe(self._arrive, run, [entry.ref for entry in bundle.blocks])
             except Exception as error:
                 log.warning("token stream: %s; restarting it", _first_line(error))
+            if self.stopping:
+                break
             self.loop.call_soon_threadsafe(self._end_run, run)
             backoff_s = 0.5 if time.monotonic() - began > MAX_BACKOFF_S else min(2 * backoff_s, MAX_BACKOFF_S)
             time.sleep(backoff_s)
+        self.loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        self.stopped = True
+        self._notify()
 
 
 def build_dataset(stream: Any, run: int, order: Order, data_dir: Path, layout: BatchLayout, stream_cpus: float) -> Any:
@@ -244,6 +272,14 @@ def build_dataset(stream: Any, run: int, order: Order, data_dir: Path, layout: B
     seed = ray.data.from_arrow(pa.table({"run": [run]}))  # not read_*: that would be one more task, with a CPU
     source = seed.map_batches(draw, batch_size=1, num_cpus=0, label_selector=here)
     return source.map_batches(produce, batch_size=1, batch_format="numpy", num_cpus=stream_cpus)
+
+
+def _import() -> None:
+    """Import what the Dataset's tasks need."""
+    import importlib
+
+    for name in ("ray.data", "regrow.data.shards"):
+        importlib.import_module(name)
 
 
 @functools.cache
@@ -300,72 +336,70 @@ def rank_batches(
     """
     if start_step >= stop_step:
         return
-    fetch = functools.partial(_fetch, stream, slices, stall_timeout_s)
-    coming, patience_s = fetch(start_step // layout.window_steps, seek=True), stall_timeout_s
-    step = start_step
+    coming = _Fetch(stream, start_step // layout.window_steps, slices, seek=True, timeout_s=stall_timeout_s)
+    patience_s, step = stall_timeout_s, start_step
     while step < stop_step:
         window = step // layout.window_steps
         steps = range(step, min((window + 1) * layout.window_steps, stop_step))
-        blocks, problem = _outcome(coming, patience_s)
+        try:
+            blocks = coming.result(patience_s)
+            batches: Iterator[RankBatch] = iter([_assemble(blocks, layout, s, slices) for s in steps])
+            patience_s = stall_timeout_s
+        except Exception as error:  # whatever Ray raises: the rows are on storage all the same
+            (on_fallback or _warn)(window, _first_line(error))
+            batches = direct_batches(order, reader, layout, slices=slices, start_step=steps.start, stop_step=steps.stop)
+            patience_s = RETRY_PATIENCE_S
         if steps.stop < stop_step:
-            coming = fetch(window + 1, seek=False)
-        if blocks is not None:
-            batches = [_assemble(blocks, layout, s, slices) for s in steps]
-            if any(not np.array_equal(batch.positions, layout.positions(batch.step, slices)) for batch in batches):
-                blocks, problem = None, "it delivered other positions than asked for"
-        patience_s = stall_timeout_s if blocks is not None else RETRY_PATIENCE_S
-        if blocks is not None:
-            yield from batches
-        else:
-            (on_fallback or _warn)(window, problem)
-            yield from direct_batches(
-                order, reader, layout, slices=slices, start_step=steps.start, stop_step=steps.stop
-            )
+            coming = _Fetch(stream, window + 1, slices, seek=False, timeout_s=stall_timeout_s)
+        for batch in batches:
+            coming.advance()
+            yield batch
         step = steps.stop
 
 
-def _fetch(stream: Any, slices: range, timeout_s: float, window: int, *, seek: bool) -> "Future[list[Block]]":
-    """Bring a rank's blocks of a window to this process, in the background."""
-    import ray
+class _Fetch:
+    """A rank's blocks of one window, on their way to this process.
 
-    def work() -> list[Block]:
-        call = stream.get.remote(window, list(slices), seek, timeout_s)
-        references = ray.get(call, timeout=timeout_s)
-        if references is None:
-            raise LookupError("it does not hold the window")
-        return [slice_of(table) for table in ray.get(references, timeout=timeout_s)]
+    No thread: one that is still in `ray.get` when its process disconnects from Ray takes the process with it.
+    """
 
-    return _in_background(work)
+    def __init__(self, stream: Any, window: int, slices: range, *, seek: bool, timeout_s: float) -> None:
+        self._call = stream.get.remote(window, list(slices), seek, timeout_s)
+        self._references: list[Any] | None = None
 
+    def advance(self) -> None:
+        """Once the stream has named the blocks, have them brought to this node. Never waits, never fails."""
+        import ray
 
-def _in_background(work: Callable[[], Result]) -> "Future[Result]":
-    """Run in a daemon thread: one that hangs must not keep the process from ending."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
         try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
+            if self._references is None and ray.wait([self._call], timeout=0)[0]:
+                self._references = ray.get(self._call) or []
+                if self._references:
+                    ray.wait(self._references, num_returns=len(self._references), timeout=0)
+        except Exception:  # `result` meets it again
+            return
 
-    threading.Thread(target=run, name="token-fetch", daemon=True).start()
-    return future
+    def result(self, patience_s: float) -> list[Block]:
+        """The blocks, waiting at most so long for them. Raises whatever is in the way."""
+        import ray
 
-
-def _outcome(coming: "Future[list[Block]]", patience_s: float) -> tuple[list[Block] | None, str]:
-    """The blocks, or why there are none."""
-    try:
-        return coming.result(timeout=patience_s), ""
-    except FutureTimeout:
-        return None, f"it delivered nothing for {patience_s:g} s"
-    except Exception as error:  # whatever Ray raises: the rows are on storage all the same
-        return None, _first_line(error)
+        give_up_at = time.monotonic() + patience_s
+        try:
+            references = ray.get(self._call, timeout=patience_s)
+            if references is None:
+                raise LookupError("the stream does not hold the window")
+            return [slice_of(t) for t in ray.get(references, timeout=max(give_up_at - time.monotonic(), 0.0))]
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(f"the stream delivered nothing for {patience_s:g} s") from None
 
 
 def _assemble(blocks: list[Block], layout: BatchLayout, step: int, slices: range) -> RankBatch:
+    """One step's batch out of a window's blocks. Raises LookupError if a row is not where it should be."""
     begin = step % layout.window_steps * layout.slice_seqs
     cut = slice(begin, begin + layout.slice_seqs)
     positions = np.concatenate([positions[cut] for positions, _ in blocks])
+    if not np.array_equal(positions, layout.positions(step, slices)):
+        raise LookupError(f"the stream delivered other positions than those of step {step}")
     return RankBatch(step, positions, np.concatenate([rows[cut] for _, rows in blocks]))
 
 

@@ -72,7 +72,7 @@ def peak_flops(device: torch.device, dtype: Dtype, tflops: float | None = None) 
     return Peak(measured[best], f"measured {best.value} matrix product on {device.type}")
 
 
-def measure_peak_flops(device: torch.device, dtype: Dtype, *, budget_s: float = 0.05) -> float:
+def measure_peak_flops(device: torch.device, dtype: Dtype, *, budget_s: float = 0.1) -> float:
     """FLOP/s of the fastest of several square matrix products, of a size that takes an eighth of `budget_s`."""
     torch_dtype = getattr(torch, dtype.value)
 

@@ -18,7 +18,9 @@ def narrate(event: Mapping[str, Any]) -> str | None:
             ranks = event["world_size"]
             return (
                 f"generation {event['generation']}: {ranks} rank{'s' if ranks != 1 else ''} from step "
-                f"{event['start_step']} ({CAUSES.get(event['cause'], event['cause'])}, state from {event['source']})"
+                f"{event['start_step']} ({CAUSES.get(event['cause'], event['cause'])}, state from {event['source']}); "
+                f"MFU: 6N + 12LHQT FLOPs a token over {event['peak_flops'] / 1e12:,.3g} TFLOP/s a rank "
+                f"({event['peak_source']})"
             )
         case "checkpoint":
             return (

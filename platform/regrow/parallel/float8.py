@@ -9,7 +9,7 @@ import dataclasses
 import importlib
 import logging
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -60,19 +60,15 @@ def refresh_float8_scales(model: nn.Module) -> None:
     Call it after every change to the parameters: an optimizer step, a load. A stale scale clips silently. Collective
     over the shards of one copy of the model; does nothing for a model that has no such parameters.
     """
-    linears = [module for module in model.modules() if hasattr(module, "float8_gather_scale")]
+    linears: list[Any] = [module for module in model.modules() if hasattr(module, "float8_gather_scale")]
     if not linears:
         return
-    amax = torch.zeros(len(linears), device=linears[0].weight.device)
-    shards = []
-    for i, linear in enumerate(linears):
-        assert isinstance(linear.weight, DTensor), "scales are those of sharded parameters: call free_gathered first"
-        shard = inner_tensor(linear.weight.to_local())
-        if shard.numel():  # a small parameter leaves some ranks an empty shard, which has no maximum
-            shards.append((i, shard))
-    if shards:
-        indices = torch.tensor([i for i, _ in shards]).to(amax.device, non_blocking=True)
-        amax[indices] = torch.stack(torch._foreach_norm([shard for _, shard in shards], float("inf")))
+    assert all(isinstance(linear.weight, DTensor) for linear in linears), "parameters are gathered: call free_gathered"
+    shards = [inner_tensor(linear.weight.to_local()) for linear in linears]
+    held = [shard for shard in shards if shard.numel()]  # a small parameter leaves some ranks an empty shard
+    maxima = iter(torch._foreach_norm(held, float("inf"))) if held else iter(())
+    nothing = torch.zeros((), device=shards[0].device)
+    amax = torch.stack([next(maxima) if shard.numel() else nothing for shard in shards])
     dist.all_reduce(amax, dist.ReduceOp.MAX, group=linears[0].weight.device_mesh.get_group("dp_shard"))
     largest = torch.finfo(linears[0].config.cast_config_weight.target_dtype).max
     # float64 as in torchao, where eager and compiled division of float32 disagree

@@ -77,7 +77,7 @@ class Float8GatheredWeight(torch.Tensor):
         return wrapper
 
     @classmethod
-    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         first: Float8GatheredWeight | None = None
 
         def unwrap(weight: Float8GatheredWeight) -> Tensor:

@@ -3,7 +3,7 @@
 Positions 0, 1, 2, ... are the samples of a run in the order they are trained on, through as many epochs as it takes.
 Three steps lead from a position to a row of the corpus, each computed for any position alone:
 
-    position  --shuffled inside its window-->  place  --split by epoch-->  (epoch, offset)  --row groups permuted-->  row
+    position --shuffled in its window--> place --split by epoch--> (epoch, offset) --row groups permuted--> row
 
 Row groups are shuffled over the whole epoch, rows inside windows: a reader that produces window after window decodes
 each row group about once. The permutations are Feistel networks of our own, because NumPy does not promise that its

@@ -55,13 +55,13 @@ def run_ranks(
                 processes.append(process)
                 theirs.close()
             results = _collect(pipes, time.monotonic() + deadline_s)
-            for process in processes:
-                process.join(timeout=GRACE_S)
+            for ended in processes:
+                ended.join(timeout=GRACE_S)
             return results
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
+            for started in processes:
+                started.kill()
+                started.join()
             for pipe in pipes:
                 pipe.close()
 

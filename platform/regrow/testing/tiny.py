@@ -31,7 +31,14 @@ def ragged_model(*, tied: bool = False) -> ModelConfig:
     )
 
 
-def count_up_rows(step: int, *, num_rows: int, seq_len: int, vocab_size: int = VOCAB_SIZE) -> Tensor:
-    """Rows of step `step`, int64 [num_rows, seq_len + 1]: each counts up from a random token, which is soon learnt."""
-    starts = np.random.default_rng(step).integers(vocab_size, size=(num_rows, 1))
-    return torch.from_numpy((starts + np.arange(seq_len + 1)) % vocab_size)
+def count_up_rows(
+    step: int, *, num_rows: int, seq_len: int, vocab_size: int = VOCAB_SIZE, noise: float = 0.0
+) -> Tensor:
+    """Rows of step `step`, int64 [num_rows, seq_len + 1]: each counts up from a random token, which is soon learnt.
+
+    A share `noise` of the tokens is replaced by random ones, which keeps the loss well above zero.
+    """
+    rng = np.random.default_rng(step)
+    rows = (rng.integers(vocab_size, size=(num_rows, 1)) + np.arange(seq_len + 1)) % vocab_size
+    replaced = rng.random(rows.shape) < noise
+    return torch.from_numpy(np.where(replaced, rng.integers(vocab_size, size=rows.shape), rows))

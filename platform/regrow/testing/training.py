@@ -28,6 +28,17 @@ class Training:
     num_steps: int = 6
     seq_len: int = 16
     seed: int = 0
+    noise: float = 0.0
+
+    def rows(self, step: int) -> Tensor:
+        """The global batch of a step."""
+        return count_up_rows(
+            step,
+            num_rows=self.optim.global_batch_seqs,
+            seq_len=self.seq_len,
+            vocab_size=self.model.vocab_size,
+            noise=self.noise,
+        )
 
 
 def build(training: Training) -> TrainStep:
@@ -49,9 +60,7 @@ def micro_batches(training: Training, step: int) -> tuple[list[Tensor], int]:
     """This rank's micro-batches, one a slice, of the global batch of `step`, and how many passes every rank runs."""
     optim = training.optim
     plan = plan_batch(num_slices=optim.num_slices, world_size=dist.get_world_size())
-    rows = count_up_rows(
-        step, num_rows=optim.global_batch_seqs, seq_len=training.seq_len, vocab_size=training.model.vocab_size
-    )
+    rows = training.rows(step)
     slices = rows.split(optim.global_batch_seqs // optim.num_slices)
     return [slices[index] for index in plan.ranges[dist.get_rank()]], plan.num_micro_batches
 
@@ -88,9 +97,7 @@ def plain_losses(training: Training) -> list[float]:
         eps=optim.eps,
     )
     for index in range(training.num_steps):
-        rows = count_up_rows(
-            index, num_rows=optim.global_batch_seqs, seq_len=training.seq_len, vocab_size=training.model.vocab_size
-        )
+        rows = training.rows(index)
         logits = model(rows[:, :-1])
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
         adamw.zero_grad()
