@@ -150,17 +150,17 @@ class RemoteStorage(Storage):
         from pyarrow import fs as arrow_fs
 
         try:
-            filesystem, path = arrow_fs.FileSystem.from_uri(uri)
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
             try:
+                filesystem, path = arrow_fs.FileSystem.from_uri(uri)
+            except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
                 import fsspec
 
                 inner, path = fsspec.core.url_to_fs(uri)
                 filesystem = arrow_fs.PyFileSystem(arrow_fs.FSSpecHandler(inner))
-            except (ImportError, ValueError) as error:
-                raise StorageError(
-                    f"cannot open storage {uri!r}: {error}; use a local path or s3://, gs:// or hdfs://"
-                ) from error
+        except (ImportError, ValueError, OSError) as error:  # OSError: Arrow asks the store for its region at once
+            raise StorageError(
+                f"cannot open storage {uri!r}: {error}; use a local path or s3://, gs:// or hdfs://"
+            ) from error
         return cls(filesystem, path, uri)
 
     def __str__(self) -> str:

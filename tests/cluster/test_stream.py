@@ -17,7 +17,7 @@ from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
 from regrow.data import stream as stream_module
 from regrow.data.batch import direct_batches, layout_of, order_of
 from regrow.data.shards import ShardReader
-from regrow.data.stream import KEPT_BACK, rank_batches, start_stream, window_table
+from regrow.data.stream import KEPT_BACK, rank_batches, start_stream, stop_stream, window_table
 from regrow.plan.batch import plan_batch
 from regrow.testing.corpus import write_rows
 
@@ -55,7 +55,7 @@ def cluster() -> Iterator[None]:
 def stream(data_dir: Path) -> Iterator[Any]:
     actor = start_stream(CONFIG, data_dir, start_step=0, stop_step=400)
     yield actor
-    ray.kill(actor, no_restart=True)
+    stop_stream(actor)
 
 
 @ray.remote(num_cpus=0)
@@ -155,6 +155,16 @@ def test_a_stream_that_dies_comes_back_where_training_is(stream: Any, data_dir: 
         step += 4
 
 
+def test_a_stopped_stream_leaves_no_task_behind(data_dir: Path) -> None:
+    actor = start_stream(CONFIG, data_dir, start_step=0, stop_step=400)
+    assert in_process(actor, data_dir, 0, 8, stall_timeout_s=60.0)[1] == []
+    ray.get(actor.stop.remote(), timeout=10)
+    assert ray.get(actor.status.remote())["restarts"] == 0
+    stop_stream(actor)
+    stop_stream(actor)  # of one that is dead already: nothing
+    assert in_process(actor, data_dir, 8, 16, stall_timeout_s=60.0)[0] == expected_digests(data_dir, 8, 16)
+
+
 def test_without_a_cpu_for_its_tasks_ranks_read_directly_after_one_timeout(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,7 +176,7 @@ def test_without_a_cpu_for_its_tasks_ranks_read_directly_after_one_timeout(
     assert digests == expected_digests(data_dir, 0, 24)
     assert [window for window, _ in fallbacks] == [0, 1, 2, 3, 4, 5]
     assert "nothing for 2 s" in fallbacks[0][1]
-    ray.kill(actor, no_restart=True)
+    ray.kill(actor, no_restart=True)  # its task would wait for ever
 
 
 def in_process(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regrow.data.batch import BatchLayout, RankBatch, Rows, direct_batches
@@ -18,6 +18,7 @@ from regrow.plan.order import Order
 from regrow.testing.corpus import write_rows
 
 LAYOUT = BatchLayout(global_batch_seqs=24, num_slices=12, window_steps=4)
+relaxed = settings(deadline=None, max_examples=50)  # a busy machine is no failure
 
 
 class FakeReader:
@@ -40,6 +41,7 @@ def test_digest_is_the_one_that_metrics_files_hold() -> None:
     assert f"{batch(0, 3).digest():016x}" == "a84013d79cc0ed9f"
 
 
+@relaxed
 @given(cuts=st.lists(st.integers(0, 40), max_size=5))
 def test_digests_of_parts_add_up_to_that_of_the_whole(cuts: list[int]) -> None:
     bounds = [0, *sorted(cuts), 40]
@@ -64,6 +66,7 @@ def test_digest_does_not_depend_on_memory_layout_or_byte_order() -> None:
     assert RankBatch(0, whole.positions.astype(">i8"), strided).digest() == whole.digest()
 
 
+@relaxed
 @given(world_size=st.integers(1, 12), step=st.integers(0, 10**6))
 def test_ranks_share_out_the_positions_of_a_step_in_order(world_size: int, step: int) -> None:
     plan = plan_batch(num_slices=12, world_size=world_size)
@@ -80,6 +83,7 @@ def scan() -> list[RankBatch]:
     return list(direct_batches(ORDER, FakeReader(), LAYOUT, slices=SLICES, start_step=0, stop_step=50))
 
 
+@relaxed
 @given(start=st.integers(0, 30), num_steps=st.integers(0, 20))
 def test_direct_batches_from_any_step_are_those_of_a_scan(start: int, num_steps: int) -> None:
     steps = range(start, start + num_steps)

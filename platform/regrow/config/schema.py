@@ -142,7 +142,7 @@ class ParallelConfig:
     compile: bool = False  # torch.compile each block
     compile_backend: str = "inductor"  # torch.compile backend
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint.none  # what backward recomputes
-    reshard_after_forward: bool = True  # free a block's full parameters between forward and backward
+    reshard_after_forward: bool = True  # free gathered parameters after each use; false: gather once a step
     sync_every_micro_batch: bool = False  # reduce gradients each micro-batch: more traffic, less memory
 
 

@@ -161,11 +161,11 @@ class TokenStream:
 
     async def stop(self) -> None:
         """Let the Dataset end, and return when it has."""
-        if self.loop is not None and not self.stopping:
-            self.stopping = True
-            self._end_run(self.run)
-        while self.loop is not None and not self.stopped:
-            await self._change()
+        self.stopping = True
+        if self.loop is not None:
+            self._notify()
+            while not self.stopped:
+                await self._change()
 
     async def status(self) -> dict[str, Any]:
         """Counts since the start, and what is kept: for reports and tests."""

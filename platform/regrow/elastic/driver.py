@@ -23,7 +23,7 @@ from regrow.config.schema import PretrainConfig
 from regrow.config.store import STARTED_AT
 from regrow.data.manifest import Manifest
 from regrow.data.prepare import find_or_prepare
-from regrow.data.stream import start_stream
+from regrow.data.stream import start_stream, stop_stream
 from regrow.elastic.local_cluster import Connection, cluster_for
 from regrow.elastic.ray_train import build_trainer
 from regrow.elastic.run_folder import CHECKPOINTS, Run, check_may_start, open_run
@@ -113,7 +113,7 @@ class _Session:
                 "geometry": geometry,
             },
         )
-        stream = start_stream(config, data_dir, start_step=run.resumed_step or 0, stop_step=_last_step(config))
+        self.stream = start_stream(config, data_dir, start_step=run.resumed_step or 0, stop_step=_last_step(config))
         startup.done("actors")
         self.startup_s: dict[str, float] | None = None
         generation = ray.get(self.coordinator.ready.remote())
@@ -125,7 +125,7 @@ class _Session:
             checkpoints=str(run.folder / CHECKPOINTS),
             data_dir=str(data_dir),
             coordinator=self.coordinator,
-            stream=stream,
+            stream=self.stream,
             first_generation=generation + 1,
             fit_at=time.time(),
             driver_s=startup.seconds,
@@ -164,6 +164,7 @@ class _Session:
                     took_s = time.monotonic() - begun  # grows with the log: at most a twentieth of the time
                     report_at = time.monotonic() + max(self.config.observe.report_every_s, 20 * took_s)
             fatal = self._show() or fatal
+        stop_stream(self.stream)
         if outcome and not fatal:
             fatal = f"Ray Train gave up: {str(outcome[0]).strip().splitlines()[-1]}"
         steps = committed_steps(self.run.folder / CHECKPOINTS)

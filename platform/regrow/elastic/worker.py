@@ -39,7 +39,7 @@ from regrow.plan.mesh import plan_mesh
 from regrow.storage import Storage
 from regrow.train.loop import LoopSettings, train
 from regrow.train.metrics import Meter
-from regrow.train.step import TrainStep, evaluate
+from regrow.train.step import TrainStep, build_loss, evaluate
 
 CALL_TIMEOUT_S = 120.0  # of a call to the coordinator
 
@@ -120,6 +120,8 @@ def _train(job: Job) -> None:
         group=data_parallel_group(mesh),
         shard_group=shard_group(mesh),
         sync_every_micro_batch=config.parallel.sync_every_micro_batch,
+        keep_gathered=not config.parallel.reshard_after_forward,
+        loss_function=build_loss(config.parallel, device),
     )
     hooks = _Hooks(job, generation, step, mesh, _Validation(job, device, rank, world_size))
     startup_s = {

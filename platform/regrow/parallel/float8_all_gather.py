@@ -92,6 +92,9 @@ class Float8GatheredWeight(torch.Tensor):
         mm_config, float8_dtype = first._mm_config, first._float8_dtype
         return pytree.tree_map_only(Tensor, lambda tensor: cls(tensor, mm_config, float8_dtype), result)
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Float8GatheredWeight({self._tensor})"
+
     def fsdp_pre_all_gather(
         self,
         mesh: DeviceMesh,
