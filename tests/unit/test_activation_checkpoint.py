@@ -7,6 +7,8 @@ from regrow.parallel.apply import build_model
 from regrow.testing.tiny import count_up_rows, tiny_model
 from regrow.train.step import split_rows, sum_cross_entropy
 
+torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save
+
 
 def loss_and_gradients(mode: ActivationCheckpoint) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     parallel = ParallelConfig(activation_checkpoint=mode)

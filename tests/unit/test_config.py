@@ -55,7 +55,7 @@ def test_cfg_job_prints_the_resolved_configuration() -> None:
         (["+cluster=h100"], "no cluster called 'h100'; available: cpu3, "),
         (["train.steps=many"], "train.steps"),
         (["parallel.float8=fp9"], "parallel.float8"),
-        (["optim.num_slices=7"], "set optim.global_batch_seqs=28"),
+        (["optim.num_slices=7"], "set optim.global_batch_seqs=14"),
         (["cluster.max_workers=5"], "set optim.num_slices="),
         (["cluster.max_workers=16"], "gives 0 slices to 4 of 16 ranks"),
         (["parallel.float8=rowwise"], "needs parallel.dtype=bfloat16"),
@@ -101,7 +101,7 @@ def test_the_defaults_pass_every_rule() -> None:
     ("key", "value"),
     [
         ("train.steps", 0),
-        ("train.stop_at_step", 101),
+        ("train.stop_at_step", 301),
         ("train.validation_seqs", -1),
         ("cluster.gpus_per_worker", 2),
         ("cluster.cpus_per_worker", 0),

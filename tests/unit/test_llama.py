@@ -8,6 +8,8 @@ from regrow.model.llama import INIT_STD, Llama, _blocks, init_weights, rope_freq
 from regrow.testing.reference_llama import reference_frequency, reference_logits
 from regrow.testing.tiny import ragged_model, tiny_model
 
+torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save
+
 
 def built(config: ModelConfig, seed: int = 0) -> Llama:
     with torch.device("meta"):

@@ -43,9 +43,9 @@ def test_settings_that_do_not_touch_the_weights_may_change(tmp_path: Path) -> No
         ("model", "num_layers", 5, "model.num_layers: 4 -> 5"),
         ("optim", "lr", 0.1, "optim.lr: 0.003 -> 0.1"),
         ("optim", "schedule", Schedule.cosine, "optim.schedule: wsd -> cosine"),
-        ("optim", "global_batch_seqs", 48, "optim.global_batch_seqs: 24 -> 48"),
+        ("optim", "global_batch_seqs", 48, "optim.global_batch_seqs: 12 -> 48"),
         ("data", "window_steps", 4, "data.window_steps: 8 -> 4"),
-        ("data", "seq_len", 128, "data.seq_len: 256 -> 128"),
+        ("data", "seq_len", 64, "data.seq_len: 128 -> 64"),
         ("run", "seed", 1, "run.seed: 0 -> 1"),
     ],
 )

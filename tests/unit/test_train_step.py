@@ -9,6 +9,8 @@ from regrow.parallel.apply import build_model
 from regrow.testing.tiny import count_up_rows, tiny_model
 from regrow.train.step import IGNORE_INDEX, StepResult, TrainStep, evaluate, sum_cross_entropy
 
+torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save
+
 
 def make_step() -> TrainStep:
     model = build_model(tiny_model(), ParallelConfig(), mesh=None, device="cpu", seed=0)

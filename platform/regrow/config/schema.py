@@ -48,10 +48,10 @@ class RunConfig:
 class TrainConfig:
     """How long to train and how often to look."""
 
-    steps: int = 100  # optimizer steps of the whole run; the schedule spans them
+    steps: int = 300  # optimizer steps of the whole run; the schedule spans them
     stop_at_step: int | None = None  # stop here with a checkpoint, the schedule still that of `steps`
-    validate_every_steps: int = 50  # validation loss every so many steps and at the end; 0: never
-    validation_seqs: int = 48  # sequences of the validation split that are scored each time
+    validate_every_steps: int = 100  # validation loss every so many steps and at the end; 0: never
+    validation_seqs: int = 96  # sequences of the validation split that are scored each time
     collective_timeout_s: float = 600.0  # a collective that takes longer fails the group instead of hanging it
 
 
@@ -104,7 +104,7 @@ class DataConfig:
 
     recipe: str = "python_docs"  # data/<recipe>.py
     vocab_size: int = 4096  # size of the tokenizer trained on the corpus
-    seq_len: int = 256  # tokens of a sample that are predicted; a stored row has one more
+    seq_len: int = 128  # tokens of a sample that are predicted; a stored row has one more
     validation_fraction: float = 0.005  # of documents, chosen by document hash
     rows_per_group: int = 64  # rows of a parquet row group, the unit of reading
     rows_per_shard: int = 8192  # rows of a shard file
@@ -118,7 +118,7 @@ class DataConfig:
 class OptimConfig:
     """The global batch, AdamW and its schedule. Never depends on the world size."""
 
-    global_batch_seqs: int = 24  # sequences of one optimizer step
+    global_batch_seqs: int = 12  # sequences of one optimizer step
     num_slices: int = 12  # equal parts of a global batch, the unit that ranks share out
     lr: float = 3e-3  # peak learning rate
     min_lr_ratio: float = 0.1  # final learning rate over the peak
@@ -150,7 +150,7 @@ class ParallelConfig:
 class CheckpointConfig:
     """Durable checkpoints."""
 
-    every_steps: int = 50  # checkpoint every so many steps; one is always written at the end
+    every_steps: int = 100  # checkpoint every so many steps; one is always written at the end
     keep: int = 2  # newest checkpoints kept; at least 2
 
 
