@@ -28,7 +28,7 @@ def geometry(config: PretrainConfig, plans: list[BatchPlan]) -> list[str]:
     optim, data = config.optim, config.data
     batch_tokens = optim.global_batch_seqs * data.seq_len
     micro_seqs = optim.global_batch_seqs // optim.num_slices
-    shares = ", ".join(f"{plan.world_size}: {plan.idle_share:.1%}" for plan in plans)
+    shares = ", ".join(f"{plan.world_size}:{plan.idle_share:.1%}" for plan in plans)
     return [
         f"global batch {optim.global_batch_seqs} sequences x {data.seq_len} tokens = {batch_tokens:,} tokens; "
         f"{config.train.steps:,} steps = {config.train.steps * batch_tokens:,} tokens",

@@ -24,8 +24,8 @@ from regrow.config.store import STARTED_AT
 from regrow.data.manifest import Manifest
 from regrow.data.prepare import find_or_prepare
 from regrow.data.stream import start_stream, stop_stream
+from regrow.elastic.job import Job, train_fn
 from regrow.elastic.local_cluster import Connection, cluster_for
-from regrow.elastic.ray_train import build_trainer
 from regrow.elastic.run_folder import CHECKPOINTS, Run, check_may_start, open_run
 from regrow.errors import RegrowError
 from regrow.observe.console import Console
@@ -59,11 +59,14 @@ def pretrain(config: PretrainConfig) -> None:
     plans = check(config)
     check_may_start(config)
     with Console(sys.stderr) as console:
-        console.start(geometry(config, plans), steps=config.train.steps, stop_at_step=config.train.stop_at_step)
         startup.done("config")
-        # torch and Ray Train take seconds to import and Ray's own processes to start: both at once
-        threading.Thread(target=importlib.import_module, args=("regrow.elastic.worker",), name="imports").start()
+        if config.cluster.address is None:
+            console.message("starting Ray on this machine")
+            # Ray Train takes seconds to import and Ray's own processes to start: both at once
+            threading.Thread(target=importlib.import_module, args=("regrow.elastic.ray_train",), name="imports").start()
         with cluster_for(config.cluster) as connection:
+            lines = geometry(config, plans)
+            console.start(lines, steps=config.train.steps, stop_at_step=config.train.stop_at_step)
             if connection.dashboard:
                 console.message(f"Ray dashboard: http://{connection.dashboard}")
             startup.done("ray")
@@ -77,7 +80,7 @@ def pretrain(config: PretrainConfig) -> None:
                     "raise train.steps or train.stop_at_step to go on, or choose another run.name"
                 )
                 return
-            reason = _Session(config, run, data_dir, console, startup, connection, geometry(config, plans)).train()
+            reason = _Session(config, run, data_dir, console, startup, connection, lines).train()
     if reason == "interrupted":
         sys.exit(130)
 
@@ -117,7 +120,7 @@ class _Session:
         startup.done("actors")
         self.startup_s: dict[str, float] | None = None
         generation = ray.get(self.coordinator.ready.remote())
-        from regrow.elastic.worker import Job, train_fn  # has been importing since before the cluster was up
+        from regrow.elastic.ray_train import build_trainer  # takes seconds, and has begun where Ray is ours
 
         job = Job(
             config=config,

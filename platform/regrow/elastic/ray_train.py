@@ -1,7 +1,12 @@
-"""Ray Train glue: the one file that knows how Ray Train is driven. For now by its public interface alone."""
+"""Ray Train glue: the one file that knows how Ray Train is driven."""
 
 import os
 from typing import Any
+
+from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError
+from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
+from ray.train.backend import Backend, BackendConfig
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from regrow.config.schema import PretrainConfig
 from regrow.elastic.local_cluster import worker_resources
@@ -19,59 +24,74 @@ CLUSTER_TUNING = {
 }
 
 
+class ProcessGroupBackend(Backend):
+    """Leaves process groups to `elastic.rendezvous`."""
+
+    share_cuda_visible_devices = True  # NCCL reaches a neighbour's memory only where it sees the device
+
+
+class ProcessGroupConfig(BackendConfig):
+    """In place of Ray's TorchConfig, whose module imports torch into the driver and the controller."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return ProcessGroupBackend
+
+
+class Trainer(DataParallelTrainer):
+    """TorchTrainer but for its backend; on a Ray that ends with the job, without what tidies up after one."""
+
+    def _create_default_callbacks(self) -> list[Any]:
+        callbacks = super()._create_default_callbacks()
+        if os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER") != "0":
+            return callbacks
+        return [callback for callback in callbacks if type(callback).__name__ != "PlacementGroupCleanerCallback"]
+
+
 def build_trainer(config: PretrainConfig, *, train_fn: Any, settings: dict[str, Any], storage: str, name: str) -> Any:
-    """A TorchTrainer with an elastic worker group. Its own bookkeeping goes to `<storage>/<name>/`."""
+    """A trainer with an elastic worker group. Its own bookkeeping goes to `<storage>/<name>/`."""
     here = dict.fromkeys(CLUSTER_TUNING, "0")
     for key, value in (TUNING | (here if config.cluster.address is None else CLUSTER_TUNING)).items():
         os.environ.setdefault(key, value)
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-
     cluster = config.cluster
     elastic = cluster.min_workers < cluster.max_workers
     num_workers: Any = (cluster.min_workers, cluster.max_workers) if elastic else cluster.max_workers
-    return TorchTrainer(
+    return Trainer(
         train_fn,
         train_loop_config=settings,
+        backend_config=ProcessGroupConfig(),
         scaling_config=ScalingConfig(
             num_workers=num_workers,
             use_gpu=cluster.gpus_per_worker > 0,
             resources_per_worker=worker_resources(cluster),
         ),
-        torch_config=TorchConfig(
-            backend="cpu:gloo,cuda:nccl" if cluster.gpus_per_worker else "gloo",
-            timeout_s=int(config.train.collective_timeout_s),
-        ),
         run_config=RunConfig(
             name=name,
             storage_path=storage,
             failure_config=FailureConfig(max_failures=cluster.max_failures),
-            callbacks=[failure_callback(settings["job"].coordinator)],
+            callbacks=[ReportFailures(settings["job"].coordinator)],  # type: ignore[list-item]
         ),
     )
 
 
-def failure_callback(coordinator: Any) -> Any:
+class ReportFailures(UserCallback):
     """Tells the coordinator why a group broke, from Ray Train's controller."""
-    from ray.train import UserCallback
 
-    class ReportFailures(UserCallback):
-        def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-            ranks = sorted(worker_exceptions)
-            causes = {rank: cause_of(error) for rank, error in worker_exceptions.items()}
-            # survivors fail because a peer died: the death is the cause
-            first = next((rank for rank in ranks if causes[rank] == "worker_died"), ranks[0])
-            lines = [line for line in str(worker_exceptions[first]).strip().splitlines() if line.strip()]
-            detail = f"rank {first}: {lines[-1].strip() if lines else type(worker_exceptions[first]).__name__}"
-            coordinator.failure.remote(causes[first], detail[:500], ranks)
+    def __init__(self, coordinator: Any) -> None:
+        self.coordinator = coordinator
 
-    return ReportFailures()
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        ranks = sorted(worker_exceptions)
+        causes = {rank: cause_of(error) for rank, error in worker_exceptions.items()}
+        # survivors fail because a peer died: the death is the cause
+        first = next((rank for rank in ranks if causes[rank] == "worker_died"), ranks[0])
+        lines = [line for line in str(worker_exceptions[first]).strip().splitlines() if line.strip()]
+        detail = f"rank {first}: {lines[-1].strip() if lines else type(worker_exceptions[first]).__name__}"
+        self.coordinator.failure.remote(causes[first], detail[:500], ranks)
 
 
 def cause_of(error: Exception) -> str:
     """`worker_died` for a process or node that is gone, `worker_failed` for an exception in the train function."""
-    from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError
-
     text = f"{type(error).__name__} {type(error.__cause__).__name__}"
     gone = isinstance(error, ActorDiedError | ActorUnavailableError | NodeDiedError) or "HealthCheck" in text
     return "worker_died" if gone else "worker_failed"

@@ -1,4 +1,4 @@
-"""The train function that Ray Train runs on every worker: join a generation, plan, build, restore, train.
+"""What a worker does: join a generation, plan, build, restore, train.
 
 Starting, resuming and restarting after a loss are this one path.
 """
@@ -7,7 +7,6 @@ import os
 import socket
 import time
 from collections import deque
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 import ray
 import ray.train
-import ray.train.torch
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,7 +26,9 @@ from regrow.config.schema import PretrainConfig
 from regrow.data.batch import layout_of, order_of
 from regrow.data.shards import ShardReader
 from regrow.data.stream import rank_batches
-from regrow.errors import CheckpointError, RegrowError
+from regrow.elastic.job import CALL_TIMEOUT_S, Job
+from regrow.elastic.rendezvous import join_generation
+from regrow.errors import CheckpointError
 from regrow.model.flops import flops_per_token, peak_flops
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
@@ -41,43 +41,14 @@ from regrow.train.loop import LoopSettings, train
 from regrow.train.metrics import Meter
 from regrow.train.step import TrainStep, build_loss, evaluate
 
-CALL_TIMEOUT_S = 120.0  # of a call to the coordinator
 
-
-@dataclass(frozen=True)
-class Job:
-    """What the driver hands to every worker."""
-
-    config: PretrainConfig
-    run_id: str
-    checkpoints: str  # folder
-    data_dir: str  # prepared corpus
-    coordinator: Any  # actor handles
-    stream: Any
-    first_generation: int  # the one that this driver starts with
-    fit_at: float  # unix time at which the driver asked for workers
-    driver_s: dict[str, float]  # what the driver did before that
-
-
-def train_fn(settings: dict[str, Job]) -> None:
-    """Ray Train's entry. A user's mistake ends the run through the coordinator; anything else restarts the group."""
-    job = settings["job"]
-    try:
-        _train(job)
-    except RegrowError as error:
-        ray.get(job.coordinator.fail.remote(str(error)), timeout=CALL_TIMEOUT_S)
-
-
-def _train(job: Job) -> None:
+def run_worker(job: Job) -> None:
+    """Train as one rank of a group, to its end. Raises RegrowError for what another attempt would meet again."""
     config, entered = job.config, time.time()
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     device = _device(config, context.get_local_world_size())
-    generation, given_up = from_rank_0(
-        ray.get(job.coordinator.begin_generation.remote(), timeout=CALL_TIMEOUT_S) if rank == 0 else (0, "")
-    )
-    if given_up:
-        raise RegrowError(given_up)
+    generation = join_generation(job.coordinator, device_type=device.type, timeout_s=config.train.collective_timeout_s)
     plan = plan_batch(num_slices=config.optim.num_slices, world_size=world_size)
 
     shape = plan_mesh(world_size, config.parallel.dp_replicate)
@@ -300,9 +271,13 @@ def replica_of(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def _device(config: PretrainConfig, workers_on_node: int) -> torch.device:
-    """This rank's device; on CPU, its share of the node's cores."""
+    """This rank's device, made current; on CPU, its share of the node's cores."""
     if config.cluster.gpus_per_worker:
-        return ray.train.torch.get_device()
+        import ray.train.torch
+
+        device = ray.train.torch.get_device()
+        torch.cuda.set_device(device)
+        return device
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers_on_node))
     return torch.device("cpu")
 
