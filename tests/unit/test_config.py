@@ -101,7 +101,7 @@ def test_the_defaults_pass_every_rule() -> None:
     ("key", "value"),
     [
         ("train.steps", 0),
-        ("train.stop_at_step", 401),
+        ("train.stop_at_step", 321),
         ("train.validation_seqs", -1),
         ("cluster.gpus_per_worker", 2),
         ("cluster.cpus_per_worker", 0),

@@ -48,9 +48,9 @@ class RunConfig:
 class TrainConfig:
     """How long to train and how often to look."""
 
-    steps: int = 400  # optimizer steps of the whole run; the schedule spans them
+    steps: int = 320  # optimizer steps of the whole run; the schedule spans them
     stop_at_step: int | None = None  # stop here with a checkpoint, the schedule still that of `steps`
-    validate_every_steps: int = 100  # validation loss every so many steps and at the end; 0: never
+    validate_every_steps: int = 160  # validation loss every so many steps and at the end; 0: never
     validation_seqs: int = 96  # sequences of the validation split that are scored each time
     collective_timeout_s: float = 600.0  # a collective that takes longer fails the group instead of hanging it
 
@@ -150,7 +150,7 @@ class ParallelConfig:
 class CheckpointConfig:
     """Durable checkpoints."""
 
-    every_steps: int = 100  # checkpoint every so many steps; one is always written at the end
+    every_steps: int = 160  # checkpoint every so many steps; one is always written at the end
     keep: int = 2  # newest checkpoints kept; at least 2
 
 
