@@ -33,9 +33,14 @@ def geometry(config: PretrainConfig, plans: list[BatchPlan]) -> list[str]:
         f"global batch {optim.global_batch_seqs} sequences x {data.seq_len} tokens = {batch_tokens:,} tokens; "
         f"{config.train.steps:,} steps = {config.train.steps * batch_tokens:,} tokens",
         f"{optim.num_slices} slices of {micro_seqs} sequences (the micro-batch), "
-        f"shared by {config.cluster.min_workers} to {config.cluster.max_workers} workers",
+        f"for {_span(config.cluster.min_workers, config.cluster.max_workers)}",
         *textwrap.wrap(f"idle share by world size: {shares}", width=110, subsequent_indent="  "),
     ]
+
+
+def _span(least: int, most: int) -> str:
+    workers = "worker" if most == 1 else "workers"
+    return f"{least} to {most} {workers}" if least < most else f"{most} {workers}"
 
 
 def _need(holds: bool, message: str) -> None:

@@ -48,9 +48,9 @@ class RunConfig:
 class TrainConfig:
     """How long to train and how often to look."""
 
-    steps: int = 320  # optimizer steps of the whole run; the schedule spans them
+    steps: int = 400  # optimizer steps of the whole run; the schedule spans them
     stop_at_step: int | None = None  # stop here with a checkpoint, the schedule still that of `steps`
-    validate_every_steps: int = 160  # validation loss every so many steps and at the end; 0: never
+    validate_every_steps: int = 200  # validation loss every so many steps and at the end; 0: never
     validation_seqs: int = 96  # sequences of the validation split that are scored each time
     collective_timeout_s: float = 600.0  # a collective that takes longer fails the group instead of hanging it
 
@@ -63,7 +63,7 @@ class ClusterConfig:
     address: str | None = None  # Ray address ("auto": the running cluster); null starts Ray on this machine
     local_nodes: int = 0  # with address null: raylets to start here as separate nodes; 0: one for everything
     min_workers: int = 1  # fewest ranks worth training on
-    max_workers: int = 2  # most ranks used
+    max_workers: int = 1  # most ranks used; on CPU a rank uses all cores that others leave it
     cpus_per_worker: float = 1.0  # logical CPUs of a worker
     gpus_per_worker: int = 0  # 0: train on CPU with gloo; 1: on CUDA with NCCL
     max_failures: int = 1000  # group restarts before the run gives up
@@ -150,7 +150,7 @@ class ParallelConfig:
 class CheckpointConfig:
     """Durable checkpoints."""
 
-    every_steps: int = 160  # checkpoint every so many steps; one is always written at the end
+    every_steps: int = 200  # checkpoint every so many steps; one is always written at the end
     keep: int = 2  # newest checkpoints kept; at least 2
 
 
