@@ -10,7 +10,7 @@ from regrow.testing.gloo import run_ranks
 from regrow.testing.tiny import tiny_model
 from regrow.testing.training import Training, train
 
-OPTIM = OptimConfig(lr=1e-2, num_slices=12)
+OPTIM = OptimConfig(lr=1e-2, global_batch_seqs=24, num_slices=12)
 # more layers than torch.compile would recompile for, so that one graph has to do for all
 DEEP = tiny_model(num_layers=10)
 # what the claim about float8 is made on: large enough that rounding is not the smallest of its worries
@@ -74,7 +74,7 @@ def test_float8_loss_is_within_a_hundredth_of_bfloat16s_after_50_steps(
 ):
     def losses(float8: Float8, compiled: bool) -> list[float]:
         parallel = ParallelConfig(dtype=Dtype.bfloat16, float8=float8, compile=compiled)
-        training = Training(MATRIX, parallel, OptimConfig(lr=3e-3, num_slices=6), MATRIX_STEPS, seq_len=32, noise=0.3)
+        training = Training(MATRIX, parallel, OptimConfig(lr=3e-3, global_batch_seqs=24, num_slices=6), MATRIX_STEPS, seq_len=32, noise=0.3)
         results = run_ranks(losses_and_graphs, world_size, training, deadline_s=850, env=cache)
         assert all(result == results[0] for result in results)
         return results[0][0]
