@@ -38,25 +38,23 @@ class ProcessGroupConfig(BackendConfig):
         return ProcessGroupBackend
 
 
-class Trainer(DataParallelTrainer):
-    """TorchTrainer but for its backend; on a Ray that ends with the job, without what tidies up after one."""
+class LocalTrainer(DataParallelTrainer):
+    """For a Ray that ends with the job: without the actor that tidies up after one."""
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()
-        if os.environ.get("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER") != "0":
-            return callbacks
         return [callback for callback in callbacks if type(callback).__name__ != "PlacementGroupCleanerCallback"]
 
 
 def build_trainer(config: PretrainConfig, *, train_fn: Any, settings: dict[str, Any], storage: str, name: str) -> Any:
     """A trainer with an elastic worker group. Its own bookkeeping goes to `<storage>/<name>/`."""
-    here = dict.fromkeys(CLUSTER_TUNING, "0")
-    for key, value in (TUNING | (here if config.cluster.address is None else CLUSTER_TUNING)).items():
+    local = config.cluster.address is None
+    for key, value in (TUNING | (dict.fromkeys(CLUSTER_TUNING, "0") if local else CLUSTER_TUNING)).items():
         os.environ.setdefault(key, value)
     cluster = config.cluster
     elastic = cluster.min_workers < cluster.max_workers
     num_workers: Any = (cluster.min_workers, cluster.max_workers) if elastic else cluster.max_workers
-    return Trainer(
+    return (LocalTrainer if local else DataParallelTrainer)(
         train_fn,
         train_loop_config=settings,
         backend_config=ProcessGroupConfig(),
