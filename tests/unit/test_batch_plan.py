@@ -17,9 +17,16 @@ def test_every_slice_belongs_to_exactly_one_rank_and_passes_suffice(num_slices: 
     plan = plan_batch(num_slices=num_slices, world_size=world_size)
     assert [s for slices in plan.ranges for s in slices] == list(range(num_slices))
     sizes = [len(slices) for slices in plan.ranges]
-    assert max(sizes) == plan.num_micro_batches
+    assert max(sizes) == plan.most_slices == plan.num_micro_batches
     assert max(sizes) - min(sizes) <= 1
-    assert plan.busy_share == pytest.approx(num_slices / sum([plan.num_micro_batches] * world_size))
+    assert plan.busy_share == pytest.approx(num_slices / sum([max(sizes)] * world_size))
+
+
+@given(st.integers(1, 4096), st.integers(1, 512))
+def test_passes_are_as_few_as_the_slices_of_one_pass_allow(most: int, slices_per_pass: int) -> None:
+    plan = plan_batch(num_slices=most, world_size=1, slices_per_pass=slices_per_pass)
+    assert plan.num_micro_batches * slices_per_pass >= most > (plan.num_micro_batches - 1) * slices_per_pass
+    assert plan.idle_share == 0
 
 
 def test_448_slices_fit_every_world_size_that_h100x64_allows() -> None:

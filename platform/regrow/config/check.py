@@ -27,12 +27,12 @@ def geometry(config: PretrainConfig, plans: list[BatchPlan]) -> list[str]:
     """What the batch looks like, for a person, a fact a line; with the idle share of every feasible world size."""
     optim, data = config.optim, config.data
     batch_tokens = optim.global_batch_seqs * data.seq_len
-    micro_seqs = optim.global_batch_seqs // optim.num_slices
+    slice_seqs = optim.global_batch_seqs // optim.num_slices
     shares = ", ".join(f"{plan.world_size}:{plan.idle_share:.1%}" for plan in plans)
     return [
         f"global batch {optim.global_batch_seqs} sequences x {data.seq_len} tokens = {batch_tokens:,} tokens; "
         f"{config.train.steps:,} steps = {config.train.steps * batch_tokens:,} tokens",
-        f"{optim.num_slices} slices of {micro_seqs} sequences (the micro-batch), "
+        f"{optim.num_slices} slices of {slice_seqs} sequences, at most {config.parallel.slices_per_pass} in a pass, "
         f"for {_span(config.cluster.min_workers, config.cluster.max_workers)}",
         *textwrap.wrap(f"idle share by world size: {shares}", width=110, subsequent_indent="  "),
     ]
@@ -78,6 +78,11 @@ def _cluster(config: PretrainConfig) -> None:
         f"cluster.gpus_per_worker={cluster.gpus_per_worker}: a worker is one rank on one GPU (1) or on CPU (0)",
     )
     _need(cluster.cpus_per_worker > 0, f"cluster.cpus_per_worker={cluster.cpus_per_worker} must be positive")
+    threads = cluster.threads_per_worker
+    _need(
+        threads is None or threads >= 1,
+        f"cluster.threads_per_worker={threads} must be at least 1, or null for an equal share of the node's cores",
+    )
     _need(cluster.local_nodes >= 0, f"cluster.local_nodes={cluster.local_nodes} must not be negative")
     _need(
         cluster.address is None or cluster.local_nodes == 0,
@@ -151,6 +156,7 @@ def _parallel(config: PretrainConfig) -> None:
         parallel.float8 is Float8.none or parallel.dtype is Dtype.bfloat16,
         f"parallel.float8={parallel.float8.value} needs parallel.dtype=bfloat16, not {parallel.dtype.value}",
     )
+    _need(parallel.slices_per_pass >= 1, f"parallel.slices_per_pass={parallel.slices_per_pass} must be at least 1")
 
 
 def _checkpoint(config: PretrainConfig) -> None:

@@ -63,8 +63,9 @@ class ClusterConfig:
     address: str | None = None  # Ray address ("auto": the running cluster); null starts Ray on this machine
     local_nodes: int = 0  # with address null: raylets to start here as separate nodes; 0: one for everything
     min_workers: int = 1  # fewest ranks worth training on
-    max_workers: int = 1  # most ranks used; on CPU a rank uses all cores that others leave it
-    cpus_per_worker: float = 1.0  # logical CPUs of a worker
+    max_workers: int = 1  # most ranks used
+    cpus_per_worker: float = 1.0  # logical CPUs of a worker, by which Ray places it
+    threads_per_worker: int | None = None  # torch's, on CPU; null: an equal share of the node's cores
     gpus_per_worker: int = 0  # 0: train on CPU with gloo; 1: on CUDA with NCCL
     max_failures: int = 1000  # group restarts before the run gives up
     dashboard: bool = True  # start the Ray dashboard with a local Ray
@@ -143,6 +144,7 @@ class ParallelConfig:
     compile_backend: str = "inductor"  # torch.compile backend
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint.none  # what backward recomputes
     reshard_after_forward: bool = True  # free gathered parameters after each use; false: gather once a step
+    slices_per_pass: int = 1  # most slices that a rank runs in one forward and backward: faster, more memory
     sync_every_micro_batch: bool = False  # reduce gradients each micro-batch: more traffic, less memory
 
 

@@ -3,6 +3,7 @@
 Starting, resuming and restarting after a loss are this one path.
 """
 
+import ctypes
 import os
 import socket
 import time
@@ -41,6 +42,8 @@ from regrow.train.loop import LoopSettings, train
 from regrow.train.metrics import Meter
 from regrow.train.step import TrainStep, build_loss, evaluate
 
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of mallopt(3)
+
 
 def run_worker(job: Job) -> None:
     """Train as one rank of a group, to its end. Raises RegrowError for what another attempt would meet again."""
@@ -49,7 +52,11 @@ def run_worker(job: Job) -> None:
     rank, world_size = context.get_world_rank(), context.get_world_size()
     device = _device(config, context.get_local_world_size())
     generation = join_generation(job.coordinator, device_type=device.type, timeout_s=config.train.collective_timeout_s)
-    plan = plan_batch(num_slices=config.optim.num_slices, world_size=world_size)
+    plan = plan_batch(
+        num_slices=config.optim.num_slices,
+        world_size=world_size,
+        slices_per_pass=config.parallel.slices_per_pass,
+    )
 
     shape = plan_mesh(world_size, config.parallel.dp_replicate)
     mesh = build_mesh(shape, device.type)
@@ -126,7 +133,7 @@ def run_worker(job: Job) -> None:
                 total_tokens=config.train.steps * tokens_per_step,
                 tokens_per_step=tokens_per_step,
                 seqs_per_step=config.optim.global_batch_seqs,
-                micro_batch_seqs=config.optim.global_batch_seqs // config.optim.num_slices,
+                slice_seqs=layout_of(config).slice_seqs,
                 num_micro_batches=plan.num_micro_batches,
                 checkpoint_every_steps=config.checkpoint.every_steps,
                 validate_every_steps=config.train.validate_every_steps if config.train.validation_seqs else 0,
@@ -271,15 +278,26 @@ def replica_of(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def _device(config: PretrainConfig, workers_on_node: int) -> torch.device:
-    """This rank's device, made current; on CPU, its share of the node's cores."""
+    """This rank's device, made current; on CPU, with its number of threads."""
     if config.cluster.gpus_per_worker:
         import ray.train.torch
 
         device = ray.train.torch.get_device()
         torch.cuda.set_device(device)
         return device
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers_on_node))
+    threads = config.cluster.threads_per_worker or max(1, (os.cpu_count() or 1) // workers_on_node)
+    torch.set_num_threads(threads)
+    _keep_freed_memory()
     return torch.device("cpu")
+
+
+def _keep_freed_memory() -> None:
+    """Make glibc keep what is freed: given back to the kernel, every step's activations are page faults again."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent outside glibc
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
+        mallopt(M_TOP_PAD, 64 << 20)
 
 
 def _device_name(device: torch.device) -> str:

@@ -15,22 +15,32 @@ class BatchPlan:
     num_slices: int
     world_size: int
     ranges: tuple[range, ...]  # slices of each data-parallel rank, contiguous, in rank order
-    num_micro_batches: int  # passes that every rank runs; short ranks add zero-weight ones
+    slices_per_pass: int  # most slices of one micro-batch
+
+    @property
+    def most_slices(self) -> int:
+        """Slices of the rank that has most."""
+        return -(-self.num_slices // self.world_size)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Passes that every rank runs; ranks with fewer slices than that add zero-weight ones."""
+        return -(-self.most_slices // self.slices_per_pass)
 
     @property
     def busy_share(self) -> float:
-        """Share of passes that train on something, in (0, 1]."""
-        return self.num_slices / (self.world_size * self.num_micro_batches)
+        """Share of the ranks' time that trains on something, in (0, 1], a slice taking the same time everywhere."""
+        return self.num_slices / (self.world_size * self.most_slices)
 
     @property
     def idle_share(self) -> float:
         return 1.0 - self.busy_share
 
 
-def plan_batch(*, num_slices: int, world_size: int) -> BatchPlan:
+def plan_batch(*, num_slices: int, world_size: int, slices_per_pass: int = 1) -> BatchPlan:
     """Give each rank a contiguous range of slices of the global batch.
 
-    Pure; the same on every rank. Every rank runs `num_micro_batches` passes; short ranks add zero-weight ones.
+    Pure; the same on every rank. A rank shares its slices evenly among its passes, at most `slices_per_pass` in each.
     Raises BatchError if a rank would get no slice.
 
     >>> plan_batch(num_slices=12, world_size=5).ranges[-1]
@@ -45,7 +55,7 @@ def plan_batch(*, num_slices: int, world_size: int) -> BatchPlan:
         )
     bounds = [rank * num_slices // world_size for rank in range(world_size + 1)]
     ranges = tuple(range(a, b) for a, b in itertools.pairwise(bounds))
-    return BatchPlan(num_slices, world_size, ranges, -(-num_slices // world_size))
+    return BatchPlan(num_slices, world_size, ranges, slices_per_pass)
 
 
 def check_world_sizes(

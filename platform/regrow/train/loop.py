@@ -42,8 +42,8 @@ class LoopSettings:
     total_tokens: int  # that the schedule spans
     tokens_per_step: int
     seqs_per_step: int
-    micro_batch_seqs: int
-    num_micro_batches: int  # passes of every rank
+    slice_seqs: int
+    num_micro_batches: int  # passes of every rank, among which it shares its slices evenly
     checkpoint_every_steps: int
     validate_every_steps: int  # 0: never
 
@@ -94,7 +94,7 @@ def train(
 
         lr = lr_at(progress.tokens_seen + settings.tokens_per_step, total_tokens=settings.total_tokens, config=optim)
         stats = step.run(
-            _micro_batches(batch, settings.micro_batch_seqs, device),
+            _micro_batches(batch, settings, device),
             num_micro_batches=settings.num_micro_batches,
             lr=lr,
             flag=hooks.wants_to_leave(),
@@ -123,9 +123,10 @@ def train(
     return leaving
 
 
-def _micro_batches(batch: RankBatch, micro_batch_seqs: int, device: torch.device) -> list[torch.Tensor]:
-    """The rank's rows as token ids int64 [micro_batch_seqs, L+1], one tensor a slice, on the device."""
+def _micro_batches(batch: RankBatch, settings: LoopSettings, device: torch.device) -> list[torch.Tensor]:
+    """The rank's rows as token ids int64 [n, L+1] on the device, a tensor a pass, each of whole slices."""
     rows = torch.from_numpy(batch.rows.astype("int64"))
     if device.type == "cuda":
         rows = rows.pin_memory().to(device, non_blocking=True)
-    return list(rows.split(micro_batch_seqs))
+    slices = rows.unflatten(0, (-1, settings.slice_seqs))
+    return [part.flatten(0, 1) for part in slices.tensor_split(min(len(slices), settings.num_micro_batches))]
