@@ -16,7 +16,9 @@ setup: $(READY) ## make .venv with the tested versions; again only after a chang
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "regrow needs Python 3.11 to 3.13, this is %d.%d: make PYTHON=python3.11" % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	@# pip compiles on one core; without bytecode every start costs seconds. Some packages ship templates that do not parse.
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $(READY)
 
 pretrain: $(READY) ## train the 5M debug model on this machine, real text, no network; ARGS='run.name=... train.steps=...'
