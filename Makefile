@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEV := $(VENV)/.ready-dev
 ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -11,15 +12,22 @@ ARGS ?=
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-setup: $(READY) ## make .venv with the tested versions; again only after a change of pyproject.toml or constraints.txt
+setup: $(DEV) ## make .venv with the tested versions; again only after a change of pyproject.toml or constraints.txt
+
+# pip compiles on one core; without bytecode every start costs seconds. Some packages ship templates that do not parse.
+define install
+$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '$(1)'
+@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
+@touch $@
+endef
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 11) <= v <= (3, 13) else "regrow needs Python 3.11 to 3.13, this is %d.%d: make PYTHON=python3.11" % v)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
-	@# pip compiles on one core; without bytecode every start costs seconds. Some packages ship templates that do not parse.
-	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
-	@touch $(READY)
+	$(call install,.)
+
+$(DEV): $(READY)
+	$(call install,.[dev])
 
 pretrain: $(READY) ## train the 5M debug model on this machine, real text, no network; ARGS='run.name=... train.steps=...'
 	$(BIN)/python -m jobs.pretrain $(ARGS)
@@ -27,21 +35,21 @@ pretrain: $(READY) ## train the 5M debug model on this machine, real text, no ne
 data: $(READY) ## prepare the corpus without training
 	$(BIN)/python -m jobs.prepare_data $(ARGS)
 
-test: $(READY) ## everything that needs no GPU; ARGS='-k ...' to choose
+test: $(DEV) ## everything that needs no GPU; ARGS='-k ...' to choose
 	$(BIN)/python -m pytest -m 'not matrix' $(ARGS)
 
-check: $(READY) ## format, lint, types, layers, unit tests: under a minute
+check: $(DEV) ## format, lint, types, layers, unit tests: under a minute
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/unit tests/golden -m 'not slow and not matrix' -q
 
-format: $(READY) ## format and fix what can be fixed
+format: $(DEV) ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test-float8: $(READY) ## the full float8 x compile x world size matrix (long)
+test-float8: $(DEV) ## the full float8 x compile x world size matrix (long)
 	$(BIN)/python -m pytest tests/dist -m matrix $(ARGS)
 
 clean: ## remove .venv and caches; runs/ stays
