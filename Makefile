@@ -14,10 +14,10 @@ help: ## list the targets
 
 setup: $(DEV) ## make .venv with the tested versions; again only after a change of pyproject.toml or constraints.txt
 
-# pip compiles on one core; without bytecode every start costs seconds. Some packages ship templates that do not parse.
+# pip would compile everything, on one core, for half a minute; Python compiles what is imported, once, if it may keep it.
+unexport PYTHONDONTWRITEBYTECODE
 define install
 $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '$(1)'
-@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 @touch $@
 endef
 
