@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from regrow.data.documents import Document
+from regrow.config.schema import DataConfig
+from regrow.data.documents import Document, Piece, Skipped, unique
 from regrow.errors import DataError
 
 SUFFIXES = (".py", ".rst", ".txt", ".md")
@@ -33,10 +34,11 @@ FILTERS = [
     f"documents under {MIN_CHARS} characters",
     f"tables: .py files over {TABLE_MIN_CHARS} characters with over {TABLE_SHARE:.0%} of them in lines that begin "
     "with a string or a number (character maps, entity names, locale aliases)",
+    "documents equal to an earlier one but for white space",
 ]
 
 
-def describe() -> dict[str, Any]:
+def describe(config: DataConfig) -> dict[str, Any]:
     """The Python, and a fingerprint of the names and sizes of its files: distributions differ in what they install."""
     root = _root()
     sizes = hashlib.sha256()
@@ -47,14 +49,29 @@ def describe() -> dict[str, Any]:
         "licence": "PSF-2.0",
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "files_sha256": sizes.hexdigest(),
-        "rules": 1,  # raise with any change to what documents() yields
+        "rules": 2,  # raise with any change to what documents() yields
         "filters": FILTERS,
     }
 
 
-def documents() -> Iterator[Document]:
-    """The files in the order of their names; raises DataError where the library is installed without source."""
-    root, found = _root(), False
+def pieces(config: DataConfig) -> list[Piece]:
+    """One: it is read in seconds. Raises DataError where the library is installed without source."""
+    root = _root()
+    num_bytes = sum((root / name).stat().st_size for name in _files(root))
+    if not any(name.endswith(".py") for name in _files(root)):
+        raise DataError(
+            f"no source under {root}: this Python {sys.version.split()[0]} comes without its library's .py files; "
+            "use another Python or another data.recipe"
+        )
+    return [Piece(root.name, num_bytes=num_bytes)]
+
+
+def documents(config: DataConfig, piece: Piece) -> Iterator[Document | Skipped]:
+    """The files in the order of their names, cleaned, without repeats."""
+    return unique(_documents(_root()))
+
+
+def _documents(root: Path) -> Iterator[Document]:
     for name in _files(root):
         try:
             text = (root / name).read_bytes().decode("utf-8-sig")
@@ -68,13 +85,7 @@ def documents() -> Iterator[Document]:
             pieces = {name: text}
         for piece, words in pieces.items():
             if len(words) >= MIN_CHARS:
-                found = True
                 yield Document(piece, words)
-    if not found:
-        raise DataError(
-            f"no source under {root}: this Python {sys.version.split()[0]} comes without its library's .py files; "
-            "use another Python or another data.recipe"
-        )
 
 
 def is_table(source: str) -> bool:

@@ -1,6 +1,9 @@
-"""Prepare a corpus for training: `python -m jobs.prepare_data [data=NAME] [data.seq_len=N] [run.storage_path=PATH]`."""
+"""Prepare a corpus for training: `python -m jobs.prepare_data [data=NAME] [data.source=...] [run.storage_path=...]`."""
 
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
 
 from regrow.config.schema import PretrainConfig
 from regrow.config.store import run_job
@@ -12,11 +15,34 @@ def main(config: PretrainConfig) -> None:
     from regrow.observe.console import Console
 
     check(config)
-    with Console(sys.stderr) as console:
-        folder, manifest = find_or_prepare(config.data, config.run.storage_path, progress=console.progress)
+    with ExitStack() as stack:
+        console = stack.enter_context(Console(sys.stderr))
+
+        def distribute(function: Callable[[int], Any], numbers: Sequence[int]) -> Iterator[Any]:
+            """Only a large source needs Ray, which takes seconds to start."""
+            import ray
+
+            from regrow.data.distribute import on_ray
+            from regrow.elastic.local_cluster import cluster_for
+
+            if not ray.is_initialized():
+                connection = stack.enter_context(cluster_for(config.cluster))
+                console.message(
+                    f"Ray dashboard: http://{connection.dashboard}" if connection.dashboard else "Ray is up"
+                )
+            return on_ray(function, numbers)
+
+        folder, manifest = find_or_prepare(
+            config.data, config.run.storage_path, progress=console.progress, distribute=distribute
+        )
     print(folder)
     for name, split in manifest.splits.items():
         print(f"{name}: {split.num_rows:,} rows of {manifest.seq_len} tokens in {len(split.shards)} shards")
+    for name, count in manifest.counts.items():
+        if name.startswith("skipped"):
+            print(f"{name}: {count:,} documents")
+    for piece, why in manifest.damaged.items():
+        print(f"left out, cannot be read: {piece}: {why}")
 
 
 if __name__ == "__main__":

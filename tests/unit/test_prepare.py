@@ -3,7 +3,7 @@
 import multiprocessing
 import pickle
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,11 @@ import pytest
 from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
 from regrow.data import shards
 from regrow.data.batch import order_of
-from regrow.data.documents import Document, clean_text, content_hash, load_recipe
+from regrow.data.documents import Document, Piece, Skipped, clean_text, content_hash, load_recipe, unique
 from regrow.data.manifest import MANIFEST, Manifest
-from regrow.data.prepare import cache_name, collect, cut_rows, find_or_prepare, prepare, split_documents
+from regrow.data.prepare import cache_name, find_or_prepare, prepare
 from regrow.data.shards import ShardReader, verify
+from regrow.data.spool import document_key
 from regrow.data.tokenizer import END_OF_TEXT, encode, load_tokenizer
 from regrow.errors import DataError
 from regrow.testing.corpus import WordRecipe, write_rows
@@ -41,12 +42,24 @@ def read_all(folder: Path, split: str) -> np.ndarray:
     return reader.read(np.arange(reader.num_rows))
 
 
+def texts_in_order(recipe: WordRecipe, validation_fraction: float) -> dict[str, list[str]]:
+    """The texts of a corpus of one piece, by split, as they should stand in the stream."""
+    texts = [document.text for document in recipe.documents(CONFIG, *recipe.pieces(CONFIG))]
+    keys = [document_key(content_hash(text), 0, number) for number, text in enumerate(texts)]
+    in_order = [text for _, text in sorted(zip(keys, texts, strict=True))]
+    limit = validation_fraction * 2**64
+    sides = {text: int.from_bytes(content_hash(text)[:8], "big") < limit for text in texts}
+    return {
+        "train": [text for text in in_order if not sides[text]],
+        "validation": [text for text in in_order if sides[text]],
+    }
+
+
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_rows_are_the_documents_between_end_of_texts_with_only_the_tail_dropped(corpus: Path, split: str) -> None:
     manifest, rows = Manifest.load(corpus), read_all(corpus, split)
     tokenizer, eot_id = load_tokenizer(corpus / manifest.tokenizer.file), manifest.tokenizer.eot_id
-    documents, _ = collect(WordRecipe().documents())
-    texts = [document.text for document in split_documents(documents, CONFIG.validation_fraction)[split]]
+    texts = texts_in_order(WordRecipe(), CONFIG.validation_fraction)[split]
     stream = np.concatenate([[eot_id], *(part for ids in encode(tokenizer, texts) for part in (ids, [eot_id]))])
     assert np.array_equal(rows[:-1, -1], rows[1:, 0])  # rows overlap by one token
     targets = rows[:, 1:].ravel()
@@ -71,9 +84,7 @@ def test_manifest_says_what_was_prepared_and_survives_the_round_trip(corpus: Pat
 
 def test_preparing_twice_gives_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
     prepare(CONFIG, WordRecipe(), tmp_path / "again", progress=quiet)
-    assert {p.name: p.read_bytes() for p in corpus.iterdir()} == {
-        p.name: p.read_bytes() for p in (tmp_path / "again").iterdir()
-    }
+    assert read_files(corpus) == read_files(tmp_path / "again")
 
 
 def test_shards_have_uniform_row_groups_and_only_the_last_is_short(corpus: Path) -> None:
@@ -100,6 +111,11 @@ def test_cache_name_changes_with_all_that_fixes_the_content_and_with_nothing_els
         "rows_per_group": 4,
         "rows_per_shard": 128,
         "recipe": "other",
+        "min_score": 3.0,
+        "language": "en",
+        "min_language_score": 0.5,
+        "max_document_chars": 1000,
+        "end_of_text": "</s>",
     }.items():
         assert cache_name(replace(CONFIG, **{key: value}), recipe) != name, key
     assert cache_name(CONFIG, WordRecipe(seed=1)) != name
@@ -117,16 +133,35 @@ def test_an_unfinished_folder_is_redone_and_a_finished_one_is_not(tmp_path: Path
     assert (folder / MANIFEST).stat().st_ino == before.st_ino
 
 
-class Broken(WordRecipe):
-    def documents(self) -> Any:
-        yield from list(super().documents())[:5]
-        raise KeyboardInterrupt
+@dataclass(frozen=True)
+class Interrupted(WordRecipe):
+    """Reads as many pieces as there are left in `patience`."""
+
+    patience: list[int] = field(default_factory=list)
+
+    def documents(self, config: DataConfig, piece: Piece) -> Any:
+        yield from list(super().documents(config, piece))[:3]
+        if not self.patience:
+            raise KeyboardInterrupt
+        self.patience.pop()
+        yield from list(super().documents(config, piece))[3:]
 
 
-def test_an_interrupted_preparation_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        prepare(CONFIG, Broken(), tmp_path / "words", progress=quiet)
-    assert list(tmp_path.iterdir()) == []
+def test_an_interrupted_preparation_goes_on_where_it_stopped(corpus: Path, tmp_path: Path) -> None:
+    config = replace(CONFIG, tokenizer=str(corpus / "tokenizer.json"))
+    whole = prepare(config, WordRecipe(num_pieces=10), tmp_path / "whole", progress=quiet)
+    for attempt in range(4):
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config, Interrupted(num_pieces=10, patience=[1, 1]), tmp_path / "words", progress=quiet)
+        assert not (tmp_path / "words").exists(), attempt
+    patience = [1, 1]  # two pieces are left, the others may not be read again
+    assert prepare(config, Interrupted(num_pieces=10, patience=patience), tmp_path / "words", progress=quiet) == whole
+    assert read_files(tmp_path / "words") == read_files(tmp_path / "whole")
+    assert not list(tmp_path.glob(".*.building"))
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def _prepare_in_process(folder: Path) -> None:
@@ -157,7 +192,7 @@ def test_find_or_prepare_prepares_once_and_reports_stages_that_end(
     folder, manifest = find_or_prepare(CONFIG, str(tmp_path), progress=lambda *update: seen.append(update))
     assert folder.parent == tmp_path / "data"
     stages = list(dict.fromkeys(stage for stage, _, _ in seen))
-    assert stages == ["reading documents", "training the tokenizer", "encoding"]
+    assert stages == ["training the tokenizer", "tokenizing", "writing shards"]
     for stage in stages:
         shares = [done / total for name, done, total in seen if name == stage]
         assert shares == sorted(shares)
@@ -170,26 +205,15 @@ def test_find_or_prepare_prepares_once_and_reports_stages_that_end(
 
 def test_repeats_that_differ_only_in_white_space_are_dropped() -> None:
     texts = ["a b\nc\n", "a  b\r\nc", "a b d\n"]
-    kept, counts = collect(Document(str(i), text) for i, text in enumerate(texts))
-    assert [document.id for document in kept.values() if document.id != "2"] == ["0"]
-    assert (counts["documents"], counts["duplicates"]) == (2, 1)
-    assert list(kept) == sorted(kept)
+    kept = list(unique(Document(str(i), text) for i, text in enumerate(texts)))
+    assert [document.id if isinstance(document, Document) else "" for document in kept] == ["0", "", "2"]
+    assert isinstance(kept[1], Skipped)
 
 
 def test_clean_text_keeps_what_is_written_and_drops_what_is_not() -> None:
     dirty = "\n\ndef f():  \r\n\tpass\x00\f\r\n\n\n\n\n\nx = 'é'\x1b\r"
     assert clean_text(dirty) == "def f():\n\tpass\n\n\nx = 'é'\n"
     assert clean_text(clean_text(dirty)) == clean_text(dirty)
-
-
-def test_a_document_keeps_its_split_when_others_come_and_go() -> None:
-    documents, _ = collect(WordRecipe(200).documents())
-    some = dict(list(documents.items())[::3])
-    whole, part = split_documents(documents, 0.2), split_documents(some, 0.2)
-    assert {d.id for d in part["validation"]} <= {d.id for d in whole["validation"]}
-    assert {d.id for d in part["train"]} <= {d.id for d in whole["train"]}
-    assert 20 <= len(whole["validation"]) <= 60
-    assert len(split_documents(some, 1e-12)["validation"]) == 1  # one at least
 
 
 def test_a_text_that_spells_out_end_of_text_does_not_end_there(corpus: Path) -> None:
@@ -199,18 +223,6 @@ def test_a_text_that_spells_out_end_of_text_does_not_end_there(corpus: Path) -> 
     (ids,) = encode(tokenizer, [text])
     assert manifest.tokenizer.eot_id not in ids
     assert tokenizer.decode(ids.tolist()) == text
-
-
-def test_cut_rows_carries_the_rest_over_any_pieces() -> None:
-    stream = np.arange(103, dtype=np.uint32)
-    whole, rest = cut_rows(stream, 7)
-    pieces, carry = [], stream[:1]
-    for piece in np.array_split(stream[1:], [1, 2, 9, 40, 41]):
-        rows, carry = cut_rows(np.concatenate([carry, piece]), 7)
-        pieces.append(rows)
-    assert np.array_equal(np.concatenate(pieces), whole)
-    assert np.array_equal(carry, rest)
-    assert len(rest) - 1 == 102 % 7
 
 
 @pytest.mark.parametrize(
@@ -243,8 +255,8 @@ def test_unknown_recipes_and_remote_storage_are_one_clear_line(tmp_path: Path) -
 
 def test_a_manifest_of_another_version_or_a_torn_one_is_refused(corpus: Path, tmp_path: Path) -> None:
     text = (corpus / MANIFEST).read_text()
-    (tmp_path / MANIFEST).write_text(text.replace('"version": 1', '"version": 2'))
-    with pytest.raises(DataError, match="version 2"):
+    (tmp_path / MANIFEST).write_text(text.replace('"version": 2', '"version": 3'))
+    with pytest.raises(DataError, match="version 3"):
         Manifest.load(tmp_path)
     (tmp_path / MANIFEST).write_text(text[: len(text) // 2])
     with pytest.raises(DataError, match="damaged"):
@@ -323,7 +335,8 @@ def verify_shards(folder: Path) -> Any:
 
 def test_python_docs_yields_this_pythons_library_without_tables_and_tests() -> None:
     recipe: Any = load_recipe("python_docs")
-    documents = list(recipe.documents())
+    config = DataConfig()
+    documents = [d for d in recipe.documents(config, *recipe.pieces(config)) if isinstance(d, Document)]
     ids = [document.id for document in documents]
     assert len(set(ids)) == len(ids)
     assert {"json/decoder.py", "inspect.py", "pydoc_data/topics.py#while"} <= set(ids)
@@ -332,8 +345,8 @@ def test_python_docs_yields_this_pythons_library_without_tables_and_tests() -> N
     assert 7e6 < sum(len(document.text) for document in documents) < 16e6
     assert max(len(document.text) for document in documents) < 4e5
     python = ".".join(map(str, sys.version_info[:3]))
-    assert python in recipe.describe()["python"]
-    assert recipe.describe() == recipe.describe()
+    assert python in recipe.describe(config)["python"]
+    assert recipe.describe(config) == recipe.describe(config)
 
 
 def test_content_hash_does_not_change_between_versions() -> None:

@@ -104,9 +104,16 @@ class DataConfig:
     """Which corpus, how it is cut into samples, and how the stream runs."""
 
     recipe: str = "python_docs"  # data/<recipe>.py
-    vocab_size: int = 4096  # size of the tokenizer trained on the corpus
+    source: str | None = None  # file, folder, glob or URI (s3://, gs://, hf://) of recipes that read files
+    tokenizer: str | None = None  # tokenizer.json of Hugging Face tokenizers; null: train one on the corpus
+    end_of_text: str | None = None  # the tokenizer's token between documents; null: try the usual names
+    vocab_size: int = 4096  # size of the tokenizer: most ids, and what training one aims at
     seq_len: int = 128  # tokens of a sample that are predicted; a stored row has one more
     validation_fraction: float = 0.005  # of documents, chosen by document hash
+    min_score: float | None = None  # leave out documents of a lower score, or of none; null: keep all
+    language: str | None = None  # leave out documents of another language, or of none; null: keep all
+    min_language_score: float | None = None  # leave out documents with a lower language_score; null: keep all
+    max_document_chars: int = 20_000_000  # leave out longer documents
     rows_per_group: int = 64  # rows of a parquet row group, the unit of reading
     rows_per_shard: int = 8192  # rows of a shard file
     window_steps: int = 8  # global batches shuffled together, the unit Ray Data produces

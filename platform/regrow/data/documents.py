@@ -1,13 +1,15 @@
 """Where documents come from: a recipe, `data/<name>.py` of the checkout, turns a source into documents."""
 
+import functools
 import hashlib
-import importlib.util
 import re
-from collections.abc import Iterator
+import types
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from regrow.config.schema import DataConfig
 from regrow.errors import DataError
 
 
@@ -19,20 +21,73 @@ class Document:
     text: str
 
 
-class Recipe(Protocol):
-    """What a recipe module offers; a class or an object with the same two functions is one too."""
+@dataclass(frozen=True)
+class Skipped:
+    """A document that was left out, and why, in a few words that are the same for all of its kind."""
 
-    def describe(self) -> dict[str, Any]:
+    reason: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a source that one task reads: a file, or a range of it."""
+
+    file: str
+    start: int = 0  # first of the units (bytes, row groups) that the recipe cuts files into
+    stop: int | None = None  # one past the last; None: to the end of the file
+    num_bytes: int = 1  # about how much work it is, for progress
+
+
+class DamagedPiece(Exception):
+    """A piece that can be fetched but not be read, today or tomorrow; it is counted, named and left out."""
+
+
+class Recipe(Protocol):
+    """What a recipe module offers; a class or an object with the same functions is one too."""
+
+    def describe(self, config: DataConfig) -> dict[str, Any]:
         """What fixes the documents, JSON types only; goes into the manifest and, hashed, into the cache's name.
 
         Cheap: it is asked at every start. Under `filters` it says in words what was left out.
         """
 
-    def documents(self) -> Iterator[Document]:
-        """The documents, the same ones in the same order each time. May be large: yield, do not collect."""
+    def pieces(self, config: DataConfig) -> list[Piece]:
+        """The parts of the source, the same ones in the same order each time. Raises DataError where there is none."""
+
+    def documents(self, config: DataConfig, piece: Piece) -> Iterator[Document | Skipped]:
+        """The documents of a piece, the same ones in the same order each time. May be large: yield, do not collect.
+
+        Raises DamagedPiece for one that cannot be read, OSError for storage that fails.
+        """
 
 
-def load_recipe(name: str) -> Recipe:
+@dataclass(frozen=True)
+class RecipeFile:
+    """A recipe that is a file; to other processes it travels as its text, for they may have no checkout."""
+
+    name: str
+    path: str
+    code: str
+
+    def describe(self, config: DataConfig) -> dict[str, Any]:
+        return cast(Recipe, _execute(self)).describe(config)
+
+    def pieces(self, config: DataConfig) -> list[Piece]:
+        return cast(Recipe, _execute(self)).pieces(config)
+
+    def documents(self, config: DataConfig, piece: Piece) -> Iterator[Document | Skipped]:
+        return cast(Recipe, _execute(self)).documents(config, piece)
+
+
+@functools.cache
+def _execute(recipe: RecipeFile) -> types.ModuleType:
+    module = types.ModuleType(f"data.{recipe.name}")
+    module.__file__ = recipe.path
+    exec(compile(recipe.code, recipe.path, "exec"), module.__dict__)
+    return module
+
+
+def load_recipe(name: str) -> RecipeFile:
     """The recipe `data/<name>.py` of the checkout: the current folder, else the one that this package is run from.
 
     Raises DataError, naming those there are, for an unknown one.
@@ -41,12 +96,7 @@ def load_recipe(name: str) -> Recipe:
     for folder in folders:
         path = folder / f"{name}.py"
         if name.isidentifier() and path.is_file():
-            spec = importlib.util.spec_from_file_location(f"data.{name}", path)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            return cast(Recipe, module)
+            return RecipeFile(name, str(path), path.read_text())
     there_are = sorted({path.stem for folder in folders for path in folder.glob("*.py")} - {"__init__"})
     raise DataError(
         f"data.recipe={name!r}: there is no data/{name}.py here; run from the root of the checkout "
@@ -67,6 +117,22 @@ def clean_text(text: str) -> str:
     text = _CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
     text = "\n".join(line.rstrip() for line in text.split("\n")).strip("\n")
     return _BLANK_LINES.sub("\n\n\n", text) + "\n"
+
+
+def unique(documents: Iterable[Document | Skipped]) -> Iterator[Document | Skipped]:
+    """Cleaned documents, without those that repeat an earlier one but for white space. Remembers a hash of each."""
+    seen: set[bytes] = set()
+    for document in documents:
+        if isinstance(document, Skipped):
+            yield document
+            continue
+        text = clean_text(document.text)
+        key = content_hash(text)
+        if key in seen:
+            yield Skipped("equal to an earlier one but for white space")
+        else:
+            seen.add(key)
+            yield Document(document.id, text)
 
 
 def content_hash(text: str) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 
 from regrow.errors import DataError
 
-FORMAT, VERSION = "regrow-corpus", 1
+FORMAT, VERSION = "regrow-corpus", 2
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
 
@@ -58,7 +58,8 @@ class Manifest:
     rows_per_shard: int
     order_version: int
     num_tokens: int  # of all splits, end-of-text and dropped tails included
-    counts: dict[str, int]  # documents, duplicates, dropped tokens ...: for people
+    counts: dict[str, int]  # documents, those skipped by reason, dropped tokens ...: for people
+    damaged: dict[str, str]  # parts of the source that could not be read, and why
     tokenizer: Tokenizer
     splits: dict[str, Split]
 

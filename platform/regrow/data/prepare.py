@@ -1,41 +1,69 @@
 """Documents -> tokenizer -> token shards, once, cached below the storage path.
 
-Deterministic: the same source, settings and library versions give the same bytes. A corpus is built in a folder of its
-own beside its final place and renamed into it with its manifest inside, so that it is there whole or not at all,
-whoever else prepares it at the same time. Documents are held in memory: this is for corpora that fit.
+    source -> pieces --tokenize--> spool --shuffle, cut into rows--> shards -> manifest.json
+
+Deterministic: the same source, settings and library versions give the same bytes, on one process or a cluster. Every
+piece and every shard is there whole or not at all, so that a preparation that was killed goes on where it stopped. It
+happens in a folder beside the final place, which is renamed with its manifest inside.
 """
 
 import fcntl
 import hashlib
+import importlib.metadata
 import json
 import os
-import secrets
 import shutil
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from regrow.config.schema import DataConfig
-from regrow.data.batch import Rows
-from regrow.data.documents import Document, Recipe, clean_text, content_hash, load_recipe
-from regrow.data.manifest import MANIFEST, SPLITS, VERSION, Manifest, Split, Tokenizer
-from regrow.data.shards import ShardWriter, file_sha256
-from regrow.data.tokenizer import END_OF_TEXT, encode, train_tokenizer
+from regrow.data.assemble import Layout, assemble_shard, finished_shard, lay_out, record_name
+from regrow.data.documents import Document, Piece, Recipe, content_hash, load_recipe
+from regrow.data.files import SourceFiles
+from regrow.data.manifest import MANIFEST, SPLITS, VERSION, Manifest, Shard, Split, Tokenizer
+from regrow.data.shards import file_sha256
+from regrow.data.spool import Spool, Spooled
+from regrow.data.tokenizer import end_of_text_id, load_tokenizer, train_tokenizer
 from regrow.errors import DataError
-from regrow.plan.order import ORDER_VERSION
+from regrow.plan.order import ORDER_VERSION, derive_keys, permute
 from regrow.storage import Storage
 
-TOKENIZER_FILE = "tokenizer.json"
-ENCODE_CHARS = 2_000_000  # text encoded at a time
-ABANDONED_S = 24 * 3600  # a building folder untouched for so long belongs to nobody any more
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as BPE
 
+TOKENIZER_FILE, PLAN_FILE, SPOOL = "tokenizer.json", "plan.json", "spool"
+SHUFFLED_PIECES = 64  # whose documents are shuffled with each other
+LOCAL_BYTES = 64 << 20  # a source of less is prepared by this process: tasks would take longer to start
+TRAINING_CHARS = 200_000_000  # of text that a tokenizer is trained on
+_PIECES = 3  # domain of the shuffle of pieces, beside those of plan.order
+
+# what the prepared content depends on, beside the recipe's own description of its source
+CONTENT_KEYS = (
+    "vocab_size",
+    "seq_len",
+    "validation_fraction",
+    "rows_per_group",
+    "rows_per_shard",
+    "min_score",
+    "language",
+    "min_language_score",
+    "max_document_chars",
+)
+
+Distribute = Callable[[Callable[[int], Any], Sequence[int]], Iterator[Any]]  # calls it on each; results in any order
 Progress = Callable[[str, float, float], None]  # (stage, done, total); a stage ends when done == total
 
 
-def find_or_prepare(config: DataConfig, storage_path: str, *, progress: Progress) -> tuple[Path, Manifest]:
+def find_or_prepare(
+    config: DataConfig, storage_path: str, *, progress: Progress, distribute: Distribute = map
+) -> tuple[Path, Manifest]:
     """The folder and manifest of the corpus that the config describes; prepared now if it is not there yet.
 
     Raises DataError for an unknown recipe, a corpus too small for the settings, or storage that is no file system.
@@ -49,90 +77,118 @@ def find_or_prepare(config: DataConfig, storage_path: str, *, progress: Progress
     folder = Storage.at(storage_path).local_path / "data" / cache_name(config, recipe)
     if (folder / MANIFEST).is_file():
         return folder, Manifest.load(folder)
-    return folder, prepare(config, recipe, folder, progress=progress)
+    return folder, prepare(config, recipe, folder, progress=progress, distribute=distribute)
 
 
 def cache_name(config: DataConfig, recipe: Recipe | None = None) -> str:
     """A folder name that changes with everything that the prepared content depends on."""
-    recipe = recipe or load_recipe(config.recipe)
-    keys = ("vocab_size", "seq_len", "validation_fraction", "rows_per_group", "rows_per_shard")
-    fixed = {
-        **{key: getattr(config, key) for key in keys},
-        "source": recipe.describe(),
-        "format": VERSION,
-        "order": ORDER_VERSION,
-    }
+    fixed = _fixed(config, recipe or load_recipe(config.recipe))
     digest = hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
     return f"{config.recipe}-v{config.vocab_size}-l{config.seq_len}-{digest[:10]}"
 
 
-def prepare(config: DataConfig, recipe: Recipe, folder: Path, *, progress: Progress) -> Manifest:
-    """Build the corpus at `folder` and return its manifest, which may be another process's that was quicker.
+def prepare(
+    config: DataConfig, recipe: Recipe, folder: Path, *, progress: Progress, distribute: Distribute = map
+) -> Manifest:
+    """Build the corpus at `folder` and return its manifest; goes on with what an earlier attempt left.
 
-    Raises DataError if a split has too few tokens for one row.
+    One process at a time builds, others wait for it. Raises DataError if a split has too few tokens for one row, or
+    if storage goes on failing.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(folder)
-    building = folder.with_name(f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}.building")
-    building.mkdir()
-    try:
-        _build(config, recipe, building, progress).save(building)
-        _install(building, folder)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+    building = folder.with_name(f".{folder.name}.building")
+    with _lock(folder):
+        if not (folder / MANIFEST).is_file():
+            _build(_Plan(config, recipe, building, progress, distribute)).save(building)
+            _sync(building)
+            if folder.exists():
+                shutil.rmtree(folder)  # left by something that did not finish
+            building.rename(folder)
+            _sync(folder.parent, files=False)
     return Manifest.load(folder)
 
 
-def _build(config: DataConfig, recipe: Recipe, folder: Path, progress: Progress) -> Manifest:
-    progress("reading documents", 0, 1)
-    documents, counts = collect(recipe.documents())
-    by_split = split_documents(documents, config.validation_fraction)
-    progress("reading documents", 1, 1)
+class _Plan:
+    """What one preparation works on."""
 
-    stage = "training the tokenizer"
-    texts = _counted((d.text for d in by_split["train"]), stage, len(by_split["train"]) + 1, progress)
-    tokenizer = train_tokenizer(texts, vocab_size=config.vocab_size)
-    tokenizer.save(str(folder / TOKENIZER_FILE))
-    progress(stage, 1, 1)
-    eot_id = tokenizer.token_to_id(END_OF_TEXT)
-    assert eot_id is not None
+    def __init__(
+        self, config: DataConfig, recipe: Recipe, folder: Path, progress: Progress, distribute: Distribute
+    ) -> None:
+        self.config, self.recipe, self.folder = config, recipe, folder
+        self.progress, self.pieces = progress, recipe.pieces(config)
+        self.distribute = distribute if sum(piece.num_bytes for piece in self.pieces) > LOCAL_BYTES else map
+        self.spool = Spool(folder / SPOOL)
+        self.groups = shuffle_groups(len(self.pieces))
 
-    splits: dict[str, Split] = {}
-    num_chars, num_tokens = 0, 0
-    for split in SPLITS:
-        writer = ShardWriter(
-            folder,
-            split,
-            row_tokens=config.seq_len + 1,
+    def open_folder(self) -> None:
+        """Keep what an earlier attempt at the same corpus left there, and nothing else."""
+        plan = json.dumps(
+            {
+                **_fixed(self.config, self.recipe),
+                "pieces": [asdict(piece) for piece in self.pieces],
+                "tokenizers": importlib.metadata.version("tokenizers"),
+            },
+            sort_keys=True,
+        ).encode()
+        path = self.folder / PLAN_FILE
+        if not path.is_file() or path.read_bytes() != plan:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.spool.folder.mkdir(parents=True, exist_ok=True)
+        Storage.at(self.folder).write_bytes(PLAN_FILE, plan)
+        for left in [*self.folder.glob(".*.tmp"), *self.spool.folder.glob("*.tmp")]:
+            left.unlink(missing_ok=True)
+
+
+def shuffle_groups(num_pieces: int) -> list[list[int]]:
+    """Pieces in an order that has nothing to do with the source's, in groups that are shuffled together."""
+    key = derive_keys(0, _PIECES, np.zeros(1, np.int64))
+    order = permute(np.arange(num_pieces), num_pieces, key).tolist()
+    return [order[k : k + SHUFFLED_PIECES] for k in range(0, num_pieces, SHUFFLED_PIECES)]
+
+
+def spool_piece(spool: Spool, pieces: Sequence[Piece], recipe: Recipe, config: DataConfig, index: int) -> Spooled:
+    """The task of one piece."""
+    group = next(group for group in shuffle_groups(len(pieces)) if index in group)
+    path = spool.folder.parent / TOKENIZER_FILE
+    tokenizer = _tokenizer(path, file_sha256(path))
+    return spool.write(index, pieces[index], recipe, config, tokenizer, num_buckets=len(group))
+
+
+def make_shard(layout: Layout, spool: Spool, names: Sequence[tuple[int, int]], index: int) -> Shard:
+    """The task of one shard."""
+    return assemble_shard(layout, spool, spool.folder.parent, *names[index])
+
+
+@lru_cache(1)
+def _tokenizer(path: Path, sha256: str) -> "BPE":
+    return load_tokenizer(path)
+
+
+def _build(plan: _Plan) -> Manifest:
+    config = plan.config
+    try:
+        plan.open_folder()
+        tokenizer = _make_tokenizer(plan)
+        eot_id = end_of_text_id(tokenizer, config.end_of_text)
+        spooled = _tokenize(plan)
+        layout = lay_out(
+            plan.groups,
+            spooled,
+            seq_len=config.seq_len,
             rows_per_group=config.rows_per_group,
             rows_per_shard=config.rows_per_shard,
+            eot_id=eot_id,
         )
-        carry, num_split_tokens = np.array([eot_id], np.uint32), 1
-        for batch in _batches(by_split[split]):
-            ids = encode(tokenizer, [document.text for document in batch])
-            stream = np.concatenate([carry, *(part for text in ids for part in (text, [eot_id]))]).astype(np.uint32)
-            num_split_tokens += len(stream) - len(carry)
-            rows, carry = cut_rows(stream, config.seq_len)
-            writer.write(rows)
-            num_chars += sum(len(document.text) for document in batch)
-            progress("encoding", num_chars, counts["characters"])
-        shards = writer.close()
-        if not shards:
-            raise DataError(
-                f"the {split} split of {config.recipe} has {num_split_tokens:,} tokens, too few for one row of "
-                f"data.seq_len={config.seq_len}; lower data.seq_len"
-                + (" or raise data.validation_fraction" if split == "validation" else " or choose another data.recipe")
-            )
-        splits[split] = Split(sum(shard.num_rows for shard in shards), shards)
-        num_tokens += num_split_tokens
-        counts[f"{split}_documents"] = len(by_split[split])
-        counts[f"{split}_tokens"] = num_split_tokens
-        counts[f"{split}_tokens_dropped"] = len(carry) - 1
-
-    source = recipe.describe()
-    return Manifest(
+        _check_size(plan, layout, spooled)
+        shards = _write_shards(plan, layout)
+    except OSError as error:
+        raise DataError(
+            f"preparing {config.recipe} stopped: {error}; run the same command again, it goes on where it stopped"
+        ) from error
+    source = plan.recipe.describe(config)
+    manifest = Manifest(
         recipe=config.recipe,
-        filters=(*source.pop("filters", ()), "documents equal to an earlier one but for white space"),
+        filters=tuple(source.pop("filters", ())),
         source=source,
         seq_len=config.seq_len,
         vocab_size=config.vocab_size,
@@ -140,83 +196,149 @@ def _build(config: DataConfig, recipe: Recipe, folder: Path, progress: Progress)
         rows_per_group=config.rows_per_group,
         rows_per_shard=config.rows_per_shard,
         order_version=ORDER_VERSION,
-        num_tokens=num_tokens,
-        counts=counts,
-        tokenizer=Tokenizer(TOKENIZER_FILE, file_sha256(folder / TOKENIZER_FILE), tokenizer.get_vocab_size(), eot_id),
-        splits=splits,
+        num_tokens=sum(layout.num_tokens),
+        counts=_counts(layout, spooled),
+        damaged={_span(piece): s.damaged for piece, s in zip(plan.pieces, spooled, strict=True) if s.damaged},
+        tokenizer=Tokenizer(
+            TOKENIZER_FILE, file_sha256(plan.folder / TOKENIZER_FILE), tokenizer.get_vocab_size(), eot_id
+        ),
+        splits={
+            name: Split(layout.num_rows(split), tuple(shards[split, k] for k in range(layout.num_shards(split))))
+            for split, name in enumerate(SPLITS)
+        },
     )
+    shutil.rmtree(plan.spool.folder)
+    for split, number in shards:
+        (plan.folder / record_name(split, number)).unlink()
+    (plan.folder / PLAN_FILE).unlink()
+    return manifest
 
 
-def collect(documents: Iterable[Document]) -> tuple[dict[bytes, Document], dict[str, int]]:
-    """Clean documents and drop repeats; what is left by content hash, in the order of the hashes, and counts.
-
-    That order is a shuffle that has nothing to do with the source's order.
-    """
-    kept: dict[bytes, Document] = {}
-    counts = {"documents": 0, "duplicates": 0, "characters": 0}
-    for document in documents:
-        text = clean_text(document.text)
-        key = content_hash(text)
-        if key in kept:
-            counts["duplicates"] += 1
+def _make_tokenizer(plan: _Plan) -> "BPE":
+    """The tokenizer that was asked for, or one trained on the documents that are trained on; kept in the folder."""
+    path, config = plan.folder / TOKENIZER_FILE, plan.config
+    if not path.is_file():
+        if config.tokenizer is not None:
+            Storage.at(plan.folder).write_bytes(TOKENIZER_FILE, read_tokenizer(config.tokenizer))
         else:
-            kept[key] = Document(document.id, text)
-            counts["documents"] += 1
-            counts["characters"] += len(text)
-    return dict(sorted(kept.items())), counts
+            stage = "training the tokenizer"
+            plan.progress(stage, 0, 1)
+            tokenizer = train_tokenizer(_training_texts(plan), vocab_size=config.vocab_size)
+            Storage.at(plan.folder).write_bytes(TOKENIZER_FILE, tokenizer.to_str(pretty=True).encode())
+            plan.progress(stage, 1, 1)
+    tokenizer = load_tokenizer(path)
+    if tokenizer.get_vocab_size() > config.vocab_size:
+        raise DataError(
+            f"the tokenizer {config.tokenizer} has {tokenizer.get_vocab_size()} ids, data.vocab_size="
+            f"{config.vocab_size}; set data.vocab_size={-(-tokenizer.get_vocab_size() // 128) * 128} and "
+            "model.vocab_size to at least that"
+        )
+    return tokenizer
 
 
-def split_documents(documents: dict[bytes, Document], validation_fraction: float) -> dict[str, list[Document]]:
-    """Documents by split: those whose hash lies in the lowest `validation_fraction` validate, and at least one does.
-
-    A document keeps its side whatever else the corpus holds.
-    """
-    limit = int(validation_fraction * 2**64)
-    num_validation = sum(int.from_bytes(key[:8], "big") < limit for key in documents)
-    in_order = list(documents.values())
-    num_validation = max(num_validation, 1)
-    return {"validation": in_order[:num_validation], "train": in_order[num_validation:]}
+def read_tokenizer(location: str) -> bytes:
+    """A tokenizer file's bytes. Raises DataError where there is none."""
+    files = SourceFiles(location)
+    try:
+        return files.read(location.rpartition("/")[2])
+    except OSError as error:
+        raise DataError(f"data.tokenizer={location} cannot be read: {error}") from error
 
 
-def cut_rows(stream: Rows, seq_len: int) -> tuple[Rows, Rows]:
-    """Cut a token stream [n] into rows [m, seq_len + 1] that overlap by one; the rows, and the rest to put in front.
-
-    Every token but the stream's first is thus predicted exactly once. The rest begins with the last row's last token.
-    """
-    num_rows = (len(stream) - 1) // seq_len
-    if num_rows == 0:
-        return np.empty((0, seq_len + 1), np.uint32), stream
-    rows = np.lib.stride_tricks.sliding_window_view(stream, seq_len + 1)[::seq_len][:num_rows]
-    return rows, stream[num_rows * seq_len :]
-
-
-def _batches(documents: list[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    for document in documents:
-        batch.append(document)
-        if sum(len(d.text) for d in batch) >= ENCODE_CHARS:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+def _training_texts(plan: _Plan) -> Iterator[str]:
+    limit, num_chars = int(plan.config.validation_fraction * 2**64), 0
+    for piece in plan.pieces:
+        for document in plan.recipe.documents(plan.config, piece):
+            if isinstance(document, Document):
+                if int.from_bytes(content_hash(document.text)[:8], "big") >= limit:
+                    yield document.text
+                    num_chars += len(document.text)
+                if num_chars >= TRAINING_CHARS:
+                    return
 
 
-def _counted(texts: Iterable[str], stage: str, total: int, progress: Progress) -> Iterator[str]:
-    for number, text in enumerate(texts):
-        progress(stage, number, total)
-        yield text
+def _tokenize(plan: _Plan) -> list[Spooled]:
+    stage, total = "tokenizing", float(sum(piece.num_bytes for piece in plan.pieces))
+    todo = [index for index in range(len(plan.pieces)) if plan.spool.load(index) is None]
+    done = total - sum(plan.pieces[index].num_bytes for index in todo)
+    if not todo:
+        return _all_spooled(plan)
+    plan.progress(stage, done, total)
+    task = partial(_numbered, partial(spool_piece, plan.spool, plan.pieces, plan.recipe, plan.config))
+    for index, _ in plan.distribute(task, todo):
+        done += plan.pieces[index].num_bytes
+        plan.progress(stage, done, total)
+    return _all_spooled(plan)
 
 
-def _install(building: Path, folder: Path) -> None:
-    """Rename a finished building folder into place, unless a finished corpus is there already."""
-    _sync(building)
-    with _lock(folder):
-        if (folder / MANIFEST).is_file():
-            return
-        if folder.exists():
-            shutil.rmtree(folder)  # left by something that did not finish
-        building.rename(folder)
-    _sync(folder.parent, files=False)
+def _all_spooled(plan: _Plan) -> list[Spooled]:
+    spooled = [plan.spool.load(index) for index in range(len(plan.pieces))]
+    assert None not in spooled
+    return [s for s in spooled if s is not None]
+
+
+def _write_shards(plan: _Plan, layout: Layout) -> dict[tuple[int, int], Shard]:
+    stage = "writing shards"
+    names = [(split, number) for split in range(len(SPLITS)) for number in range(layout.num_shards(split))]
+    shards = {name: finished_shard(plan.folder, *name) for name in names}
+    todo = [index for index, name in enumerate(names) if shards[name] is None]
+    done = len(names) - len(todo)
+    plan.progress(stage, done, len(names))
+    for index, shard in plan.distribute(partial(_numbered, partial(make_shard, layout, plan.spool, names)), todo):
+        shards[names[index]] = shard
+        done += 1
+        plan.progress(stage, done, len(names))
+    return {name: shard for name, shard in shards.items() if shard is not None}
+
+
+def _numbered(function: Callable[[int], Any], index: int) -> tuple[int, Any]:
+    return index, function(index)
+
+
+def _check_size(plan: _Plan, layout: Layout, spooled: Sequence[Spooled]) -> None:
+    """Raises DataError if nothing is left of the source, or a split is smaller than a row."""
+    config = plan.config
+    if not sum(s.documents for s in spooled):
+        damaged = [f"{_span(piece)}: {s.damaged}" for piece, s in zip(plan.pieces, spooled, strict=True) if s.damaged]
+        skipped = [f"{count:,} {reason}" for s in spooled for reason, count in s.skipped.items()]
+        why = "; ".join([*damaged[:3], *skipped[:5]]) or "it is empty"
+        raise DataError(f"{config.recipe} has no document left to train on ({why}); check data.source and the filters")
+    for split, name in enumerate(SPLITS):
+        if not layout.num_rows(split):
+            raise DataError(
+                f"the {name} split of {config.recipe} has {layout.num_tokens[split]:,} tokens, too few for one row of "
+                f"data.seq_len={config.seq_len}; lower data.seq_len"
+                + (" or raise data.validation_fraction" if name == "validation" else " or choose another data.recipe")
+            )
+
+
+def _counts(layout: Layout, spooled: Sequence[Spooled]) -> dict[str, int]:
+    counts: Counter[str] = Counter()
+    for s in spooled:
+        counts.update({"documents": s.documents, "characters": s.characters})
+        counts.update({f"skipped: {reason}": number for reason, number in s.skipped.items()})
+    for split, name in enumerate(SPLITS):
+        num_tokens = layout.num_tokens[split]
+        counts[f"{name}_documents"] = sum(s.num_documents[split] for s in spooled)
+        counts[f"{name}_tokens"] = num_tokens
+        counts[f"{name}_tokens_dropped"] = num_tokens - 1 - layout.num_rows(split) * layout.seq_len
+    return dict(counts)
+
+
+def _fixed(config: DataConfig, recipe: Recipe) -> dict[str, Any]:
+    tokenizer = config.tokenizer and hashlib.sha256(read_tokenizer(config.tokenizer)).hexdigest()
+    return {
+        **{key: getattr(config, key) for key in CONTENT_KEYS},
+        "tokenizer": tokenizer,
+        "end_of_text": config.end_of_text,
+        "source": recipe.describe(config),
+        "format": VERSION,
+        "order": ORDER_VERSION,
+    }
+
+
+def _span(piece: Piece) -> str:
+    return piece.file if piece.stop is None else f"{piece.file}[{piece.start}:{piece.stop}]"
 
 
 @contextmanager
@@ -234,11 +356,3 @@ def _sync(folder: Path, *, files: bool = True) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _sweep(folder: Path) -> None:
-    """Delete building folders of this corpus that were abandoned, by a killed process for example."""
-    for path in folder.parent.glob(f".{folder.name}.*.building"):
-        newest = max((p.stat().st_mtime for p in [path, *path.iterdir()] if p.exists()), default=0.0)
-        if time.time() - newest > ABANDONED_S:
-            shutil.rmtree(path, ignore_errors=True)

@@ -5,6 +5,7 @@ dictionary (it would decode every value twice for nothing).
 """
 
 import hashlib
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -106,61 +107,24 @@ class ShardReader:
         return self._open[shard_id]
 
 
-class ShardWriter:
-    """Writes the rows of one split, in batches of any size, as full row groups and full shards but for the last."""
-
-    def __init__(self, folder: Path, split: str, *, row_tokens: int, rows_per_group: int, rows_per_shard: int) -> None:
-        assert rows_per_shard % rows_per_group == 0, (rows_per_shard, rows_per_group)
-        self.folder, self.split = folder, split
-        self.rows_per_group, self.rows_per_shard = rows_per_group, rows_per_shard
-        self._schema = pa.schema([pa.field(COLUMN, pa.binary(row_tokens * 4), nullable=False)])
-        self._pending = np.empty((0, row_tokens), np.uint32)  # fewer than a row group
-        self._writer: pq.ParquetWriter | None = None
-        self._num_rows = 0  # of the open shard
-        self._shards: list[Shard] = []
-
-    def write(self, rows: Rows) -> None:
-        """Append rows, uint32[n, row_tokens]."""
-        rows = np.concatenate([self._pending, rows])
-        whole = len(rows) - len(rows) % self.rows_per_group
-        for begin in range(0, whole, self.rows_per_group):
-            self._write_group(rows[begin : begin + self.rows_per_group])
-        self._pending = rows[whole:].copy()
-
-    def close(self) -> tuple[Shard, ...]:
-        """Write what is left, perhaps a short last row group; the shards in order."""
-        if len(self._pending):
-            self._write_group(self._pending)
-        self._close_shard()
-        return tuple(self._shards)
-
-    def _write_group(self, rows: Rows) -> None:
-        if self._writer is None:
-            self._writer = pq.ParquetWriter(
-                self.folder / self._name(),
-                self._schema,
-                compression="zstd",
-                use_dictionary=False,
-                write_statistics=False,
-                write_page_checksum=True,
-                store_schema=False,
-            )
-        table = pa.table([_to_column(rows)], schema=self._schema)
-        self._writer.write_table(table, row_group_size=self.rows_per_group)
-        self._num_rows += len(rows)
-        if self._num_rows == self.rows_per_shard:
-            self._close_shard()
-
-    def _close_shard(self) -> None:
-        if self._writer is None:
-            return
-        self._writer.close()
-        path = self.folder / self._name()
-        self._shards.append(Shard(path.name, self._num_rows, path.stat().st_size, file_sha256(path)))
-        self._writer, self._num_rows = None, 0
-
-    def _name(self) -> str:
-        return f"{self.split}-{len(self._shards):05d}.parquet"
+def write_shard(path: Path, name: str, rows: Rows, *, rows_per_group: int) -> Shard:
+    """Write rows, uint32[n, row_tokens], as the shard that will be called `name`, durably, in uniform row groups."""
+    schema = pa.schema([pa.field(COLUMN, pa.binary(rows.shape[1] * 4), nullable=False)])
+    with pq.ParquetWriter(
+        path,
+        schema,
+        compression="zstd",
+        use_dictionary=False,
+        write_statistics=False,
+        write_page_checksum=True,
+        store_schema=False,
+    ) as writer:
+        for begin in range(0, len(rows), rows_per_group):
+            group = pa.table([_to_column(rows[begin : begin + rows_per_group])], schema=schema)
+            writer.write_table(group, row_group_size=rows_per_group)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return Shard(name, len(rows), path.stat().st_size, file_sha256(path))
 
 
 def verify(folder: Path) -> Iterator[tuple[int, int]]:

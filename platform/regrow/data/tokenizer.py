@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as BPE
 
 END_OF_TEXT = "<|endoftext|>"
+USUAL_END_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>")  # GPT-2 and OLMo, Llama 3, Llama 2
 
 # Llama 3's split into words (Meta's llama3/tokenizer.py): contractions, words with one leading mark or blank, up to
 # three digits, punctuation, line ends with what indents them away. Merges never cross these borders.
@@ -52,18 +53,27 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> "BPE":
 
 
 def load_tokenizer(path: Path) -> "BPE":
-    """Raises DataError for a missing or damaged file, or one without end-of-text."""
+    """Raises DataError for a missing or damaged file."""
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_str(path.read_text())
+        return Tokenizer.from_str(path.read_text())
     except Exception as error:  # tokenizers raises plain Exception
         raise DataError(
             f"cannot read the tokenizer {path} ({error}); delete {path.parent} and run python -m jobs.prepare_data"
         ) from error
-    if tokenizer.token_to_id(END_OF_TEXT) is None:
-        raise DataError(f"the tokenizer {path} has no {END_OF_TEXT} token")
-    return tokenizer
+
+
+def end_of_text_id(tokenizer: "BPE", token: str | None) -> int:
+    """The id of the token that stands between documents; with None, the usual names are tried."""
+    for name in [token] if token else USUAL_END_OF_TEXT:
+        found = tokenizer.token_to_id(name)
+        if found is not None:
+            return found
+    raise DataError(
+        f"the tokenizer has no {token or ' or '.join(USUAL_END_OF_TEXT)}; "
+        "name its end-of-text token with data.end_of_text"
+    )
 
 
 def encode(tokenizer: "BPE", texts: Sequence[str]) -> list[NDArray[np.uint32]]:

@@ -21,6 +21,7 @@ from regrow.checkpoint.coordinator import start_coordinator
 from regrow.config.check import check, geometry
 from regrow.config.schema import PretrainConfig
 from regrow.config.store import STARTED_AT
+from regrow.data.distribute import on_ray
 from regrow.data.manifest import Manifest
 from regrow.data.prepare import find_or_prepare
 from regrow.data.stream import start_stream, stop_stream
@@ -70,7 +71,9 @@ def pretrain(config: PretrainConfig) -> None:
             if connection.dashboard:
                 console.message(f"Ray dashboard: http://{connection.dashboard}")
             startup.done("ray")
-            data_dir, manifest = find_or_prepare(config.data, config.run.storage_path, progress=console.progress)
+            data_dir, manifest = find_or_prepare(
+                config.data, config.run.storage_path, progress=console.progress, distribute=on_ray
+            )
             startup.done("data")
             run = open_run(config, manifest_sha256=manifest.sha256)
             console.message(_opening(config, run, manifest))

@@ -1,5 +1,6 @@
 """Small corpora for tests: documents of made-up words, or shards of made-up rows without a tokenizer."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from regrow.data.documents import Document
-from regrow.data.manifest import Manifest, Split, Tokenizer
-from regrow.data.shards import ShardWriter
+from regrow.config.schema import DataConfig
+from regrow.data.documents import Document, Piece
+from regrow.data.manifest import Manifest, Shard, Split, Tokenizer
+from regrow.data.shards import write_shard
 from regrow.plan.order import ORDER_VERSION
 
 
@@ -19,11 +21,20 @@ class WordRecipe:
 
     num_documents: int = 60
     seed: int = 0
+    num_pieces: int = 1
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self, config: DataConfig) -> dict[str, Any]:
         return {"corpus": "words", "num_documents": self.num_documents, "seed": self.seed, "filters": ["none"]}
 
-    def documents(self) -> Iterator[Document]:
+    def pieces(self, config: DataConfig) -> list[Piece]:
+        cuts = [self.num_documents * k // self.num_pieces for k in range(self.num_pieces + 1)]
+        return [Piece("words", a, b) for a, b in itertools.pairwise(cuts)]
+
+    def documents(self, config: DataConfig, piece: Piece) -> Iterator[Document]:
+        assert piece.stop is not None
+        yield from itertools.islice(self._all(), piece.start, piece.stop)
+
+    def _all(self) -> Iterator[Document]:
         rng = np.random.default_rng(self.seed)
         words = ["".join(rng.choice(list("abcdefgh"), rng.integers(2, 9))) for _ in range(300)]
         for number in range(self.num_documents):
@@ -42,10 +53,11 @@ def write_rows(
     rows = rng.integers(0, 2**32, (num_rows, seq_len + 1), dtype=np.uint32)
     rows[:, 0] = np.arange(num_rows)
     folder.mkdir(parents=True, exist_ok=True)
-    writer = ShardWriter(
-        folder, "train", row_tokens=seq_len + 1, rows_per_group=rows_per_group, rows_per_shard=rows_per_shard
-    )
-    writer.write(rows)
+    shards: list[Shard] = []
+    for begin in range(0, num_rows, rows_per_shard):
+        name = f"train-{len(shards):05d}.parquet"
+        part = rows[begin : begin + rows_per_shard]
+        shards.append(write_shard(folder / name, name, part, rows_per_group=rows_per_group))
     Manifest(
         recipe="rows",
         source={"seed": seed},
@@ -58,7 +70,8 @@ def write_rows(
         order_version=ORDER_VERSION,
         num_tokens=rows.size,
         counts={},
+        damaged={},
         tokenizer=Tokenizer("", "", 2**32, 0),
-        splits={"train": Split(num_rows, writer.close())},
+        splits={"train": Split(num_rows, tuple(shards))},
     ).save(folder)
     return rows

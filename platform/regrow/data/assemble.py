@@ -1,0 +1,106 @@
+"""Spooled pieces -> token shards. Which tokens a shard holds is arithmetic, so any task can make any shard alone.
+
+A split is one stream of tokens: an end-of-text, then every document and an end-of-text behind it, group after group of
+pieces, bucket after bucket, in the order of the documents' keys. Rows of `seq_len + 1` tokens overlap by one; what is
+left of the stream behind the last row is dropped and counted.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from regrow.data.manifest import SPLITS, Shard
+from regrow.data.shards import write_shard
+from regrow.data.spool import Spool, Spooled
+from regrow.storage import Storage
+
+Section = tuple[int, int, int, int]  # first token of it in the stream, its tokens, group, bucket
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The token stream of every split, laid out over the buckets of the groups of pieces."""
+
+    groups: tuple[tuple[int, ...], ...]  # pieces that are shuffled with each other
+    sections: tuple[tuple[Section, ...], ...]  # of each split, in the order of the stream; empty ones left out
+    num_tokens: tuple[int, ...]  # of each split, the leading end-of-text included
+    seq_len: int
+    rows_per_group: int
+    rows_per_shard: int
+    eot_id: int
+
+    def num_rows(self, split: int) -> int:
+        return (self.num_tokens[split] - 1) // self.seq_len
+
+    def num_shards(self, split: int) -> int:
+        return -(-self.num_rows(split) // self.rows_per_shard)
+
+
+def lay_out(
+    groups: Sequence[Sequence[int]],
+    spooled: Sequence[Spooled],
+    *,
+    seq_len: int,
+    rows_per_group: int,
+    rows_per_shard: int,
+    eot_id: int,
+) -> Layout:
+    """Add up what the pieces hold."""
+    sections, totals = [], []
+    for split in range(len(SPLITS)):
+        mine: list[Section] = []
+        position = 1
+        for number, group in enumerate(groups):
+            counts = np.array([spooled[piece].num_tokens[split] for piece in group]).sum(axis=0)
+            for bucket, count in enumerate(counts.tolist()):
+                if count:
+                    mine.append((position, count, number, bucket))
+                    position += count
+        sections.append(tuple(mine))
+        totals.append(position)
+    return Layout(
+        tuple(map(tuple, groups)), tuple(sections), tuple(totals), seq_len, rows_per_group, rows_per_shard, eot_id
+    )
+
+
+def assemble_shard(layout: Layout, spool: Spool, folder: Path, split: int, number: int) -> Shard:
+    """Write one shard. The same bytes however often it is done; there whole, with its record, or not at all."""
+    first_row = number * layout.rows_per_shard
+    num_rows = min(layout.rows_per_shard, layout.num_rows(split) - first_row)
+    begin = first_row * layout.seq_len
+    end = begin + num_rows * layout.seq_len + 1
+    stream = np.full(end - begin, layout.eot_id, np.uint32)  # token 0 of the stream is an end-of-text
+    for position, count, group, bucket in layout.sections[split]:
+        a, b = max(position, begin), min(position + count, end)
+        if a < b:
+            tokens = spool.read_bucket(list(layout.groups[group]), split, bucket, layout.eot_id)
+            assert len(tokens) == count, f"bucket {bucket} of group {group}: {len(tokens)} tokens instead of {count}"
+            stream[a - begin : b - begin] = tokens[a - position : b - position]
+    rows = np.lib.stride_tricks.sliding_window_view(stream, layout.seq_len + 1)[:: layout.seq_len]
+    name = shard_name(split, number)
+    temporary = folder / f".{name}.{os.getpid()}.tmp"
+    shard = write_shard(temporary, name, rows, rows_per_group=layout.rows_per_group)
+    os.replace(temporary, folder / name)
+    Storage.at(folder).write_bytes(record_name(split, number), json.dumps(asdict(shard)).encode())
+    return shard
+
+
+def finished_shard(folder: Path, split: int, number: int) -> Shard | None:
+    """A shard that an earlier attempt finished; None for one that it did not."""
+    try:
+        shard = Shard(**json.loads((folder / record_name(split, number)).read_bytes()))
+        return shard if (folder / shard.file).stat().st_size == shard.num_bytes else None
+    except FileNotFoundError:
+        return None
+
+
+def shard_name(split: int, number: int) -> str:
+    return f"{SPLITS[split]}-{number:05d}.parquet"
+
+
+def record_name(split: int, number: int) -> str:
+    return f"{SPLITS[split]}-{number:05d}.record"

@@ -1,0 +1,159 @@
+"""A piece of the source as token ids on disk, grouped so that documents can be shuffled without being held in memory.
+
+Pieces are shuffled in groups. A group of n pieces has n buckets, and a document's key, a hash, says which bucket it
+falls into; reading bucket b of all pieces of the group and sorting by key gives part b of the group's shuffle. So any
+part of the final token stream can be made from n small reads, by any task, in any order.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from regrow.config.schema import DataConfig
+from regrow.data.documents import DamagedPiece, Document, Piece, Recipe, Skipped, content_hash
+from regrow.data.manifest import SPLITS
+from regrow.data.tokenizer import encode
+from regrow.storage import Storage
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as BPE
+
+Tokens = NDArray[np.uint32]
+
+ENCODE_CHARS = 2_000_000  # text encoded at a time
+KEY_BYTES = 16
+_SCHEMA = pa.schema([("key", pa.binary(KEY_BYTES)), ("tokens", pa.large_list(pa.uint32()))])
+
+
+@dataclass(frozen=True)
+class Spooled:
+    """What one piece came to."""
+
+    documents: int
+    characters: int
+    skipped: dict[str, int]  # documents left out, by reason
+    damaged: str  # why the piece could not be read; empty if it could
+    num_tokens: tuple[tuple[int, ...], ...]  # by split and bucket, an end-of-text for each document included
+    num_documents: tuple[int, ...]  # by split
+
+
+@dataclass(frozen=True)
+class Spool:
+    """The folder of a corpus' spooled pieces."""
+
+    folder: Path
+
+    def data(self, index: int) -> Path:
+        return self.folder / f"{index:06d}.arrow"
+
+    def load(self, index: int) -> Spooled | None:
+        """A piece that is done; None for one that is not."""
+        try:
+            content = json.loads((self.folder / f"{index:06d}.json").read_bytes())
+        except FileNotFoundError:
+            return None
+        content["num_tokens"] = tuple(map(tuple, content["num_tokens"]))
+        content["num_documents"] = tuple(content["num_documents"])
+        return Spooled(**content)
+
+    def write(
+        self, index: int, piece: Piece, recipe: Recipe, config: DataConfig, tokenizer: "BPE", num_buckets: int
+    ) -> Spooled:
+        """Tokenize a piece. The same bytes however often it is done; there whole or not at all."""
+        buckets: dict[int, list[tuple[bytes, Tokens]]] = {}
+        skipped: Counter[str] = Counter()
+        documents, characters, damaged = 0, 0, ""
+        limit = int(config.validation_fraction * 2**64)
+        try:
+            for batch in _batches(recipe.documents(config, piece), skipped):
+                for document, ids in zip(batch, encode(tokenizer, [d.text for d in batch]), strict=True):
+                    content = content_hash(document.text)
+                    split = int(int.from_bytes(content[:8], "big") < limit)  # 0: train, 1: validation
+                    key = document_key(content, index, documents)
+                    bucket = split * num_buckets + bucket_of(key, num_buckets)
+                    buckets.setdefault(bucket, []).append((key, ids))
+                    documents += 1
+                    characters += len(document.text)
+        except DamagedPiece as error:  # half a piece is none: what was read before the damage may be wrong as well
+            buckets, documents, characters, damaged = {}, 0, 0, str(error)
+            skipped.clear()
+        batches = [_to_batch(sorted(buckets.pop(b, []))) for b in range(len(SPLITS) * num_buckets)]
+        spooled = Spooled(
+            documents,
+            characters,
+            dict(sorted(skipped.items())),
+            damaged,
+            tuple(
+                tuple(
+                    len(batch) + len(batch.column("tokens").flatten())
+                    for batch in batches[split * num_buckets : (split + 1) * num_buckets]
+                )
+                for split in range(len(SPLITS))
+            ),
+            tuple(sum(map(len, batches[s * num_buckets : (s + 1) * num_buckets])) for s in range(len(SPLITS))),
+        )
+        temporary = self.data(index).with_suffix(f".{os.getpid()}.tmp")
+        with pa.ipc.new_file(temporary, _SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")) as file:
+            for batch in batches:
+                file.write_batch(batch)
+        os.replace(temporary, self.data(index))
+        Storage.at(self.folder).write_bytes(f"{index:06d}.json", json.dumps(asdict(spooled)).encode())
+        return spooled
+
+    def read_bucket(self, pieces: list[int], split: int, bucket: int, eot_id: int) -> Tokens:
+        """One bucket of a group of pieces: documents in the order of their keys, an end-of-text behind each."""
+        keys: list[bytes] = []
+        tokens: list[Tokens] = []
+        for index in pieces:
+            with pa.ipc.open_file(pa.memory_map(str(self.data(index)))) as file:
+                batch = file.get_batch(split * len(pieces) + bucket)
+            keys += batch.column("key").to_pylist()
+            lists = batch.column("tokens")
+            values, ends = lists.values.to_numpy(), lists.offsets.to_numpy()
+            tokens += [values[a:b] for a, b in itertools.pairwise(ends)]
+        eot = np.array([eot_id], np.uint32)
+        in_order = sorted(range(len(keys)), key=keys.__getitem__)
+        return np.concatenate([np.empty(0, np.uint32), *(part for i in in_order for part in (tokens[i], eot))])
+
+
+def document_key(content: bytes, piece: int, number: int) -> bytes:
+    """Where a document stands in the shuffle: unrelated to where it came from, another for each copy of a text."""
+    place = piece.to_bytes(8, "big") + number.to_bytes(8, "big")
+    return hashlib.blake2b(content + place, digest_size=KEY_BYTES).digest()
+
+
+def bucket_of(key: bytes, num_buckets: int) -> int:
+    return int.from_bytes(key[:8], "big") * num_buckets >> 64
+
+
+def _batches(documents: Iterator[Document | Skipped], skipped: Counter[str]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        if isinstance(document, Skipped):
+            skipped[document.reason] += 1
+            continue
+        batch.append(document)
+        size += len(document.text)
+        if size >= ENCODE_CHARS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _to_batch(documents: list[tuple[bytes, Tokens]]) -> pa.RecordBatch:
+    ends = np.cumsum([0, *(len(ids) for _, ids in documents)], dtype=np.int64)
+    values = np.concatenate([np.empty(0, np.uint32), *(ids for _, ids in documents)])
+    keys = pa.array([key for key, _ in documents], pa.binary(KEY_BYTES))
+    return pa.record_batch([keys, pa.LargeListArray.from_arrays(ends, values)], schema=_SCHEMA)

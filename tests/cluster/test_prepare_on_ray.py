@@ -1,0 +1,122 @@
+"""Preparation as Ray Data tasks writes the same bytes as in one process, and killed at any time it goes on."""
+
+import logging
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import ray
+
+from regrow.config.schema import DataConfig
+from regrow.data import prepare as prepare_module
+from regrow.data.distribute import on_ray
+from regrow.data.documents import load_recipe
+from regrow.data.manifest import Manifest
+from regrow.data.prepare import prepare
+from regrow.data.tokenizer import train_tokenizer
+from regrow.errors import DataError
+
+ROOT = Path(__file__).parents[2]
+NUM_FILES, KILLS = 24, 20
+SETTINGS = {"vocab_size": 512, "seq_len": 32, "validation_fraction": 0.1, "rows_per_group": 8, "rows_per_shard": 256}
+
+
+def quiet(stage: str, done: float, total: float) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    rng, folder = random.Random(0), tmp_path_factory.mktemp("source")
+    words = [f"w{number}" for number in range(300)]
+    for number in range(NUM_FILES):
+        texts = [" ".join(rng.choices(words, k=rng.randrange(20, 2000))) for _ in range(60)]
+        pq.write_table(pa.table({"text": texts}), folder / f"{number:03d}.parquet")
+    (folder / "torn.parquet").write_bytes(b"PAR1")
+    tokenizer = folder / "tokenizer.json"
+    train_tokenizer(words, vocab_size=512).save(str(tokenizer))
+    return DataConfig(recipe="fineweb_edu", source=str(folder), tokenizer=str(tokenizer), **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def expected(config: DataConfig, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("expected") / "corpus"
+    prepare(config, load_recipe(config.recipe), folder, progress=quiet)
+    return read_files(folder)
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    temporary = tempfile.mkdtemp(prefix="rg", dir="/tmp")  # socket paths below it have to stay short
+    ray.init(address="local", num_cpus=2, include_dashboard=False, logging_level=logging.ERROR, _temp_dir=temporary)
+    yield
+    ray.shutdown()
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_ray_data_tasks_write_the_same_bytes_and_raise_the_same_errors(
+    config: DataConfig, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_module, "LOCAL_BYTES", 0)
+    seen: list[tuple[str, float, float]] = []
+    recipe = load_recipe(config.recipe)
+    prepare(config, recipe, tmp_path / "out", progress=lambda *update: seen.append(update), distribute=on_ray)
+    assert read_files(tmp_path / "out") == expected
+    shares = [done / total for stage, done, total in seen if stage == "tokenizing"]
+    assert len(shares) == NUM_FILES + 2  # the start, and every piece
+    assert shares == sorted(shares)
+
+    def refuse(number: int) -> int:
+        raise DataError(f"number {number}")
+
+    with pytest.raises(DataError, match="number 7"):
+        list(on_ray(refuse, [7]))
+
+
+def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(
+    config: DataConfig, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    rng = random.Random(1)
+    overrides = [f"data.{key}={value}" for key, value in SETTINGS.items()]
+    command = [
+        *(sys.executable, "-m", "jobs.prepare_data", "data=fineweb_edu", f"run.storage_path={tmp_path}"),
+        *(f"data.source={config.source}", f"data.tokenizer={config.tokenizer}", "model.vocab_size=512", *overrides),
+    ]
+    kills, mid_way = 0, 0
+    while kills < KILLS:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert process.stdout is not None
+        process.stdout.readline()  # it is at work
+        time.sleep(rng.uniform(0.0, 0.6))
+        process.send_signal(signal.SIGKILL)
+        output = process.communicate(timeout=60)[0]
+        assert process.returncode in (0, -signal.SIGKILL), output
+        kills += process.returncode != 0
+        mid_way += any(tmp_path.glob("data/.*.building/spool/*.json"))
+        if process.returncode == 0:  # it was quicker than the kills: begin again
+            assert corpus_of(tmp_path) == expected
+            shutil.rmtree(tmp_path / "data")
+    assert mid_way > KILLS // 4
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert corpus_of(tmp_path) == expected
+    assert "left out, cannot be read: torn.parquet: " in done.stdout
+
+
+def corpus_of(storage: Path) -> dict[str, bytes]:
+    (folder,) = [path.parent for path in storage.glob("data/fineweb_edu-*/manifest.json")]
+    Manifest.load(folder)
+    return read_files(folder)

@@ -1,0 +1,252 @@
+"""Corpora from files: what the recipes read, what they leave out and say so, and that nothing is lost on the way."""
+
+import gzip
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from regrow.config.schema import DataConfig
+from regrow.data import files
+from regrow.data.documents import Document, Piece, Skipped, load_recipe
+from regrow.data.files import SourceFiles, cut_files, json_lines
+from regrow.data.manifest import Manifest
+from regrow.data.prepare import prepare
+from regrow.data.shards import ShardReader, verify
+from regrow.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
+from regrow.errors import DataError
+
+SHARED = Path(__file__).parents[3] / "shared"
+CONFIG = DataConfig(
+    recipe="fineweb_edu", vocab_size=512, seq_len=16, validation_fraction=0.2, rows_per_group=8, rows_per_shard=64
+)
+
+
+def quiet(stage: str, done: float, total: float) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train_tokenizer(TEXTS, vocab_size=400).save(str(path))
+    return str(path)
+
+
+TEXTS = [f"document {n}: " + " ".join(f"word{(n * 7 + k) % 31}" for k in range(40 + n % 9)) for n in range(90)]
+
+
+def write_parquet(path: Path, texts: list[str | None], **columns: list[object]) -> None:
+    pq.write_table(pa.table({"text": pa.array(texts, pa.string()), **columns}), path, row_group_size=10)
+
+
+def texts_of(folder: Path) -> list[str]:
+    """The documents of a prepared corpus in the order of its stream, decoded; those cut off at the end are left out."""
+    manifest, texts = Manifest.load(folder), []
+    tokenizer = load_tokenizer(folder / manifest.tokenizer.file)
+    for split in manifest.splits:
+        reader = ShardReader(folder, split)
+        rows = reader.read(np.arange(reader.num_rows))
+        stream = np.concatenate([rows[:, :-1].ravel(), rows[-1:, -1]])
+        assert stream[0] == manifest.tokenizer.eot_id
+        ends = np.flatnonzero(stream == manifest.tokenizer.eot_id)
+        documents = [stream[a + 1 : b].tolist() for a, b in itertools.pairwise(ends)]
+        texts += tokenizer.decode_batch(documents, skip_special_tokens=False)
+    return texts
+
+
+def prepared(source: Path, tokenizer: str, folder: Path, config: DataConfig = CONFIG) -> Manifest:
+    config = replace(config, source=str(source), tokenizer=tokenizer)
+    manifest = prepare(config, load_recipe(config.recipe), folder, progress=quiet)
+    list(verify(folder))
+    return manifest
+
+
+def test_every_document_of_every_file_is_in_the_shards(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "PIECE_BYTES", 1500)  # some pieces a file
+    (tmp_path / "in" / "deeper").mkdir(parents=True)
+    write_parquet(tmp_path / "in" / "a.parquet", list(TEXTS[:35]))
+    write_parquet(tmp_path / "in" / "deeper" / "b.parquet", list(TEXTS[35:]), date=["2024"] * 55)
+    assert len(cut_files(SourceFiles(str(tmp_path / "in")))) > 4
+    manifest = prepared(tmp_path / "in", tokenizer, tmp_path / "out")
+    assert manifest.counts["documents"] == 90
+    assert manifest.damaged == {}
+    got = texts_of(tmp_path / "out")
+    assert set(got) <= set(TEXTS)
+    assert len(set(got)) == len(got) >= 88  # the last document of a split may be cut
+    places = np.array([TEXTS.index(text) for text in got])
+    assert np.mean(np.abs(np.diff(places)) == 1) < 0.2  # neighbours of the source are neighbours no more
+
+
+def test_gzip_and_json_lines_and_text_files_are_read_and_what_is_wrong_in_them_is_counted(
+    tmp_path: Path, tokenizer: str
+) -> None:
+    source = tmp_path / "in"
+    source.mkdir()
+    lines = [json.dumps({"text": text, "id": f"id-{n}"}) for n, text in enumerate(TEXTS[:40])]
+    lines += ["{broken", '["a list"]', '{"words": "no text"}']
+    lines += ['{"text": null}', '{"text": "  "}', '{"text": "\\ud800"}']
+    (source / "a.jsonl").write_text("\n".join(lines))
+    more = "\n".join(json.dumps({"text": text}) for text in TEXTS[40:60])
+    (source / "b.jsonl.gz").write_bytes(gzip.compress(more.encode()))
+    (source / "c.txt").write_text(TEXTS[60])
+    (source / "d.txt").write_bytes(b"\xff\xfe\xfa not UTF-8")
+    (source / "e.txt").write_text("x" * 5000)
+    (source / "f.jsonl.gz").write_bytes(gzip.compress(b"some text" * 99)[:-20])
+    (source / "g.png").write_bytes(b"not text at all")
+    config = replace(CONFIG, recipe="text_files", max_document_chars=4000)
+    manifest = prepared(source, tokenizer, tmp_path / "out", config)
+    assert manifest.counts["documents"] == 61
+    skipped = {key.removeprefix("skipped: "): n for key, n in manifest.counts.items() if key.startswith("skipped")}
+    assert skipped == {
+        "a line that is no JSON": 1,
+        "a line that is no JSON object": 1,
+        "a JSON object without text": 1,
+        files.EMPTY: 2,
+        files.INVALID: 2,
+        files.TOO_LONG: 1,
+    }
+    assert list(manifest.damaged) == ["f.jsonl.gz"]
+    assert set(texts_of(tmp_path / "out")) <= set(TEXTS)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(st.characters(codec="utf-8"), max_size=12), max_size=12), st.integers(1, 40), st.booleans())
+def test_json_lines_are_the_same_however_the_file_is_cut(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], size: int, ends: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("jsonl")
+    data = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts).encode() + b"\n" * ends
+    (folder / "a.jsonl").write_bytes(data)
+    source = SourceFiles(str(folder))
+    bounds = [*range(0, len(data), size), len(data)]
+    got = [value for a, b in itertools.pairwise(bounds) for value in json_lines(source, Piece("a.jsonl", a, b))]
+    assert got == [{"text": text} for text in texts]
+
+
+def test_filters_leave_out_what_fails_them_or_has_no_value(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "in").mkdir()
+    scores = [None if n % 10 == 0 else n % 5 + 0.5 for n in range(90)]
+    languages = ["de" if n % 6 == 0 else "en" for n in range(90)]
+    write_parquet(tmp_path / "in" / "a.parquet", list(TEXTS), score=scores, language=languages)
+    config = replace(CONFIG, min_score=2.0, language="en")
+    manifest = prepared(tmp_path / "in", tokenizer, tmp_path / "out", config)
+    kept = [n for n in range(90) if n % 10 and n % 5 + 0.5 >= 2.0 and n % 6]
+    assert manifest.counts["documents"] == len(kept)
+    assert set(texts_of(tmp_path / "out")) <= {TEXTS[n] for n in kept}
+    assert "score below 2.0, or none" in manifest.filters
+
+
+@pytest.mark.parametrize("name", ["gpt2", "dolma2"])
+def test_fineweb_edu_decodes_to_its_source_document_by_document(name: str, tmp_path: Path) -> None:
+    path = SHARED / "tokenizers" / name / "tokenizer.json"
+    if not path.is_file():
+        pytest.skip(f"needs {path}, a tokenizer that is not part of the repository")
+    source = SHARED / "corpus" / "fineweb_200docs.parquet"
+    config = replace(CONFIG, vocab_size=100_352, seq_len=64, validation_fraction=0.05, rows_per_shard=512)
+    manifest = prepared(source, str(path), tmp_path / "out", config)
+    texts = pq.read_table(source, columns=["text"])["text"].to_pylist()
+    got = texts_of(tmp_path / "out")
+    assert set(got) <= set(texts)
+    assert len(got) >= len(texts) - len(manifest.splits)
+    bpe = load_tokenizer(path)
+    bpe.encode_special_tokens = True
+    straight = sum(len(bpe.encode(text, add_special_tokens=False).ids) + 1 for text in texts)
+    assert manifest.num_tokens == straight + len(manifest.splits)  # and an end-of-text in front of each split
+
+
+def test_a_source_with_nothing_left_is_an_error_that_says_why(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "in").mkdir()
+    write_parquet(tmp_path / "in" / "a.parquet", [None, "", "  "])
+    (tmp_path / "in" / "b.parquet").write_bytes(b"PAR1 torn")
+    with pytest.raises(DataError, match=r"no document left.*b\.parquet.*3 empty"):
+        prepared(tmp_path / "in", tokenizer, tmp_path / "out")
+    with pytest.raises(DataError, match=r"no file of a kind"):
+        prepared(tmp_path / "nowhere", tokenizer, tmp_path / "out")
+    with pytest.raises(DataError, match=r"data=fineweb_edu"):
+        prepared(tmp_path / "in", tokenizer, tmp_path / "out", replace(CONFIG, recipe="text_files"))
+    with pytest.raises(DataError, match=r"data\.source is not set"):
+        prepare(CONFIG, load_recipe("fineweb_edu"), tmp_path / "out", progress=quiet)
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "in").mkdir()
+    write_parquet(tmp_path / "in" / "a.parquet", list(TEXTS))
+    with pytest.raises(DataError, match=r"348 ids, data\.vocab_size=300; set data\.vocab_size=384"):
+        prepared(tmp_path / "in", tokenizer, tmp_path / "out", replace(CONFIG, vocab_size=300))
+    with pytest.raises(DataError, match=r"has no </nothing>; name its"):
+        prepared(tmp_path / "in", tokenizer, tmp_path / "out", replace(CONFIG, end_of_text="</nothing>"))
+    with pytest.raises(DataError, match=r"data\.tokenizer=.*missing\.json cannot be read"):
+        prepared(tmp_path / "in", str(tmp_path / "missing.json"), tmp_path / "out")
+
+
+DAMAGES = ["truncated", "emptied", "no parquet", "other type", "missing column", "flipped footer", "flipped magic"]
+
+
+@pytest.mark.parametrize("seed", range(28))
+def test_a_damaged_source_file_is_named_and_nothing_of_it_is_used(seed: int, tmp_path: Path, tokenizer: str) -> None:
+    rng, damage = np.random.default_rng(seed), DAMAGES[seed % len(DAMAGES)]
+    (tmp_path / "in").mkdir()
+    write_parquet(tmp_path / "in" / "good.parquet", list(TEXTS[:60]))
+    victim = tmp_path / "in" / "bad.parquet"
+    write_parquet(victim, list(TEXTS[60:]))
+    data = bytearray(victim.read_bytes())
+    if damage == "truncated":
+        victim.write_bytes(data[: rng.integers(1, len(data))])
+    elif damage == "emptied":
+        victim.write_bytes(b"")
+    elif damage == "no parquet":
+        victim.write_bytes(rng.bytes(len(data)))
+    elif damage == "other type":
+        pq.write_table(pa.table({"text": [1, 2, 3]}), victim)
+    elif damage == "missing column":
+        pq.write_table(pa.table({"content": TEXTS[60:]}), victim)
+    elif damage == "flipped footer":
+        data[-8:-4] = rng.bytes(4)  # its length
+        victim.write_bytes(data)
+    else:
+        data[-int(rng.integers(1, 5))] ^= 1 << int(rng.integers(0, 8))
+        victim.write_bytes(data)
+    manifest = prepared(tmp_path / "in", tokenizer, tmp_path / "out")
+    assert [name.partition("[")[0] for name in manifest.damaged] == ["bad.parquet"]
+    assert set(texts_of(tmp_path / "out")) <= set(TEXTS[:60])
+    assert manifest.counts["documents"] == 60
+
+
+def test_storage_that_fails_for_a_while_is_asked_again_and_then_said_so(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "FIRST_WAIT_S", 0.001)
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("\n".join(TEXTS))
+    calls = 0
+
+    def flaky(failures: int) -> str:
+        nonlocal calls
+        calls += 1
+        if calls <= failures:
+            raise OSError("connection reset")
+        return "bytes"
+
+    assert files.patiently(lambda: flaky(3)) == "bytes"
+    calls = 0
+    with pytest.raises(OSError, match="connection reset"):
+        files.patiently(lambda: flaky(99))
+    assert calls == files.RETRIES + 1
+
+
+def test_a_document_that_is_left_out_has_a_reason() -> None:
+    assert files.checked("a", "text", max_chars=4) == Document("a", "text")
+    assert files.checked("a", "texts", max_chars=4) == Skipped(files.TOO_LONG)
+    assert files.checked("a", 5, max_chars=4) == Skipped(files.EMPTY)
+    assert files.checked("a", b"\xff", max_chars=4) == Skipped(files.INVALID)
+    assert END_OF_TEXT not in TEXTS[0]
