@@ -63,6 +63,14 @@ def to_dataclass(composed: DictConfig) -> PretrainConfig:
     return config
 
 
+def load_run_config(folder: Path) -> PretrainConfig:
+    """The resolved config that a run was last started with. Raises ConfigError where the folder holds no run's."""
+    try:
+        return to_dataclass(cast(DictConfig, OmegaConf.load(folder / "config.yaml")))
+    except (OSError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{folder} holds no config.yaml of a run ({_one_line(error)})") from error
+
+
 def to_yaml(config: PretrainConfig) -> str:
     """The resolved config as YAML, keys in the schema's order."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))

@@ -1,0 +1,91 @@
+"""Look into a prepared corpus: `python -m jobs.inspect_data <folder> [--samples N] [--verify] [--diff FOLDER] ...`."""
+
+import argparse
+import itertools
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from regrow.data.inspect import decode_rows, differences, document_lengths, rows_of_batch
+from regrow.data.manifest import MANIFEST, Manifest
+from regrow.data.shards import verify
+from regrow.errors import RegrowError
+from regrow.observe.console import Console
+
+BAR = 40  # characters of the longest bar
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m jobs.inspect_data", description=__doc__)
+    parser.add_argument("folder", type=Path, help="a prepared corpus, as jobs.prepare_data names it")
+    parser.add_argument("--split", default="train", choices=("train", "validation"))
+    parser.add_argument("--samples", type=int, default=0, metavar="N", help="show N rows of the split as text")
+    parser.add_argument("--lengths", action="store_true", help="measure every document and show how long they are")
+    parser.add_argument("--verify", action="store_true", help="check every file against its sha256")
+    parser.add_argument("--diff", type=Path, metavar="FOLDER", help="show what differs from another corpus")
+    parser.add_argument("--batch", type=int, metavar="STEP", help="show the rows of this step's batch; needs --run")
+    parser.add_argument("--run", type=Path, metavar="FOLDER", help="run folder whose seed and batch --batch means")
+    options = parser.parse_args()
+    if options.batch is not None and (options.run is None or options.batch < 1):
+        parser.error("--batch counts steps from 1 and needs --run, the folder of the run that it means")
+    try:
+        inspect(options)
+    except (RegrowError, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+def inspect(options: argparse.Namespace) -> None:
+    folder = options.folder.parent if options.folder.name == MANIFEST else options.folder
+    manifest = Manifest.load(folder)
+    print(f"{manifest.recipe}, {manifest.num_tokens:,} tokens in rows of {manifest.seq_len} + 1; {manifest.sha256}")
+    for name, split in manifest.splits.items():
+        size = sum(shard.num_bytes for shard in split.shards)
+        print(f"{name}: {split.num_rows:,} rows, shards: {len(split.shards)}, {size / 1e6:,.1f} MB")
+    for name, count in manifest.counts.items():
+        print(f"  {name}: {count:,}")
+    for piece, why in manifest.damaged.items():
+        print(f"  left out, cannot be read: {piece}: {why}")
+    with Console(sys.stderr) as console:
+        if options.verify:
+            for done, total in verify(folder):
+                console.progress("verifying", done, total)
+        if options.lengths:
+            show_lengths(folder, options.split, console)
+    if options.samples:
+        rows = np.unique(np.linspace(0, manifest.splits[options.split].num_rows - 1, options.samples).astype(np.int64))
+        for row, text in zip(rows.tolist(), decode_rows(folder, options.split, rows), strict=True):
+            print(f"\n--- {options.split} row {row}\n{text}")
+    if options.batch is not None:
+        show_batch(folder, options.run, options.batch)
+    if options.diff is not None:
+        found = differences(manifest, Manifest.load(options.diff))
+        print("\n".join(found) or "the same corpus")
+
+
+def show_lengths(folder: Path, split: str, console: Console) -> None:
+    lengths = document_lengths(folder, split, progress=partial(console.progress, "measuring documents"))
+    print(f"{lengths.documents:,} documents of {lengths.mean:,.0f} tokens on average, the longest {lengths.longest:,}")
+    for (low, high), count in zip(itertools.pairwise(lengths.bounds), lengths.counts, strict=True):
+        if count:
+            print(f"  {low:>9,} to {high - 1:>9,}  {count:>9,}  {'#' * -(-BAR * count // max(lengths.counts))}")
+
+
+def show_batch(folder: Path, run: Path, step: int) -> None:
+    from regrow.config.store import load_run_config
+    from regrow.data.batch import layout_of, order_of
+    from regrow.data.shards import ShardReader
+
+    config = load_run_config(run)
+    rows = rows_of_batch(folder, layout_of(config), order_of(config, ShardReader(folder, "train")), step)
+    texts = decode_rows(folder, "train", np.array([row.row for row in rows]))
+    for row, text in zip(rows, texts, strict=True):
+        print(
+            f"position {row.position:,} (slice {row.slice}): row {row.row:,}, {row.shard} group {row.row_group}, parts "
+            f"of {row.documents} documents: {' '.join(text.split())[:60]!r}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Looking into a prepared corpus: how long its documents are, what rows say, what a batch holds, what differs."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from regrow.data.batch import BatchLayout
+from regrow.data.manifest import Manifest
+from regrow.data.shards import ShardReader
+from regrow.data.tokenizer import load_tokenizer
+from regrow.plan.order import Order
+
+ROWS_AT_A_TIME = 4096
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of documents, without their end-of-text."""
+
+    bounds: list[int]  # a bin holds lengths in [bounds[i], bounds[i + 1]), powers of two
+    counts: list[int]
+    documents: int
+    mean: float
+    longest: int
+
+
+def document_lengths(folder: Path, split: str, *, progress: Callable[[float, float], None]) -> Lengths:
+    """Measure every document of a split, but for the last one, which the end of the split may have cut."""
+    reader = ShardReader(folder, split)
+    eot_id, lengths = reader.manifest.tokenizer.eot_id, []
+    position, last_end = 0, -1
+    for begin in range(0, reader.num_rows, ROWS_AT_A_TIME):
+        rows = reader.read(np.arange(begin, min(begin + ROWS_AT_A_TIME, reader.num_rows)))
+        stream = rows[:, :-1].ravel()
+        ends = np.flatnonzero(stream == eot_id) + position
+        lengths.append(np.diff(ends, prepend=last_end) - 1)
+        last_end, position = int(ends[-1]) if len(ends) else last_end, position + len(stream)
+        progress(begin + len(rows), reader.num_rows)
+    found = np.concatenate(lengths)[1:]  # the stream begins with an end-of-text
+    longest = int(found.max(initial=0))
+    bounds = [0, *(2**k for k in range(longest.bit_length() + 1))]
+    counts = np.histogram(found, bounds)[0].tolist() if len(found) else [0]
+    mean = float(found.mean()) if len(found) else 0.0
+    return Lengths(bounds, counts, len(found), mean, longest)
+
+
+def decode_rows(folder: Path, split: str, row_ids: NDArray[np.int64]) -> list[str]:
+    """Rows as text, with the end-of-text token spelled out."""
+    reader = ShardReader(folder, split)
+    tokenizer = load_tokenizer(folder / reader.manifest.tokenizer.file)
+    rows = reader.read(row_ids).tolist()
+    return list(tokenizer.decode_batch(rows, skip_special_tokens=False))
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """Where one sequence of a global batch comes from."""
+
+    position: int  # in the run's order
+    slice: int
+    row: int
+    shard: str
+    row_group: int  # in the shard
+    documents: int  # that it holds a part of
+
+
+def rows_of_batch(folder: Path, layout: BatchLayout, order: Order, step: int) -> list[BatchRow]:
+    """The rows of the global batch that makes `step`, counted from 1, in the order of their positions."""
+    reader = ShardReader(folder, "train")
+    manifest = reader.manifest
+    positions = layout.positions(step - 1, range(layout.num_slices))
+    row_ids = order.locate(positions)
+    rows = reader.read(row_ids)
+    shards = manifest.splits["train"].shards
+    found = []
+    for k, (position, row) in enumerate(zip(positions.tolist(), row_ids.tolist(), strict=True)):
+        shard, offset = divmod(row, manifest.rows_per_shard)
+        ends = int((rows[k, :-1] == manifest.tokenizer.eot_id).sum())
+        whole_begin = int(rows[k, 0] == manifest.tokenizer.eot_id)
+        found.append(
+            BatchRow(
+                position,
+                k // layout.slice_seqs,
+                row,
+                shards[shard].file,
+                offset // manifest.rows_per_group,
+                ends + 1 - whole_begin,
+            )
+        )
+    return found
+
+
+def differences(old: Manifest, new: Manifest) -> list[str]:
+    """What differs between two corpora, `key: old -> new`, a line each; shards by their sums."""
+    flat_old, flat_new = _flat(json.loads(old.to_json())), _flat(json.loads(new.to_json()))
+    return [
+        f"{key}: {flat_old.get(key, '(absent)')} -> {flat_new.get(key, '(absent)')}"
+        for key in sorted(flat_old.keys() | flat_new.keys())
+        if flat_old.get(key, ...) != flat_new.get(key, ...)
+    ]
+
+
+def _flat(value: Any, name: str = "") -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        parts = list(value.items())
+    elif isinstance(value, list) and value:
+        parts = [(part["file"] if isinstance(part, dict) else str(k), part) for k, part in enumerate(value)]
+    else:
+        return {name: value}
+    return {key: leaf for k, part in parts for key, leaf in _flat(part, f"{name}/{k}" if name else k).items()}

@@ -1,0 +1,95 @@
+"""Looking into a prepared corpus tells what is in it."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from regrow.config.schema import DataConfig
+from regrow.data.batch import BatchLayout, direct_batches
+from regrow.data.inspect import decode_rows, differences, document_lengths, rows_of_batch
+from regrow.data.manifest import Manifest
+from regrow.data.prepare import prepare
+from regrow.data.shards import ShardReader
+from regrow.data.tokenizer import encode, load_tokenizer
+from regrow.plan.order import Order
+from regrow.testing.corpus import WordRecipe
+
+ROOT = Path(__file__).parents[2]
+CONFIG = DataConfig(vocab_size=512, seq_len=16, validation_fraction=0.2, rows_per_group=8, rows_per_shard=64)
+RECIPE = WordRecipe()
+
+
+def quiet(stage: str, done: float, total: float) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus") / "words"
+    prepare(CONFIG, RECIPE, folder, progress=quiet)
+    return folder
+
+
+def test_lengths_are_those_of_the_documents(corpus: Path) -> None:
+    seen: list[tuple[float, float]] = []
+    lengths = document_lengths(corpus, "train", progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (ShardReader(corpus, "train").num_rows,) * 2
+    manifest = Manifest.load(corpus)
+    texts = [document.text for document in RECIPE.documents(CONFIG, *RECIPE.pieces(CONFIG))]
+    ids = encode(load_tokenizer(corpus / "tokenizer.json"), texts)
+    assert lengths.documents >= manifest.counts["train_documents"] - 1
+    assert lengths.longest in {len(part) for part in ids}
+    assert sum(lengths.counts) == lengths.documents
+    assert lengths.bounds[-1] > lengths.longest >= lengths.bounds[-2]
+
+
+def test_rows_of_a_batch_are_those_that_training_gets(corpus: Path) -> None:
+    reader, layout = ShardReader(corpus, "train"), BatchLayout(12, 6, 4)
+    order = Order(reader.num_rows, CONFIG.rows_per_group, layout.window_rows, seed=3)
+    for step in (1, 5, 30):
+        rows = rows_of_batch(corpus, layout, order, step)
+        (batch,) = direct_batches(order, reader, layout, slices=range(6), start_step=step - 1, stop_step=step)
+        assert [row.position for row in rows] == batch.positions.tolist()
+        assert np.array_equal(reader.read([row.row for row in rows]), batch.rows)
+        assert [row.slice for row in rows] == [k // 2 for k in range(12)]
+        for row in rows:
+            assert row.shard == f"train-{row.row // 64:05d}.parquet"
+            assert row.row_group == row.row % 64 // 8
+            assert row.documents >= 1
+
+
+def test_rows_decode_with_their_ends_of_text(corpus: Path) -> None:
+    texts = decode_rows(corpus, "train", np.arange(20))
+    assert texts[0].startswith("<|endoftext|>document ")
+
+
+def test_differences_name_what_differs_and_nothing_else(corpus: Path, tmp_path: Path) -> None:
+    manifest = Manifest.load(corpus)
+    assert differences(manifest, manifest) == []
+    assert differences(manifest, replace(manifest, seq_len=17)) == ["seq_len: 16 -> 17"]
+    other = prepare(CONFIG, WordRecipe(seed=1), tmp_path / "other", progress=quiet)
+    found = differences(manifest, other)
+    assert "source/seed: 0 -> 1" in found
+    assert any(line.startswith("splits/train/shards/train-00000.parquet/sha256: ") for line in found)
+
+
+def test_the_command_shows_all_of_it_and_names_a_damaged_shard(corpus: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "jobs.inspect_data"]
+    options = ["--lengths", "--verify", "--samples", "3", "--diff", str(corpus)]
+    done = subprocess.run([*command, str(corpus), *options], cwd=ROOT, capture_output=True, text=True, check=True)
+    for words in ("train: ", "documents of", "--- train row 0", "the same corpus", "####"):
+        assert words in done.stdout
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for path in corpus.iterdir():
+        (damaged / path.name).write_bytes(path.read_bytes())
+    victim = damaged / "train-00001.parquet"
+    victim.write_bytes(victim.read_bytes()[:-1])
+    refused = subprocess.run([*command, str(damaged), "--verify"], cwd=ROOT, capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert "train-00001.parquet is not what its manifest says" in refused.stderr
+    assert refused.stderr.count("\n") <= 2
