@@ -3,8 +3,8 @@
     python benchmarks/data.py --source FOLDER --tokenizer FILE --out benchmarks/results/FILE.json [--quick]
 
 The source, parquet files with a column `text`, is repeated until the loop takes a CPU-minute. The loop reads the files
-and calls `encode_batch`, no more: no hashes, no shuffle, no shards. Ours is the whole preparation; the CPU time of every
-process of its Ray counts, from the moment it is up, idle daemons included. In turn, in processes of their own.
+and calls `encode_batch`, no more: no hashes, no shuffle, no shards. Ours is the whole preparation; the CPU time of all
+processes of its Ray counts, from the moment it is up, idle daemons included. In turn, in processes of their own.
 """
 
 import argparse

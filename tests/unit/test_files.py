@@ -22,6 +22,7 @@ from regrow.data.prepare import prepare
 from regrow.data.shards import ShardReader, verify
 from regrow.data.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from regrow.errors import DataError
+from regrow.storage import Storage
 
 SHARED = Path(__file__).parents[3] / "shared"
 CONFIG = DataConfig(
@@ -62,7 +63,7 @@ def texts_of(folder: Path) -> list[str]:
     return texts
 
 
-def prepared(source: Path, tokenizer: str, folder: Path, config: DataConfig = CONFIG) -> Manifest:
+def prepared(source: Path | str, tokenizer: str, folder: Path, config: DataConfig = CONFIG) -> Manifest:
     config = replace(config, source=str(source), tokenizer=tokenizer)
     manifest = prepare(config, load_recipe(config.recipe), folder, progress=quiet)
     list(verify(folder))
@@ -146,6 +147,7 @@ def test_filters_leave_out_what_fails_them_or_has_no_value(tmp_path: Path, token
     assert "score below 2.0, or none" in manifest.filters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "dolma2"])
 def test_fineweb_edu_decodes_to_its_source_document_by_document(name: str, tmp_path: Path) -> None:
     path = SHARED / "tokenizers" / name / "tokenizer.json"
@@ -162,6 +164,19 @@ def test_fineweb_edu_decodes_to_its_source_document_by_document(name: str, tmp_p
     bpe.encode_special_tokens = True
     straight = sum(len(bpe.encode(text, add_special_tokens=False).ids) + 1 for text in texts)
     assert manifest.num_tokens == straight + len(manifest.splits)  # and an end-of-text in front of each split
+
+
+def test_a_remote_source_gives_the_same_corpus_as_a_local_one(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "in" / "deeper").mkdir(parents=True)
+    write_parquet(tmp_path / "in" / "a.parquet", list(TEXTS[:50]))
+    write_parquet(tmp_path / "in" / "deeper" / "b.parquet", list(TEXTS[50:]))
+    remote = f"memory://{tmp_path.name}"
+    for path in (tmp_path / "in").rglob("*.parquet"):
+        Storage.at(remote).write_bytes(str(path.relative_to(tmp_path / "in")), path.read_bytes())
+    local = prepared(tmp_path / "in", tokenizer, tmp_path / "local")
+    assert prepared(remote, tokenizer, tmp_path / "remote") == local
+    only_b = replace(CONFIG, source=f"{remote}/*/b.parquet", tokenizer=tokenizer)
+    assert prepare(only_b, load_recipe("fineweb_edu"), tmp_path / "b", progress=quiet).counts["documents"] == 40
 
 
 def test_a_source_with_nothing_left_is_an_error_that_says_why(tmp_path: Path, tokenizer: str) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Tokens = NDArray[np.uint32]
 
-ENCODE_CHARS = 2_000_000  # text encoded at a time
+ENCODE_CHARS = 500_000  # text encoded at a time
 KEY_BYTES = 16
 _SCHEMA = pa.schema([("key", pa.binary(KEY_BYTES)), ("tokens", pa.large_list(pa.uint32()))])
 
