@@ -48,7 +48,7 @@ class RunConfig:
 class TrainConfig:
     """How long to train and how often to look."""
 
-    steps: int = 300  # optimizer steps of the whole run; the schedule spans them
+    steps: int = 320  # optimizer steps of the whole run; the schedule spans them
     stop_at_step: int | None = None  # stop here with a checkpoint, the schedule still that of `steps`
     validate_every_steps: int = 200  # validation loss every so many steps and at the end; 0: never
     validation_seqs: int = 96  # sequences of the validation split that are scored each time
