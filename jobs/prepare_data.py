@@ -10,11 +10,11 @@ from regrow.config.store import run_job
 
 
 def main(config: PretrainConfig) -> None:
-    from regrow.config.check import check
+    from regrow.config.check import check_data
     from regrow.data.prepare import find_or_prepare
     from regrow.observe.console import Console
 
-    check(config)
+    check_data(config)
     with ExitStack() as stack:
         console = stack.enter_context(Console(sys.stderr))
 
@@ -37,7 +37,7 @@ def main(config: PretrainConfig) -> None:
         )
     print(folder)
     for name, split in manifest.splits.items():
-        print(f"{name}: {split.num_rows:,} rows of {manifest.seq_len} tokens in {len(split.shards)} shards")
+        print(f"{name}: {split.num_rows:,} rows of {manifest.seq_len} tokens, shards: {len(split.shards)}")
     for name, count in manifest.counts.items():
         if name.startswith("skipped"):
             print(f"{name}: {count:,} documents")

@@ -23,6 +23,11 @@ def check(config: PretrainConfig) -> list[BatchPlan]:
     )
 
 
+def check_data(config: PretrainConfig) -> None:
+    """Check what preparing a corpus depends on, and nothing else. Raises ConfigError."""
+    _data(config)
+
+
 def geometry(config: PretrainConfig, plans: list[BatchPlan]) -> list[str]:
     """What the batch looks like, for a person, a fact a line; with the idle share of every feasible world size."""
     optim, data = config.optim, config.data
@@ -106,17 +111,17 @@ def _model(config: PretrainConfig) -> None:
         f"model.dim/model.num_heads={model.dim // model.num_heads} must be even: RoPE turns pairs",
     )
     _need(model.num_layers >= 1, f"model.num_layers={model.num_layers} must be at least 1")
+    _need(
+        model.vocab_size >= config.data.vocab_size,
+        f"model.vocab_size={model.vocab_size} is below the tokenizer's data.vocab_size={config.data.vocab_size}; "
+        f"set model.vocab_size={config.data.vocab_size} or data.vocab_size={model.vocab_size}",
+    )
 
 
 def _data(config: PretrainConfig) -> None:
     data = config.data
     _need(data.seq_len >= 2, f"data.seq_len={data.seq_len} must be at least 2")
     _need(data.vocab_size >= 512, f"data.vocab_size={data.vocab_size} must be at least 512: bytes, end-of-text, merges")
-    _need(
-        config.model.vocab_size >= data.vocab_size,
-        f"model.vocab_size={config.model.vocab_size} is below the tokenizer's data.vocab_size={data.vocab_size}; "
-        f"set model.vocab_size={data.vocab_size} or data.vocab_size={config.model.vocab_size}",
-    )
     _need(
         data.rows_per_group >= 1 and data.rows_per_shard % data.rows_per_group == 0,
         f"data.rows_per_shard={data.rows_per_shard} must be a multiple of data.rows_per_group={data.rows_per_group}",
