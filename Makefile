@@ -43,7 +43,7 @@ check: $(DEV) ## format, lint, types, layers, unit tests: under a minute
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest tests/unit tests/golden -m 'not slow and not matrix' -q
+	$(BIN)/python -m pytest tests/unit tests/golden -m 'not slow and not matrix' -q -n auto
 
 format: $(DEV) ## format and fix what can be fixed
 	$(BIN)/ruff format .
