@@ -38,7 +38,7 @@ data: $(READY) ## prepare the corpus without training
 test: $(DEV) ## everything that needs no GPU; ARGS='-k ...' to choose
 	$(BIN)/python -m pytest -m 'not matrix' $(ARGS)
 
-check: $(DEV) ## format, lint, types, layers, unit tests: under a minute
+check: $(DEV) ## format, lint, types, layers, unit tests: about a minute
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

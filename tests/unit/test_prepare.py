@@ -2,6 +2,7 @@
 
 import multiprocessing
 import pickle
+import shutil
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
+from regrow.data import prepare as prepare_module
 from regrow.data import shards
 from regrow.data.batch import order_of
 from regrow.data.documents import Document, Piece, Skipped, clean_text, content_hash, load_recipe, unique
@@ -158,6 +160,21 @@ def test_an_interrupted_preparation_goes_on_where_it_stopped(corpus: Path, tmp_p
     assert prepare(config, Interrupted(num_pieces=10, patience=patience), tmp_path / "words", progress=quiet) == whole
     assert read_files(tmp_path / "words") == read_files(tmp_path / "whole")
     assert not list(tmp_path.glob(".*.building"))
+
+
+@pytest.mark.parametrize("left", [[], ["plan.json"], ["plan.json", "spool/000000.json", "train-00000.record"]])
+def test_killed_while_tidying_up_it_does_nothing_again(corpus: Path, tmp_path: Path, left: list[str]) -> None:
+    building = tmp_path / ".words.building"
+    shutil.copytree(corpus, building)
+    for name in left:
+        (building / name).parent.mkdir(exist_ok=True)
+        (building / name).write_bytes(plan_of(tmp_path / "words") if name == "plan.json" else b"{}")
+    prepare(CONFIG, Interrupted(), tmp_path / "words", progress=quiet)  # would raise if it read a document
+    assert read_files(tmp_path / "words") == read_files(corpus)
+
+
+def plan_of(folder: Path) -> bytes:
+    return prepare_module._Plan(CONFIG, Interrupted(), folder, quiet, map).content()
 
 
 def read_files(folder: Path) -> dict[str, bytes]:

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from regrow.data.documents import DamagedPiece, Document, Piece, Skipped
-from regrow.errors import DataError
+from regrow.errors import DataError, first_line
 from regrow.storage import RemoteStorage
 
 PIECE_BYTES = 64 << 20  # of text
@@ -59,7 +59,7 @@ class SourceFiles:
             else:
                 found = []
         except OSError as error:
-            raise DataError(f"data.source={self.source} cannot be listed: {_first_line(error)}") from error
+            raise DataError(f"data.source={self.source} cannot be listed: {first_line(error)}") from error
         files = sorted(
             (f.path, f.size)
             for f in found
@@ -107,7 +107,7 @@ class SourceFiles:
             try:
                 return parse()
             except (OSError, pa.ArrowException, ValueError):
-                raise DamagedPiece(_first_line(error)) from error
+                raise DamagedPiece(first_line(error)) from error
 
 
 def kind_of(path: str) -> str:
@@ -257,8 +257,4 @@ def _gunzip(data: bytes) -> bytes:
     try:
         return gzip.decompress(data)
     except (OSError, EOFError, ValueError) as error:
-        raise DamagedPiece(f"not gzip, or cut short: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+        raise DamagedPiece(f"not gzip, or cut short: {first_line(error)}") from error

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from regrow.config.schema import DataConfig
-from regrow.data.assemble import Layout, assemble_shard, finished_shard, lay_out, record_name
+from regrow.data.assemble import Layout, assemble_shard, finished_shard, lay_out
 from regrow.data.documents import Document, Piece, Recipe, content_hash, load_recipe
 from regrow.data.files import SourceFiles
 from regrow.data.manifest import MANIFEST, SPLITS, VERSION, Manifest, Shard, Split, Tokenizer
@@ -99,7 +99,10 @@ def prepare(
     building = folder.with_name(f".{folder.name}.building")
     with _lock(folder):
         if not (folder / MANIFEST).is_file():
-            _build(_Plan(config, recipe, building, progress, distribute)).save(building)
+            plan = _Plan(config, recipe, building, progress, distribute)
+            if not plan.is_built():
+                _build(plan).save(building)
+            plan.tidy()
             _sync(building)
             if folder.exists():
                 shutil.rmtree(folder)  # left by something that did not finish
@@ -120,9 +123,9 @@ class _Plan:
         self.spool = Spool(folder / SPOOL)
         self.groups = shuffle_groups(len(self.pieces))
 
-    def open_folder(self) -> None:
-        """Keep what an earlier attempt at the same corpus left there, and nothing else."""
-        plan = json.dumps(
+    def content(self) -> bytes:
+        """What is prepared, and how it is cut."""
+        return json.dumps(
             {
                 **_fixed(self.config, self.recipe),
                 "pieces": [asdict(piece) for piece in self.pieces],
@@ -130,13 +133,28 @@ class _Plan:
             },
             sort_keys=True,
         ).encode()
+
+    def is_built(self) -> bool:
+        """Was an earlier attempt killed when only tidying up was left?"""
         path = self.folder / PLAN_FILE
-        if not path.is_file() or path.read_bytes() != plan:
+        return (self.folder / MANIFEST).is_file() and (not path.is_file() or path.read_bytes() == self.content())
+
+    def open_folder(self) -> None:
+        """Keep what an earlier attempt at the same corpus left there, and nothing else."""
+        path = self.folder / PLAN_FILE
+        if not path.is_file() or path.read_bytes() != self.content():
             shutil.rmtree(self.folder, ignore_errors=True)
         self.spool.folder.mkdir(parents=True, exist_ok=True)
-        Storage.at(self.folder).write_bytes(PLAN_FILE, plan)
+        Storage.at(self.folder).write_bytes(PLAN_FILE, self.content())
         for left in [*self.folder.glob(".*.tmp"), *self.spool.folder.glob("*.tmp")]:
             left.unlink(missing_ok=True)
+
+    def tidy(self) -> None:
+        """Leave what a finished corpus consists of; the plan goes last, for it tells whose leftovers these are."""
+        shutil.rmtree(self.spool.folder, ignore_errors=True)
+        for record in self.folder.glob("*.record"):
+            record.unlink()
+        (self.folder / PLAN_FILE).unlink(missing_ok=True)
 
 
 def shuffle_groups(num_pieces: int) -> list[list[int]]:
@@ -186,7 +204,7 @@ def _build(plan: _Plan) -> Manifest:
             f"preparing {config.recipe} stopped: {error}; run the same command again, it goes on where it stopped"
         ) from error
     source = plan.recipe.describe(config)
-    manifest = Manifest(
+    return Manifest(
         recipe=config.recipe,
         filters=tuple(source.pop("filters", ())),
         source=source,
@@ -207,11 +225,6 @@ def _build(plan: _Plan) -> Manifest:
             for split, name in enumerate(SPLITS)
         },
     )
-    shutil.rmtree(plan.spool.folder)
-    for split, number in shards:
-        (plan.folder / record_name(split, number)).unlink()
-    (plan.folder / PLAN_FILE).unlink()
-    return manifest
 
 
 def _make_tokenizer(plan: _Plan) -> "BPE":

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from regrow.data.batch import Rows
 from regrow.data.manifest import Manifest, Shard
-from regrow.errors import DataError
+from regrow.errors import DataError, first_line
 from regrow.plan.order import ORDER_VERSION
 
 COLUMN = "tokens"
@@ -93,7 +93,7 @@ class ShardReader:
             with self._lock:
                 self._open.pop(shard_id, None)
             raise DataError(
-                f"{self.folder / shard.file}: row group {group_id} cannot be read ({_first_line(error)}); "
+                f"{self.folder / shard.file}: row group {group_id} cannot be read ({first_line(error)}); "
                 f"delete {self.folder} and run python -m jobs.prepare_data"
             ) from error
 
@@ -168,7 +168,3 @@ def _to_rows(column: pa.ChunkedArray, row_tokens: int) -> Rows:
         for chunk in column.chunks
     ]
     return parts[0] if len(parts) == 1 else np.concatenate([np.empty((0, row_tokens), np.uint32), *parts])
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]

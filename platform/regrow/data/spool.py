@@ -106,6 +106,8 @@ class Spool:
         with pa.ipc.new_file(temporary, _SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")) as file:
             for batch in batches:
                 file.write_batch(batch)
+        with open(temporary, "rb") as written:
+            os.fsync(written.fileno())  # the record below must not outlive it
         os.replace(temporary, self.data(index))
         Storage.at(self.folder).write_bytes(f"{index:06d}.json", json.dumps(asdict(spooled)).encode())
         return spooled
