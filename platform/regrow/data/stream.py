@@ -29,7 +29,6 @@ import numpy as np
 
 from regrow.config.schema import PretrainConfig
 from regrow.data.batch import BatchLayout, Positions, RankBatch, RowReader, Rows, direct_batches, layout_of, order_of
-from regrow.errors import first_line
 from regrow.plan.order import Order
 
 KEPT_BACK = 2  # windows behind training that stay, for a rollback
@@ -225,7 +224,7 @@ class TokenStream:
                     assert all(entry.metadata.num_rows == 1 for entry in bundle.blocks)
                     self.loop.call_soon_threadsafe(self._arrive, run, [entry.ref for entry in bundle.blocks])
             except Exception as error:
-                log.warning("token stream: %s; restarting it", first_line(error))
+                log.warning("token stream: %s; restarting it", _first_line(error))
             if self.stopping:
                 break
             self.loop.call_soon_threadsafe(self._end_run, run)
@@ -347,7 +346,7 @@ def rank_batches(
             batches: Iterator[RankBatch] = iter([_assemble(blocks, layout, s, slices) for s in steps])
             patience_s = stall_timeout_s
         except Exception as error:  # whatever Ray raises: the rows are on storage all the same
-            (on_fallback or _warn)(window, first_line(error))
+            (on_fallback or _warn)(window, _first_line(error))
             batches = direct_batches(order, reader, layout, slices=slices, start_step=steps.start, stop_step=steps.stop)
             patience_s = RETRY_PATIENCE_S
         if steps.stop < stop_step:
@@ -406,3 +405,8 @@ def _assemble(blocks: list[Block], layout: BatchLayout, step: int, slices: range
 
 def _warn(window: int, reason: str) -> None:
     log.warning("token stream: window %d is read from the shards: %s", window, reason)
+
+
+def _first_line(error: BaseException) -> str:
+    error = getattr(error, "cause", None) or error  # what a RayTaskError wraps, not the remote traceback
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
