@@ -74,11 +74,11 @@ def show_lengths(folder: Path, split: str, console: Console) -> None:
 
 def show_batch(folder: Path, run: Path, step: int) -> None:
     from regrow.config.store import load_run_config
-    from regrow.data.batch import layout_of, order_of
-    from regrow.data.shards import ShardReader
+    from regrow.data.batch import layout_of
+    from regrow.data.corpora import Corpora, order_of
 
     config = load_run_config(run)
-    rows = rows_of_batch(folder, layout_of(config), order_of(config, ShardReader(folder, "train")), step)
+    rows = rows_of_batch(folder, layout_of(config), order_of(config, Corpora.at(folder)), step)
     texts = decode_rows(folder, "train", np.array([row.row for row in rows]))
     for row, text in zip(rows, texts, strict=True):
         print(

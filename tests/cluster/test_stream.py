@@ -15,8 +15,8 @@ import ray
 
 from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
 from regrow.data import stream as stream_module
-from regrow.data.batch import direct_batches, layout_of, order_of
-from regrow.data.shards import ShardReader
+from regrow.data.batch import direct_batches, layout_of
+from regrow.data.corpora import Corpora, order_of
 from regrow.data.stream import KEPT_BACK, rank_batches, start_stream, stop_stream, window_table
 from regrow.plan.batch import plan_batch
 from regrow.testing.corpus import write_rows
@@ -53,7 +53,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def stream(data_dir: Path) -> Iterator[Any]:
-    actor = start_stream(CONFIG, data_dir, start_step=0, stop_step=400)
+    actor = start_stream(CONFIG, Corpora.at(data_dir), start_step=0, stop_step=400)
     yield actor
     stop_stream(actor)
 
@@ -63,13 +63,13 @@ def consume(
     stream: Any, data_dir: Path, slices: range, start_step: int, stop_step: int, step_s: float = 0.0
 ) -> tuple[list[int], list[int], list[tuple[int, str]]]:
     """A rank: the steps it was given, the digests of its parts, and the windows that it had to read directly."""
-    reader = ShardReader(data_dir, "train")
+    corpora = Corpora.at(data_dir)
     fallbacks: list[tuple[int, str]] = []
     steps, digests = [], []
     for batch in rank_batches(
         stream,
-        order_of(CONFIG, reader),
-        reader,
+        order_of(CONFIG, corpora),
+        corpora.reader("train"),
         LAYOUT,
         slices=slices,
         start_step=start_step,
@@ -84,8 +84,8 @@ def consume(
 
 
 def expected_digests(data_dir: Path, start_step: int, stop_step: int) -> list[int]:
-    reader = ShardReader(data_dir, "train")
-    order = order_of(CONFIG, reader)
+    corpora = Corpora.at(data_dir)
+    reader, order = corpora.reader("train"), order_of(CONFIG, corpora)
     return [
         batch.digest()
         for batch in direct_batches(order, reader, LAYOUT, slices=range(12), start_step=start_step, stop_step=stop_step)
@@ -156,7 +156,7 @@ def test_a_stream_that_dies_comes_back_where_training_is(stream: Any, data_dir: 
 
 
 def test_a_stopped_stream_leaves_no_task_behind(data_dir: Path) -> None:
-    actor = start_stream(CONFIG, data_dir, start_step=0, stop_step=400)
+    actor = start_stream(CONFIG, Corpora.at(data_dir), start_step=0, stop_step=400)
     assert in_process(actor, data_dir, 0, 8, stall_timeout_s=60.0)[1] == []
     ray.get(actor.stop.remote(), timeout=10)
     assert ray.get(actor.status.remote())["restarts"] == 0
@@ -169,7 +169,7 @@ def test_without_a_cpu_for_its_tasks_ranks_read_directly_after_one_timeout(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = replace(CONFIG, data=replace(CONFIG.data, stream_cpus=1000.0))
-    actor = start_stream(config, data_dir, start_step=0, stop_step=100)
+    actor = start_stream(config, Corpora.at(data_dir), start_step=0, stop_step=100)
     begun = time.monotonic()
     digests, fallbacks = in_process(actor, data_dir, 0, 24, stall_timeout_s=2.0)
     assert time.monotonic() - begun < 8
@@ -182,12 +182,12 @@ def test_without_a_cpu_for_its_tasks_ranks_read_directly_after_one_timeout(
 def in_process(
     stream: Any, data_dir: Path, start_step: int, stop_step: int, *, stall_timeout_s: float
 ) -> tuple[list[int], list[tuple[int, str]]]:
-    reader = ShardReader(data_dir, "train")
+    corpora = Corpora.at(data_dir)
     fallbacks: list[tuple[int, str]] = []
     batches = rank_batches(
         stream,
-        order_of(CONFIG, reader),
-        reader,
+        order_of(CONFIG, corpora),
+        corpora.reader("train"),
         LAYOUT,
         slices=range(12),
         start_step=start_step,
@@ -203,8 +203,8 @@ class FaultyStream:
     """Delivers windows like the real one, but for what goes wrong at each."""
 
     def __init__(self, data_dir: Path, faults: dict[int, str]) -> None:
-        self.reader, self.faults = ShardReader(data_dir, "train"), faults
-        self.order = order_of(CONFIG, self.reader)
+        corpora, self.faults = Corpora.at(data_dir), faults
+        self.reader, self.order = corpora.reader("train"), order_of(CONFIG, corpora)
 
     def get(self, window: int, slices: list[int], seek: bool, timeout_s: float) -> list[Any] | None:
         fault = self.faults.get(window)
@@ -250,8 +250,8 @@ def test_a_rank_does_not_import_ray_data(stream: Any, data_dir: Path) -> None:
 
 
 def test_slices_of_a_window_hold_its_steps_in_order(data_dir: Path) -> None:
-    reader = ShardReader(data_dir, "train")
-    order = order_of(CONFIG, reader)
+    corpora = Corpora.at(data_dir)
+    reader, order = corpora.reader("train"), order_of(CONFIG, corpora)
     table = window_table(3, order, reader, LAYOUT)
     blocks = [stream_module.slice_of(table.slice(k, 1)) for k in range(12)]
     for step in range(12, 16):

@@ -11,7 +11,9 @@ from regrow.plan.batch import plan_batch
 from regrow.plan.order import Order
 
 LAYOUT = BatchLayout(global_batch_seqs=24, num_slices=12, window_steps=4)
-ORDER = Order(num_rows=301, rows_per_group=8, window_rows=LAYOUT.window_rows, seed=3)  # epochs end inside windows
+ORDER = Order.of_one(
+    num_rows=301, rows_per_group=8, window_rows=LAYOUT.window_rows, seed=3
+)  # epochs end inside windows
 
 # a group of so many ranks trains so many steps, then the next one begins so many steps before where it stood
 Phase = tuple[int, int, int]

@@ -74,7 +74,7 @@ def test_ranks_share_out_the_positions_of_a_step_in_order(world_size: int, step:
     assert np.array_equal(positions, np.arange(step * 24, (step + 1) * 24))
 
 
-ORDER = Order(num_rows=333, rows_per_group=10, window_rows=LAYOUT.window_rows, seed=1)
+ORDER = Order.of_one(num_rows=333, rows_per_group=10, window_rows=LAYOUT.window_rows, seed=1)
 SLICES = range(2, 7)
 
 
@@ -104,7 +104,7 @@ def test_direct_batches_read_what_is_left_of_a_window_at_once() -> None:
 
 
 def test_direct_batches_run_through_epochs_for_ever() -> None:
-    order = Order(num_rows=100, rows_per_group=10, window_rows=LAYOUT.window_rows, seed=1)
+    order = Order.of_one(num_rows=100, rows_per_group=10, window_rows=LAYOUT.window_rows, seed=1)
     batches = direct_batches(order, FakeReader(), LAYOUT, slices=range(12), start_step=0)
     seen = np.concatenate([next(batches).rows[:, 0] for _ in range(100)])  # 25 windows, exactly 24 epochs
     assert np.array_equal(np.bincount(seen), np.full(100, 24))
@@ -113,7 +113,7 @@ def test_direct_batches_run_through_epochs_for_ever() -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_the_sum_of_digests_over_ranks_is_the_same_at_every_world_size(world_size: int, tmp_path: Path) -> None:
     write_rows(tmp_path, num_rows=250)
-    order = Order(num_rows=250, rows_per_group=8, window_rows=LAYOUT.window_rows, seed=9)
+    order = Order.of_one(num_rows=250, rows_per_group=8, window_rows=LAYOUT.window_rows, seed=9)
     ranks = [
         [b.digest() for b in direct_batches(order, reader, LAYOUT, slices=slices, start_step=2, stop_step=14)]
         for slices in plan_batch(num_slices=12, world_size=world_size).ranges

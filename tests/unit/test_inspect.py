@@ -49,7 +49,9 @@ def test_lengths_are_those_of_the_documents(corpus: Path) -> None:
 
 def test_rows_of_a_batch_are_those_that_training_gets(corpus: Path) -> None:
     reader, layout = ShardReader(corpus, "train"), BatchLayout(12, 6, 4)
-    order = Order(reader.num_rows, CONFIG.rows_per_group, layout.window_rows, seed=3)
+    order = Order.of_one(
+        num_rows=reader.num_rows, rows_per_group=CONFIG.rows_per_group, window_rows=layout.window_rows, seed=3
+    )
     for step in (1, 5, 30):
         rows = rows_of_batch(corpus, layout, order, step)
         (batch,) = direct_batches(order, reader, layout, slices=range(6), start_step=step - 1, stop_step=step)

@@ -15,7 +15,7 @@ import pytest
 from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
 from regrow.data import prepare as prepare_module
 from regrow.data import shards
-from regrow.data.batch import order_of
+from regrow.data.corpora import Corpora, order_of
 from regrow.data.documents import Document, Piece, Skipped, clean_text, content_hash, load_recipe, unique
 from regrow.data.manifest import MANIFEST, Manifest
 from regrow.data.prepare import cache_name, find_or_prepare, prepare
@@ -258,7 +258,7 @@ def test_a_corpus_too_small_says_what_to_change(change: dict[str, Any], message:
 def test_fewer_rows_than_a_global_batch_say_what_to_change(corpus: Path) -> None:
     config = PretrainConfig(data=CONFIG, optim=OptimConfig(global_batch_seqs=12_000, num_slices=12))
     with pytest.raises(DataError, match=r"fewer than one global batch.*lower it to at most \d+"):
-        order_of(config, ShardReader(corpus, "train"))
+        order_of(config, Corpora.at(corpus))
 
 
 def test_unknown_recipes_and_remote_storage_are_one_clear_line(tmp_path: Path) -> None:
@@ -272,8 +272,8 @@ def test_unknown_recipes_and_remote_storage_are_one_clear_line(tmp_path: Path) -
 
 def test_a_manifest_of_another_version_or_a_torn_one_is_refused(corpus: Path, tmp_path: Path) -> None:
     text = (corpus / MANIFEST).read_text()
-    (tmp_path / MANIFEST).write_text(text.replace('"version": 2', '"version": 3'))
-    with pytest.raises(DataError, match="version 3"):
+    (tmp_path / MANIFEST).write_text(text.replace('"version": 3', '"version": 4'))
+    with pytest.raises(DataError, match="version 4"):
         Manifest.load(tmp_path)
     (tmp_path / MANIFEST).write_text(text[: len(text) // 2])
     with pytest.raises(DataError, match="damaged"):
@@ -292,18 +292,18 @@ def test_reader_gives_any_rows_in_the_order_asked(tmp_path: Path) -> None:
             reader.read([0, outside])
 
 
-def test_reader_decodes_each_row_group_once_and_keeps_few_files_open(
+def test_reader_decodes_each_row_group_once_and_keeps_few_footers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = write_rows(tmp_path, num_rows=300, rows_per_shard=8)
+    rows = write_rows(tmp_path, num_rows=1200, rows_per_shard=8)
     reader = ShardReader(tmp_path, "train")
     decoded: list[tuple[int, int]] = []
     read_group = reader._read_group
     monkeypatch.setattr(reader, "_read_group", lambda *key: (decoded.append(key), read_group(*key))[1])
-    wanted = np.random.default_rng(0).permutation(300)
+    wanted = np.random.default_rng(0).permutation(1200)
     assert np.array_equal(reader.read(wanted), rows[wanted])
-    assert len(decoded) == len(set(decoded)) == 38
-    assert len(reader._open) == shards.OPEN_SHARDS
+    assert len(decoded) == len(set(decoded)) == 150
+    assert len(reader._footers) == shards.OPEN_SHARDS
 
 
 def test_reader_travels_to_other_processes(tmp_path: Path) -> None:

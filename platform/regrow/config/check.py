@@ -6,6 +6,7 @@ import textwrap
 from regrow.config.schema import Dtype, Float8, PretrainConfig
 from regrow.errors import ConfigError
 from regrow.plan.batch import BatchPlan, check_world_sizes
+from regrow.plan.mixture import plan_mixture
 
 
 def check(config: PretrainConfig) -> list[BatchPlan]:
@@ -134,6 +135,15 @@ def _data(config: PretrainConfig) -> None:
     _need(data.window_steps >= 1, f"data.window_steps={data.window_steps} must be at least 1")
     _need(data.prefetch_windows >= 1, f"data.prefetch_windows={data.prefetch_windows} must be at least 1")
     _need(data.stall_timeout_s > 0, f"data.stall_timeout_s={data.stall_timeout_s} must be positive")
+    _need(data.cache_gb > 0, f"data.cache_gb={data.cache_gb} must be positive")
+    _need(
+        not data.mixture or len(data.corpora) > 0,
+        "data.mixture weighs corpora, but data.corpora names none; give it prepared folders by name",
+    )
+    if data.mixture:
+        plan_mixture(
+            [(stage.from_tokens, stage.weights) for stage in data.mixture], list(data.corpora), seq_len=data.seq_len
+        )
 
 
 def _optim(config: PretrainConfig) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 
 from regrow.config.schema import PretrainConfig
 
-DATA_KEYS = ("recipe", "vocab_size", "seq_len", "validation_fraction", "rows_per_group", "window_steps")
+DATA_KEYS = ("recipe", "vocab_size", "seq_len", "validation_fraction", "rows_per_group", "window_steps", "mixture")
 
 
 def identity(config: PretrainConfig) -> dict[str, Any]:
     """The settings that fix the weights, flat: `optim.lr` -> 0.003. JSON types only."""
     model = {key: value for key, value in asdict(config.model).items() if key != "name"}
-    data = {key: getattr(config.data, key) for key in DATA_KEYS}
+    data = {key: value for key, value in asdict(config.data).items() if key in DATA_KEYS}
+    data["corpora"] = list(config.data.corpora)  # by name: where they lie may change, what they hold is checked apart
     groups = {"model": model, "data": data, "optim": asdict(config.optim)}
     flat = {f"{group}.{key}": value for group, values in groups.items() for key, value in values.items()}
     flat["optim.schedule"] = config.optim.schedule.value

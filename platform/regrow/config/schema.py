@@ -97,11 +97,20 @@ class ModelConfig:
     rope_theta: float = 500000.0  # RoPE base
     rope_scaling: RopeScaling | None = None  # Llama 3.1's frequency scaling; null: none
     tied: bool = False  # output projection shares the embedding
+    document_attention: bool = False  # attend within documents only, positions counted from each one's beginning
+
+
+@dataclass
+class MixtureStage:
+    """Weights of corpora from a number of tokens on, until the next stage begins."""
+
+    from_tokens: int = 0  # tokens trained on before it; 0 for the first one
+    weights: dict[str, float] = field(default_factory=dict)  # by name of data.corpora, relative to each other
 
 
 @dataclass
 class DataConfig:
-    """Which corpus, how it is cut into samples, and how the stream runs."""
+    """Which corpora, how they are cut into samples, and how the stream runs."""
 
     recipe: str = "python_docs"  # data/<recipe>.py
     source: str | None = None  # file, folder, glob or URI (s3://, gs://, hf://) of recipes that read files
@@ -114,12 +123,16 @@ class DataConfig:
     language: str | None = None  # leave out documents of another language, or of none; null: keep all
     min_language_score: float | None = None  # leave out documents with a lower language_score; null: keep all
     max_document_chars: int = 20_000_000  # leave out longer documents
+    corpora: dict[str, str] = field(default_factory=dict)  # name: prepared folder or URI; none: what the recipe makes
+    mixture: list[MixtureStage] = field(default_factory=list)  # weights of corpora over tokens; none: by their size
     rows_per_group: int = 64  # rows of a parquet row group, the unit of reading
     rows_per_shard: int = 8192  # rows of a shard file
     window_steps: int = 8  # global batches shuffled together, the unit Ray Data produces
     prefetch_windows: int = 2  # windows kept ready ahead of training
     stall_timeout_s: float = 20.0  # wait this long for the stream, then read the same rows directly
     stream_cpus: float = 0.5  # logical CPUs of one window-producing task
+    cache_dir: str | None = None  # on each node, for what is read from object stores; null: in the temporary folder
+    cache_gb: float = 20.0  # about the most that is kept there
 
 
 @dataclass

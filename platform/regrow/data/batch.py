@@ -7,7 +7,7 @@ k-th of `num_slices` equal runs. A window is `window_steps` steps, the unit that
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,15 +15,12 @@ from numpy.typing import NDArray
 from regrow.config.schema import PretrainConfig
 from regrow.plan.order import Order
 
-if TYPE_CHECKING:
-    from regrow.data.shards import ShardReader  # Arrow
-
 Positions = NDArray[np.int64]  # [n], in the run's order
 Rows = NDArray[np.uint32]  # [n, seq_len + 1] token ids
 
 
 class RowReader(Protocol):
-    """What can read rows by their number: `shards.ShardReader`."""
+    """What can read rows by their number: `shards.ShardReader`, `corpora.CorporaReader`."""
 
     def read(self, row_ids: NDArray[np.int64]) -> Rows: ...
 
@@ -85,17 +82,6 @@ class BatchLayout:
 def layout_of(config: PretrainConfig) -> BatchLayout:
     """The layout of a run."""
     return BatchLayout(config.optim.global_batch_seqs, config.optim.num_slices, config.data.window_steps)
-
-
-def order_of(config: PretrainConfig, reader: "ShardReader") -> Order:
-    """The order of a run over the split that is read. Raises DataError if that cannot fill one global batch."""
-    reader.check_order(config.optim.global_batch_seqs)
-    return Order(
-        num_rows=reader.num_rows,
-        rows_per_group=reader.rows_per_group,
-        window_rows=layout_of(config).window_rows,
-        seed=config.run.seed,
-    )
 
 
 def direct_batches(

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from regrow.errors import DataError
+from regrow.storage import Storage
 
-FORMAT, VERSION = "regrow-corpus", 2
+FORMAT, VERSION = "regrow-corpus", 3
 MANIFEST = "manifest.json"
 SPLITS = ("train", "validation")
 
@@ -24,6 +25,8 @@ class Shard:
     num_rows: int
     num_bytes: int
     sha256: str
+    footer_bytes: int  # at its end: what parquet calls the footer, its length and the closing magic
+    footer_sha256: str
 
 
 @dataclass(frozen=True)
@@ -74,21 +77,23 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Write `manifest.json` durably, whole or not at all."""
-        from regrow.storage import Storage
-
         Storage.at(folder).write_bytes(MANIFEST, self.to_json())
 
     @staticmethod
-    def load(folder: Path) -> "Manifest":
-        """Raises DataError where the folder holds no complete corpus of a version that this code reads."""
-        path = Path(folder) / MANIFEST
+    def load(folder: Path | str) -> "Manifest":
+        """Of the corpus at a path or a URI.
+
+        Raises DataError where there is no complete one of a version that this code reads.
+        """
+        storage = Storage.at(folder)
+        path = f"{storage}/{MANIFEST}"
         try:
-            content = json.loads(path.read_bytes())
+            content = json.loads(storage.read_bytes(MANIFEST))
             found = (content.pop("format"), content.pop("version"))
             if found != (FORMAT, VERSION):
                 raise DataError(
                     f"{path} is {found[0]} version {found[1]}, this code reads {FORMAT} version {VERSION}; "
-                    f"delete {path.parent} and run python -m jobs.prepare_data"
+                    f"delete {storage} and run python -m jobs.prepare_data"
                 )
             content["filters"] = tuple(content["filters"])
             content["tokenizer"] = Tokenizer(**content["tokenizer"])
@@ -98,9 +103,11 @@ class Manifest:
             }
             return Manifest(**content)
         except FileNotFoundError as error:
-            raise DataError(f"{path.parent} holds no finished corpus; run python -m jobs.prepare_data") from error
+            raise DataError(f"{storage} holds no finished corpus; run python -m jobs.prepare_data") from error
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{path} is damaged ({type(error).__name__}: {error}); "
-                f"delete {path.parent} and run python -m jobs.prepare_data"
+                f"delete {storage} and run python -m jobs.prepare_data"
             ) from error

@@ -5,6 +5,7 @@ dictionary (it would decode every value twice for nothing).
 """
 
 import hashlib
+import io
 import os
 import threading
 from collections import OrderedDict
@@ -19,36 +20,45 @@ from numpy.typing import NDArray
 
 from regrow.data.batch import Rows
 from regrow.data.manifest import Manifest, Shard
+from regrow.data.range_cache import RangeCache
 from regrow.errors import DataError, first_line
-from regrow.plan.order import ORDER_VERSION
+from regrow.storage import Storage
 
 COLUMN = "tokens"
-OPEN_SHARDS = 16  # files that a reader keeps open
+OPEN_SHARDS = 64  # footers that a reader keeps
 
 
 class ShardReader:
-    """Rows of one split by their number. Verifies page checksums as it reads. Threads may share one; it pickles."""
+    """Rows of one split of a corpus by their number, wherever the corpus lies. Threads may share one; it pickles.
 
-    def __init__(self, folder: Path, split: str) -> None:
-        """Raises DataError where the folder holds no finished corpus."""
-        self.folder, self.split = Path(folder), split
-        self.manifest = Manifest.load(self.folder)
+    Every byte that it reads is checked: a shard's footer, once it is opened, against the manifest, and its pages, each
+    time, against the checksums that they carry. Nothing but the row groups asked for is fetched.
+    """
+
+    def __init__(self, folder: Path | str, split: str, cache: RangeCache | None = None) -> None:
+        """`folder` is a path or a URI; `cache` keeps what is fetched of a remote one on this node.
+
+        Raises DataError where the folder holds no finished corpus.
+        """
+        self.storage, self.split, self.cache = Storage.at(folder), split, cache
+        self.manifest = Manifest.load(folder)
         shards = self.manifest.splits[split].shards
         self.num_rows = self.manifest.splits[split].num_rows
         self.rows_per_group = self.manifest.rows_per_group
         self.row_tokens = self.manifest.seq_len + 1
         self._shards = shards
         self._starts = np.cumsum([0, *(shard.num_rows for shard in shards)])
-        self._open: OrderedDict[int, pq.ParquetFile] = OrderedDict()
+        self._footers: OrderedDict[int, pq.FileMetaData] = OrderedDict()
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return ShardReader, (self.folder, self.split)  # open files do not travel
+        cache = self.cache and (self.cache.folder, self.cache.limit_bytes)
+        return _open_again, (str(self.storage), self.split, cache)
 
     def read(self, row_ids: Sequence[int] | NDArray[np.int64]) -> Rows:
         """Rows, uint32[n, seq_len + 1], in the order asked; each row group that they stand in is decoded once.
 
-        Raises DataError naming a shard that is missing or damaged.
+        Raises DataError naming a shard that is missing or damaged, or a storage that goes on failing.
         """
         wanted = np.asarray(row_ids, np.int64)
         out = np.empty((len(wanted), self.row_tokens), np.uint32)
@@ -64,47 +74,96 @@ class ShardReader:
             out[here] = self._read_group(int(key) >> 32, int(key) & 0xFFFFFFFF)[offsets[here]]
         return out
 
-    def check_order(self, global_batch_seqs: int) -> None:
-        """Raises DataError if the corpus was prepared for another order, or cannot fill one global batch."""
-        manifest = self.manifest
-        if manifest.order_version != ORDER_VERSION:
-            raise DataError(
-                f"{self.folder} was prepared for order version {manifest.order_version}, this code has "
-                f"{ORDER_VERSION}; delete it and run python -m jobs.prepare_data"
-            )
-        if self.num_rows < global_batch_seqs:
-            raise DataError(
-                f"{manifest.recipe} has {self.num_rows} {self.split} rows of {manifest.seq_len} tokens, fewer than one "
-                f"global batch of optim.global_batch_seqs={global_batch_seqs}; lower it to at most {self.num_rows}, "
-                "lower data.seq_len, or choose a larger data.recipe"
-            )
-
     def _read_group(self, shard_id: int, group_id: int) -> Rows:
+        """A row group; where what the cache holds of it is damaged, fetched anew."""
+        shard = self._shards[shard_id]
+        for last_try in [True] if self.cache is None else [False, True]:
+            ranges: list[str] = []  # that the cache was asked for
+            try:
+                return self._decode(shard_id, group_id, ranges)
+            except (OSError, pa.ArrowException, ValueError, KeyError) as error:
+                with self._lock:
+                    self._footers.pop(shard_id, None)
+                if self.cache is not None:
+                    self.cache.forget(ranges)
+                if last_try:
+                    raise DataError(
+                        f"{self.storage}/{shard.file}: row group {group_id} cannot be read ({first_line(error)}); "
+                        f"delete {self.storage} and run python -m jobs.prepare_data"
+                    ) from error
+        raise AssertionError("unreachable")
+
+    def _decode(self, shard_id: int, group_id: int, ranges: list[str]) -> Rows:
         shard = self._shards[shard_id]
         expected = min(self.rows_per_group, shard.num_rows - group_id * self.rows_per_group)
-        try:
-            with self._lock:  # a ParquetFile is not for two threads at once
-                table = self._file(shard_id).read_row_group(group_id, columns=[COLUMN], use_threads=False)
-            rows = _to_rows(table.column(COLUMN), self.row_tokens)
-            if len(rows) != expected:
-                raise ValueError(f"{len(rows)} rows instead of {expected}")
-            return rows
-        except (OSError, pa.ArrowException, ValueError, KeyError) as error:
-            with self._lock:
-                self._open.pop(shard_id, None)
-            raise DataError(
-                f"{self.folder / shard.file}: row group {group_id} cannot be read ({first_line(error)}); "
-                f"delete {self.folder} and run python -m jobs.prepare_data"
-            ) from error
+        footer = self._footer(shard_id, ranges)
+        chunk = footer.row_group(group_id).column(0)
+        begin, num_bytes = chunk.data_page_offset, chunk.total_compressed_size
+        source = pa.PythonFile(_Range(begin, self._fetch(shard.file, begin, num_bytes, ranges), shard.num_bytes))
+        with pq.ParquetFile(source, metadata=footer, page_checksum_verification=True) as file:
+            table = file.read_row_group(group_id, columns=[COLUMN], use_threads=False)
+        rows = _to_rows(table.column(COLUMN), self.row_tokens)
+        if len(rows) != expected:
+            raise ValueError(f"{len(rows)} rows instead of {expected}")
+        return rows
 
-    def _file(self, shard_id: int) -> pq.ParquetFile:
-        if shard_id not in self._open:
-            while len(self._open) >= OPEN_SHARDS:
-                self._open.popitem(last=False)[1].close()
-            path = self.folder / self._shards[shard_id].file
-            self._open[shard_id] = pq.ParquetFile(path, page_checksum_verification=True)
-        self._open.move_to_end(shard_id)
-        return self._open[shard_id]
+    def _footer(self, shard_id: int, ranges: list[str]) -> pq.FileMetaData:
+        with self._lock:
+            if shard_id in self._footers:
+                self._footers.move_to_end(shard_id)
+                return self._footers[shard_id]
+        shard = self._shards[shard_id]
+        data = self._fetch(shard.file, shard.num_bytes - shard.footer_bytes, shard.footer_bytes, ranges)
+        if hashlib.sha256(data).hexdigest() != shard.footer_sha256:
+            raise ValueError("its footer is not the one that the manifest names: another file, or a damaged one")
+        footer = pq.read_metadata(pa.BufferReader(data))
+        with self._lock:
+            while len(self._footers) >= OPEN_SHARDS:
+                self._footers.popitem(last=False)
+            self._footers[shard_id] = footer
+        return footer
+
+    def _fetch(self, name: str, begin: int, num_bytes: int, ranges: list[str]) -> bytes:
+        def fetch() -> bytes:
+            return self.storage.read_range(name, begin, num_bytes)
+
+        if self.cache is None:
+            return fetch()
+        ranges.append(f"{self.manifest.sha256}/{name}[{begin}:{begin + num_bytes}]")
+        return self.cache.get(ranges[-1], fetch)
+
+
+def _open_again(folder: str, split: str, cache: tuple[Path, int] | None) -> ShardReader:
+    return ShardReader(folder, split, RangeCache(*cache) if cache else None)
+
+
+class _Range(io.RawIOBase):
+    """A file of which only one range is there."""
+
+    def __init__(self, begin: int, data: bytes, num_bytes: int) -> None:
+        self._begin, self._data, self._num_bytes, self._position = begin, memoryview(data), num_bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        begin = self._position - self._begin
+        end = len(self._data) if size is None or size < 0 else begin + size
+        if begin < 0:
+            raise OSError("a read before the range")
+        data = bytes(self._data[begin:end])
+        self._position += len(data)
+        return data
 
 
 def write_shard(path: Path, name: str, rows: Rows, *, rows_per_group: int) -> Shard:
@@ -124,7 +183,13 @@ def write_shard(path: Path, name: str, rows: Rows, *, rows_per_group: int) -> Sh
             writer.write_table(group, row_group_size=rows_per_group)
     with open(path, "rb") as file:
         os.fsync(file.fileno())
-    return Shard(name, len(rows), path.stat().st_size, file_sha256(path))
+    num_bytes = path.stat().st_size
+    with open(path, "rb") as file:
+        file.seek(num_bytes - 8)
+        footer_bytes = int.from_bytes(file.read(4), "little") + 8  # parquet: footer, its length, PAR1
+        file.seek(num_bytes - footer_bytes)
+        footer_sha256 = hashlib.sha256(file.read()).hexdigest()
+    return Shard(name, len(rows), num_bytes, file_sha256(path), footer_bytes, footer_sha256)
 
 
 def verify(folder: Path) -> Iterator[tuple[int, int]]:

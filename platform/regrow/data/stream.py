@@ -22,13 +22,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from regrow.config.schema import PretrainConfig
-from regrow.data.batch import BatchLayout, Positions, RankBatch, RowReader, Rows, direct_batches, layout_of, order_of
+from regrow.data.batch import BatchLayout, Positions, RankBatch, RowReader, Rows, direct_batches, layout_of
+from regrow.data.corpora import Corpora, order_of
 from regrow.plan.order import Order
 
 KEPT_BACK = 2  # windows behind training that stay, for a rollback
@@ -43,7 +43,7 @@ Fallback = Callable[[int, str], None]  # (window, reason)
 log = logging.getLogger(__name__)
 
 
-def start_stream(config: PretrainConfig, data_dir: Path, *, start_step: int, stop_step: int) -> Any:
+def start_stream(config: PretrainConfig, corpora: Corpora, *, start_step: int, stop_step: int) -> Any:
     """Start the stream's actor on this node, with production under way from `start_step`; its handle, for the workers.
 
     Returns at once. Tasks ask for `data.stream_cpus` logical CPUs beyond those of the workers; where the cluster has
@@ -51,8 +51,6 @@ def start_stream(config: PretrainConfig, data_dir: Path, *, start_step: int, sto
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    from regrow.data.shards import ShardReader
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     # processes for the source and the first window start beside the actor's, not after it: 1.5 s earlier on two cores
@@ -63,8 +61,8 @@ def start_stream(config: PretrainConfig, data_dir: Path, *, start_step: int, sto
         num_cpus=0, scheduling_strategy=here, max_restarts=-1, max_concurrency=MAX_CALLS
     )
     stream: Any = actor.remote(
-        order_of(config, ShardReader(data_dir, "train")),
-        data_dir,
+        order_of(config, corpora),
+        corpora,
         layout_of(config),
         start_step=start_step,
         stop_step=stop_step,
@@ -93,7 +91,7 @@ class TokenStream:
     def __init__(
         self,
         order: Order,
-        data_dir: Path,
+        corpora: Corpora,
         layout: BatchLayout,
         *,
         start_step: int,
@@ -101,7 +99,7 @@ class TokenStream:
         prefetch_windows: int,
         stream_cpus: float,
     ) -> None:
-        self.order, self.data_dir, self.layout = order, data_dir, layout
+        self.order, self.corpora, self.layout = order, corpora, layout
         self.prefetch_windows, self.stream_cpus = prefetch_windows, stream_cpus
         self.last_window = (stop_step - 1) // layout.window_steps
         self.newest = start_step // layout.window_steps  # the newest window asked for
@@ -219,7 +217,7 @@ class TokenStream:
         while not self.stopping:
             run, began = self.run, time.monotonic()
             try:
-                dataset = build_dataset(handle, run, self.order, self.data_dir, self.layout, self.stream_cpus)
+                dataset = build_dataset(handle, run, self.order, self.corpora, self.layout, self.stream_cpus)
                 for bundle in dataset.iter_internal_ref_bundles():  # internal: no public call hands out references
                     assert all(entry.metadata.num_rows == 1 for entry in bundle.blocks)
                     self.loop.call_soon_threadsafe(self._arrive, run, [entry.ref for entry in bundle.blocks])
@@ -237,7 +235,9 @@ class TokenStream:
         self._notify()
 
 
-def build_dataset(stream: Any, run: int, order: Order, data_dir: Path, layout: BatchLayout, stream_cpus: float) -> Any:
+def build_dataset(
+    stream: Any, run: int, order: Order, corpora: Corpora, layout: BatchLayout, stream_cpus: float
+) -> Any:
     """tickets -> windows -> slices, a row and a block for each slice, in the order of the tickets. Lazy."""
     # Ray Data waits in ray.get on threads of its own, not on the event loop
     os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"
@@ -265,7 +265,7 @@ def build_dataset(stream: Any, run: int, order: Order, data_dir: Path, layout: B
                 yield {"window": np.array([window])}
 
     def produce(batch: dict[str, Any]) -> Any:
-        return window_table(int(batch["window"][0]), order, _reader(data_dir), layout)
+        return window_table(int(batch["window"][0]), order, _reader(corpora), layout)
 
     # the source must share the actor's fate, or its tickets would be lost with another node
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}
@@ -283,11 +283,9 @@ def _import() -> None:
 
 
 @functools.cache
-def _reader(data_dir: Path) -> RowReader:
+def _reader(corpora: Corpora) -> RowReader:
     """One reader a process: Ray reuses processes for many windows."""
-    from regrow.data.shards import ShardReader
-
-    return ShardReader(data_dir, "train")
+    return corpora.reader("train")
 
 
 def window_table(window: int, order: Order, reader: RowReader, layout: BatchLayout) -> Any:

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,9 +20,8 @@ from regrow.checkpoint.coordinator import start_coordinator
 from regrow.config.check import check, geometry
 from regrow.config.schema import PretrainConfig
 from regrow.config.store import STARTED_AT
+from regrow.data.corpora import Corpora, find_corpora, order_of
 from regrow.data.distribute import on_ray
-from regrow.data.manifest import Manifest
-from regrow.data.prepare import find_or_prepare
 from regrow.data.stream import start_stream, stop_stream
 from regrow.elastic.job import Job, train_fn
 from regrow.elastic.local_cluster import Connection, cluster_for
@@ -71,19 +69,17 @@ def pretrain(config: PretrainConfig) -> None:
             if connection.dashboard:
                 console.message(f"Ray dashboard: http://{connection.dashboard}")
             startup.done("ray")
-            data_dir, manifest = find_or_prepare(
-                config.data, config.run.storage_path, progress=console.progress, distribute=on_ray
-            )
+            corpora = find_corpora(config, progress=console.progress, distribute=on_ray)
             startup.done("data")
-            run = open_run(config, manifest_sha256=manifest.sha256)
-            console.message(_opening(config, run, manifest))
+            run = open_run(config, manifest_sha256=corpora.sha256)
+            console.message(_opening(config, run, corpora))
             if (run.resumed_step or 0) >= _last_step(config):
                 console.message(
                     f"step {run.resumed_step} is already committed: nothing to do; "
                     "raise train.steps or train.stop_at_step to go on, or choose another run.name"
                 )
                 return
-            reason = _Session(config, run, data_dir, console, startup, connection, lines).train()
+            reason = _Session(config, run, corpora, console, startup, connection, lines).train()
     if reason == "interrupted":
         sys.exit(130)
 
@@ -95,7 +91,7 @@ class _Session:
         self,
         config: PretrainConfig,
         run: Run,
-        data_dir: Path,
+        corpora: Corpora,
         console: Console,
         startup: Startup,
         connection: Connection,
@@ -119,7 +115,7 @@ class _Session:
                 "geometry": geometry,
             },
         )
-        self.stream = start_stream(config, data_dir, start_step=run.resumed_step or 0, stop_step=_last_step(config))
+        self.stream = start_stream(config, corpora, start_step=run.resumed_step or 0, stop_step=_last_step(config))
         startup.done("actors")
         self.startup_s: dict[str, float] | None = None
         generation = ray.get(self.coordinator.ready.remote())
@@ -129,7 +125,7 @@ class _Session:
             config=config,
             run_id=run.run_id,
             checkpoints=str(run.folder / CHECKPOINTS),
-            data_dir=str(data_dir),
+            corpora=corpora,
             coordinator=self.coordinator,
             stream=self.stream,
             first_generation=generation + 1,
@@ -243,14 +239,14 @@ def _last_step(config: PretrainConfig) -> int:
     return min(config.train.steps, config.train.stop_at_step or config.train.steps)
 
 
-def _opening(config: PretrainConfig, run: Run, manifest: Manifest) -> str:
+def _opening(config: PretrainConfig, run: Run, corpora: Corpora) -> str:
     state = "new run" if run.resumed_step is None else f"resuming from step {run.resumed_step}"
-    rows = manifest.splits["train"].num_rows
-    epochs = config.train.steps * config.optim.global_batch_seqs / rows
-    return (
-        f"run {config.run.name!r} at {run.folder} ({state}); model {config.model.name}; "
-        f"{config.data.recipe}: {rows:,} rows, {epochs:.2f} epochs of them"
-    )
+    drawn = order_of(config, corpora).mixture.drawn(config.train.steps * config.optim.global_batch_seqs)
+    parts = []
+    for name, manifest, samples in zip(corpora.names, corpora.manifests, drawn, strict=True):
+        rows = manifest.splits["train"].num_rows
+        parts.append(f"{name or manifest.recipe}: {rows:,} rows, {samples / rows:.2f} epochs of them")
+    return f"run {config.run.name!r} at {run.folder} ({state}); model {config.model.name}; {'; '.join(parts)}"
 
 
 def _resume_command() -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from regrow.config.schema import PretrainConfig
+from regrow.data.corpora import Corpora
 
 CALL_TIMEOUT_S = 120.0  # of a call to the coordinator
 
@@ -18,7 +19,7 @@ class Job:
     config: PretrainConfig
     run_id: str
     checkpoints: str  # folder
-    data_dir: str  # prepared corpus
+    corpora: Corpora
     coordinator: Any  # actor handles
     stream: Any
     first_generation: int  # the one that this driver starts with

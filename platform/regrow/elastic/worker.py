@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 import ray.train
 import torch
@@ -24,8 +23,8 @@ from regrow.checkpoint import catalog, store
 from regrow.checkpoint.collective import from_rank_0, gather
 from regrow.checkpoint.state import Entry, Progress, set_optimizer_step, training_entries
 from regrow.config.schema import PretrainConfig
-from regrow.data.batch import layout_of, order_of
-from regrow.data.shards import ShardReader
+from regrow.data.batch import layout_of
+from regrow.data.corpora import order_of
 from regrow.data.stream import rank_batches
 from regrow.elastic.job import CALL_TIMEOUT_S, Job
 from regrow.elastic.rendezvous import join_generation
@@ -68,8 +67,7 @@ def run_worker(job: Job) -> None:
     refresh_float8_scales(model)
     restored = time.time()
 
-    reader = ShardReader(Path(job.data_dir), "train")
-    order = order_of(config, reader)
+    reader, order = job.corpora.reader("train"), order_of(config, job.corpora)
     tokens_per_step = config.optim.global_batch_seqs * config.data.seq_len
     last_step = min(config.train.steps, config.train.stop_at_step or config.train.steps)
     batches = rank_batches(
@@ -146,17 +144,17 @@ def run_worker(job: Job) -> None:
 
 
 class _Validation:
-    """This rank's share of the first rows of the validation split, the same rows whatever the world size."""
+    """This rank's share of the first rows of the validation splits, the same rows whatever the world size."""
 
     def __init__(self, job: Job, device: torch.device, rank: int, world_size: int) -> None:
         config = job.config
-        reader = ShardReader(Path(job.data_dir), "validation")
-        num_seqs = min(config.train.validation_seqs, reader.num_rows)
+        reader = job.corpora.reader("validation")
+        rows = reader.first_rows(config.train.validation_seqs)
         size = config.optim.global_batch_seqs // config.optim.num_slices
-        starts = range(0, num_seqs, size)
+        starts = range(0, len(rows), size)
         self.num_batches = -(-len(starts) // world_size)
         self.batches = [
-            torch.from_numpy(reader.read(np.arange(start, min(start + size, num_seqs))).astype("int64")).to(device)
+            torch.from_numpy(reader.read(rows[start : start + size]).astype("int64")).to(device)
             for start in starts[rank::world_size]
         ]
 

@@ -1,9 +1,10 @@
 """Which row stands at which position of the run: a keyed permutation in closed form, free of the world size.
 
 Positions 0, 1, 2, ... are the samples of a run in the order they are trained on, through as many epochs as it takes.
-Three steps lead from a position to a row of the corpus, each computed for any position alone:
+Four steps lead from a position to a row, each computed for any position alone:
 
-    position --shuffled in its window--> place --split by epoch--> (epoch, offset) --row groups permuted--> row
+    position --shuffled in its window--> place --drawn from the mixture--> (corpus, number in the corpus)
+             --split by epoch--> (epoch, offset) --row groups permuted--> row
 
 Row groups are shuffled over the whole epoch, rows inside windows: a reader that produces window after window decodes
 each row group about once. The permutations are Feistel networks of our own, because NumPy does not promise that its
@@ -11,9 +12,12 @@ shuffles stay the same between versions; `tests/golden/order_*.json` pins the re
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
+
+from regrow.plan.mixture import Mixture
 
 ORDER_VERSION = 1  # recorded in manifests and checkpoints; any change to what `Order.locate` returns must raise it
 
@@ -87,39 +91,24 @@ def _feistel(x: Words, num_bits: int, keys: Words, rounds: range) -> Words:
 
 
 @dataclass(frozen=True)
-class Order:
-    """The order of a run's samples, a pure function of (num_rows, rows_per_group, window_rows, seed).
+class CorpusOrder:
+    """The epochs of one corpus, in each of which every row stands once; row groups lie one after another, permuted."""
 
-    Window k holds positions [k * window_rows, (k + 1) * window_rows) and may straddle epochs. Every epoch of
-    `num_rows` places holds each row once; a window that straddles an epoch boundary mixes the places on both sides.
-    """
-
-    num_rows: int  # rows of the corpus; the last row group may be short
+    num_rows: int  # the last row group may be short
     rows_per_group: int  # rows of a row group, the unit of reading
-    window_rows: int  # positions shuffled together
-    seed: int
 
     def __post_init__(self) -> None:
-        assert min(self.num_rows, self.rows_per_group, self.window_rows) >= 1, self
+        assert min(self.num_rows, self.rows_per_group) >= 1, self
 
     @property
     def num_groups(self) -> int:
         return -(-self.num_rows // self.rows_per_group)
 
-    def locate(self, positions: Ints) -> Ints:
-        """Row ids in [0, num_rows) of these positions (int64[n], any order, 0 <= position < 2**62)."""
-        positions = np.asarray(positions, np.int64)
-        assert positions.ndim == 1, positions.shape
-        assert positions.size == 0 or positions.min() >= 0, "positions start at 0"
-        window, within = np.divmod(positions, self.window_rows)
-        shuffled = permute(within, self.window_rows, derive_keys(self.seed, _WINDOW, window))
-        epoch, offset = np.divmod(window * self.window_rows + shuffled, self.num_rows)
-        return self._row_at(epoch, offset)
-
-    def _row_at(self, epoch: Ints, offset: Ints) -> Ints:
-        """Row id at `offset` in [0, num_rows) of an epoch, whose row groups lie one after another, permuted."""
+    def locate(self, numbers: Ints, *, seed: int, domain: int) -> Ints:
+        """Rows in [0, num_rows) that stand at these numbers, counted through all epochs."""
+        epoch, offset = np.divmod(numbers, self.num_rows)
         epochs, which = np.unique(epoch, return_inverse=True)
-        keys = derive_keys(self.seed, _EPOCH, epochs)
+        keys = derive_keys(seed, domain, epochs)
         # Only group num_groups - 1 may be short. Moving the offsets behind it on by the rows that it lacks gives every
         # group rows_per_group offsets, so that a division finds the place.
         last = self.num_groups - 1
@@ -128,3 +117,46 @@ class Order:
         behind_last = offset >= (last_place + 1) * self.rows_per_group - missing
         place, row = np.divmod(offset + np.where(behind_last, missing, 0), self.rows_per_group)
         return permute(place, self.num_groups, keys[which]) * self.rows_per_group + row
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of a run's samples, a pure function of (corpora, mixture, window_rows, seed).
+
+    Window k holds positions [k * window_rows, (k + 1) * window_rows) and may straddle epochs and stages of the mixture:
+    it mixes the places on both sides. Rows are numbered through all corpora, one corpus after another.
+    """
+
+    corpora: tuple[CorpusOrder, ...]
+    mixture: Mixture
+    window_rows: int  # positions shuffled together
+    seed: int
+
+    def __post_init__(self) -> None:
+        assert self.window_rows >= 1, self
+        assert self.mixture.num_corpora == len(self.corpora), self
+
+    @staticmethod
+    def of_one(*, num_rows: int, rows_per_group: int, window_rows: int, seed: int) -> "Order":
+        """The order of a run on one corpus."""
+        return Order((CorpusOrder(num_rows, rows_per_group),), Mixture.of_one(), window_rows, seed)
+
+    @cached_property
+    def first_rows(self) -> Ints:
+        """Number of each corpus' first row, and of all rows."""
+        return np.cumsum([0, *(corpus.num_rows for corpus in self.corpora)])
+
+    def locate(self, positions: Ints) -> Ints:
+        """Row numbers of these positions (int64[n], any order, 0 <= position < 2**62)."""
+        positions = np.asarray(positions, np.int64)
+        assert positions.ndim == 1, positions.shape
+        assert positions.size == 0 or positions.min() >= 0, "positions start at 0"
+        window, within = np.divmod(positions, self.window_rows)
+        shuffled = permute(within, self.window_rows, derive_keys(self.seed, _WINDOW, window))
+        corpus, numbers = self.mixture.draw(window * self.window_rows + shuffled)
+        rows = np.empty_like(positions)
+        for k in range(len(self.corpora)):
+            here = corpus == k
+            found = self.corpora[k].locate(numbers[here], seed=self.seed, domain=_EPOCH + (k << 8))
+            rows[here] = self.first_rows[k] + found
+        return rows

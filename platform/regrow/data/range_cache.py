@@ -1,0 +1,119 @@
+"""Ranges of remote files, kept on this node's disk up to a size: what several processes of a node need is fetched once.
+
+Plain files in a folder that all processes of the node share. Whoever needs a range first fetches it, the others wait
+for that; the ranges used longest ago are deleted. Content is not checked here: readers have checksums of their own, and
+forget a range that turned out damaged.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LOCKS = 64  # ranges that a node can be fetching at a time
+SCAN_SHARE = 64  # the folder is measured each time this part of the limit was written
+KEEP_SHARE = 0.9  # of the limit is left by an eviction
+
+
+@dataclass
+class CacheCounts:
+    """What one process asked for, and what came of it."""
+
+    hits: int = 0
+    misses: int = 0
+    fetched_bytes: int = 0
+    evicted_bytes: int = 0
+
+
+class RangeCache:
+    """The cache of one node. Threads and processes may share the folder; a broken or full disk only costs fetches."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self.folder, self.limit_bytes = folder, limit_bytes
+        self.counts = CacheCounts()
+        self._unmeasured = limit_bytes  # bytes written since the folder was measured; measure at the first write
+
+    @staticmethod
+    def default_folder() -> Path:
+        return Path(tempfile.gettempdir()) / f"regrow-shards-{os.getuid()}"
+
+    def get(self, key: str, fetch: Callable[[], bytes]) -> bytes:
+        """The range that `key` names for ever, from the folder or else from `fetch`, whose errors pass through."""
+        path = self._path(key)
+        data = _read(path)
+        if data is None:
+            with self._only_one(path):
+                data = _read(path)
+                if data is None:
+                    data = fetch()
+                    self.counts.misses += 1
+                    self.counts.fetched_bytes += len(data)
+                    self._keep(path, data)
+                    return data
+        self.counts.hits += 1
+        return data
+
+    def forget(self, keys: Iterable[str]) -> None:
+        """Fetch these ranges again the next time."""
+        for key in keys:
+            self._path(key).unlink(missing_ok=True)
+
+    def _path(self, key: str) -> Path:
+        name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+        return self.folder / name[:2] / name[2:]
+
+    @contextlib.contextmanager
+    def _only_one(self, path: Path) -> Iterator[None]:
+        """Hold one of the node's locks, by the range's name; do without where the disk does not let us."""
+        lock = self.folder / f"lock-{int(path.name[:8], 16) % LOCKS:02d}"
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):
+                self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                fcntl.flock(stack.enter_context(open(lock, "wb")), fcntl.LOCK_EX)
+            yield
+
+    def _keep(self, path: Path, data: bytes) -> None:
+        if len(data) > self.limit_bytes // SCAN_SHARE:
+            return
+        temporary = path.with_name(f".{secrets.token_hex(8)}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(data)
+            os.replace(temporary, path)
+            self._unmeasured += len(data)
+            if self._unmeasured * SCAN_SHARE >= self.limit_bytes:
+                self._unmeasured = 0
+                self._evict()
+        except OSError:
+            temporary.unlink(missing_ok=True)
+
+    def _evict(self) -> None:
+        """Delete what was used longest ago, if there is too much."""
+        found = []
+        for path in self.folder.glob("??/*"):
+            with contextlib.suppress(FileNotFoundError):  # another process evicts as well
+                status = path.stat()
+                found.append((status.st_mtime_ns, status.st_size, path))
+        size = sum(num_bytes for _, num_bytes, _ in found)
+        if size <= self.limit_bytes * (1 - 1 / SCAN_SHARE):
+            return
+        for _, num_bytes, path in sorted(found):
+            if size <= self.limit_bytes * KEEP_SHARE:
+                return
+            path.unlink(missing_ok=True)
+            size -= num_bytes
+            self.counts.evicted_bytes += num_bytes
+
+
+def _read(path: Path) -> bytes | None:
+    try:
+        data = path.read_bytes()
+        os.utime(path)  # used now: the newest are evicted last
+        return data
+    except OSError:
+        return None
