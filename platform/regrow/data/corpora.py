@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +35,14 @@ class Corpora:
     @staticmethod
     def at(folder: Path | str, config: DataConfig | None = None) -> "Corpora":
         """One corpus alone."""
-        return _corpora({"": str(folder)}, config or DataConfig())
+        return Corpora.of({"": str(folder)}, config or DataConfig())
+
+    @staticmethod
+    def of(folders: Mapping[str, str], config: DataConfig) -> "Corpora":
+        """Corpora by name."""
+        places = tuple(str(Storage.at(folder)) for folder in folders.values())  # workers have another working directory
+        cache_folder = config.cache_dir or str(RangeCache.default_folder())
+        return Corpora(tuple(folders), places, cache_folder, int(config.cache_gb * 1e9))
 
     @cached_property
     def manifests(self) -> tuple[Manifest, ...]:
@@ -99,7 +106,7 @@ def find_corpora(config: PretrainConfig, *, progress: Progress, distribute: Dist
     Raises DataError for those that do not fit each other, or the run.
     """
     if config.data.corpora:
-        corpora = _corpora(config.data.corpora, config.data)
+        corpora = Corpora.of(config.data.corpora, config.data)
     else:
         folder, _ = find_or_prepare(config.data, config.run.storage_path, progress=progress, distribute=distribute)
         corpora = Corpora.at(folder, config.data)
@@ -128,12 +135,6 @@ def mixture_of(config: PretrainConfig, corpora: Corpora) -> Mixture:
     sizes = {name: float(m.splits["train"].num_rows) for name, m in zip(corpora.names, corpora.manifests, strict=True)}
     stages = [(stage.from_tokens, stage.weights) for stage in config.data.mixture] or [(0, sizes)]
     return plan_mixture(stages, corpora.names, seq_len=config.data.seq_len)
-
-
-def _corpora(folders: dict[str, str], config: DataConfig) -> Corpora:
-    cache_folder = config.cache_dir or str(RangeCache.default_folder())
-    places = tuple(str(Storage.at(folder)) for folder in folders.values())  # workers have another working directory
-    return Corpora(tuple(folders), places, cache_folder, int(config.cache_gb * 1e9))
 
 
 def _check(config: PretrainConfig, corpora: Corpora) -> None:

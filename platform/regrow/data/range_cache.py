@@ -61,7 +61,8 @@ class RangeCache:
     def forget(self, keys: Iterable[str]) -> None:
         """Fetch these ranges again the next time."""
         for key in keys:
-            self._path(key).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                self._path(key).unlink()
 
     def _path(self, key: str) -> Path:
         name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
@@ -90,7 +91,8 @@ class RangeCache:
                 self._unmeasured = 0
                 self._evict()
         except OSError:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
     def _evict(self) -> None:
         """Delete what was used longest ago, if there is too much."""

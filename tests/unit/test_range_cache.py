@@ -1,0 +1,142 @@
+"""The cache of shards in object stores: fetched once a node, never more than its size, never trusted."""
+
+import multiprocessing
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from regrow.config.schema import DataConfig
+from regrow.data.corpora import Corpora
+from regrow.data.range_cache import RangeCache
+from regrow.data.shards import ShardReader
+from regrow.errors import DataError
+from regrow.testing.corpus import write_rows
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("??/*"))
+
+
+def test_a_range_is_fetched_once_and_again_after_it_was_forgotten(tmp_path: Path) -> None:
+    cache, fetched = RangeCache(tmp_path, 1 << 20), []
+
+    def fetch() -> bytes:
+        fetched.append(1)
+        return b"rows"
+
+    assert [cache.get("a", fetch) for _ in range(3)] == [b"rows"] * 3
+    assert RangeCache(tmp_path, 1 << 20).get("a", fetch) == b"rows"
+    assert len(fetched) == 1
+    cache.forget(["a", "never there"])
+    assert cache.get("a", fetch) == b"rows"
+    assert len(fetched) == 2
+    assert (cache.counts.hits, cache.counts.misses, cache.counts.fetched_bytes) == (2, 2, 8)
+
+
+def test_the_folder_stays_within_its_size_and_keeps_what_was_used_last(tmp_path: Path) -> None:
+    cache = RangeCache(tmp_path, 100_000)
+    for k in range(400):
+        cache.get(f"range {k}", lambda: bytes(1000))
+        cache.get("used all the time", lambda: bytes(1000))
+        assert size_of(tmp_path) <= 100_000
+    assert size_of(tmp_path) > 80_000
+    assert cache.counts.misses == 401
+    assert cache.counts.evicted_bytes > 300_000
+    cache.get("far too large", lambda: bytes(50_000))
+    assert cache.counts.misses == 402
+    assert size_of(tmp_path) <= 100_000
+
+
+def test_what_fails_to_be_fetched_is_not_kept_and_a_broken_disk_only_costs_fetches(tmp_path: Path) -> None:
+    cache = RangeCache(tmp_path / "file" / "below", 1 << 20)
+    (tmp_path / "file").write_bytes(b"no folder can be made here")
+    assert [cache.get("a", lambda: b"rows") for _ in range(2)] == [b"rows"] * 2
+    assert cache.counts.misses == 2
+
+    def fail() -> bytes:
+        raise OSError("storage is down")
+
+    cache = RangeCache(tmp_path / "cache", 1 << 20)
+    with pytest.raises(OSError, match="storage is down"):
+        cache.get("a", fail)
+    assert cache.get("a", lambda: b"rows") == b"rows"
+
+
+def _get_slowly(folder: Path, log: Path, barrier: "multiprocessing.synchronize.Barrier") -> None:
+    def fetch() -> bytes:
+        with open(log, "ab") as file:
+            file.write(b"x")
+        return bytes(5000)
+
+    barrier.wait()
+    for k in range(20):
+        assert len(RangeCache(folder, 1 << 20).get(f"range {k}", fetch)) == 5000
+
+
+def test_processes_that_want_a_range_at_once_fetch_it_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    barrier = context.Barrier(4)
+    processes = [
+        context.Process(target=_get_slowly, args=(tmp_path / "cache", tmp_path / "log", barrier)) for _ in range(4)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    assert (tmp_path / "log").read_bytes() == b"x" * 20
+
+
+def test_a_remote_corpus_is_read_by_ranges_through_the_cache(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "corpus", num_rows=301)
+    cache = RangeCache(tmp_path / "cache", 1 << 24)
+    reader = ShardReader(f"local://{tmp_path}/corpus", "train", cache)
+    wanted = np.random.default_rng(0).permutation(301)
+    assert np.array_equal(reader.read(wanted), rows[wanted])
+    groups, shards = -(-301 // 8), -(-301 // 64)
+    assert cache.counts.misses == groups + shards  # a range for each row group and each footer
+    stored = sum(path.stat().st_size for path in (tmp_path / "corpus").glob("*.parquet"))
+    assert cache.counts.fetched_bytes <= stored
+    again = pickle.loads(pickle.dumps(reader))  # as it travels to another process of the node
+    assert np.array_equal(again.read(wanted), rows[wanted])
+    assert again.cache.counts.misses == 0
+
+
+def test_a_damaged_range_in_the_cache_is_fetched_again_and_a_damaged_shard_is_named(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "corpus", num_rows=64)
+    cache = RangeCache(tmp_path / "cache", 1 << 24)
+    location = f"local://{tmp_path}/corpus"
+    ShardReader(location, "train", cache).read(range(64))
+    rng = np.random.default_rng(1)
+    for path in sorted((tmp_path / "cache").glob("??/*")):
+        data = bytearray(path.read_bytes())
+        data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+        path.write_bytes(data)
+        assert np.array_equal(ShardReader(location, "train", cache).read(range(64)), rows)
+    shard = tmp_path / "corpus" / "train-00000.parquet"
+    data = bytearray(shard.read_bytes())
+    data[100] ^= 1
+    shard.write_bytes(data)
+    assert np.array_equal(ShardReader(location, "train", cache).read(range(64)), rows)  # from the cache
+    with pytest.raises(DataError, match=r"train-00000.parquet: row group 0 cannot be read"):
+        ShardReader(location, "train", RangeCache(tmp_path / "other", 1 << 24)).read(range(64))
+
+
+def test_several_corpora_are_one_row_of_rows(tmp_path: Path) -> None:
+    first = write_rows(tmp_path / "a", num_rows=70, seed=1)
+    second = write_rows(tmp_path / "b", num_rows=30, seed=2, rows_per_group=4)
+    folders = {"a": str(tmp_path / "a"), "b": f"local://{tmp_path}/b"}
+    config = DataConfig(cache_dir=str(tmp_path / "cache"), cache_gb=0.1)
+    corpora = Corpora.of(folders, config)
+    reader = corpora.reader("train")
+    wanted = np.random.default_rng(0).permutation(100)
+    assert np.array_equal(reader.read(wanted), np.concatenate([first, second])[wanted])
+    assert reader.first_rows(5).tolist() == [0, 70, 1, 71, 2]
+    assert reader.first_rows(1000).tolist()[-1] == 69
+    assert sorted(reader.first_rows(1000).tolist()) == list(range(100))
+    assert size_of(tmp_path / "cache") > 0
+    assert pickle.loads(pickle.dumps(corpora)) == corpora
+    moved = Corpora.of({"a": folders["a"], "b": str(tmp_path / "b")}, config)
+    assert moved.sha256 == corpora.sha256 != Corpora.of({"b": folders["b"], "a": folders["a"]}, config).sha256
