@@ -65,7 +65,7 @@ def test_rotation_pairs_a_heads_first_half_with_its_second_as_hugging_face_does(
 
 def test_attention_scores_depend_on_distance_only():
     model = built(tiny_model())
-    cos, sin = model.rope_TQ(32)
+    cos, sin = model.rope_BTQ(torch.arange(32)[None])
     q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0)).expand(2, 1, 32, 1, 8)
     scores = rotate(q, cos, sin)[0, :, 0] @ rotate(k, cos, sin)[0, :, 0].T
     for distance in (0, 3, 9):

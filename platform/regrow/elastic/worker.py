@@ -59,7 +59,8 @@ def run_worker(job: Job) -> None:
 
     shape = plan_mesh(world_size, config.parallel.dp_replicate)
     mesh = build_mesh(shape, device.type)
-    model = build_model(config.model, config.parallel, mesh=mesh, device=device, seed=config.run.seed)
+    eot_id = job.corpora.eot_id if config.model.document_attention else None
+    model = build_model(config.model, config.parallel, mesh=mesh, device=device, seed=config.run.seed, eot_id=eot_id)
     optimizer = build_optimizer(model, config.optim)
     built = time.time()
     progress, source = _restore(job, generation, training_entries(model, optimizer, inner_tensor=inner_tensor))

@@ -1,7 +1,8 @@
 """How much arithmetic a token costs and a device offers: the two halves of MFU.
 
 MFU = tokens/s * flops_per_token / peak_flops. The numerator counts what the model needs, not what activation
-checkpointing repeats; the whole attention matrix, not its causal half; the peak is dense bfloat16, also for float8.
+checkpointing repeats; the whole attention matrix, of which causality masks half and model.document_attention more; the
+peak is dense bfloat16, also for float8.
 """
 
 import time

@@ -1,7 +1,8 @@
 """Llama 3 (arXiv:2407.21783) as one plain module: GQA, RoPE, SwiGLU, RMSNorm, tied or untied output.
 
 Shape suffixes: B sequences, T tokens, V vocabulary, D model width, H query heads, K key and value heads, Q head width,
-F feed-forward width. `q_BHTQ` has those dims in that order.
+F feed-forward width. `q_BHTQ` has those dims in that order. `cos_BTQ` and `sin_BTQ` have a B of 1 where all rows count
+positions alike.
 
 RoPE follows Hugging Face's convention: a head's first half is rotated against its second half, so that exporting to
 `LlamaForCausalLM` is a pure renaming. Meta's original weights interleave the pairs instead.
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from regrow.config.schema import ModelConfig, RopeScaling
+from regrow.model.attention import Mask, attend, document_mask, document_starts_BT
 
 INIT_STD = 0.02
 TRUNCATE_AT = 3.0  # standard deviations
@@ -41,12 +43,12 @@ def rope_frequencies_Q2(*, head_dim: int, theta: float, scaling: RopeScaling | N
     return (1 - keep) * frequencies / scaling.factor + keep * frequencies
 
 
-def rotate(x_BTHQ: Tensor, cos_TQ: Tensor, sin_TQ: Tensor) -> Tensor:
+def rotate(x_BTHQ: Tensor, cos_BTQ: Tensor, sin_BTQ: Tensor) -> Tensor:
     """Turn each pair (i, i + Q/2) of every head by its position's angle; computed in float32, returned in x's dtype."""
     x = x_BTHQ.float()
     first, second = x.chunk(2, dim=-1)
     swapped = torch.cat((-second, first), dim=-1)
-    return (x * cos_TQ[:, None, :] + swapped * sin_TQ[:, None, :]).to(x_BTHQ.dtype)
+    return (x * cos_BTQ.unsqueeze(-2) + swapped * sin_BTQ.unsqueeze(-2)).to(x_BTHQ.dtype)
 
 
 class Attention(nn.Module):
@@ -60,14 +62,12 @@ class Attention(nn.Module):
         self.wv = nn.Linear(config.dim, config.num_kv_heads * self.head_dim, bias=False)
         self.wo = nn.Linear(config.num_heads * self.head_dim, config.dim, bias=False)
 
-    def forward(self, x_BTD: Tensor, cos_TQ: Tensor, sin_TQ: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, cos_BTQ: Tensor, sin_BTQ: Tensor, mask: Mask | None) -> Tensor:
         q_BTHQ, k_BTKQ, v_BTKQ = (
             linear(x_BTD).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv)
         )
-        q_BTHQ, k_BTKQ = rotate(q_BTHQ, cos_TQ, sin_TQ), rotate(k_BTKQ, cos_TQ, sin_TQ)
-        out_BHTQ = F.scaled_dot_product_attention(
-            q_BTHQ.transpose(1, 2), k_BTKQ.transpose(1, 2), v_BTKQ.transpose(1, 2), is_causal=True, enable_gqa=True
-        )
+        q_BTHQ, k_BTKQ = rotate(q_BTHQ, cos_BTQ, sin_BTQ), rotate(k_BTKQ, cos_BTQ, sin_BTQ)
+        out_BHTQ = attend(q_BTHQ.transpose(1, 2), k_BTKQ.transpose(1, 2), v_BTKQ.transpose(1, 2), mask)
         return self.wo(out_BHTQ.transpose(1, 2).flatten(-2))
 
 
@@ -94,19 +94,24 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn = FeedForward(config)
 
-    def forward(self, x_BTD: Tensor, cos_TQ: Tensor, sin_TQ: Tensor) -> Tensor:
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_TQ, sin_TQ)
+    def forward(self, x_BTD: Tensor, cos_BTQ: Tensor, sin_BTQ: Tensor, mask: Mask | None) -> Tensor:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), cos_BTQ, sin_BTQ, mask)
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))
 
 
 class Llama(nn.Module):
-    """Tokens to logits. Build it under `torch.device("meta")`, then `to_empty` and `init_weights`."""
+    """Tokens to logits. Build it under `torch.device("meta")`, then `to_empty` and `init_weights`.
+
+    `eot_id`, the end-of-text token, is given exactly if `config.document_attention` is set.
+    """
 
     rope_Q2: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, eot_id: int | None = None) -> None:
         super().__init__()
+        assert config.document_attention == (eot_id is not None), f"{config.document_attention=} {eot_id=}"
         self.config = config
+        self.eot_id = eot_id
         self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -119,18 +124,25 @@ class Llama(nn.Module):
             head_dim=config.dim // config.num_heads, theta=config.rope_theta, scaling=config.rope_scaling
         )
 
-    def rope_TQ(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+    def rope_BTQ(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of every position's angles, float32, each frequency twice."""
-        positions_T = torch.arange(num_tokens, dtype=torch.float32, device=self.rope_Q2.device)
-        angles_TQ = torch.outer(positions_T, self.rope_Q2).repeat(1, 2)
-        return angles_TQ.cos(), angles_TQ.sin()
+        angles_BTQ = (positions_BT[..., None] * self.rope_Q2).repeat(1, 1, 2)
+        return angles_BTQ.cos(), angles_BTQ.sin()
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Logits [B, T, V] in the compute dtype; position t sees tokens 0..t."""
-        cos_TQ, sin_TQ = self.rope_TQ(tokens_BT.size(1))
+        """Logits [B, T, V] in the compute dtype; token t sees tokens 0..t, or those of its document among them.
+
+        Within documents, positions count from each one's beginning. RoPE's scores depend on differences of positions
+        only, so this changes their range and rounding, not what is computed: it is the mask that separates documents.
+        """
+        positions_BT, mask = torch.arange(tokens_BT.size(1), device=tokens_BT.device)[None], None
+        if self.eot_id is not None:
+            starts_BT = document_starts_BT(tokens_BT, self.eot_id)
+            positions_BT, mask = positions_BT - starts_BT, document_mask(starts_BT)
+        cos_BTQ, sin_BTQ = self.rope_BTQ(positions_BT)
         x_BTD = self.embed(tokens_BT)
         for layer in self.layers:
-            x_BTD = layer(x_BTD, cos_TQ, sin_TQ)
+            x_BTD = layer(x_BTD, cos_BTQ, sin_BTQ, mask)
         x_BTD = self.norm(x_BTD)
         return F.linear(x_BTD, self.embed.weight) if self.output is None else self.output(x_BTD)
 

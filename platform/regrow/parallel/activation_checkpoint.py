@@ -21,6 +21,7 @@ SAVED_OPS = frozenset(
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.higher_order.flex_attention,
         torch.ops.aten.max.default,  # float8's scales: a scalar that costs a pass over the activations
     }
 )
@@ -42,17 +43,15 @@ def apply_activation_checkpoint(model: Llama, mode: ActivationCheckpoint) -> Non
 # nothing in a block draws random numbers, so their state need not be kept
 
 
-def _recompute_all(block: Block, x_BTD: Tensor, cos_TQ: Tensor, sin_TQ: Tensor) -> Tensor:
-    return checkpoint(Block.forward, block, x_BTD, cos_TQ, sin_TQ, use_reentrant=False, preserve_rng_state=False)
+def _recompute_all(block: Block, *inputs: Any) -> Tensor:
+    return checkpoint(Block.forward, block, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-def _recompute_cheap(block: Block, x_BTD: Tensor, cos_TQ: Tensor, sin_TQ: Tensor) -> Tensor:
+def _recompute_cheap(block: Block, *inputs: Any) -> Tensor:
     return checkpoint(
         Block.forward,
         block,
-        x_BTD,
-        cos_TQ,
-        sin_TQ,
+        *inputs,
         use_reentrant=False,
         preserve_rng_state=False,
         context_fn=_selective_contexts,

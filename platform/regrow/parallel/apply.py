@@ -18,14 +18,16 @@ def build_model(
     mesh: DeviceMesh | None,
     device: torch.device | str,
     seed: int,
+    eot_id: int | None = None,
 ) -> Llama:
     """A Llama on `device`, its weights drawn from `seed`, ready to train; no rank ever holds more than its shard.
 
     Without a mesh: whole, on one device, every parameter and all compute in float32. After loading other weights, call
-    `refresh_float8_scales`. Local, but for float8 all-gather, which is collective.
+    `refresh_float8_scales`. `eot_id`, the end-of-text token, is given exactly if the model's attention keeps within
+    documents. Local, but for float8 all-gather, which is collective.
     """
     with torch.device("meta"):
-        model = Llama(model_config)
+        model = Llama(model_config, eot_id)
     if parallel_config.float8 is not Float8.none:
         apply_float8(model, parallel_config.float8, device=torch.device(device), gather=mesh is not None)
     apply_activation_checkpoint(model, parallel_config.activation_checkpoint)

@@ -29,6 +29,7 @@ class Training:
     seq_len: int = 16
     seed: int = 0
     noise: float = 0.0
+    eot_id: int | None = None
 
     def rows(self, step: int) -> Tensor:
         """The global batch of a step."""
@@ -44,7 +45,9 @@ class Training:
 def build(training: Training) -> TrainStep:
     """Model, optimizer and step on this rank of the default group. Collective."""
     mesh = build_mesh(plan_mesh(dist.get_world_size(), training.parallel.dp_replicate), "cpu")
-    model = build_model(training.model, training.parallel, mesh=mesh, device="cpu", seed=training.seed)
+    model = build_model(
+        training.model, training.parallel, mesh=mesh, device="cpu", seed=training.seed, eot_id=training.eot_id
+    )
     return TrainStep(
         model,
         build_optimizer(model, training.optim),
@@ -86,7 +89,9 @@ def whole(tensor: Tensor) -> Tensor:
 def plain_losses(training: Training) -> list[float]:
     """The same run as a loop that anyone would write: one process, no sharding, no slices, torch's own clipping."""
     with torch.device("cpu"):
-        model: Llama = build_model(training.model, ParallelConfig(), mesh=None, device="cpu", seed=training.seed)
+        model: Llama = build_model(
+            training.model, ParallelConfig(), mesh=None, device="cpu", seed=training.seed, eot_id=training.eot_id
+        )
     optim, losses = training.optim, []
     matrices = [p for p in model.parameters() if p.ndim > 1]
     norms = [p for p in model.parameters() if p.ndim == 1]
