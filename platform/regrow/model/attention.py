@@ -44,26 +44,28 @@ def mask_B1TT(starts_BT: Tensor) -> Tensor:
 
 
 def block_mask(starts_BT: Tensor) -> BlockMask:
-    """The same for flex_attention. Waits for nothing that the device computes."""
+    """The same for flex_attention."""
 
     def sees(row: Tensor, head: Tensor, token: Tensor, other: Tensor) -> Tensor:
         return (starts_BT[row, token] <= other) & (other <= token)
 
-    create = _compiled(create_block_mask) if starts_BT.is_cuda else create_block_mask
+    create: Callable[..., BlockMask] = create_block_mask
+    if starts_BT.is_cuda:  # uncompiled, it would hold the whole mask in memory
+        create = _compiled(create)
     B, T = starts_BT.shape
     return create(sees, B, None, T, T, device=starts_BT.device)
 
 
 def attend(q_BHTQ: Tensor, k_BKTQ: Tensor, v_BKTQ: Tensor, mask: Mask | None) -> Tensor:
     """Attention's output [B, H, T, Q]; without a mask each token sees all tokens up to itself."""
-    if isinstance(mask, BlockMask):
-        # uncompiled, flex_attention holds all scores in memory; a block that is compiled compiles it too
-        fuse = q_BHTQ.is_cuda and not torch.compiler.is_compiling()
-        flex: Callable[..., Tensor] = _compiled(flex_attention) if fuse else flex_attention
-        return flex(q_BHTQ, k_BKTQ, v_BKTQ, block_mask=mask, enable_gqa=True)
-    return F.scaled_dot_product_attention(
-        q_BHTQ, k_BKTQ, v_BKTQ, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-    )
+    if not isinstance(mask, BlockMask):
+        return F.scaled_dot_product_attention(
+            q_BHTQ, k_BKTQ, v_BKTQ, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+    flex: Callable[..., Tensor] = flex_attention
+    if q_BHTQ.is_cuda and not torch.compiler.is_compiling():  # uncompiled, it would hold all scores in memory
+        flex = _compiled(flex)
+    return flex(q_BHTQ, k_BKTQ, v_BKTQ, block_mask=mask, enable_gqa=True)
 
 
 @cache
