@@ -55,7 +55,7 @@ def documents(config: DataConfig, piece: Piece) -> Iterator[Document | Skipped]:
                 yield Skipped("language_score too low, or none")
             else:
                 place = f"{piece.file}[{piece.start}]#{number}"
-                yield checked(name or place, text, max_chars=config.max_document_chars)
+                yield checked(str(name or place), text, max_chars=config.max_document_chars)
 
 
 def _files(config: DataConfig) -> SourceFiles:

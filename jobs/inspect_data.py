@@ -15,6 +15,7 @@ from regrow.errors import RegrowError
 from regrow.observe.console import Console
 
 BAR = 40  # characters of the longest bar
+SHOWN_DOCUMENTS = 3  # of each row of a batch
 
 
 def main() -> None:
@@ -81,9 +82,11 @@ def show_batch(folder: Path, run: Path, step: int) -> None:
     rows = rows_of_batch(folder, layout_of(config), order_of(config, Corpora.at(folder)), step)
     texts = decode_rows(folder, "train", np.array([row.row for row in rows]))
     for row, text in zip(rows, texts, strict=True):
+        more = len(row.documents) - SHOWN_DOCUMENTS
+        documents = " + ".join(row.documents[:SHOWN_DOCUMENTS]) + (f" and {more} more" if more > 0 else "")
         print(
-            f"position {row.position:,} (slice {row.slice}): row {row.row:,}, {row.shard} group {row.row_group}, parts "
-            f"of {row.documents} documents: {' '.join(text.split())[:60]!r}"
+            f"position {row.position:,} (slice {row.slice}): row {row.row:,}, {row.shard} group {row.row_group}, of "
+            f"{documents}: {' '.join(text.split())[:60]!r}"
         )
 
 

@@ -93,7 +93,7 @@ def test_gzip_and_json_lines_and_text_files_are_read_and_what_is_wrong_in_them_i
 ) -> None:
     source = tmp_path / "in"
     source.mkdir()
-    lines = [json.dumps({"text": text, "id": f"id-{n}"}) for n, text in enumerate(TEXTS[:40])]
+    lines = [json.dumps({"text": text, "id": f"id-{n}\ud800"}) for n, text in enumerate(TEXTS[:40])]
     lines += ["{broken", '["a list"]', '{"words": "no text"}']
     lines += ['{"text": null}', '{"text": "  "}', '{"text": "\\ud800"}']
     (source / "a.jsonl").write_text("\n".join(lines))

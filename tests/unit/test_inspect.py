@@ -10,12 +10,14 @@ import pytest
 
 from regrow.config.schema import DataConfig
 from regrow.data.batch import BatchLayout, direct_batches
+from regrow.data.document_index import read_index
 from regrow.data.inspect import decode_rows, differences, document_lengths, rows_of_batch
 from regrow.data.manifest import Manifest
 from regrow.data.prepare import prepare
 from regrow.data.shards import ShardReader
 from regrow.data.tokenizer import encode, load_tokenizer
 from regrow.plan.order import Order
+from regrow.storage import Storage
 from regrow.testing.corpus import WordRecipe
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +63,36 @@ def test_rows_of_a_batch_are_those_that_training_gets(corpus: Path) -> None:
         for row in rows:
             assert row.shard == f"train-{row.row // 64:05d}.parquet"
             assert row.row_group == row.row % 64 // 8
-            assert row.documents >= 1
+            assert row.documents == documents_by_tokens(corpus, row.row)
+
+
+def documents_by_tokens(corpus: Path, row: int) -> list[str]:
+    """The ids of the documents that a row's targets are of, found by decoding the stream up to the end of the last."""
+    manifest, reader = Manifest.load(corpus), ShardReader(corpus, "train")
+    rows = reader.read(np.arange(min(row + 100, reader.num_rows)))
+    tokenizer = load_tokenizer(corpus / "tokenizer.json")
+    stream = rows[:, :-1].ravel()
+    last_of_each = np.append(np.flatnonzero(stream == manifest.tokenizer.eot_id), len(stream))
+    found = np.searchsorted(last_of_each, [row * CONFIG.seq_len + 1, (row + 1) * CONFIG.seq_len])
+    names = []
+    for k in range(found[0], found[1] + 1):
+        text = tokenizer.decode(stream[last_of_each[k - 1] + 1 : last_of_each[k]].tolist())
+        names.append("words/" + text.split(maxsplit=2)[1])
+    return names
+
+
+def test_a_document_is_in_the_index_of_every_shard_that_has_targets_of_it(corpus: Path) -> None:
+    manifest = Manifest.load(corpus)
+    shards = manifest.splits["train"].shards
+    indexes = [read_index(Storage.at(corpus), shard) for shard in shards]
+    begins = dict(pair for index in indexes for pair in zip(index.ids, index.begins.tolist(), strict=True))
+    assert len(begins) == manifest.counts["train_documents"]
+    ends = dict(zip(begins, [*list(begins.values())[1:], manifest.counts["train_tokens"]], strict=True))
+    first_target = 1
+    for shard, index in zip(shards, indexes, strict=True):
+        next_target = first_target + shard.num_rows * manifest.seq_len
+        assert index.ids == [name for name in begins if begins[name] < next_target and ends[name] > first_target]
+        first_target = next_target
 
 
 def test_rows_decode_with_their_ends_of_text(corpus: Path) -> None:

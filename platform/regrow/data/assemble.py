@@ -12,7 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 
+from regrow.data.document_index import index_name, write_index
 from regrow.data.manifest import SPLITS, Shard
 from regrow.data.shards import write_shard
 from regrow.data.spool import Spool, Spooled
@@ -68,22 +71,31 @@ def lay_out(
 
 
 def assemble_shard(layout: Layout, spool: Spool, folder: Path, split: int, number: int) -> Shard:
-    """Write one shard. The same bytes however often it is done; there whole, with its record, or not at all."""
+    """Write one shard and its document index. The same bytes however often it is done; done once there is a record."""
     first_row = number * layout.rows_per_shard
     num_rows = min(layout.rows_per_shard, layout.num_rows(split) - first_row)
     begin = first_row * layout.seq_len
     end = begin + num_rows * layout.seq_len + 1
     stream = np.full(end - begin, layout.eot_id, np.uint32)  # token 0 of the stream is an end-of-text
+    begins: list[NDArray[np.int64]] = []  # of the documents that the targets are of: tokens begin + 1 to end - 1
+    ids: list[pa.StringArray] = []
     for position, count, group, bucket in layout.sections[split]:
         a, b = max(position, begin), min(position + count, end)
         if a < b:
-            tokens = spool.read_bucket(list(layout.groups[group]), split, bucket, layout.eot_id)
-            assert len(tokens) == count, f"bucket {bucket} of group {group}: {len(tokens)} tokens instead of {count}"
-            stream[a - begin : b - begin] = tokens[a - position : b - position]
+            part = spool.read_bucket(layout.groups[group], split, bucket)
+            found = len(part.tokens)
+            assert found == count, f"bucket {bucket} of group {group}: {found} tokens instead of {count}"
+            stream[a - begin : b - begin] = part.tokens[a - position : b - position]
+            starts = position + part.begins
+            here = (starts < end) & (np.append(starts[1:], position + count) > begin + 1)
+            begins.append(starts[here])
+            ids.append(part.ids.filter(pa.array(here)))
     rows = np.lib.stride_tricks.sliding_window_view(stream, layout.seq_len + 1)[:: layout.seq_len]
     name = shard_name(split, number)
     temporary = folder / f".{name}.{os.getpid()}.tmp"
-    shard = write_shard(temporary, name, rows, rows_per_group=layout.rows_per_group)
+    documents_sha256 = write_index(temporary, np.concatenate(begins), pa.concat_arrays(ids))
+    os.replace(temporary, folder / index_name(name))
+    shard = write_shard(temporary, name, rows, rows_per_group=layout.rows_per_group, documents_sha256=documents_sha256)
     os.replace(temporary, folder / name)
     Storage.at(folder).write_bytes(record_name(split, number), json.dumps(asdict(shard)).encode())
     return shard

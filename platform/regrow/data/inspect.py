@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regrow.data.batch import BatchLayout
+from regrow.data.document_index import DocumentIndex, read_index
 from regrow.data.manifest import Manifest
 from regrow.data.shards import ShardReader
 from regrow.data.tokenizer import load_tokenizer
@@ -66,7 +67,7 @@ class BatchRow:
     row: int
     shard: str
     row_group: int  # in the shard
-    documents: int  # that it holds a part of
+    documents: list[str]  # ids of those that it holds a part of
 
 
 def rows_of_batch(folder: Path, layout: BatchLayout, order: Order, step: int) -> list[BatchRow]:
@@ -75,13 +76,13 @@ def rows_of_batch(folder: Path, layout: BatchLayout, order: Order, step: int) ->
     manifest = reader.manifest
     positions = layout.positions(step - 1, range(layout.num_slices))
     row_ids = order.locate(positions)
-    rows = reader.read(row_ids)
     shards = manifest.splits["train"].shards
+    indexes: dict[int, DocumentIndex] = {}
     found = []
     for k, (position, row) in enumerate(zip(positions.tolist(), row_ids.tolist(), strict=True)):
         shard, offset = divmod(row, manifest.rows_per_shard)
-        ends = int((rows[k, :-1] == manifest.tokenizer.eot_id).sum())
-        whole_begin = int(rows[k, 0] == manifest.tokenizer.eot_id)
+        if shard not in indexes:
+            indexes[shard] = read_index(reader.storage, shards[shard])
         found.append(
             BatchRow(
                 position,
@@ -89,7 +90,7 @@ def rows_of_batch(folder: Path, layout: BatchLayout, order: Order, step: int) ->
                 row,
                 shards[shard].file,
                 offset // manifest.rows_per_group,
-                ends + 1 - whole_begin,
+                indexes[shard].of_row(row, manifest.seq_len),
             )
         )
     return found

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from regrow.data.batch import Rows
+from regrow.data.document_index import index_name
 from regrow.data.manifest import Manifest, Shard
 from regrow.data.range_cache import RangeCache
 from regrow.errors import DataError, first_line
@@ -166,8 +167,11 @@ class _Range(io.RawIOBase):
         return data
 
 
-def write_shard(path: Path, name: str, rows: Rows, *, rows_per_group: int) -> Shard:
-    """Write rows, uint32[n, row_tokens], as the shard that will be called `name`, durably, in uniform row groups."""
+def write_shard(path: Path, name: str, rows: Rows, *, rows_per_group: int, documents_sha256: str) -> Shard:
+    """Write rows, uint32[n, row_tokens], as the shard that will be called `name`, durably, in uniform row groups.
+
+    `documents_sha256` is that of its document index, which `document_index.write_index` writes.
+    """
     schema = pa.schema([pa.field(COLUMN, pa.binary(rows.shape[1] * 4), nullable=False)])
     with pq.ParquetWriter(
         path,
@@ -189,19 +193,21 @@ def write_shard(path: Path, name: str, rows: Rows, *, rows_per_group: int) -> Sh
         footer_bytes = int.from_bytes(file.read(4), "little") + 8  # parquet: footer, its length, PAR1
         file.seek(num_bytes - footer_bytes)
         footer_sha256 = hashlib.sha256(file.read()).hexdigest()
-    return Shard(name, len(rows), num_bytes, file_sha256(path), footer_bytes, footer_sha256)
+    return Shard(name, len(rows), num_bytes, file_sha256(path), footer_bytes, footer_sha256, documents_sha256)
 
 
 def verify(folder: Path) -> Iterator[tuple[int, int]]:
-    """Check every shard and the tokenizer against the manifest, yielding (bytes done, bytes of all) on the way.
+    """Check every file against the manifest, yielding (bytes done, bytes of all shards) on the way.
 
     Raises DataError naming the first file that is missing or differs.
     """
     manifest = Manifest.load(folder)
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
-    files = [(shard.file, shard.sha256, shard.num_bytes) for shard in shards]
+    files = [(manifest.tokenizer.file, manifest.tokenizer.sha256, 0)]
+    for shard in shards:
+        files += [(index_name(shard.file), shard.documents_sha256, 0), (shard.file, shard.sha256, shard.num_bytes)]
     total, done = sum(num_bytes for _, _, num_bytes in files), 0
-    for name, sha256, num_bytes in [(manifest.tokenizer.file, manifest.tokenizer.sha256, 0), *files]:
+    for name, sha256, num_bytes in files:
         path = Path(folder) / name
         if not path.is_file() or file_sha256(path) != sha256:
             raise DataError(

@@ -10,7 +10,7 @@ import itertools
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,17 +22,18 @@ from numpy.typing import NDArray
 from regrow.config.schema import DataConfig
 from regrow.data.documents import DamagedPiece, Document, Piece, Recipe, Skipped, content_hash
 from regrow.data.manifest import SPLITS
-from regrow.data.tokenizer import encode
+from regrow.data.tokenizer import encode, end_of_text_id
 from regrow.storage import Storage
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as BPE
 
 Tokens = NDArray[np.uint32]
+_Entry = tuple[bytes, str, Tokens]  # of a document: key, id, tokens without end-of-text
 
 ENCODE_CHARS = 500_000  # text encoded at a time
 KEY_BYTES = 16
-_SCHEMA = pa.schema([("key", pa.binary(KEY_BYTES)), ("tokens", pa.large_list(pa.uint32()))])
+_SCHEMA = pa.schema([("key", pa.binary(KEY_BYTES)), ("id", pa.string()), ("tokens", pa.large_list(pa.uint32()))])
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,15 @@ class Spooled:
     damaged: str  # why the piece could not be read; empty if it could
     num_tokens: tuple[tuple[int, ...], ...]  # by split and bucket, an end-of-text for each document included
     num_documents: tuple[int, ...]  # by split
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Documents in the order of their keys, an end-of-text behind each."""
+
+    tokens: Tokens
+    begins: NDArray[np.int64]  # where each document begins in `tokens`
+    ids: pa.StringArray
 
 
 @dataclass(frozen=True)
@@ -70,10 +80,11 @@ class Spool:
         self, index: int, piece: Piece, recipe: Recipe, config: DataConfig, tokenizer: "BPE", num_buckets: int
     ) -> Spooled:
         """Tokenize a piece. The same bytes however often it is done; there whole or not at all."""
-        buckets: dict[int, list[tuple[bytes, Tokens]]] = {}
+        buckets: dict[int, list[_Entry]] = {}
         skipped: Counter[str] = Counter()
         documents, characters, damaged = 0, 0, ""
         limit = int(config.validation_fraction * 2**64)
+        eot = np.array([end_of_text_id(tokenizer, config.end_of_text)], np.uint32)
         try:
             for batch in _batches(recipe.documents(config, piece), skipped):
                 for document, ids in zip(batch, encode(tokenizer, [d.text for d in batch]), strict=True):
@@ -81,24 +92,21 @@ class Spool:
                     split = int(int.from_bytes(content[:8], "big") < limit)  # 0: train, 1: validation
                     key = document_key(content, index, documents)
                     bucket = split * num_buckets + bucket_of(key, num_buckets)
-                    buckets.setdefault(bucket, []).append((key, ids))
+                    buckets.setdefault(bucket, []).append((key, document.id, ids))
                     documents += 1
                     characters += len(document.text)
         except DamagedPiece as error:  # half a piece is none: what was read before the damage may be wrong as well
             buckets, documents, characters, damaged = {}, 0, 0, str(error)
             skipped.clear()
-        batches = [_to_batch(sorted(buckets.pop(b, []))) for b in range(len(SPLITS) * num_buckets)]
+        batches = [_to_batch(sorted(buckets.pop(b, [])), eot) for b in range(len(SPLITS) * num_buckets)]
         spooled = Spooled(
             documents,
             characters,
             dict(sorted(skipped.items())),
             damaged,
             tuple(
-                tuple(
-                    len(batch) + len(batch.column("tokens").flatten())
-                    for batch in batches[split * num_buckets : (split + 1) * num_buckets]
-                )
-                for split in range(len(SPLITS))
+                tuple(len(batch.column("tokens").values) for batch in batches[s * num_buckets : (s + 1) * num_buckets])
+                for s in range(len(SPLITS))
             ),
             tuple(sum(map(len, batches[s * num_buckets : (s + 1) * num_buckets])) for s in range(len(SPLITS))),
         )
@@ -112,20 +120,23 @@ class Spool:
         Storage.at(self.folder).write_bytes(f"{index:06d}.json", json.dumps(asdict(spooled)).encode())
         return spooled
 
-    def read_bucket(self, pieces: list[int], split: int, bucket: int, eot_id: int) -> Tokens:
-        """One bucket of a group of pieces: documents in the order of their keys, an end-of-text behind each."""
+    def read_bucket(self, pieces: Sequence[int], split: int, bucket: int) -> Bucket:
+        """One bucket of a group of pieces."""
         keys: list[bytes] = []
-        tokens: list[Tokens] = []
+        ids: list[pa.StringArray] = []
+        documents: list[Tokens] = []
         for index in pieces:
             with pa.ipc.open_file(pa.memory_map(str(self.data(index)))) as file:
                 batch = file.get_batch(split * len(pieces) + bucket)
             keys += batch.column("key").to_pylist()
-            lists = batch.column("tokens")
-            values, ends = lists.values.to_numpy(), lists.offsets.to_numpy()
-            tokens += [values[a:b] for a, b in itertools.pairwise(ends)]
-        eot = np.array([eot_id], np.uint32)
-        in_order = sorted(range(len(keys)), key=keys.__getitem__)
-        return np.concatenate([np.empty(0, np.uint32), *(part for i in in_order for part in (tokens[i], eot))])
+            ids.append(batch.column("id"))
+            tokens = batch.column("tokens")
+            values, ends = tokens.values.to_numpy(), tokens.offsets.to_numpy()
+            documents += [values[a:b] for a, b in itertools.pairwise(ends)]
+        order = sorted(range(len(keys)), key=keys.__getitem__)
+        in_order = [documents[k] for k in order]
+        begins = np.cumsum([0, *map(len, in_order)], dtype=np.int64)[:-1]
+        return Bucket(np.concatenate(in_order), begins, pa.concat_arrays(ids).take(pa.array(order)))
 
 
 def document_key(content: bytes, piece: int, number: int) -> bytes:
@@ -154,8 +165,10 @@ def _batches(documents: Iterator[Document | Skipped], skipped: Counter[str]) -> 
         yield batch
 
 
-def _to_batch(documents: list[tuple[bytes, Tokens]]) -> pa.RecordBatch:
-    ends = np.cumsum([0, *(len(ids) for _, ids in documents)], dtype=np.int64)
-    values = np.concatenate([np.empty(0, np.uint32), *(ids for _, ids in documents)])
-    keys = pa.array([key for key, _ in documents], pa.binary(KEY_BYTES))
-    return pa.record_batch([keys, pa.LargeListArray.from_arrays(ends, values)], schema=_SCHEMA)
+def _to_batch(documents: Sequence[_Entry], eot: Tokens) -> pa.RecordBatch:
+    keys = pa.array([key for key, _, _ in documents], pa.binary(KEY_BYTES))
+    # bytes of what is no UTF-8 may stand in a name, as in that of a file
+    names = pa.array([name.encode(errors="backslashreplace") for _, name, _ in documents], pa.string())
+    ends = np.cumsum([0, *(len(ids) + 1 for _, _, ids in documents)], dtype=np.int64)
+    values = np.concatenate([np.empty(0, np.uint32), *(part for _, _, ids in documents for part in (ids, eot))])
+    return pa.record_batch([keys, names, pa.LargeListArray.from_arrays(ends, values)], schema=_SCHEMA)

@@ -3,6 +3,7 @@
 Any text round-trips, for every byte is a token. `tokenizers` is imported when needed: trainers do without it.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,4 +81,4 @@ def encode(tokenizer: "BPE", texts: Sequence[str]) -> list[NDArray[np.uint32]]:
     """Token ids of each text, on all cores. A text that spells out a special token gets no special token."""
     tokenizer.encode_special_tokens = True
     encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)  # without offsets in the text
-    return [np.array(encoding.ids, np.uint32) for encoding in encodings]
+    return [np.frombuffer(array("I", encoding.ids), np.uint32) for encoding in encodings]  # quicker than np.array

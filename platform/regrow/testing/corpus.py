@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from regrow.config.schema import DataConfig
+from regrow.data.document_index import index_name, write_index
 from regrow.data.documents import Document, Piece
 from regrow.data.manifest import Manifest, Shard, Split, Tokenizer
 from regrow.data.shards import write_shard
@@ -45,7 +46,7 @@ class WordRecipe:
 def write_rows(
     folder: Path, *, num_rows: int, seq_len: int = 16, rows_per_group: int = 8, rows_per_shard: int = 64, seed: int = 0
 ) -> np.ndarray:
-    """Write a train split of random rows with its manifest; the rows, uint32[num_rows, seq_len + 1].
+    """Write a train split of random rows, of no documents, with its manifest; the rows, uint32[num_rows, seq_len + 1].
 
     A row begins with its number, so that content proves identity.
     """
@@ -57,7 +58,10 @@ def write_rows(
     for begin in range(0, num_rows, rows_per_shard):
         name = f"train-{len(shards):05d}.parquet"
         part = rows[begin : begin + rows_per_shard]
-        shards.append(write_shard(folder / name, name, part, rows_per_group=rows_per_group))
+        documents_sha256 = write_index(folder / index_name(name), np.empty(0, np.int64), [])
+        shards.append(
+            write_shard(folder / name, name, part, rows_per_group=rows_per_group, documents_sha256=documents_sha256)
+        )
     Manifest(
         recipe="rows",
         source={"seed": seed},
