@@ -17,7 +17,7 @@ from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
 from regrow.data import stream as stream_module
 from regrow.data.batch import direct_batches, layout_of
 from regrow.data.corpora import Corpora, order_of
-from regrow.data.stream import KEPT_BACK, rank_batches, start_stream, stop_stream, window_table
+from regrow.data.stream import KEPT_BACK, rank_batches, start_stream, stop_stream, ways_to_ask, window_table
 from regrow.plan.batch import plan_batch
 from regrow.testing.corpus import write_rows
 
@@ -67,7 +67,7 @@ def consume(
     fallbacks: list[tuple[int, str]] = []
     steps, digests = [], []
     for batch in rank_batches(
-        stream,
+        [stream.get.remote],
         order_of(CONFIG, corpora),
         corpora.reader("train"),
         LAYOUT,
@@ -81,6 +81,38 @@ def consume(
         digests.append(batch.digest())
         time.sleep(step_s)
     return steps, digests, fallbacks
+
+
+@ray.remote(num_cpus=0)
+def consume_on_node(
+    stream: Any,
+    fetcher: Any,
+    data_dir: Path,
+    slices: range,
+    node_slices: list[int],
+    start_step: int,
+    stop_step: int,
+    step_s: float,
+) -> tuple[list[int], list[tuple[int, str]]]:
+    """A rank that shares its node with others: the digests of its parts, and what it read directly."""
+    corpora = Corpora.at(data_dir)
+    fallbacks: list[tuple[int, str]] = []
+    batches = rank_batches(
+        ways_to_ask(stream, fetcher, group=start_step, node_slices=node_slices),
+        order_of(CONFIG, corpora),
+        corpora.reader("train"),
+        LAYOUT,
+        slices=slices,
+        start_step=start_step,
+        stop_step=stop_step,
+        stall_timeout_s=60.0,
+        on_fallback=lambda window, reason: fallbacks.append((window, reason)),
+    )
+    digests = []
+    for batch in batches:
+        digests.append(batch.digest())
+        time.sleep(step_s)
+    return digests, fallbacks
 
 
 def expected_digests(data_dir: Path, start_step: int, stop_step: int) -> list[int]:
@@ -111,6 +143,42 @@ def test_groups_of_2_3_1_and_4_ranks_get_the_batches_of_the_order_from_any_curso
         assert digests == expected_digests(data_dir, start_step, stop_step), (world_size, start_step)
         assert fallbacks == [], (world_size, start_step)
     assert ray.get(stream.status.remote())["restarts"] == 0  # one Dataset served them all
+
+
+def node_group(
+    stream: Any, fetcher: Any, data_dir: Path, start_step: int, stop_step: int, step_s: float = 0.0
+) -> tuple[list[int], list[tuple[int, str]]]:
+    """Four ranks on one node that ask together."""
+    parts = plan_batch(num_slices=12, world_size=4).ranges
+    node_slices = [k for part in reversed(parts) for k in part]
+    ranks = ray.get(
+        [
+            consume_on_node.remote(stream, fetcher, data_dir, part, node_slices, start_step, stop_step, step_s)
+            for part in parts
+        ]
+    )
+    digests = [sum(part) % 2**64 for part in zip(*(digests for digests, _ in ranks), strict=True)]
+    return digests, [fallback for _, fallbacks in ranks for fallback in fallbacks]
+
+
+def test_ranks_of_a_node_ask_once_for_all_of_them(stream: Any, data_dir: Path) -> None:
+    fetcher = ray.get(stream.fetcher.remote(ray.get_runtime_context().get_node_id()))
+    for start_step, stop_step in [(0, 26), (8, 14), (26, 40)]:  # the second group has gone back
+        digests, fallbacks = node_group(stream, fetcher, data_dir, start_step, stop_step)
+        assert digests == expected_digests(data_dir, start_step, stop_step)
+        assert fallbacks == []
+    counts = ray.get(stream.status.remote())
+    assert counts["asked"] == 7 + 2 + 4  # windows: not times four ranks
+
+
+def test_a_fetcher_that_dies_is_gone_around(stream: Any, data_dir: Path) -> None:
+    fetcher = ray.get(stream.fetcher.remote(ray.get_runtime_context().get_node_id()))
+    assert node_group(stream, fetcher, data_dir, 0, 8)[1] == []
+    ray.kill(fetcher, no_restart=True)
+    digests, fallbacks = node_group(stream, fetcher, data_dir, 8, 48, step_s=0.2)
+    assert digests == expected_digests(data_dir, 8, 48)
+    assert len([window for window, _ in fallbacks if window == 2]) == 4
+    assert not [window for window, _ in fallbacks if window == 11]  # the stream itself has been asked since
 
 
 def test_the_stream_does_not_run_ahead_of_training(stream: Any, data_dir: Path) -> None:
@@ -185,7 +253,7 @@ def in_process(
     corpora = Corpora.at(data_dir)
     fallbacks: list[tuple[int, str]] = []
     batches = rank_batches(
-        stream,
+        [stream.get.remote],
         order_of(CONFIG, corpora),
         corpora.reader("train"),
         LAYOUT,

@@ -3,6 +3,8 @@
     TokenStream (actor, outlives worker groups)              ranks (any number, new ones at every resize)
     tickets -> [ Ray Data: ticket -> window -> S slices ] -> get(window, my slices) -> references to blocks
 
+Where a node has several ranks, a `NodeFetcher` asks for all of them: one call a node and window.
+
 What a rank receives is checked against `Order`, row by row; whatever the stream cannot deliver the rank reads from the
 shards itself. So the stream decides how fast data comes, never which.
 
@@ -15,13 +17,15 @@ a rollback is another ticket, not another Dataset. The only file of this package
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import secrets
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+import traceback
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +35,7 @@ from regrow.data.batch import BatchLayout, Positions, RankBatch, RowReader, Rows
 from regrow.data.corpora import Corpora, order_of
 from regrow.plan.order import Order
 
+KEPT_CALLS = 4  # of a node; each holds on to its blocks
 KEPT_BACK = 2  # windows behind training that stay, for a rollback
 MAX_CALLS = 10_000  # calls that may wait in the actor at once: ranks times two, with room
 RETRY_PATIENCE_S = 0.1  # a rank that had to read directly waits no longer than this, until the stream delivers again
@@ -39,6 +44,7 @@ MAX_BACKOFF_S = 30.0  # between restarts of a Dataset that keeps failing
 
 Block = tuple[Positions, Rows]  # one slice of one window, step after step
 Fallback = Callable[[int, str], None]  # (window, reason)
+Ask = Callable[[int, list[int], bool, float], Any]  # of `TokenStream.get`; the reference of a call under way
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +77,16 @@ def start_stream(config: PretrainConfig, corpora: Corpora, *, start_step: int, s
     )
     stream.start.remote()
     return stream
+
+
+def ways_to_ask(stream: Any, fetcher: Any, *, group: int, node_slices: Sequence[int]) -> list[Ask]:
+    """How a rank asks: through its node's `fetcher`, if that dies, the stream itself, and the other way round.
+
+    `group` tells worker groups apart; `node_slices` are those of all its ranks on this node, in any order.
+    """
+    if fetcher is None:
+        return [stream.get.remote]
+    return [functools.partial(fetcher.get.remote, group, list(node_slices)), stream.get.remote]
 
 
 def stop_stream(stream: Any) -> None:
@@ -109,7 +125,8 @@ class TokenStream:
         self.arrived: list[Any] = []  # references of the first one in flight
         self.run = 0  # of the Dataset; grows with every restart
         self.source = ""  # the one task that may draw this run's tickets
-        self.counts = {"windows": 0, "restarts": 0, "refused": 0}
+        self.counts = {"asked": 0, "windows": 0, "restarts": 0, "refused": 0}
+        self.fetchers: dict[str, Any] = {}  # node id -> actor
         self.changed: asyncio.Event | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.stopping = False  # no more tickets
@@ -130,6 +147,7 @@ class TokenStream:
         A rank that begins says `seek`: only that may move the stream back. A rank that lags reads directly.
         """
         await self.start()
+        self.counts["asked"] += 1
         if seek or not self.claimed or window > self.newest:
             self.newest, self.claimed = min(window, self.last_window), True
             for old in [w for w in self.kept if not self._is_near(w)]:
@@ -143,6 +161,19 @@ class TokenStream:
                 return None
             await self._change(left_s)
         return [self.kept[window][k] for k in slices]
+
+    async def fetcher(self, node_id: str) -> Any:
+        """The actor that asks for all ranks of a node; it ends with this one."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if node_id not in self.fetchers:
+            there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            options = ray.remote(NodeFetcher).options(
+                num_cpus=0, scheduling_strategy=there, max_restarts=-1, max_concurrency=MAX_CALLS
+            )
+            self.fetchers[node_id] = options.remote(ray.get_runtime_context().current_actor)
+        return self.fetchers[node_id]
 
     async def tickets(self, run: int, source: str) -> list[int]:
         """The next windows to produce, waiting until there are any; none: the Dataset is to end."""
@@ -235,6 +266,30 @@ class TokenStream:
         self._notify()
 
 
+class NodeFetcher:
+    """Asks the stream for a node's slices of each window once, however many ranks of the node want theirs."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.calls: OrderedDict[tuple[int, int], asyncio.Task[list[Any] | None]] = OrderedDict()
+
+    async def get(
+        self, group: int, node_slices: list[int], window: int, slices: list[int], seek: bool, timeout_s: float
+    ) -> list[Any] | None:
+        """As `TokenStream.get`, for a rank of a worker group whose ranks here want `node_slices` together."""
+        key = (group, window)  # another group asks again: it may have gone back, and have other slices
+        if key not in self.calls:
+            self.calls[key] = asyncio.ensure_future(self._ask(window, node_slices, seek, timeout_s))
+            while len(self.calls) > KEPT_CALLS:
+                self.calls.popitem(last=False)
+        references = await self.calls[key]
+        return references and [references[node_slices.index(k)] for k in slices]
+
+    async def _ask(self, window: int, slices: list[int], seek: bool, timeout_s: float) -> list[Any] | None:
+        references: list[Any] | None = await self.stream.get.remote(window, slices, seek, timeout_s)
+        return references
+
+
 def build_dataset(
     stream: Any, run: int, order: Order, corpora: Corpora, layout: BatchLayout, stream_cpus: float
 ) -> Any:
@@ -316,7 +371,7 @@ def slice_of(table: Any) -> Block:
 
 
 def rank_batches(
-    stream: Any,
+    asks: Sequence[Ask],
     order: Order,
     reader: RowReader,
     layout: BatchLayout,
@@ -330,11 +385,14 @@ def rank_batches(
     """A rank's batches of steps [start_step, stop_step), exactly those of `direct_batches`, as the stream delivers.
 
     The next window is fetched while one is trained on. A window that does not come in time, is lost, or is not the one
-    that `order` asks for is read from the shards, reported to `on_fallback`, and the next one is tried again.
+    that `order` asks for is read from the shards, reported to `on_fallback`, and the next one is tried again; where
+    a way to ask failed, in the next of them.
     """
     if start_step >= stop_step:
         return
-    coming = _Fetch(stream, start_step // layout.window_steps, slices, seek=True, timeout_s=stall_timeout_s)
+    ways = itertools.cycle(asks)
+    ask = next(ways)
+    coming = _Fetch(ask, start_step // layout.window_steps, slices, seek=True, timeout_s=stall_timeout_s)
     patience_s, step = stall_timeout_s, start_step
     while step < stop_step:
         window = step // layout.window_steps
@@ -347,8 +405,10 @@ def rank_batches(
             (on_fallback or _warn)(window, _first_line(error))
             batches = direct_batches(order, reader, layout, slices=slices, start_step=steps.start, stop_step=steps.stop)
             patience_s = RETRY_PATIENCE_S
+            if not isinstance(error, (TimeoutError, LookupError)):  # whoever was asked may be dead
+                ask = next(ways)
         if steps.stop < stop_step:
-            coming = _Fetch(stream, window + 1, slices, seek=False, timeout_s=stall_timeout_s)
+            coming = _Fetch(ask, window + 1, slices, seek=False, timeout_s=stall_timeout_s)
         for batch in batches:
             coming.advance()
             yield batch
@@ -361,8 +421,8 @@ class _Fetch:
     No thread: one that is still in `ray.get` when its process disconnects from Ray takes the process with it.
     """
 
-    def __init__(self, stream: Any, window: int, slices: range, *, seek: bool, timeout_s: float) -> None:
-        self._call = stream.get.remote(window, list(slices), seek, timeout_s)
+    def __init__(self, ask: Ask, window: int, slices: range, *, seek: bool, timeout_s: float) -> None:
+        self._call = ask(window, list(slices), seek, timeout_s)
         self._references: list[Any] | None = None
 
     def advance(self) -> None:
@@ -407,4 +467,8 @@ def _warn(window: int, reason: str) -> None:
 
 def _first_line(error: BaseException) -> str:
     error = getattr(error, "cause", None) or error  # what a RayTaskError wraps, not the remote traceback
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+    text = (str(error).strip().splitlines() or [""])[0][:200]
+    if not text and error.__traceback__:  # an assertion says at least where
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return f"{type(error).__name__}: {text}"

@@ -3,6 +3,7 @@
 Starting, resuming and restarting after a loss are this one path.
 """
 
+import contextlib
 import ctypes
 import os
 import socket
@@ -25,7 +26,7 @@ from regrow.checkpoint.state import Entry, Progress, set_optimizer_step, trainin
 from regrow.config.schema import PretrainConfig
 from regrow.data.batch import layout_of
 from regrow.data.corpora import order_of
-from regrow.data.stream import rank_batches
+from regrow.data.stream import Ask, rank_batches, ways_to_ask
 from regrow.elastic.job import CALL_TIMEOUT_S, Job
 from regrow.elastic.rendezvous import join_generation
 from regrow.errors import CheckpointError
@@ -72,7 +73,7 @@ def run_worker(job: Job) -> None:
     tokens_per_step = config.optim.global_batch_seqs * config.data.seq_len
     last_step = min(config.train.steps, config.train.stop_at_step or config.train.steps)
     batches = rank_batches(
-        job.stream,
+        _ways_to_ask(job, generation, plan.ranges[rank], context.get_local_world_size()),
         order,
         reader,
         layout_of(config),
@@ -262,6 +263,17 @@ def _restore(job: Job, generation: int, entries: list[Entry]) -> tuple[Progress,
             "choose another run.name to start over"
         )
     return Progress(), "seed"
+
+
+def _ways_to_ask(job: Job, generation: int, slices: range, ranks_on_node: int) -> list[Ask]:
+    """How this rank asks for its slices; for all ranks of its node together, where there are several. Collective."""
+    node_id = ray.get_runtime_context().get_node_id()
+    node_slices = [k for node, part in gather((node_id, slices)) if node == node_id for k in part]
+    fetcher = None
+    if ranks_on_node > 1:
+        with contextlib.suppress(ray.exceptions.RayError):  # a stream that died comes back, without fetchers
+            fetcher = ray.get(job.stream.fetcher.remote(node_id), timeout=job.config.data.stall_timeout_s)
+    return ways_to_ask(job.stream, fetcher, group=generation, node_slices=node_slices)
 
 
 def _report_fallback(coordinator: Any, generation: int, rank: int, window: int, reason: str) -> None:
