@@ -12,7 +12,7 @@ from regrow.data.inspect import decode_rows, differences, document_lengths, rows
 from regrow.data.manifest import MANIFEST, Manifest
 from regrow.data.shards import verify
 from regrow.errors import RegrowError
-from regrow.observe.console import Console
+from regrow.observe.console import Console, Stage
 
 BAR = 40  # characters of the longest bar
 SHOWN_DOCUMENTS = 3  # of each row of a batch
@@ -51,7 +51,7 @@ def inspect(options: argparse.Namespace) -> None:
     with Console(sys.stderr) as console:
         if options.verify:
             for done, total in verify(folder):
-                console.progress("verifying", done, total)
+                console.progress(Stage("verifying", "B"), done, total)
         if options.lengths:
             show_lengths(folder, options.split, console)
     if options.samples:
@@ -66,7 +66,7 @@ def inspect(options: argparse.Namespace) -> None:
 
 
 def show_lengths(folder: Path, split: str, console: Console) -> None:
-    lengths = document_lengths(folder, split, progress=partial(console.progress, "measuring documents"))
+    lengths = document_lengths(folder, split, progress=partial(console.progress, Stage("measuring documents", "rows")))
     print(f"{lengths.documents:,} documents of {lengths.mean:,.0f} tokens on average, the longest {lengths.longest:,}")
     for (low, high), count in zip(itertools.pairwise(lengths.bounds), lengths.counts, strict=True):
         if count:

@@ -24,6 +24,7 @@ from regrow.data.manifest import Manifest
 from regrow.data.prepare import prepare
 from regrow.data.tokenizer import train_tokenizer
 from regrow.errors import DataError
+from regrow.observe.console import Stage
 
 ROOT = Path(__file__).parents[2]
 NUM_FILES, KILLS = 24, 20
@@ -72,11 +73,11 @@ def test_ray_data_tasks_write_the_same_bytes_and_raise_the_same_errors(
     config: DataConfig, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare_module, "LOCAL_BYTES", 0)
-    seen: list[tuple[str, float, float]] = []
+    seen: list[tuple[Stage, float, float]] = []
     recipe = load_recipe(config.recipe)
     prepare(config, recipe, tmp_path / "out", progress=lambda *update: seen.append(update), distribute=on_ray)
     assert read_files(tmp_path / "out") == expected
-    shares = [done / total for stage, done, total in seen if stage == "tokenizing"]
+    shares = [done / total for stage, done, total in seen if stage.name == "tokenizing"]
     assert len(shares) == NUM_FILES + 2  # the start, and every piece
     assert shares == sorted(shares)
 

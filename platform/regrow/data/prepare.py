@@ -32,6 +32,7 @@ from regrow.data.shards import file_sha256
 from regrow.data.spool import Spool, Spooled
 from regrow.data.tokenizer import end_of_text_id, load_tokenizer, train_tokenizer
 from regrow.errors import DataError
+from regrow.observe.console import Stage
 from regrow.plan.order import ORDER_VERSION, derive_keys, permute
 from regrow.storage import Storage
 
@@ -58,7 +59,8 @@ CONTENT_KEYS = (
 )
 
 Distribute = Callable[[Callable[[int], Any], Sequence[int]], Iterator[Any]]  # calls it on each; results in any order
-Progress = Callable[[str, float, float], None]  # (stage, done, total); a stage ends when done == total
+Progress = Callable[[Stage, float, float], None]  # (stage, done, total); a stage ends when done == total
+TRAINING, TOKENIZING, WRITING = Stage("training the tokenizer"), Stage("tokenizing", "B"), Stage("writing", "shards")
 
 
 def find_or_prepare(
@@ -234,11 +236,10 @@ def _make_tokenizer(plan: _Plan) -> "BPE":
         if config.tokenizer is not None:
             Storage.at(plan.folder).write_bytes(TOKENIZER_FILE, read_tokenizer(config.tokenizer))
         else:
-            stage = "training the tokenizer"
-            plan.progress(stage, 0, 1)
+            plan.progress(TRAINING, 0, 1)
             tokenizer = train_tokenizer(_training_texts(plan), vocab_size=config.vocab_size)
             Storage.at(plan.folder).write_bytes(TOKENIZER_FILE, tokenizer.to_str(pretty=True).encode())
-            plan.progress(stage, 1, 1)
+            plan.progress(TRAINING, 1, 1)
     tokenizer = load_tokenizer(path)
     if tokenizer.get_vocab_size() > config.vocab_size:
         raise DataError(
@@ -271,16 +272,16 @@ def _training_texts(plan: _Plan) -> Iterator[str]:
 
 
 def _tokenize(plan: _Plan) -> list[Spooled]:
-    stage, total = "tokenizing", float(sum(piece.num_bytes for piece in plan.pieces))
+    total = sum(piece.num_bytes for piece in plan.pieces)
     todo = [index for index in range(len(plan.pieces)) if plan.spool.load(index) is None]
     done = total - sum(plan.pieces[index].num_bytes for index in todo)
     if not todo:
         return _all_spooled(plan)
-    plan.progress(stage, done, total)
+    plan.progress(TOKENIZING, done, total)
     task = partial(_numbered, partial(spool_piece, plan.spool, plan.pieces, plan.recipe, plan.config))
     for index, _ in plan.distribute(task, todo):
         done += plan.pieces[index].num_bytes
-        plan.progress(stage, done, total)
+        plan.progress(TOKENIZING, done, total)
     return _all_spooled(plan)
 
 
@@ -291,16 +292,15 @@ def _all_spooled(plan: _Plan) -> list[Spooled]:
 
 
 def _write_shards(plan: _Plan, layout: Layout) -> dict[tuple[int, int], Shard]:
-    stage = "writing shards"
     names = [(split, number) for split in range(len(SPLITS)) for number in range(layout.num_shards(split))]
     shards = {name: finished_shard(plan.folder, *name) for name in names}
     todo = [index for index, name in enumerate(names) if shards[name] is None]
     done = len(names) - len(todo)
-    plan.progress(stage, done, len(names))
+    plan.progress(WRITING, done, len(names))
     for index, shard in plan.distribute(partial(_numbered, partial(make_shard, layout, plan.spool, names)), todo):
         shards[names[index]] = shard
         done += 1
-        plan.progress(stage, done, len(names))
+        plan.progress(WRITING, done, len(names))
     return {name: shard for name, shard in shards.items() if shard is not None}
 
 

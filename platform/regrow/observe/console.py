@@ -4,7 +4,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -16,6 +16,13 @@ PLAIN_AT_MOST_EVERY_S = 0.5  # but no more than two a second
 FIRST_STEPS = 3  # each of these gets a line
 SMOOTHING = 0.1  # weight of the newest step in the smoothed step time
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class Stage(NamedTuple):
+    """A part of preparing data, whose progress is shown."""
+
+    name: str
+    unit: str = ""  # of what is done: `B` for bytes, else a plural; empty where it cannot be counted
 
 
 class StepClock:
@@ -57,7 +64,7 @@ class Console:
         self._shown_at = float("-inf")
         self._num_rows, self._generation = 0, None
         self._pending: str | None = None  # newest plain row that was not shown
-        self._stage: tuple[str, float] | None = None  # name, started at
+        self._stage: tuple[Stage, float, float] | None = None  # which, when it began, what was done by then
 
     def start(self, lines: Iterable[str], *, steps: int, stop_at_step: int | None = None) -> None:
         """Show the resolved geometry, a line each; `steps` of the run, and where this attempt will stop short of it."""
@@ -87,28 +94,37 @@ class Console:
         else:
             self._print(text)
 
-    def progress(self, stage: str, done: float, total: float) -> None:
-        """Show how far a stage of data preparation is, in any unit; a line is left when it is done."""
+    def progress(self, stage: Stage, done: float, total: float) -> None:
+        """Show how far a stage of data preparation is; a line is left when it is done.
+
+        What was done before the stage's first call, by an earlier attempt, does not count in the rate.
+        """
         now = self._clock()
         if self._stage is None or self._stage[0] != stage:
-            self._stage, self._shown_at = (stage, now), float("-inf")
-        elapsed_s = now - self._stage[1]
+            self._stage, self._shown_at = (stage, now, done), float("-inf")
+        _, began, done_before = self._stage
+        elapsed_s = now - began
         share = min(1.0, done / total) if total > 0 else 0.0
+        rate = (done - done_before) / elapsed_s if elapsed_s > 1 else 0.0
+        speed = f", {_amount(rate, stage.unit)}/s" if rate > 0 and stage.unit else ""
         if share >= 1.0:
-            self._stage, text = None, f"{stage}: done in {_duration(elapsed_s)}"
+            self._stage, text = None, f"{stage.name}: done in {_duration(elapsed_s)}{speed}"
             if self._terminal:
                 self._draw(text)
                 self._end_live()
             else:
                 self._print(text)
-        elif self._terminal:
+            return
+        size = f" of {_amount(total, stage.unit)}" if total > 0 and stage.unit else ""
+        left = f", {_duration((total - done) / rate)} left" if rate > 0 else ""
+        text = f"{share:.0%}{size}{speed}{left}"
+        if self._terminal:
             width = 24
             bar = "━" * round(share * width) + "─" * (width - round(share * width))
-            left = f"  {_duration(elapsed_s * (1 - share) / share)} left" if share > 0.02 and elapsed_s > 1 else ""
-            self._draw(f"{stage}  {bar} {share:4.0%}{left}")
+            self._draw(f"{stage.name}  {bar} {text}")
         elif now - self._shown_at >= PLAIN_EVERY_S:
             self._shown_at = now
-            self._print(f"{stage}: {share:.0%}")
+            self._print(f"{stage.name}: {text}")
 
     def close(self) -> None:
         """Leave the last row as an ordinary line and give the terminal back."""
@@ -195,6 +211,17 @@ def _clean(text: str) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def _amount(value: float, unit: str) -> str:
+    """As `130.2 MB`, `1,200 shards` or `2.1 shards`."""
+    if unit != "B":
+        return f"{value:,.1f} {unit}" if value < 9.95 and value != round(value) else f"{value:,.0f} {unit}"
+    for prefix in ("", "k", "M", "G"):
+        if value < 999.95:
+            return f"{value:.1f} {prefix}B"
+        value /= 1000
+    return f"{value:,.1f} TB"
 
 
 def _duration(seconds: float) -> str:
