@@ -1,13 +1,15 @@
 """Token shards: parquet files of fixed-width rows in uniform row groups, so that row -> bytes is arithmetic.
 
-A row is `seq_len + 1` token ids, little-endian uint32, as one FixedSizeBinary value: zstd, page checksums, no
-dictionary (it would decode every value twice for nothing).
+A row is `seq_len + 1` token ids, little-endian uint32, as one FixedSizeBinary value: zstd, no dictionary (it would
+decode every value twice for nothing). The footer has a checksum of each row group: parquet's own leave out the headers
+of pages, where one flipped byte can turn all rows of a page into others.
 """
 
 import hashlib
 import io
 import os
 import threading
+import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,14 +28,15 @@ from regrow.errors import DataError, first_line
 from regrow.storage import Storage
 
 COLUMN = "tokens"
+CHECKSUMS = b"regrow.crc32"  # of the row groups, in the footer's key-value metadata
 OPEN_SHARDS = 64  # footers that a reader keeps
 
 
 class ShardReader:
     """Rows of one split of a corpus by their number, wherever the corpus lies. Threads may share one; it pickles.
 
-    Every byte that it reads is checked: a shard's footer, once it is opened, against the manifest, and its pages, each
-    time, against the checksums that they carry. Nothing but the row groups asked for is fetched.
+    Every byte that it reads is checked: a shard's footer, once it is opened, against the manifest; a row group, each
+    time, against the footer. Nothing but the row groups asked for is fetched.
     """
 
     def __init__(self, folder: Path | str, split: str, cache: RangeCache | None = None) -> None:
@@ -100,8 +103,11 @@ class ShardReader:
         footer = self._footer(shard_id, ranges)
         chunk = footer.row_group(group_id).column(0)
         begin, num_bytes = chunk.data_page_offset, chunk.total_compressed_size
-        source = pa.PythonFile(_Range(begin, self._fetch(shard.file, begin, num_bytes, ranges), shard.num_bytes))
-        with pq.ParquetFile(source, metadata=footer, page_checksum_verification=True) as file:
+        data = self._fetch(shard.file, begin, num_bytes, ranges)
+        if _checksum(data) != (footer.metadata or {})[CHECKSUMS].split()[group_id]:
+            raise ValueError("its bytes are not those that the footer names")
+        source = pa.PythonFile(_Range(begin, data, shard.num_bytes))
+        with pq.ParquetFile(source, metadata=footer) as file:
             table = file.read_row_group(group_id, columns=[COLUMN], use_threads=False)
         rows = _to_rows(table.column(COLUMN), self.row_tokens)
         if len(rows) != expected:
@@ -173,27 +179,33 @@ def write_shard(path: Path, name: str, rows: Rows, *, rows_per_group: int, docum
     `documents_sha256` is that of its document index, which `document_index.write_index` writes.
     """
     schema = pa.schema([pa.field(COLUMN, pa.binary(rows.shape[1] * 4), nullable=False)])
+    file, checksums = io.BytesIO(), []
     with pq.ParquetWriter(
-        path,
+        file,
         schema,
         compression="zstd",
         use_dictionary=False,
         write_statistics=False,
-        write_page_checksum=True,
+        write_page_checksum=True,  # for other readers
         store_schema=False,
     ) as writer:
         for begin in range(0, len(rows), rows_per_group):
+            group_begin = file.tell()
             group = pa.table([_to_column(rows[begin : begin + rows_per_group])], schema=schema)
             writer.write_table(group, row_group_size=rows_per_group)
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-    num_bytes = path.stat().st_size
-    with open(path, "rb") as file:
-        file.seek(num_bytes - 8)
-        footer_bytes = int.from_bytes(file.read(4), "little") + 8  # parquet: footer, its length, PAR1
-        file.seek(num_bytes - footer_bytes)
-        footer_sha256 = hashlib.sha256(file.read()).hexdigest()
-    return Shard(name, len(rows), num_bytes, file_sha256(path), footer_bytes, footer_sha256, documents_sha256)
+            file.seek(group_begin)
+            checksums.append(_checksum(file.read()))
+        writer.add_key_value_metadata({CHECKSUMS: b" ".join(checksums)})
+    data = file.getvalue()
+    footer_bytes = int.from_bytes(data[-8:-4], "little") + 8  # parquet: footer, its length, PAR1
+    with open(path, "wb") as shard:
+        shard.write(data)
+        shard.flush()
+        os.fsync(shard.fileno())
+    footer_sha256 = hashlib.sha256(data[-footer_bytes:]).hexdigest()
+    return Shard(
+        name, len(rows), len(data), hashlib.sha256(data).hexdigest(), footer_bytes, footer_sha256, documents_sha256
+    )
 
 
 def verify(folder: Path) -> Iterator[tuple[int, int]]:
@@ -222,6 +234,11 @@ def file_sha256(path: Path) -> str:
     """Hex digest of a file's content."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _checksum(data: bytes) -> bytes:
+    """Eight hex digits."""
+    return b"%08x" % zlib.crc32(data)
 
 
 def _to_column(rows: Rows) -> pa.FixedSizeBinaryArray:
