@@ -45,17 +45,19 @@ def documents(config: DataConfig, piece: Piece) -> Iterator[Document | Skipped]:
         values = zip(*(column(batch, name) for name in COLUMNS), strict=True)
         for text, name, score, language, language_score in values:
             number += 1
-            if config.min_score is not None and (score is None or score < config.min_score):
+            if _fails(score, config.min_score):
                 yield Skipped("score too low, or none")
             elif config.language is not None and language != config.language:
                 yield Skipped("another language, or none")
-            elif config.min_language_score is not None and (
-                language_score is None or language_score < config.min_language_score
-            ):
+            elif _fails(language_score, config.min_language_score):
                 yield Skipped("language_score too low, or none")
             else:
                 place = f"{piece.file}[{piece.start}]#{number}"
                 yield checked(str(name or place), text, max_chars=config.max_document_chars)
+
+
+def _fails(value: object, least: float | None) -> bool:
+    return least is not None and not (isinstance(value, int | float) and value >= least)
 
 
 def _files(config: DataConfig) -> SourceFiles:

@@ -10,6 +10,7 @@ import io
 import itertools
 import json
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -94,9 +95,15 @@ class SourceFiles:
 
     def parquet(self, name: str) -> pq.ParquetFile:
         """Open a parquet file. Raises DamagedPiece if it is none."""
-        return self.parse(
-            name, lambda: pq.ParquetFile(self.fs.open_input_file(self.path(name)), page_checksum_verification=True)
-        )
+
+        def open_file() -> pq.ParquetFile:
+            file = pq.ParquetFile(self.fs.open_input_file(self.path(name)), page_checksum_verification=True)
+            rows = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+            if sum(rows) != file.metadata.num_rows:  # Arrow would read as many as each row group claims
+                raise ValueError(f"its row groups have {sum(rows)} rows, its footer says {file.metadata.num_rows}")
+            return file
+
+        return self.parse(name, open_file)
 
     def parse(self, name: str, parse: Callable[[], Result]) -> Result:
         """Tell what cannot be read from what cannot be fetched: Arrow raises OSError for both."""
@@ -167,7 +174,7 @@ def parquet_rows(files: SourceFiles, piece: Piece, columns: list[str]) -> Iterat
 
 
 def json_lines(files: SourceFiles, piece: Piece) -> Iterator[dict[str, Any] | Skipped]:
-    """The objects of a JSON lines piece: lines that begin in [start, stop)."""
+    """The objects of a JSON lines piece: lines that begin in [start, stop). Raises DamagedPiece if no line is JSON."""
     if piece.file.endswith(".gz"):
         data = _gunzip(files.read(piece.file))
     else:
@@ -183,18 +190,23 @@ def json_lines(files: SourceFiles, piece: Piece) -> Iterator[dict[str, Any] | Sk
                 break
             line, newline, _ = more.partition(b"\n")
             data, end = data + line + newline, end + len(more)
+    num_lines = num_parsed = 0
     for line in io.BytesIO(data):
         if not line.strip():
             continue
+        num_lines += 1
         try:
             value = json.loads(line)
         except UnicodeDecodeError:
             yield Skipped(INVALID)
             continue
-        except ValueError:
+        except (ValueError, RecursionError):
             yield Skipped("a line that is no JSON")
             continue
+        num_parsed += 1
         yield value if isinstance(value, dict) else Skipped("a line that is no JSON object")
+    if num_lines and not num_parsed:
+        raise DamagedPiece("no line is JSON")
 
 
 def plain_text(files: SourceFiles, piece: Piece) -> str | Skipped:
@@ -255,6 +267,8 @@ def _text(value: Any) -> Any:
 
 def _gunzip(data: bytes) -> bytes:
     try:
+        if not data:
+            raise EOFError("no bytes")  # gzip takes them for no text
         return gzip.decompress(data)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise DamagedPiece(f"not gzip, or cut short: {first_line(error)}") from error

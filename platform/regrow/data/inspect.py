@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from regrow.data.batch import BatchLayout
 from regrow.data.document_index import DocumentIndex, read_index
 from regrow.data.manifest import Manifest
-from regrow.data.shards import ShardReader
+from regrow.data.shards import ShardReader, file_sha256
 from regrow.data.tokenizer import load_tokenizer
+from regrow.errors import DataError
 from regrow.plan.order import Order
 
 ROWS_AT_A_TIME = 4096
@@ -51,9 +52,12 @@ def document_lengths(folder: Path, split: str, *, progress: Callable[[float, flo
 
 
 def decode_rows(folder: Path, split: str, row_ids: NDArray[np.int64]) -> list[str]:
-    """Rows as text, with the end-of-text token spelled out."""
+    """Rows as text, with the end-of-text token spelled out. Raises DataError if a shard or the tokenizer is damaged."""
     reader = ShardReader(folder, split)
-    tokenizer = load_tokenizer(folder / reader.manifest.tokenizer.file)
+    path = folder / reader.manifest.tokenizer.file
+    if not path.is_file() or file_sha256(path) != reader.manifest.tokenizer.sha256:
+        raise DataError(f"{path} is not what its manifest says; delete {folder} and run python -m jobs.prepare_data")
+    tokenizer = load_tokenizer(path)
     rows = reader.read(row_ids).tolist()
     return list(tokenizer.decode_batch(rows, skip_special_tokens=False))
 
@@ -101,7 +105,7 @@ def differences(old: Manifest, new: Manifest) -> list[str]:
     flat_old, flat_new = _flat(json.loads(old.to_json())), _flat(json.loads(new.to_json()))
     return [
         f"{key}: {flat_old.get(key, '(absent)')} -> {flat_new.get(key, '(absent)')}"
-        for key in sorted(flat_old.keys() | flat_new.keys())
+        for key in sorted((flat_old.keys() | flat_new.keys()) - {"sha256"})
         if flat_old.get(key, ...) != flat_new.get(key, ...)
     ]
 

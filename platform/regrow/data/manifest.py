@@ -69,12 +69,15 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """The canonical form: equal manifests give equal bytes."""
-        return json.dumps({"format": FORMAT, "version": VERSION, **asdict(self)}, indent=1, sort_keys=True).encode()
+        return _to_json({**self._content(), "sha256": self.sha256})
 
     @property
     def sha256(self) -> str:
         """Identifies the corpus: two with the same one hold the same rows in the same places."""
-        return hashlib.sha256(self.to_json()).hexdigest()
+        return hashlib.sha256(_to_json(self._content())).hexdigest()
+
+    def _content(self) -> dict[str, Any]:
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
     def save(self, folder: Path) -> None:
         """Write `manifest.json` durably, whole or not at all."""
@@ -96,13 +99,17 @@ class Manifest:
                     f"{path} is {found[0]} version {found[1]}, this code reads {FORMAT} version {VERSION}; "
                     f"delete {storage} and run python -m jobs.prepare_data"
                 )
+            sha256 = content.pop("sha256")
             content["filters"] = tuple(content["filters"])
             content["tokenizer"] = Tokenizer(**content["tokenizer"])
             content["splits"] = {
                 name: Split(split["num_rows"], tuple(Shard(**shard) for shard in split["shards"]))
                 for name, split in content["splits"].items()
             }
-            return Manifest(**content)
+            manifest = Manifest(**content)
+            if manifest.sha256 != sha256:
+                raise ValueError("its sha256 is not that of its content")
+            return manifest
         except FileNotFoundError as error:
             raise DataError(f"{storage} holds no finished corpus; run python -m jobs.prepare_data") from error
         except OSError as error:
@@ -112,3 +119,7 @@ class Manifest:
                 f"{path} is damaged ({type(error).__name__}: {error}); "
                 f"delete {storage} and run python -m jobs.prepare_data"
             ) from error
+
+
+def _to_json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=1, sort_keys=True).encode()
