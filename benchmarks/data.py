@@ -1,10 +1,18 @@
-"""What preparation costs over the tokenizer alone: tokens per CPU-second of `jobs.prepare_data` on Ray against a loop.
+"""What data costs: preparing a corpus, streaming it through resizes, waiting for it while training.
 
     python benchmarks/data.py --source FOLDER --tokenizer FILE --out benchmarks/results/FILE.json [--quick]
+                              [--peers-python PYTHON] [--only prepare|stream|job ...]
 
-The source, parquet files with a column `text`, is repeated until the loop takes a CPU-minute. The loop reads the files
-and calls `encode_batch`, no more: no hashes, no shuffle, no shards. Ours is the whole preparation; the CPU time of all
-processes of its Ray counts, from the moment it is up, idle daemons included. In turn, in processes of their own.
+The source is a folder of parquet files with a column `text`. Peers run in the same run, in turn, each side in processes
+of its own; figures are medians over the rounds.
+
+prepare   tokens per CPU-second of the whole preparation on Ray over those of a bare `encode_batch` loop, on the source
+          repeated until the loop takes a CPU-minute, and how it scales with cores
+stream    tokens per CPU-second from shards to tensors, the CPU time of all of Ray's processes counted, against a torch
+          DataLoader over a memory-mapped array and MosaicML's StreamingDataset on the same rows (in the environment of
+          --peers-python, which needs torch and mosaicml-streaming); stored bytes read over stored bytes; seconds to the
+          first batch, cold and after a resize
+job       the share of the default job's step time that waits for data
 """
 
 import argparse
@@ -16,95 +24,62 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "platform"), str(ROOT)]
 
-CPU_SECONDS = 60.0  # the loop's, at least
-BATCH_CHARS = 2_000_000
+from benchmarks.measure import run_side, summary, write_result  # noqa: E402
+
+HERE = Path(__file__).parent
+CPU_SECONDS = 60.0  # of the loop, at least
+SEQ_LEN, ROWS = 2048, 16_384  # of the corpus that is streamed: 33.6M tokens
+FIRST_STEPS = 1  # of the job that do not count: nothing can be ready for the first one
 
 
-def loop(source: Path, tokenizer: Path) -> dict[str, float]:
-    """Read and encode, on all cores."""
-    import pyarrow.parquet as pq
-    from tokenizers import Tokenizer
+@dataclass
+class Result:
+    """What the parts add to the JSON."""
 
-    bpe, tokens, began = Tokenizer.from_file(str(tokenizer)), 0, time.perf_counter()
-    bpe.encode_special_tokens = True
-    for path in sorted(source.glob("*.parquet")):
-        batch: list[str] = []
-        for text in pq.read_table(path, columns=["text"])["text"].to_pylist():
-            batch.append(text)
-            if sum(map(len, batch)) >= BATCH_CHARS:
-                tokens += sum(len(e.ids) for e in bpe.encode_batch(batch, add_special_tokens=False))
-                batch = []
-        tokens += sum(len(e.ids) for e in bpe.encode_batch(batch, add_special_tokens=False))
-    return {"tokens": tokens, "cpu_s": time.process_time(), "wall_s": time.perf_counter() - began}
+    figures: dict[str, float] = field(default_factory=dict)
+    spread: dict[str, Any] = field(default_factory=dict)
+    peers: dict[str, Any] = field(default_factory=dict)
+    runs: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str, values: list[float]) -> None:
+        """A figure: the median of these."""
+        self.figures[name] = statistics.median(values)
+        self.spread[name] = [min(values), max(values)]
 
 
-def ours(source: Path, tokenizer: Path, storage: Path, cpus: int) -> dict[str, float]:
-    """The preparation on a Ray of its own, with so many CPUs."""
-    import ray
-
-    from regrow.config.schema import DataConfig
-    from regrow.data.distribute import on_ray
-    from regrow.data.documents import load_recipe
-    from regrow.data.prepare import prepare
-
-    os.chdir(ROOT)
-    ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
-    time.sleep(3.0)  # its processes have started
-    config = DataConfig(
-        recipe="fineweb_edu", source=str(source), tokenizer=str(tokenizer), vocab_size=200_000, seq_len=2048
-    )
-    before, began = family_cpu_s(), time.perf_counter()
-    manifest = prepare(
-        config, load_recipe("fineweb_edu"), storage / "corpus", progress=lambda *update: None, distribute=on_ray
-    )
-    wall_s, cpu_s = time.perf_counter() - began, family_cpu_s() - before
-    ray.shutdown()
-    return {"tokens": manifest.num_tokens, "cpu_s": cpu_s, "wall_s": wall_s}
-
-
-def family_cpu_s() -> float:
-    """CPU seconds so far of this process and every one that descends from it, and of children they have waited for."""
-    parents, seconds = {}, {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            parents[int(entry.name)] = int(fields[1])
-            seconds[int(entry.name)] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-    family = {os.getpid()}
-    while more := {pid for pid, parent in parents.items() if parent in family} - family:
-        family |= more
-    return sum(seconds.get(pid, 0.0) for pid in family)
-
-
-def measure(side: str, source: Path, tokenizer: Path, cpus: int) -> dict[str, float]:
-    """Run one side in a process of its own."""
-    with tempfile.TemporaryDirectory(prefix="data-", dir=source.parent) as storage:
-        command = [sys.executable, __file__, "--side", side, "--source", str(source), "--tokenizer", str(tokenizer)]
-        command += ["--storage", storage, "--cpus", str(cpus)]
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true"}
-        done = subprocess.run(
-            command,
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-            timeout=1800,
-            env=environment,
-            start_new_session=True,
-        )
-    result: dict[str, float] = json.loads(done.stdout.strip().splitlines()[-1])
-    result["tokens_per_cpu_s"] = result["tokens"] / result["cpu_s"]
-    result["tokens_per_s"] = result["tokens"] / result["wall_s"]
-    print(f"{side} on {cpus} cpus: {json.dumps({key: round(value, 1) for key, value in result.items()})}", flush=True)
+def shown(side: str, result: dict[str, Any]) -> dict[str, Any]:
+    numbers = {key: round(value, 3) for key, value in result.items() if isinstance(value, (int, float))}
+    print(f"{side}: {json.dumps(numbers)}", flush=True)
     return result
+
+
+def prepare_part(result: Result, source: Path, tokenizer: Path, work: Path, rounds: int, quick: bool) -> None:
+    repeated = work / "source"
+    repeated.mkdir()
+
+    def side(name: str, cpus: int) -> dict[str, float]:
+        with tempfile.TemporaryDirectory(dir=work) as storage:
+            arguments = [name, str(repeated), str(tokenizer), "--cpus", str(cpus), "--storage", storage]
+            return shown(f"{name} on {cpus} cpus", run_side(str(HERE / "data_prepare.py"), *arguments))
+
+    cores = os.cpu_count() or 1
+    repeat(source, repeated, 1)
+    times = 1 if quick else math.ceil(CPU_SECONDS / side("loop", cores)["cpu_s"])
+    repeat(source, repeated, times)
+    pairs = [(side("prepare", cores), side("loop", cores)) for _ in range(rounds)]
+    one_cpu = side("prepare", 1)
+    result.add("prepare_per_s_ratio", [a["tokens_per_cpu_s"] / b["tokens_per_cpu_s"] for a, b in pairs])
+    result.add("prepare_tokens_per_cpu_s", [a["tokens_per_cpu_s"] for a, _ in pairs])
+    result.add(f"prepare_speedup_{cores}_over_1_cpus", [a["tokens_per_s"] / one_cpu["tokens_per_s"] for a, _ in pairs])
+    result.peers["loop_tokens_per_cpu_s"] = summary([b["tokens_per_cpu_s"] for _, b in pairs])
+    result.runs["prepare"] = {"pairs": pairs, "on_one_cpu": one_cpu, "source_repeated": times}
 
 
 def repeat(source: Path, folder: Path, times: int) -> None:
@@ -114,61 +89,88 @@ def repeat(source: Path, folder: Path, times: int) -> None:
             shutil.copyfile(path, folder / f"{copy:03d}-{path.name}")
 
 
+def stream_part(result: Result, source: Path, tokenizer: Path, work: Path, rounds: int, peers_python: str) -> None:
+    make_rows(source, tokenizer, work)
+    rows, mds, peers = str(work / "rows.npy"), str(work / "mds"), str(HERE / "data_peers.py")
+    sides = {"ours": ("data_stream.py", [str(work / "corpus")], sys.executable)}
+    sides["dataloader"] = ("data_peers.py", ["dataloader", rows], sys.executable)
+    if peers_python:
+        run_side(peers, "write_mds", rows, "--mds", mds, python=peers_python)
+        sides["mosaicml"] = ("data_peers.py", ["mosaicml", rows, "--mds", mds], peers_python)
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
+    for _ in range(rounds):
+        for name, (script, arguments, python) in sides.items():
+            runs[name].append(shown(name, run_side(str(HERE / script), *arguments, python=python)))
+    ours = runs.pop("ours")
+    result.add("stream_mtok_per_cpu_s", [run["mtok_per_cpu_s"] for run in ours])
+    result.add("read_amplification", [run["read_amplification"] for run in ours])
+    result.add("first_batch_cold_s", [run["first_batch_cold_s"] for run in ours])
+    result.add("first_batch_after_resize_s", [s for run in ours for s in run["first_batch_after_resize_s"]])
+    for name, theirs in runs.items():
+        result.peers[f"{name}_mtok_per_cpu_s"] = summary([run["tokens"] / run["cpu_s"] / 1e6 for run in theirs])
+        result.peers[f"{name}_first_batch_s"] = summary([run["first_batch_s"] for run in theirs])
+    result.runs["stream"] = {"ours": ours, **runs}
+
+
+def make_rows(source: Path, tokenizer: Path, work: Path) -> None:
+    """A corpus and an array of the same rows: the source's, repeated in another order."""
+    import numpy as np
+
+    from regrow.config.schema import DataConfig
+    from regrow.data.documents import load_recipe
+    from regrow.data.prepare import prepare
+    from regrow.data.shards import ShardReader
+    from regrow.testing.corpus import write_corpus
+
+    config = DataConfig(
+        recipe="fineweb_edu", source=str(source), tokenizer=str(tokenizer), vocab_size=200_000, seq_len=SEQ_LEN
+    )
+    prepare(config, load_recipe("fineweb_edu"), work / "once", progress=lambda *update: None)
+    reader = ShardReader(work / "once", "train")
+    chosen = np.random.default_rng(0).integers(0, reader.num_rows, ROWS)
+    rows = reader.read(np.arange(reader.num_rows))[chosen]
+    np.save(work / "rows.npy", rows)
+    write_corpus(work / "corpus", rows, rows_per_group=config.rows_per_group, rows_per_shard=config.rows_per_shard)
+
+
+def job_part(result: Result, work: Path, rounds: int, steps: int) -> None:
+    shares = []
+    for number in range(rounds):
+        overrides = [f"run.storage_path={work / 'runs'}", f"run.name=job-{number}", f"train.steps={steps}"]
+        overrides += ["train.validate_every_steps=0", "cluster.dashboard=false"]
+        subprocess.run([sys.executable, "-m", "jobs.pretrain", *overrides], cwd=ROOT, check=True, timeout=1800)
+        lines = (work / "runs" / f"job-{number}" / "metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines][FIRST_STEPS:]
+        shares.append(sum(row["data_wait_s"] for row in rows) / sum(row["step_s"] for row in rows))
+    result.add("data_wait_fraction", shares)
+    result.runs["job"] = {"steps": steps, "data_wait_fraction": shares}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--source", type=Path, required=True, help="folder of parquet files")
     parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json")
-    parser.add_argument("--out", type=Path, help="where to write the JSON")
-    parser.add_argument("--quick", action="store_true", help="the source once; shows that it runs, not what it costs")
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--side", choices=("loop", "ours"), help=argparse.SUPPRESS)
-    parser.add_argument("--storage", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--cpus", type=int, default=os.cpu_count() or 1, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, required=True, help="where to write the JSON")
+    parser.add_argument("--quick", action="store_true", help="one round, the source once: minutes")
+    parser.add_argument("--rounds", type=int, help="of each comparison; 5 without --quick")
+    parser.add_argument("--peers-python", default="", help="a Python that has torch and mosaicml-streaming")
+    parser.add_argument("--only", nargs="+", choices=("prepare", "stream", "job"), default=["prepare", "stream", "job"])
     options = parser.parse_args()
-    if options.side == "loop":
-        print(json.dumps(loop(options.source, options.tokenizer)))
-        return
-    if options.side == "ours":
-        print(json.dumps(ours(options.source, options.tokenizer, options.storage, options.cpus)))
-        return
-    if options.out is None:
-        parser.error("--out is required")
-
-    from regrow.observe.provenance import git_sha, hardware, versions
-
-    cores = os.cpu_count() or 1
+    rounds = options.rounds or (1 if options.quick else 5)
+    source, tokenizer = options.source.absolute(), options.tokenizer.absolute()
+    result = Result()
     with tempfile.TemporaryDirectory(prefix="data-bench-") as folder:
-        source = Path(folder) / "source"
-        source.mkdir()
-        times = 1
-        repeat(options.source, source, 1)
-        if not options.quick:
-            times = math.ceil(CPU_SECONDS / measure("loop", source, options.tokenizer, cores)["cpu_s"])
-            repeat(options.source, source, times)
-        sides: dict[str, list[dict[str, float]]] = {"loop": [], "ours": []}
-        for _ in range(options.pairs):
-            for side, runs in sides.items():
-                runs.append(measure(side, source, options.tokenizer, cores))
-        one_cpu = measure("ours", source, options.tokenizer, 1)
-    pairs = list(zip(sides["ours"], sides["loop"], strict=True))
-    ratios = [a["tokens_per_cpu_s"] / b["tokens_per_cpu_s"] for a, b in pairs]
-    speedups = [a["tokens_per_s"] / one_cpu["tokens_per_s"] for a in sides["ours"]]
-    result = {
-        "figures": {
-            "prepare_tokens_per_cpu_s_over_loop": statistics.median(ratios),
-            "prepare_tokens_per_cpu_s": statistics.median(run["tokens_per_cpu_s"] for run in sides["ours"]),
-            f"prepare_speedup_{cores}_over_1_cpus": statistics.median(speedups),
-        },
-        "spread": {"prepare_tokens_per_cpu_s_over_loop": [min(ratios), max(ratios)]},
-        "peers": {"loop_tokens_per_cpu_s": statistics.median(run["tokens_per_cpu_s"] for run in sides["loop"])},
-        "runs": {**sides, "ours_on_one_cpu": [one_cpu]},
-        "settings": {"pairs": options.pairs, "source_repeated": times, "tokenizer": options.tokenizer.parent.name},
-        "versions": versions(),
-        "hardware": hardware(),
-        "git": git_sha(),
-    }
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result["figures"]))
+        work = Path(folder)
+        if "prepare" in options.only:
+            prepare_part(result, source, tokenizer, work, rounds, options.quick)
+        if "stream" in options.only:
+            stream_part(result, source, tokenizer, work, rounds, options.peers_python)
+        if "job" in options.only:
+            job_part(result, work, rounds, steps=30 if options.quick else 60)
+    settings = {"rounds": rounds, "tokenizer": tokenizer.parent.name, "quick": options.quick}
+    write_result(
+        options.out, result.figures, spread=result.spread, peers=result.peers, runs=result.runs, settings=settings
+    )
 
 
 if __name__ == "__main__":

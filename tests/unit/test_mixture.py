@@ -92,6 +92,15 @@ def test_a_corpus_more_does_not_reshuffle_those_before_it() -> None:
     assert (rows[rows >= 300] - 300).tolist() != one.locate(np.arange(300)).tolist()
 
 
+def test_the_order_is_the_one_that_runs_were_begun_with() -> None:
+    stages = [(0, {"a": 3.0, "b": 1.0}), (320, {"a": 0.1, "b": 0.7, "c": 0.2})]
+    mixture = plan_mixture(stages, ["a", "b", "c"], seq_len=16)
+    order = Order((CorpusOrder(100, 8), CorpusOrder(20, 8), CorpusOrder(30, 4)), mixture, window_rows=8, seed=7)
+    rows = [42, 41, 44, 45, 43, 101, 100, 40, 50, 47, 102, 103, 51, 48, 46, 49, 52, 53, 104, 124]
+    rows += [107, 106, 105, 54, 110, 126, 55, 111, 108, 125, 112, 109, 116, 127, 118, 117, 115, 8, 113, 114]
+    assert order.locate(np.arange(40)).tolist() == rows, "a changed order breaks resuming: raise ORDER_VERSION"
+
+
 def test_a_plan_over_more_than_a_trillion_tokens_takes_little_time_and_memory() -> None:
     corpora = tuple(CorpusOrder(num_rows, 64) for num_rows in (100_000_000, 40_000_000, 20_000_000, 1_000_000))
     stages = [(k * 300_000_000_000, dict(zip(NAMES, (8.0, 2.0 + k, 1.0, 0.1), strict=True))) for k in range(4)]

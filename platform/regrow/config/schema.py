@@ -104,7 +104,7 @@ class ModelConfig:
 class MixtureStage:
     """Weights of corpora from a number of tokens on, until the next stage begins."""
 
-    from_tokens: int = 0  # tokens trained on before it; 0 for the first one
+    from_tokens: float = 0  # tokens trained on before it; 0 for the first one
     weights: dict[str, float] = field(default_factory=dict)  # by name of data.corpora, relative to each other
 
 

@@ -94,6 +94,10 @@ def _one_line(error: BaseException) -> str:
         key = quoted[0]
         if (CONF_DIR / key).is_dir():
             return f"{key!r} is chosen with a plus: +{key}=..."
+        if "is not in struct" in str(cause):
+            return f"entries of {key} are added with a plus: +{key}.NAME=..."
+        if key in set(_keys(to_dict(PretrainConfig()))):
+            return f"{key}: {str(cause).splitlines()[0].strip()}"
         return f"unknown setting {key!r}{_did_you_mean(key)}"
     if "Could not find" in text and "/" in quoted[-1]:
         group, _, choice = quoted[-1].rpartition("/")

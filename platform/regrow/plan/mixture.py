@@ -4,6 +4,7 @@ Within a stage the corpora's samples are interleaved as evenly as their weights 
 it was left: its n-th sample of the run is number n of its own order, whatever the weights are.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,7 +100,7 @@ class Mixture:
         return np.cumsum([np.zeros(self.num_corpora, np.int64), *counts], axis=0)
 
 
-def plan_mixture(stages: Sequence[tuple[int, Mapping[str, float]]], names: Sequence[str], *, seq_len: int) -> Mixture:
+def plan_mixture(stages: Sequence[tuple[float, Mapping[str, float]]], names: Sequence[str], *, seq_len: int) -> Mixture:
     """The mixture of corpora `names` with weights from a number of tokens on: [(from_tokens, {name: weight})].
 
     A stage begins with the first sample that lies behind so many tokens. Weights are relative; a corpus that is not
@@ -110,23 +111,23 @@ def plan_mixture(stages: Sequence[tuple[int, Mapping[str, float]]], names: Seque
         unknown = sorted(set(weights) - set(names))
         if unknown:
             raise ConfigError(f"data.mixture weighs {unknown[0]!r}, which is none of data.corpora: {', '.join(names)}")
-        first = -(-from_tokens // seq_len)
+        first = math.ceil(from_tokens / seq_len)
         in_order = first > planned[-1].first_sample if planned else first == 0
         if not in_order:
             raise ConfigError(
-                f"data.mixture: a stage with from_tokens={from_tokens} is out of order; the first begins with 0, each "
+                f"data.mixture: a stage with from_tokens={from_tokens:,.0f} is out of order; the first begins with 0, each "
                 f"other one at least data.seq_len={seq_len} tokens after the one before"
             )
         planned.append(Stage(first, _shares(from_tokens, [weights.get(name, 0.0) for name in names], names)))
     return Mixture(tuple(planned))
 
 
-def _shares(from_tokens: int, weights: Sequence[float], names: Sequence[str]) -> tuple[int, ...]:
+def _shares(from_tokens: float, weights: Sequence[float], names: Sequence[str]) -> tuple[int, ...]:
     """Weights as multiples of 1/UNIT that add up to 1: rounded down, the largest remainders up."""
     total = sum(weights)
     if not 0 < total < float("inf") or min(weights) < 0:
         raise ConfigError(
-            f"data.mixture from_tokens={from_tokens}: weights {list(weights)} must not be negative, and not all be 0"
+            f"data.mixture from_tokens={from_tokens:,.0f}: weights {list(weights)} must not be negative, and not all be 0"
         )
     exact = [weight / total * UNIT for weight in weights]
     shares = [int(share) for share in exact]

@@ -53,9 +53,15 @@ def write_rows(
     rng = np.random.default_rng(seed)
     rows = rng.integers(0, 2**32, (num_rows, seq_len + 1), dtype=np.uint32)
     rows[:, 0] = np.arange(num_rows)
+    write_corpus(folder, rows, rows_per_group=rows_per_group, rows_per_shard=rows_per_shard)
+    return rows
+
+
+def write_corpus(folder: Path, rows: np.ndarray, *, rows_per_group: int, rows_per_shard: int) -> None:
+    """Write rows, uint32[n, seq_len + 1], as a train split of no documents, with its manifest."""
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[Shard] = []
-    for begin in range(0, num_rows, rows_per_shard):
+    for begin in range(0, len(rows), rows_per_shard):
         name = f"train-{len(shards):05d}.parquet"
         part = rows[begin : begin + rows_per_shard]
         documents_sha256 = write_index(folder / index_name(name), np.empty(0, np.int64), [])
@@ -64,9 +70,9 @@ def write_rows(
         )
     Manifest(
         recipe="rows",
-        source={"seed": seed},
+        source={},
         filters=(),
-        seq_len=seq_len,
+        seq_len=rows.shape[1] - 1,
         vocab_size=2**32,
         validation_fraction=0.0,
         rows_per_group=rows_per_group,
@@ -76,6 +82,5 @@ def write_rows(
         counts={},
         damaged={},
         tokenizer=Tokenizer("", "", 2**32, 0),
-        splits={"train": Split(num_rows, tuple(shards))},
+        splits={"train": Split(len(rows), tuple(shards))},
     ).save(folder)
-    return rows

@@ -1,0 +1,77 @@
+"""What the benchmarks share: sides that run in processes of their own, CPU time of whole families, the JSON."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def run_side(script: str, *arguments: str, python: str = sys.executable, timeout_s: float = 1800) -> dict[str, Any]:
+    """Run a script and return the JSON object that is the last line it prints."""
+    done = subprocess.run(
+        [python, script, *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'platform'}:{ROOT}"},
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=timeout_s,
+        start_new_session=True,
+    )
+    result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return result
+
+
+def family() -> list[int]:
+    """This process and every one that descends from it."""
+    parents = {}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        fields = _stat(pid)
+        if fields:
+            parents[pid] = int(fields[1])
+    found = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sorted(found)
+
+
+def family_cpu_s() -> float:
+    """CPU seconds so far of the family, and of children that its members have waited for."""
+    return sum(sum(map(int, fields[11:15])) for pid in family() if (fields := _stat(pid))) / TICKS_PER_S
+
+
+def _stat(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def summary(values: Sequence[float]) -> dict[str, Any]:
+    return {"median": statistics.median(values), "range": [min(values), max(values)], "all": list(values)}
+
+
+def write_result(
+    path: Path, figures: dict[str, float], *, spread: dict[str, Any], peers: dict[str, Any], **more: Any
+) -> None:
+    """Write a benchmark's JSON and print its figures."""
+    from regrow.observe.provenance import git_sha, hardware, versions
+
+    result = {
+        "figures": figures,
+        "spread": spread,
+        "peers": peers,
+        **more,
+        "versions": versions(),
+        "hardware": hardware(),
+        "git": git_sha(),
+    }
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(figures))
