@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from regrow.data.batch import BatchLayout, RankBatch
 from regrow.plan.batch import plan_batch
-from regrow.plan.mixture import plan_mixture
-from regrow.plan.order import CorpusOrder, Order
+from regrow.plan.order import Order
 
 LAYOUT = BatchLayout(global_batch_seqs=24, num_slices=12, window_steps=4)
 ORDER = Order.of_one(

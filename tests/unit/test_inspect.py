@@ -1,5 +1,6 @@
 """Looking into a prepared corpus tells what is in it."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -8,8 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from regrow.config.schema import DataConfig
+from regrow.config.schema import DataConfig, MixtureStage, PretrainConfig
+from regrow.config.store import to_yaml
 from regrow.data.batch import BatchLayout, direct_batches
+from regrow.data.corpora import Corpora, order_of
 from regrow.data.document_index import read_index
 from regrow.data.inspect import decode_rows, differences, document_lengths, rows_of_batch
 from regrow.data.manifest import Manifest
@@ -38,7 +41,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_lengths_are_those_of_the_documents(corpus: Path) -> None:
     seen: list[tuple[float, float]] = []
-    lengths = document_lengths(corpus, "train", progress=lambda done, total: seen.append((done, total)))
+    lengths = document_lengths(ShardReader(corpus, "train"), progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (ShardReader(corpus, "train").num_rows,) * 2
     manifest = Manifest.load(corpus)
     texts = [document.text for document in RECIPE.documents(CONFIG, *RECIPE.pieces(CONFIG))]
@@ -55,7 +58,7 @@ def test_rows_of_a_batch_are_those_that_training_gets(corpus: Path) -> None:
         num_rows=reader.num_rows, rows_per_group=CONFIG.rows_per_group, window_rows=layout.window_rows, seed=3
     )
     for step in (1, 5, 30):
-        rows = rows_of_batch(corpus, layout, order, step)
+        rows = rows_of_batch(Corpora.at(corpus), layout, order, step)
         (batch,) = direct_batches(order, reader, layout, slices=range(6), start_step=step - 1, stop_step=step)
         assert [row.position for row in rows] == batch.positions.tolist()
         assert np.array_equal(reader.read([row.row for row in rows]), batch.rows)
@@ -64,6 +67,31 @@ def test_rows_of_a_batch_are_those_that_training_gets(corpus: Path) -> None:
             assert row.shard == f"train-{row.row // 64:05d}.parquet"
             assert row.row_group == row.row % 64 // 8
             assert row.documents == documents_by_tokens(corpus, row.row)
+
+
+def test_the_command_shows_a_batch_of_a_run_that_mixes_corpora(corpus: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    config = replace(CONFIG, tokenizer=str(corpus / "tokenizer.json"))
+    prepare(config, WordRecipe(num_documents=80, seed=1), other, progress=quiet)
+    weights = {"words": 1.0, "more": 3.0}
+    data = replace(CONFIG, corpora={"words": str(corpus), "more": str(other)}, mixture=[MixtureStage(0, weights)])
+    run = PretrainConfig(data=data)
+    corpora = Corpora.of(data.corpora, data)
+    (tmp_path / "config.yaml").write_text(to_yaml(run))
+    (tmp_path / "run.json").write_text(json.dumps({"manifest_sha256": corpora.sha256}))
+    command = [sys.executable, "-m", "jobs.inspect_data", str(corpus), "--batch", "3", "--run", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("position")]
+    assert [int(line.split()[1]) for line in lines] == list(range(24, 36))
+    rows = order_of(run, corpora).locate(np.arange(24, 36))
+    first = ShardReader(corpus, "train").num_rows
+    expected = [f"words row {row:,}," if row < first else f"more row {row - first:,}," for row in rows.tolist()]
+    for line, place in zip(lines, expected, strict=True):
+        assert place in line
+        assert "words/" in line.partition("group")[2]  # ids of documents
+    (tmp_path / "run.json").write_text(json.dumps({"manifest_sha256": "another"}))
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "did not train on" in refused.stderr
 
 
 def documents_by_tokens(corpus: Path, row: int) -> list[str]:
@@ -96,7 +124,7 @@ def test_a_document_is_in_the_index_of_every_shard_that_has_targets_of_it(corpus
 
 
 def test_rows_decode_with_their_ends_of_text(corpus: Path) -> None:
-    texts = decode_rows(corpus, "train", np.arange(20))
+    texts = decode_rows(ShardReader(corpus, "train"), np.arange(20))
     assert texts[0].startswith("<|endoftext|>document ")
 
 

@@ -1,20 +1,21 @@
 """Looking into a prepared corpus: how long its documents are, what rows say, what a batch holds, what differs."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from regrow.data.batch import BatchLayout
+from regrow.data.corpora import Corpora
 from regrow.data.document_index import DocumentIndex, read_index
 from regrow.data.manifest import Manifest
-from regrow.data.shards import ShardReader, file_sha256
-from regrow.data.tokenizer import load_tokenizer
-from regrow.errors import DataError
+from regrow.data.shards import ShardReader
+from regrow.data.tokenizer import parse_tokenizer
+from regrow.errors import DataError, first_line
 from regrow.plan.order import Order
 
 ROWS_AT_A_TIME = 4096
@@ -31,9 +32,8 @@ class Lengths:
     longest: int
 
 
-def document_lengths(folder: Path, split: str, *, progress: Callable[[float, float], None]) -> Lengths:
+def document_lengths(reader: ShardReader, *, progress: Callable[[float, float], None]) -> Lengths:
     """Measure every document of a split, but for the last one, which the end of the split may have cut."""
-    reader = ShardReader(folder, split)
     eot_id, lengths = reader.manifest.tokenizer.eot_id, []
     position, last_end = 0, -1
     for begin in range(0, reader.num_rows, ROWS_AT_A_TIME):
@@ -51,15 +51,20 @@ def document_lengths(folder: Path, split: str, *, progress: Callable[[float, flo
     return Lengths(bounds, counts, len(found), mean, longest)
 
 
-def decode_rows(folder: Path, split: str, row_ids: NDArray[np.int64]) -> list[str]:
+def decode_rows(reader: ShardReader, row_ids: NDArray[np.int64]) -> list[str]:
     """Rows as text, with the end-of-text token spelled out. Raises DataError if a shard or the tokenizer is damaged."""
-    reader = ShardReader(folder, split)
-    path = folder / reader.manifest.tokenizer.file
-    if not path.is_file() or file_sha256(path) != reader.manifest.tokenizer.sha256:
-        raise DataError(f"{path} is not what its manifest says; delete {folder} and run python -m jobs.prepare_data")
-    tokenizer = load_tokenizer(path)
-    rows = reader.read(row_ids).tolist()
-    return list(tokenizer.decode_batch(rows, skip_special_tokens=False))
+    storage, named = reader.storage, reader.manifest.tokenizer
+    try:
+        data = storage.read_bytes(named.file)
+    except OSError as error:
+        raise DataError(f"{storage}/{named.file} cannot be read: {first_line(error)}") from error
+    if hashlib.sha256(data).hexdigest() != named.sha256:
+        raise DataError(
+            f"{storage}/{named.file} is not what its manifest says; "
+            f"delete {storage} and run python -m jobs.prepare_data"
+        )
+    tokenizer = parse_tokenizer(data, f"{storage}/{named.file}")
+    return list(tokenizer.decode_batch(reader.read(row_ids).tolist(), skip_special_tokens=False))
 
 
 @dataclass(frozen=True)
@@ -68,36 +73,40 @@ class BatchRow:
 
     position: int  # in the run's order
     slice: int
-    row: int
+    corpus: str  # its name in the run; empty where there is only one
+    row: int  # in the corpus
     shard: str
     row_group: int  # in the shard
     documents: list[str]  # ids of those that it holds a part of
+    text: str
 
 
-def rows_of_batch(folder: Path, layout: BatchLayout, order: Order, step: int) -> list[BatchRow]:
+def rows_of_batch(corpora: Corpora, layout: BatchLayout, order: Order, step: int) -> list[BatchRow]:
     """The rows of the global batch that makes `step`, counted from 1, in the order of their positions."""
-    reader = ShardReader(folder, "train")
-    manifest = reader.manifest
+    reader = corpora.reader("train")
     positions = layout.positions(step - 1, range(layout.num_slices))
-    row_ids = order.locate(positions)
-    shards = manifest.splits["train"].shards
-    indexes: dict[int, DocumentIndex] = {}
-    found = []
-    for k, (position, row) in enumerate(zip(positions.tolist(), row_ids.tolist(), strict=True)):
-        shard, offset = divmod(row, manifest.rows_per_shard)
-        if shard not in indexes:
-            indexes[shard] = read_index(reader.storage, shards[shard])
-        found.append(
-            BatchRow(
-                position,
-                k // layout.slice_seqs,
-                row,
-                shards[shard].file,
-                offset // manifest.rows_per_group,
-                indexes[shard].of_row(row, manifest.seq_len),
+    corpus, rows = reader.place(order.locate(positions))
+    found: dict[int, BatchRow] = {}
+    for number, of_corpus in enumerate(reader.readers):
+        here = np.flatnonzero(corpus == number)
+        texts = decode_rows(of_corpus, rows[here]) if len(here) else []
+        indexes: dict[int, DocumentIndex] = {}
+        manifest, shards = of_corpus.manifest, of_corpus.manifest.splits["train"].shards
+        for k, row, text in zip(here.tolist(), rows[here].tolist(), texts, strict=True):
+            shard, offset = divmod(row, manifest.rows_per_shard)
+            if shard not in indexes:
+                indexes[shard] = read_index(of_corpus.storage, shards[shard])
+            found[k] = BatchRow(
+                position=int(positions[k]),
+                slice=k // layout.slice_seqs,
+                corpus=corpora.names[number],
+                row=row,
+                shard=shards[shard].file,
+                row_group=offset // manifest.rows_per_group,
+                documents=indexes[shard].of_row(row, manifest.seq_len),
+                text=text,
             )
-        )
-    return found
+    return [found[k] for k in range(len(positions))]
 
 
 def differences(old: Manifest, new: Manifest) -> list[str]:

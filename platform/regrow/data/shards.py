@@ -208,24 +208,26 @@ def write_shard(path: Path, name: str, rows: Rows, *, rows_per_group: int, docum
     )
 
 
-def verify(folder: Path) -> Iterator[tuple[int, int]]:
+def verify(folder: Path | str) -> Iterator[tuple[int, int]]:
     """Check every file against the manifest, yielding (bytes done, bytes of all shards) on the way.
 
     Raises DataError naming the first file that is missing or differs.
     """
-    manifest = Manifest.load(folder)
+    storage, manifest = Storage.at(folder), Manifest.load(folder)
     shards = [shard for split in manifest.splits.values() for shard in split.shards]
     files = [(manifest.tokenizer.file, manifest.tokenizer.sha256, 0)]
     for shard in shards:
         files += [(index_name(shard.file), shard.documents_sha256, 0), (shard.file, shard.sha256, shard.num_bytes)]
     total, done = sum(num_bytes for _, _, num_bytes in files), 0
     for name, sha256, num_bytes in files:
-        path = Path(folder) / name
-        if not path.is_file() or file_sha256(path) != sha256:
-            raise DataError(
-                f"{path} is {'not what its manifest says' if path.exists() else 'missing'}; "
-                f"delete {folder} and run python -m jobs.prepare_data"
+        try:
+            problem = (
+                "" if hashlib.sha256(storage.read_bytes(name)).hexdigest() == sha256 else "not what its manifest says"
             )
+        except FileNotFoundError:
+            problem = "missing"
+        if problem:
+            raise DataError(f"{storage}/{name} is {problem}; delete {storage} and run python -m jobs.prepare_data")
         done += num_bytes
         yield done, total
 

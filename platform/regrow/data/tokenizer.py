@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from regrow.errors import DataError
+from regrow.errors import DataError, first_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as BPE
@@ -55,14 +55,23 @@ def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> "BPE":
 
 def load_tokenizer(path: Path) -> "BPE":
     """Raises DataError for a missing or damaged file."""
-    from tokenizers import Tokenizer
-
     try:
-        return Tokenizer.from_str(path.read_text())
-    except Exception as error:  # tokenizers raises plain Exception
+        data = path.read_bytes()
+    except OSError as error:
         raise DataError(
             f"cannot read the tokenizer {path} ({error}); delete {path.parent} and run python -m jobs.prepare_data"
         ) from error
+    return parse_tokenizer(data, str(path))
+
+
+def parse_tokenizer(data: bytes, place: str) -> "BPE":
+    """Raises DataError, naming the place it is from, for a damaged one."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_buffer(data)
+    except Exception as error:  # tokenizers raises plain Exception
+        raise DataError(f"{place} is no tokenizer that can be read ({first_line(error)})") from error
 
 
 def end_of_text_id(tokenizer: "BPE", token: str | None) -> int:

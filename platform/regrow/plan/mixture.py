@@ -115,8 +115,8 @@ def plan_mixture(stages: Sequence[tuple[float, Mapping[str, float]]], names: Seq
         in_order = first > planned[-1].first_sample if planned else first == 0
         if not in_order:
             raise ConfigError(
-                f"data.mixture: a stage with from_tokens={from_tokens:,.0f} is out of order; the first begins with 0, each "
-                f"other one at least data.seq_len={seq_len} tokens after the one before"
+                f"data.mixture: a stage with from_tokens={from_tokens:,.0f} is out of order; the first begins with 0, "
+                f"each other one at least data.seq_len={seq_len} tokens after the one before"
             )
         planned.append(Stage(first, _shares(from_tokens, [weights.get(name, 0.0) for name in names], names)))
     return Mixture(tuple(planned))
@@ -127,7 +127,8 @@ def _shares(from_tokens: float, weights: Sequence[float], names: Sequence[str]) 
     total = sum(weights)
     if not 0 < total < float("inf") or min(weights) < 0:
         raise ConfigError(
-            f"data.mixture from_tokens={from_tokens:,.0f}: weights {list(weights)} must not be negative, and not all be 0"
+            f"data.mixture from_tokens={from_tokens:,.0f}: weights {list(weights)} must not be negative, "
+            "and not all be 0"
         )
     exact = [weight / total * UNIT for weight in weights]
     shares = [int(share) for share in exact]
