@@ -59,7 +59,7 @@ def read_index(storage: Storage, shard: Shard) -> DocumentIndex:
         data = storage.read_bytes(name)
         if hashlib.sha256(data).hexdigest() != shard.documents_sha256:
             raise ValueError("it is not what its manifest says")
-        table = pq.read_table(pa.BufferReader(data))
+        table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)  # a thread may outlive the interpreter
     except (OSError, ValueError) as error:
         raise DataError(
             f"{storage}/{name} cannot be read ({first_line(error)}); "
