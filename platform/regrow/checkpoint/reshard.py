@@ -14,10 +14,11 @@ from regrow.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Source:
-    """A span and the file that holds it."""
+    """A span and the file that holds it; several may hold the same one."""
 
     file: str
     span: Span
+    distance: int = 0  # from the reader: 0 its own node, 1 another, 2 storage
 
 
 @dataclass(frozen=True)
@@ -30,15 +31,15 @@ class Read:
     stop: int
 
 
-def plan_reads(have: Iterable[Source], want: Sequence[Span]) -> list[Read]:
-    """Cover every wanted span from the sources.
+def plan_reads(have: Iterable[Source], want: Sequence[Span], *, reader: int = 0) -> list[Read]:
+    """Cover every wanted span from the sources, the nearest ones.
 
-    Raises CheckpointError naming the tensor and the elements that no source holds.
+    Of equally near copies each `reader` begins with another one, so that readers share them out. Sources overlap only
+    where they hold equal spans. Raises CheckpointError naming the tensor and the elements that no source holds.
     """
     by_name: dict[str, list[Source]] = defaultdict(list)
-    for source in have:
-        if source.span.num_elements:
-            by_name[source.span.name].append(source)
+    for source in _one_of_each(have, reader):
+        by_name[source.span.name].append(source)
     starts = {}
     for name, sources in by_name.items():
         sources.sort(key=lambda source: (source.span.start, -source.span.stop))
@@ -60,3 +61,17 @@ def plan_reads(have: Iterable[Source], want: Sequence[Span]) -> list[Read]:
             reads.append(Read(sources[following], index, at, stop))
             at, following = stop, following + 1
     return reads
+
+
+def _one_of_each(have: Iterable[Source], reader: int) -> list[Source]:
+    """The copy of each span that this reader takes."""
+    copies: dict[tuple[str, int, int], list[Source]] = defaultdict(list)
+    for source in have:
+        if source.span.num_elements:
+            copies[source.span.name, source.span.start, source.span.stop].append(source)
+    chosen = []
+    for number, same in enumerate(copies.values()):
+        near = min(source.distance for source in same)
+        nearest = sorted((source for source in same if source.distance == near), key=lambda source: source.file)
+        chosen.append(nearest[(reader + number) % len(nearest)])
+    return chosen

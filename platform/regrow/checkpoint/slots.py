@@ -1,0 +1,156 @@
+"""Snapshot slots: one rank's part of the training state of one step, as a plain file in memory (`/dev/shm`).
+
+    magic, header bytes, sha256 of the header | header: JSON | padding | payload: the spans, each at 64 bytes' multiple
+
+A slot without its magic is empty, whatever else it holds: the magic is taken away before anything is overwritten and
+put back last, once the payload is whole and the step is known to have succeeded on every rank. Files outlive the
+process that wrote them; pages are there from the start, because touching cold ones costs more than the copy.
+"""
+
+import hashlib
+import json
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regrow.checkpoint.format import ITEM_BYTES
+from regrow.checkpoint.layout import Span
+from regrow.errors import CheckpointError
+
+MAGIC = b"rgwsnap1"
+_PREFIX = len(MAGIC) + 8 + 32  # magic, header bytes, sha256
+_PAGE, _ALIGNED = 4096, 64
+_ROOM = 1024  # of a header, for the numbers that change with every step
+
+
+@dataclass(frozen=True)
+class SlotHeader:
+    """What a sealed slot holds."""
+
+    run_id: str
+    generation: int
+    step: int
+    scalars: dict[str, int]
+    spans: tuple[Span, ...]  # in the order of the payload
+    payload_offset: int
+    replica: int = 0  # of the `num_replicas` that hold equal spans
+    num_replicas: int = 1
+
+    @property
+    def offsets(self) -> list[int]:
+        """Where each span begins in the file, and where the payload ends."""
+        at = [self.payload_offset]
+        for span in self.spans:
+            at.append(-(-(at[-1] + num_bytes(span)) // _ALIGNED) * _ALIGNED)
+        return at
+
+    @property
+    def sha256(self) -> str:
+        """Names the snapshot."""
+        return hashlib.sha256(self.encode()).hexdigest()
+
+    def encode(self) -> bytes:
+        content: dict[str, Any] = {
+            **{key: value for key, value in vars(self).items() if key != "spans"},
+            "spans": [[span.name, span.shape, span.dtype, span.start, span.stop] for span in self.spans],
+        }
+        return json.dumps(content, separators=(",", ":")).encode()
+
+    @staticmethod
+    def decode(data: bytes) -> "SlotHeader":
+        content = json.loads(data)
+        content["spans"] = tuple(
+            Span(name, tuple(shape), dtype, start, stop) for name, shape, dtype, start, stop in content["spans"]
+        )
+        return SlotHeader(**content)
+
+
+def num_bytes(span: Span) -> int:
+    return span.num_elements * ITEM_BYTES[span.dtype]
+
+
+class SlotFile:
+    """A slot that this process fills, again and again. One writer at a time; never shared between threads."""
+
+    def __init__(self, path: Path, header: SlotHeader) -> None:
+        """Create the file, every page of it. Raises CheckpointError where memory does not hold it."""
+        self.path, self.header = path, header
+        self._size = header.offsets[-1]
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, max(self._size, _PAGE))
+            self._map = mmap.mmap(descriptor, max(self._size, _PAGE), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            path.unlink()
+            raise CheckpointError(
+                f"{path}: no room for a snapshot of {self._size:,} bytes ({error.strerror}); give {path.parent} more "
+                "memory (on Kubernetes, a larger memory volume), or use more workers"
+            ) from error
+        finally:
+            os.close(descriptor)
+
+    def memory(self) -> list[torch.Tensor]:
+        """The payload: a flat tensor for each span, sharing the file's memory."""
+        tensors = []
+        for span, offset in zip(self.header.spans, self.header.offsets, strict=False):
+            dtype = getattr(torch, span.dtype)
+            if span.num_elements:
+                tensors.append(torch.frombuffer(self._map, dtype=dtype, count=span.num_elements, offset=offset))
+            else:
+                tensors.append(torch.empty(0, dtype=dtype))
+        return tensors
+
+    def pages(self) -> torch.Tensor:
+        """The whole file as bytes, uint8."""
+        return torch.frombuffer(self._map, dtype=torch.uint8)
+
+    def void(self) -> None:
+        """Take the magic away: from here on the slot is empty."""
+        self._map[: len(MAGIC)] = bytes(len(MAGIC))
+
+    def seal(self, step: int, scalars: dict[str, int]) -> SlotHeader:
+        """The payload is that of `step`: make it visible."""
+        header = SlotHeader(**{**vars(self.header), "step": step, "scalars": scalars})
+        data = header.encode()
+        assert _PREFIX + len(data) <= header.payload_offset, "the header outgrew its room"
+        self._map[len(MAGIC) : _PREFIX] = len(data).to_bytes(8, "little") + hashlib.sha256(data).digest()
+        self._map[_PREFIX : _PREFIX + len(data)] = data
+        self._map[: len(MAGIC)] = MAGIC
+        return header
+
+    def delete(self) -> None:
+        """Remove the file; its memory goes once nothing maps it any more."""
+        self.path.unlink(missing_ok=True)
+
+
+def empty_header(
+    spans: Sequence[Span], *, run_id: str, generation: int, replica: int = 0, num_replicas: int = 1
+) -> SlotHeader:
+    """The header of a slot for these spans, its payload beginning on a page."""
+    header = SlotHeader(run_id, generation, 0, {}, tuple(spans), 0, replica, num_replicas)
+    room = _PREFIX + len(header.encode()) + _ROOM
+    return SlotHeader(**{**vars(header), "payload_offset": -(-room // _PAGE) * _PAGE})
+
+
+def open_slot(path: Path) -> SlotHeader | None:
+    """The header of a slot in this node's memory; None where it is empty, being written, or gone.
+
+    Raises CheckpointError for a damaged one.
+    """
+    try:
+        with open(path, "rb") as file:
+            prefix = file.read(_PREFIX)
+            if prefix[: len(MAGIC)] != MAGIC:
+                return None
+            length = int.from_bytes(prefix[len(MAGIC) : len(MAGIC) + 8], "little")
+            content = file.read(length) if length < os.fstat(file.fileno()).st_size else b""
+    except FileNotFoundError:
+        return None
+    if hashlib.sha256(content).digest() != prefix[len(MAGIC) + 8 :]:
+        raise CheckpointError(f"{path}: the header of the snapshot is damaged")
+    return SlotHeader.decode(content)

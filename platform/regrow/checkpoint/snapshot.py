@@ -1,0 +1,211 @@
+"""The trainer's side of snapshots: the state of a step is copied beside the next forward and backward.
+
+After `optimizer.step` nothing changes the state until the next one, so the copy has all that time; the next
+`optimizer.step` waits for what is left of it. Two slots take turns. A step is sealed once its copy is whole and the
+host has seen every collective of it succeed; the node's keeper hears of it by one datagram and does the rest:
+checksums, the peer's copy, the commit. The trainer learns what was committed from eight bytes of shared memory, and never overwrites
+the newest committed slot, nor one that is on its way: where both are taken the step is not snapshotted.
+"""
+
+import contextlib
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from regrow.checkpoint.slots import SlotFile, empty_header
+from regrow.checkpoint.state import Entry
+
+NUM_SLOTS = 2
+SLOT = ".slot"  # suffix of a slot's file
+COMMITTED, NOTICES = "committed", "keeper.sock"  # in the keeper's folder: the newest committed step; its datagrams
+NOTHING = -1
+
+
+@dataclass
+class _Slot:
+    file: SlotFile
+    memory: list[torch.Tensor]
+    step: int = NOTHING  # that it holds, or is to hold once it is sealed
+
+
+@dataclass
+class _Pending:
+    """A snapshot that is not sealed."""
+
+    slot: _Slot
+    scalars: dict[str, int]
+    copied: bool = False
+    confirmed: bool = False
+
+
+class Snapshots:
+    """The snapshots of one rank in one generation."""
+
+    def __init__(
+        self,
+        folder: Path,
+        entries: Sequence[Entry],
+        *,
+        run_id: str,
+        generation: int,
+        writers_on_node: int = 1,
+        replica: int = 0,
+        num_replicas: int = 1,
+    ) -> None:
+        """`folder` is the keeper's; `writers_on_node` are the ranks that write there in this generation.
+
+        Raises CheckpointError where the node's memory does not hold two slots.
+        """
+        self.folder, self.entries, self.writers_on_node = folder, list(entries), writers_on_node
+        header = empty_header(
+            [entry.span for entry in entries],
+            run_id=run_id,
+            generation=generation,
+            replica=replica,
+            num_replicas=num_replicas,
+        )
+        token = f"g{generation:06d}-{secrets.token_hex(6)}"
+        self._slots: list[_Slot] = []
+        for number in range(NUM_SLOTS):
+            file = SlotFile(folder / f"{token}-{number}{SLOT}", header)
+            self._slots.append(_Slot(file, file.memory()))
+        on_device = any(entry.memory.is_cuda for entry in entries)
+        self._copier = _DeviceCopy([slot.file for slot in self._slots]) if on_device else _HostCopy()
+        self._pending: _Pending | None = None
+        self._lock = threading.Lock()
+        self.skipped = 0  # steps that found no free slot
+
+    def begin(self, step: int, scalars: dict[str, int]) -> bool:
+        """Start copying the state of `step`; False where no slot is free. The optimizer must not step before `wait`."""
+        slot = self._free_slot() if self._pending is None else None
+        if slot is None:
+            self.skipped += 1
+            return False
+        slot.file.void()
+        slot.step = step
+        pending = self._pending = _Pending(slot, scalars)
+        pairs = [(memory, entry.memory) for memory, entry in zip(slot.memory, self.entries, strict=True)]
+        self._copier.start(pairs, lambda: self._seal(pending, copied=True))
+        return True
+
+    def wait(self) -> float:
+        """Let nothing change the state before it is copied; the seconds that the host waited for that."""
+        begun = time.perf_counter()
+        self._copier.wait()
+        return time.perf_counter() - begun
+
+    def confirm(self, step: int) -> None:
+        """The host has seen that every collective of `step` succeeded: its snapshot may become visible."""
+        if self._pending is not None and self._pending.slot.step == step:
+            self._copier.poll()
+            self._seal(self._pending, confirmed=True)
+
+    def close(self) -> None:
+        """Void what is not sealed. Sealed slots stay: they are what the next generation starts from."""
+        self._copier.close()
+        if self._pending is not None:
+            self._pending.slot.file.void()
+            self._pending = None
+
+    def _seal(self, pending: _Pending, *, copied: bool = False, confirmed: bool = False) -> None:
+        """Once it is both copied and confirmed, seal a snapshot and tell the keeper. On either thread."""
+        with self._lock:
+            pending.copied, pending.confirmed = pending.copied or copied, pending.confirmed or confirmed
+            if self._pending is not pending or not (pending.copied and pending.confirmed):
+                return
+            pending.slot.file.seal(pending.slot.step, pending.scalars)
+            self._pending = None
+        notice = {"file": pending.slot.file.path.name, "writers": self.writers_on_node}
+        with (
+            contextlib.suppress(OSError),  # a keeper that restarts looks into the folder
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices,
+        ):
+            notices.setblocking(False)
+            notices.sendto(json.dumps(notice).encode(), str(self.folder / NOTICES))
+
+    def committed_step(self) -> int:
+        """The newest step that the coordinator committed and this node has heard of; -1 for none."""
+        try:
+            return int.from_bytes((self.folder / COMMITTED).read_bytes(), "little", signed=True)
+        except FileNotFoundError:
+            return NOTHING
+
+    def _free_slot(self) -> _Slot | None:
+        committed = self.committed_step()
+        free = [slot for slot in self._slots if slot.step == NOTHING or slot.step < committed]
+        return min(free, key=lambda slot: slot.step, default=None)
+
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (to, from)
+
+
+class _HostCopy:
+    """Copies between host tensors on a thread; NumPy lets go of the interpreter meanwhile."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._copy: Future[None] | None = None
+
+    def start(self, pairs: Pairs, done: Callable[[], None]) -> None:
+        arrays = [(target.numpy(), source.numpy()) for target, source in pairs]
+
+        def copy() -> None:
+            for target, source in arrays:
+                np.copyto(target, source)
+            done()
+
+        self._copy = self._thread.submit(copy)
+
+    def wait(self) -> None:
+        if self._copy is not None:
+            self._copy.result()
+
+    def poll(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+class _DeviceCopy:
+    """Copies from a CUDA device on a stream of its own, into pages that are pinned once."""
+
+    def __init__(self, files: Sequence[SlotFile]) -> None:
+        self._pinned = [file.pages() for file in files]
+        for pages in self._pinned:
+            outcome = torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0)
+            torch.cuda.check_error(int(outcome))
+        self._stream, self._copied = torch.cuda.Stream(), torch.cuda.Event()
+        self._done: Callable[[], None] | None = None
+
+    def start(self, pairs: Pairs, done: Callable[[], None]) -> None:
+        self._done = done
+        self._stream.wait_stream(torch.cuda.current_stream())  # the optimizer's step
+        with torch.cuda.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            self._copied.record()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._copied)  # the device waits, not the host
+
+    def poll(self) -> None:
+        """When a step is confirmed its copy, launched before the next step, is done or nearly so."""
+        self._copied.synchronize()
+        if self._done is not None:
+            self._done()
+            self._done = None
+
+    def close(self) -> None:
+        self._copied.synchronize()
+        for pages in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())

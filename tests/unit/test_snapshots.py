@@ -1,0 +1,340 @@
+"""Snapshots and keepers, without Ray: from any layout to any other through memory alone, and never anything torn."""
+
+import itertools
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from regrow.checkpoint.keeper_node import CHECKSUMS, COPY, Held, KeeperNode, Sealed
+from regrow.checkpoint.layout import Span, shard_rows
+from regrow.checkpoint.memory import Holder, restore_snapshot
+from regrow.checkpoint.snapshot import NUM_SLOTS, SLOT, Snapshots
+from regrow.checkpoint.state import Entry
+from regrow.errors import CheckpointError
+
+SECRET = b"of this run"
+RUN = "0123456789abcdef"
+SHAPES = {"model/embed": (97, 20), "model/norm": (20,), "model/w": (7, 300), "optim/exp_avg/w": (7, 300)}
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    """The whole state after a step."""
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def entries_of(shard: int, num_shards: int, whole: dict[str, torch.Tensor] | None = None) -> list[Entry]:
+    """A rank's shards: of a state, or of zeros."""
+    entries = []
+    for name, shape in SHAPES.items():
+        rows, width = shard_rows(shape[0], shard, num_shards), int(np.prod(shape[1:]))
+        span = Span(name, shape, "float32", rows.start * width, rows.stop * width)
+        memory = torch.zeros(span.num_elements)
+        if whole is not None:
+            memory.copy_(whole[name].reshape(-1)[span.start : span.stop])
+        entries.append(Entry(span, memory))
+    return entries
+
+
+@dataclass
+class Node:
+    keeper: KeeperNode
+    reports: list[Sealed] = field(default_factory=list)
+
+
+@contextmanager
+def cluster(tmp_path: Path, num_nodes: int) -> Iterator[list[Node]]:
+    """Keepers of some nodes, each the next one's peer."""
+    nodes: list[Node] = []
+    try:
+        for number in range(num_nodes):
+            reports: list[Sealed] = []
+            keeper = KeeperNode(
+                tmp_path / f"n{number}",
+                node=f"node-{number}",
+                host="127.0.0.1",
+                secret=SECRET,
+                run_id=RUN,
+                report=reports.append,
+            )
+            nodes.append(Node(keeper, reports))
+        for number, node in enumerate(nodes):
+            peer = nodes[(number + 1) % num_nodes].keeper
+            node.keeper.set_peer((peer.node, peer.address) if num_nodes > 1 else None)
+            node.keeper.start()
+        yield nodes
+    finally:
+        for node in nodes:
+            node.keeper.close(delete=True)
+
+
+def wait_until(condition: object, deadline_s: float = 20.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def snapshot(
+    nodes: list[Node], step: int, num_shards: int, *, generation: int = 1, replicas: int = 1
+) -> list[Snapshots]:
+    """All ranks of a group take a snapshot of the state of `step`; returns once every node has reported it."""
+    whole, writers = state(step), []
+    ranks = [(replica, shard) for replica in range(replicas) for shard in range(num_shards)]
+    places = [number % len(nodes) for number in range(len(ranks))]
+    for (replica, shard), place in zip(ranks, places, strict=True):
+        writers.append(
+            Snapshots(
+                nodes[place].keeper.folder,
+                entries_of(shard, num_shards, whole),
+                run_id=RUN,
+                generation=generation,
+                writers_on_node=places.count(place),
+                replica=replica,
+                num_replicas=replicas,
+            )
+        )
+    for writer in writers:
+        assert writer.begin(step, {"step": step, "cursor": 12 * step})
+        writer.wait()
+        writer.confirm(step)
+    used = [nodes[place] for place in sorted(set(places))]
+    wait_until(lambda: all(any((r.generation, r.step) == (generation, step) for r in n.reports) for n in used))
+    return writers
+
+
+def holders(nodes: list[Node], step: int) -> list[Holder]:
+    found = []
+    for node in nodes:
+        found += [
+            Holder(node.keeper.node, node.keeper.address, held) for held in node.keeper.holdings() if held.step == step
+        ]
+    return found
+
+
+def restored(nodes: list[Node], where: Node, step: int, shard: int, num_shards: int) -> list[Entry]:
+    entries = entries_of(shard, num_shards)
+    result = restore_snapshot(
+        entries,
+        holders(nodes, step),
+        node=where.keeper.node,
+        folder=where.keeper.folder,
+        secret=SECRET,
+        reader=shard,
+    )
+    assert result.scalars == {"step": step, "cursor": 12 * step}
+    return entries
+
+
+def assert_state(entries: list[Entry], step: int) -> None:
+    whole = state(step)
+    for entry in entries:
+        expected = whole[entry.span.name].reshape(-1)[entry.span.start : entry.span.stop]
+        assert torch.equal(entry.memory, expected), entry.span
+
+
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 6])
+def test_a_snapshot_fits_every_other_number_of_shards_bit_for_bit(tmp_path: Path, num_shards: int) -> None:
+    with cluster(tmp_path, 3) as nodes:
+        snapshot(nodes, 5, num_shards)
+        for wanted in range(1, 7):
+            for shard in range(wanted):
+                assert_state(restored(nodes, nodes[shard % 3], 5, shard, wanted), 5)
+
+
+def test_two_replicas_share_out_what_they_both_hold(tmp_path: Path) -> None:
+    with cluster(tmp_path, 4) as nodes:
+        snapshot(nodes, 5, 2, replicas=2)
+        for wanted in (1, 2, 3):
+            for shard in range(wanted):
+                assert_state(restored(nodes, nodes[shard], 5, shard, wanted), 5)
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_without_one_node_and_its_memory_its_peers_copies_are_enough(tmp_path: Path, victim: int) -> None:
+    with cluster(tmp_path, 3) as nodes:
+        snapshot(nodes, 7, 3)
+        nodes[victim].keeper.close(delete=True)
+        assert not nodes[victim].keeper.folder.exists()
+        survivors = [node for number, node in enumerate(nodes) if number != victim]
+        for shard in range(2):
+            assert_state(restored(survivors, survivors[shard], 7, shard, 2), 7)
+
+
+def test_a_holder_that_vanishes_or_is_damaged_is_replaced_by_its_copy(tmp_path: Path) -> None:
+    with cluster(tmp_path, 3) as nodes:
+        snapshot(nodes, 7, 3)
+        known = holders(nodes, 7)
+        nodes[1].keeper.close(delete=True)  # after the plan was made
+        for shard in range(2):
+            entries, where = entries_of(shard, 2), nodes[2 * shard].keeper
+            result = restore_snapshot(entries, known, node=where.node, folder=where.folder, secret=SECRET)
+            assert_state(entries, 7)
+            assert any("node-1" in problem for problem in result.problems)
+        nodes[2].keeper.close(delete=True)
+        where = nodes[0].keeper
+        with pytest.raises(CheckpointError, match=r"no file holds elements .*node-"):
+            restore_snapshot(entries_of(0, 1), known, node=where.node, folder=where.folder, secret=SECRET)
+
+
+def test_own_memory_is_read_before_that_of_peers(tmp_path: Path) -> None:
+    with cluster(tmp_path, 3) as nodes:
+        snapshot(nodes, 7, 3)
+        needed = sum(entry.memory.nbytes for entry in entries_of(0, 3))
+        where = nodes[0].keeper
+        result = restore_snapshot(
+            entries_of(0, 3), holders(nodes, 7), node=where.node, folder=where.folder, secret=SECRET
+        )
+        assert (result.peer_bytes, result.own_bytes >= needed) == (0, True)
+
+
+def test_slots_take_turns_and_the_newest_committed_one_is_never_overwritten(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as nodes:
+        (writer,) = snapshot(nodes[:1], 1, 1)
+        files = {path.name for path in nodes[0].keeper.folder.glob(f"*{SLOT}")}
+        assert len(files) == NUM_SLOTS
+        assert writer.begin(2, {})
+        writer.wait()
+        writer.confirm(2)
+        assert not writer.begin(3, {})  # nothing is committed: both slots may yet be
+        assert writer.skipped == 1
+        nodes[0].keeper.committed(1, 1)
+        assert writer.committed_step() == 1
+        assert not writer.begin(3, {})  # slot 1 is the newest committed, slot 2 on its way
+        wait_until(lambda: any(report.step == 2 for report in nodes[0].reports))
+        nodes[0].keeper.committed(1, 2)
+        assert writer.begin(3, {})  # in the place of 1
+        assert {held.step for held in nodes[0].keeper.holdings()} == {2}
+
+
+def test_what_is_not_confirmed_is_never_visible(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1) as nodes:
+        writer = Snapshots(nodes[0].keeper.folder, entries_of(0, 1, state(3)), run_id=RUN, generation=1)
+        writer.begin(3, {})
+        writer.wait()
+        time.sleep(0.1)
+        assert nodes[0].keeper.holdings() == []
+        writer.close()
+        writer.confirm(3)
+        time.sleep(0.1)
+        assert nodes[0].keeper.holdings() == []
+        assert nodes[0].reports == []
+
+
+def test_a_commit_of_a_newer_generation_frees_the_memory_of_older_ones(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as nodes:
+        snapshot(nodes, 4, 2)
+        snapshot(nodes, 5, 1, generation=2)
+        for node in nodes:
+            node.keeper.committed(2, 5)
+            assert {held.generation for held in node.keeper.holdings()} == {2}
+            assert not list(node.keeper.folder.glob("g000001-*-*.slot*crc"))
+
+
+def test_a_keeper_that_starts_anew_finds_what_is_sound(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as nodes:
+        snapshot(nodes, 9, 2)
+        before = nodes[0].keeper.holdings()
+        assert sorted(held.is_copy for held in before) == [False, True]
+        nodes[0].keeper.close(delete=False)
+        again = KeeperNode(
+            nodes[0].keeper.folder,
+            node="node-0",
+            host="127.0.0.1",
+            secret=SECRET,
+            run_id=RUN,
+            report=lambda sealed: None,
+        )
+        assert again.holdings() == before
+        again.close(delete=False)
+        other = KeeperNode(
+            nodes[0].keeper.folder, node="node-0", host="127.0.0.1", secret=SECRET, run_id="another", report=print
+        )
+        assert other.holdings() == []
+        other.close(delete=False)
+
+
+def test_a_stranger_is_shown_nothing(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as nodes:
+        snapshot(nodes, 9, 2)
+        where = nodes[0].keeper
+        theirs = [holder for holder in holders(nodes, 9) if holder.node == "node-1"]
+        with pytest.raises(CheckpointError, match="no snapshot can be read"):
+            restore_snapshot(entries_of(0, 1), theirs, node=where.node, folder=where.folder, secret=b"guessed")
+
+
+def test_a_missing_or_reshaped_tensor_is_named(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1) as nodes:
+        snapshot(nodes, 9, 1)
+        where = nodes[0].keeper
+        fewer = entries_of(0, 1)[1:]
+        with pytest.raises(CheckpointError, match="model/embed"):
+            restore_snapshot(fewer, holders(nodes, 9), node=where.node, folder=where.folder, secret=SECRET)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_damage_is_found_and_the_copy_is_used(tmp_path: Path, seed: int) -> None:
+    """Flips, truncations and exchanged files, of own slots and copies, one at a time."""
+    rng = np.random.default_rng(seed)
+    with cluster(tmp_path, 2) as nodes:
+        snapshot(nodes, 9, 2)
+        known = holders(nodes, 9)
+        files = [
+            path
+            for node in nodes
+            for path in node.keeper.folder.iterdir()
+            if path.name.endswith((SLOT, COPY, CHECKSUMS))
+        ]
+        files = [path for path in files if is_held(path, known)]
+        for _ in range(40):
+            victim = files[rng.integers(len(files))]
+            sound = victim.read_bytes()
+            damage(victim, sound, files, rng)
+            for number, shard in itertools.product(range(2), range(2)):
+                entries, where = entries_of(shard, 2), nodes[number].keeper
+                restore_snapshot(entries, known, node=where.node, folder=where.folder, secret=SECRET)
+                assert_state(entries, 9)
+            victim.write_bytes(sound)
+
+
+def is_held(path: Path, known: list[Holder]) -> bool:
+    return path.name.removesuffix(CHECKSUMS) in {holder.held.file for holder in known}
+
+
+def damage(victim: Path, sound: bytes, files: list[Path], rng: np.random.Generator) -> None:
+    kind = rng.integers(4)
+    if kind == 0:
+        victim.write_bytes(sound[: rng.integers(len(sound))])
+    elif kind == 1:
+        other = files[rng.integers(len(files))]
+        victim.write_bytes(other.read_bytes())
+    elif kind == 2:
+        victim.unlink()
+    else:
+        data = bytearray(sound)
+        data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+        victim.write_bytes(data)
+
+
+def test_no_room_in_memory_is_said_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(CheckpointError, match=r"no room for a snapshot of [\d,]+ bytes .*larger memory volume"):
+        Snapshots(tmp_path, entries_of(0, 1), run_id=RUN, generation=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_holdings_survive_a_removed_folder(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1) as nodes:
+        shutil.rmtree(nodes[0].keeper.folder)
+        assert nodes[0].keeper.holdings() == []
+        assert Held("a.slot.copy", 1, 1, "").is_copy
