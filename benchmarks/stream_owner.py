@@ -35,13 +35,13 @@ class Client:
         self.held: list[Any] = []
 
     def fetch(self, stream: Any, window: int, groups: list[list[int]], seek: bool) -> float:
-        """Ask for each group of slices; the seconds until the last answer."""
+        """Ask for each group of blocks; the seconds until the last answer."""
         import ray
 
         began = time.perf_counter()
         calls = [stream.get.remote(window, slices, seek, 600.0) for slices in groups]
         answers = ray.get(calls, timeout=600)
-        assert all(len(answer) == len(slices) for answer, slices in zip(answers, groups, strict=True))
+        assert all(len(answer) == len(blocks) for answer, blocks in zip(answers, groups, strict=True))
         self.held = answers  # those of the window before are dropped
         return time.perf_counter() - began
 
@@ -50,6 +50,7 @@ def side(nodes: int, by_node: bool, windows: int, corpus: Path) -> dict[str, Any
     import ray
 
     from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
+    from regrow.data.batch import layout_of
     from regrow.data.corpora import Corpora
     from regrow.data.stream import start_stream, stop_stream
     from regrow.testing.corpus import write_rows
@@ -65,7 +66,8 @@ def side(nodes: int, by_node: bool, windows: int, corpus: Path) -> dict[str, Any
     clients: list[Any] = [ray.remote(Client).options(num_cpus=0).remote() for _ in range(CLIENTS)]
     stream = start_stream(config, corpora, start_step=0, stop_step=WARM_WINDOWS + windows)
     size = RANKS_PER_NODE if by_node else 1
-    groups = [list(range(first, first + size)) for first in range(0, slices, size)]
+    layout = layout_of(config)
+    groups = [list(layout.blocks_of(range(first, first + size))) for first in range(0, slices, size)]
     cpu_s, answered_s = [], []
     before = ray.get(stream.status.remote())["cpu_s"]
     for window in range(WARM_WINDOWS + windows):

@@ -1,5 +1,6 @@
 """The token stream on real raylets: exactly the batches of the order at every world size, whatever breaks."""
 
+import itertools
 import logging
 import shutil
 import tempfile
@@ -89,7 +90,7 @@ def consume_on_node(
     fetcher: Any,
     data_dir: Path,
     slices: range,
-    node_slices: list[int],
+    node_slices: list[range],
     start_step: int,
     stop_step: int,
     step_s: float,
@@ -98,7 +99,7 @@ def consume_on_node(
     corpora = Corpora.at(data_dir)
     fallbacks: list[tuple[int, str]] = []
     batches = rank_batches(
-        ways_to_ask(stream, fetcher, group=start_step, node_slices=node_slices),
+        ways_to_ask(stream, fetcher, LAYOUT, group=start_step, slices_on_node=node_slices),
         order_of(CONFIG, corpora),
         corpora.reader("train"),
         LAYOUT,
@@ -150,7 +151,7 @@ def node_group(
 ) -> tuple[list[int], list[tuple[int, str]]]:
     """Four ranks on one node that ask together."""
     parts = plan_batch(num_slices=12, world_size=4).ranges
-    node_slices = [k for part in reversed(parts) for k in part]
+    node_slices = list(reversed(parts))
     ranks = ray.get(
         [
             consume_on_node.remote(stream, fetcher, data_dir, part, node_slices, start_step, stop_step, step_s)
@@ -274,7 +275,7 @@ class FaultyStream:
         corpora, self.faults = Corpora.at(data_dir), faults
         self.reader, self.order = corpora.reader("train"), order_of(CONFIG, corpora)
 
-    def get(self, window: int, slices: list[int], seek: bool, timeout_s: float) -> list[Any] | None:
+    def get(self, window: int, blocks: list[int], seek: bool, timeout_s: float) -> list[Any] | None:
         fault = self.faults.get(window)
         if fault == "refuse":
             return None
@@ -283,7 +284,7 @@ class FaultyStream:
         if fault == "hang":
             time.sleep(5)
         table = window_table(window + (fault == "lie"), self.order, self.reader, LAYOUT)
-        references = [ray.put(table.slice(k, 1)) for k in slices]
+        references = [ray.put(table.slice(k, 1)) for k in blocks]
         if fault == "lose":
             ray._private.internal_api.free(references)
         if fault == "cut":
@@ -317,12 +318,18 @@ def test_a_rank_does_not_import_ray_data(stream: Any, data_dir: Path) -> None:
     assert not ray.get(imported.options(runtime_env={"env_vars": {"FRESH": "1"}}).remote())
 
 
-def test_slices_of_a_window_hold_its_steps_in_order(data_dir: Path) -> None:
+@pytest.mark.parametrize("most_blocks", [1, 5, 12, 100])
+def test_blocks_of_a_window_hold_its_steps_in_order(
+    data_dir: Path, most_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("regrow.data.batch.MOST_BLOCKS", most_blocks)
     corpora = Corpora.at(data_dir)
     reader, order = corpora.reader("train"), order_of(CONFIG, corpora)
     table = window_table(3, order, reader, LAYOUT)
-    blocks = [stream_module.slice_of(table.slice(k, 1)) for k in range(12)]
-    for step in range(12, 16):
-        batch = stream_module._assemble(blocks[2:5], LAYOUT, step, range(2, 5))
-        assert np.array_equal(batch.positions, LAYOUT.positions(step, range(2, 5)))
+    assert len(table) == LAYOUT.num_blocks == min(12, most_blocks)
+    blocks = [stream_module.block_of(table.slice(k, 1)) for k in range(len(table))]
+    for step, slices in itertools.product(range(12, 16), [range(2, 5), range(12), range(11, 12)]):
+        mine = [blocks[k] for k in LAYOUT.blocks_of(slices)]
+        batch = stream_module._assemble(mine, LAYOUT, step, slices)
+        assert np.array_equal(batch.positions, LAYOUT.positions(step, slices))
         assert np.array_equal(batch.rows, reader.read(order.locate(batch.positions)))

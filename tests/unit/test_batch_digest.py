@@ -127,3 +127,18 @@ def test_the_sum_of_digests_over_ranks_is_the_same_at_every_world_size(world_siz
 def test_batches_import_neither_arrow_nor_ray() -> None:
     code = "import regrow.data.batch, sys; assert not {'ray', 'pyarrow', 'torch', 'tokenizers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("num_slices", "most"), [(12, 512), (521, 512), (4096, 512), (7, 3), (16384, 512)])
+def test_blocks_are_runs_of_slices_that_cover_each_once(
+    num_slices: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("regrow.data.batch.MOST_BLOCKS", most)
+    layout = BatchLayout(num_slices, num_slices, 2)
+    assert layout.num_blocks == min(num_slices, most)
+    held = [k for block in range(layout.num_blocks) for k in layout.slices_of_block(block)]
+    assert held == list(range(num_slices))
+    for start, stop in [(0, 1), (num_slices // 3, num_slices // 2), (num_slices - 1, num_slices), (0, num_slices)]:
+        blocks = layout.blocks_of(range(start, stop))
+        assert start in layout.slices_of_block(blocks[0])
+        assert stop - 1 in layout.slices_of_block(blocks[-1])

@@ -3,8 +3,8 @@
 After `optimizer.step` nothing changes the state until the next one, so the copy has all that time; the next
 `optimizer.step` waits for what is left of it. Two slots take turns. A step is sealed once its copy is whole and the
 host has seen every collective of it succeed; the node's keeper hears of it by one datagram and does the rest:
-checksums, the peer's copy, the commit. The trainer learns what was committed from eight bytes of shared memory, and never overwrites
-the newest committed slot, nor one that is on its way: where both are taken the step is not snapshotted.
+checksums, the peer's copy, the commit. The trainer learns what was committed from eight bytes of shared memory, and
+never overwrites the newest committed slot, nor one that is on its way: where both are taken the step has no snapshot.
 """
 
 import contextlib

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from regrow.config.schema import PretrainConfig
 from regrow.plan.order import Order
 
+MOST_BLOCKS = 512  # of a window
+
 Positions = NDArray[np.int64]  # [n], in the run's order
 Rows = NDArray[np.uint32]  # [n, seq_len + 1] token ids
 
@@ -66,6 +68,24 @@ class BatchLayout:
     @property
     def window_rows(self) -> int:
         return self.global_batch_seqs * self.window_steps
+
+    @property
+    def num_blocks(self) -> int:
+        """Parts that a window travels in: a slice each, or a run of slices where there are many.
+
+        Each costs the stream's actor some 1.5 ms of CPU time (benchmarks/stream_owner.py).
+        """
+        return min(self.num_slices, MOST_BLOCKS)
+
+    def slices_of_block(self, block: int) -> range:
+        return range(block * self.num_slices // self.num_blocks, (block + 1) * self.num_slices // self.num_blocks)
+
+    def blocks_of(self, slices: range) -> range:
+        """The blocks that hold these slices, and perhaps others beside them."""
+        return range(self._block_of(slices.start), self._block_of(slices.stop - 1) + 1)
+
+    def _block_of(self, slice_number: int) -> int:
+        return ((slice_number + 1) * self.num_blocks - 1) // self.num_slices
 
     def window_of(self, step: int) -> int:
         return step // self.window_steps

@@ -1,7 +1,7 @@
 """The token stream: one actor and one Ray Data Dataset produce windows ahead of training, for any world size.
 
     TokenStream (actor, outlives worker groups)              ranks (any number, new ones at every resize)
-    tickets -> [ Ray Data: ticket -> window -> S slices ] -> get(window, my slices) -> references to blocks
+    tickets -> [ Ray Data: ticket -> window -> blocks ]  ->  get(window, blocks) -> references to blocks of slices
 
 Where a node has several ranks, a `NodeFetcher` asks for all of them: one call a node and window.
 
@@ -42,7 +42,7 @@ RETRY_PATIENCE_S = 0.1  # a rank that had to read directly waits no longer than 
 STOP_S = 5.0  # for its tasks to end
 MAX_BACKOFF_S = 30.0  # between restarts of a Dataset that keeps failing
 
-Block = tuple[Positions, Rows]  # one slice of one window, step after step
+Block = tuple[Positions, Rows]  # of one window: slice after slice, each of them step after step
 Fallback = Callable[[int, str], None]  # (window, reason)
 Ask = Callable[[int, list[int], bool, float], Any]  # of `TokenStream.get`; the reference of a call under way
 
@@ -79,14 +79,17 @@ def start_stream(config: PretrainConfig, corpora: Corpora, *, start_step: int, s
     return stream
 
 
-def ways_to_ask(stream: Any, fetcher: Any, *, group: int, node_slices: Sequence[int]) -> list[Ask]:
+def ways_to_ask(
+    stream: Any, fetcher: Any, layout: BatchLayout, *, group: int, slices_on_node: Sequence[range]
+) -> list[Ask]:
     """How a rank asks: through its node's `fetcher`, if that dies, the stream itself, and the other way round.
 
-    `group` tells worker groups apart; `node_slices` are those of all its ranks on this node, in any order.
+    `group` tells worker groups apart; `slices_on_node` are those of each of its ranks on this node.
     """
     if fetcher is None:
         return [stream.get.remote]
-    return [functools.partial(fetcher.get.remote, group, list(node_slices)), stream.get.remote]
+    node_blocks = sorted({block for slices in slices_on_node for block in layout.blocks_of(slices)})
+    return [functools.partial(fetcher.get.remote, group, node_blocks), stream.get.remote]
 
 
 def stop_stream(stream: Any) -> None:
@@ -120,7 +123,7 @@ class TokenStream:
         self.last_window = (stop_step - 1) // layout.window_steps
         self.newest = start_step // layout.window_steps  # the newest window asked for
         self.claimed = False  # whether anybody asked yet: a restarted actor does not know where training is
-        self.kept: dict[int, list[Any]] = {}  # window -> references to its slices
+        self.kept: dict[int, list[Any]] = {}  # window -> references to its blocks
         self.in_flight: deque[int] = deque()  # windows that tickets are out for, in their order
         self.arrived: list[Any] = []  # references of the first one in flight
         self.run = 0  # of the Dataset; grows with every restart
@@ -141,8 +144,8 @@ class TokenStream:
             handle = ray.get_runtime_context().current_actor
             threading.Thread(target=self._produce, args=(handle,), name="token-stream", daemon=True).start()
 
-    async def get(self, window: int, slices: list[int], seek: bool, timeout_s: float) -> list[Any] | None:
-        """References to these slices' blocks of a window, waiting until they are there; None if they will not be.
+    async def get(self, window: int, blocks: list[int], seek: bool, timeout_s: float) -> list[Any] | None:
+        """References to these blocks of a window, waiting until they are there; None if they will not be.
 
         A rank that begins says `seek`: only that may move the stream back. A rank that lags reads directly.
         """
@@ -160,7 +163,7 @@ class TokenStream:
                 self.counts["refused"] += 1
                 return None
             await self._change(left_s)
-        return [self.kept[window][k] for k in slices]
+        return [self.kept[window][k] for k in blocks]
 
     async def fetcher(self, node_id: str) -> Any:
         """The actor that asks for all ranks of a node; it ends with this one."""
@@ -221,12 +224,12 @@ class TokenStream:
             return
 
     def _arrive(self, run: int, references: list[Any]) -> None:
-        """Blocks come in the order of the tickets, slice after slice."""
+        """Blocks come in the order of the tickets, one after another."""
         if run != self.run:
             return
         for reference in references:
             self.arrived.append(reference)
-            if len(self.arrived) == self.layout.num_slices:
+            if len(self.arrived) == self.layout.num_blocks:
                 window, blocks, self.arrived = self.in_flight.popleft(), self.arrived, []
                 self.counts["windows"] += 1
                 if self._is_near(window):
@@ -267,33 +270,33 @@ class TokenStream:
 
 
 class NodeFetcher:
-    """Asks the stream for a node's slices of each window once, however many ranks of the node want theirs."""
+    """Asks the stream for a node's blocks of each window once, however many ranks of the node want theirs."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.calls: OrderedDict[tuple[int, int], asyncio.Task[list[Any] | None]] = OrderedDict()
 
     async def get(
-        self, group: int, node_slices: list[int], window: int, slices: list[int], seek: bool, timeout_s: float
+        self, group: int, node_blocks: list[int], window: int, blocks: list[int], seek: bool, timeout_s: float
     ) -> list[Any] | None:
-        """As `TokenStream.get`, for a rank of a worker group whose ranks here want `node_slices` together."""
-        key = (group, window)  # another group asks again: it may have gone back, and have other slices
+        """As `TokenStream.get`, for a rank of a worker group whose ranks here want `node_blocks` together."""
+        key = (group, window)  # another group asks again: it may have gone back, and have other blocks
         if key not in self.calls:
-            self.calls[key] = asyncio.ensure_future(self._ask(window, node_slices, seek, timeout_s))
+            self.calls[key] = asyncio.ensure_future(self._ask(window, node_blocks, seek, timeout_s))
             while len(self.calls) > KEPT_CALLS:
                 self.calls.popitem(last=False)
         references = await self.calls[key]
-        return references and [references[node_slices.index(k)] for k in slices]
+        return references and [references[node_blocks.index(k)] for k in blocks]
 
-    async def _ask(self, window: int, slices: list[int], seek: bool, timeout_s: float) -> list[Any] | None:
-        references: list[Any] | None = await self.stream.get.remote(window, slices, seek, timeout_s)
+    async def _ask(self, window: int, blocks: list[int], seek: bool, timeout_s: float) -> list[Any] | None:
+        references: list[Any] | None = await self.stream.get.remote(window, blocks, seek, timeout_s)
         return references
 
 
 def build_dataset(
     stream: Any, run: int, order: Order, corpora: Corpora, layout: BatchLayout, stream_cpus: float
 ) -> Any:
-    """tickets -> windows -> slices, a row and a block for each slice, in the order of the tickets. Lazy."""
+    """tickets -> windows -> blocks of slices, each a row of its own, in the order of the tickets. Lazy."""
     # Ray Data waits in ray.get on threads of its own, not on the event loop
     os.environ["RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"] = "0"
     import pyarrow as pa
@@ -309,7 +312,7 @@ def build_dataset(
     # tickets bound everything; its own policies go by what Ray's coordinator grants a Dataset, which is nothing while
     # Train and Datasets that are gone hold their reservations (180 s), and would stall this one
     context.set_config("backpressure_policies.enabled", [])
-    context._max_num_blocks_in_streaming_gen_buffer = layout.num_slices  # a window leaves its task in one go
+    context._max_num_blocks_in_streaming_gen_buffer = layout.num_blocks  # a window leaves its task in one go
 
     def draw(batch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         import ray
@@ -344,9 +347,9 @@ def _reader(corpora: Corpora) -> RowReader:
 
 
 def window_table(window: int, order: Order, reader: RowReader, layout: BatchLayout) -> Any:
-    """A window as an Arrow table with a row for each slice: the bytes of its positions and of its tokens.
+    """A window as an Arrow table with a row for each block: the bytes of its positions and of its tokens.
 
-    Within a slice, step after step. Each row group that the window touches is decoded once.
+    Within a block slice after slice, each of them step after step. Each row group is decoded once.
     """
     import pyarrow as pa
 
@@ -357,14 +360,15 @@ def window_table(window: int, order: Order, reader: RowReader, layout: BatchLayo
 
     def column(values: np.ndarray) -> Any:
         data = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
-        ends = np.arange(layout.num_slices + 1, dtype=np.int64) * (data.nbytes // layout.num_slices)
+        firsts = [layout.slices_of_block(block).start for block in range(layout.num_blocks)]
+        ends = np.array([*firsts, layout.num_slices], np.int64) * (data.nbytes // layout.num_slices)
         buffers = [None, pa.py_buffer(ends), pa.py_buffer(data)]
-        return pa.LargeBinaryArray.from_buffers(pa.large_binary(), layout.num_slices, buffers)
+        return pa.LargeBinaryArray.from_buffers(pa.large_binary(), layout.num_blocks, buffers)
 
     return pa.table({"positions": column(positions), "rows": column(rows)})
 
 
-def slice_of(table: Any) -> Block:
+def block_of(table: Any) -> Block:
     """A block as it comes from the object store: positions and rows that share its memory."""
     positions = np.frombuffer(table["positions"][0].as_buffer(), "<i8")
     return positions, np.frombuffer(table["rows"][0].as_buffer(), "<u4").reshape(len(positions), -1)
@@ -392,7 +396,8 @@ def rank_batches(
         return
     ways = itertools.cycle(asks)
     ask = next(ways)
-    coming = _Fetch(ask, start_step // layout.window_steps, slices, seek=True, timeout_s=stall_timeout_s)
+    blocks_of = layout.blocks_of(slices)
+    coming = _Fetch(ask, start_step // layout.window_steps, blocks_of, seek=True, timeout_s=stall_timeout_s)
     patience_s, step = stall_timeout_s, start_step
     while step < stop_step:
         window = step // layout.window_steps
@@ -408,7 +413,7 @@ def rank_batches(
             if not isinstance(error, (TimeoutError, LookupError)):  # whoever was asked may be dead
                 ask = next(ways)
         if steps.stop < stop_step:
-            coming = _Fetch(ask, window + 1, slices, seek=False, timeout_s=stall_timeout_s)
+            coming = _Fetch(ask, window + 1, blocks_of, seek=False, timeout_s=stall_timeout_s)
         for batch in batches:
             coming.advance()
             yield batch
@@ -421,8 +426,8 @@ class _Fetch:
     No thread: one that is still in `ray.get` when its process disconnects from Ray takes the process with it.
     """
 
-    def __init__(self, ask: Ask, window: int, slices: range, *, seek: bool, timeout_s: float) -> None:
-        self._call = ask(window, list(slices), seek, timeout_s)
+    def __init__(self, ask: Ask, window: int, blocks: range, *, seek: bool, timeout_s: float) -> None:
+        self._call = ask(window, list(blocks), seek, timeout_s)
         self._references: list[Any] | None = None
 
     def advance(self) -> None:
@@ -446,19 +451,24 @@ class _Fetch:
             references = ray.get(self._call, timeout=patience_s)
             if references is None:
                 raise LookupError("the stream does not hold the window")
-            return [slice_of(t) for t in ray.get(references, timeout=max(give_up_at - time.monotonic(), 0.0))]
+            return [block_of(t) for t in ray.get(references, timeout=max(give_up_at - time.monotonic(), 0.0))]
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(f"the stream delivered nothing for {patience_s:g} s") from None
 
 
 def _assemble(blocks: list[Block], layout: BatchLayout, step: int, slices: range) -> RankBatch:
     """One step's batch out of a window's blocks. Raises LookupError if a row is not where it should be."""
-    begin = step % layout.window_steps * layout.slice_seqs
-    cut = slice(begin, begin + layout.slice_seqs)
-    positions = np.concatenate([positions[cut] for positions, _ in blocks])
-    if not np.array_equal(positions, layout.positions(step, slices)):
+    per_slice, first = layout.window_steps * layout.slice_seqs, step % layout.window_steps * layout.slice_seqs
+    positions, rows = [], []
+    for number, (block_positions, block_rows) in zip(layout.blocks_of(slices), blocks, strict=False):
+        held = layout.slices_of_block(number)
+        for k in range(max(held.start, slices.start), min(held.stop, slices.stop)):
+            begin = (k - held.start) * per_slice + first
+            positions.append(block_positions[begin : begin + layout.slice_seqs])
+            rows.append(block_rows[begin : begin + layout.slice_seqs])
+    if not np.array_equal(np.concatenate(positions), layout.positions(step, slices)):
         raise LookupError(f"the stream delivered other positions than those of step {step}")
-    return RankBatch(step, positions, np.concatenate([rows[cut] for _, rows in blocks]))
+    return RankBatch(step, np.concatenate(positions), np.concatenate(rows))
 
 
 def _warn(window: int, reason: str) -> None:

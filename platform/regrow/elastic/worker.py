@@ -268,12 +268,12 @@ def _restore(job: Job, generation: int, entries: list[Entry]) -> tuple[Progress,
 def _ways_to_ask(job: Job, generation: int, slices: range, ranks_on_node: int) -> list[Ask]:
     """How this rank asks for its slices; for all ranks of its node together, where there are several. Collective."""
     node_id = ray.get_runtime_context().get_node_id()
-    node_slices = [k for node, part in gather((node_id, slices)) if node == node_id for k in part]
+    slices_on_node = [part for node, part in gather((node_id, slices)) if node == node_id]
     fetcher = None
     if ranks_on_node > 1:
         with contextlib.suppress(ray.exceptions.RayError):  # a stream that died comes back, without fetchers
             fetcher = ray.get(job.stream.fetcher.remote(node_id), timeout=job.config.data.stall_timeout_s)
-    return ways_to_ask(job.stream, fetcher, group=generation, node_slices=node_slices)
+    return ways_to_ask(job.stream, fetcher, layout_of(job.config), group=generation, slices_on_node=slices_on_node)
 
 
 def _report_fallback(coordinator: Any, generation: int, rank: int, window: int, reason: str) -> None:
