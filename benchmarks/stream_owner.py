@@ -56,7 +56,7 @@ def side(nodes: int, by_node: bool, windows: int, corpus: Path) -> dict[str, Any
     from regrow.testing.corpus import write_rows
 
     slices = nodes * RANKS_PER_NODE
-    write_rows(corpus, num_rows=4096, seq_len=8, rows_per_group=64, rows_per_shard=4096)
+    write_rows(corpus, num_rows=max(slices, 4096), seq_len=8, rows_per_group=64, rows_per_shard=4096)
     ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     config = PretrainConfig(
         data=DataConfig(seq_len=8, window_steps=1, prefetch_windows=1),

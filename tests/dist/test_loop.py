@@ -36,12 +36,27 @@ class Recorder:
     rows: list[dict[str, Any]] = field(default_factory=list)
     saved: list[tuple[int, int]] = field(default_factory=list)  # (step, rows logged before it)
     validated: list[int] = field(default_factory=list)
+    snapshots: list[int] = field(default_factory=list)
+    confirmed: list[int] = field(default_factory=list)
+    copying: bool = False
 
     def log(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
 
     def wants_to_leave(self) -> bool:
         return self.leave_at is not None and len(self.rows) >= self.leave_at and dist.get_rank() == 0
+
+    def snapshot(self, progress: Progress) -> None:
+        assert not self.copying
+        self.copying = True
+        self.snapshots.append(progress.step)
+
+    def confirm(self, step: int) -> None:
+        self.confirmed.append(step)
+
+    def await_snapshot(self) -> float:
+        self.copying = False
+        return 0.0
 
     def save(self, progress: Progress) -> float:
         self.saved.append((progress.step, len(self.rows)))
@@ -88,6 +103,7 @@ def loop(leave_at: int | None = None, slices_per_pass: int = 1) -> Recorder:
             seqs_per_step=SEQS,
             slice_seqs=SEQS // SLICES,
             num_micro_batches=plan.num_micro_batches,
+            snapshot_every_steps=2,
             checkpoint_every_steps=5,
             validate_every_steps=4,
         ),

@@ -4,6 +4,7 @@ Every write of a run passes through it with the writer's generation, and one of 
 worker that wakes up later changes nothing. It holds a lock on the run folder, so that a run has one writer.
 """
 
+import contextlib
 import fcntl
 import os
 import time
@@ -13,7 +14,11 @@ from typing import Any
 
 import ray
 
+from regrow.checkpoint.commits import SnapshotBoard
 from regrow.checkpoint.format import COMMIT
+from regrow.checkpoint.keeper import KeeperInfo, end_keepers, running_keepers
+from regrow.checkpoint.keeper_node import Sealed
+from regrow.checkpoint.memory import Holder
 from regrow.errors import ResumeError
 from regrow.observe.run_log import RunLog, next_generation, read_events
 from regrow.observe.tensorboard import TensorBoard
@@ -21,6 +26,7 @@ from regrow.storage import Storage
 
 LOCK_FILE = ".lock"
 LOCK_WAIT_S = 30.0
+ADOPT_S = 10.0  # for a keeper of an earlier coordinator to answer
 MAX_FRUITLESS_GENERATIONS = 3  # in a row, without finishing a step, before the run is given up
 
 
@@ -40,7 +46,13 @@ class Coordinator:
     """State of a run while it is up. An actor; every method is quick but `__init__`, which may wait for the lock."""
 
     def __init__(
-        self, folder: str, run_id: str, *, checkpoints: str, tensorboard: bool, submitted: dict[str, Any]
+        self,
+        folder: str,
+        run_id: str,
+        *,
+        checkpoints: str,
+        tensorboard: bool,
+        submitted: dict[str, Any],
     ) -> None:
         self.folder = Storage.at(folder)
         self.checkpoints = self.folder / checkpoints
@@ -52,6 +64,9 @@ class Coordinator:
         self.fruitless, self.stop_reason, self.fatal, self.last_failure = 0, "", "", ""
         self.cause = "resume" if self.generation else "start"
         self.updates: deque[Update] = deque(maxlen=10_000)
+        self.snapshots = SnapshotBoard()
+        self.nodes: list[str] = []  # of the current generation, those with keepers
+        self.keepers: dict[str, tuple[Any, KeeperInfo]] = {}  # node -> actor, what is known of it
         self._event("submitted", run_id=run_id, **submitted)
 
     def ready(self) -> int:
@@ -75,6 +90,7 @@ class Coordinator:
     def start_training(self, generation: int, start_step: int, details: dict[str, Any]) -> None:
         """The group is ready to train from `start_step`: later rows of earlier generations are taken back."""
         self._fence(generation)
+        self._begin_snapshots(generation, details["workers"])
         rollback = self.log.begin(generation, start_step)
         if self.tensorboard:
             self.tensorboard.begin(start_step)
@@ -91,6 +107,39 @@ class Coordinator:
             **details,
         )
 
+    def adopt_keepers(self, run_id: str, secret: bytes) -> None:
+        """Keepers that outlived an earlier coordinator of this run hold what it had committed."""
+        me = ray.get_runtime_context().current_actor
+        calls = {handle: handle.serve.remote(me, secret) for handle in running_keepers(run_id).values()}
+        for handle, call in calls.items():
+            with contextlib.suppress(ray.exceptions.RayError):  # its node is gone
+                self.register_keeper(handle, ray.get(call, timeout=ADOPT_S))
+        known = [info for _, info in self.keepers.values()]
+        self.snapshots.rebuild((info.node, info.commit, info.held) for info in known)
+
+    def register_keeper(self, handle: Any, info: KeeperInfo) -> None:
+        """A node's keeper is up, or is up again."""
+        self.keepers[info.node] = (handle, info)
+
+    def newest_snapshot(self) -> tuple[int, list[Holder]] | None:
+        """The newest committed step that is held in memory, and where its files are; None where there is none."""
+        newest = self.snapshots.newest
+        if newest is None:
+            return None
+        holders = [
+            Holder(node, self.keepers[node][1].address, held) for node, held in newest.files if node in self.keepers
+        ]
+        return newest.step, holders
+
+    def snapshot_sealed(self, report: Sealed) -> None:
+        """All of a node's snapshots of a step are sealed and copied: commit the step if they were the last ones."""
+        if report.generation != self.generation:
+            return
+        commit = self.snapshots.sealed(report)
+        if commit is not None:
+            for node in self.nodes:
+                self.keepers[node][0].committed.remote(commit.generation, commit.step)
+
     def row(self, generation: int, row: dict[str, Any]) -> str:
         """Log one step's metrics; the answer is why the group should leave, or empty."""
         self._fence(generation)
@@ -104,6 +153,10 @@ class Coordinator:
     def event(self, generation: int, event: str, fields: dict[str, Any]) -> None:
         self._fence(generation)
         self._event(event, generation=generation, **fields)
+
+    def note(self, event: str, fields: dict[str, Any]) -> None:
+        """Record something that is true whatever generation it comes from."""
+        self._event(event, **fields)
 
     def commit(self, generation: int, step_folder: str, pointer: bytes) -> None:
         """Make a checkpoint visible: the fence and the commit are this one act."""
@@ -134,10 +187,19 @@ class Coordinator:
     def close(self, step: int, reason: str, detail: str) -> None:
         """Write the last event and flush everything."""
         self.generation += 1  # whoever still writes is fenced off
+        end_keepers(handle for handle, _ in self.keepers.values())
         self._event("stopped", step=step, reason=reason, detail=detail)
         self.log.close()
         if self.tensorboard:
             self.tensorboard.close()
+
+    def _begin_snapshots(self, generation: int, workers: list[dict[str, Any]]) -> None:
+        """The ranks' nodes must all report; each one's peer is the next one's keeper."""
+        self.nodes = [node for node in dict.fromkeys(worker["node"] for worker in workers) if node in self.keepers]
+        self.snapshots.begin(generation, self.nodes)
+        for node, peer in zip(self.nodes, [*self.nodes[1:], *self.nodes[:1]], strict=True):
+            address = self.keepers[peer][1].address
+            self.keepers[node][0].set_peer.remote((peer, address) if peer != node else None)
 
     def _fence(self, generation: int) -> None:
         if generation != self.generation:
@@ -148,8 +210,8 @@ class Coordinator:
         self.updates.append(Update("event", {"event": event} | fields))
 
 
-def start_coordinator(folder: Storage, run_id: str, **options: Any) -> Any:
-    """Start the actor on this node and wait until it holds the run's lock.
+def start_coordinator(folder: Storage, run_id: str, *, secret: bytes, **options: Any) -> Any:
+    """Start the actor on this node and wait until it holds the run's lock and has found the keepers that are up.
 
     Raises ResumeError if another process keeps it.
     """
@@ -166,6 +228,7 @@ def start_coordinator(folder: Storage, run_id: str, **options: Any) -> Any:
                 f"run folder {folder} is in use by another process; wait for it, stop it, or choose another run.name"
             ) from error
         raise
+    ray.get(actor.adopt_keepers.remote(run_id, secret), timeout=2 * ADOPT_S)
     return actor
 
 

@@ -7,10 +7,11 @@ Everything that it knows is in its folder, and is found there again by a keeper 
     <name>.slot        the trainer's slot (`slots`)
     <name>.slot.copy   the same of a rank on the node whose peer this is
     <file>.crc         beside each: sha256 of the header it belongs to, then a crc32 of each CHUNK_BYTES of payload
-    committed          the newest committed step, 8 bytes, for the node's trainers
+    committed          the newest commit, for the node's trainers
 """
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ import socket
 import threading
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,11 @@ from numpy.typing import NDArray
 
 from regrow.checkpoint.ranges import Address, Connection, RangeServer, connected
 from regrow.checkpoint.slots import MAGIC, SlotHeader, open_slot
-from regrow.checkpoint.snapshot import COMMITTED, NOTICES, SLOT
+from regrow.checkpoint.snapshot import NOTICES, SLOT, write_commit
 from regrow.errors import CheckpointError
 
 COPY, CHECKSUMS = ".copy", ".crc"
+LOCK = "lock"  # held by the folder's keeper
 CHUNK_BYTES = 16 << 10  # that one checksum covers: what a read at any offset may read too much
 
 Crc = NDArray[np.uint32]
@@ -51,6 +53,10 @@ class Held:
     @property
     def is_copy(self) -> bool:
         return self.file.endswith(COPY)
+
+    def copy(self) -> "Held":
+        """The same snapshot as its peer holds it."""
+        return replace(self, file=self.file + COPY)
 
 
 @dataclass(frozen=True)
@@ -77,8 +83,9 @@ class KeeperNode:
         self._peer: tuple[str, Address] | None = None
         self._work: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._ready: dict[tuple[int, int], dict[str, Held]] = {}  # (generation, step) -> file -> checked and copied
-        self._writers: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
+        self._serving = open(folder / LOCK, "wb")  # noqa: SIM115 (held open for as long as the lock is)
+        fcntl.flock(self._serving, fcntl.LOCK_SH)
         notices = folder / NOTICES
         notices.unlink(missing_ok=True)
         self._notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -114,13 +121,10 @@ class KeeperNode:
 
     def committed(self, generation: int, step: int) -> None:
         """The coordinator committed this step: tell the trainers, drop the snapshots of older generations."""
-        temporary = self.folder / f".{COMMITTED}"
-        temporary.write_bytes(step.to_bytes(8, "little", signed=True))
-        os.replace(temporary, self.folder / COMMITTED)
+        write_commit(self.folder, generation, step)
         with self._lock:
-            for key in [key for key in self._ready if key[1] <= step]:
-                self._ready.pop(key)
-                self._writers.pop(key, None)
+            for key in [key for key in self._ready if key <= (generation, step)]:
+                del self._ready[key]
         for held in self.holdings():
             if held.generation < generation:
                 (self.folder / held.file).unlink(missing_ok=True)
@@ -134,6 +138,7 @@ class KeeperNode:
             self._notices.shutdown(socket.SHUT_RDWR)
         self._notices.close()
         (self.folder / NOTICES).unlink(missing_ok=True)
+        self._serving.close()
         if delete:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -256,6 +261,21 @@ class KeeperNode:
                 return
         path.unlink(missing_ok=True)
         connection.send({"error": problem})
+
+
+def is_served(folder: Path) -> bool:
+    """Whether a keeper's process has this folder."""
+    try:
+        with open(folder / LOCK, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+
+
+def last_used(folder: Path) -> float:
+    """When something in a keeper's folder last came or went."""
+    return max(folder.stat().st_mtime, *(path.stat().st_mtime for path in folder.iterdir()))
 
 
 def checksum(payload: memoryview) -> Crc:

@@ -3,14 +3,16 @@
 After `optimizer.step` nothing changes the state until the next one, so the copy has all that time; the next
 `optimizer.step` waits for what is left of it. Two slots take turns. A step is sealed once its copy is whole and the
 host has seen every collective of it succeed; the node's keeper hears of it by one datagram and does the rest:
-checksums, the peer's copy, the commit. The trainer learns what was committed from eight bytes of shared memory, and
+checksums, the peer's copy, the commit. The trainer learns what was committed from a few bytes of shared memory, and
 never overwrites the newest committed slot, nor one that is on its way: where both are taken the step has no snapshot.
 """
 
 import contextlib
 import json
+import os
 import secrets
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +28,8 @@ from regrow.checkpoint.state import Entry
 
 NUM_SLOTS = 2
 SLOT = ".slot"  # suffix of a slot's file
-COMMITTED, NOTICES = "committed", "keeper.sock"  # in the keeper's folder: the newest committed step; its datagrams
+COMMITTED, NOTICES = "committed", "keeper.sock"  # in the keeper's folder: the newest commit; its datagrams
+_COMMIT = struct.Struct("<qq")  # generation, step
 NOTHING = -1
 
 
@@ -66,6 +69,7 @@ class Snapshots:
         Raises CheckpointError where the node's memory does not hold two slots.
         """
         self.folder, self.entries, self.writers_on_node = folder, list(entries), writers_on_node
+        self.generation = generation
         header = empty_header(
             [entry.span for entry in entries],
             run_id=run_id,
@@ -133,16 +137,30 @@ class Snapshots:
             notices.sendto(json.dumps(notice).encode(), str(self.folder / NOTICES))
 
     def committed_step(self) -> int:
-        """The newest step that the coordinator committed and this node has heard of; -1 for none."""
-        try:
-            return int.from_bytes((self.folder / COMMITTED).read_bytes(), "little", signed=True)
-        except FileNotFoundError:
-            return NOTHING
+        """The newest step of this generation that is committed, as far as this node has heard; -1 for none."""
+        generation, step = newest_commit(self.folder)
+        return step if generation == self.generation else NOTHING
 
     def _free_slot(self) -> _Slot | None:
         committed = self.committed_step()
         free = [slot for slot in self._slots if slot.step == NOTHING or slot.step < committed]
         return min(free, key=lambda slot: slot.step, default=None)
+
+
+def newest_commit(folder: Path) -> tuple[int, int]:
+    """(generation, step) of the newest commit that this node has heard of; -1 for none."""
+    try:
+        generation, step = _COMMIT.unpack((folder / COMMITTED).read_bytes())
+        return generation, step
+    except FileNotFoundError:
+        return NOTHING, NOTHING
+
+
+def write_commit(folder: Path, generation: int, step: int) -> None:
+    """Tell the node's trainers of a commit."""
+    temporary = folder / f".{COMMITTED}"
+    temporary.write_bytes(_COMMIT.pack(generation, step))
+    os.replace(temporary, folder / COMMITTED)
 
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (to, from)

@@ -183,3 +183,12 @@ def _checkpoint(config: PretrainConfig) -> None:
         config.checkpoint.keep >= 2,
         f"checkpoint.keep={config.checkpoint.keep} must be at least 2: the newest one may turn out damaged",
     )
+    snapshot = config.snapshot
+    _need(
+        snapshot.every_steps >= 0,
+        f"snapshot.every_steps={snapshot.every_steps} must not be negative; 0 takes no snapshots",
+    )
+    _need(
+        snapshot.abandon_after_s >= 30,
+        f"snapshot.abandon_after_s={snapshot.abandon_after_s} must be at least 30: a driver takes a while to come back",
+    )

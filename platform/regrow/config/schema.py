@@ -177,6 +177,15 @@ class CheckpointConfig:
 
 
 @dataclass
+class SnapshotConfig:
+    """Copies of the training state in the memory of the nodes."""
+
+    every_steps: int = 1  # snapshot every so many steps, the most that a lost node costs; 0: none
+    folder: str = "/dev/shm"  # on every node, a file system in memory
+    abandon_after_s: float = 600.0  # without a driver, snapshots are kept for this long
+
+
+@dataclass
 class ObserveConfig:
     """What is shown and written while training."""
 
@@ -197,4 +206,5 @@ class PretrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

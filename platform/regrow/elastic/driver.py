@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -98,9 +99,11 @@ class _Session:
         geometry: list[str],
     ) -> None:
         self.config, self.run, self.console, self.connection = config, run, console, connection
+        secret = secrets.token_bytes(32)
         self.coordinator = start_coordinator(
             run.folder,
             run.run_id,
+            secret=secret,
             checkpoints=CHECKPOINTS,
             tensorboard=config.observe.tensorboard,
             submitted={
@@ -124,6 +127,7 @@ class _Session:
         job = Job(
             config=config,
             run_id=run.run_id,
+            secret=secret,
             checkpoints=str(run.folder / CHECKPOINTS),
             corpora=corpora,
             coordinator=self.coordinator,

@@ -18,6 +18,7 @@ class Job:
 
     config: PretrainConfig
     run_id: str
+    secret: bytes  # that keepers ask of those who want bytes
     checkpoints: str  # folder
     corpora: Corpora
     coordinator: Any  # actor handles

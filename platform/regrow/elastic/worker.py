@@ -22,12 +22,14 @@ from torch.distributed.device_mesh import DeviceMesh
 import regrow
 from regrow.checkpoint import catalog, store
 from regrow.checkpoint.collective import from_rank_0, gather
+from regrow.checkpoint.snapshot import Snapshots
 from regrow.checkpoint.state import Entry, Progress, set_optimizer_step, training_entries
 from regrow.config.schema import PretrainConfig
 from regrow.data.batch import layout_of
 from regrow.data.corpora import order_of
 from regrow.data.stream import Ask, rank_batches, ways_to_ask
 from regrow.elastic.job import CALL_TIMEOUT_S, Job
+from regrow.elastic.memory_tier import MemoryTier
 from regrow.elastic.rendezvous import join_generation
 from regrow.errors import CheckpointError
 from regrow.model.flops import flops_per_token, peak_flops
@@ -51,6 +53,7 @@ def run_worker(job: Job) -> None:
     context = ray.train.get_context()
     rank, world_size = context.get_world_rank(), context.get_world_size()
     device = _device(config, context.get_local_world_size())
+    memory = MemoryTier(job) if config.snapshot.every_steps else None  # its keeper starts beside what follows
     generation = join_generation(job.coordinator, device_type=device.type, timeout_s=config.train.collective_timeout_s)
     plan = plan_batch(
         num_slices=config.optim.num_slices,
@@ -64,7 +67,11 @@ def run_worker(job: Job) -> None:
     model = build_model(config.model, config.parallel, mesh=mesh, device=device, seed=config.run.seed, eot_id=eot_id)
     optimizer = build_optimizer(model, config.optim)
     built = time.time()
-    progress, source = _restore(job, generation, training_entries(model, optimizer, inner_tensor=inner_tensor))
+    entries = training_entries(model, optimizer, inner_tensor=inner_tensor)
+    progress, source = _restore(job, generation, entries, memory)
+    snapshots = None
+    if memory is not None:
+        snapshots = memory.start(entries, generation, *replica_of(mesh))
     set_optimizer_step(optimizer, progress.step)
     refresh_float8_scales(model)
     restored = time.time()
@@ -73,7 +80,7 @@ def run_worker(job: Job) -> None:
     tokens_per_step = config.optim.global_batch_seqs * config.data.seq_len
     last_step = min(config.train.steps, config.train.stop_at_step or config.train.steps)
     batches = rank_batches(
-        _ways_to_ask(job, generation, plan.ranges[rank], context.get_local_world_size()),
+        _ways_to_ask(job, generation, plan.ranges[rank]),
         order,
         reader,
         layout_of(config),
@@ -101,14 +108,15 @@ def run_worker(job: Job) -> None:
         keep_gathered=not config.parallel.reshard_after_forward,
         loss_function=build_loss(config.parallel, device),
     )
-    hooks = _Hooks(job, generation, step, mesh, _Validation(job, device, rank, world_size))
+    hooks = _Hooks(job, generation, step, mesh, _Validation(job, device, rank, world_size), snapshots)
     startup_s = {
         **(job.driver_s if generation == job.first_generation else {}),
         "workers": entered - (job.fit_at if generation == job.first_generation else entered),
         "model": built - entered,
         "restore": restored - built,
     }
-    workers = gather({"host": socket.gethostname(), "pid": os.getpid(), "device": _device_name(device)})
+    node = ray.get_runtime_context().get_node_id()
+    workers = gather({"host": socket.gethostname(), "node": node, "pid": os.getpid(), "device": _device_name(device)})
     if rank == 0:
         details = {
             "world_size": world_size,
@@ -135,6 +143,7 @@ def run_worker(job: Job) -> None:
                 seqs_per_step=config.optim.global_batch_seqs,
                 slice_seqs=layout_of(config).slice_seqs,
                 num_micro_batches=plan.num_micro_batches,
+                snapshot_every_steps=config.snapshot.every_steps,
                 checkpoint_every_steps=config.checkpoint.every_steps,
                 validate_every_steps=config.train.validate_every_steps if config.train.validation_seqs else 0,
             ),
@@ -171,7 +180,9 @@ class _Hooks:
         step: TrainStep,
         mesh: DeviceMesh,
         validation: _Validation,
+        snapshots: Snapshots | None,
     ) -> None:
+        self.snapshots = snapshots
         self.job, self.generation, self.step = job, generation, step
         self.validation = validation
         self.rank = dist.get_rank()
@@ -189,6 +200,17 @@ class _Hooks:
             self.stop = bool(ray.get(reply)) or self.stop
             self.replies.remove(reply)
         return self.stop
+
+    def snapshot(self, progress: Progress) -> None:
+        if self.snapshots is not None:
+            self.snapshots.begin(progress.step, progress.to_dict())
+
+    def confirm(self, step: int) -> None:
+        if self.snapshots is not None:
+            self.snapshots.confirm(step)
+
+    def await_snapshot(self) -> float:
+        return self.snapshots.wait() if self.snapshots is not None else 0.0
 
     def save(self, progress: Progress) -> float:
         begun = time.perf_counter()
@@ -228,6 +250,8 @@ class _Hooks:
 
     def close(self) -> None:
         """Wait until the coordinator has everything."""
+        if self.snapshots is not None:
+            self.snapshots.close()
         ray.get(list(self.replies), timeout=CALL_TIMEOUT_S)
         self.replies.clear()
 
@@ -235,13 +259,19 @@ class _Hooks:
         ray.get(self.job.coordinator.commit.remote(self.generation, step_folder, pointer), timeout=CALL_TIMEOUT_S)
 
 
-def _restore(job: Job, generation: int, entries: list[Entry]) -> tuple[Progress, str]:
-    """Load the newest committed checkpoint that is sound, on all ranks the same one; from seed if there is none.
+def _restore(job: Job, generation: int, entries: list[Entry], memory: MemoryTier | None) -> tuple[Progress, str]:
+    """Load the newest committed state that is sound, on all ranks the same one; from seed if there is none.
 
-    Collective. A damaged one is reported and the one before it taken. Raises CheckpointError if all are damaged.
+    Collective. From the nodes' memory, where that holds it, else from storage. A damaged checkpoint is reported and the
+    one before it taken. Raises CheckpointError if all are damaged.
     """
     folder = Storage.at(job.checkpoints)
     steps = from_rank_0(catalog.committed_steps(folder))
+    if memory is not None:
+        memory.join()
+        restored = memory.restore(entries, at_least=steps[0] if steps else 0)
+        if restored is not None:
+            return restored[0], "snapshot"
     for step in steps:
         problem = ""
         index = None
@@ -265,12 +295,12 @@ def _restore(job: Job, generation: int, entries: list[Entry]) -> tuple[Progress,
     return Progress(), "seed"
 
 
-def _ways_to_ask(job: Job, generation: int, slices: range, ranks_on_node: int) -> list[Ask]:
+def _ways_to_ask(job: Job, generation: int, slices: range) -> list[Ask]:
     """How this rank asks for its slices; for all ranks of its node together, where there are several. Collective."""
     node_id = ray.get_runtime_context().get_node_id()
     slices_on_node = [part for node, part in gather((node_id, slices)) if node == node_id]
     fetcher = None
-    if ranks_on_node > 1:
+    if len(slices_on_node) > 1:
         with contextlib.suppress(ray.exceptions.RayError):  # a stream that died comes back, without fetchers
             fetcher = ray.get(job.stream.fetcher.remote(node_id), timeout=job.config.data.stall_timeout_s)
     return ways_to_ask(job.stream, fetcher, layout_of(job.config), group=generation, slices_on_node=slices_on_node)

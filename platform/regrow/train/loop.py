@@ -27,6 +27,15 @@ class Hooks(Protocol):
     def wants_to_leave(self) -> bool:
         """Has this rank been asked to leave? Travels to all ranks with the next step's reduction."""
 
+    def snapshot(self, progress: Progress) -> None:
+        """Begin to copy the state, which does not change before `await_snapshot`."""
+
+    def confirm(self, step: int) -> None:
+        """All collectives of a step have succeeded: its snapshot may become visible."""
+
+    def await_snapshot(self) -> float:
+        """The state is about to change: wait for the copy under way; returns the seconds."""
+
     def save(self, progress: Progress) -> float:
         """Commit a checkpoint; returns the seconds training stood still."""
 
@@ -44,6 +53,7 @@ class LoopSettings:
     seqs_per_step: int
     slice_seqs: int
     num_micro_batches: int  # passes of every rank, among which it shares its slices evenly
+    snapshot_every_steps: int  # 0: never
     checkpoint_every_steps: int
     validate_every_steps: int  # 0: never
 
@@ -84,7 +94,11 @@ def train(
             oldest = launched.pop(0)
             result = oldest.stats.resolve()
             leaving = leaving or result.flag
+            hooks.confirm(int(str(oldest.row["step"])))
             hooks.log(meter.finish(oldest.row, result))
+
+    def await_snapshot() -> None:
+        meter.snapshot_s += hooks.await_snapshot()
 
     while progress.step < settings.last_step and not leaving:
         waited = time.perf_counter()
@@ -99,6 +113,7 @@ def train(
             lr=lr,
             flag=hooks.wants_to_leave(),
             digest=batch.digest(),
+            before_update=await_snapshot,
         )
         progress.step += 1
         progress.cursor += settings.seqs_per_step
@@ -113,6 +128,10 @@ def train(
             launched[0].stats.resolve()  # the device is done with this step: what follows is timed on its own
             launched[0].row["validation_loss"] = meter.outside_steps(lambda: hooks.validate(progress.step))
         settle(keep=0 if save_due else lag)
+        if settings.snapshot_every_steps and progress.step % settings.snapshot_every_steps == 0:
+            hooks.snapshot(progress)
+            if not launched:  # the host has seen this step succeed
+                hooks.confirm(progress.step)
         if save_due:  # after its row is logged, so that a committed step's row is never missing
             meter.snapshot_s += hooks.save(progress)
             saved_at = progress.step

@@ -97,15 +97,19 @@ class TrainStep:
         lr: float,
         flag: bool = False,
         digest: int = 0,
+        before_update: Callable[[], None] | None = None,
     ) -> StepStats:
         """Train on one global batch. Collective over `group`.
 
         `micro_batches` are this rank's rows, int64 [m, T+1] each on the model's device, at least one and at most
         `num_micro_batches`, which is the same on every rank: a short rank repeats its last one with every target
         ignored, which adds exactly nothing. `flag` (any rank) and `digest` (sum) come back in the result.
+        `before_update` is called before parameters and moments change.
         """
         assert 1 <= len(micro_batches) <= num_micro_batches, f"{len(micro_batches)=} {num_micro_batches=}"
         loss, num_tokens = self.accumulate(micro_batches, num_micro_batches)
+        if before_update is not None:
+            before_update()
         return self.update(loss, num_tokens, lr=lr, flag=flag, digest=digest)
 
     def accumulate(self, micro_batches: Sequence[Tensor], num_micro_batches: int) -> tuple[Tensor, Tensor]:
