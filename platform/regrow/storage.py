@@ -176,7 +176,7 @@ class RemoteStorage(Storage):
     def read_range(self, name: str, offset: int, num_bytes: int) -> bytes:
         def read(path: str) -> bytes:
             with self._open(path) as file:
-                return file.read_at(num_bytes, offset)
+                return file.read_at(num_bytes, min(offset, file.size()))  # past the end some stores raise an OSError
 
         return self._retry(name, read)
 

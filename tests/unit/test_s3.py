@@ -36,6 +36,8 @@ def test_a_folder_of_files(bucket: str) -> None:
     storage.write_bytes("b/c.bin", bytes(6_000_000))  # more than one part of a multipart upload
     assert storage.list() == ["a.bin", "b"]
     assert storage.read_range("a.bin", 3, 4) == b"3456"
+    assert storage.read_range("a.bin", 8, 4) == b"89"
+    assert storage.read_range("a.bin", 20, 4) == b""  # at once: past the end is no failure to be tried again
     assert storage.read_bytes("b/c.bin") == bytes(6_000_000)
     storage.write_bytes("a.bin", b"replaced")
     assert storage.read_bytes("a.bin") == b"replaced"
