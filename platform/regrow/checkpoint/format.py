@@ -9,6 +9,7 @@ import hashlib
 import json
 import zlib
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from regrow.checkpoint.layout import Span
@@ -47,6 +48,11 @@ class Index:
     @property
     def num_bytes(self) -> int:
         return sum(file.num_bytes for file in self.files)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Of all whole tensors."""
+        return sum(prod(shape) * ITEM_BYTES[dtype] for dtype, shape in self.tensors.values())
 
     def to_json(self) -> bytes:
         content = {

@@ -7,30 +7,22 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from regrow.checkpoint.catalog import step_folder
 from regrow.checkpoint.collective import gather, rank
-from regrow.checkpoint.format import (
-    CHUNK_BYTES,
-    COMMIT,
-    ITEM_BYTES,
-    DataFile,
-    Index,
-    Stored,
-    checksums,
-    decode_header,
-    encode_header,
-)
+from regrow.checkpoint.format import COMMIT, DataFile, Index, encode_header
 from regrow.checkpoint.layout import Span, replica_part
-from regrow.checkpoint.reshard import Read, Source, plan_reads
+from regrow.checkpoint.read import read_elements, read_headers
+from regrow.checkpoint.reshard import plan_reads
 from regrow.checkpoint.state import Entry
 from regrow.errors import CheckpointError
 from regrow.storage import Storage
 
 Commit = Callable[[str, bytes], None]  # (folder name, content of COMMIT): writes it, or raises if fenced off
+FILE_BYTES = 2**28  # of tensors that `save_one_by_one` holds, and puts into one file
 
 
 def save(
@@ -77,19 +69,38 @@ def save(
     problem = None
     if rank() == 0:
         try:
-            content = index.to_json()
-            name = f"{token}.index.json"
-            target.write_bytes(name, content)
-            pointer = json.dumps({"index": name, "sha256": hashlib.sha256(content).hexdigest()}).encode()
-            if commit is None:
-                target.write_bytes(COMMIT, pointer)
-            else:
-                commit(step_folder(step), pointer)
+            _publish(target, f"{token}.index.json", index, commit)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
     problem = gather(problem)[0]
     if problem:
         raise CheckpointError(f"checkpoint of step {step} at {target} was not committed: {problem}")
+    return index
+
+
+def save_one_by_one(folder: Storage, entries: Iterable[Entry], *, scalars: dict[str, int], run_id: str) -> Index:
+    """Write and commit a checkpoint of whole tensors that come one after another, holding about FILE_BYTES of them.
+
+    Local. For checkpoints made of something else than a live run: their generation is 0, before every run's first.
+    """
+    step = scalars["step"]
+    target, identity = folder / step_folder(step), (run_id, 0, step)
+    files, tensors = [], {}
+    for batch in _batches(entries):
+        file = _write_file(target, f"g000000-{secrets.token_hex(4)}.safetensors", batch, identity, 0, 1)
+        files += [file] if file else []
+        tensors.update({entry.span.name: (entry.span.dtype, entry.span.shape) for entry in batch})
+        del batch  # before the next ones are read
+    index = Index(
+        run_id=run_id,
+        generation=0,
+        step=step,
+        scalars=scalars,
+        tensors=tensors,
+        files=tuple(files),
+        information={"written_at": time.time()},
+    )
+    _publish(target, f"g000000-{secrets.token_hex(4)}.index.json", index, None)
     return index
 
 
@@ -101,14 +112,11 @@ def restore(folder: Storage, index: Index, entries: Sequence[Entry]) -> int:
     """
     _check_same(index, entries, folder)
     source = folder / step_folder(index.step)
-    stored: dict[Source, Stored] = {}
-    for file in index.files:
-        for piece in _read_header(source, file, index):
-            stored[Source(file.name, piece.span)] = piece
+    stored = read_headers(source, index)
     wanted = [entry.span for entry in entries]
     num_bytes = 0
     for read in plan_reads(stored, wanted):
-        data = _read_elements(source, read, stored[read.source])
+        data = read_elements(source, read, stored[read.source])
         span = wanted[read.want]
         target = entries[read.want].memory[read.start - span.start : read.stop - span.start]
         target.copy_(torch.frombuffer(bytearray(data), dtype=target.dtype))
@@ -139,28 +147,27 @@ def _write_file(
     return DataFile(name, num_bytes, len(header), hashlib.sha256(header).hexdigest())
 
 
-def _read_header(source: Storage, file: DataFile, index: Index) -> list[Stored]:
-    try:
-        data = source.read_range(file.name, 0, file.header_bytes)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{source}/{file.name}: named by the index but not there") from error
-    return decode_header(data, file, index, f"{source}/{file.name}")
+def _publish(target: Storage, name: str, index: Index, commit: Commit | None) -> None:
+    """Write the index under `name`, then COMMIT: from here on there is a checkpoint."""
+    content = index.to_json()
+    target.write_bytes(name, content)
+    pointer = json.dumps({"index": name, "sha256": hashlib.sha256(content).hexdigest()}).encode()
+    if commit is None:
+        target.write_bytes(COMMIT, pointer)
+    else:
+        commit(step_folder(index.step), pointer)
 
 
-def _read_elements(source: Storage, read: Read, stored: Stored) -> memoryview:
-    """The bytes of a read, from whole chunks whose checksums hold."""
-    item = ITEM_BYTES[stored.span.dtype]
-    begin, end = (read.start - stored.span.start) * item, (read.stop - stored.span.start) * item
-    first = begin // CHUNK_BYTES
-    aligned_begin, aligned_end = first * CHUNK_BYTES, min(-(-end // CHUNK_BYTES) * CHUNK_BYTES, stored.num_bytes)
-    data = memoryview(source.read_range(read.source.file, stored.offset + aligned_begin, aligned_end - aligned_begin))
-    found = checksums(data)
-    expected = list(stored.crc32[first : first + len(found)])
-    if data.nbytes != aligned_end - aligned_begin or found != expected:
-        raise CheckpointError(
-            f"{source}/{read.source.file}: {stored.span.name} fails its checksum; the file is damaged"
-        )
-    return data[begin - aligned_begin : end - aligned_begin]
+def _batches(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """Entries in runs of FILE_BYTES and at most one entry more."""
+    batch: list[Entry] = []
+    for entry in entries:
+        batch.append(entry)
+        if sum(held.memory.nbytes for held in batch) >= FILE_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def _check_same(index: Index, entries: Sequence[Entry], folder: Storage) -> None:

@@ -1,0 +1,38 @@
+"""Reading the files of a committed checkpoint, every byte checked. No torch, so that every process can."""
+
+from regrow.checkpoint.format import CHUNK_BYTES, ITEM_BYTES, DataFile, Index, Stored, checksums, decode_header
+from regrow.checkpoint.reshard import Read, Source
+from regrow.errors import CheckpointError
+from regrow.storage import Storage
+
+
+def read_headers(source: Storage, index: Index) -> dict[Source, Stored]:
+    """What every data file in the step's folder `source` holds, and where. Raises CheckpointError as `read_header`."""
+    return {
+        Source(file.name, stored.span): stored for file in index.files for stored in read_header(source, file, index)
+    }
+
+
+def read_header(source: Storage, file: DataFile, index: Index) -> list[Stored]:
+    """What one data file holds. Raises CheckpointError where it is missing, or not the one that the index means."""
+    try:
+        data = source.read_range(file.name, 0, file.header_bytes)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{source}/{file.name}: named by the index but not there") from error
+    return decode_header(data, file, index, f"{source}/{file.name}")
+
+
+def read_elements(source: Storage, read: Read, stored: Stored) -> memoryview:
+    """The bytes of a read, from whole chunks whose checksums hold. Raises CheckpointError where one does not."""
+    item = ITEM_BYTES[stored.span.dtype]
+    begin, end = (read.start - stored.span.start) * item, (read.stop - stored.span.start) * item
+    first = begin // CHUNK_BYTES
+    aligned_begin, aligned_end = first * CHUNK_BYTES, min(-(-end // CHUNK_BYTES) * CHUNK_BYTES, stored.num_bytes)
+    data = memoryview(source.read_range(read.source.file, stored.offset + aligned_begin, aligned_end - aligned_begin))
+    found = checksums(data)
+    expected = list(stored.crc32[first : first + len(found)])
+    if data.nbytes != aligned_end - aligned_begin or found != expected:
+        raise CheckpointError(
+            f"{source}/{read.source.file}: {stored.span.name} fails its checksum; the file is damaged"
+        )
+    return data[begin - aligned_begin : end - aligned_begin]
