@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,6 +71,14 @@ class Job:
     def events(self, name: str) -> list[dict[str, Any]]:
         return [event for event in read_events(Storage.at(self.folder)) if event["event"] == name]
 
+    def memory(self) -> list[Path]:
+        """The folders of this run's snapshots, one a node."""
+        try:
+            run_id = json.loads((self.folder / "run.json").read_bytes())["run_id"]
+        except FileNotFoundError:
+            return []
+        return sorted(Path("/dev/shm").glob(f"regrow-{run_id}-*"))
+
     def report(self) -> dict[str, Any]:
         return dict(json.loads((self.folder / "report.json").read_bytes()))
 
@@ -113,6 +122,8 @@ class Job:
             _kill(pid)
         self.process.wait()
         self._ray_folder.cleanup()
+        for folder in self.memory():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def run_to_end(storage: Path, name: str, *overrides: str, timeout_s: float = 180.0) -> Job:
