@@ -1,12 +1,17 @@
 """Opening a run: new, continued, or refused with the reason."""
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from regrow.config.schema import ActivationCheckpoint, PretrainConfig, Schedule
-from regrow.elastic.run_folder import check_may_start, open_run
+from regrow.config.identity import identity, model_of
+from regrow.config.schema import ActivationCheckpoint, ModelConfig, PretrainConfig, Schedule
+from regrow.elastic.run_folder import check_may_start, open_run, write_record
 from regrow.errors import ResumeError
+from regrow.storage import Storage
+from regrow.testing.tiny import tiny_model
 
 
 def config(tmp_path: Path) -> PretrainConfig:
@@ -76,3 +81,28 @@ def test_resume_false_refuses_an_existing_run_and_leaves_it_alone(tmp_path: Path
     with pytest.raises(ResumeError, match=r"run\.resume=false"):
         open_run(fresh, manifest_sha256="aa")
     assert (tmp_path / "mine" / "run.json").read_bytes() == before
+
+
+def test_a_run_of_imported_weights_is_completed_by_its_first_attempt(tmp_path: Path) -> None:
+    folder = Storage.at(tmp_path / "mine")
+    write_record(folder, run_id="abc", identity={"model.rope_theta": 1e4, "model.dim": 256}, manifest_sha256=None)
+    with pytest.raises(ResumeError, match=r"other settings \(model\.rope_theta: 10000\.0 -> 500000\.0\)"):
+        check_may_start(config(tmp_path))
+    first = config(tmp_path)
+    first.model.rope_theta, first.optim.lr = 1e4, 0.5
+    run = open_run(first, manifest_sha256="aa")
+    assert (run.run_id, run.resumed_step) == ("abc", 0)
+    assert open_run(first, manifest_sha256="aa").run_id == "abc"
+    with pytest.raises(ResumeError, match="corpus: aa -> bb"):
+        open_run(first, manifest_sha256="bb")
+    first.optim.lr = 0.1
+    with pytest.raises(ResumeError, match=r"optim\.lr: 0\.5 -> 0\.1"):
+        check_may_start(first)
+
+
+def test_a_model_is_found_back_in_its_identity(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    made.model = tiny_model(tied=True)
+    record = json.loads(json.dumps(identity(made)))
+    assert model_of(record) == replace(made.model, name="debug")
+    assert model_of({"model.dim": 64}) == ModelConfig(dim=64)

@@ -3,10 +3,11 @@
 Cluster, parallel techniques, checkpointing, logging and `train.steps` are not among them.
 """
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from typing import Any
 
-from regrow.config.schema import PretrainConfig
+from regrow.config.schema import ModelConfig, PretrainConfig, RopeScaling
 
 DATA_KEYS = ("recipe", "vocab_size", "seq_len", "validation_fraction", "rows_per_group", "window_steps", "mixture")
 
@@ -20,6 +21,15 @@ def identity(config: PretrainConfig) -> dict[str, Any]:
     flat = {f"{group}.{key}": value for group, values in groups.items() for key, value in values.items()}
     flat["optim.schedule"] = config.optim.schedule.value
     return {"run.seed": config.run.seed, **flat}
+
+
+def model_of(settings: Mapping[str, Any]) -> ModelConfig:
+    """The model that an identity describes; what it does not say is the schema's default, the name too."""
+    names = [field.name for field in fields(ModelConfig) if f"model.{field.name}" in settings]
+    given = {name: settings[f"model.{name}"] for name in names}
+    if given.get("rope_scaling") is not None:
+        given["rope_scaling"] = RopeScaling(**given["rope_scaling"])
+    return ModelConfig(**given)
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

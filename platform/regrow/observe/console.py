@@ -126,6 +126,17 @@ class Console:
             self._shown_at = now
             self._print(f"{stage.name}: {text}")
 
+    def counter(self, stage: Stage, total: float) -> Callable[[float], None]:
+        """What shows the progress of a stage when it is told how much more is done."""
+        done = 0.0
+
+        def advance(more: float) -> None:
+            nonlocal done
+            done += more
+            self.progress(stage, done, total)
+
+        return advance
+
     def close(self) -> None:
         """Leave the last row as an ordinary line and give the terminal back."""
         self._end_live()

@@ -1,0 +1,112 @@
+"""Look after the checkpoints of runs: `python -m jobs.checkpoint list|inspect|verify|diff|export|import ...`."""
+
+import argparse
+import sys
+from functools import partial
+
+from regrow.checkpoint import describe, tools
+from regrow.config.schema import Dtype
+from regrow.elastic.run_folder import checkpoints_of
+from regrow.errors import RegrowError
+from regrow.observe.console import Console, Stage
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m jobs.checkpoint", description=__doc__)
+    commands = parser.add_subparsers(required=True)
+    for name, (run, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run, command=name)
+        if name == "import":
+            command.add_argument("--from", dest="source", required=True, metavar="FOLDER")
+        else:
+            command.add_argument("run_folder", help="<run.storage_path>/<run.name>, a path or a URI")
+        if name == "diff":
+            command.add_argument("other", nargs="?", metavar="run_folder_b", help="left out: two --step of one run")
+            command.add_argument("--step", type=int, nargs="+", metavar="N", help="one for both, or one for each")
+        if name in ("inspect", "verify", "export"):
+            default = "all" if name == "verify" else "the newest sound one"
+            command.add_argument("--step", type=int, metavar="N", help=f"default: {default}")
+        if name == "inspect":
+            command.add_argument("--stats", action="store_true", help="of every tensor: norm, largest, not finite")
+        if name in ("export", "import"):
+            command.add_argument("--to", required=True, metavar="FOLDER", help="a new one; a run's, for an import")
+            command.add_argument("--format", choices=("hf", "dcp"), required=True)
+        if name == "export":
+            command.add_argument("--dtype", type=Dtype, choices=list(Dtype), default=Dtype.float32, help="of hf's")
+    options = parser.parse_args()
+    try:
+        with Console(sys.stderr) as console:
+            status = options.run(options, partial(console.counter, Stage(options.command, "B")))
+    except (RegrowError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    sys.exit(status)
+
+
+def list_(options: argparse.Namespace, start: tools.Start) -> int:
+    print("\n".join(describe.list_lines(tools.survey(*checkpoints_of(options.run_folder)))))
+    return 0
+
+
+def inspect(options: argparse.Namespace, start: tools.Start) -> int:
+    checkpoints, index = tools.choose(*checkpoints_of(options.run_folder), options.step)
+    found = {}
+    if options.stats:
+        from regrow.checkpoint.tensors import CheckpointTensors, statistics  # torch takes seconds
+
+        found = statistics(CheckpointTensors(checkpoints, index, start(index.tensor_bytes)))
+    print("\n".join(describe.inspect_lines(index, found)))
+    return 0
+
+
+def verify(options: argparse.Namespace, start: tools.Start) -> int:
+    seen = []
+    for found in tools.examine(*checkpoints_of(options.run_folder), options.step, start):
+        print(f"step {found.step}: {found.problem or 'sound'}", flush=True)
+        seen.append(found)
+    return int(all(found.problem for found in seen) or any(found.problem and found.committed for found in seen))
+
+
+def diff(options: argparse.Namespace, start: tools.Start) -> int:
+    steps = options.step or [None]
+    if len(steps) > 2 or (options.other is None and len(steps) < 2):
+        raise RegrowError("diff takes two run folders with at most one --step for each, or one folder and two --step")
+    places = [(options.run_folder, steps[0]), (options.other or options.run_folder, steps[-1])]
+    opened = [tools.choose(*checkpoints_of(run_folder), step) for run_folder, step in places]
+    from regrow.checkpoint.tensors import CheckpointTensors, differences
+
+    advance = start(sum(index.tensor_bytes for _, index in opened))
+    first, second = (CheckpointTensors(*one, advance) for one in opened)
+    lines = list(describe.diff_lines(first.index, second.index, differences(first, second)))
+    print("\n".join(lines) or "the same state")
+    return 1 if lines else 0
+
+
+def export(options: argparse.Namespace, start: tools.Start) -> int:
+    _, index = tools.choose(*checkpoints_of(options.run_folder), options.step)
+    from regrow.elastic.exchange import export_run
+
+    print(export_run(options.format, options.run_folder, index, options.to, dtype=options.dtype, start=start))
+    return 0
+
+
+def import_(options: argparse.Namespace, start: tools.Start) -> int:
+    from regrow.elastic.exchange import import_run
+
+    print(import_run(options.format, options.source, options.to, start=start))
+    return 0
+
+
+COMMANDS = {
+    "list": (list_, "which checkpoints a run has, after a quick look at each"),
+    "inspect": (inspect, "what a checkpoint holds"),
+    "verify": (verify, "check every byte; status 1 if a checkpoint is damaged"),
+    "diff": (diff, "what differs between two checkpoints, of two runs or of one; status 1 if anything does"),
+    "export": (export, "write a checkpoint for Hugging Face's LlamaForCausalLM (hf), or as torch's DCP does (dcp)"),
+    "import": (import_, "make a new run that starts from such weights (hf), or goes on from such a state (dcp)"),
+}
+
+if __name__ == "__main__":
+    main()

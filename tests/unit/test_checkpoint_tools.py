@@ -1,0 +1,223 @@
+"""`jobs.checkpoint` tells what a run's checkpoints hold, and names what is damaged or differs."""
+
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from regrow.checkpoint import tools
+from regrow.checkpoint.catalog import open_checkpoint
+from regrow.checkpoint.format import COMMIT
+from regrow.checkpoint.layout import Span
+from regrow.checkpoint.state import Entry
+from regrow.checkpoint.store import save_one_by_one
+from regrow.checkpoint.tensors import CheckpointTensors, differences, statistics
+from regrow.elastic.run_folder import checkpoints_of
+from regrow.errors import CheckpointError
+from regrow.storage import Storage
+from regrow.testing.runs import RUN_ID, save_run
+from regrow.testing.s3 import s3_server
+from regrow.testing.tiny import tiny_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def quiet(num_bytes: int) -> None:
+    pass
+
+
+def job(*arguments: object, status: int = 0) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-X", "importtime", "-m", "jobs.checkpoint", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def imported(done: subprocess.CompletedProcess[str]) -> set[str]:
+    return {line.split("|")[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+
+
+def errors(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in done.stderr.splitlines() if line.startswith(("error", "Traceback"))]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of steps 1 and 2, and a leftover of step 3."""
+    folder = tmp_path_factory.mktemp("runs") / "mine"
+    save_run(folder, tiny_model(), steps=(1, 2))
+    shutil.copytree(folder / "checkpoints" / "step-00000002", folder / "checkpoints" / "step-00000003")
+    (folder / "checkpoints" / "step-00000003" / COMMIT).unlink()
+    return folder
+
+
+def test_list_is_quick_and_tells_sound_damaged_and_uncommitted_apart(run: Path, tmp_path: Path) -> None:
+    done = job("list", run)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line[0] for line in lines[1:]] == ["3", "2", "1"]
+    assert done.stdout.splitlines()[1].endswith("not committed: it has no COMMIT")
+    assert lines[2][-2:] == ["sound,", "newest"]
+    assert lines[3][-1] == "sound"
+    assert not {"torch", "ray", "hydra", "pyarrow"} & imported(done)
+
+    shutil.copytree(run, tmp_path / "damaged")
+    (file,) = (tmp_path / "damaged" / "checkpoints" / "step-00000002").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    lines_after = job("list", tmp_path / "damaged").stdout.splitlines()
+    assert lines_after[2].endswith(f"{file}: has fewer than its {file.stat().st_size + 1:,} bytes; the file is damaged")
+    assert lines_after[3].endswith("sound, newest")
+
+
+def test_inspect_shows_scalars_tensors_files_and_statistics(run: Path) -> None:
+    done = job("inspect", run)
+    assert "step 2, cursor 24, tokens_seen 192" in done.stdout
+    assert f"run {RUN_ID}, generation 1, written " in done.stdout
+    line = next(line for line in done.stdout.splitlines() if "optim/exp_avg/layers.1.attention.wk.weight" in line)
+    assert line.split() == ["optim/exp_avg/layers.1.attention.wk.weight", "float32", "16", "x", "32"]
+    model = tiny_model()
+    size = model.dim * (2 * model.dim + 2 * model.dim // 2 + 3 * model.ffn_dim + 2)
+    assert f"{2 * size + 2 * model.dim * model.vocab_size + model.dim:,} parameters" in done.stdout
+    assert not {"torch", "ray", "hydra"} & imported(done)
+
+    shown = job("inspect", run, "--step", "1", "--stats").stdout.splitlines()
+    line = next(line for line in shown if line.startswith("  model/norm.weight "))
+    weight = opened(run / "checkpoints", 1).whole("model/norm.weight")
+    assert line.split()[3:] == [f"{weight.norm().item():.4g}", f"{weight.abs().max().item():.4g}"]
+
+
+def test_statistics_are_those_of_the_whole_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tools, "PIECE_BYTES", tools.CHUNK_BYTES)
+    values = torch.randn(300, 251, generator=torch.Generator().manual_seed(0))
+    values[7, 7], values[299, 250] = float("inf"), float("nan")
+    save(tmp_path, {"model/odd": values, "model/even": torch.arange(-3.0, 3.0)})
+    found = statistics(opened(tmp_path))
+    assert found["model/odd"].not_finite == 2
+    assert found["model/even"].norm == pytest.approx(19**0.5)
+    assert found["model/even"].largest == 3
+    assert torch.equal(opened(tmp_path).whole("model/odd").view(torch.int32), values.view(torch.int32))
+
+
+def save(folder: Path, tensors: dict[str, torch.Tensor], step: int = 0) -> None:
+    entries = [
+        Entry(Span(name, tuple(tensor.shape), "float32", 0, tensor.numel()), tensor.view(-1))
+        for name, tensor in tensors.items()
+    ]
+    save_one_by_one(Storage.at(folder), entries, scalars={"step": step}, run_id=RUN_ID)
+
+
+def opened(folder: Path, step: int = 0) -> CheckpointTensors:
+    return CheckpointTensors(Storage.at(folder), open_checkpoint(Storage.at(folder), step), quiet)
+
+
+def test_differences_say_how_far_and_see_every_bit(tmp_path: Path) -> None:
+    nan = torch.tensor([1.0, float("nan")])
+    same = {"model/same": torch.ones(3, 2), "model/nan": nan}
+    save(tmp_path, {**same, "model/zero": torch.zeros(2), "model/x": torch.tensor([3.0, 4.0])}, step=1)
+    save(tmp_path, {**same, "model/zero": -torch.zeros(2), "model/x": torch.tensor([3.0, 4.5])}, step=2)
+    found = differences(opened(tmp_path, 1), opened(tmp_path, 2))
+    assert found.keys() == {"model/zero", "model/x"}
+    assert found["model/x"].largest == 0.5
+    assert found["model/x"].relative == pytest.approx(0.1)
+    assert found["model/zero"].largest == 0
+
+
+def test_diff_of_two_steps_two_runs_and_of_a_run_with_itself(run: Path, tmp_path: Path) -> None:
+    assert job("diff", run, run, "--step", "1").stdout == "the same state\n"
+    done = job("diff", run, "--step", "1", "2", status=1)
+    assert "cursor: 12 -> 24" in done.stdout
+    num_tensors = len(open_checkpoint(Storage.at(run / "checkpoints"), 1).tensors)
+    assert done.stdout.endswith(f"{num_tensors} of {num_tensors} tensors differ\n")
+    save_run(tmp_path / "tied", tiny_model(tied=True))
+    done = job("diff", run, tmp_path / "tied", status=1)
+    assert "model/output.weight: float32[96, 32] -> (absent)" in done.stdout
+    assert "two --step" in errors(job("diff", run, status=1))[0]
+
+
+def test_verify_names_the_first_damaged_file_of_each_checkpoint(run: Path, tmp_path: Path) -> None:
+    done = job("verify", run)
+    assert done.stdout.splitlines() == ["step 3: not committed: it has no COMMIT", "step 2: sound", "step 1: sound"]
+    assert "torch" not in imported(done)
+    shutil.copytree(run, tmp_path / "damaged")
+    (file,) = (tmp_path / "damaged" / "checkpoints" / "step-00000001").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    lines = job("verify", tmp_path / "damaged", status=1).stdout.splitlines()
+    assert lines[1] == "step 2: sound"
+    assert lines[2].startswith(f"step 1: {file}: ")
+    job("verify", tmp_path / "damaged", "--step", "2")
+    job("verify", tmp_path / "damaged", "--step", "3", status=1)
+
+
+def test_verify_finds_every_flipped_bit_truncation_swap_and_missing_file(tmp_path: Path) -> None:
+    model = tiny_model(num_layers=1)
+    save_run(tmp_path / "run", model, steps=(1, 2))
+    checkpoints, step = tmp_path / "run" / "checkpoints", "step-00000002"
+    pristine = {path.name: path.read_bytes() for path in (checkpoints / step).iterdir()}
+    others = {path.suffix: path.read_bytes() for path in (checkpoints / "step-00000001").iterdir()}
+    dice = random.Random(0)
+    for trial in range(120):
+        name = sorted(pristine)[trial % len(pristine)]
+        path, data = checkpoints / step / name, bytearray(pristine[name])
+        kind = dice.choice(["flip", "truncate", "extend", "swap", "delete"])
+        if kind == "flip":
+            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+        elif kind == "truncate":
+            del data[dice.randrange(len(data)) :]
+        elif kind == "extend":
+            data += b" " if name != COMMIT else b"}"
+        path.write_bytes(others[path.suffix] if kind == "swap" else data)
+        if kind == "delete":
+            path.unlink()
+        found = {
+            each.step: each for each in tools.examine(*checkpoints_of(str(checkpoints.parent)), None, lambda _: quiet)
+        }
+        assert found[1].problem == ""
+        assert found[2].problem, (trial, kind, name)
+        if name != COMMIT:  # a damaged COMMIT may name any file
+            assert name in found[2].problem, (trial, kind, found[2].problem)
+        path.write_bytes(pristine[name])
+
+
+def test_an_object_stores_truncated_file_is_damage_too() -> None:
+    with s3_server() as bucket:
+        save_run(f"{bucket}/run", tiny_model(num_layers=1), steps=(1, 2))
+        checkpoints, run_id = checkpoints_of(f"{bucket}/run")
+        step = checkpoints / "step-00000002"
+        (name,) = (name for name in step.list() if name.endswith(".safetensors"))
+        step.write_bytes(name, step.read_bytes(name)[:1000])
+        newest, oldest = tools.examine(checkpoints, run_id, None, lambda _: quiet)
+        assert f"{step}/{name}: has fewer than its" in newest.problem
+        assert oldest.problem == ""
+
+
+@pytest.mark.parametrize("command", ["list", "inspect", "verify", "diff", "export"])
+def test_a_folder_without_checkpoints_is_one_line(command: str, tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        more = {"diff": [folder], "export": ["--to", tmp_path / "out", "--format", "hf"]}.get(command, [])
+        (line,) = errors(job(command, folder, *more, status=1))
+        assert "holds no checkpoints; name the folder of a run" in line
+
+
+def test_a_checkpoint_of_another_run_is_refused(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "copy")
+    record = tmp_path / "copy" / "run.json"
+    record.write_text(record.read_text().replace(RUN_ID, "f" * 16))
+    with pytest.raises(CheckpointError, match=f"belongs to run {RUN_ID}"):
+        tools.choose(*checkpoints_of(str(tmp_path / "copy")), 2)
+
+
+def test_tensors_written_one_by_one_fill_files_up_to_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regrow.checkpoint.store.FILE_BYTES", 4000)
+    tensors = {f"model/{k}": torch.full((k, 7), float(k)) for k in range(60)}
+    save(tmp_path, tensors)
+    index = open_checkpoint(Storage.at(tmp_path), 0)
+    assert len(index.files) > 8
+    assert max(file.num_bytes - file.header_bytes for file in index.files) < 4000 + 60 * 7 * 4
+    tools.verify(Storage.at(tmp_path), index, quiet)
+    for name, tensor in tensors.items():
+        assert torch.equal(opened(tmp_path).whole(name), tensor)

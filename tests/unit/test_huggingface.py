@@ -1,0 +1,241 @@
+"""Weights to Hugging Face's layout and back: the same bits, and the model that config.json describes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from regrow.checkpoint import huggingface
+from regrow.checkpoint.huggingface import hugging_face_name, import_entries, read_model
+from regrow.checkpoint.tensors import CheckpointTensors
+from regrow.checkpoint.tools import choose
+from regrow.config.schema import DataConfig, Dtype, ModelConfig
+from regrow.data.manifest import Manifest
+from regrow.data.prepare import prepare
+from regrow.data.tokenizer import END_OF_TEXT
+from regrow.elastic.exchange import export_run, import_run
+from regrow.elastic.run_folder import checkpoints_of, read_record
+from regrow.errors import CheckpointError, DataError
+from regrow.model.llama import Llama
+from regrow.storage import Storage
+from regrow.testing.corpus import WordRecipe
+from regrow.testing.reference_llama import reference_logits
+from regrow.testing.runs import save_run
+from regrow.testing.tiny import ragged_model, tiny_model
+
+MODELS = {
+    "tiny": tiny_model(),
+    "tied": tiny_model(tied=True),
+    "ragged": ragged_model(),
+    "all-heads": ModelConfig(
+        name="all-heads", vocab_size=50, dim=16, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=24, rope_theta=1e4
+    ),
+}
+every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+
+
+def quiet(total: int) -> Any:
+    return lambda num_bytes: None
+
+
+def export(run: Path, to: Path, dtype: Dtype = Dtype.float32) -> str:
+    _, index = choose(*checkpoints_of(str(run)))
+    return export_run("hf", str(run), index, str(to), dtype=dtype, start=quiet)
+
+
+def tensors_of(run: Path) -> CheckpointTensors:
+    return CheckpointTensors(*choose(*checkpoints_of(str(run))), lambda num_bytes: None)
+
+
+def logits(config: ModelConfig, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    with torch.device("meta"):
+        model = Llama(config)
+    model.to_empty(device="cpu")
+    model.load_state_dict(weights)
+    model.rope_Q2.copy_(model.rope_frequencies_Q2())
+    with torch.no_grad():
+        return model(tokens)
+
+
+@every_model
+def test_there_and_back_is_bitwise_equal_and_begins_a_run_at_step_0(model: ModelConfig, tmp_path: Path) -> None:
+    saved = save_run(tmp_path / "run", model)
+    export(tmp_path / "run", tmp_path / "hf")
+    told = import_run("hf", str(tmp_path / "hf"), str(tmp_path / "again"), start=quiet)
+    assert f"run.storage_path={tmp_path} run.name=again" in told
+    again = tensors_of(tmp_path / "again")
+    assert again.index.scalars == {"step": 0, "cursor": 0, "tokens_seen": 0}
+    assert again.index.tensors.keys() == saved.keys()
+    for name, tensor in saved.items():
+        assert torch.equal(again.whole(name), tensor if name.startswith("model/") else torch.zeros_like(tensor)), name
+
+
+@every_model
+def test_exported_weights_and_config_give_the_logits_of_the_run(model: ModelConfig, tmp_path: Path) -> None:
+    """The exported files are read as anyone would, the model is built from config.json alone."""
+    saved = save_run(tmp_path / "run", model)
+    export(tmp_path / "run", tmp_path / "hf")
+    read = read_model(Storage.at(tmp_path / "hf"))
+    files = load_file(tmp_path / "hf" / "model.safetensors")
+    weights = {name: files[hugging_face_name(name)] for name in names_of(model)}
+    assert len(files) == len(weights)
+    mine = {name.removeprefix("model/"): tensor for name, tensor in saved.items() if name.startswith("model/")}
+    tokens = torch.randint(model.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))
+    got = logits(read, weights, tokens)
+    assert torch.equal(got, logits(model, mine, tokens))
+    double = {name: tensor.double() for name, tensor in weights.items()}
+    for row, logits_TV in zip(tokens, got, strict=True):
+        want = reference_logits(read, double, row)
+        assert (logits_TV - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+@every_model
+def test_transformers_gives_the_same_logits(model: ModelConfig, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    saved = save_run(tmp_path / "run", model)
+    export(tmp_path / "run", tmp_path / "hf")
+    theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf", torch_dtype=torch.float32)
+    mine = {name.removeprefix("model/"): tensor for name, tensor in saved.items() if name.startswith("model/")}
+    tokens = torch.randint(model.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))
+    want = logits(model, mine, tokens)
+    with torch.no_grad():
+        got = theirs(tokens).logits
+    assert (got - want).abs().max() <= 1e-5 * want.abs().max()
+
+
+def names_of(model: ModelConfig) -> list[str]:
+    return list(huggingface.shapes_of(model))
+
+
+def test_names_are_those_that_llama_for_causal_lm_has() -> None:
+    got = {hugging_face_name(name) for name in names_of(tiny_model(num_layers=1))}
+    layer = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+    layer += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"]
+    assert got == {
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+        *(f"model.layers.0.{name}.weight" for name in layer),
+    }
+
+
+def test_large_models_are_split_over_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = save_run(tmp_path / "run", tiny_model())
+    monkeypatch.setattr(huggingface, "SHARD_BYTES", 20_000)
+    export(tmp_path / "run", tmp_path / "hf")
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in (tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert sorted(set(index["weight_map"].values())) == files
+    assert index["metadata"]["total_size"] == sum(t.nbytes for name, t in saved.items() if name.startswith("model/"))
+    for file in files:
+        for name in (content := load_file(tmp_path / "hf" / file)):
+            assert index["weight_map"][name] == file
+        assert len(content) == 1 or sum(tensor.nbytes for tensor in content.values()) <= 20_000
+    import_run("hf", str(tmp_path / "hf"), str(tmp_path / "again"), start=quiet)
+    again = tensors_of(tmp_path / "again")
+    assert all(torch.equal(again.whole(name), saved[name]) for name in saved if name.startswith("model/"))
+
+
+def test_bfloat16_files_hold_the_nearest_values_and_can_be_imported(tmp_path: Path) -> None:
+    saved = save_run(tmp_path / "run", tiny_model())
+    export(tmp_path / "run", tmp_path / "hf", Dtype.bfloat16)
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    import_run("hf", str(tmp_path / "hf"), str(tmp_path / "again"), start=quiet)
+    again = tensors_of(tmp_path / "again")
+    for name, tensor in saved.items():
+        if name.startswith("model/"):
+            assert torch.equal(again.whole(name), tensor.bfloat16().float()), name
+
+
+def test_the_tokenizer_of_the_runs_corpus_goes_with_it(tmp_path: Path) -> None:
+    config = DataConfig(vocab_size=512, seq_len=8, validation_fraction=0.2)
+    (tmp_path / "data" / "unfinished").mkdir(parents=True)
+    prepare(config, WordRecipe(), tmp_path / "data" / "words", progress=lambda stage, done, total: None)
+    save_run(tmp_path / "run", tiny_model())
+    assert "without a tokenizer" in export(tmp_path / "run", tmp_path / "without")
+    manifest = Manifest.load(tmp_path / "data" / "words")
+    record = tmp_path / "run" / "run.json"
+    record.write_text(record.read_text().replace("0" * 64, manifest.sha256))
+    assert f"with the tokenizer of {tmp_path}/data/words" in export(tmp_path / "run", tmp_path / "hf")
+    tokenizer = (tmp_path / "hf" / "tokenizer.json").read_bytes()
+    assert tokenizer == (tmp_path / "data" / "words" / "tokenizer.json").read_bytes()
+    exported = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert exported["bos_token_id"] == exported["eos_token_id"] == manifest.tokenizer.eot_id
+    assert json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())["eos_token"] == END_OF_TEXT
+    (tmp_path / "data" / "words" / "tokenizer.json").write_bytes(tokenizer + b" ")
+    with pytest.raises(DataError, match=r"tokenizer\.json is not what its manifest says"):
+        export(tmp_path / "run", tmp_path / "damaged")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mistral"}, "model_type is 'mistral'; regrow's Llama has 'llama'"),
+        ({"attention_bias": True}, "attention_bias is True; regrow's Llama has False"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; regrow's Llama has 'silu'"),
+        ({"head_dim": 64}, "head_dim is 64; regrow's Llama has 8"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling is of type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "is not a Llama's config: KeyError: 'factor'"),
+        ({"num_hidden_layers": 3}, "has no model.layers.2."),
+        ({"num_hidden_layers": 1}, "holds model.layers.1."),
+        ({"intermediate_size": 64}, r"gate_proj.weight is \[48, 32\], its config.json says \[64, 32\]"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is set, but lm_head.weight is not the embedding"),
+    ],
+)
+def test_what_this_llama_cannot_be_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save_run(tmp_path / "run", tiny_model())
+    export(tmp_path / "run", tmp_path / "hf")
+    config = tmp_path / "hf" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(CheckpointError, match=message):
+        import_run("hf", str(tmp_path / "hf"), str(tmp_path / "again"), start=quiet)
+    assert read_record(Storage.at(tmp_path / "again")) is None
+
+
+def test_the_settings_of_newer_and_older_versions_are_understood(tmp_path: Path) -> None:
+    """Newer ones keep RoPE's settings together; older ones save buffers, and a tied output a second time."""
+    model = tiny_model(tied=True)
+    saved = save_run(tmp_path / "run", model)
+    export(tmp_path / "run", tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    config["rope_parameters"] = {**config.pop("rope_scaling"), "rope_theta": config.pop("rope_theta")}
+    del config["head_dim"], config["hidden_act"], config["attention_bias"]
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(weights, tmp_path / "hf" / "model.safetensors")
+    source = Storage.at(tmp_path / "hf")
+    read = read_model(source)
+    assert {**vars(read), "name": ""} == {**vars(model), "name": ""}
+    entries = {entry.span.name: entry for entry in import_entries(source, read, lambda num_bytes: None)}
+    assert torch.equal(entries["model/embed.weight"].memory, saved["model/embed.weight"].view(-1))
+    assert entries.keys() == saved.keys()
+
+
+@pytest.mark.parametrize("keep", [0, 5, 300, -1])
+def test_a_truncated_file_is_named(keep: int, tmp_path: Path) -> None:
+    save_run(tmp_path / "run", tiny_model())
+    export(tmp_path / "run", tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        import_run("hf", str(tmp_path / "hf"), str(tmp_path / "again"), start=quiet)
+    assert not (tmp_path / "again" / "run.json").exists()
+
+
+def test_folders_that_hold_something_are_left_alone(tmp_path: Path) -> None:
+    save_run(tmp_path / "run", tiny_model())
+    export(tmp_path / "run", tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="is not empty; name a new folder"):
+        export(tmp_path / "run", tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="is not empty; name a new folder"):
+        import_run("hf", str(tmp_path / "hf"), str(tmp_path / "run"), start=quiet)
+    with pytest.raises(CheckpointError, match="is not there; name a folder that holds a Hugging Face model"):
+        import_run("hf", str(tmp_path / "nowhere"), str(tmp_path / "new"), start=quiet)
