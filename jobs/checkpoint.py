@@ -33,7 +33,8 @@ def main() -> None:
             command.add_argument("--to", required=True, metavar="FOLDER", help="a new one; a run's, for an import")
             command.add_argument("--format", choices=("hf", "dcp"), required=True)
         if name == "export":
-            command.add_argument("--dtype", type=Dtype, choices=list(Dtype), default=Dtype.float32, help="of hf's")
+            dtypes = list(Dtype)
+            command.add_argument("--dtype", type=Dtype, choices=dtypes, default=Dtype.float32, help="of hf's weights")
     options = parser.parse_args()
     try:
         with Console(sys.stderr) as console:
