@@ -13,8 +13,13 @@ BASE = [*SMALL, "+cluster=cpu3", f"train.steps={STEPS}", "checkpoint.every_steps
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    job = run_to_end(tmp_path_factory.mktemp("undisturbed"), "undisturbed", *BASE)
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(storage: Path) -> Job:
+    job = run_to_end(storage, "undisturbed", *BASE)
     assert job.memory() == []  # a run that has ended leaves nothing there
     return job
 
@@ -27,21 +32,12 @@ def assert_same_run(job: Job, undisturbed: Job) -> None:
     assert not job.events("snapshot_unreadable")
 
 
-def test_a_killed_worker_costs_at_most_a_step_and_no_storage(undisturbed: Job, tmp_path: Path) -> None:
-    with Job(tmp_path, "worker", *BASE) as job:
+def test_dead_workers_and_a_nodes_memory_gone_cost_at_most_a_step_and_no_storage(
+    undisturbed: Job, tmp_path: Path
+) -> None:
+    with Job(storage, "memory", *BASE) as job:
         job.wait_for(lambda: job.last_step() >= 20)
         assert len(job.memory()) == 3
-        os.kill(job.workers()[1], signal.SIGKILL)
-        assert job.wait() == 0, job.printed()
-        generations = job.events("generation")
-        assert [event["source"] for event in generations] == ["seed", "snapshot"]
-        assert generations[1]["start_step"] >= 19
-        assert_same_run(job, undisturbed)
-
-
-def test_with_a_nodes_memory_gone_its_peers_copies_are_enough(undisturbed: Job, tmp_path: Path) -> None:
-    with Job(tmp_path, "memory", *BASE) as job:
-        job.wait_for(lambda: job.last_step() >= 20)
         for pid in job.workers():  # all at once, so that nothing is sealed any more
             os.kill(pid, signal.SIGKILL)
         for path in job.memory()[0].glob("*.slot*"):
@@ -53,9 +49,9 @@ def test_with_a_nodes_memory_gone_its_peers_copies_are_enough(undisturbed: Job, 
         assert_same_run(job, undisturbed)
 
 
-def test_without_enough_of_it_left_the_run_goes_back_to_its_checkpoint(undisturbed: Job, tmp_path: Path) -> None:
+def test_without_enough_of_it_left_the_run_goes_back_to_its_checkpoint(undisturbed: Job, storage: Path) -> None:
     arguments = [argument for argument in BASE if "checkpoint" not in argument]
-    with Job(tmp_path, "storage", *arguments, "checkpoint.every_steps=10") as job:
+    with Job(storage, "storage", *arguments, "checkpoint.every_steps=10") as job:
         job.wait_for(lambda: job.last_step() >= 20 and len(job.events("checkpoint")) >= 2)
         for pid in job.workers():
             os.kill(pid, signal.SIGKILL)

@@ -35,11 +35,11 @@ class MemoryTier:
         gather(None)
         return info
 
-    def restore(self, entries: Sequence[Entry], *, at_least: int) -> tuple[Progress, list[str]] | None:
+    def restore(self, entries: Sequence[Entry], *, at_least: int) -> Progress | None:
         """Fill the entries from the newest committed snapshot, on all ranks or on none.
 
-        None where there is no snapshot of step `at_least` or later; the entries hold a mixture where it could not be
-        read. Also what was wrong with holders that were left out, on rank 0.
+        None where there is no snapshot of step `at_least` or later, and where it could not be read; the entries may
+        hold a mixture then.
         """
         newest = from_rank_0(
             ray.get(self.job.coordinator.newest_snapshot.remote(), timeout=CALL_TIMEOUT_S)
@@ -49,25 +49,22 @@ class MemoryTier:
         if newest is None or newest[0] < at_least:
             return None
         problem, scalars = "", {}
-        left_out: tuple[str, ...] = ()
         try:
-            restored = restore_snapshot(
+            scalars = restore_snapshot(
                 entries,
                 newest[1],
                 node=self.node,
                 folder=self.folder,
                 secret=self.job.secret,
                 reader=dist.get_rank(),
-            )
-            scalars, left_out = restored.scalars, restored.problems
+            ).scalars
         except CheckpointError as error:
             problem = str(error)
-        outcomes = gather((problem, left_out))
-        problems = sorted({text for failed, missed in outcomes for text in (failed, *missed) if text})
-        if any(failed for failed, _ in outcomes):
-            self._note({"step": newest[0], "detail": problems[0]})
+        failures = [found for found in gather(problem) if found]
+        if failures:
+            self._note({"step": newest[0], "detail": failures[0]})
             return None
-        return Progress(**scalars), problems
+        return Progress(**scalars)
 
     def start(self, entries: Sequence[Entry], generation: int, replica: int, num_replicas: int) -> Snapshots:
         """This rank's slots. Raises CheckpointError on every rank if a node's memory is too small for its ranks'."""

@@ -271,7 +271,7 @@ def _restore(job: Job, generation: int, entries: list[Entry], memory: MemoryTier
         memory.join()
         restored = memory.restore(entries, at_least=steps[0] if steps else 0)
         if restored is not None:
-            return restored[0], "snapshot"
+            return restored, "snapshot"
     for step in steps:
         problem = ""
         index = None
