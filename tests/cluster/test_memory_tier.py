@@ -33,7 +33,7 @@ def assert_same_run(job: Job, undisturbed: Job) -> None:
 
 
 def test_dead_workers_and_a_nodes_memory_gone_cost_at_most_a_step_and_no_storage(
-    undisturbed: Job, tmp_path: Path
+    undisturbed: Job, storage: Path
 ) -> None:
     with Job(storage, "memory", *BASE) as job:
         job.wait_for(lambda: job.last_step() >= 20)

@@ -5,7 +5,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
 from regrow.data import stream as stream_module
 from regrow.data.batch import direct_batches, layout_of
 from regrow.data.corpora import Corpora, order_of
-from regrow.data.stream import KEPT_BACK, rank_batches, start_stream, stop_stream, ways_to_ask, window_table
+from regrow.data.stream import KEPT_BACK, start_stream, stop_stream, ways_to_ask, window_table
 from regrow.plan.batch import plan_batch
 from regrow.testing.corpus import write_rows
+from regrow.testing.streaming import consume_batches
 
 CONFIG = PretrainConfig(
     data=DataConfig(seq_len=64, rows_per_group=8, rows_per_shard=64, window_steps=4, prefetch_windows=2),
@@ -61,59 +62,19 @@ def stream(data_dir: Path) -> Iterator[Any]:
 
 @ray.remote(num_cpus=0)
 def consume(
-    stream: Any, data_dir: Path, slices: range, start_step: int, stop_step: int, step_s: float = 0.0
-) -> tuple[list[int], list[int], list[tuple[int, str]]]:
-    """A rank: the steps it was given, the digests of its parts, and the windows that it had to read directly."""
-    corpora = Corpora.at(data_dir)
-    fallbacks: list[tuple[int, str]] = []
-    steps, digests = [], []
-    for batch in rank_batches(
-        [stream.get.remote],
-        order_of(CONFIG, corpora),
-        corpora.reader("train"),
-        LAYOUT,
-        slices=slices,
-        start_step=start_step,
-        stop_step=stop_step,
-        stall_timeout_s=60.0,
-        on_fallback=lambda window, reason: fallbacks.append((window, reason)),
-    ):
-        steps.append(batch.step)
-        digests.append(batch.digest())
-        time.sleep(step_s)
-    return steps, digests, fallbacks
-
-
-@ray.remote(num_cpus=0)
-def consume_on_node(
     stream: Any,
-    fetcher: Any,
     data_dir: Path,
     slices: range,
-    node_slices: list[range],
     start_step: int,
     stop_step: int,
-    step_s: float,
+    step_s: float = 0.0,
+    fetcher: Any = None,
+    slices_on_node: Sequence[range] = (),
 ) -> tuple[list[int], list[tuple[int, str]]]:
-    """A rank that shares its node with others: the digests of its parts, and what it read directly."""
-    corpora = Corpora.at(data_dir)
-    fallbacks: list[tuple[int, str]] = []
-    batches = rank_batches(
-        ways_to_ask(stream, fetcher, LAYOUT, group=start_step, slices_on_node=node_slices),
-        order_of(CONFIG, corpora),
-        corpora.reader("train"),
-        LAYOUT,
-        slices=slices,
-        start_step=start_step,
-        stop_step=stop_step,
-        stall_timeout_s=60.0,
-        on_fallback=lambda window, reason: fallbacks.append((window, reason)),
-    )
-    digests = []
-    for batch in batches:
-        digests.append(batch.digest())
-        time.sleep(step_s)
-    return digests, fallbacks
+    """A rank: the digests of its parts, and the windows that it had to read directly."""
+    ways = ways_to_ask(stream, fetcher, LAYOUT, group=start_step, slices_on_node=slices_on_node)
+    steps = range(start_step, stop_step)
+    return consume_batches(CONFIG, Corpora.at(data_dir), ways, slices, steps, step_s=step_s)
 
 
 def expected_digests(data_dir: Path, start_step: int, stop_step: int) -> list[int]:
@@ -126,14 +87,21 @@ def expected_digests(data_dir: Path, start_step: int, stop_step: int) -> list[in
 
 
 def group(
-    stream: Any, data_dir: Path, world_size: int, start_step: int, stop_step: int, step_s: float = 0.0
+    stream: Any,
+    data_dir: Path,
+    world_size: int,
+    start_step: int,
+    stop_step: int,
+    step_s: float = 0.0,
+    fetcher: Any = None,
 ) -> tuple[list[int], list[tuple[int, str]]]:
-    """A worker group's run: digests of its global batches, and all fallbacks."""
-    slices = plan_batch(num_slices=12, world_size=world_size).ranges
-    ranks = ray.get([consume.remote(stream, data_dir, part, start_step, stop_step, step_s) for part in slices])
-    assert all(steps == list(range(start_step, stop_step)) for steps, _, _ in ranks)
-    digests = [sum(parts) % 2**64 for parts in zip(*(digests for _, digests, _ in ranks), strict=True)]
-    return digests, [fallback for _, _, fallbacks in ranks for fallback in fallbacks]
+    """A worker group's run, with a fetcher all on its node: digests of its global batches, and all fallbacks."""
+    parts = plan_batch(num_slices=12, world_size=world_size).ranges
+    ranks = ray.get(
+        [consume.remote(stream, data_dir, part, start_step, stop_step, step_s, fetcher, parts[::-1]) for part in parts]
+    )
+    digests = [sum(part) % 2**64 for part in zip(*(digests for digests, _ in ranks), strict=True)]
+    return digests, [fallback for _, fallbacks in ranks for fallback in fallbacks]
 
 
 def test_groups_of_2_3_1_and_4_ranks_get_the_batches_of_the_order_from_any_cursor(stream: Any, data_dir: Path) -> None:
@@ -146,26 +114,10 @@ def test_groups_of_2_3_1_and_4_ranks_get_the_batches_of_the_order_from_any_curso
     assert ray.get(stream.status.remote())["restarts"] == 0  # one Dataset served them all
 
 
-def node_group(
-    stream: Any, fetcher: Any, data_dir: Path, start_step: int, stop_step: int, step_s: float = 0.0
-) -> tuple[list[int], list[tuple[int, str]]]:
-    """Four ranks on one node that ask together."""
-    parts = plan_batch(num_slices=12, world_size=4).ranges
-    node_slices = list(reversed(parts))
-    ranks = ray.get(
-        [
-            consume_on_node.remote(stream, fetcher, data_dir, part, node_slices, start_step, stop_step, step_s)
-            for part in parts
-        ]
-    )
-    digests = [sum(part) % 2**64 for part in zip(*(digests for digests, _ in ranks), strict=True)]
-    return digests, [fallback for _, fallbacks in ranks for fallback in fallbacks]
-
-
 def test_ranks_of_a_node_ask_once_for_all_of_them(stream: Any, data_dir: Path) -> None:
     fetcher = ray.get(stream.fetcher.remote(ray.get_runtime_context().get_node_id()))
     for start_step, stop_step in [(0, 26), (8, 14), (26, 40)]:  # the second group has gone back
-        digests, fallbacks = node_group(stream, fetcher, data_dir, start_step, stop_step)
+        digests, fallbacks = group(stream, data_dir, 4, start_step, stop_step, fetcher=fetcher)
         assert digests == expected_digests(data_dir, start_step, stop_step)
         assert fallbacks == []
     counts = ray.get(stream.status.remote())
@@ -174,9 +126,9 @@ def test_ranks_of_a_node_ask_once_for_all_of_them(stream: Any, data_dir: Path) -
 
 def test_a_fetcher_that_dies_is_gone_around(stream: Any, data_dir: Path) -> None:
     fetcher = ray.get(stream.fetcher.remote(ray.get_runtime_context().get_node_id()))
-    assert node_group(stream, fetcher, data_dir, 0, 8)[1] == []
+    assert group(stream, data_dir, 4, 0, 8, fetcher=fetcher)[1] == []
     ray.kill(fetcher, no_restart=True)
-    digests, fallbacks = node_group(stream, fetcher, data_dir, 8, 48, step_s=0.2)
+    digests, fallbacks = group(stream, data_dir, 4, 8, 48, 0.2, fetcher)
     assert digests == expected_digests(data_dir, 8, 48)
     assert len([window for window, _ in fallbacks if window == 2]) == 4
     assert not [window for window, _ in fallbacks if window == 11]  # the stream itself has been asked since
@@ -203,9 +155,9 @@ def test_a_stream_that_is_gone_midway_is_replaced_by_direct_reads(stream: Any, d
     begun = time.monotonic()
     parts = ray.get(ranks)
     assert time.monotonic() - begun < 20  # 32 steps of 0.1 s: nobody sat out a timeout
-    digests = [sum(pair) % 2**64 for pair in zip(*(digests for _, digests, _ in parts), strict=True)]
+    digests = [sum(pair) % 2**64 for pair in zip(*(digests for digests, _ in parts), strict=True)]
     assert digests == expected_digests(data_dir, 0, 40)
-    assert all(fallbacks and min(window for window, _ in fallbacks) >= 2 for _, _, fallbacks in parts)
+    assert all(fallbacks and min(window for window, _ in fallbacks) >= 2 for _, fallbacks in parts)
 
 
 def test_a_stream_that_dies_comes_back_where_training_is(stream: Any, data_dir: Path) -> None:
@@ -251,20 +203,9 @@ def test_without_a_cpu_for_its_tasks_ranks_read_directly_after_one_timeout(
 def in_process(
     stream: Any, data_dir: Path, start_step: int, stop_step: int, *, stall_timeout_s: float
 ) -> tuple[list[int], list[tuple[int, str]]]:
-    corpora = Corpora.at(data_dir)
-    fallbacks: list[tuple[int, str]] = []
-    batches = rank_batches(
-        [stream.get.remote],
-        order_of(CONFIG, corpora),
-        corpora.reader("train"),
-        LAYOUT,
-        slices=range(12),
-        start_step=start_step,
-        stop_step=stop_step,
-        stall_timeout_s=stall_timeout_s,
-        on_fallback=lambda window, reason: fallbacks.append((window, reason)),
-    )
-    return [batch.digest() for batch in batches], fallbacks
+    steps = range(start_step, stop_step)
+    ways = [stream.get.remote]
+    return consume_batches(CONFIG, Corpora.at(data_dir), ways, range(12), steps, stall_timeout_s=stall_timeout_s)
 
 
 @ray.remote(num_cpus=0)

@@ -15,9 +15,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
 from regrow.data.batch import direct_batches, layout_of
 from regrow.data.corpora import Corpora, order_of
-from regrow.data.stream import rank_batches, start_stream, stop_stream
+from regrow.data.stream import start_stream, stop_stream
 from regrow.plan.batch import plan_batch
 from regrow.testing.corpus import write_rows
+from regrow.testing.streaming import consume_batches
 
 CONFIG = PretrainConfig(
     data=DataConfig(seq_len=64, rows_per_group=8, rows_per_shard=64, window_steps=4, prefetch_windows=2),
@@ -92,19 +93,17 @@ class Record:
 def rank_of_group(
     stream: Any, record: Any, corpora: Corpora, group: int, rank: int, slices: range, start: int, step_s: float
 ) -> None:
-    for batch in rank_batches(
+    consume_batches(
+        CONFIG,
+        corpora,
         [stream.get.remote],
-        order_of(CONFIG, corpora),
-        corpora.reader("train"),
-        LAYOUT,
-        slices=slices,
-        start_step=start,
-        stop_step=STEPS,
+        slices,
+        range(start, STEPS),
         stall_timeout_s=STALL_S,
+        step_s=step_s,
+        seen=lambda step, digest: ray.get(record.step.remote(group, step, rank, digest)),
         on_fallback=lambda window, reason: record.fallback.remote(group, window),
-    ):
-        ray.get(record.step.remote(group, batch.step, rank, batch.digest()))
-        time.sleep(step_s)
+    )
 
 
 def test_no_position_is_lost_or_repeated_while_nodes_come_and_die(nodes: Nodes, tmp_path: Path) -> None:

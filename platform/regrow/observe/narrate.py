@@ -28,6 +28,8 @@ def narrate(event: Mapping[str, Any]) -> str | None:
             )
         case "checkpoint_damaged":
             return f"checkpoint of step {event['step']} cannot be used, trying the one before: {event['detail']}"
+        case "snapshot_unreadable":
+            return f"the snapshot of step {event['step']} cannot be used, going back to storage: {event['detail']}"
         case "failure":
             return f"{CAUSES.get(event['cause'], event['cause'])}: {event['detail']}; restarting the group"
         case "rollback":

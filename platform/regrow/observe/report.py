@@ -92,6 +92,7 @@ def report_of(ledger: Ledger, metrics: Sequence[Row], events: Sequence[Row], con
         "restarts": dict(Counter(cause for cause in causes if cause != "start")),
         "generations": len(generations),
         "recoveries": _recoveries(ledger.attempts, metrics, events),
+        "data_fallbacks": len(_named(events, "data_fallback")),
         "checkpoints": {
             "committed": len(checkpoints),
             "stall_s": round(math.fsum(_number(event, "stall_s") for event in checkpoints), 6),
