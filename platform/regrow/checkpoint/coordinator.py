@@ -17,8 +17,7 @@ import ray
 from regrow.checkpoint.commits import SnapshotBoard
 from regrow.checkpoint.format import COMMIT
 from regrow.checkpoint.keeper import KeeperInfo, end_keepers, running_keepers
-from regrow.checkpoint.keeper_node import Sealed
-from regrow.checkpoint.memory import Holder
+from regrow.checkpoint.keeper_node import Holder, Sealed
 from regrow.errors import ResumeError
 from regrow.observe.run_log import RunLog, next_generation, read_events
 from regrow.observe.tensorboard import TensorBoard

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from regrow.checkpoint.keeper_node import Held, KeeperNode, Sealed, is_served, last_used
 from regrow.checkpoint.ranges import Address
-from regrow.checkpoint.snapshot import newest_commit
+from regrow.checkpoint.slots import newest_commit
 
 NAMESPACE = "regrow-keepers"
 PING_S = 5.0
@@ -44,6 +44,7 @@ class Keeper:
         self.folder = Path(folder)
         self.keeper: KeeperNode | None = None
         self.me = ray.get_runtime_context().current_actor
+        self.starting = threading.Lock()
         self.coordinator: Any = None
         self.heard_at = time.monotonic()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
@@ -51,13 +52,14 @@ class Keeper:
     def serve(self, coordinator: Any, secret: bytes) -> KeeperInfo:
         """Work for this coordinator from now on; the same again, or another one after the first was lost."""
         self.coordinator, self.heard_at = coordinator, time.monotonic()
-        if self.keeper is None:
-            _delete_abandoned(self.folder, self.abandon_after_s)
-            host = ray.util.get_node_ip_address()
-            self.keeper = KeeperNode(
-                self.folder, node=self.node_id, host=host, secret=secret, run_id=self.run_id, report=self._report
-            )
-            self.keeper.start()
+        with self.starting:  # every rank of the node asks
+            if self.keeper is None:
+                _delete_abandoned(self.folder, self.abandon_after_s)
+                host = ray.util.get_node_ip_address()
+                self.keeper = KeeperNode(
+                    self.folder, node=self.node_id, host=host, secret=secret, run_id=self.run_id, report=self._report
+                )
+                self.keeper.start()
         self.keeper.secret = secret
         held = tuple(self.keeper.holdings())
         return KeeperInfo(self.node_id, str(self.folder), self.keeper.address, newest_commit(self.folder), held)

@@ -29,8 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regrow.checkpoint.ranges import Address, Connection, RangeServer, connected
-from regrow.checkpoint.slots import MAGIC, SlotHeader, open_slot
-from regrow.checkpoint.snapshot import NOTICES, SLOT, write_commit
+from regrow.checkpoint.slots import MAGIC, NOTICES, SLOT, SlotHeader, open_slot, write_commit
 from regrow.errors import CheckpointError
 
 COPY, CHECKSUMS = ".copy", ".crc"
@@ -57,6 +56,19 @@ class Held:
     def copy(self) -> "Held":
         """The same snapshot as its peer holds it."""
         return replace(self, file=self.file + COPY)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A snapshot file of a committed step, and where it is."""
+
+    node: str
+    address: Address  # of the node's keeper
+    held: Held
+
+    @property
+    def name(self) -> str:
+        return f"{self.node}/{self.held.file}"
 
 
 @dataclass(frozen=True)

@@ -13,27 +13,14 @@ import numpy as np
 import torch
 
 from regrow.checkpoint.format import ITEM_BYTES
-from regrow.checkpoint.keeper_node import CHUNK_BYTES, Crc, Held, checksum, read_checksums
-from regrow.checkpoint.ranges import Address, connected
+from regrow.checkpoint.keeper_node import CHUNK_BYTES, Crc, Holder, checksum, read_checksums
+from regrow.checkpoint.ranges import connected
 from regrow.checkpoint.reshard import Read, Source, plan_reads
 from regrow.checkpoint.slots import SlotHeader, open_slot
 from regrow.checkpoint.state import Entry
 from regrow.errors import CheckpointError
 
 OWN, PEER = 0, 1  # distances
-
-
-@dataclass(frozen=True)
-class Holder:
-    """A snapshot file of the step that is restored, and where it is."""
-
-    node: str
-    address: Address  # of the node's keeper
-    held: Held
-
-    @property
-    def name(self) -> str:
-        return f"{self.node}/{self.held.file}"
 
 
 @dataclass(frozen=True)

@@ -4,27 +4,34 @@
 
 A slot without its magic is empty, whatever else it holds: the magic is taken away before anything is overwritten and
 put back last, once the payload is whole and the step is known to have succeeded on every rank. Files outlive the
-process that wrote them; pages are there from the start, because touching cold ones costs more than the copy.
+process that wrote them; pages are there from the start, because touching cold ones costs more than the copy. Imports
+torch for trainers only: keepers and the coordinator do without.
 """
 
 import hashlib
 import json
 import mmap
 import os
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from regrow.checkpoint.format import ITEM_BYTES
 from regrow.checkpoint.layout import Span
 from regrow.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SLOT = ".slot"  # suffix of a slot's file
+COMMITTED, NOTICES = "committed", "keeper.sock"  # in a keeper's folder: the newest commit; its datagrams
+NOTHING = -1  # no generation, no step
 MAGIC = b"rgwsnap1"
 _PREFIX = len(MAGIC) + 8 + 32  # magic, header bytes, sha256
 _PAGE, _ALIGNED = 4096, 64
+_COMMIT = struct.Struct("<qq")  # generation, step
 _ROOM = 1024  # of a header, for the numbers that change with every step
 
 
@@ -94,8 +101,10 @@ class SlotFile:
         finally:
             os.close(descriptor)
 
-    def memory(self) -> list[torch.Tensor]:
+    def memory(self) -> list["Tensor"]:
         """The payload: a flat tensor for each span, sharing the file's memory."""
+        import torch
+
         tensors = []
         for span, offset in zip(self.header.spans, self.header.offsets, strict=False):
             dtype = getattr(torch, span.dtype)
@@ -105,8 +114,10 @@ class SlotFile:
                 tensors.append(torch.empty(0, dtype=dtype))
         return tensors
 
-    def pages(self) -> torch.Tensor:
+    def pages(self) -> "Tensor":
         """The whole file as bytes, uint8."""
+        import torch
+
         return torch.frombuffer(self._map, dtype=torch.uint8)
 
     def void(self) -> None:
@@ -154,3 +165,19 @@ def open_slot(path: Path) -> SlotHeader | None:
     if hashlib.sha256(content).digest() != prefix[len(MAGIC) + 8 :]:
         raise CheckpointError(f"{path}: the header of the snapshot is damaged")
     return SlotHeader.decode(content)
+
+
+def newest_commit(folder: Path) -> tuple[int, int]:
+    """(generation, step) of the newest commit that this node has heard of; -1 for none."""
+    try:
+        generation, step = _COMMIT.unpack((folder / COMMITTED).read_bytes())
+        return generation, step
+    except FileNotFoundError:
+        return NOTHING, NOTHING
+
+
+def write_commit(folder: Path, generation: int, step: int) -> None:
+    """Tell the node's trainers of a commit."""
+    temporary = folder / f".{COMMITTED}"
+    temporary.write_bytes(_COMMIT.pack(generation, step))
+    os.replace(temporary, folder / COMMITTED)

@@ -9,10 +9,8 @@ never overwrites the newest committed slot, nor one that is on its way: where bo
 
 import contextlib
 import json
-import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,14 +21,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from regrow.checkpoint.slots import SlotFile, empty_header
+from regrow.checkpoint.slots import NOTHING, NOTICES, SLOT, SlotFile, empty_header, newest_commit
 from regrow.checkpoint.state import Entry
 
 NUM_SLOTS = 2
-SLOT = ".slot"  # suffix of a slot's file
-COMMITTED, NOTICES = "committed", "keeper.sock"  # in the keeper's folder: the newest commit; its datagrams
-_COMMIT = struct.Struct("<qq")  # generation, step
-NOTHING = -1
 
 
 @dataclass
@@ -145,22 +139,6 @@ class Snapshots:
         committed = self.committed_step()
         free = [slot for slot in self._slots if slot.step == NOTHING or slot.step < committed]
         return min(free, key=lambda slot: slot.step, default=None)
-
-
-def newest_commit(folder: Path) -> tuple[int, int]:
-    """(generation, step) of the newest commit that this node has heard of; -1 for none."""
-    try:
-        generation, step = _COMMIT.unpack((folder / COMMITTED).read_bytes())
-        return generation, step
-    except FileNotFoundError:
-        return NOTHING, NOTHING
-
-
-def write_commit(folder: Path, generation: int, step: int) -> None:
-    """Tell the node's trainers of a commit."""
-    temporary = folder / f".{COMMITTED}"
-    temporary.write_bytes(_COMMIT.pack(generation, step))
-    os.replace(temporary, folder / COMMITTED)
 
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (to, from)
