@@ -13,7 +13,7 @@ from regrow.checkpoint.memory import restore_snapshot
 from regrow.checkpoint.snapshot import Snapshots
 from regrow.checkpoint.state import Entry, Progress
 from regrow.elastic.job import CALL_TIMEOUT_S, Job
-from regrow.errors import CheckpointError
+from regrow.errors import CheckpointError, first_line
 
 
 class MemoryTier:
@@ -21,19 +21,28 @@ class MemoryTier:
 
     def __init__(self, job: Job) -> None:
         """Ask for this node's keeper, which starts while the rank builds its model."""
-        self.job, self.config = job, job.config.snapshot
+        self.job, self.config, self.folder = job, job.config.snapshot, Path()
         self.node = ray.get_runtime_context().get_node_id()
         self.keeper = start_keeper(
             job.run_id, self.node, memory_folder=self.config.folder, abandon_after_s=self.config.abandon_after_s
         )
         self._serving = self.keeper.serve.remote(job.coordinator, job.secret)
 
-    def join(self) -> KeeperInfo:
-        """Wait for the keepers of all nodes to be up and known to the coordinator."""
-        info: KeeperInfo = ray.get(self._serving, timeout=CALL_TIMEOUT_S)
+    def join(self) -> None:
+        """Wait for the keepers of all nodes to be up and known to the coordinator.
+
+        Raises CheckpointError where a keeper cannot work on its node.
+        """
+        try:
+            info: KeeperInfo = ray.get(self._serving, timeout=CALL_TIMEOUT_S)
+        except ray.exceptions.RayTaskError as error:
+            raise CheckpointError(
+                f"snapshot.folder={self.config.folder} cannot hold snapshots ({first_line(error.cause or error)}); "
+                "name a folder in every node's memory, or take no snapshots: snapshot.every_steps=0"
+            ) from error
+        self.folder = Path(info.folder)
         ray.get(self.job.coordinator.register_keeper.remote(self.keeper, info), timeout=CALL_TIMEOUT_S)
         gather(None)
-        return info
 
     def restore(self, entries: Sequence[Entry], *, at_least: int) -> Progress | None:
         """Fill the entries from the newest committed snapshot, on all ranks or on none.
@@ -87,10 +96,6 @@ class MemoryTier:
             raise CheckpointError(f"{problems[0]}; or take no snapshots: snapshot.every_steps=0")
         assert snapshots is not None
         return snapshots
-
-    @property
-    def folder(self) -> Path:
-        return Path(ray.get(self._serving, timeout=CALL_TIMEOUT_S).folder)
 
     def _note(self, fields: dict[str, Any]) -> None:
         if dist.get_rank() == 0:
