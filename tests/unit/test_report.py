@@ -30,6 +30,7 @@ REPORT_KEYS = [
     "restarts",
     "generations",
     "recoveries",
+    "data_fallbacks",
     "checkpoints",
 ]
 RECOVERY_KEYS = [
