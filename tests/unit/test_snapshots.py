@@ -100,8 +100,6 @@ def snapshot(
                 run_id=RUN,
                 generation=generation,
                 writers_on_node=places.count(place),
-                replica=replica,
-                num_replicas=replicas,
             )
         )
     for writer in writers:

@@ -23,14 +23,21 @@ class SnapshotBoard:
         self._generation, self._nodes = 0, frozenset[str]()
         self._reported: dict[int, dict[str, Sealed]] = {}  # step -> node -> report
 
-    def begin(self, generation: int, nodes: Iterable[str]) -> None:
-        """From here on only this generation's reports count, and a step needs all these nodes'."""
+    def begin(self, generation: int, start_step: int, nodes: Iterable[str]) -> None:
+        """From here on only this generation's reports count, and a step needs all these nodes'.
+
+        A snapshot of a later step than the generation starts from is given up: it could not be read.
+        """
         self._generation, self._nodes = generation, frozenset(nodes)
         self._reported.clear()
+        if self.newest is not None and self.newest.step > start_step:
+            self.newest = None
 
     def sealed(self, report: Sealed) -> SnapshotCommit | None:
         """Take a node's report; the commit that it completes, if it does."""
         if report.generation != self._generation or report.node not in self._nodes:
+            return None
+        if not report.peer and len(self._nodes) > 1:  # it had not heard yet of the node that is to hold its copies
             return None
         if self.newest is not None and report.step <= self.newest.step and self.newest.generation == self._generation:
             return None

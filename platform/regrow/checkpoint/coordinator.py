@@ -89,7 +89,7 @@ class Coordinator:
     def start_training(self, generation: int, start_step: int, details: dict[str, Any]) -> None:
         """The group is ready to train from `start_step`: later rows of earlier generations are taken back."""
         self._fence(generation)
-        self._begin_snapshots(generation, details["workers"])
+        self._begin_snapshots(generation, start_step, details["workers"])
         rollback = self.log.begin(generation, start_step)
         if self.tensorboard:
             self.tensorboard.begin(start_step)
@@ -110,9 +110,11 @@ class Coordinator:
         """Keepers that outlived an earlier coordinator of this run hold what it had committed."""
         me = ray.get_runtime_context().current_actor
         calls = {handle: handle.serve.remote(me, secret) for handle in running_keepers(run_id).values()}
+        answered, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=ADOPT_S) if calls else ([], [])
         for handle, call in calls.items():
             with contextlib.suppress(ray.exceptions.RayError):  # its node is gone
-                self.register_keeper(handle, ray.get(call, timeout=ADOPT_S))
+                if call in answered:
+                    self.register_keeper(handle, ray.get(call))
         known = [info for _, info in self.keepers.values()]
         self.snapshots.rebuild((info.node, info.commit, info.held) for info in known)
 
@@ -192,10 +194,11 @@ class Coordinator:
         if self.tensorboard:
             self.tensorboard.close()
 
-    def _begin_snapshots(self, generation: int, workers: list[dict[str, Any]]) -> None:
-        """The ranks' nodes must all report; each one's peer is the next one's keeper."""
-        self.nodes = [node for node in dict.fromkeys(worker["node"] for worker in workers) if node in self.keepers]
-        self.snapshots.begin(generation, self.nodes)
+    def _begin_snapshots(self, generation: int, start_step: int, workers: list[dict[str, Any]]) -> None:
+        """The ranks' nodes must all report; each one's peer is the next one's keeper. Without all keepers, no commit."""
+        nodes = list(dict.fromkeys(worker["node"] for worker in workers))
+        self.nodes = nodes if self.keepers.keys() >= set(nodes) else []
+        self.snapshots.begin(generation, start_step, self.nodes)
         for node, peer in zip(self.nodes, [*self.nodes[1:], *self.nodes[:1]], strict=True):
             address = self.keepers[peer][1].address
             self.keepers[node][0].set_peer.remote((peer, address) if peer != node else None)

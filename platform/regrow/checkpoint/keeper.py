@@ -73,10 +73,11 @@ class Keeper:
         self.keeper.committed(generation, step)
 
     def close(self) -> None:
-        """Delete everything."""
+        """Delete everything, what an earlier keeper left there too."""
         if self.keeper is not None:
             self.keeper.close(delete=True)
             self.keeper = None
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _report(self, sealed: Sealed) -> None:
         self.coordinator.snapshot_sealed.remote(sealed)

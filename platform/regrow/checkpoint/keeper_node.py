@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regrow.checkpoint.ranges import Address, Connection, RangeServer, connected
-from regrow.checkpoint.slots import MAGIC, NOTICES, SLOT, SlotHeader, open_slot, write_commit
+from regrow.checkpoint.slots import MAGIC, NOTICES, SLOT, SlotHeader, generation_of, open_slot, write_commit
 from regrow.errors import CheckpointError
 
 COPY, CHECKSUMS = ".copy", ".crc"
@@ -91,7 +91,7 @@ class KeeperNode:
     def __init__(self, folder: Path, *, node: str, host: str, secret: bytes, run_id: str, report: Report) -> None:
         self.folder, self.node, self.secret, self.run_id, self.report = folder, node, secret, run_id, report
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.server = RangeServer(host, secret, self._answer)
+        self.server = RangeServer(host, lambda: self.secret, self._answer)
         self._peer: tuple[str, Address] | None = None
         self._work: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._ready: dict[tuple[int, int], dict[str, Held]] = {}  # (generation, step) -> file -> checked and copied
@@ -137,10 +137,9 @@ class KeeperNode:
         with self._lock:
             for key in [key for key in self._ready if key <= (generation, step)]:
                 del self._ready[key]
-        for held in self.holdings():
-            if held.generation < generation:
-                (self.folder / held.file).unlink(missing_ok=True)
-                (self.folder / (held.file + CHECKSUMS)).unlink(missing_ok=True)
+        for path in self.folder.glob("g*"):  # what was never sealed too
+            if generation_of(path.name) < generation:
+                path.unlink(missing_ok=True)
 
     def close(self, *, delete: bool) -> None:
         """End; `delete`: leave nothing in memory."""
@@ -169,8 +168,8 @@ class KeeperNode:
         while (notice := self._work.get()) is not None:
             try:
                 self._take(self.folder / notice["file"], int(notice["writers"]))
-            except (CheckpointError, OSError) as error:
-                log.warning("snapshot %s: %s", notice["file"], error)
+            except Exception as error:  # of one snapshot; the keeper goes on with the next
+                log.warning("snapshot %s: %s", notice, error)
 
     def _take(self, path: Path, writers: int) -> None:
         """Check a slot that was sealed, copy it to the peer, and report the node's step once all its ranks' are."""
@@ -201,7 +200,7 @@ class KeeperNode:
             put = {"op": "put", "file": path.name + COPY, "bytes": size, "checksums": len(checksums)}
             connection.send(put | {"header_sha256": held.header_sha256})
             connection.send_bytes(checksums)
-            connection.send_file(file.fileno(), [(0, size)])
+            connection.send_file(file, [(0, size)])
             answer = connection.receive()
             if "error" in answer or not answer:
                 raise CheckpointError(f"the peer refused {path.name}: {answer.get('error', 'it is gone')}")
@@ -224,7 +223,7 @@ class KeeperNode:
             self._describe(path, connection)
         elif request["op"] == "get":
             with open(path, "rb") as file:
-                connection.send_file(file.fileno(), [(offset, size) for offset, size in request["ranges"]])
+                connection.send_file(file, [(offset, size) for offset, size in request["ranges"]])
 
     def _describe(self, path: Path, connection: Connection) -> None:
         header, stored = open_slot(path), read_checksums(path)
@@ -287,7 +286,7 @@ def is_served(folder: Path) -> bool:
 
 def last_used(folder: Path) -> float:
     """When something in a keeper's folder last came or went."""
-    return max(folder.stat().st_mtime, *(path.stat().st_mtime for path in folder.iterdir()))
+    return max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
 
 
 def checksum(payload: memoryview) -> Crc:

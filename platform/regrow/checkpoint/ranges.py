@@ -8,12 +8,11 @@ import contextlib
 import hashlib
 import hmac
 import json
-import os
 import secrets
 import socket
 import socketserver
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 from regrow.errors import CheckpointError, first_line
 
@@ -28,19 +27,20 @@ Ranges = Sequence[tuple[int, int]]  # (offset, bytes)
 class RangeServer:
     """Answers for a keeper. `answer(request, connection)` does what a request says, on a thread of its own."""
 
-    def __init__(self, host: str, secret: bytes, answer: Callable[[dict[str, Any], "Connection"], None]) -> None:
+    def __init__(
+        self, host: str, secret: Callable[[], bytes], answer: Callable[[dict[str, Any], "Connection"], None]
+    ) -> None:
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
                 with contextlib.suppress(OSError, CheckpointError):
                     connection = Connection(self.request)
                     nonce = secrets.token_bytes(16)
                     connection.send_bytes(nonce)
-                    if not hmac.compare_digest(connection.receive_bytes(32), _proof(secret, nonce)):
+                    if not hmac.compare_digest(connection.receive_bytes(32), _proof(secret(), nonce)):
                         return
                     while request := connection.receive():
                         answer(request, connection)
 
-        socketserver.ThreadingTCPServer.allow_reuse_address = True
         self._server = socketserver.ThreadingTCPServer((host, 0), Handler)
         self._server.daemon_threads = True
         self._serving = False
@@ -89,14 +89,11 @@ class Connection:
     def send_bytes(self, data: bytes | memoryview) -> None:
         self._socket.sendall(data)
 
-    def send_file(self, descriptor: int, ranges: Ranges) -> None:
+    def send_file(self, file: BinaryIO, ranges: Ranges) -> None:
         """Ranges of a file one after another, without a copy in this process."""
-        for offset, left in ranges:
-            while left:
-                sent = os.sendfile(self._socket.fileno(), descriptor, offset, min(left, _BLOCK))
-                if not sent:
-                    raise ConnectionError("the file ends within the range")
-                offset, left = offset + sent, left - sent
+        for offset, size in ranges:
+            if size and self._socket.sendfile(file, offset, size) != size:
+                raise ConnectionError("the file ends within the range")
 
     def receive_bytes(self, num_bytes: int) -> bytes:
         data = bytearray(num_bytes)

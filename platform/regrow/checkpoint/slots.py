@@ -45,8 +45,6 @@ class SlotHeader:
     scalars: dict[str, int]
     spans: tuple[Span, ...]  # in the order of the payload
     payload_offset: int
-    replica: int = 0  # of the `num_replicas` that hold equal spans
-    num_replicas: int = 1
 
     @property
     def offsets(self) -> list[int]:
@@ -134,16 +132,19 @@ class SlotFile:
         self._map[: len(MAGIC)] = MAGIC
         return header
 
-    def delete(self) -> None:
-        """Remove the file; its memory goes once nothing maps it any more."""
-        self.path.unlink(missing_ok=True)
+
+def slot_name(generation: int, token: str, number: int) -> str:
+    return f"g{generation:06d}-{token}-{number}{SLOT}"
 
 
-def empty_header(
-    spans: Sequence[Span], *, run_id: str, generation: int, replica: int = 0, num_replicas: int = 1
-) -> SlotHeader:
+def generation_of(name: str) -> int:
+    """The generation that a slot, a copy or their checksums are of."""
+    return int(name[1:].partition("-")[0])
+
+
+def empty_header(spans: Sequence[Span], *, run_id: str, generation: int) -> SlotHeader:
     """The header of a slot for these spans, its payload beginning on a page."""
-    header = SlotHeader(run_id, generation, 0, {}, tuple(spans), 0, replica, num_replicas)
+    header = SlotHeader(run_id, generation, 0, {}, tuple(spans), 0)
     room = _PREFIX + len(header.encode()) + _ROOM
     return SlotHeader(**{**vars(header), "payload_offset": -(-room // _PAGE) * _PAGE})
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from regrow.checkpoint.slots import NOTHING, NOTICES, SLOT, SlotFile, empty_header, newest_commit
+from regrow.checkpoint.slots import NOTHING, NOTICES, SlotFile, empty_header, newest_commit, slot_name
 from regrow.checkpoint.state import Entry
 
 NUM_SLOTS = 2
@@ -55,8 +55,6 @@ class Snapshots:
         run_id: str,
         generation: int,
         writers_on_node: int = 1,
-        replica: int = 0,
-        num_replicas: int = 1,
     ) -> None:
         """`folder` is the keeper's; `writers_on_node` are the ranks that write there in this generation.
 
@@ -64,17 +62,11 @@ class Snapshots:
         """
         self.folder, self.entries, self.writers_on_node = folder, list(entries), writers_on_node
         self.generation = generation
-        header = empty_header(
-            [entry.span for entry in entries],
-            run_id=run_id,
-            generation=generation,
-            replica=replica,
-            num_replicas=num_replicas,
-        )
-        token = f"g{generation:06d}-{secrets.token_hex(6)}"
+        header = empty_header([entry.span for entry in entries], run_id=run_id, generation=generation)
+        token = secrets.token_hex(6)
         self._slots: list[_Slot] = []
         for number in range(NUM_SLOTS):
-            file = SlotFile(folder / f"{token}-{number}{SLOT}", header)
+            file = SlotFile(folder / slot_name(generation, token, number), header)
             self._slots.append(_Slot(file, file.memory()))
         on_device = any(entry.memory.is_cuda for entry in entries)
         self._copier = _DeviceCopy([slot.file for slot in self._slots]) if on_device else _HostCopy()
@@ -103,9 +95,10 @@ class Snapshots:
 
     def confirm(self, step: int) -> None:
         """The host has seen that every collective of `step` succeeded: its snapshot may become visible."""
-        if self._pending is not None and self._pending.slot.step == step:
+        pending = self._pending  # the copying thread may seal it, and take it away
+        if pending is not None and pending.slot.step == step:
             self._copier.poll()
-            self._seal(self._pending, confirmed=True)
+            self._seal(pending, confirmed=True)
 
     def close(self) -> None:
         """Void what is not sealed. Sealed slots stay: they are what the next generation starts from."""
@@ -152,7 +145,7 @@ class _HostCopy:
         self._copy: Future[None] | None = None
 
     def start(self, pairs: Pairs, done: Callable[[], None]) -> None:
-        arrays = [(target.numpy(), source.numpy()) for target, source in pairs]
+        arrays = [(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy()) for target, source in pairs]
 
         def copy() -> None:
             for target, source in arrays:

@@ -75,7 +75,7 @@ class MemoryTier:
             return None
         return Progress(**scalars)
 
-    def start(self, entries: Sequence[Entry], generation: int, replica: int, num_replicas: int) -> Snapshots:
+    def start(self, entries: Sequence[Entry], generation: int) -> Snapshots:
         """This rank's slots. Raises CheckpointError on every rank if a node's memory is too small for its ranks'."""
         problem, snapshots = "", None
         ranks_on_node = gather(self.node).count(self.node)
@@ -86,8 +86,6 @@ class MemoryTier:
                 run_id=self.job.run_id,
                 generation=generation,
                 writers_on_node=ranks_on_node,
-                replica=replica,
-                num_replicas=num_replicas,
             )
         except CheckpointError as error:
             problem = str(error)

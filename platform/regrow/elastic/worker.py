@@ -71,7 +71,7 @@ def run_worker(job: Job) -> None:
     progress, source = _restore(job, generation, entries, memory)
     snapshots = None
     if memory is not None:
-        snapshots = memory.start(entries, generation, *replica_of(mesh))
+        snapshots = memory.start(entries, generation)
     set_optimizer_step(optimizer, progress.step)
     refresh_float8_scales(model)
     restored = time.time()
