@@ -92,7 +92,7 @@ def snapshot(
     whole, writers = state(step), []
     ranks = [(replica, shard) for replica in range(replicas) for shard in range(num_shards)]
     places = [number % len(nodes) for number in range(len(ranks))]
-    for (replica, shard), place in zip(ranks, places, strict=True):
+    for (_, shard), place in zip(ranks, places, strict=True):
         writers.append(
             Snapshots(
                 nodes[place].keeper.folder,

@@ -195,7 +195,7 @@ class Coordinator:
             self.tensorboard.close()
 
     def _begin_snapshots(self, generation: int, start_step: int, workers: list[dict[str, Any]]) -> None:
-        """The ranks' nodes must all report; each one's peer is the next one's keeper. Without all keepers, no commit."""
+        """The ranks' nodes must all report; each one's peer is the next one's keeper. No commit without all keepers."""
         nodes = list(dict.fromkeys(worker["node"] for worker in workers))
         self.nodes = nodes if self.keepers.keys() >= set(nodes) else []
         self.snapshots.begin(generation, start_step, self.nodes)
