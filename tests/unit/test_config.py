@@ -115,6 +115,9 @@ def test_the_defaults_pass_every_rule() -> None:
         ("optim.warmup_fraction", 0.8),
         ("optim.beta2", 1.0),
         ("parallel.dp_replicate", 3),
+        ("checkpoint.every_steps", 0),
+        ("checkpoint.every_minutes", 0.0),
+        ("checkpoint.mtbf_hours", -1.0),
         ("checkpoint.keep", 1),
     ],
 )
@@ -134,6 +137,27 @@ def test_float8_needs_bfloat16() -> None:
         check(config)
     config.parallel.dtype = Dtype.bfloat16
     check(config)
+
+
+def test_checkpoints_come_by_steps_by_time_or_automatically_but_not_never() -> None:
+    config = PretrainConfig()
+    config.checkpoint.every_steps = None
+    with pytest.raises(ConfigError, match=r"every_steps=null.*set one of them, as checkpoint\.automatic=true"):
+        check(config)
+    config.checkpoint.every_minutes = 30
+    check(config)
+    config.checkpoint.every_minutes, config.checkpoint.automatic = None, True
+    check(config)
+
+
+@pytest.mark.parametrize(("key", "value"), [("every_minutes", 30), ("automatic", True)])
+def test_checkpoints_by_time_need_snapshots(key: str, value: object) -> None:
+    config = PretrainConfig()
+    config.snapshot.every_steps = 0
+    check(config)
+    setattr(config.checkpoint, key, value)
+    with pytest.raises(ConfigError, match=rf"checkpoint\.{key}={str(value).lower()} .*set snapshot\.every_steps=1"):
+        check(config)
 
 
 def test_the_configuration_survives_yaml_and_back() -> None:

@@ -176,14 +176,32 @@ def _parallel(config: PretrainConfig) -> None:
 
 
 def _checkpoint(config: PretrainConfig) -> None:
+    checkpoint, snapshot = config.checkpoint, config.snapshot
+    steps, minutes = checkpoint.every_steps, checkpoint.every_minutes
     _need(
-        config.checkpoint.every_steps >= 1, f"checkpoint.every_steps={config.checkpoint.every_steps} must be at least 1"
+        steps is None or steps >= 1,
+        f"checkpoint.every_steps={steps} must be at least 1, or null to write none by steps",
     )
     _need(
-        config.checkpoint.keep >= 2,
-        f"checkpoint.keep={config.checkpoint.keep} must be at least 2: the newest one may turn out damaged",
+        minutes is None or minutes > 0,
+        f"checkpoint.every_minutes={minutes} must be positive, or null to write none by time",
     )
-    snapshot = config.snapshot
+    _need(checkpoint.mtbf_hours > 0, f"checkpoint.mtbf_hours={checkpoint.mtbf_hours} must be positive")
+    _need(
+        steps is not None or minutes is not None or checkpoint.automatic,
+        "checkpoint.every_steps=null, checkpoint.every_minutes=null and checkpoint.automatic=false leave only the "
+        "checkpoint at the end; set one of them, as checkpoint.automatic=true",
+    )
+    by_time = "checkpoint.automatic=true" if minutes is None else f"checkpoint.every_minutes={minutes}"
+    _need(
+        snapshot.every_steps != 0 or (minutes is None and not checkpoint.automatic),
+        f"{by_time} is decided whenever a snapshot commits, and snapshot.every_steps=0 takes none; "
+        "set snapshot.every_steps=1, or use checkpoint.every_steps alone",
+    )
+    _need(
+        checkpoint.keep >= 2,
+        f"checkpoint.keep={checkpoint.keep} must be at least 2: the newest one may turn out damaged",
+    )
     _need(
         snapshot.every_steps >= 0,
         f"snapshot.every_steps={snapshot.every_steps} must not be negative; 0 takes no snapshots",

@@ -170,9 +170,12 @@ class ParallelConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Durable checkpoints."""
+    """Durable checkpoints: whichever of the three ways is due first counts. One is always written at the end."""
 
-    every_steps: int = 200  # checkpoint every so many steps; one is always written at the end
+    every_steps: int | None = 200  # checkpoint every so many steps; null: not by steps
+    every_minutes: float | None = None  # checkpoint every so many minutes; null: not by time
+    automatic: bool = False  # checkpoint as often as wastes least, by what one costs and how often training fails
+    mtbf_hours: float = 24.0  # automatic: hours between failures to expect before any is seen
     keep: int = 2  # newest checkpoints kept; at least 2
 
 
