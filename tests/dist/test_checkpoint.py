@@ -12,14 +12,14 @@ from safetensors import safe_open
 
 from regrow.checkpoint import catalog, store
 from regrow.checkpoint.format import COMMIT
-from regrow.checkpoint.layout import Span
-from regrow.checkpoint.state import Entry, training_entries
+from regrow.checkpoint.layout import Part, Span
+from regrow.checkpoint.state import Entry, part_of, training_entries
 from regrow.config.schema import Dtype, Float8, OptimConfig, ParallelConfig
 from regrow.errors import CheckpointError
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
-from regrow.parallel.fsdp import build_mesh, data_parallel_group, shard_group
+from regrow.parallel.fsdp import build_mesh, data_parallel_group, replica_group, shard_group
 from regrow.plan.mesh import plan_mesh
 from regrow.storage import Storage
 from regrow.testing.gloo import RankError, run_ranks
@@ -29,8 +29,8 @@ from regrow.train.step import TrainStep
 RUN = "0123456789abcdef"
 
 
-def entries_after(steps: int, replicas: int, tied: bool, float8: bool, seed: int) -> tuple[list[Entry], int, int]:
-    """This rank's state after some real steps (moments and all), its replica and the number of replicas."""
+def entries_after(steps: int, replicas: int, tied: bool, float8: bool, seed: int) -> tuple[list[Entry], Part, dist.ProcessGroup | None]:
+    """This rank's state after some real steps (moments and all), which part it is, and who else holds it."""
     mesh = build_mesh(plan_mesh(world_size=dist.get_world_size(), dp_replicate=replicas), "cpu")
     parallel = ParallelConfig()
     if float8:
@@ -44,8 +44,7 @@ def entries_after(steps: int, replicas: int, tied: bool, float8: bool, seed: int
     for index in range(steps):
         rows = count_up_rows(index, num_rows=2, seq_len=8)
         step.run([rows], num_micro_batches=1, lr=1e-3)
-    replica = mesh.get_local_rank("dp_replicate") if mesh.ndim == 2 else 0
-    return training_entries(model, optimizer, inner_tensor=inner_tensor), replica, mesh.size() // mesh.size(-1)
+    return training_entries(model, optimizer, inner_tensor=inner_tensor), part_of(mesh), replica_group(mesh)
 
 
 def whole(entries: list[Entry]) -> dict[str, torch.Tensor]:
@@ -60,24 +59,24 @@ def whole(entries: list[Entry]) -> dict[str, torch.Tensor]:
 
 
 def save_on_ranks(folder: str, replicas: int, tied: bool, float8: bool) -> dict[str, torch.Tensor]:
-    entries, replica, num_replicas = entries_after(2, replicas, tied, float8, seed=1)
+    entries, part, _ = entries_after(2, replicas, tied, float8, seed=1)
     store.save(
         Storage.at(folder),
         entries,
         scalars={"step": 2, "cursor": 48, "tokens_seen": 96},
         run_id=RUN,
         generation=1,
-        replica=replica,
-        num_replicas=num_replicas,
+        part=part,
     )
     return whole(entries)
 
 
 def restore_on_ranks(folder: str, replicas: int, tied: bool, float8: bool) -> tuple[dict[str, torch.Tensor], int]:
-    entries, _, _ = entries_after(1, replicas, tied, float8, seed=2)  # another state, to be overwritten whole
+    entries, part, group = entries_after(1, replicas, tied, float8, seed=2)  # another state, to be overwritten whole
     index = catalog.open_checkpoint(Storage.at(folder), 2, run_id=RUN)
     assert index.scalars == {"step": 2, "cursor": 48, "tokens_seen": 96}
-    num_bytes = store.restore(Storage.at(folder), index, entries)
+    num_bytes = store.restore(Storage.at(folder), index, entries, part)
+    store.share_parts(entries, part, group)
     return whole(entries), num_bytes
 
 

@@ -46,10 +46,13 @@ class Recorder:
     def wants_to_leave(self) -> bool:
         return self.leave_at is not None and len(self.rows) >= self.leave_at and dist.get_rank() == 0
 
-    def snapshot(self, progress: Progress) -> None:
+    def snapshot(self, progress: Progress, *, must: bool) -> float:
+        if progress.step in self.snapshots:
+            return 0.0
         assert not self.copying
         self.copying = True
         self.snapshots.append(progress.step)
+        return 0.0
 
     def confirm(self, step: int) -> None:
         self.confirmed.append(step)

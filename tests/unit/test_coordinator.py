@@ -7,12 +7,21 @@ import pytest
 from regrow.checkpoint import coordinator as module
 from regrow.checkpoint.catalog import committed_steps
 from regrow.checkpoint.coordinator import Coordinator, Fenced
+from regrow.config.schema import CheckpointConfig
 from regrow.errors import ResumeError
 from regrow.storage import Storage
 
 
 def make(folder: Path) -> Coordinator:
-    return Coordinator(str(folder), "run", checkpoints="checkpoints", tensorboard=False, submitted={})
+    return Coordinator(
+        str(folder),
+        "run",
+        secret=b"",
+        checkpoints="checkpoints",
+        checkpoint=CheckpointConfig(),
+        tensorboard=False,
+        submitted={},
+    )
 
 
 def test_every_write_of_an_older_generation_is_refused(tmp_path: Path) -> None:

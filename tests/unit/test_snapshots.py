@@ -4,6 +4,7 @@ import itertools
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from regrow.checkpoint.keeper_node import CHECKSUMS, COPY, Held, Holder, KeeperNode, Sealed
-from regrow.checkpoint.layout import Span, shard_rows
+from regrow.checkpoint.held import CHECKSUMS, COPY, Held, Holder
+from regrow.checkpoint.keeper_node import KeeperNode, Peer, Sealed
+from regrow.checkpoint.layout import WHOLE, Part, Span, shard_rows
 from regrow.checkpoint.memory import restore_snapshot
-from regrow.checkpoint.slots import SLOT
-from regrow.checkpoint.snapshot import NUM_SLOTS, Snapshots
+from regrow.checkpoint.slots import SLOT, Committed, Moment
+from regrow.checkpoint.snapshot import Snapshots
 from regrow.checkpoint.state import Entry
 from regrow.errors import CheckpointError
 
@@ -70,7 +72,7 @@ def cluster(tmp_path: Path, num_nodes: int) -> Iterator[list[Node]]:
             nodes.append(Node(keeper, reports))
         for number, node in enumerate(nodes):
             peer = nodes[(number + 1) % num_nodes].keeper
-            node.keeper.set_peer((peer.node, peer.address) if num_nodes > 1 else None)
+            node.keeper.set_peer(Peer(peer.node, peer.address) if num_nodes > 1 else None)
             node.keeper.start()
         yield nodes
     finally:
@@ -92,14 +94,15 @@ def snapshot(
     whole, writers = state(step), []
     ranks = [(replica, shard) for replica in range(replicas) for shard in range(num_shards)]
     places = [number % len(nodes) for number in range(len(ranks))]
-    for (_, shard), place in zip(ranks, places, strict=True):
+    for (replica, shard), place in zip(ranks, places, strict=True):
         writers.append(
             Snapshots(
                 nodes[place].keeper.folder,
                 entries_of(shard, num_shards, whole),
+                part=Part(shard, num_shards, replica, replicas),
                 run_id=RUN,
                 generation=generation,
-                writers_on_node=places.count(place),
+                writers=places.count(place),
             )
         )
     for writer in writers:
@@ -107,16 +110,15 @@ def snapshot(
         writer.wait()
         writer.confirm(step)
     used = [nodes[place] for place in sorted(set(places))]
-    wait_until(lambda: all(any((r.generation, r.step) == (generation, step) for r in n.reports) for n in used))
+    wait_until(lambda: all(any(r.moment == Moment(generation, step) for r in n.reports) for n in used))
     return writers
 
 
 def holders(nodes: list[Node], step: int) -> list[Holder]:
     found = []
     for node in nodes:
-        found += [
-            Holder(node.keeper.node, node.keeper.address, held) for held in node.keeper.holdings() if held.step == step
-        ]
+        held_of_step = [held for held in node.keeper.holdings() if held.moment.step == step]
+        found += [Holder(node.keeper.node, node.keeper.address, held) for held in held_of_step]
     return found
 
 
@@ -174,11 +176,15 @@ def test_a_holder_that_vanishes_or_is_damaged_is_replaced_by_its_copy(tmp_path: 
         snapshot(nodes, 7, 3)
         known = holders(nodes, 7)
         nodes[1].keeper.close(delete=True)  # after the plan was made
-        for shard in range(2):
+        problems: list[str] = []
+        for shard, reader in itertools.product(range(2), range(2)):
             entries, where = entries_of(shard, 2), nodes[2 * shard].keeper
-            result = restore_snapshot(entries, known, node=where.node, folder=where.folder, secret=SECRET)
+            result = restore_snapshot(
+                entries, known, node=where.node, folder=where.folder, secret=SECRET, reader=reader
+            )
             assert_state(entries, 7)
-            assert any("node-1" in problem for problem in result.problems)
+            problems += result.problems
+        assert any("node-1" in problem for problem in problems)
         nodes[2].keeper.close(delete=True)
         where = nodes[0].keeper
         with pytest.raises(CheckpointError, match=r"no file holds elements .*node-"):
@@ -196,28 +202,107 @@ def test_own_memory_is_read_before_that_of_peers(tmp_path: Path) -> None:
         assert (result.peer_bytes, result.own_bytes >= needed) == (0, True)
 
 
+def commit(node: Node, generation: int, step: int, pinned: Moment = Moment()) -> None:  # noqa: B008
+    node.keeper.committed(Committed(Moment(generation, step), pinned))
+
+
+def take(writer: Snapshots, step: int) -> bool:
+    begun = writer.begin(step, {"step": step, "cursor": 12 * step})
+    writer.wait()
+    writer.confirm(step)
+    return begun
+
+
 def test_slots_take_turns_and_the_newest_committed_one_is_never_overwritten(tmp_path: Path) -> None:
     with cluster(tmp_path, 2) as nodes:
         (writer,) = snapshot(nodes[:1], 1, 1)
         files = {path.name for path in nodes[0].keeper.folder.glob(f"*{SLOT}")}
-        assert len(files) == NUM_SLOTS
-        assert writer.begin(2, {})
-        writer.wait()
-        writer.confirm(2)
-        assert not writer.begin(3, {})  # nothing is committed: both slots may yet be
+        assert len(files) == 2
+        assert take(writer, 2)
+        assert not take(writer, 3)  # nothing is committed: both slots may yet be
         assert writer.skipped == 1
-        nodes[0].keeper.committed(1, 1)
-        assert writer.committed_step() == 1
-        assert not writer.begin(3, {})  # slot 1 is the newest committed, slot 2 on its way
-        wait_until(lambda: any(report.step == 2 for report in nodes[0].reports))
-        nodes[0].keeper.committed(1, 2)
+        commit(nodes[0], 1, 1)
+        assert not take(writer, 3)  # slot 1 is the newest committed, slot 2 on its way
+        wait_until(lambda: any(report.moment.step == 2 for report in nodes[0].reports))
+        commit(nodes[0], 1, 2)
         assert writer.begin(3, {})  # in the place of 1
-        assert {held.step for held in nodes[0].keeper.holdings()} == {2}
+        assert {held.moment.step for held in nodes[0].keeper.holdings()} == {2}
+
+
+def test_what_is_on_its_way_to_storage_is_not_overwritten(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1) as nodes:
+        where = nodes[0].keeper.folder
+        writer = Snapshots(where, entries_of(0, 1, state(1)), part=WHOLE, run_id=RUN, generation=1, num_slots=3)
+        for step in range(1, 20):
+            assert take(writer, step), step
+            wait_until(lambda: nodes[0].reports and nodes[0].reports[-1].moment.step == step)  # noqa: B023
+            commit(nodes[0], 1, step, Moment(1, 1) if step < 10 else Moment(1, 10))
+            held = {held.moment.step for held in nodes[0].keeper.holdings()}
+            assert {step, 1 if step < 10 else 10} <= held, (step, held)
+
+
+def test_a_snapshot_that_must_be_waits_for_a_slot(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1) as nodes:
+        (writer,) = snapshot(nodes, 1, 1)
+        assert take(writer, 2)
+        threading.Timer(0.2, lambda: commit(nodes[0], 1, 2)).start()
+        assert writer.begin(3, {}, wait_s=20)
+        assert writer.begin(3, {}), "again for the same step: nothing"
+
+
+def test_a_keeper_that_could_not_reach_its_peer_tries_again(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as nodes:
+        nobody = Peer("node-1", ("127.0.0.1", 1))
+        nodes[0].keeper.set_peer(nobody)
+        complaints: list[str] = []
+        nodes[0].keeper.complain = complaints.append
+        writer = Snapshots(
+            nodes[0].keeper.folder, entries_of(0, 1, state(1)), part=WHOLE, run_id=RUN, generation=1, num_slots=2
+        )
+        assert take(writer, 1)
+        wait_until(lambda: len(complaints) >= 2)  # it has tried again
+        assert "is not safe: keeper at 127.0.0.1:1" in complaints[0]
+        assert not nodes[0].reports
+        nodes[0].keeper.set_peer(Peer("node-1", nodes[1].keeper.address))
+        wait_until(lambda: bool(nodes[0].reports))
+        assert nodes[0].reports == [Sealed("node-0", Moment(1, 1), "node-1")]
+        assert [held.is_copy for held in nodes[1].keeper.holdings()] == [True]
+
+
+def test_snapshots_larger_than_any_socket_buffer_travel_whole(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as nodes:
+        whole = torch.arange(12_000_000, dtype=torch.float32)
+        span = Span("model/w", (12_000_000,), "float32", 0, 12_000_000)
+        writer = Snapshots(
+            nodes[0].keeper.folder, [Entry(span, whole)], part=WHOLE, run_id=RUN, generation=1, num_slots=1
+        )
+        assert take(writer, 4)
+        wait_until(lambda: bool(nodes[0].reports))
+        target = [Entry(span, torch.zeros(12_000_000))]
+        copies = [holder for holder in holders(nodes, 4) if holder.held.is_copy]
+        where = nodes[0].keeper
+        result = restore_snapshot(target, copies, node=where.node, folder=where.folder, secret=SECRET)
+        assert (result.own_bytes, result.peer_bytes) == (0, 48_000_000)
+        assert torch.equal(target[0].memory, whole)
+
+
+def test_a_new_secret_is_obeyed(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as nodes:
+        snapshot(nodes, 9, 2)
+        for node in nodes:
+            node.keeper.secret = b"of the next driver"
+        theirs = [holder for holder in holders(nodes, 9) if holder.node == "node-1"]
+        where = nodes[0].keeper
+        entries = entries_of(0, 1)
+        with pytest.raises(CheckpointError):
+            restore_snapshot(entries, theirs, node=where.node, folder=where.folder, secret=SECRET)
+        restore_snapshot(entries, theirs, node=where.node, folder=where.folder, secret=b"of the next driver")
+        assert_state(entries, 9)
 
 
 def test_what_is_not_confirmed_is_never_visible(tmp_path: Path) -> None:
     with cluster(tmp_path, 1) as nodes:
-        writer = Snapshots(nodes[0].keeper.folder, entries_of(0, 1, state(3)), run_id=RUN, generation=1)
+        writer = Snapshots(nodes[0].keeper.folder, entries_of(0, 1, state(3)), part=WHOLE, run_id=RUN, generation=1)
         writer.begin(3, {})
         writer.wait()
         time.sleep(0.1)
@@ -232,11 +317,14 @@ def test_what_is_not_confirmed_is_never_visible(tmp_path: Path) -> None:
 def test_a_commit_of_a_newer_generation_frees_the_memory_of_older_ones(tmp_path: Path) -> None:
     with cluster(tmp_path, 2) as nodes:
         snapshot(nodes, 4, 2)
+        Snapshots(nodes[0].keeper.folder, entries_of(0, 1), part=WHOLE, run_id=RUN, generation=1)  # never sealed
         snapshot(nodes, 5, 1, generation=2)
         for node in nodes:
-            node.keeper.committed(2, 5)
-            assert {held.generation for held in node.keeper.holdings()} == {2}
-            assert not list(node.keeper.folder.glob("g000001-*-*.slot*crc"))
+            commit(node, 2, 5, pinned=Moment(1, 4))  # on its way to storage still
+            assert {held.moment.generation for held in node.keeper.holdings()} == {1, 2}
+            commit(node, 2, 5)
+            assert {held.moment.generation for held in node.keeper.holdings()} == {2}
+            assert not list(node.keeper.folder.glob("g000001-*"))
 
 
 def test_a_keeper_that_starts_anew_finds_what_is_sound(tmp_path: Path) -> None:
@@ -267,7 +355,7 @@ def test_a_stranger_is_shown_nothing(tmp_path: Path) -> None:
         snapshot(nodes, 9, 2)
         where = nodes[0].keeper
         theirs = [holder for holder in holders(nodes, 9) if holder.node == "node-1"]
-        with pytest.raises(CheckpointError, match="no snapshot can be read"):
+        with pytest.raises(CheckpointError, match=r"no file holds elements .*its keeper is gone"):
             restore_snapshot(entries_of(0, 1), theirs, node=where.node, folder=where.folder, secret=b"guessed")
 
 
@@ -330,7 +418,7 @@ def test_no_room_in_memory_is_said_plainly(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(CheckpointError, match=r"no room for a snapshot of [\d,]+ bytes .*larger memory volume"):
-        Snapshots(tmp_path, entries_of(0, 1), run_id=RUN, generation=1)
+        Snapshots(tmp_path, entries_of(0, 1), part=WHOLE, run_id=RUN, generation=1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -338,7 +426,7 @@ def test_holdings_survive_a_removed_folder(tmp_path: Path) -> None:
     with cluster(tmp_path, 1) as nodes:
         shutil.rmtree(nodes[0].keeper.folder)
         assert nodes[0].keeper.holdings() == []
-        assert Held("a.slot.copy", 1, 1, "").is_copy
+        assert Held("a.slot.copy", Moment(1, 1), WHOLE, 1, "").is_copy
 
 
 def test_the_driver_the_coordinator_and_keepers_do_without_torch() -> None:

@@ -4,7 +4,6 @@ Every write of a run passes through it with the writer's generation, and one of 
 worker that wakes up later changes nothing. It holds a lock on the run folder, so that a run has one writer.
 """
 
-import contextlib
 import fcntl
 import os
 import time
@@ -14,18 +13,21 @@ from typing import Any
 
 import ray
 
-from regrow.checkpoint.commits import SnapshotBoard
+from regrow.checkpoint.fleet import Fleet
 from regrow.checkpoint.format import COMMIT
-from regrow.checkpoint.keeper import KeeperInfo, end_keepers, running_keepers
-from regrow.checkpoint.keeper_node import Holder, Sealed
+from regrow.checkpoint.held import Holder
+from regrow.checkpoint.keeper import COORDINATOR, NAMESPACE, KeeperInfo
+from regrow.checkpoint.keeper_node import Sealed
+from regrow.config.schema import CheckpointConfig
 from regrow.errors import ResumeError
 from regrow.observe.run_log import RunLog, next_generation, read_events
 from regrow.observe.tensorboard import TensorBoard
+from regrow.plan.cadence import Cadence
 from regrow.storage import Storage
 
 LOCK_FILE = ".lock"
 LOCK_WAIT_S = 30.0
-ADOPT_S = 10.0  # for a keeper of an earlier coordinator to answer
+ADOPT_S = 30.0  # for the keepers of an earlier coordinator
 MAX_FRUITLESS_GENERATIONS = 3  # in a row, without finishing a step, before the run is given up
 
 
@@ -49,7 +51,9 @@ class Coordinator:
         folder: str,
         run_id: str,
         *,
+        secret: bytes,
         checkpoints: str,
+        checkpoint: CheckpointConfig,
         tensorboard: bool,
         submitted: dict[str, Any],
     ) -> None:
@@ -63,9 +67,24 @@ class Coordinator:
         self.fruitless, self.stop_reason, self.fatal, self.last_failure = 0, "", "", ""
         self.cause = "resume" if self.generation else "start"
         self.updates: deque[Update] = deque(maxlen=10_000)
-        self.snapshots = SnapshotBoard()
-        self.nodes: list[str] = []  # of the current generation, those with keepers
-        self.keepers: dict[str, tuple[Any, KeeperInfo]] = {}  # node -> actor, what is known of it
+        cadence = Cadence(
+            every_steps=checkpoint.every_steps,
+            every_minutes=checkpoint.every_minutes,
+            automatic=checkpoint.automatic,
+            mtbf_hours=checkpoint.mtbf_hours,
+            now=time.time(),
+        )
+        self.fleet = Fleet(
+            run_id,
+            secret,
+            self.checkpoints,
+            cadence,
+            keep=checkpoint.keep,
+            upload_timeout_s=checkpoint.timeout_s,
+            commit=self._commit,
+            event=self._event,
+        )
+        self.complaints: set[str] = set()  # of keepers, in this generation
         self._event("submitted", run_id=run_id, **submitted)
 
     def ready(self) -> int:
@@ -89,7 +108,8 @@ class Coordinator:
     def start_training(self, generation: int, start_step: int, details: dict[str, Any]) -> None:
         """The group is ready to train from `start_step`: later rows of earlier generations are taken back."""
         self._fence(generation)
-        self._begin_snapshots(generation, start_step, details["workers"])
+        self.complaints.clear()
+        self.fleet.begin(generation, start_step, list(dict.fromkeys(worker["node"] for worker in details["workers"])))
         rollback = self.log.begin(generation, start_step)
         if self.tensorboard:
             self.tensorboard.begin(start_step)
@@ -106,45 +126,49 @@ class Coordinator:
             **details,
         )
 
-    def adopt_keepers(self, run_id: str, secret: bytes) -> None:
+    def adopt_keepers(self) -> None:
         """Keepers that outlived an earlier coordinator of this run hold what it had committed."""
-        me = ray.get_runtime_context().current_actor
-        calls = {handle: handle.serve.remote(me, secret) for handle in running_keepers(run_id).values()}
-        answered, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=ADOPT_S) if calls else ([], [])
-        for handle, call in calls.items():
-            with contextlib.suppress(ray.exceptions.RayError):  # its node is gone
-                if call in answered:
-                    self.register_keeper(handle, ray.get(call))
-        known = [info for _, info in self.keepers.values()]
-        self.snapshots.rebuild((info.node, info.commit, info.held) for info in known)
+        self.fleet.adopt(ray.get_runtime_context().current_actor)
 
     def register_keeper(self, handle: Any, info: KeeperInfo) -> None:
         """A node's keeper is up, or is up again."""
-        self.keepers[info.node] = (handle, info)
+        self.fleet.register(handle, info)
+
+    def greet(self, node: str, handle: Any) -> None:
+        """A keeper was restarted and asks for work."""
+        self.fleet.greet(node, handle, ray.get_runtime_context().current_actor)
+
+    def complaint(self, node: str, text: str) -> None:
+        """A keeper cannot do what it is for. Said once a generation: it tries again and again."""
+        if node not in self.complaints:
+            self.complaints.add(node)
+            self._event("snapshot_failed", node=node, detail=text)
 
     def newest_snapshot(self) -> tuple[int, list[Holder]] | None:
         """The newest committed step that is held in memory, and where its files are; None where there is none."""
-        newest = self.snapshots.newest
-        if newest is None:
-            return None
-        holders = [
-            Holder(node, self.keepers[node][1].address, held) for node, held in newest.files if node in self.keepers
-        ]
-        return newest.step, holders
+        return self.fleet.newest()
 
-    def snapshot_sealed(self, report: Sealed) -> None:
-        """All of a node's snapshots of a step are sealed and copied: commit the step if they were the last ones."""
-        if report.generation != self.generation:
-            return
-        commit = self.snapshots.sealed(report)
-        if commit is not None:
-            for node in self.nodes:
-                self.keepers[node][0].committed.remote(commit.generation, commit.step)
+    def snapshots_sealed(self, reports: list[Sealed]) -> None:
+        """All of some nodes' snapshots of a step are sealed and copied."""
+        self.fleet.sealed([report for report in reports if report.moment.generation == self.generation])
+
+    def want_checkpoint(self, generation: int, step: int) -> None:
+        """The snapshot of this step is to become a checkpoint."""
+        self._fence(generation)
+        self.fleet.want(step)
+
+    def unsettled(self) -> tuple[bool, str]:
+        """Whether a checkpoint is still on its way; why the newest one failed, if it did."""
+        self.fleet.tick()
+        return self.fleet.busy, self.fleet.failure
 
     def row(self, generation: int, row: dict[str, Any]) -> str:
         """Log one step's metrics; the answer is why the group should leave, or empty."""
         self._fence(generation)
         self.fruitless = 0
+        self.fleet.cadence.stepped(
+            row["step_s"] - row["data_wait_s"] - row["snapshot_s"], writing=self.fleet.upload is not None
+        )
         self.log.row(row)
         if self.tensorboard:
             self.tensorboard.row(row)
@@ -162,12 +186,12 @@ class Coordinator:
     def commit(self, generation: int, step_folder: str, pointer: bytes) -> None:
         """Make a checkpoint visible: the fence and the commit are this one act."""
         self._fence(generation)
-        self.log.flush()  # a committed step's row is never missing
-        self.checkpoints.write_bytes(f"{step_folder}/{COMMIT}", pointer)
+        self._commit(step_folder, pointer)
 
     def failure(self, cause: str, detail: str, ranks: list[int]) -> None:
         """Record why a group broke; the next generation carries the cause. Called by Ray Train's controller."""
         self.cause, self.last_failure = cause, detail
+        self.fleet.cadence.failed()
         self._event("failure", cause=cause, detail=detail, ranks=ranks, generation=self.generation)
 
     def fail(self, message: str) -> None:
@@ -181,6 +205,7 @@ class Coordinator:
 
     def drain_updates(self) -> tuple[list[Update], str]:
         """What happened since the last call, and the fatal message if there is one."""
+        self.fleet.tick()
         updates = list(self.updates)
         self.updates.clear()
         return updates, self.fatal
@@ -188,20 +213,15 @@ class Coordinator:
     def close(self, step: int, reason: str, detail: str) -> None:
         """Write the last event and flush everything."""
         self.generation += 1  # whoever still writes is fenced off
-        end_keepers(handle for handle, _ in self.keepers.values())
+        self.fleet.close()
         self._event("stopped", step=step, reason=reason, detail=detail)
         self.log.close()
         if self.tensorboard:
             self.tensorboard.close()
 
-    def _begin_snapshots(self, generation: int, start_step: int, workers: list[dict[str, Any]]) -> None:
-        """The ranks' nodes must all report; each one's peer is the next one's keeper. No commit without all keepers."""
-        nodes = list(dict.fromkeys(worker["node"] for worker in workers))
-        self.nodes = nodes if self.keepers.keys() >= set(nodes) else []
-        self.snapshots.begin(generation, start_step, self.nodes)
-        for node, peer in zip(self.nodes, [*self.nodes[1:], *self.nodes[:1]], strict=True):
-            address = self.keepers[peer][1].address
-            self.keepers[node][0].set_peer.remote((peer, address) if peer != node else None)
+    def _commit(self, step_folder: str, pointer: bytes) -> None:
+        self.log.flush()  # a committed step's row is never missing
+        self.checkpoints.write_bytes(f"{step_folder}/{COMMIT}", pointer)
 
     def _fence(self, generation: int) -> None:
         if generation != self.generation:
@@ -212,7 +232,7 @@ class Coordinator:
         self.updates.append(Update("event", {"event": event} | fields))
 
 
-def start_coordinator(folder: Storage, run_id: str, *, secret: bytes, **options: Any) -> Any:
+def start_coordinator(folder: Storage, run_id: str, **options: Any) -> Any:
     """Start the actor on this node and wait until it holds the run's lock and has found the keepers that are up.
 
     Raises ResumeError if another process keeps it.
@@ -220,7 +240,8 @@ def start_coordinator(folder: Storage, run_id: str, *, secret: bytes, **options:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    remote: Any = ray.remote(num_cpus=0, scheduling_strategy=here)  # type: ignore[call-overload]
+    name = f"{run_id}:{COORDINATOR}"
+    remote: Any = ray.remote(num_cpus=0, scheduling_strategy=here, name=name, namespace=NAMESPACE)  # type: ignore[call-overload]
     actor = remote(Coordinator).remote(str(folder), run_id, **options)
     try:
         ray.get(actor.ready.remote(), timeout=LOCK_WAIT_S + 30)
@@ -230,7 +251,7 @@ def start_coordinator(folder: Storage, run_id: str, *, secret: bytes, **options:
                 f"run folder {folder} is in use by another process; wait for it, stop it, or choose another run.name"
             ) from error
         raise
-    ray.get(actor.adopt_keepers.remote(run_id, secret), timeout=2 * ADOPT_S)
+    ray.get(actor.adopt_keepers.remote(), timeout=ADOPT_S)
     return actor
 
 

@@ -5,22 +5,24 @@ its sha256, and the header holds the crc32 of every chunk of data. Whatever is t
 Nothing is pickled; nothing is identified by a rank.
 """
 
+import base64
 import hashlib
 import json
-import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from regrow.checkpoint.layout import Span
+import numpy as np
+
+from regrow.checkpoint.checksums import CHUNK_BYTES, Crc
+from regrow.checkpoint.layout import ITEM_BYTES, Span
 from regrow.errors import CheckpointError
 
-FORMAT, VERSION = "regrow-checkpoint", 1
+FORMAT, VERSION = "regrow-checkpoint", 2
 COMMIT = "COMMIT"
-CHUNK_BYTES = 128 * 1024  # of data covered by one crc32, and so the unit of reading
 SAFETENSORS_DTYPES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16", "int64": "I64"}
 TORCH_DTYPES = {code: name for name, code in SAFETENSORS_DTYPES.items()}
-ITEM_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int64": 8}
 
 
 @dataclass(frozen=True)
@@ -96,29 +98,25 @@ class Stored:
 
     span: Span
     offset: int  # of its first byte in the file
-    crc32: tuple[int, ...]  # of each CHUNK_BYTES of it
-
-    @property
-    def num_bytes(self) -> int:
-        return self.span.num_elements * ITEM_BYTES[self.span.dtype]
+    crc: Crc  # of each chunk of it
 
 
-def encode_header(spans: list[tuple[Span, memoryview]], *, run_id: str, generation: int, step: int) -> bytes:
+def encode_header(spans: Iterable[tuple[Span, Crc]], *, run_id: str, generation: int, step: int) -> bytes:
     """The safetensors header of a file that holds these spans one after another, padded to 8 bytes."""
     entries: dict[str, Any] = {}
-    checks: dict[str, list[int]] = {}
+    checks: dict[str, str] = {}
     shapes: dict[str, list[int]] = {}
     at = 0
-    for span, data in spans:
+    for span, crc in spans:
         key = f"{span.name}[{span.start}:{span.stop}]"
         entries[key] = {
             "dtype": SAFETENSORS_DTYPES[span.dtype],
             "shape": [span.num_elements],
-            "data_offsets": [at, at + data.nbytes],
+            "data_offsets": [at, at + span.num_bytes],
         }
-        checks[key] = checksums(data)
+        checks[key] = base64.b64encode(crc.tobytes()).decode()
         shapes[span.name] = list(span.shape)
-        at += data.nbytes
+        at += span.num_bytes
     metadata = {
         "format": f"{FORMAT}-{VERSION}",
         "run_id": run_id,
@@ -143,17 +141,16 @@ def decode_header(data: bytes, file: DataFile, index: Index, where: str) -> list
     metadata = content.pop("__metadata__")
     if (metadata["run_id"], int(metadata["step"])) != (index.run_id, index.step):
         raise CheckpointError(f"{where}: belongs to run {metadata['run_id']} step {metadata['step']}")
-    assert int(metadata["chunk_bytes"]) == CHUNK_BYTES, "version 1 has one chunk size"
+    assert int(metadata["chunk_bytes"]) == CHUNK_BYTES, "version 2 has one chunk size"
     shapes, checks = json.loads(metadata["shapes"]), json.loads(metadata["crc32"])
     stored = []
     for key, entry in content.items():
         name, _, bounds = key.rpartition("[")
         start, stop = (int(bound) for bound in bounds.rstrip("]").split(":"))
         span = Span(name, tuple(shapes[name]), TORCH_DTYPES[entry["dtype"]], start, stop)
-        stored.append(Stored(span, file.header_bytes + entry["data_offsets"][0], tuple(checks[key])))
+        stored.append(Stored(span, file.header_bytes + entry["data_offsets"][0], _decode_crc(checks[key])))
     return stored
 
 
-def checksums(data: memoryview) -> list[int]:
-    """crc32 of each CHUNK_BYTES of `data`."""
-    return [zlib.crc32(data[at : at + CHUNK_BYTES]) for at in range(0, data.nbytes, CHUNK_BYTES)]
+def _decode_crc(text: str) -> Crc:
+    return np.frombuffer(base64.b64decode(text), "<u4")

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from regrow.checkpoint.format import ITEM_BYTES, SAFETENSORS_DTYPES, TORCH_DTYPES
-from regrow.checkpoint.layout import Span
+from regrow.checkpoint.format import SAFETENSORS_DTYPES, TORCH_DTYPES
+from regrow.checkpoint.layout import ITEM_BYTES, Span
 from regrow.checkpoint.state import MOMENTS, Entry
 from regrow.checkpoint.tensors import CheckpointTensors
 from regrow.checkpoint.tools import PIECE_BYTES, Advance

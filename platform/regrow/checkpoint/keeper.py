@@ -1,14 +1,16 @@
 """Keepers as Ray actors: one a node, detached, so that they outlive workers, the coordinator and the driver.
 
-Ray carries control alone; bytes go through shared memory and the keepers' own sockets. A keeper whose coordinator is
-gone for long deletes what it holds and ends: an abandoned run leaves nothing in memory.
+Ray carries control alone; bytes go through shared memory and the keepers' own sockets. What keepers report of a step
+goes through one keeper of each GROUP_NODES, and so does what is said to them: the coordinator exchanges two messages a
+step with each group, however many nodes there are. A keeper whose coordinator is gone for long deletes what it holds
+and ends: an abandoned run leaves nothing in memory.
 """
 
 import contextlib
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,15 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from regrow.checkpoint.keeper_node import Held, KeeperNode, Sealed, is_served, last_used
+from regrow.checkpoint.held import Held
+from regrow.checkpoint.keeper_node import KeeperNode, Peer, Sealed, is_served, last_used
 from regrow.checkpoint.ranges import Address
-from regrow.checkpoint.slots import newest_commit
+from regrow.checkpoint.slots import Committed, Moment
+from regrow.checkpoint.upload import WriteOrder, Written
 
-NAMESPACE = "regrow-keepers"
+NAMESPACE = "regrow"
+COORDINATOR = "coordinator"  # its name is this after the run's id, a keeper's the node's id
+GROUP_NODES = 32
 PING_S = 5.0
 CLOSE_S = 10.0
 
@@ -30,47 +36,99 @@ class KeeperInfo:
     """What others need to know of a keeper."""
 
     node: str
+    domain: str  # that fails as one
     folder: str
     address: Address
-    commit: tuple[int, int]  # (generation, step) of the newest commit that it knows; -1: none
+    newest: Moment  # the newest commit that it knows
     held: tuple[Held, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A keeper's place in a generation."""
+
+    peer: Peer | None
+    leader: Any  # the keeper that speaks for its group; None: itself
+    members: tuple[Any, ...] = ()  # the others of the group that it speaks for
 
 
 class Keeper:
     """The actor. Starts its node's keeper in `folder`, or takes up what an earlier one left there."""
 
-    def __init__(self, run_id: str, node: str, folder: str, abandon_after_s: float) -> None:
+    def __init__(self, run_id: str, node: str, folder: str, domain_label: str | None, abandon_after_s: float) -> None:
         self.run_id, self.node_id, self.abandon_after_s = run_id, node, abandon_after_s
+        labels: dict[str, str] = ray.get_runtime_context().get_node_labels() or {}  # type: ignore[assignment]
+        self.domain = labels.get(domain_label or "", node)
         self.folder = Path(folder)
         self.keeper: KeeperNode | None = None
         self.me = ray.get_runtime_context().current_actor
-        self.starting = threading.Lock()
+        self.lock = threading.Lock()
         self.coordinator: Any = None
+        self.place = Place(None, None)
+        self.newest_message = -1
+        self.reports: dict[Moment, list[Sealed]] = {}  # of the group that this keeper speaks for
         self.heard_at = time.monotonic()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def serve(self, coordinator: Any, secret: bytes) -> KeeperInfo:
         """Work for this coordinator from now on; the same again, or another one after the first was lost."""
-        self.coordinator, self.heard_at = coordinator, time.monotonic()
-        with self.starting:  # every rank of the node asks
+        with self.lock:  # every rank of the node asks
+            if self.coordinator != coordinator:
+                self.coordinator, self.newest_message = coordinator, -1
+            self.heard_at = time.monotonic()
             if self.keeper is None:
                 _delete_abandoned(self.folder, self.abandon_after_s)
-                host = ray.util.get_node_ip_address()
                 self.keeper = KeeperNode(
-                    self.folder, node=self.node_id, host=host, secret=secret, run_id=self.run_id, report=self._report
+                    self.folder,
+                    node=self.node_id,
+                    host=ray.util.get_node_ip_address(),
+                    secret=secret,
+                    run_id=self.run_id,
+                    report=lambda sealed: self._send([sealed]),
+                    complain=lambda text: self.coordinator.complaint.remote(self.node_id, text),
                 )
                 self.keeper.start()
-        self.keeper.secret = secret
+            self.keeper.secret = secret
+        newest = Committed.read(self.folder).newest
         held = tuple(self.keeper.holdings())
-        return KeeperInfo(self.node_id, str(self.folder), self.keeper.address, newest_commit(self.folder), held)
+        return KeeperInfo(self.node_id, self.domain, str(self.folder), self.keeper.address, newest, held)
 
-    def set_peer(self, peer: tuple[str, Address] | None) -> None:
-        assert self.keeper is not None
-        self.keeper.set_peer(peer)
+    def take_place(self, place: Place) -> None:
+        """A generation begins."""
+        with self.lock:
+            self.place = place
+            self.reports.clear()
+        self._keeper.set_peer(place.peer)
 
-    def committed(self, generation: int, step: int) -> None:
-        assert self.keeper is not None
-        self.keeper.committed(generation, step)
+    def relay(self, reports: Sequence[Sealed]) -> None:
+        """Reports of the keepers that this one speaks for: passed on once all have reported a step."""
+        with self.lock:
+            size = 1 + len(self.place.members)
+            for report in reports:
+                self.reports.setdefault(report.moment, []).append(report)
+            whole = [moment for moment, of_moment in self.reports.items() if len({r.node for r in of_moment}) == size]
+            sending = [report for moment in whole for report in self.reports[moment]]
+            if whole:
+                self.reports = {moment: r for moment, r in self.reports.items() if moment > max(whole)}
+        if sending:
+            self.coordinator.snapshots_sealed.remote(sending)
+
+    def committed(self, number: int, state: Committed) -> None:
+        """What is committed now; messages are numbered, as they may overtake one another."""
+        with self.lock:
+            for member in self.place.members:
+                member.committed.remote(number, state)
+            if number > self.newest_message:
+                self.newest_message = number
+                self._keeper.committed(state)
+
+    def holdings(self, moment: Moment) -> list[Held]:
+        """What this keeper holds of a step."""
+        return [held for held in self._keeper.holdings() if held.moment == moment]
+
+    def write(self, order: WriteOrder) -> Written:
+        """Write what the node holds of a step to storage."""
+        return self._keeper.write(order)
 
     def close(self) -> None:
         """Delete everything, what an earlier keeper left there too."""
@@ -79,15 +137,27 @@ class Keeper:
             self.keeper = None
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _report(self, sealed: Sealed) -> None:
-        self.coordinator.snapshot_sealed.remote(sealed)
+    @property
+    def _keeper(self) -> KeeperNode:
+        assert self.keeper is not None, "it serves nobody yet"
+        return self.keeper
+
+    def _send(self, reports: Sequence[Sealed]) -> None:
+        leader = self.place.leader
+        if leader is None:
+            self.relay(reports)
+        else:
+            leader.relay.remote(reports)
 
     def _watch(self) -> None:
-        """End where no coordinator answers any more."""
+        """Find the coordinator again after this actor was restarted; end where none answers any more."""
         while time.monotonic() - self.heard_at < self.abandon_after_s:
             time.sleep(PING_S)
-            with contextlib.suppress(ray.exceptions.RayError):
-                if self.coordinator is not None:
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):  # ValueError: there is none now
+                if self.coordinator is None:
+                    coordinator = ray.get_actor(f"{self.run_id}:{COORDINATOR}", namespace=NAMESPACE)
+                    ray.get(coordinator.greet.remote(self.node_id, self.me), timeout=4 * PING_S)
+                else:
                     ray.get(self.coordinator.ready.remote(), timeout=PING_S)
                     self.heard_at = time.monotonic()
         self.close()
@@ -102,7 +172,9 @@ def _delete_abandoned(mine: Path, abandon_after_s: float) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def start_keeper(run_id: str, node: str, *, memory_folder: str, abandon_after_s: float) -> Any:
+def start_keeper(
+    run_id: str, node: str, *, memory_folder: str, domain_label: str | None, abandon_after_s: float
+) -> Any:
     """The keeper of a node; started where there is none. Returns at once."""
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     folder = str(Path(memory_folder) / f"regrow-{run_id}-{node[:12]}")
@@ -116,7 +188,7 @@ def start_keeper(run_id: str, node: str, *, memory_folder: str, abandon_after_s:
         scheduling_strategy=there,
         max_restarts=-1,
         max_concurrency=8,
-    ).remote(run_id, node, folder, abandon_after_s)
+    ).remote(run_id, node, folder, domain_label, abandon_after_s)
 
 
 def end_keepers(handles: Iterable[Any]) -> None:
@@ -133,7 +205,7 @@ def running_keepers(run_id: str) -> dict[str, Any]:
     found = {}
     for entry in ray.util.list_named_actors(all_namespaces=True):
         run, _, node = entry["name"].partition(":")
-        if entry["namespace"] == NAMESPACE and run == run_id:
+        if entry["namespace"] == NAMESPACE and run == run_id and node != COORDINATOR:
             with contextlib.suppress(ValueError):  # it ended just now
                 found[node] = ray.get_actor(entry["name"], namespace=NAMESPACE)
     return found

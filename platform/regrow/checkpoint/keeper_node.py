@@ -2,73 +2,33 @@
 
     trainer --datagram: sealed--> checksums -> copy to the peer -> report (one a node and step) -> commit -> file
 
-Everything that it knows is in its folder, and is found there again by a keeper that starts anew. Per snapshot:
-
-    <name>.slot        the trainer's slot (`slots`)
-    <name>.slot.copy   the same of a rank on the node whose peer this is
-    <file>.crc         beside each: sha256 of the header it belongs to, then a crc32 of each CHUNK_BYTES of payload
-    committed          the newest commit, for the node's trainers
+Everything that it knows is in its folder (`held`), and is found there again by a keeper that starts anew.
 """
 
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import queue
 import shutil
 import socket
 import threading
-import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from regrow.checkpoint import held as files
+from regrow.checkpoint.held import COPY, Held, open_snapshot
 from regrow.checkpoint.ranges import Address, Connection, RangeServer, connected
-from regrow.checkpoint.slots import MAGIC, NOTICES, SLOT, SlotHeader, generation_of, open_slot, write_commit
-from regrow.errors import CheckpointError
+from regrow.checkpoint.slots import MAGIC, NOTICES, SLOT, Committed, Moment, open_slot
+from regrow.checkpoint.upload import WriteOrder, Written, write_parts
+from regrow.errors import CheckpointError, first_line
 
-COPY, CHECKSUMS = ".copy", ".crc"
 LOCK = "lock"  # held by the folder's keeper
-CHUNK_BYTES = 16 << 10  # that one checksum covers: what a read at any offset may read too much
+RETRY_S = 2.0  # after a snapshot could not be copied to the peer
 
-Crc = NDArray[np.uint32]
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Held:
-    """A verified snapshot file that a keeper holds."""
-
-    file: str
-    generation: int
-    step: int
-    header_sha256: str
-
-    @property
-    def is_copy(self) -> bool:
-        return self.file.endswith(COPY)
-
-    def copy(self) -> "Held":
-        """The same snapshot as its peer holds it."""
-        return replace(self, file=self.file + COPY)
-
-
-@dataclass(frozen=True)
-class Holder:
-    """A snapshot file of a committed step, and where it is."""
-
-    node: str
-    address: Address  # of the node's keeper
-    held: Held
-
-    @property
-    def name(self) -> str:
-        return f"{self.node}/{self.held.file}"
 
 
 @dataclass(frozen=True)
@@ -76,32 +36,49 @@ class Sealed:
     """All snapshots of a step that a node's ranks wrote are checked, and copied if there is anybody to copy to."""
 
     node: str
-    generation: int
-    step: int
-    files: tuple[Held, ...]
+    moment: Moment
     peer: str  # the node that holds the copies; empty: no other node
 
 
-Report = Callable[[Sealed], None]
+@dataclass(frozen=True)
+class Peer:
+    """The node, in another failure domain where there is one, that holds copies of another one's snapshots."""
+
+    node: str
+    address: Address
 
 
 class KeeperNode:
     """Runs on threads of its own from `start` to `close`."""
 
-    def __init__(self, folder: Path, *, node: str, host: str, secret: bytes, run_id: str, report: Report) -> None:
-        self.folder, self.node, self.secret, self.run_id, self.report = folder, node, secret, run_id, report
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        node: str,
+        host: str,
+        secret: bytes,
+        run_id: str,
+        report: Callable[[Sealed], None],
+        complain: Callable[[str], None] = log.warning,
+    ) -> None:
+        """`report` is told of steps that are safe, `complain` of what keeps one from it; both on a keeper's thread."""
+        self.folder, self.node, self.secret, self.run_id = folder, node, secret, run_id
+        self.report, self.complain = report, complain
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.server = RangeServer(host, lambda: self.secret, self._answer)
-        self._peer: tuple[str, Address] | None = None
-        self._work: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        self._ready: dict[tuple[int, int], dict[str, Held]] = {}  # (generation, step) -> file -> checked and copied
-        self._lock = threading.Lock()
+        self._peer: Peer | None = None
+        self._work: queue.Queue[str | None] = queue.Queue()  # names of slots that were sealed
+        self._ready: dict[Moment, dict[str, Held]] = {}  # checked and copied
+        self._failed = False  # something waits to be tried again
+        self._lock, self._receiving = threading.Lock(), threading.Lock()
         self._serving = open(folder / LOCK, "wb")  # noqa: SIM115 (held open for as long as the lock is)
         fcntl.flock(self._serving, fcntl.LOCK_SH)
         notices = folder / NOTICES
         notices.unlink(missing_ok=True)
         self._notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._notices.bind(str(notices))
+        self._notices.settimeout(RETRY_S)
         self._threads = [
             threading.Thread(target=target, name=f"keeper-{target.__name__}", daemon=True)
             for target in (self.server.serve, self._listen, self._process)
@@ -115,31 +92,31 @@ class KeeperNode:
     def address(self) -> Address:
         return self.server.address
 
-    def set_peer(self, peer: tuple[str, Address] | None) -> None:
-        """The node, in another failure domain where there is one, that holds copies of this one's snapshots."""
+    def set_peer(self, peer: Peer | None) -> None:
+        """Copy to this one from now on, and what was sealed and is not committed again."""
         with self._lock:
             self._peer = peer
+            self._ready.clear()
+        self._look_again()
 
     def holdings(self) -> list[Held]:
-        """Every sealed snapshot in the folder whose checksums are there; damaged or half-written ones are not."""
-        held = []
-        for path in sorted(self.folder.glob(f"*{SLOT}*")):
-            if path.name.endswith((SLOT, COPY)):
-                with contextlib.suppress(CheckpointError):
-                    found = self._held(path)
-                    if found is not None:
-                        held.append(found)
-        return held
+        """Every sealed snapshot of the run in the folder whose checksums are there."""
+        return files.holdings(self.folder, self.run_id)
 
-    def committed(self, generation: int, step: int) -> None:
-        """The coordinator committed this step: tell the trainers, drop the snapshots of older generations."""
-        write_commit(self.folder, generation, step)
+    def committed(self, state: Committed) -> None:
+        """The coordinator says what is committed: tell the trainers, drop the snapshots of older generations."""
+        state.write(self.folder)
         with self._lock:
-            for key in [key for key in self._ready if key <= (generation, step)]:
-                del self._ready[key]
+            for moment in [moment for moment in self._ready if moment <= state.newest]:
+                del self._ready[moment]
         for path in self.folder.glob("g*"):  # what was never sealed too
-            if generation_of(path.name) < generation:
+            generation = files.generation_of(path.name)
+            if generation < state.newest.generation and generation != state.pinned.generation:
                 path.unlink(missing_ok=True)
+
+    def write(self, order: WriteOrder) -> Written:
+        """Write this node's part of a committed snapshot to storage. Takes as long as that does; CheckpointError."""
+        return write_parts(self.folder, self.holdings(), order, run_id=self.run_id)
 
     def close(self, *, delete: bool) -> None:
         """End; `delete`: leave nothing in memory."""
@@ -156,63 +133,66 @@ class KeeperNode:
     def _listen(self) -> None:
         while True:
             try:
-                data = self._notices.recv(65536)
+                data = self._notices.recv(4096)
+            except TimeoutError:
+                if self._failed:
+                    self._look_again()
+                continue
             except OSError:
                 return
             if not data:
                 return
-            with contextlib.suppress(ValueError):
-                self._work.put(json.loads(data))
+            self._work.put(data.decode())
+
+    def _look_again(self) -> None:
+        """Take up what is sealed and not committed, as if it had been sealed just now."""
+        self._failed = False
+        newest = Committed.read(self.folder).newest
+        for path in self.folder.glob(f"*{SLOT}"):
+            with contextlib.suppress(CheckpointError):
+                header = open_slot(path)
+                if header is not None and Moment(header.generation, header.step) > newest:
+                    self._work.put(path.name)
 
     def _process(self) -> None:
-        while (notice := self._work.get()) is not None:
+        while (name := self._work.get()) is not None:
             try:
-                self._take(self.folder / notice["file"], int(notice["writers"]))
+                self._take(self.folder / Path(name).name)
             except Exception as error:  # of one snapshot; the keeper goes on with the next
-                log.warning("snapshot %s: %s", notice, error)
+                self._failed = True
+                self.complain(f"the snapshot in {name} on node {self.node[:12]} is not safe: {first_line(error)}")
 
-    def _take(self, path: Path, writers: int) -> None:
+    def _take(self, path: Path) -> None:
         """Check a slot that was sealed, copy it to the peer, and report the node's step once all its ranks' are."""
-        header = open_slot(path)
-        if header is None or header.run_id != self.run_id:
+        snapshot = files.take_checksums(path)
+        if snapshot is None or snapshot.header.run_id != self.run_id:  # overwritten meanwhile
             return
+        held = snapshot.held
         with self._lock:
             peer = self._peer
-        write_checksums(path, header)
-        held = self._held(path)
-        if held is None:  # overwritten meanwhile
-            return
         if peer is not None:
-            self._push(path, held, peer[1])
-        key = (held.generation, held.step)
+            self._push(path, held, peer)
         with self._lock:
-            ready = self._ready.setdefault(key, {})
-            ready[held.file] = held
-            if len(ready) < writers:
+            if peer != self._peer:  # all of it again, for another one
                 return
-        self.report(Sealed(self.node, *key, tuple(ready.values()), peer[0] if peer else ""))
+            ready = self._ready.setdefault(held.moment, {})
+            ready[held.file] = held
+            if len(ready) < held.writers:
+                return
+        self.report(Sealed(self.node, held.moment, peer.node if peer else ""))
 
-    def _push(self, path: Path, held: Held, address: Address) -> None:
+    def _push(self, path: Path, held: Held, peer: Peer) -> None:
         """Copy a slot with its checksums to the peer, which checks them. Raises CheckpointError."""
         size = path.stat().st_size
-        checksums = (self.folder / (path.name + CHECKSUMS)).read_bytes()
-        with connected(address, self.secret) as connection, open(path, "rb") as file:
-            put = {"op": "put", "file": path.name + COPY, "bytes": size, "checksums": len(checksums)}
+        beside = files.read_beside(path)
+        with connected(peer.address, self.secret) as connection, open(path, "rb") as file:
+            put = {"op": "put", "file": path.name + COPY, "bytes": size, "checksums": len(beside)}
             connection.send(put | {"header_sha256": held.header_sha256})
-            connection.send_bytes(checksums)
+            connection.send_bytes(beside)
             connection.send_file(file, [(0, size)])
             answer = connection.receive()
             if "error" in answer or not answer:
-                raise CheckpointError(f"the peer refused {path.name}: {answer.get('error', 'it is gone')}")
-
-    def _held(self, path: Path) -> Held | None:
-        header = open_slot(path)
-        stored = read_checksums(path)
-        if header is None or stored is None or header.run_id != self.run_id:
-            return None
-        if stored[0] != header.sha256:
-            return None
-        return Held(path.name, header.generation, header.step, header.sha256)
+                raise CheckpointError(f"the peer refused it: {answer.get('error', 'it is gone')}")
 
     def _answer(self, request: dict[str, Any], connection: Connection) -> None:
         """One request of a peer or of a rank that restores."""
@@ -226,52 +206,58 @@ class KeeperNode:
                 connection.send_file(file, [(offset, size) for offset, size in request["ranges"]])
 
     def _describe(self, path: Path, connection: Connection) -> None:
-        header, stored = open_slot(path), read_checksums(path)
-        if header is None or stored is None:
+        try:
+            snapshot = open_snapshot(path)
+        except CheckpointError as error:
+            connection.send({"error": str(error)})
+            return
+        if snapshot is None:
             connection.send({"error": f"{path.name} is not here"})
             return
-        data, crc = header.encode(), stored[1].tobytes()
-        connection.send({"header": len(data), "crc": len(crc), "sha256": stored[0]})
+        data, crc = snapshot.header.encode(), snapshot.crc.tobytes()
+        connection.send({"header": len(data), "crc": len(crc)})
         connection.send_bytes(data + crc)
 
     def _receive(self, path: Path, request: dict[str, Any], connection: Connection) -> None:
         """Take a copy: visible only once all of it is there and its checksums hold."""
-        checksums = connection.receive_bytes(request["checksums"])
-        size = int(request["bytes"])
-        crc_path = path.with_name(path.name + CHECKSUMS)
-        crc_path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        beside = connection.receive_bytes(request["checksums"])
+        problem = ""
         try:
-            os.posix_fallocate(descriptor, 0, size)
-            os.pwrite(descriptor, bytes(len(MAGIC)), 0)
-            first = connection.receive_bytes(min(size, 4096))
-            offset, block = len(first), bytearray(1 << 20)
-            while offset < size:
-                part = memoryview(block)[: min(len(block), size - offset)]
-                connection.receive_into(part)
-                os.pwrite(descriptor, part, offset)
-                offset += len(part)
-            os.pwrite(descriptor, first[len(MAGIC) :], len(MAGIC))
-            os.pwrite(descriptor, first[: len(MAGIC)], 0)
-        except OSError as error:
-            with contextlib.suppress(OSError):
-                connection.send({"error": f"{error}"})
+            with self._receiving:
+                files.forget(path)
+                _receive_file(path, int(request["bytes"]), connection)
+                files.write_beside(path, beside)
+            snapshot = open_snapshot(path)
+            if snapshot is None or snapshot.held.header_sha256 != request["header_sha256"]:
+                problem = "it is not the snapshot that it is said to be"
+            else:
+                snapshot.check()
+        except ConnectionError:
             raise
-        finally:
-            os.close(descriptor)
-        header = open_slot(path)
-        problem = "it is not a sealed snapshot"
-        if header is not None:
-            crc = np.frombuffer(checksums[64:], "<u4")
-            problem = "it changed on the way"
-            if header.sha256 == request["header_sha256"] == checksums[:64].decode() and _payload_holds(
-                path, header, crc
-            ):
-                _write(crc_path, checksums)
-                connection.send({"ok": True})
-                return
-        path.unlink(missing_ok=True)
-        connection.send({"error": problem})
+        except (OSError, CheckpointError) as error:  # no room, or damaged on the way
+            problem = first_line(error)
+        if problem:
+            files.remove(path)
+        connection.send({"error": problem} if problem else {"ok": True})
+
+
+def _receive_file(path: Path, size: int, connection: Connection) -> None:
+    """Bytes of a snapshot into a file, a new or an old one, whose pages are there; its magic goes first, comes last."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        os.pwrite(descriptor, bytes(len(MAGIC)), 0)
+        first = connection.receive_bytes(min(size, 4096))
+        offset, block = len(first), bytearray(1 << 20)
+        while offset < size:
+            part = memoryview(block)[: min(len(block), size - offset)]
+            connection.receive_into(part)
+            os.pwrite(descriptor, part, offset)
+            offset += len(part)
+        os.pwrite(descriptor, first[len(MAGIC) :], len(MAGIC))
+        os.pwrite(descriptor, first[: len(MAGIC)], 0)
+    finally:
+        os.close(descriptor)
 
 
 def is_served(folder: Path) -> bool:
@@ -287,39 +273,3 @@ def is_served(folder: Path) -> bool:
 def last_used(folder: Path) -> float:
     """When something in a keeper's folder last came or went."""
     return max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
-
-
-def checksum(payload: memoryview) -> Crc:
-    """crc32 of each CHUNK_BYTES."""
-    return np.array(
-        [zlib.crc32(payload[at : at + CHUNK_BYTES]) for at in range(0, len(payload), CHUNK_BYTES)], np.uint32
-    )
-
-
-def write_checksums(path: Path, header: SlotHeader) -> None:
-    """Write the checksums of a sealed slot beside it."""
-    payload = np.memmap(path, np.uint8, "r")[header.payload_offset : header.offsets[-1]]
-    crc = checksum(payload.data)
-    _write(path.with_name(path.name + CHECKSUMS), header.sha256.encode() + crc.astype("<u4").tobytes())
-
-
-def read_checksums(path: Path) -> tuple[str, Crc] | None:
-    """(sha256 of the header that they belong to, checksums) of a snapshot file; None where there are none."""
-    try:
-        data = path.with_name(path.name + CHECKSUMS).read_bytes()
-    except FileNotFoundError:
-        return None
-    if len(data) % 4:
-        return None
-    return data[:64].decode("ascii", "replace"), np.frombuffer(data[64:], "<u4")
-
-
-def _payload_holds(path: Path, header: SlotHeader, crc: Crc) -> bool:
-    payload = np.memmap(path, np.uint8, "r")[header.payload_offset : header.offsets[-1]]
-    return np.array_equal(checksum(payload.data), crc)
-
-
-def _write(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)

@@ -1,9 +1,11 @@
 """Restoring from snapshots: this node's by memory map, other nodes' from their keepers, exactly the ranges needed.
 
-Every byte is checked against the checksums that a keeper made when the snapshot was sealed. A holder that is gone or
-whose bytes are damaged is left out, and what it was to give comes from another copy.
+Which rank of the old layout holds what follows from shapes alone, so that only those files are opened that have
+something to give. Every byte is checked against the checksums that a keeper made when the snapshot was sealed. A holder
+that is gone or whose bytes are damaged is left out, and what it was to give comes from another copy.
 """
 
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,35 +14,34 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from regrow.checkpoint.format import ITEM_BYTES
-from regrow.checkpoint.keeper_node import CHUNK_BYTES, Crc, Holder, checksum, read_checksums
-from regrow.checkpoint.ranges import connected
-from regrow.checkpoint.reshard import Read, Source, plan_reads
-from regrow.checkpoint.slots import SlotHeader, open_slot
+from regrow.checkpoint.checksums import Crc, checksums, whole_chunks
+from regrow.checkpoint.held import Holder, Snapshot, open_snapshot
+from regrow.checkpoint.layout import ITEM_BYTES, shard_span, shards_that_hold
+from regrow.checkpoint.ranges import Connection, connected
+from regrow.checkpoint.reshard import Read, Source, nearest, plan_reads
+from regrow.checkpoint.slots import SlotHeader
 from regrow.checkpoint.state import Entry
 from regrow.errors import CheckpointError
 
 OWN, PEER = 0, 1  # distances
 
 
-@dataclass(frozen=True)
-class _Open:
-    """A holder's file, ready to be read."""
-
-    holder: Holder
-    header: SlotHeader
-    crc: Crc
-    path: Path | None  # on this node; None: from its keeper
-
-
-@dataclass(frozen=True)
+@dataclass
 class Restored:
     """What a restore read."""
 
     scalars: dict[str, int]
-    own_bytes: int  # from this node's memory
-    peer_bytes: int
-    problems: tuple[str, ...]  # holders that were left out, and why
+    own_bytes: int = 0  # from this node's memory
+    peer_bytes: int = 0
+    problems: tuple[str, ...] = ()  # holders that were left out, and why
+
+
+class Unrestorable(CheckpointError):
+    """No snapshot gives the state; `dirty`: some of it has been overwritten by then."""
+
+    def __init__(self, message: str, *, dirty: bool) -> None:
+        super().__init__(message)
+        self.dirty = dirty
 
 
 def restore_snapshot(
@@ -55,114 +56,143 @@ def restore_snapshot(
     """Fill this rank's entries from the holders of one committed step, whatever layout it was taken in. Local.
 
     `node` and `folder` are this node and its keeper's folder, `reader` spreads ranks over equal copies. Strict: a
-    missing, extra, reshaped or retyped entry is a CheckpointError that names it, and so is an element that no holder
-    gives; the entries hold a mixture then.
+    missing, extra, reshaped or retyped entry is an Unrestorable that names it, and so is an element that no holder
+    gives.
     """
-    left, problems = list(holders), []
+    left, dirty = list(holders), False
+    problems: list[str] = []
     while True:
-        sources: dict[Source, _Open] = {}
-        for holder in list(left):
-            try:
-                opened = _open(holder, node, folder, secret)
-            except CheckpointError as error:
-                left.remove(holder)
-                problems.append(f"{holder.name}: {error}")
-                continue
-            distance = OWN if opened.path else PEER
-            for span in opened.header.spans:
-                sources[Source(holder.name, span, distance)] = opened
-        if not left:
-            raise CheckpointError(f"no snapshot can be read: {problems[0] if problems else 'nobody holds one'}")
-        any_header = next(iter(sources.values())).header
-        _check_same(entries, any_header)
         try:
-            reads = plan_reads(sources, [entry.span for entry in entries], reader=reader)
+            chosen = _choose(left, node, reader)
+            by_holder = _plan(entries, chosen)
         except CheckpointError as error:
-            raise CheckpointError("; ".join([str(error), *problems])) from error
-        by_file: dict[str, list[Read]] = defaultdict(list)
-        for read in reads:
-            by_file[read.source.file].append(read)
-        num_bytes, failed = {OWN: 0, PEER: 0}, None
-        for same_file in by_file.values():
-            opened = sources[same_file[0].source]
+            raise Unrestorable("; ".join([str(error), *problems]), dirty=dirty) from error
+        restored = Restored({}, problems=tuple(problems))
+        for holder, reads in by_holder.items():
             try:
-                num_bytes[OWN if opened.path else PEER] += _read(opened, same_file, entries, secret)
+                scalars, own, peer = _take(holder, reads, entries, node=node, folder=folder, secret=secret)
             except CheckpointError as error:
-                problems.append(f"{opened.holder.name}: {error}")
-                failed = opened.holder
+                problems.append(f"{holder.name}: {error}")
+                left.remove(holder)
                 break
-        if failed is None:
-            return Restored(any_header.scalars, num_bytes[OWN], num_bytes[PEER], tuple(problems))
-        left.remove(failed)
+            finally:
+                dirty = True
+            restored.scalars = scalars
+            restored.own_bytes += own
+            restored.peer_bytes += peer
+        else:
+            return restored
 
 
-def _open(holder: Holder, node: str, folder: Path, secret: bytes) -> _Open:
+def _choose(holders: Sequence[Holder], node: str, reader: int) -> dict[int, Holder]:
+    """For each shard of the old layout the copy that this reader takes."""
+    copies: dict[int, list[tuple[int, Holder]]] = defaultdict(list)
+    for holder in sorted(holders, key=lambda holder: holder.name):
+        copies[holder.held.part.shard].append((OWN if holder.node == node else PEER, holder))
+    return {shard: nearest(same, reader=reader + shard) for shard, same in copies.items()}
+
+
+def _plan(entries: Sequence[Entry], chosen: dict[int, Holder]) -> dict[Holder, list[Read]]:
+    """What to read from whom. Raises CheckpointError where a shard is missing."""
+    if not chosen:
+        raise CheckpointError("no snapshot can be read: nobody holds one")
+    num_shards = next(iter(chosen.values())).held.part.num_shards
+    by_name = {holder.name: holder for holder in chosen.values()}
+    sources = [
+        Source(chosen[shard].name, shard_span(entry.span, shard, num_shards))
+        for entry in entries
+        for shard in shards_that_hold(entry.span, num_shards)
+        if shard in chosen
+    ]
+    by_holder: dict[Holder, list[Read]] = defaultdict(list)
+    for read in plan_reads(sources, [entry.span for entry in entries]):
+        by_holder[by_name[read.source.file]].append(read)
+    if not by_holder:  # this rank holds nothing; the scalars are for it too
+        by_holder[next(iter(chosen.values()))] = []
+    return by_holder
+
+
+def _take(
+    holder: Holder, reads: Sequence[Read], entries: Sequence[Entry], *, node: str, folder: Path, secret: bytes
+) -> tuple[dict[str, int], int, int]:
+    """Carry out the reads from one holder: (scalars, bytes read here, bytes read from a peer)."""
     if holder.node == node:
-        path = folder / holder.held.file
-        header, stored = open_slot(path), read_checksums(path)
-        if header is None or stored is None or {header.sha256, stored[0]} != {holder.held.header_sha256}:
-            raise CheckpointError("it is not the snapshot that was committed")
-        return _Open(holder, header, stored[1], path)
+        snapshot = open_snapshot(folder / holder.held.file)
+        if snapshot is None:
+            raise CheckpointError("it is not there any more")
+        _check(snapshot, holder, entries)
+        payload = snapshot.payload()
+        pieces = _pieces(snapshot, reads)
+        for piece in pieces:
+            piece.put(payload[piece.begin : piece.end], entries)
+        return snapshot.header.scalars, sum(piece.end - piece.begin for piece in pieces), 0
     with connected(holder.address, secret) as connection:
-        connection.send({"op": "describe", "file": holder.held.file})
-        answer = connection.receive()
-        if not answer or "error" in answer:
-            raise CheckpointError(answer.get("error", "its keeper is gone"))
-        header = SlotHeader.decode(connection.receive_bytes(answer["header"]))
-        crc = np.frombuffer(connection.receive_bytes(answer["crc"]), np.uint32)
-        if {header.sha256, answer["sha256"]} != {holder.held.header_sha256}:
-            raise CheckpointError("it is not the snapshot that was committed")
-        return _Open(holder, header, crc, None)
+        snapshot = _describe(connection, holder)
+        _check(snapshot, holder, entries)
+        pieces = _pieces(snapshot, reads)
+        ranges = [(piece.begin, piece.end - piece.begin) for piece in pieces]
+        connection.send({"op": "get", "file": holder.held.file, "ranges": ranges})
+        for piece, (_, size) in zip(pieces, ranges, strict=True):
+            piece.put(memoryview(connection.receive_bytes(size)), entries)
+    return snapshot.header.scalars, 0, sum(size for _, size in ranges)
 
 
-def _read(opened: _Open, reads: Sequence[Read], entries: Sequence[Entry], secret: bytes) -> int:
-    """Carry out the reads from one file; returns the bytes read, the rest of chunks included."""
-    header = opened.header
-    begins = dict(zip(header.spans, header.offsets, strict=False))
-    end_of_payload = header.offsets[-1]
-    bounds = []  # of each read in the file: (begin, end), and of the chunks that cover it
-    for read in reads:
-        item = ITEM_BYTES[read.source.span.dtype]
-        begin = begins[read.source.span] + (read.start - read.source.span.start) * item
-        end = begin + (read.stop - read.start) * item
-        first = (begin - header.payload_offset) // CHUNK_BYTES
-        last = -(-(end - header.payload_offset) // CHUNK_BYTES)
-        aligned = (
-            header.payload_offset + first * CHUNK_BYTES,
-            min(header.payload_offset + last * CHUNK_BYTES, end_of_payload),
-        )
-        bounds.append((begin, end, first, *aligned))
+@dataclass(frozen=True)
+class _Piece:
+    """A read, and the whole chunks of the file that it lies in."""
 
-    def take(k: int, chunks: memoryview) -> None:
-        begin, end, first, aligned_begin, aligned_end = bounds[k]
-        found = checksum(chunks)
-        whole = len(chunks) == aligned_end - aligned_begin
-        if not whole or not np.array_equal(found, opened.crc[first : first + len(found)]):
-            raise CheckpointError(f"{reads[k].source.span.name} fails its checksum")
-        entry, read = entries[reads[k].want], reads[k]
+    read: Read
+    begin: int  # byte in the file
+    end: int
+    crc: Crc
+    inner: slice  # of the bytes between them
+
+    def put(self, chunks: memoryview, entries: Sequence[Entry]) -> None:
+        """Check the chunks, and copy what is wanted of them."""
+        read = self.read
+        if not np.array_equal(checksums(chunks), self.crc):
+            raise CheckpointError(f"{read.source.span.name} fails its checksum")
+        entry = entries[read.want]
         target = entry.memory[read.start - entry.span.start : read.stop - entry.span.start]
-        data = torch.frombuffer(bytearray(chunks[begin - aligned_begin : end - aligned_begin]), dtype=target.dtype)
-        target.copy_(data)
-
-    if opened.path is not None:
-        try:
-            memory = np.memmap(opened.path, np.uint8, "r").data
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"it cannot be mapped: {error}") from error
-        for k, (_, _, _, begin, end) in enumerate(bounds):
-            take(k, memory[begin:end])
-    else:
-        ranges = [(begin, end - begin) for _, _, _, begin, end in bounds]
-        with connected(opened.holder.address, secret) as connection:
-            connection.send({"op": "get", "file": opened.holder.held.file, "ranges": ranges})
-            for k, (_, size) in enumerate(ranges):
-                take(k, memoryview(connection.receive_bytes(size)))
-    return sum(end - begin for _, _, _, begin, end in bounds)
+        data = np.frombuffer(chunks[self.inner], np.uint8)
+        with warnings.catch_warnings():  # that it is not writable: it is only read
+            warnings.simplefilter("ignore")
+            target.copy_(torch.from_numpy(data).view(target.dtype))
 
 
-def _check_same(entries: Sequence[Entry], header: SlotHeader) -> None:
-    have = {span.name: (span.dtype, span.shape) for span in header.spans}
-    want = {entry.span.name: (entry.span.dtype, entry.span.shape) for entry in entries}
+def _pieces(snapshot: Snapshot, reads: Sequence[Read]) -> list[_Piece]:
+    header, pieces = snapshot.header, []
+    where = zip(header.offsets, header.first_chunks, strict=True)
+    places = {span.name: place for span, place in zip(header.spans, where, strict=False)}
+    for read in reads:
+        span = read.source.span
+        offset, first = places[span.name]
+        item = ITEM_BYTES[span.dtype]
+        begin, end = (read.start - span.start) * item, (read.stop - span.start) * item
+        chunks_begin, chunks_end, chunks = whole_chunks(begin, end, span.num_bytes)
+        crc = snapshot.crc[first + chunks.start : first + chunks.stop]
+        inner = slice(begin - chunks_begin, end - chunks_begin)
+        pieces.append(_Piece(read, offset + chunks_begin, offset + chunks_end, crc, inner))
+    return pieces
+
+
+def _describe(connection: Connection, holder: Holder) -> Snapshot:
+    connection.send({"op": "describe", "file": holder.held.file})
+    answer = connection.receive()
+    if not answer or "error" in answer:
+        raise CheckpointError(answer.get("error", "its keeper is gone"))
+    header = SlotHeader.decode(connection.receive_bytes(answer["header"]))
+    crc = np.frombuffer(connection.receive_bytes(answer["crc"]), "<u4")
+    return Snapshot(Path(holder.held.file), header, crc)
+
+
+def _check(snapshot: Snapshot, holder: Holder, entries: Sequence[Entry]) -> None:
+    """Raises CheckpointError unless the file is the committed one and holds what follows from the entries' shapes."""
+    if snapshot.held != holder.held:
+        raise CheckpointError("it is not the snapshot that was committed")
+    have = {span.name: span for span in snapshot.header.spans}
+    part = holder.held.part
+    want = {entry.span.name: shard_span(entry.span, part.shard, part.num_shards) for entry in entries}
     for name in sorted(have.keys() | want.keys()):
         if have.get(name) != want.get(name):
             raise CheckpointError(

@@ -1,6 +1,10 @@
 """Reading the files of a committed checkpoint, every byte checked. No torch, so that every process can."""
 
-from regrow.checkpoint.format import CHUNK_BYTES, ITEM_BYTES, DataFile, Index, Stored, checksums, decode_header
+import numpy as np
+
+from regrow.checkpoint.checksums import checksums, whole_chunks
+from regrow.checkpoint.format import DataFile, Index, Stored, decode_header
+from regrow.checkpoint.layout import ITEM_BYTES
 from regrow.checkpoint.reshard import Read, Source
 from regrow.errors import CheckpointError
 from regrow.storage import Storage
@@ -26,12 +30,9 @@ def read_elements(source: Storage, read: Read, stored: Stored) -> memoryview:
     """The bytes of a read, from whole chunks whose checksums hold. Raises CheckpointError where one does not."""
     item = ITEM_BYTES[stored.span.dtype]
     begin, end = (read.start - stored.span.start) * item, (read.stop - stored.span.start) * item
-    first = begin // CHUNK_BYTES
-    aligned_begin, aligned_end = first * CHUNK_BYTES, min(-(-end // CHUNK_BYTES) * CHUNK_BYTES, stored.num_bytes)
+    aligned_begin, aligned_end, chunks = whole_chunks(begin, end, stored.span.num_bytes)
     data = memoryview(source.read_range(read.source.file, stored.offset + aligned_begin, aligned_end - aligned_begin))
-    found = checksums(data)
-    expected = list(stored.crc32[first : first + len(found)])
-    if data.nbytes != aligned_end - aligned_begin or found != expected:
+    if data.nbytes != aligned_end - aligned_begin or not np.array_equal(checksums(data), stored.crc[chunks]):
         raise CheckpointError(
             f"{source}/{read.source.file}: {stored.span.name} fails its checksum; the file is damaged"
         )

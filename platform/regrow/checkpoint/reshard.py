@@ -7,18 +7,20 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from regrow.checkpoint.layout import Span
 from regrow.errors import CheckpointError
 
+Copy = TypeVar("Copy")
+
 
 @dataclass(frozen=True)
 class Source:
-    """A span and the file that holds it; several may hold the same one."""
+    """A span and the file that holds it."""
 
     file: str
     span: Span
-    distance: int = 0  # from the reader: 0 its own node, 1 another, 2 storage
 
 
 @dataclass(frozen=True)
@@ -31,15 +33,15 @@ class Read:
     stop: int
 
 
-def plan_reads(have: Iterable[Source], want: Sequence[Span], *, reader: int = 0) -> list[Read]:
-    """Cover every wanted span from the sources, the nearest ones.
+def plan_reads(have: Iterable[Source], want: Sequence[Span]) -> list[Read]:
+    """Cover every wanted span from the sources, which do not overlap.
 
-    Of equally near copies each `reader` begins with another one, so that readers share them out. Sources overlap only
-    where they hold equal spans. Raises CheckpointError naming the tensor and the elements that no source holds.
+    Raises CheckpointError naming the tensor and the elements that no source holds.
     """
     by_name: dict[str, list[Source]] = defaultdict(list)
-    for source in _one_of_each(have, reader):
-        by_name[source.span.name].append(source)
+    for source in have:
+        if source.span.num_elements:
+            by_name[source.span.name].append(source)
     starts = {}
     for name, sources in by_name.items():
         sources.sort(key=lambda source: (source.span.start, -source.span.stop))
@@ -48,7 +50,7 @@ def plan_reads(have: Iterable[Source], want: Sequence[Span], *, reader: int = 0)
     reads = []
     for index, span in enumerate(want):
         sources, at = by_name.get(span.name, []), span.start
-        # the last source that starts at or before `at`; sources of one tensor do not nest
+        # the last source that starts at or before `at`
         following = bisect_right(starts.get(span.name, []), at) - 1
         while at < span.stop:
             if not 0 <= following < len(sources) or not (
@@ -63,15 +65,12 @@ def plan_reads(have: Iterable[Source], want: Sequence[Span], *, reader: int = 0)
     return reads
 
 
-def _one_of_each(have: Iterable[Source], reader: int) -> list[Source]:
-    """The copy of each span that this reader takes."""
-    copies: dict[tuple[str, int, int], list[Source]] = defaultdict(list)
-    for source in have:
-        if source.span.num_elements:
-            copies[source.span.name, source.span.start, source.span.stop].append(source)
-    chosen = []
-    for number, same in enumerate(copies.values()):
-        near = min(source.distance for source in same)
-        nearest = sorted((source for source in same if source.distance == near), key=lambda source: source.file)
-        chosen.append(nearest[(reader + number) % len(nearest)])
-    return chosen
+def nearest(copies: Sequence[tuple[int, Copy]], *, reader: int) -> Copy:
+    """One of several (distance, copy), at least one: of the nearest, each `reader` takes another, to share them out.
+
+    >>> [nearest([(1, "a"), (1, "b"), (2, "c")], reader=reader) for reader in range(3)]
+    ['a', 'b', 'a']
+    """
+    least = min(distance for distance, _ in copies)
+    near = [copy for distance, copy in copies if distance == least]
+    return near[reader % len(near)]

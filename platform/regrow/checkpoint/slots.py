@@ -14,12 +14,12 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regrow.checkpoint.format import ITEM_BYTES
-from regrow.checkpoint.layout import Span
+from regrow.checkpoint.checksums import num_chunks
+from regrow.checkpoint.layout import Part, Span
 from regrow.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ NOTHING = -1  # no generation, no step
 MAGIC = b"rgwsnap1"
 _PREFIX = len(MAGIC) + 8 + 32  # magic, header bytes, sha256
 _PAGE, _ALIGNED = 4096, 64
-_COMMIT = struct.Struct("<qq")  # generation, step
+_COMMIT = struct.Struct("<qqqq")  # generation and step, of what is committed and of what is pinned
 _ROOM = 1024  # of a header, for the numbers that change with every step
 
 
@@ -43,6 +43,8 @@ class SlotHeader:
     generation: int
     step: int
     scalars: dict[str, int]
+    part: Part  # of the state
+    writers: int  # ranks of this generation on the node
     spans: tuple[Span, ...]  # in the order of the payload
     payload_offset: int
 
@@ -51,7 +53,15 @@ class SlotHeader:
         """Where each span begins in the file, and where the payload ends."""
         at = [self.payload_offset]
         for span in self.spans:
-            at.append(-(-(at[-1] + num_bytes(span)) // _ALIGNED) * _ALIGNED)
+            at.append(-(-(at[-1] + span.num_bytes) // _ALIGNED) * _ALIGNED)
+        return at
+
+    @property
+    def first_chunks(self) -> list[int]:
+        """The number of each span's first chunk among the checksums of the slot, and how many there are in all."""
+        at = [0]
+        for span in self.spans:
+            at.append(at[-1] + num_chunks(span.num_bytes))
         return at
 
     @property
@@ -61,7 +71,8 @@ class SlotHeader:
 
     def encode(self) -> bytes:
         content: dict[str, Any] = {
-            **{key: value for key, value in vars(self).items() if key != "spans"},
+            **vars(self),
+            "part": vars(self.part),
             "spans": [[span.name, span.shape, span.dtype, span.start, span.stop] for span in self.spans],
         }
         return json.dumps(content, separators=(",", ":")).encode()
@@ -69,14 +80,11 @@ class SlotHeader:
     @staticmethod
     def decode(data: bytes) -> "SlotHeader":
         content = json.loads(data)
+        content["part"] = Part(**content["part"])
         content["spans"] = tuple(
             Span(name, tuple(shape), dtype, start, stop) for name, shape, dtype, start, stop in content["spans"]
         )
         return SlotHeader(**content)
-
-
-def num_bytes(span: Span) -> int:
-    return span.num_elements * ITEM_BYTES[span.dtype]
 
 
 class SlotFile:
@@ -124,7 +132,7 @@ class SlotFile:
 
     def seal(self, step: int, scalars: dict[str, int]) -> SlotHeader:
         """The payload is that of `step`: make it visible."""
-        header = SlotHeader(**{**vars(self.header), "step": step, "scalars": scalars})
+        header = replace(self.header, step=step, scalars=scalars)
         data = header.encode()
         assert _PREFIX + len(data) <= header.payload_offset, "the header outgrew its room"
         self._map[len(MAGIC) : _PREFIX] = len(data).to_bytes(8, "little") + hashlib.sha256(data).digest()
@@ -142,11 +150,11 @@ def generation_of(name: str) -> int:
     return int(name[1:].partition("-")[0])
 
 
-def empty_header(spans: Sequence[Span], *, run_id: str, generation: int) -> SlotHeader:
+def empty_header(spans: Sequence[Span], part: Part, *, run_id: str, generation: int, writers: int) -> SlotHeader:
     """The header of a slot for these spans, its payload beginning on a page."""
-    header = SlotHeader(run_id, generation, 0, {}, tuple(spans), 0)
+    header = SlotHeader(run_id, generation, 0, {}, part, writers, tuple(spans), 0)
     room = _PREFIX + len(header.encode()) + _ROOM
-    return SlotHeader(**{**vars(header), "payload_offset": -(-room // _PAGE) * _PAGE})
+    return replace(header, payload_offset=-(-room // _PAGE) * _PAGE)
 
 
 def open_slot(path: Path) -> SlotHeader | None:
@@ -168,17 +176,33 @@ def open_slot(path: Path) -> SlotHeader | None:
     return SlotHeader.decode(content)
 
 
-def newest_commit(folder: Path) -> tuple[int, int]:
-    """(generation, step) of the newest commit that this node has heard of; -1 for none."""
-    try:
-        generation, step = _COMMIT.unpack((folder / COMMITTED).read_bytes())
-        return generation, step
-    except FileNotFoundError:
-        return NOTHING, NOTHING
+@dataclass(frozen=True, order=True)
+class Moment:
+    """A step of a generation."""
+
+    generation: int = NOTHING
+    step: int = NOTHING
 
 
-def write_commit(folder: Path, generation: int, step: int) -> None:
-    """Tell the node's trainers of a commit."""
-    temporary = folder / f".{COMMITTED}"
-    temporary.write_bytes(_COMMIT.pack(generation, step))
-    os.replace(temporary, folder / COMMITTED)
+@dataclass(frozen=True)
+class Committed:
+    """What a node knows of the run's snapshots: which must not be overwritten."""
+
+    newest: Moment = Moment()
+    pinned: Moment = Moment()  # on its way to storage
+
+    @staticmethod
+    def read(folder: Path) -> "Committed":
+        """What was last written into a keeper's folder."""
+        try:
+            numbers = _COMMIT.unpack((folder / COMMITTED).read_bytes())
+        except FileNotFoundError:
+            return Committed()
+        return Committed(Moment(*numbers[:2]), Moment(*numbers[2:]))
+
+    def write(self, folder: Path) -> None:
+        """Tell the node's trainers."""
+        numbers = (self.newest.generation, self.newest.step, self.pinned.generation, self.pinned.step)
+        temporary = folder / f".{COMMITTED}"
+        temporary.write_bytes(_COMMIT.pack(*numbers))
+        os.replace(temporary, folder / COMMITTED)

@@ -1,14 +1,14 @@
 """The trainer's side of snapshots: the state of a step is copied beside the next forward and backward.
 
 After `optimizer.step` nothing changes the state until the next one, so the copy has all that time; the next
-`optimizer.step` waits for what is left of it. Two slots take turns. A step is sealed once its copy is whole and the
+`optimizer.step` waits for what is left of it. Slots take turns. A step is sealed once its copy is whole and the
 host has seen every collective of it succeed; the node's keeper hears of it by one datagram and does the rest:
 checksums, the peer's copy, the commit. The trainer learns what was committed from a few bytes of shared memory, and
-never overwrites the newest committed slot, nor one that is on its way: where both are taken the step has no snapshot.
+never overwrites the newest committed slot, nor one that is on its way, to a commit or to storage: where all are taken
+the step has no snapshot, or waits for one if it must.
 """
 
 import contextlib
-import json
 import secrets
 import socket
 import threading
@@ -21,10 +21,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from regrow.checkpoint.slots import NOTHING, NOTICES, SlotFile, empty_header, newest_commit, slot_name
+from regrow.checkpoint.layout import Part
+from regrow.checkpoint.slots import NOTHING, NOTICES, Committed, SlotFile, empty_header, slot_name
 from regrow.checkpoint.state import Entry
 
-NUM_SLOTS = 2
+POLL_S = 0.01
 
 
 @dataclass
@@ -52,36 +53,46 @@ class Snapshots:
         folder: Path,
         entries: Sequence[Entry],
         *,
+        part: Part,
         run_id: str,
         generation: int,
-        writers_on_node: int = 1,
+        writers: int = 1,
+        num_slots: int = 2,
     ) -> None:
-        """`folder` is the keeper's; `writers_on_node` are the ranks that write there in this generation.
+        """`folder` is the keeper's; `writers` are the ranks that write there in this generation.
 
-        Raises CheckpointError where the node's memory does not hold two slots.
+        Raises CheckpointError where the node's memory does not hold the slots.
         """
-        self.folder, self.entries, self.writers_on_node = folder, list(entries), writers_on_node
-        self.generation = generation
-        header = empty_header([entry.span for entry in entries], run_id=run_id, generation=generation)
+        self.folder, self.entries, self.generation = folder, list(entries), generation
+        spans = [entry.span for entry in entries]
+        header = empty_header(spans, part, run_id=run_id, generation=generation, writers=writers)
         token = secrets.token_hex(6)
         self._slots: list[_Slot] = []
-        for number in range(NUM_SLOTS):
+        for number in range(num_slots):
             file = SlotFile(folder / slot_name(generation, token, number), header)
             self._slots.append(_Slot(file, file.memory()))
         on_device = any(entry.memory.is_cuda for entry in entries)
         self._copier = _DeviceCopy([slot.file for slot in self._slots]) if on_device else _HostCopy()
         self._pending: _Pending | None = None
         self._lock = threading.Lock()
+        self._begun = NOTHING
         self.skipped = 0  # steps that found no free slot
 
-    def begin(self, step: int, scalars: dict[str, int]) -> bool:
-        """Start copying the state of `step`; False where no slot is free. The optimizer must not step before `wait`."""
-        slot = self._free_slot() if self._pending is None else None
+    def begin(self, step: int, scalars: dict[str, int], *, wait_s: float = 0.0) -> bool:
+        """Start copying the state of `step`. The optimizer must not step before `wait`.
+
+        False where no slot is free, or comes free within `wait_s`. Again for the same step: nothing.
+        """
+        if step == self._begun:
+            return True
+        give_up_at = time.monotonic() + wait_s
+        while (slot := self._free_slot()) is None and time.monotonic() < give_up_at:
+            time.sleep(POLL_S)
         if slot is None:
             self.skipped += 1
             return False
         slot.file.void()
-        slot.step = step
+        slot.step = self._begun = step
         pending = self._pending = _Pending(slot, scalars)
         pairs = [(memory, entry.memory) for memory, entry in zip(slot.memory, self.entries, strict=True)]
         self._copier.start(pairs, lambda: self._seal(pending, copied=True))
@@ -115,22 +126,20 @@ class Snapshots:
                 return
             pending.slot.file.seal(pending.slot.step, pending.scalars)
             self._pending = None
-        notice = {"file": pending.slot.file.path.name, "writers": self.writers_on_node}
         with (
             contextlib.suppress(OSError),  # a keeper that restarts looks into the folder
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices,
         ):
             notices.setblocking(False)
-            notices.sendto(json.dumps(notice).encode(), str(self.folder / NOTICES))
-
-    def committed_step(self) -> int:
-        """The newest step of this generation that is committed, as far as this node has heard; -1 for none."""
-        generation, step = newest_commit(self.folder)
-        return step if generation == self.generation else NOTHING
+            notices.sendto(pending.slot.file.path.name.encode(), str(self.folder / NOTICES))
 
     def _free_slot(self) -> _Slot | None:
-        committed = self.committed_step()
-        free = [slot for slot in self._slots if slot.step == NOTHING or slot.step < committed]
+        if self._pending is not None:
+            return None
+        state = Committed.read(self.folder)
+        kept = {moment.step for moment in (state.newest, state.pinned) if moment.generation == self.generation}
+        newest = state.newest.step if state.newest.generation == self.generation else NOTHING
+        free = [slot for slot in self._slots if (slot.step <= newest and slot.step not in kept) or slot.step == NOTHING]
         return min(free, key=lambda slot: slot.step, default=None)
 
 

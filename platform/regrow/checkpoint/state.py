@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from regrow.checkpoint.layout import Span, shard_rows
+from regrow.checkpoint.layout import WHOLE, Part, Span, shard_rows
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -53,11 +54,27 @@ def training_entries(
     return sorted(entries, key=lambda entry: entry.span.name)
 
 
+def part_of(mesh: DeviceMesh | None) -> Part:
+    """The part of the state that this rank of a mesh holds, a mesh as `parallel.fsdp.build_mesh` makes it."""
+    if mesh is None:
+        return WHOLE
+    if mesh.ndim == 1:
+        return Part(mesh.get_local_rank(), mesh.size())
+    return Part(mesh.get_local_rank(1), mesh.size(1), mesh.get_local_rank(0), mesh.size(0))
+
+
 def set_optimizer_step(optimizer: torch.optim.Optimizer, step: int) -> None:
     """AdamW's step count, one number for all parameters, which its bias correction needs."""
     _create_moments(optimizer)
     for parameter in _parameters(optimizer):
         optimizer.state[parameter]["step"].fill_(float(step))
+
+
+def reset_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Moments as before the first step, in place."""
+    for parameter in _parameters(optimizer):
+        for moment in MOMENTS:
+            optimizer.state[parameter][moment].zero_()
 
 
 def _entry(name: str, tensor: Tensor, inner_tensor: Callable[[Tensor], Tensor]) -> Entry:

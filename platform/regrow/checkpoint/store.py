@@ -4,20 +4,22 @@ A file name is never written twice, so that neither a zombie nor an earlier atte
 """
 
 import hashlib
-import json
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 
 from regrow.checkpoint.catalog import step_folder
+from regrow.checkpoint.checksums import checksums
 from regrow.checkpoint.collective import gather, rank
 from regrow.checkpoint.format import COMMIT, DataFile, Index, encode_header
-from regrow.checkpoint.layout import Span, replica_part
+from regrow.checkpoint.layout import WHOLE, Part, Span, replica_part
 from regrow.checkpoint.read import read_elements, read_headers
 from regrow.checkpoint.reshard import plan_reads
 from regrow.checkpoint.state import Entry
+from regrow.checkpoint.upload import write_index
 from regrow.errors import CheckpointError
 from regrow.storage import Storage
 
@@ -32,8 +34,7 @@ def save(
     scalars: dict[str, int],
     run_id: str,
     generation: int,
-    replica: int = 0,
-    num_replicas: int = 1,
+    part: Part = WHOLE,
     commit: Commit | None = None,
 ) -> Index:
     """Write and commit the checkpoint of one step. Collective over the default group (or alone, without one).
@@ -47,9 +48,7 @@ def save(
     token = f"g{generation:06d}-{secrets.token_hex(4)}"
     written: DataFile | str | None
     try:
-        written = _write_file(
-            target, f"{token}.safetensors", entries, (run_id, generation, step), replica, num_replicas
-        )
+        written = _write_file(target, f"{token}.safetensors", entries, (run_id, generation, step), part)
     except Exception as error:  # storage raises many kinds; every rank must hear of it
         written = f"{type(error).__name__}: {error}"
     outcomes = gather(written)
@@ -64,12 +63,12 @@ def save(
         scalars=scalars,
         tensors={entry.span.name: (entry.span.dtype, entry.span.shape) for entry in entries},
         files=tuple(outcome for outcome in outcomes if isinstance(outcome, DataFile)),
-        information={"world_size": len(outcomes), "num_replicas": num_replicas, "written_at": time.time()},
+        information={"world_size": len(outcomes), "num_replicas": part.num_replicas, "written_at": time.time()},
     )
     problem = None
     if rank() == 0:
         try:
-            _publish(target, f"{token}.index.json", index, commit)
+            _publish(target, index, commit)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
     problem = gather(problem)[0]
@@ -87,7 +86,7 @@ def save_one_by_one(folder: Storage, entries: Iterable[Entry], *, scalars: dict[
     target, identity = folder / step_folder(step), (run_id, 0, step)
     files, tensors = [], {}
     for batch in _batches(entries):
-        file = _write_file(target, f"g000000-{secrets.token_hex(4)}.safetensors", batch, identity, 0, 1)
+        file = _write_file(target, f"g000000-{secrets.token_hex(4)}.safetensors", batch, identity, WHOLE)
         files += [file] if file else []
         tensors.update({entry.span.name: (entry.span.dtype, entry.span.shape) for entry in batch})
         del batch  # before the next ones are read
@@ -100,28 +99,49 @@ def save_one_by_one(folder: Storage, entries: Iterable[Entry], *, scalars: dict[
         files=tuple(files),
         information={"written_at": time.time()},
     )
-    _publish(target, f"g000000-{secrets.token_hex(4)}.index.json", index, None)
+    _publish(target, index, None)
     return index
 
 
-def restore(folder: Storage, index: Index, entries: Sequence[Entry]) -> int:
+def restore(folder: Storage, index: Index, entries: Sequence[Entry], part: Part = WHOLE) -> int:
     """Read this rank's entries in place, whatever layout the checkpoint was written in; returns the bytes read.
 
-    Local: no collective. Strict: an entry missing from the checkpoint, left over in it, or of another shape or dtype is
-    a CheckpointError that names it; so is anything damaged. After an error the entries hold a mixture: restore again.
+    Local: no collective. Of several replicas each reads a share, and `share_parts` completes them. Strict: an entry
+    missing from the checkpoint, left over in it, or of another shape or dtype is a CheckpointError that names it; so is
+    anything damaged. After an error the entries hold a mixture: restore again.
     """
     _check_same(index, entries, folder)
     source = folder / step_folder(index.step)
     stored = read_headers(source, index)
-    wanted = [entry.span for entry in entries]
+    wanted = [replica_part(entry.span, part.replica, part.num_replicas) for entry in entries]
     num_bytes = 0
     for read in plan_reads(stored, wanted):
         data = read_elements(source, read, stored[read.source])
-        span = wanted[read.want]
-        target = entries[read.want].memory[read.start - span.start : read.stop - span.start]
+        entry = entries[read.want]
+        target = entry.memory[read.start - entry.span.start : read.stop - entry.span.start]
         target.copy_(torch.frombuffer(bytearray(data), dtype=target.dtype))
         num_bytes += len(data)
     return num_bytes
+
+
+def share_parts(entries: Sequence[Entry], part: Part, group: dist.ProcessGroup | None) -> None:
+    """Give the other replicas of this shard what this rank read, and take what they read. Collective over `group`.
+
+    `group` are the ranks that hold the same shard, in the order of their replicas; None where there is one replica.
+    """
+    if group is None:
+        return
+    for entry in entries:
+        spans = [replica_part(entry.span, replica, part.num_replicas) for replica in range(part.num_replicas)]
+        size = max(span.num_elements for span in spans)
+        if not size:
+            continue
+        parts = [entry.memory[s.start - entry.span.start : s.stop - entry.span.start] for s in spans]
+        mine, everyone = entry.memory.new_zeros(size), entry.memory.new_empty(size * len(spans))
+        mine[: len(parts[part.replica])] = parts[part.replica]
+        dist.all_gather_into_tensor(everyone, mine, group=group)
+        for replica, target in enumerate(parts):
+            target.copy_(everyone[replica * size : replica * size + len(target)])
 
 
 def _write_file(
@@ -129,29 +149,27 @@ def _write_file(
     name: str,
     entries: Sequence[Entry],
     identity: tuple[str, int, int],
-    replica: int,
-    num_replicas: int,
+    part: Part,
 ) -> DataFile | None:
     """Write this rank's part; None where it has nothing to write."""
     parts: list[tuple[Span, memoryview]] = []
     for entry in entries:
-        part = replica_part(entry.span, replica, num_replicas)
-        if part.num_elements:
-            memory = entry.memory[part.start - entry.span.start : part.stop - entry.span.start]
-            parts.append((part, memoryview(memory.cpu().contiguous().view(torch.uint8).numpy().data).cast("B")))
+        span = replica_part(entry.span, part.replica, part.num_replicas)
+        if span.num_elements:
+            memory = entry.memory[span.start - entry.span.start : span.stop - entry.span.start]
+            parts.append((span, memoryview(memory.cpu().contiguous().view(torch.uint8).numpy().data).cast("B")))
     if not parts:
         return None
     run_id, generation, step = identity
-    header = encode_header(parts, run_id=run_id, generation=generation, step=step)
+    checked = [(span, checksums(data)) for span, data in parts]
+    header = encode_header(checked, run_id=run_id, generation=generation, step=step)
     num_bytes = target.write_chunks(name, [header, *(data for _, data in parts)])
     return DataFile(name, num_bytes, len(header), hashlib.sha256(header).hexdigest())
 
 
-def _publish(target: Storage, name: str, index: Index, commit: Commit | None) -> None:
-    """Write the index under `name`, then COMMIT: from here on there is a checkpoint."""
-    content = index.to_json()
-    target.write_bytes(name, content)
-    pointer = json.dumps({"index": name, "sha256": hashlib.sha256(content).hexdigest()}).encode()
+def _publish(target: Storage, index: Index, commit: Commit | None) -> None:
+    """Write the index, then COMMIT: from here on there is a checkpoint."""
+    pointer = write_index(target, index)
     if commit is None:
         target.write_bytes(COMMIT, pointer)
     else:

@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from regrow.checkpoint.catalog import open_checkpoint, step_folder
-from regrow.checkpoint.format import CHUNK_BYTES, COMMIT, ITEM_BYTES, DataFile, Index
-from regrow.checkpoint.layout import Span
+from regrow.checkpoint.checksums import CHUNK_BYTES
+from regrow.checkpoint.format import COMMIT, DataFile, Index
+from regrow.checkpoint.layout import ITEM_BYTES, Span
 from regrow.checkpoint.read import read_elements, read_header
 from regrow.checkpoint.reshard import Read, Source, plan_reads
 from regrow.errors import CheckpointError
 from regrow.storage import Storage
 
-PIECE_BYTES = 128 * CHUNK_BYTES  # read and checked at a time
+PIECE_BYTES = 1024 * CHUNK_BYTES  # read and checked at a time
 
 Advance = Callable[[int], None]  # is told of bytes as they are done
 Start = Callable[[int], Advance]  # is told beforehand how many there will be

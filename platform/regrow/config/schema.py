@@ -177,6 +177,7 @@ class CheckpointConfig:
     automatic: bool = False  # checkpoint as often as wastes least, by what one costs and how often training fails
     mtbf_hours: float = 24.0  # automatic: hours between failures to expect before any is seen
     keep: int = 2  # newest checkpoints kept; at least 2
+    timeout_s: float = 1800.0  # of writing one; it is given up then, and training goes on
 
 
 @dataclass
@@ -184,7 +185,9 @@ class SnapshotConfig:
     """Copies of the training state in the memory of the nodes."""
 
     every_steps: int = 1  # snapshot every so many steps, the most that a lost node costs; 0: none
+    slots: int = 3  # of each rank, at least 2; with 2, there are no snapshots while a checkpoint is being written
     folder: str = "/dev/shm"  # on every node, a file system in memory
+    domain_label: str | None = None  # Ray's label of nodes that fail together, as a zone; null: each node by itself
     abandon_after_s: float = 600.0  # without a driver, snapshots are kept for this long
 
 

@@ -105,6 +105,7 @@ class _Session:
             run.run_id,
             secret=secret,
             checkpoints=CHECKPOINTS,
+            checkpoint=config.checkpoint,
             tensorboard=config.observe.tensorboard,
             submitted={
                 "time": STARTED_AT,
@@ -170,6 +171,8 @@ class _Session:
                     took_s = time.monotonic() - begun  # grows with the log: at most a twentieth of the time
                     report_at = time.monotonic() + max(self.config.observe.report_every_s, 20 * took_s)
             fatal = self._show() or fatal
+            if not fatal and not outcome:
+                fatal = self._settle()
         stop_stream(self.stream)
         if outcome and not fatal:
             fatal = f"Ray Train gave up: {str(outcome[0]).strip().splitlines()[-1]}"
@@ -182,6 +185,15 @@ class _Session:
             raise RegrowError(f"{fatal} (logs: {self.connection.session_dir}/logs)")
         self._farewell(step, reason, report)
         return reason
+
+    def _settle(self) -> str:
+        """Wait for the last checkpoint, which keepers write by themselves; why it failed, if it did."""
+        while True:
+            busy, failure = ray.get(self.coordinator.unsettled.remote(), timeout=60)
+            self._show()
+            if not busy:
+                return str(failure)
+            time.sleep(POLL_S)
 
     def _show(self) -> str:
         """Show what happened since the last call; the fatal message if the run is over."""

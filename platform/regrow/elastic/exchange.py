@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from regrow.checkpoint import dcp, huggingface
-from regrow.checkpoint.format import ITEM_BYTES, Index
+from regrow.checkpoint.format import Index
+from regrow.checkpoint.layout import ITEM_BYTES
 from regrow.checkpoint.state import Entry, Progress
 from regrow.checkpoint.store import save_one_by_one
 from regrow.checkpoint.tensors import CheckpointTensors

@@ -1,5 +1,6 @@
 """A rank's dealings with its node's keeper: find it, restore from what keepers hold, take snapshots."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ import torch.distributed as dist
 
 from regrow.checkpoint.collective import from_rank_0, gather
 from regrow.checkpoint.keeper import KeeperInfo, start_keeper
-from regrow.checkpoint.memory import restore_snapshot
+from regrow.checkpoint.layout import Part
+from regrow.checkpoint.memory import Unrestorable, restore_snapshot
 from regrow.checkpoint.snapshot import Snapshots
 from regrow.checkpoint.state import Entry, Progress
 from regrow.elastic.job import CALL_TIMEOUT_S, Job
 from regrow.errors import CheckpointError, first_line
+from regrow.plan.memory import plan_snapshot_memory
 
 
 class MemoryTier:
@@ -24,7 +27,11 @@ class MemoryTier:
         self.job, self.config, self.folder = job, job.config.snapshot, Path()
         self.node = ray.get_runtime_context().get_node_id()
         self.keeper = start_keeper(
-            job.run_id, self.node, memory_folder=self.config.folder, abandon_after_s=self.config.abandon_after_s
+            job.run_id,
+            self.node,
+            memory_folder=self.config.folder,
+            domain_label=self.config.domain_label,
+            abandon_after_s=self.config.abandon_after_s,
         )
         self._serving = self.keeper.serve.remote(job.coordinator, job.secret)
 
@@ -44,11 +51,11 @@ class MemoryTier:
         ray.get(self.job.coordinator.register_keeper.remote(self.keeper, info), timeout=CALL_TIMEOUT_S)
         gather(None)
 
-    def restore(self, entries: Sequence[Entry], *, at_least: int) -> Progress | None:
+    def restore(self, entries: Sequence[Entry], *, at_least: int) -> tuple[Progress | None, bool]:
         """Fill the entries from the newest committed snapshot, on all ranks or on none.
 
-        None where there is no snapshot of step `at_least` or later, and where it could not be read; the entries may
-        hold a mixture then.
+        No progress where there is no snapshot of step `at_least` or later, and where it could not be read; whether
+        some rank's entries were overwritten then.
         """
         newest = from_rank_0(
             ray.get(self.job.coordinator.newest_snapshot.remote(), timeout=CALL_TIMEOUT_S)
@@ -56,8 +63,8 @@ class MemoryTier:
             else None
         )
         if newest is None or newest[0] < at_least:
-            return None
-        problem, scalars = "", {}
+            return None, False
+        problem, dirty, scalars = "", False, {}
         try:
             scalars = restore_snapshot(
                 entries,
@@ -67,33 +74,62 @@ class MemoryTier:
                 secret=self.job.secret,
                 reader=dist.get_rank(),
             ).scalars
-        except CheckpointError as error:
-            problem = str(error)
-        failures = [found for found in gather(problem) if found]
+        except Unrestorable as error:
+            problem, dirty = str(error), error.dirty
+        outcomes = gather((problem, dirty))
+        failures = [found for found, _ in outcomes if found]
         if failures:
             self._note({"step": newest[0], "detail": failures[0]})
-            return None
-        return Progress(**scalars)
+            return None, True
+        return Progress(**scalars), False
 
-    def start(self, entries: Sequence[Entry], generation: int) -> Snapshots:
+    def start(self, entries: Sequence[Entry], part: Part, generation: int) -> Snapshots:
         """This rank's slots. Raises CheckpointError on every rank if a node's memory is too small for its ranks'."""
-        problem, snapshots = "", None
-        ranks_on_node = gather(self.node).count(self.node)
-        try:
-            snapshots = Snapshots(
-                self.folder,
-                entries,
-                run_id=self.job.run_id,
-                generation=generation,
-                writers_on_node=ranks_on_node,
-            )
-        except CheckpointError as error:
-            problem = str(error)
+        nodes = gather(self.node)
+        problem, snapshots = self._shortage(entries, part, nodes), None
+        if not problem:
+            try:
+                snapshots = Snapshots(
+                    self.folder,
+                    entries,
+                    part=part,
+                    run_id=self.job.run_id,
+                    generation=generation,
+                    writers=nodes.count(self.node),
+                    num_slots=self.config.slots,
+                )
+            except CheckpointError as error:
+                problem = str(error)
         problems = [found for found in gather(problem) if found]
         if problems:
             raise CheckpointError(f"{problems[0]}; or take no snapshots: snapshot.every_steps=0")
         assert snapshots is not None
         return snapshots
+
+    def _shortage(self, entries: Sequence[Entry], part: Part, nodes: list[str]) -> str:
+        """Why this node's memory does not do for the smallest group allowed, and for the one before it; or empty."""
+        cluster = self.job.config.cluster
+        least_shards = max(1, cluster.min_workers // part.num_replicas)
+        need = plan_snapshot_memory(
+            state_bytes=sum(entry.span.whole_elements * entry.memory.element_size() for entry in entries),
+            slots=self.config.slots,
+            ranks_on_node=nodes.count(self.node),
+            num_shards=part.num_shards,
+            least_shards=least_shards,
+            has_peer=len(set(nodes)) > 1,
+        )
+        room = os.statvfs(self.folder)
+        held = sum(path.stat().st_blocks * 512 for path in self.folder.iterdir())
+        have = room.f_bavail * room.f_frsize + held
+        if need.total <= have:
+            return ""
+        return (
+            f"{self.config.folder} on node {self.node[:12]} has {have / 1e9:.2f} GB for snapshots; "
+            f"{need.total / 1e9:.2f} GB are needed: {need.at_smallest / 1e9:.2f}, with another node's copies, for "
+            f"snapshot.slots={self.config.slots} in a group of cluster.min_workers={cluster.min_workers}, and "
+            f"{need.of_before / 1e9:.2f} of the group before it; raise cluster.min_workers, lower snapshot.slots (at "
+            "least 2), or give the nodes more memory (on Kubernetes, a larger memory volume)"
+        )
 
     def _note(self, fields: dict[str, Any]) -> None:
         if dist.get_rank() == 0:

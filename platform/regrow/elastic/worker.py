@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,14 @@ import regrow
 from regrow.checkpoint import catalog, store
 from regrow.checkpoint.collective import from_rank_0, gather
 from regrow.checkpoint.snapshot import Snapshots
-from regrow.checkpoint.state import Entry, Progress, set_optimizer_step, training_entries
+from regrow.checkpoint.state import (
+    Entry,
+    Progress,
+    part_of,
+    reset_moments,
+    set_optimizer_step,
+    training_entries,
+)
 from regrow.config.schema import PretrainConfig
 from regrow.data.batch import layout_of
 from regrow.data.corpora import order_of
@@ -33,10 +41,11 @@ from regrow.elastic.memory_tier import MemoryTier
 from regrow.elastic.rendezvous import join_generation
 from regrow.errors import CheckpointError
 from regrow.model.flops import flops_per_token, peak_flops
+from regrow.model.llama import Llama, init_weights
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor, refresh_float8_scales
-from regrow.parallel.fsdp import build_mesh, data_parallel_group, shard_group
+from regrow.parallel.fsdp import build_mesh, data_parallel_group, replica_group, shard_group
 from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
 from regrow.storage import Storage
@@ -68,10 +77,13 @@ def run_worker(job: Job) -> None:
     optimizer = build_optimizer(model, config.optim)
     built = time.time()
     entries = training_entries(model, optimizer, inner_tensor=inner_tensor)
-    progress, source = _restore(job, generation, entries, memory)
+    if memory is not None:
+        memory.join()
+    from_seed = partial(_from_seed, model, optimizer, config.run.seed)
+    progress, source = _restore(job, generation, entries, mesh, memory, from_seed)
     snapshots = None
     if memory is not None:
-        snapshots = memory.start(entries, generation)
+        snapshots = memory.start(entries, part_of(mesh), generation)
     set_optimizer_step(optimizer, progress.step)
     refresh_float8_scales(model)
     restored = time.time()
@@ -151,6 +163,10 @@ def run_worker(job: Job) -> None:
             hooks=hooks,
             device=device,
         )
+    elif source == "snapshot":  # the run ended before this step was in storage
+        hooks.snapshot(progress, must=True)
+        hooks.confirm(progress.step)
+        hooks.save(progress)
     hooks.close()
 
 
@@ -186,7 +202,7 @@ class _Hooks:
         self.job, self.generation, self.step = job, generation, step
         self.validation = validation
         self.rank = dist.get_rank()
-        self.replica, self.num_replicas = replica_of(mesh)
+        self.part = part_of(mesh)
         self.replies: deque[Any] = deque()  # of rows on their way to the coordinator
         self.stop = False
 
@@ -201,9 +217,12 @@ class _Hooks:
             self.replies.remove(reply)
         return self.stop
 
-    def snapshot(self, progress: Progress) -> None:
+    def snapshot(self, progress: Progress, *, must: bool) -> float:
+        begun = time.perf_counter()
         if self.snapshots is not None:
-            self.snapshots.begin(progress.step, progress.to_dict())
+            wait_s = self.job.config.train.collective_timeout_s / 2 if must else 0.0  # others wait in the next step
+            self.snapshots.begin(progress.step, progress.to_dict(), wait_s=wait_s)
+        return time.perf_counter() - begun
 
     def confirm(self, step: int) -> None:
         if self.snapshots is not None:
@@ -214,6 +233,16 @@ class _Hooks:
 
     def save(self, progress: Progress) -> float:
         begun = time.perf_counter()
+        if self.snapshots is None:
+            self._save_here(progress)
+        elif self.rank == 0:  # keepers write it, from memory
+            self.replies.append(self.job.coordinator.want_checkpoint.remote(self.generation, progress.step))
+        ray.train.report({"step": progress.step, "tokens_seen": progress.tokens_seen})
+        return time.perf_counter() - begun
+
+    def _save_here(self, progress: Progress) -> None:
+        """Where there are no snapshots, training stands still while the ranks write."""
+        begun = time.perf_counter()
         config, folder = self.job.config.checkpoint, Storage.at(self.job.checkpoints)
         index = store.save(
             folder,
@@ -221,17 +250,14 @@ class _Hooks:
             scalars=progress.to_dict(),
             run_id=self.job.run_id,
             generation=self.generation,
-            replica=self.replica,
-            num_replicas=self.num_replicas,
+            part=self.part,
             commit=self._commit,
         )
         stall_s = time.perf_counter() - begun
         if self.rank == 0:
-            fields = {"step": progress.step, "stall_s": stall_s, "bytes": index.num_bytes}
+            fields = {"step": progress.step, "seconds": stall_s, "stall_s": stall_s, "bytes": index.num_bytes}
             self.replies.append(self.job.coordinator.event.remote(self.generation, "checkpoint", fields))
             catalog.retain(folder, keep=config.keep)
-        ray.train.report({"step": progress.step, "tokens_seen": progress.tokens_seen})
-        return time.perf_counter() - begun
 
     def validate(self, step: int) -> float:
         begun = time.perf_counter()
@@ -259,17 +285,24 @@ class _Hooks:
         ray.get(self.job.coordinator.commit.remote(self.generation, step_folder, pointer), timeout=CALL_TIMEOUT_S)
 
 
-def _restore(job: Job, generation: int, entries: list[Entry], memory: MemoryTier | None) -> tuple[Progress, str]:
+def _restore(
+    job: Job,
+    generation: int,
+    entries: list[Entry],
+    mesh: DeviceMesh,
+    memory: MemoryTier | None,
+    from_seed: Callable[[], None],
+) -> tuple[Progress, str]:
     """Load the newest committed state that is sound, on all ranks the same one; from seed if there is none.
 
     Collective. From the nodes' memory, where that holds it, else from storage. A damaged checkpoint is reported and the
-    one before it taken. Raises CheckpointError if all are damaged.
+    one before it taken. `from_seed` makes the entries what they are in a new run, for where a restore failed half way.
+    Raises CheckpointError if all checkpoints are damaged.
     """
-    folder = Storage.at(job.checkpoints)
-    steps = from_rank_0(catalog.committed_steps(folder))
+    folder, part = Storage.at(job.checkpoints), part_of(mesh)
+    steps, overwritten = from_rank_0(catalog.committed_steps(folder)), False
     if memory is not None:
-        memory.join()
-        restored = memory.restore(entries, at_least=steps[0] if steps else 0)
+        restored, overwritten = memory.restore(entries, at_least=steps[0] if steps else 0)
         if restored is not None:
             return restored, "snapshot"
     for step in steps:
@@ -277,12 +310,13 @@ def _restore(job: Job, generation: int, entries: list[Entry], memory: MemoryTier
         index = None
         try:
             index = catalog.open_checkpoint(folder, step, run_id=job.run_id)
-            store.restore(folder, index, entries)
+            store.restore(folder, index, entries, part)
         except CheckpointError as error:
             problem = str(error)
         problems = [found for found in gather(problem) if found]
         if not problems:
             assert index is not None
+            store.share_parts(entries, part, replica_group(mesh))
             return Progress(**index.scalars), "checkpoint"
         if dist.get_rank() == 0:
             fields = {"step": step, "detail": problems[0]}
@@ -292,7 +326,15 @@ def _restore(job: Job, generation: int, entries: list[Entry], memory: MemoryTier
             f"none of the checkpoints at {folder} (steps {', '.join(map(str, steps))}) can be restored; {problems[0]}; "
             "choose another run.name to start over"
         )
+    if overwritten:
+        from_seed()
     return Progress(), "seed"
+
+
+def _from_seed(model: Llama, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """Weights and moments as in a run that has not begun."""
+    init_weights(model, seed)
+    reset_moments(optimizer)
 
 
 def _ways_to_ask(job: Job, generation: int, slices: range) -> list[Ask]:
@@ -309,13 +351,6 @@ def _ways_to_ask(job: Job, generation: int, slices: range) -> list[Ask]:
 def _report_fallback(coordinator: Any, generation: int, rank: int, window: int, reason: str) -> None:
     """Tell the run's log that a rank reads a window from the shards itself."""
     coordinator.event.remote(generation, "data_fallback", {"rank": rank, "window": window, "reason": reason})
-
-
-def replica_of(mesh: DeviceMesh) -> tuple[int, int]:
-    """This rank's HSDP replica, and how many there are."""
-    if "dp_replicate" not in (mesh.mesh_dim_names or ()):
-        return 0, 1
-    return mesh.get_local_rank("dp_replicate"), mesh.size(0)
 
 
 def _device(config: PretrainConfig, workers_on_node: int) -> torch.device:

@@ -24,8 +24,12 @@ def narrate(event: Mapping[str, Any]) -> str | None:
             )
         case "checkpoint":
             return (
-                f"checkpoint of step {event['step']} committed: {megabytes(event['bytes'])} in {event['stall_s']:.2f} s"
+                f"checkpoint of step {event['step']} committed: {megabytes(event['bytes'])} in {event['seconds']:.2f} s"
             )
+        case "checkpoint_failed":
+            return f"checkpoint of step {event['step']} was not written, training goes on: {event['detail']}"
+        case "snapshot_failed":
+            return f"{event['detail']}; tried again until it is"
         case "checkpoint_damaged":
             return f"checkpoint of step {event['step']} cannot be used, trying the one before: {event['detail']}"
         case "snapshot_unreadable":

@@ -32,6 +32,11 @@ def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh.get_group("dp_shard")
 
 
+def replica_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks that hold the same shard, in the order of their replicas; None where there is one replica."""
+    return mesh.get_group("dp_replicate") if mesh.ndim == 2 else None
+
+
 def apply_fsdp(model: Llama, mesh: DeviceMesh, *, dtype: Dtype, reshard_after_forward: bool) -> None:
     """Shard the embedding, each block and the output, each gathered as one; the rest belongs to the root.
 

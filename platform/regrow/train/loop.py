@@ -27,8 +27,11 @@ class Hooks(Protocol):
     def wants_to_leave(self) -> bool:
         """Has this rank been asked to leave? Travels to all ranks with the next step's reduction."""
 
-    def snapshot(self, progress: Progress) -> None:
-        """Begin to copy the state, which does not change before `await_snapshot`."""
+    def snapshot(self, progress: Progress, *, must: bool) -> float:
+        """Begin to copy the state, which does not change before `await_snapshot`; returns the seconds of waiting.
+
+        Where there is no room for another snapshot the step has none, unless it `must`. Again for a step: nothing.
+        """
 
     def confirm(self, step: int) -> None:
         """All collectives of a step have succeeded: its snapshot may become visible."""
@@ -37,7 +40,7 @@ class Hooks(Protocol):
         """The state is about to change: wait for the copy under way; returns the seconds."""
 
     def save(self, progress: Progress) -> float:
-        """Commit a checkpoint; returns the seconds training stood still."""
+        """Make a checkpoint of the step, whose snapshot was begun; returns the seconds training stood still."""
 
     def validate(self, step: int) -> float:
         """Validation loss."""
@@ -54,7 +57,7 @@ class LoopSettings:
     slice_seqs: int
     num_micro_batches: int  # passes of every rank, among which it shares its slices evenly
     snapshot_every_steps: int  # 0: never
-    checkpoint_every_steps: int
+    checkpoint_every_steps: int | None
     validate_every_steps: int  # 0: never
 
 
@@ -77,7 +80,7 @@ def train(
     hooks: Hooks,
     device: torch.device,
 ) -> bool:
-    """Train until `last_step`, or until a rank wants to leave; ends with a committed checkpoint of where it stands.
+    """Train until `last_step`, or until a rank wants to leave; ends with a checkpoint of where it stands.
 
     Returns whether it was asked to leave. On a device the host reads step N's loss after launching step N+1, so that
     it never waits for the device; a wish to leave then takes effect one step later, on all ranks at the same one.
@@ -87,10 +90,10 @@ def train(
     leaving = False
     saved_at = progress.step
 
-    def settle(keep: int) -> None:
-        """Read and log the oldest launched steps until only `keep` are left."""
+    def settle(left: int) -> None:
+        """Read and log the oldest launched steps until only `left` are left."""
         nonlocal leaving
-        while len(launched) > keep:
+        while len(launched) > left:
             oldest = launched.pop(0)
             result = oldest.stats.resolve()
             leaving = leaving or result.flag
@@ -99,6 +102,16 @@ def train(
 
     def await_snapshot() -> None:
         meter.snapshot_s += hooks.await_snapshot()
+
+    def keep(*, must: bool) -> None:
+        """The state of this step is kept in memory, and in storage where it must."""
+        nonlocal saved_at
+        meter.snapshot_s += hooks.snapshot(progress, must=must)
+        if not launched:  # the host has seen this step succeed
+            hooks.confirm(progress.step)
+        if must:  # after its row is logged, so that a committed step's row is never missing
+            meter.snapshot_s += hooks.save(progress)
+            saved_at = progress.step
 
     while progress.step < settings.last_step and not leaving:
         waited = time.perf_counter()
@@ -121,25 +134,24 @@ def train(
         launched.append(_Launched(stats, {"step": progress.step, "tokens_seen": progress.tokens_seen, "lr": lr}))
 
         last = progress.step == settings.last_step
-        save_due = last or progress.step % settings.checkpoint_every_steps == 0
-        validate_due = settings.validate_every_steps and (last or progress.step % settings.validate_every_steps == 0)
+        save_due = last or _is_due(progress.step, settings.checkpoint_every_steps)
+        validate_due = settings.validate_every_steps and (last or _is_due(progress.step, settings.validate_every_steps))
         if validate_due:
-            settle(keep=1)
+            settle(1)
             launched[0].stats.resolve()  # the device is done with this step: what follows is timed on its own
             launched[0].row["validation_loss"] = meter.outside_steps(lambda: hooks.validate(progress.step))
-        settle(keep=0 if save_due else lag)
-        if settings.snapshot_every_steps and progress.step % settings.snapshot_every_steps == 0:
-            hooks.snapshot(progress)
-            if not launched:  # the host has seen this step succeed
-                hooks.confirm(progress.step)
-        if save_due:  # after its row is logged, so that a committed step's row is never missing
-            meter.snapshot_s += hooks.save(progress)
-            saved_at = progress.step
+        settle(0 if save_due else lag)
+        if save_due or _is_due(progress.step, settings.snapshot_every_steps):
+            keep(must=save_due)
 
-    settle(keep=0)
+    settle(0)
     if saved_at != progress.step:
-        hooks.save(progress)
+        keep(must=True)
     return leaving
+
+
+def _is_due(step: int, every_steps: int | None) -> bool:
+    return bool(every_steps) and step % (every_steps or 1) == 0
 
 
 def _micro_batches(batch: RankBatch, settings: LoopSettings, device: torch.device) -> list[torch.Tensor]:

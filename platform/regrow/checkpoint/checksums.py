@@ -1,0 +1,34 @@
+"""The crc32 of each chunk of a span's bytes: made once, when a snapshot is sealed, and checked wherever they travel.
+
+Chunks are counted from a span's first byte, so that a span keeps its checksums from a slot in memory to a file in
+storage.
+"""
+
+import zlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+CHUNK_BYTES = 16 << 10  # that one checksum covers: what a read at any offset may read too much
+
+Crc = NDArray[np.uint32]
+
+
+def checksums(data: memoryview) -> Crc:
+    """crc32 of each CHUNK_BYTES of `data`, whose items are bytes."""
+    starts = range(0, len(data), CHUNK_BYTES)
+    return np.array([zlib.crc32(data[at : at + CHUNK_BYTES]) for at in starts], "<u4")
+
+
+def num_chunks(num_bytes: int) -> int:
+    return -(-num_bytes // CHUNK_BYTES)
+
+
+def whole_chunks(begin: int, end: int, num_bytes: int) -> tuple[int, int, slice]:
+    """The chunks that cover bytes [begin, end) of a span of `num_bytes`: first byte, last byte, and which they are.
+
+    >>> whole_chunks(20_000, 30_000, 100_000)
+    (16384, 32768, slice(1, 2, None))
+    """
+    first, last = begin // CHUNK_BYTES, num_chunks(end)
+    return first * CHUNK_BYTES, min(last * CHUNK_BYTES, num_bytes), slice(first, last)

@@ -1,0 +1,259 @@
+"""The coordinator's dealings with keepers: what is committed in memory, and what of it goes to storage.
+
+A step is committed in memory once every node has it safe (`commits`). Some of these steps become checkpoints
+(`plan.cadence`): keepers write them while training goes on, one at a time, and what is on its way is pinned in memory.
+Nothing here waits for storage or for a keeper: `tick`, called often, takes what has come of it.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import ray
+
+from regrow.checkpoint.catalog import retain, step_folder
+from regrow.checkpoint.commits import SnapshotBoard
+from regrow.checkpoint.format import Index
+from regrow.checkpoint.held import Holder
+from regrow.checkpoint.keeper import GROUP_NODES, KeeperInfo, Place, end_keepers, running_keepers
+from regrow.checkpoint.keeper_node import Peer, Sealed
+from regrow.checkpoint.slots import Committed, Moment
+from regrow.checkpoint.upload import Upload, WriteOrder, write_index
+from regrow.errors import first_line
+from regrow.plan.cadence import Cadence
+from regrow.plan.peers import plan_peers
+from regrow.storage import Storage
+
+ANSWER_S = 10.0  # for keepers to answer a small question
+RETRY_S = 30.0  # from a checkpoint that failed to the next one
+
+
+class Fleet:
+    """All keepers of a run. Every method is quick but `adopt`, `greet` and `newest`, which ask keepers and wait."""
+
+    def __init__(
+        self,
+        run_id: str,
+        secret: bytes,
+        checkpoints: Storage,
+        cadence: Cadence,
+        *,
+        keep: int,
+        upload_timeout_s: float,
+        commit: Callable[[str, bytes], None],
+        event: Callable[..., None],
+    ) -> None:
+        """`commit(step folder, content)` writes COMMIT; `event(name, **fields)` goes into the run's log."""
+        self.run_id, self.secret, self.checkpoints, self.cadence = run_id, secret, checkpoints, cadence
+        self.keep, self.upload_timeout_s, self.commit, self.event = keep, upload_timeout_s, commit, event
+        self.known: dict[str, tuple[Any, KeeperInfo]] = {}  # node -> actor, what is known of it
+        self.board = SnapshotBoard()
+        self.peers: dict[str, str] = {}  # of the current generation's nodes
+        self.upload: Upload | None = None
+        self.writing: dict[Any, tuple[str, WriteOrder]] = {}  # by the reference to what will come of it
+        self.publishing: Future[bytes] | None = None
+        self.index: Index | None = None  # of what is published
+        self.wanted: int | None = None  # a step that is to be a checkpoint, or one after it
+        self.wanted_at = 0.0
+        self.covered = -1  # the newest step that a checkpoint was begun of
+        self.retry_at = 0.0
+        self.reason = ""  # for the checkpoint that is being written
+        self.failure = ""  # of the newest checkpoint that was begun
+        self.storage = ThreadPoolExecutor(1, thread_name_prefix="storage")
+        self._messages = 0
+
+    def adopt(self, me: Any) -> None:
+        """Keepers that outlived an earlier coordinator of this run hold what it had committed."""
+        calls = {handle.serve.remote(me, self.secret): handle for handle in running_keepers(self.run_id).values()}
+        for call in _answered(calls):
+            with contextlib.suppress(ray.exceptions.RayError):  # its node is gone
+                self.register(calls[call], ray.get(call))
+        self.board.rebuild((info.node, info.newest, info.held) for _, info in self.known.values())
+
+    def register(self, handle: Any, info: KeeperInfo) -> None:
+        """A node's keeper is up, or is up again."""
+        self.known[info.node] = (handle, info)
+
+    def greet(self, node: str, handle: Any, me: Any) -> None:
+        """A keeper was restarted: it takes its old place."""
+        self.register(handle, ray.get(handle.serve.remote(me, self.secret), timeout=ANSWER_S))
+        if node in self.peers:
+            self._send_places()
+            self._tell()
+
+    def begin(self, generation: int, start_step: int, nodes: list[str]) -> None:
+        """A generation trains on these nodes from `start_step`. Without all their keepers nothing is committed."""
+        self.cadence.resumed(start_step, time.time())
+        if not self.known.keys() >= set(nodes):
+            nodes = []
+        self.peers = plan_peers([(node, self.known[node][1].domain) for node in nodes])
+        self.board.begin(generation, start_step, self.peers)
+        self.covered = min(self.covered, start_step)
+        self._send_places()
+        if self.upload is not None and self.upload.moment.step > start_step:
+            self._end_upload(f"the run went back to step {start_step}")
+
+    def sealed(self, reports: list[Sealed]) -> None:
+        """Nodes have a step safe; it is committed if they were the last ones."""
+        for report in reports:
+            if self.board.sealed(report) is not None:
+                self._begin_upload_if_due()
+                self._tell()
+
+    def want(self, step: int) -> None:
+        """The snapshot of this step, or the next one if it is lost, is to be a checkpoint."""
+        if step > self.covered:
+            self.wanted, self.wanted_at = step, time.time()
+            self._begin_upload_if_due()
+
+    def newest(self) -> tuple[int, list[Holder]] | None:
+        """The newest committed step that is held in memory, and where its files are; None where there is none."""
+        if self.board.newest is None:
+            return None
+        moment = self.board.newest.moment
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        asked = [(handle, info) for node, (handle, info) in self.known.items() if node in alive]
+        calls = {handle.holdings.remote(moment): info for handle, info in asked}
+        holders = []
+        for call in _answered(calls):
+            info = calls[call]
+            with contextlib.suppress(ray.exceptions.RayError):
+                holders += [Holder(info.node, info.address, held) for held in ray.get(call)]
+        return moment.step, holders
+
+    def tick(self) -> None:
+        """Take what has come of orders; go on with what they were for."""
+        done, _ = ray.wait(list(self.writing), num_returns=len(self.writing), timeout=0) if self.writing else ([], [])
+        for call in done:
+            self._take(call)
+        if self.publishing is not None and self.publishing.done():
+            self._publish(self.publishing)
+        late = time.time() - self.upload_timeout_s
+        if self.upload is not None and self.upload.begun_at < late:
+            nodes = sorted({node[:12] for node, _ in self.writing.values()})
+            whom = f"node {', '.join(nodes)} writes" if nodes else "the index is being written"
+            self._end_upload(f"after {self.upload_timeout_s:.0f} s {whom} still; checkpoint.timeout_s allows more")
+        if self.upload is None and self.wanted is not None and self.wanted_at < late:
+            self._failed(self.wanted, f"its snapshot is not committed after {self.upload_timeout_s:.0f} s")
+            self.wanted = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written, or is to be."""
+        return self.upload is not None or self.wanted is not None
+
+    def close(self) -> None:
+        """End all keepers: they leave nothing in memory."""
+        end_keepers(handle for handle, _ in self.known.values())
+        self.storage.shutdown(wait=True)
+
+    def _send_places(self) -> None:
+        nodes = list(self.peers)
+        for at in range(0, len(nodes), GROUP_NODES):
+            leader, *members = nodes[at : at + GROUP_NODES]
+            handles = tuple(self.known[node][0] for node in members)
+            self.known[leader][0].take_place.remote(Place(self._peer_of(leader), None, handles))
+            for node, handle in zip(members, handles, strict=True):
+                handle.take_place.remote(Place(self._peer_of(node), self.known[leader][0]))
+
+    def _peer_of(self, node: str) -> Peer | None:
+        peer = self.peers[node]
+        return Peer(peer, self.known[peer][1].address) if peer else None
+
+    def _tell(self) -> None:
+        """Say what is committed, and what is on its way to storage."""
+        newest = self.board.newest.moment if self.board.newest else Moment()
+        state = Committed(newest, self.upload.moment if self.upload else Moment())
+        self._messages += 1
+        for leader in list(self.peers)[::GROUP_NODES]:
+            self.known[leader][0].committed.remote(self._messages, state)
+
+    def _begin_upload_if_due(self) -> None:
+        commit = self.board.newest
+        if self.upload is not None or commit is None:
+            return
+        step, now = commit.moment.step, time.time()
+        if self.wanted is not None and step >= self.wanted:
+            self.wanted, self.reason = None, "asked for"
+        else:
+            self.reason = self.cadence.due(step, now) if now > self.retry_at else ""
+        if not self.reason:
+            return
+        self.cadence.begun(step, now)
+        self.covered, self.failure = step, ""
+        folder = self.checkpoints / step_folder(step)
+        self.upload = Upload(commit.moment, dict(commit.peers), folder, self.run_id)
+        for node, order in self.upload.orders():
+            self._ask(node, order)
+
+    def _ask(self, node: str, order: WriteOrder) -> None:
+        handle, _ = self.known[node]
+        self.writing[handle.write.remote(order)] = (node, order)
+
+    def _take(self, call: Any) -> None:
+        node, order = self.writing.pop(call)
+        if self.upload is None or order.moment != self.upload.moment:
+            return  # of one that was given up
+        try:
+            self.upload.done(order, ray.get(call))
+        except ray.exceptions.RayError as error:
+            problem = first_line(error.cause or error) if isinstance(error, ray.exceptions.RayTaskError) else "is gone"
+            instead = self.upload.failed(node, order, problem)
+            if instead is not None and instead[0] in self.known:
+                self._ask(*instead)
+            else:
+                self._end_upload(self.upload.problem or f"node {node[:12]} {problem}")
+            return
+        if self.upload.complete and self.publishing is None:
+            try:
+                self.index = self.upload.index()
+            except Exception as error:
+                self._end_upload(first_line(error))
+                return
+            self.publishing = self.storage.submit(write_index, self.upload.folder, self.index)
+
+    def _publish(self, publishing: Future[bytes]) -> None:
+        """The index is written, or is not: COMMIT comes last."""
+        self.publishing = None
+        upload, index = self.upload, self.index
+        assert upload is not None
+        assert index is not None
+        try:
+            pointer = publishing.result()
+            self.commit(step_folder(index.step), pointer)
+        except Exception as error:  # storage raises many kinds
+            self._end_upload(first_line(error))
+            return
+        seconds = time.time() - upload.begun_at
+        self.cadence.written(took_s=seconds)
+        self.event("checkpoint", step=index.step, seconds=seconds, bytes=index.num_bytes, reason=self.reason)
+        self._end_upload("")
+        self.storage.submit(self._retain)
+
+    def _retain(self) -> None:
+        with contextlib.suppress(OSError):  # the next one tries again
+            retain(self.checkpoints, keep=self.keep)
+
+    def _end_upload(self, problem: str) -> None:
+        """The checkpoint is committed, or given up for a reason."""
+        assert self.upload is not None
+        if problem:
+            self.cadence.abandoned()
+            self._failed(self.upload.moment.step, problem)
+        self.upload, self.index, self.publishing = None, None, None
+        self.writing.clear()
+        self._begin_upload_if_due()
+        self._tell()
+
+    def _failed(self, step: int, problem: str) -> None:
+        self.retry_at = time.time() + RETRY_S
+        self.failure = f"the checkpoint of step {step} was not written: {problem}"
+        self.event("checkpoint_failed", step=step, detail=problem)
+
+
+def _answered(calls: dict[Any, Any]) -> list[Any]:
+    """The calls that were answered in time."""
+    done: list[Any] = ray.wait(list(calls), num_returns=len(calls), timeout=ANSWER_S)[0] if calls else []
+    return done

@@ -1,0 +1,106 @@
+"""benchmarks/checkpoint.py: what it counts and compares, without the minutes that it takes."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    return load("checkpoint")
+
+
+@pytest.fixture(scope="module")
+def ranks(benchmark: ModuleType) -> ModuleType:
+    return load("checkpoint_ranks")
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def steps_that_add(seconds: float) -> dict[str, Any]:
+    return {"plain_s": [8.0, 9.0, 8.0], "saved_s": [8.0 + seconds] * 3, "whole_s": 2.0, "skipped": 0}
+
+
+def test_snapshots_are_compared_with_the_faster_of_the_peers_ways_to_save(
+    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    added = {"ours": 0.04, "dcp_async_process": 0.5, "dcp_async_thread": 0.1, "dcp_blocking_process": 0.8}
+    monkeypatch.setattr(benchmark, "run_part", lambda part, settings, *, side, **more: steps_that_add(added[side]))
+    result = benchmark.Result()
+    settings = benchmark.Settings("150m", "/memory", "/disk", rounds=5, step_s=8.0, num_steps=3, num_saves=2)
+    benchmark.blocked_part(result, settings)
+    assert result.figures == pytest.approx(
+        {
+            "blocked_vs_tuned_dcp": 0.4,
+            "blocked_vs_blocking_dcp": 0.05,
+            "blocked_s": 0.04,
+            "snapshot_slowdown_fraction": 0.005,
+            "snapshots_skipped": 0,
+            "snapshot_until_committed_s": 2.0,
+        }
+    )
+    assert result.peers["tuned_dcp"] == "dcp_async_thread"
+
+
+def test_bytes_are_counted_where_storage_is_read_in_folders_below_too(ranks: ModuleType, tmp_path: Path) -> None:
+    storage = ranks.CountingStorage(tmp_path)
+    (storage / "step").write_bytes("file", bytes(1000))
+    assert (storage / "step").read_bytes("file") == bytes(1000)
+    assert storage.read_range("step/file", 900, 500) == bytes(100)
+    assert storage.count == [1100]
+
+
+def test_the_peers_bytes_are_counted_below_its_buffers(ranks: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(1_000_000))
+    counting = ranks.peer.CountingFileSystem()
+    with counting.create_stream(tmp_path / "file", "rb") as stream:
+        stream.seek(500_000)
+        stream.read(100_000)
+        assert 100_000 <= counting.num_bytes <= 100_000 + 128 * 1024
+    counting = ranks.peer.CountingFileSystem()
+    with counting.create_stream(tmp_path / "file", "rb") as stream:
+        assert len(stream.read()) == counting.num_bytes == 1_000_000
+
+
+@pytest.mark.parametrize(("world_size", "num_nodes"), [(4, 2), (3, 2), (4, 1)])
+def test_every_rank_has_a_place_and_every_place_knows_its_writers(
+    ranks: ModuleType, world_size: int, num_nodes: int
+) -> None:
+    places = [ranks.Place(f"node-{number}", Path(f"/n{number}")) for number in range(num_nodes)]
+    used = [ranks.place_of(rank, world_size, places) for rank in range(world_size)]
+    assert used == sorted(used, key=lambda place: place.node)
+    assert [ranks.writers_on(place, world_size, places) for place in places] == [used.count(place) for place in places]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("side", ["ours", "dcp_async_process"])
+def test_a_side_saves_every_step_and_leaves_nothing_behind(side: str, tmp_path: Path) -> None:
+    settings = {"side": side, "model": "debug", "world_size": 4, "memory": str(tmp_path)}
+    command = [sys.executable, str(ROOT / "benchmarks" / "checkpoint_sides.py"), "steps"]
+    done = subprocess.run(
+        [*command, json.dumps({**settings, "step_s": 1.0, "num_steps": 2})],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT / 'platform'}:{ROOT}"},
+        timeout=250,
+    )
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert len(result["plain_s"]) == len(result["saved_s"]) == 2
+    assert result["whole_s"] > 0
+    assert list(tmp_path.iterdir()) == []
