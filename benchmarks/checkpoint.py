@@ -1,0 +1,196 @@
+"""What checkpoints cost: training blocked by snapshots, bytes and seconds of restores, a durable save end to end.
+
+    python benchmarks/checkpoint.py --out benchmarks/results/FILE.json [--quick] [--only blocked bytes restore durable]
+
+The peer is torch.distributed.checkpoint (DCP), as fast as its settings make it on CPU (`checkpoint_dcp.py`); where it
+can be run in more than one way, the best median counts. Both sides save and restore the same FSDP2 state, parameters
+and AdamW moments in float32 on four gloo ranks, in turn, each in processes of its own; figures are medians over rounds.
+
+blocked   Step time that a snapshot of every step adds, over what DCP's `async_save` of every step adds: with staging
+          beside the next step (`blocked_vs_tuned_dcp`), with staging that blocks (`blocked_vs_blocking_dcp`); and over
+          the step (`snapshot_slowdown_fraction`). The step is synthetic, so that four ranks say something on few
+          cores: forward and backward are a sleep, as for a host whose GPU computes; the update is AdamW's own over the
+          whole state, before which the copy must be done. Keepers run as on two nodes: checksums, copies to each
+          other, commits. What DCP saves goes to memory, without fsync: its fastest medium.
+bytes     Bytes read from storage over those needed, over all ranks: 4 -> 3 ranks, 3 -> 4, and 4 -> HSDP of 2 x 2,
+          where the whole state once is needed. Headers and indexes count. Ours are counted where storage is read,
+          DCP's below its reader's streams, as what is asked of the operating system.
+restore   DCP's seconds over ours, 4 -> 3 ranks, in fresh processes, all of it from memory: DCP's files are in the page
+          cache; ours are the node's own snapshots by mmap, peers' over sockets (every byte), and the files of our
+          own checkpoint.
+durable   Seconds from the beginning of the copy until a checkpoint is whole on disk, fsync and all, over those of
+          `async_save` until its future resolves. Ours include checksums and copies to the peer.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "platform"), str(ROOT)]
+
+from benchmarks.measure import run_side, summary, write_result  # noqa: E402
+
+SIDES = str(Path(__file__).parent / "checkpoint_sides.py")
+PARTS = ("blocked", "bytes", "restore", "durable")
+WORLD_SIZE = 4
+ASYNC = ("dcp_async_process", "dcp_async_thread")
+BLOCKING = "dcp_blocking_process"
+LAYOUTS = {"4to3": (4, 3, 1), "3to4": (3, 4, 1), "hsdp": (4, 4, 2)}  # ranks before, after, replicas after
+TIMEOUT_S = 3600
+
+
+@dataclass
+class Result:
+    """What the parts add to the JSON."""
+
+    figures: dict[str, float] = field(default_factory=dict)
+    spread: dict[str, Any] = field(default_factory=dict)
+    peers: dict[str, Any] = field(default_factory=dict)
+    runs: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str, values: list[float]) -> None:
+        """A figure: the median of these."""
+        self.figures[name] = statistics.median(values)
+        self.spread[name] = [min(values), max(values)]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of all parts."""
+
+    model: str
+    memory: str  # a folder in memory
+    disk: str  # a folder on disk
+    rounds: int
+    step_s: float
+    num_steps: int  # timed ones of each kind, in each round
+    num_saves: int  # timed durable ones, in each round
+
+
+def blocked_part(result: Result, settings: Settings) -> None:
+    sides = ("ours", *ASYNC, BLOCKING)
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    for _ in range(settings.rounds):
+        for side in sides:
+            more = {"world_size": WORLD_SIZE, "memory": settings.memory, "step_s": settings.step_s}
+            done = run_part("steps", settings, side=side, num_steps=settings.num_steps, **more)
+            runs[side].append(done)
+            print(f"{side}: a snapshot adds {1e3 * added_s(done):.0f} ms to a step", flush=True)
+    result.runs["blocked"] = runs
+    added = {side: [added_s(done) for done in of_side] for side, of_side in runs.items()}
+    tuned = best(added, ASYNC)
+    result.add("blocked_vs_tuned_dcp", ratios(added["ours"], added[tuned]))
+    result.add("blocked_vs_blocking_dcp", ratios(added["ours"], added[BLOCKING]))
+    result.add("blocked_s", added["ours"])
+    plain = [statistics.median(done["plain_s"]) for done in runs["ours"]]
+    result.add("snapshot_slowdown_fraction", ratios(added["ours"], plain))
+    result.figures["snapshots_skipped"] = sum(done["skipped"] for done in runs["ours"])
+    result.add("snapshot_until_committed_s", [done["whole_s"] for done in runs["ours"]])
+    result.peers["tuned_dcp"] = tuned
+    for side in sides[1:]:
+        result.peers[f"{side}_blocked_s"] = summary(added[side])
+
+
+def added_s(done: dict[str, Any]) -> float:
+    """Seconds that a snapshot adds to the median step."""
+    return statistics.median(done["saved_s"]) - statistics.median(done["plain_s"])
+
+
+def bytes_part(result: Result, settings: Settings) -> None:
+    result.runs["bytes"] = {}
+    for name, (before, after, dp_replicate) in LAYOUTS.items():
+        layout = {"before": before, "after": after, "dp_replicate": dp_replicate}
+        read = run_part("count", settings, **layout, disk=settings.disk)
+        result.figures[f"bytes_over_ideal_{name}"] = read["ours"] / read["ideal"]
+        result.peers[f"dcp_bytes_over_ideal_{name}"] = read["dcp"] / read["ideal"]
+        result.runs["bytes"][name] = read
+        print(f"{name}: {read}", flush=True)
+
+
+def restore_part(result: Result, settings: Settings) -> None:
+    folders = {"memory": settings.memory, "disk": settings.disk}
+    done = run_part("restore", settings, world_size=WORLD_SIZE, to=3, rounds=settings.rounds, **folders)
+    seconds = done["seconds"]
+    print(f"restore: {seconds}", flush=True)
+    result.runs["restore"] = done
+    for side in ("mmap", "peers", "storage"):
+        result.add(f"restore_speedup_{side}", ratios(seconds["dcp"], seconds[side]))
+        result.add(f"restore_{side}_s", seconds[side])
+    result.peers["dcp_restore_s"] = summary(seconds["dcp"])
+
+
+def durable_part(result: Result, settings: Settings) -> None:
+    sides = ("ours", *ASYNC)
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(settings.rounds):
+        for side in sides:
+            more = {"world_size": WORLD_SIZE, "memory": settings.memory, "disk": settings.disk}
+            done = run_part("durable", settings, side=side, num_saves=settings.num_saves, **more)
+            seconds[side].append(statistics.median(done["seconds"]))
+            print(f"{side}: a durable save takes {done['seconds']} s", flush=True)
+    result.runs["durable"] = seconds
+    tuned = best(seconds, ASYNC)
+    result.add("durable_save_vs_dcp", ratios(seconds["ours"], seconds[tuned]))
+    result.add("durable_save_s", seconds["ours"])
+    result.peers["durable_dcp"] = tuned
+    for side in ASYNC:
+        result.peers[f"{side}_durable_s"] = summary(seconds[side])
+
+
+def run_part(part: str, settings: Settings, **more: Any) -> dict[str, Any]:
+    return run_side(SIDES, part, json.dumps({"model": settings.model, **more}), timeout_s=TIMEOUT_S)
+
+
+def ratios(above: list[float], below: list[float]) -> list[float]:
+    """Of each round."""
+    return [a / b for a, b in zip(above, below, strict=True)]
+
+
+def best(seconds: dict[str, list[float]], sides: tuple[str, ...]) -> str:
+    """The side with the least median."""
+    return min(sides, key=lambda side: statistics.median(seconds[side]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="where to write the JSON")
+    parser.add_argument("--quick", action="store_true", help="one round, within ten minutes")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--model", default="150m", help="a file of conf/model")
+    parser.add_argument("--memory-folder", default="/dev/shm")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on disk: both sides' checkpoints go below it")
+    parser.add_argument("--rounds", type=int, help="of each comparison; 5 without --quick")
+    parser.add_argument("--step-s", type=float, default=8.0, help="forward and backward of the synthetic step")
+    options = parser.parse_args()
+    settings = Settings(
+        model=options.model,
+        memory=options.memory_folder,
+        disk=options.folder,
+        rounds=options.rounds or (1 if options.quick else 5),
+        step_s=options.step_s,
+        num_steps=3,
+        num_saves=2,
+    )
+    result = Result()
+    parts = {"blocked": blocked_part, "bytes": bytes_part, "restore": restore_part, "durable": durable_part}
+    for name in PARTS:
+        if name in options.only:
+            parts[name](result, settings)
+    write_result(
+        options.out,
+        result.figures,
+        spread=result.spread,
+        peers=result.peers,
+        runs=result.runs,
+        settings={**vars(settings), "quick": options.quick},
+    )
+
+
+if __name__ == "__main__":
+    main()
