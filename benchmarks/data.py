@@ -76,6 +76,8 @@ def prepare_part(result: Result, source: Path, tokenizer: Path, work: Path, roun
     pairs = [(side("prepare", cores), side("loop", cores)) for _ in range(rounds)]
     one_cpu = side("prepare", 1)
     result.add("prepare_per_s_ratio", [a["tokens_per_cpu_s"] / b["tokens_per_cpu_s"] for a, b in pairs])
+    daemons = [a["tokens"] / a["with_idle_daemons_cpu_s"] / b["tokens_per_cpu_s"] for a, b in pairs]
+    result.add("prepare_per_s_ratio_with_idle_daemons", daemons)
     result.add("prepare_tokens_per_cpu_s", [a["tokens_per_cpu_s"] for a, _ in pairs])
     result.add(f"prepare_speedup_{cores}_over_1_cpus", [a["tokens_per_s"] / one_cpu["tokens_per_s"] for a, _ in pairs])
     result.peers["loop_tokens_per_cpu_s"] = summary([b["tokens_per_cpu_s"] for _, b in pairs])
