@@ -2,10 +2,12 @@
 
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from regrow.checkpoint.slots import Committed
 from regrow.testing.cluster import SMALL, Job, run_to_end
 
 STEPS = 60
@@ -63,3 +65,54 @@ def test_without_enough_of_it_left_the_run_goes_back_to_its_checkpoint(undisturb
         assert "no file holds elements" in job.events("snapshot_unreadable")[0]["detail"]
         assert [row["loss"] for row in job.metrics()] == [row["loss"] for row in undisturbed.metrics()]
         assert job.memory() == []
+
+
+def committed_step(job: Job) -> int:
+    """The newest step that every node knows to be committed."""
+    return min(Committed.read(folder).newest.step for folder in job.memory())
+
+
+def test_a_keeper_that_was_killed_takes_its_place_again(storage: Path) -> None:
+    with Job(storage, "keeper", *SMALL, "+cluster=cpu3", "train.steps=2000", "checkpoint.every_steps=1000") as job:
+        job.wait_for(lambda: job.last_step() >= 10)
+        keepers = [pid for pid in job.processes() if b"ray::Keeper" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert len(keepers) == 3
+        os.kill(keepers[1], signal.SIGKILL)
+        died_at = job.last_step()
+        job.wait_for(lambda: committed_step(job) > died_at + 5)
+        assert len(job.events("generation")) == 1  # training never noticed
+        for pid in job.workers():
+            os.kill(pid, signal.SIGKILL)
+        job.wait_for(lambda: len(job.events("generation")) == 2)
+        again = job.events("generation")[1]
+        assert again["source"] == "snapshot"
+        assert again["start_step"] > died_at + 5
+        job.interrupt()
+        assert job.wait() == 130, job.printed()
+        assert job.events("checkpoint")[-1]["step"] == job.last_step()
+        assert job.memory() == []
+
+
+def test_a_new_driver_finds_the_snapshots_of_the_one_that_died(undisturbed: Job, storage: Path) -> None:
+    from ray.cluster_utils import Cluster
+
+    with tempfile.TemporaryDirectory(prefix="rgc", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder}
+        nodes = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            for _ in range(3):
+                nodes.add_node(num_cpus=1, resources={"regrow_worker": 1}, wait=True)
+            arguments = [*BASE, "cluster.local_nodes=0", f"cluster.address={nodes.address}"]
+            with Job(storage, "driver", *arguments) as job:
+                job.wait_for(lambda: job.last_step() >= 20)
+                job.kill_driver_and_workers()
+                assert len(job.memory()) == 3
+                again = Job(storage, "driver", *arguments)
+                with again:
+                    assert again.wait() == 0, again.printed()
+                    generations = again.events("generation")
+                    assert generations[-1]["source"] == "snapshot"
+                    assert generations[-1]["start_step"] >= 19
+                    assert_same_run(again, undisturbed)
+        finally:
+            nodes.shutdown()

@@ -27,6 +27,7 @@ from regrow.storage import Storage
 
 LOCK_FILE = ".lock"
 LOCK_WAIT_S = 30.0
+UNSAFE_S = 120.0  # without a commit in memory: worth a word
 ADOPT_S = 30.0  # for the keepers of an earlier coordinator
 MAX_FRUITLESS_GENERATIONS = 3  # in a row, without finishing a step, before the run is given up
 
@@ -84,7 +85,8 @@ class Coordinator:
             commit=self._commit,
             event=self._event,
         )
-        self.complaints: set[str] = set()  # of keepers, in this generation
+        self.complaints: set[str] = set()  # about snapshots, in this generation
+        self.safe_at = time.monotonic()  # when a snapshot last committed
         self._event("submitted", run_id=run_id, **submitted)
 
     def ready(self) -> int:
@@ -109,6 +111,7 @@ class Coordinator:
         """The group is ready to train from `start_step`: later rows of earlier generations are taken back."""
         self._fence(generation)
         self.complaints.clear()
+        self.safe_at = time.monotonic()
         self.fleet.begin(generation, start_step, list(dict.fromkeys(worker["node"] for worker in details["workers"])))
         rollback = self.log.begin(generation, start_step)
         if self.tensorboard:
@@ -142,7 +145,7 @@ class Coordinator:
         """A keeper cannot do what it is for. Said once a generation: it tries again and again."""
         if node not in self.complaints:
             self.complaints.add(node)
-            self._event("snapshot_failed", node=node, detail=text)
+            self._event("snapshot_failed", detail=text)
 
     def newest_snapshot(self) -> tuple[int, list[Holder]] | None:
         """The newest committed step that is held in memory, and where its files are; None where there is none."""
@@ -150,7 +153,8 @@ class Coordinator:
 
     def snapshots_sealed(self, reports: list[Sealed]) -> None:
         """All of some nodes' snapshots of a step are sealed and copied."""
-        self.fleet.sealed([report for report in reports if report.moment.generation == self.generation])
+        if self.fleet.sealed([report for report in reports if report.moment.generation == self.generation]):
+            self.safe_at = time.monotonic()
 
     def want_checkpoint(self, generation: int, step: int) -> None:
         """The snapshot of this step is to become a checkpoint."""
@@ -169,6 +173,8 @@ class Coordinator:
         self.fleet.cadence.stepped(
             row["step_s"] - row["data_wait_s"] - row["snapshot_s"], writing=self.fleet.upload is not None
         )
+        if self.fleet.peers and time.monotonic() - self.safe_at > UNSAFE_S:
+            self.complaint("", f"no snapshot has been committed for {UNSAFE_S:.0f} s; a lost node would cost as much")
         self.log.row(row)
         if self.tensorboard:
             self.tensorboard.row(row)

@@ -95,12 +95,13 @@ class Fleet:
         if self.upload is not None and self.upload.moment.step > start_step:
             self._end_upload(f"the run went back to step {start_step}")
 
-    def sealed(self, reports: list[Sealed]) -> None:
-        """Nodes have a step safe; it is committed if they were the last ones."""
-        for report in reports:
-            if self.board.sealed(report) is not None:
-                self._begin_upload_if_due()
-                self._tell()
+    def sealed(self, reports: list[Sealed]) -> bool:
+        """Nodes have a step safe; whether they were the last ones, and it is committed."""
+        commits = [report for report in reports if self.board.sealed(report) is not None]
+        if commits:
+            self._begin_upload_if_due()
+            self._tell()
+        return bool(commits)
 
     def want(self, step: int) -> None:
         """The snapshot of this step, or the next one if it is lost, is to be a checkpoint."""

@@ -29,7 +29,7 @@ def narrate(event: Mapping[str, Any]) -> str | None:
         case "checkpoint_failed":
             return f"checkpoint of step {event['step']} was not written, training goes on: {event['detail']}"
         case "snapshot_failed":
-            return f"{event['detail']}; tried again until it is"
+            return str(event["detail"])
         case "checkpoint_damaged":
             return f"checkpoint of step {event['step']} cannot be used, trying the one before: {event['detail']}"
         case "snapshot_unreadable":
