@@ -28,6 +28,7 @@ NAMESPACE = "regrow"
 COORDINATOR = "coordinator"  # its name is this after the run's id, a keeper's the node's id
 GROUP_NODES = 32
 PING_S = 5.0
+ASK_AFTER = 0.25  # of the time after which a silent coordinator is given up
 CLOSE_S = 10.0
 
 
@@ -115,6 +116,7 @@ class Keeper:
 
     def committed(self, number: int, state: Committed) -> None:
         """What is committed now; messages are numbered, as they may overtake one another."""
+        self.heard_at = time.monotonic()
         with self.lock:
             for member in self.place.members:
                 member.committed.remote(number, state)
@@ -150,14 +152,17 @@ class Keeper:
             leader.relay.remote(reports)
 
     def _watch(self) -> None:
-        """Find the coordinator again after this actor was restarted; end where none answers any more."""
-        while time.monotonic() - self.heard_at < self.abandon_after_s:
+        """Find the coordinator again after this actor was restarted; end where none answers any more.
+
+        It is asked only after a while without a word of it: thousands that ask cost it more than training does.
+        """
+        while (silent_s := time.monotonic() - self.heard_at) < self.abandon_after_s:
             time.sleep(PING_S)
             with contextlib.suppress(ray.exceptions.RayError, ValueError):  # ValueError: there is none now
                 if self.coordinator is None:
                     coordinator = ray.get_actor(f"{self.run_id}:{COORDINATOR}", namespace=NAMESPACE)
                     ray.get(coordinator.greet.remote(self.node_id, self.me), timeout=4 * PING_S)
-                else:
+                elif silent_s > ASK_AFTER * self.abandon_after_s:
                     ray.get(self.coordinator.ready.remote(), timeout=PING_S)
                     self.heard_at = time.monotonic()
         self.close()
