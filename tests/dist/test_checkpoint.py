@@ -12,54 +12,23 @@ from safetensors import safe_open
 
 from regrow.checkpoint import catalog, store
 from regrow.checkpoint.format import COMMIT
-from regrow.checkpoint.layout import Part, Span
-from regrow.checkpoint.state import Entry, part_of, training_entries
-from regrow.config.schema import Dtype, Float8, OptimConfig, ParallelConfig
+from regrow.checkpoint.layout import Span
+from regrow.checkpoint.state import Entry, training_entries
+from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.errors import CheckpointError
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
-from regrow.parallel.fsdp import build_mesh, data_parallel_group, replica_group, shard_group
-from regrow.plan.mesh import plan_mesh
 from regrow.storage import Storage
 from regrow.testing.gloo import RankError, run_ranks
-from regrow.testing.tiny import count_up_rows, ragged_model, tiny_model
-from regrow.train.step import TrainStep
+from regrow.testing.state import entries_after, whole
+from regrow.testing.tiny import ragged_model
 
 RUN = "0123456789abcdef"
 
 
-def entries_after(steps: int, replicas: int, tied: bool, float8: bool, seed: int) -> tuple[list[Entry], Part, dist.ProcessGroup | None]:
-    """This rank's state after some real steps (moments and all), which part it is, and who else holds it."""
-    mesh = build_mesh(plan_mesh(world_size=dist.get_world_size(), dp_replicate=replicas), "cpu")
-    parallel = ParallelConfig()
-    if float8:
-        parallel = ParallelConfig(dtype=Dtype.bfloat16, float8=Float8.tensorwise_all_gather)
-    config = tiny_model(tied=tied) if float8 else ragged_model(tied=tied)
-    model = build_model(config, parallel, mesh=mesh, device="cpu", seed=seed)
-    optimizer = build_optimizer(model, OptimConfig())
-    step = TrainStep(
-        model, optimizer, max_grad_norm=1.0, group=data_parallel_group(mesh), shard_group=shard_group(mesh)
-    )
-    for index in range(steps):
-        rows = count_up_rows(index, num_rows=2, seq_len=8)
-        step.run([rows], num_micro_batches=1, lr=1e-3)
-    return training_entries(model, optimizer, inner_tensor=inner_tensor), part_of(mesh), replica_group(mesh)
-
-
-def whole(entries: list[Entry]) -> dict[str, torch.Tensor]:
-    """The full tensors, on every rank, from all ranks' entries."""
-    gathered: list[list[Entry]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, entries)
-    full = {e.span.name: torch.full((e.span.whole_elements,), torch.nan, dtype=e.memory.dtype) for e in entries}
-    for part in gathered:
-        for entry in part:
-            full[entry.span.name][entry.span.start : entry.span.stop] = entry.memory
-    return full
-
-
 def save_on_ranks(folder: str, replicas: int, tied: bool, float8: bool) -> dict[str, torch.Tensor]:
-    entries, part, _ = entries_after(2, replicas, tied, float8, seed=1)
+    entries, part, _ = entries_after(2, replicas=replicas, tied=tied, float8=float8, seed=1)
     store.save(
         Storage.at(folder),
         entries,
@@ -72,7 +41,9 @@ def save_on_ranks(folder: str, replicas: int, tied: bool, float8: bool) -> dict[
 
 
 def restore_on_ranks(folder: str, replicas: int, tied: bool, float8: bool) -> tuple[dict[str, torch.Tensor], int]:
-    entries, part, group = entries_after(1, replicas, tied, float8, seed=2)  # another state, to be overwritten whole
+    entries, part, group = entries_after(
+        1, replicas=replicas, tied=tied, float8=float8, seed=2
+    )  # another state, to be overwritten whole
     index = catalog.open_checkpoint(Storage.at(folder), 2, run_id=RUN)
     assert index.scalars == {"step": 2, "cursor": 48, "tokens_seen": 96}
     num_bytes = store.restore(Storage.at(folder), index, entries, part)
@@ -144,7 +115,7 @@ def test_nothing_is_visible_before_commit(tmp_path: Path) -> None:
 
 
 def fail_on_one_rank(folder: str) -> str:
-    entries, _, _ = entries_after(0, 1, False, False, seed=1)
+    entries, _, _ = entries_after(0, seed=1)
     storage = Storage.at(folder)
     if dist.get_rank() == 1:
         storage = Storage.at("/dev/null/full")  # every write fails

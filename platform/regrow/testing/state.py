@@ -1,0 +1,46 @@
+"""Real training state on the ranks of `run_ranks`, to be saved, moved and compared."""
+
+import torch
+import torch.distributed as dist
+
+from regrow.checkpoint.layout import Part
+from regrow.checkpoint.state import Entry, part_of, training_entries
+from regrow.config.schema import Dtype, Float8, OptimConfig, ParallelConfig
+from regrow.optim.adamw import build_optimizer
+from regrow.parallel.apply import build_model
+from regrow.parallel.float8 import inner_tensor
+from regrow.parallel.fsdp import build_mesh, data_parallel_group, replica_group, shard_group
+from regrow.plan.mesh import plan_mesh
+from regrow.testing.tiny import count_up_rows, ragged_model, tiny_model
+from regrow.train.step import TrainStep
+
+
+def entries_after(
+    steps: int, *, seed: int, replicas: int = 1, tied: bool = False, float8: bool = False
+) -> tuple[list[Entry], Part, dist.ProcessGroup | None]:
+    """This rank's state after some real steps (moments and all), which part it is, and who else holds it."""
+    mesh = build_mesh(plan_mesh(world_size=dist.get_world_size(), dp_replicate=replicas), "cpu")
+    parallel = ParallelConfig()
+    if float8:
+        parallel = ParallelConfig(dtype=Dtype.bfloat16, float8=Float8.tensorwise_all_gather)
+    config = tiny_model(tied=tied) if float8 else ragged_model(tied=tied)
+    model = build_model(config, parallel, mesh=mesh, device="cpu", seed=seed)
+    optimizer = build_optimizer(model, OptimConfig())
+    step = TrainStep(
+        model, optimizer, max_grad_norm=1.0, group=data_parallel_group(mesh), shard_group=shard_group(mesh)
+    )
+    for index in range(steps):
+        rows = count_up_rows(index, num_rows=2, seq_len=8)
+        step.run([rows], num_micro_batches=1, lr=1e-3)
+    return training_entries(model, optimizer, inner_tensor=inner_tensor), part_of(mesh), replica_group(mesh)
+
+
+def whole(entries: list[Entry]) -> dict[str, torch.Tensor]:
+    """The full tensors, on every rank, from all ranks' entries."""
+    gathered: list[list[Entry]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, entries)
+    full = {e.span.name: torch.full((e.span.whole_elements,), torch.nan, dtype=e.memory.dtype) for e in entries}
+    for part in gathered:
+        for entry in part:
+            full[entry.span.name][entry.span.start : entry.span.stop] = entry.memory
+    return full

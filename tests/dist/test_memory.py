@@ -1,0 +1,112 @@
+"""Real training state through the nodes' memory alone: FSDP2 and HSDP, float8 all-gather weights, a node gone."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from regrow.checkpoint.held import Holder
+from regrow.checkpoint.keeper_node import KeeperNode, Peer, Sealed
+from regrow.checkpoint.memory import restore_snapshot
+from regrow.checkpoint.snapshot import Snapshots
+from regrow.plan.peers import plan_peers
+from regrow.testing.gloo import run_ranks
+from regrow.testing.state import entries_after, whole
+
+RUN, SECRET = "0123456789abcdef", b"of this run"
+
+
+class Nodes:
+    """Keepers of a few nodes, ranks placed on them in turn."""
+
+    def __init__(self, folder: Path, count: int) -> None:
+        self.reports: list[Sealed] = []
+        self.keepers = {
+            f"node-{k}": KeeperNode(
+                folder / f"n{k}",
+                node=f"node-{k}",
+                host="127.0.0.1",
+                secret=SECRET,
+                run_id=RUN,
+                report=self.reports.append,
+            )
+            for k in range(count)
+        }
+        for node, peer in plan_peers([(node, node) for node in self.keepers]).items():
+            self.keepers[node].set_peer(Peer(peer, self.keepers[peer].address))
+            self.keepers[node].start()
+
+    def folders(self) -> list[str]:
+        return [str(keeper.folder) for keeper in self.keepers.values()]
+
+    def lose(self, node: str) -> None:
+        """The node, and what it held in memory."""
+        self.keepers.pop(node).close(delete=True)
+
+    def holders(self, generation: int) -> list[Holder]:
+        return [
+            Holder(node, keeper.address, held)
+            for node, keeper in self.keepers.items()
+            for held in keeper.holdings()
+            if held.moment.generation == generation
+        ]
+
+    def wait_for(self, generation: int, count: int) -> None:
+        """Until so many nodes have the generation's step safe."""
+        give_up_at = time.monotonic() + 30
+        while len({report.node for report in self.reports if report.moment.generation == generation}) < count:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.01)
+
+
+def take(
+    folders: list[str], generation: int, replicas: int, float8: bool, holders: list[Holder]
+) -> dict[str, torch.Tensor]:
+    """Some ranks' state: of two real steps, or restored from holders; its snapshot is taken. The whole of it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    entries, part, _ = entries_after(1 if holders else 2, replicas=replicas, float8=float8, seed=generation)
+    folder = Path(folders[rank % len(folders)])
+    if holders:
+        result = restore_snapshot(
+            entries, holders, node=f"node-{folder.name[1:]}", folder=folder, secret=SECRET, reader=rank
+        )
+        assert result.scalars == {"step": 2}
+        assert not result.problems
+    writers = [other % len(folders) for other in range(size)].count(rank % len(folders))
+    writer = Snapshots(folder, entries, part=part, run_id=RUN, generation=generation, writers=writers)
+    assert writer.begin(2, {"step": 2})
+    writer.wait()
+    writer.confirm(2)
+    return whole(entries)
+
+
+@pytest.mark.parametrize(
+    ("float8", "layouts"),
+    [
+        (True, [(3, 1), (2, 1), (3, 1)]),
+        (False, [(4, 2), (5, 1), (4, 2)]),
+    ],
+)
+def test_state_moves_from_layout_to_layout_and_back_without_storage_and_with_a_node_lost_each_time(
+    tmp_path: Path, float8: bool, layouts: list[tuple[int, int]]
+) -> None:
+    first: dict[str, torch.Tensor] = {}
+    holders: list[Holder] = []
+    nodes = Nodes(tmp_path, 4)
+    try:
+        for generation, (ranks, replicas) in enumerate(layouts, start=1):
+            saved = run_ranks(take, ranks, nodes.folders()[:ranks], generation, replicas, float8, holders)[0]
+            first = first or saved
+            assert saved.keys() == first.keys()
+            for name, tensor in first.items():
+                assert torch.equal(saved[name], tensor), name
+            nodes.wait_for(generation, min(ranks, len(nodes.keepers)))
+            nodes.lose(next(iter(nodes.keepers)))
+            holders = nodes.holders(generation)
+            for node, peer in plan_peers([(node, node) for node in nodes.keepers]).items():
+                nodes.keepers[node].set_peer(Peer(peer, nodes.keepers[peer].address) if peer else None)
+    finally:
+        for node in list(nodes.keepers):
+            nodes.lose(node)
