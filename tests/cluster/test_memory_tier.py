@@ -26,10 +26,12 @@ def undisturbed(storage: Path) -> Job:
     return job
 
 
-def assert_same_run(job: Job, undisturbed: Job) -> None:
-    assert [row["step"] for row in job.metrics()] == list(range(1, STEPS + 1))
-    for key in ("batch_digest", "loss"):  # bitwise: the group is as large as before
-        assert [row[key] for row in job.metrics()] == [row[key] for row in undisturbed.metrics()]
+def assert_same_run(job: Job, undisturbed: Job, tolerance: float = 0.0) -> None:
+    """Bitwise, where the group is as large as it was."""
+    rows, expected = job.metrics(), undisturbed.metrics()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["batch_digest"] for row in rows] == [row["batch_digest"] for row in expected]
+    assert max(abs(row["loss"] - other["loss"]) for row, other in zip(rows, expected, strict=True)) <= tolerance
     assert job.memory() == []
     assert not job.events("snapshot_unreadable")
 
@@ -113,6 +115,6 @@ def test_a_new_driver_finds_the_snapshots_of_the_one_that_died(undisturbed: Job,
                     generations = again.events("generation")
                     assert generations[-1]["source"] == "snapshot"
                     assert generations[-1]["start_step"] >= 19
-                    assert_same_run(again, undisturbed)
+                    assert_same_run(again, undisturbed, tolerance=1e-5)  # it may begin before all nodes are free
         finally:
             nodes.shutdown()
