@@ -24,6 +24,7 @@ durable   Seconds from the beginning of the copy until a checkpoint is whole on 
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -59,6 +60,11 @@ class Result:
         self.figures[name] = statistics.median(values)
         self.spread[name] = [min(values), max(values)]
 
+    def add_ratio(self, name: str, above: list[float], below: list[float]) -> None:
+        """A figure: the ratio of the medians, for differences so small that single rounds' ratios are noise."""
+        self.add(name, ratios(above, below))
+        self.figures[name] = statistics.median(above) / statistics.median(below)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -81,25 +87,32 @@ def blocked_part(result: Result, settings: Settings) -> None:
             more = {"world_size": WORLD_SIZE, "memory": settings.memory, "step_s": settings.step_s}
             done = run_part("steps", settings, side=side, num_steps=settings.num_steps, **more)
             runs[side].append(done)
-            print(f"{side}: a snapshot adds {1e3 * added_s(done):.0f} ms to a step", flush=True)
+            print(f"{side}: {json.dumps(done)}", flush=True)
     result.runs["blocked"] = runs
-    added = {side: [added_s(done) for done in of_side] for side, of_side in runs.items()}
+    plain, added = added_s(runs)
     tuned = best(added, ASYNC)
-    result.add("blocked_vs_tuned_dcp", ratios(added["ours"], added[tuned]))
-    result.add("blocked_vs_blocking_dcp", ratios(added["ours"], added[BLOCKING]))
+    result.add_ratio("blocked_vs_tuned_dcp", added["ours"], added[tuned])
+    result.add_ratio("blocked_vs_blocking_dcp", added["ours"], added[BLOCKING])
+    result.add_ratio("snapshot_slowdown_fraction", added["ours"], plain)
     result.add("blocked_s", added["ours"])
-    plain = [statistics.median(done["plain_s"]) for done in runs["ours"]]
-    result.add("snapshot_slowdown_fraction", ratios(added["ours"], plain))
-    result.figures["snapshots_skipped"] = sum(done["skipped"] for done in runs["ours"])
+    result.add("blocked_host_s", [done["host_s"] for done in runs["ours"]])
     result.add("snapshot_until_committed_s", [done["whole_s"] for done in runs["ours"]])
+    result.figures["snapshots_skipped"] = sum(done["skipped"] for done in runs["ours"])
     result.peers["tuned_dcp"] = tuned
     for side in sides[1:]:
         result.peers[f"{side}_blocked_s"] = summary(added[side])
+        result.peers[f"{side}_blocked_host_s"] = summary([done["host_s"] for done in runs[side]])
 
 
-def added_s(done: dict[str, Any]) -> float:
-    """Seconds that a snapshot adds to the median step."""
-    return statistics.median(done["saved_s"]) - statistics.median(done["plain_s"])
+def added_s(runs: dict[str, list[dict[str, Any]]]) -> tuple[list[float], dict[str, list[float]]]:
+    """Of each round: seconds of the median step without saving, and what saving adds to the median step of each side.
+
+    Steps without saving are the same on all sides, so that all of a round's count.
+    """
+    rounds = range(len(next(iter(runs.values()))))
+    plain = [statistics.median(s for done in runs.values() for s in done[number]["plain_s"]) for number in rounds]
+    saved = {side: [statistics.median(done["saved_s"]) for done in of_side] for side, of_side in runs.items()}
+    return plain, {side: [a - b for a, b in zip(of_side, plain, strict=True)] for side, of_side in saved.items()}
 
 
 def bytes_part(result: Result, settings: Settings) -> None:
@@ -127,14 +140,15 @@ def restore_part(result: Result, settings: Settings) -> None:
 
 def durable_part(result: Result, settings: Settings) -> None:
     sides = ("ours", *ASYNC)
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for _ in range(settings.rounds):
         for side in sides:
             more = {"world_size": WORLD_SIZE, "memory": settings.memory, "disk": settings.disk}
             done = run_part("durable", settings, side=side, num_saves=settings.num_saves, **more)
-            seconds[side].append(statistics.median(done["seconds"]))
-            print(f"{side}: a durable save takes {done['seconds']} s", flush=True)
-    result.runs["durable"] = seconds
+            runs[side].append(done)
+            print(f"{side}: {json.dumps(done)}", flush=True)
+    result.runs["durable"] = runs
+    seconds = {side: [statistics.median(done["seconds"]) for done in of_side] for side, of_side in runs.items()}
     tuned = best(seconds, ASYNC)
     result.add("durable_save_vs_dcp", ratios(seconds["ours"], seconds[tuned]))
     result.add("durable_save_s", seconds["ours"])
@@ -144,7 +158,9 @@ def durable_part(result: Result, settings: Settings) -> None:
 
 
 def run_part(part: str, settings: Settings, **more: Any) -> dict[str, Any]:
-    return run_side(SIDES, part, json.dumps({"model": settings.model, **more}), timeout_s=TIMEOUT_S)
+    load = os.getloadavg()[0]  # of the minute before: what else the machine was doing
+    done = run_side(SIDES, part, json.dumps({"model": settings.model, **more}), timeout_s=TIMEOUT_S)
+    return {**done, "load_before": load}
 
 
 def ratios(above: list[float], below: list[float]) -> list[float]:

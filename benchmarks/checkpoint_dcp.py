@@ -80,6 +80,8 @@ class DcpSaver:
             self._saved.result()
             self._saved = None
 
+    num_skipped = 0  # it waits instead
+
     def close(self) -> None:
         self.finish()
         self.stager.close()

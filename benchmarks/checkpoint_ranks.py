@@ -15,6 +15,7 @@ from benchmarks.checkpoint_keepers import GENERATION, RUN_ID, SECRET, Place, pla
 from torch import Tensor
 
 from regrow.checkpoint import catalog, store
+from regrow.checkpoint.collective import gather
 from regrow.checkpoint.format import COMMIT
 from regrow.checkpoint.held import Holder
 from regrow.checkpoint.layout import Part
@@ -88,6 +89,10 @@ class Saver(Protocol):
 
     def close(self) -> None: ...
 
+    @property
+    def num_skipped(self) -> int:
+        """Steps that could not be saved."""
+
 
 class OurSaver:
     """Snapshots as the loop takes them on CPU: a step's collectives have succeeded when its copy begins."""
@@ -121,6 +126,10 @@ class OurSaver:
         self.finish()
         self.snapshots.close()
 
+    @property
+    def num_skipped(self) -> int:
+        return self.snapshots.skipped
+
 
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + COMMIT_S
@@ -138,21 +147,28 @@ def make_saver(side: str, state: State, places: Sequence[Place], folder: Path, *
 def steps(
     side: str, model: str, places: Sequence[Place], folder: Path, step_s: float, num_steps: int
 ) -> dict[str, Any]:
-    """Seconds of steps without and with a snapshot each, as rank 0 sees them; and of one snapshot until it is whole."""
+    """Seconds of steps without and with a snapshot each, as rank 0 sees them, and of one snapshot until it is whole.
+
+    `host_s` are seconds a step within calls to save, of the rank with most. Each side saves once a step, or the
+    step is among those skipped.
+    """
     state = build(model)
     saver = make_saver(side, state, places, folder, sync_files=False)
-    number = 1
+    number, host_s = 1, 0.0
 
     def run(num: int, saving: bool) -> list[float]:
-        nonlocal number
-        seconds = []
+        nonlocal number, host_s
+        seconds, host_s = [], 0.0
         for _ in range(num):
             began = time.perf_counter()
             if saving:
                 saver.begin(number)
+                host_s += time.perf_counter() - began
             time.sleep(step_s)  # forward and backward, which the host waits for
             if saving:
+                waited = time.perf_counter()
                 saver.wait()
+                host_s += time.perf_counter() - waited
             state.optimizer.step()
             dist.barrier()
             seconds.append(time.perf_counter() - began)
@@ -162,7 +178,10 @@ def steps(
     run(1, saving=False)
     plain = run(num_steps, saving=False)
     run(2, saving=True)  # processes start, pages are touched, plans are cached
+    skipped = saver.num_skipped
     saved = run(num_steps, saving=True)
+    skipped = saver.num_skipped - skipped
+    host_s = max(gather(host_s)) / num_steps
     saver.finish()
 
     def save() -> None:
@@ -170,9 +189,8 @@ def steps(
         saver.finish()
 
     whole_s = timed(save)
-    skipped = saver.snapshots.skipped if isinstance(saver, OurSaver) else 0
     saver.close()
-    return {"plain_s": plain, "saved_s": saved, "whole_s": whole_s, "skipped": skipped}
+    return {"plain_s": plain, "saved_s": saved, "host_s": host_s, "whole_s": whole_s, "skipped": skipped}
 
 
 def timed(action: Callable[[], None]) -> float:
@@ -208,8 +226,8 @@ def write_checkpoints(model: str, folder: Path) -> int:
     return state.num_bytes
 
 
-def restore(side: str, model: str, folder: Path, holders: Sequence[Holder], place: Place, repeats: int) -> list[float]:
-    """Seconds to restore this layout; what was restored is checked."""
+def restore(side: str, model: str, folder: Path, holders: Sequence[Holder], place: Place) -> float:
+    """Seconds to restore this layout for the first time, as a new process does; what was restored is checked."""
     state = build(model, seed=OTHER_SEED)
 
     def from_memory(node: str) -> None:
@@ -225,7 +243,7 @@ def restore(side: str, model: str, folder: Path, holders: Sequence[Holder], plac
         "storage": lambda: from_storage(state, LocalStorage(folder / "ours")),
         "dcp": lambda: peer.load(state.tensors, folder / "dcp"),
     }
-    seconds = [timed(actions[side]) for _ in range(repeats)]
+    seconds = timed(actions[side])
     check(state, model)
     return seconds
 

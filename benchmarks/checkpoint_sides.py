@@ -35,10 +35,10 @@ def restore(*, model: str, world_size: int, to: int, memory: str, disk: str, rou
     with keepers(memory, NUM_NODES) as kept, folder_in(disk) as folder:
         state_bytes = sum(run(ranks.write_checkpoints, world_size, model, folder))
         run(ranks.take_snapshot, world_size, model, kept.places)
-        seconds: dict[str, list[list[float]]] = {side: [] for side in RESTORES}
+        seconds: dict[str, list[float]] = {side: [] for side in RESTORES}
         for _ in range(rounds):
             for side in RESTORES:
-                arguments = (side, model, folder, kept.holders(), kept.places[0], 3)
+                arguments = (side, model, folder, kept.holders(), kept.places[0])
                 seconds[side].append(run(ranks.restore, to, *arguments)[0])
         return {"state_bytes": state_bytes, "seconds": seconds}
 

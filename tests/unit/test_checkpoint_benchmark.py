@@ -33,7 +33,13 @@ def load(name: str) -> ModuleType:
 
 
 def steps_that_add(seconds: float) -> dict[str, Any]:
-    return {"plain_s": [8.0, 9.0, 8.0], "saved_s": [8.0 + seconds] * 3, "whole_s": 2.0, "skipped": 0}
+    return {
+        "plain_s": [8.0, 9.0, 8.0],
+        "saved_s": [8.0 + seconds] * 3,
+        "host_s": seconds / 2,
+        "whole_s": 2.0,
+        "skipped": 0,
+    }
 
 
 def test_snapshots_are_compared_with_the_faster_of_the_peers_ways_to_save(
@@ -49,12 +55,26 @@ def test_snapshots_are_compared_with_the_faster_of_the_peers_ways_to_save(
             "blocked_vs_tuned_dcp": 0.4,
             "blocked_vs_blocking_dcp": 0.05,
             "blocked_s": 0.04,
+            "blocked_host_s": 0.02,
             "snapshot_slowdown_fraction": 0.005,
             "snapshots_skipped": 0,
             "snapshot_until_committed_s": 2.0,
         }
     )
     assert result.peers["tuned_dcp"] == "dcp_async_thread"
+
+
+def test_a_round_with_noise_weighs_no_more_than_another(benchmark: ModuleType) -> None:
+    runs = {
+        "ours": [{"plain_s": [8.0, 8.0, 8.0], "saved_s": [8.01, 8.01, 9.0]} for _ in range(3)],
+        "dcp": [{"plain_s": [8.0, 8.4, 8.0], "saved_s": [8.0 + s] * 3} for s in (0.1, 0.1, 0.001)],
+    }
+    plain, added = benchmark.added_s(runs)
+    assert plain == [8.0, 8.0, 8.0]
+    result = benchmark.Result()
+    result.add_ratio("ratio", added["ours"], added["dcp"])
+    assert result.figures["ratio"] == pytest.approx(0.1)
+    assert result.spread["ratio"] == pytest.approx([0.1, 10.0])
 
 
 def test_bytes_are_counted_where_storage_is_read_in_folders_below_too(ranks: ModuleType, tmp_path: Path) -> None:
