@@ -1,0 +1,124 @@
+"""Who trains: processes join, die and come back, and each change is another generation. Pure; time is an argument.
+
+A generation forms as soon as every living member of the one before has joined again, with whoever else has come by
+then; what dies while it forms voids it, and the next one forms. Whoever does not come within `patience_s` is left out.
+Where nobody is left of the one before, as at the start, it waits as long for as many as were announced. A group that
+could be larger waits until nobody else has come for `settle_s`.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Member:
+    """One worker process, as it offers itself for one generation."""
+
+    id: str  # of the process: the same for as long as it lives
+    node: str
+    host: str  # where its store listens, should it be rank 0
+    port: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Formation:
+    """A generation: its members in the order of their ranks."""
+
+    generation: int
+    members: tuple[Member, ...]
+
+    def rank_of(self, member_id: str) -> int | None:
+        """None for one that is to wait: no size that is allowed has a place for it."""
+        return next((rank for rank, member in enumerate(self.members) if member.id == member_id), None)
+
+
+@dataclass
+class Membership:
+    """The state of a run's membership. `sizes` are the world sizes that are allowed."""
+
+    sizes: Sequence[int]
+    settle_s: float = 2.0
+    patience_s: float = 30.0
+    generation: int = 0
+    current: tuple[Member, ...] = ()
+    waiting: dict[str, Member] = field(default_factory=dict)
+    dead: set[str] = field(default_factory=set)
+    expected: int = 1  # announced for a start from nothing
+    log: list[str] = field(default_factory=list)  # what was decided since it was last read, for a person
+    _first_at: float = 0.0  # of those waiting
+    _last_at: float = 0.0
+
+    def join(self, member: Member, *, expected: int, now: float) -> None:
+        """A process is ready for the next generation. One that was given up for dead comes as a newcomer."""
+        if member.id in self.dead:
+            self.current = tuple(each for each in self.current if each.id != member.id)
+            self.dead.discard(member.id)
+        self._first_at = now if not self.waiting else self._first_at
+        self._last_at = now
+        self.expected = self.expected if self.current else expected
+        self.waiting[member.id] = member
+
+    def died(self, member_ids: Iterable[str], *, left: int | None = None) -> list[Member]:
+        """These processes are gone; those of them that were members of the current generation.
+
+        `left` is how many there are still, where that is known, the ones included that have not joined yet.
+        """
+        gone = set(member_ids)
+        self.expected = self.expected if left is None else left
+        lost = [member for member in self.current if member.id in gone - self.dead]
+        self.dead |= gone
+        for member_id in gone:
+            self.waiting.pop(member_id, None)
+        return lost
+
+    @property
+    def survivors(self) -> list[Member]:
+        return [member for member in self.current if member.id not in self.dead]
+
+    def wants_to_grow(self, now: float) -> bool:
+        """Whether those that wait, and have stopped coming, make a larger group than the current one."""
+        if not self.waiting or now - self._last_at < self.settle_s:
+            return False
+        everyone = {member.id for member in self.survivors} | self.waiting.keys()
+        return self._size(len(everyone)) > len(self.current)
+
+    def form(self, now: float) -> Formation | None:
+        """The next generation, if it can be formed now."""
+        if not self.waiting:
+            return None
+        missing = [member for member in self.survivors if member.id not in self.waiting]
+        if missing:
+            if now - self._first_at < self.patience_s:
+                return None
+            late = ", ".join(member.id for member in missing)
+            self.log.append(f"left out after {self.patience_s:.0f} s without a word: {late}")
+            self.died(member.id for member in missing)
+        if not self.survivors and len(self.waiting) < self.expected and now - self._first_at < self.patience_s:
+            return None
+        size = self._size(len(self.waiting))
+        if not size:
+            return None
+        chosen = self._in_order()[:size]
+        self.generation += 1
+        self.current = tuple(_node_by_node(chosen))
+        for member in self.current:
+            del self.waiting[member.id]
+        self._first_at = now
+        self.dead &= {member.id for member in self.current} | self.waiting.keys()
+        return Formation(self.generation, self.current)
+
+    def _size(self, count: int) -> int:
+        return max((size for size in self.sizes if size <= count), default=0)
+
+    def _in_order(self) -> list[Member]:
+        """Those that wait, survivors first, in the order of their ranks: what they hold moves least."""
+        survivors = [self.waiting[member.id] for member in self.survivors if member.id in self.waiting]
+        known = {member.id for member in survivors}
+        return survivors + [member for member_id, member in self.waiting.items() if member_id not in known]
+
+
+def _node_by_node(members: Sequence[Member]) -> list[Member]:
+    """Ranks of a node stand together, nodes in the order of their first."""
+    nodes = list(dict.fromkeys(member.node for member in members))
+    return [member for node in nodes for member in members if member.node == node]

@@ -1,0 +1,117 @@
+"""Generations form with exactly the living, in time, whatever dies or returns meanwhile."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from regrow.plan.membership import Formation, Member, Membership
+
+
+def member(name: str, node: str | None = None) -> Member:
+    return Member(name, node or f"node of {name}", "127.0.0.1", 1, 1)
+
+
+def joined(made: Membership, names: str, now: float, expected: int = 1) -> Formation | None:
+    for name in names:
+        made.join(member(name), expected=expected, now=now)
+    return made.form(now)
+
+
+def names(formation: Formation | None) -> str:
+    return "".join(each.id for each in formation.members) if formation else ""
+
+
+def started(names_of: str, sizes: range = range(1, 9)) -> Membership:
+    made = Membership(sizes)
+    assert names(joined(made, names_of, 0.0, expected=len(names_of))) == names_of
+    return made
+
+
+def test_the_first_group_waits_for_all_that_were_announced_but_not_for_ever() -> None:
+    made = Membership(range(1, 9), patience_s=30)
+    assert joined(made, "ab", 0.0, expected=3) is None
+    assert made.form(29.9) is None
+    assert names(made.form(30.0)) == "ab"
+    again = Membership(range(1, 9))
+    joined(again, "ab", 0.0, expected=3)
+    assert names(joined(again, "c", 0.1, expected=3)) == "abc"
+
+
+def test_survivors_form_at_once_when_the_dead_are_known() -> None:
+    made = started("abc")
+    assert joined(made, "ac", 5.0) is None  # b may come yet
+    assert [lost.id for lost in made.died(["b"])] == ["b"]
+    formation = made.form(5.01)
+    assert (names(formation), formation and formation.generation) == ("ac", 2)
+
+
+def test_a_death_while_it_forms_voids_it() -> None:
+    made = started("abc")
+    made.died(["b"])
+    assert names(joined(made, "ac", 5.0)) == "ac"
+    made.died(["c"])  # after it had joined
+    assert names(joined(made, "a", 5.1)) == "a"
+    assert made.generation == 3
+
+
+def test_who_says_nothing_is_left_out_after_a_while_and_may_come_back() -> None:
+    made = started("abc")
+    joined(made, "ab", 5.0)
+    assert made.form(5.0 + made.patience_s - 0.1) is None
+    assert names(made.form(5.0 + made.patience_s)) == "ab"
+    assert "c" in made.log[-1]
+    made.join(member("c"), expected=1, now=50.0)
+    assert not made.wants_to_grow(50.1)  # others may be about to come, too
+    assert made.wants_to_grow(50.0 + made.settle_s)
+    assert names(joined(made, "ab", 60.0)) == "abc"  # where it was does not matter: its state is old
+
+
+def test_ranks_beyond_an_allowed_size_wait() -> None:
+    made = started("abcd", range(2, 5, 2))
+    made.died(["b"])
+    assert names(joined(made, "acd", 5.0)) == "ac"
+    assert list(made.waiting) == ["d"]
+    assert not made.wants_to_grow(100.0)
+    made.join(member("e"), expected=1, now=100.0)
+    assert made.wants_to_grow(102.0)
+    assert names(joined(made, "ac", 103.0)) == "acde"
+
+
+def test_too_few_wait() -> None:
+    made = started("abc", range(2, 4))
+    made.died(["a", "b"])
+    assert joined(made, "c", 5.0) is None
+    assert names(joined(made, "d", 9.0)) == "cd"
+
+
+def test_after_all_have_died_it_waits_for_those_that_are_left() -> None:
+    made = started("abc")
+    made.died("abc", left=2)
+    assert joined(made, "d", 5.0) is None
+    assert names(joined(made, "e", 5.1)) == "de"
+
+
+def test_ranks_of_a_node_stand_together() -> None:
+    made = Membership(range(1, 9))
+    for name, node in [("a", "x"), ("b", "y"), ("c", "x"), ("d", "y")]:
+        made.join(member(name, node), expected=4, now=0.0)
+    assert names(made.form(0.0)) == "acbd"
+
+
+@settings(max_examples=200)
+@given(st.lists(st.tuples(st.sampled_from("jdf"), st.sampled_from("abcdef")), max_size=60))
+def test_a_generation_never_holds_the_dead_and_numbers_only_grow(steps: list[tuple[str, str]]) -> None:
+    made, alive, newest = Membership(range(1, 7), settle_s=0, patience_s=0), set[str](), 0
+    for now, (step, name) in enumerate(steps):
+        if step == "j":
+            made.join(member(name), expected=1, now=now)
+            alive.add(name)
+        elif step == "d":
+            made.died([name])
+            alive.discard(name)
+        formation = made.form(now) if step == "f" else None
+        if formation is not None:
+            ids = [each.id for each in formation.members]
+            assert set(ids) <= alive
+            assert len(ids) == len(set(ids))
+            assert formation.generation == newest + 1
+            newest = formation.generation
