@@ -1,8 +1,6 @@
 """Durable checkpoints: any layout to any other bitwise, committed or invisible, damage always found."""
 
 import json
-import random
-import shutil
 from pathlib import Path
 
 import pytest
@@ -130,40 +128,6 @@ def test_a_failed_write_on_one_rank_is_an_error_on_all_and_commits_nothing(tmp_p
     messages = run_ranks(fail_on_one_rank, 3, str(tmp_path))
     assert all("was not written: NotADirectoryError" in message for message in messages), messages
     assert catalog.committed_steps(Storage.at(tmp_path)) == []
-
-
-def test_every_flipped_bit_truncation_and_swap_is_found_and_named(tmp_path: Path) -> None:
-    pristine, other = tmp_path / "pristine", tmp_path / "other"
-    save_alone(pristine, 1, seed=1)
-    save_alone(other, 1, seed=2)
-    dice = random.Random(0)
-    names = sorted(path.name for path in (pristine / "step-00000001").iterdir())
-    for trial in range(120):
-        damaged = tmp_path / "damaged"
-        shutil.copytree(pristine, damaged)
-        name = names[trial % len(names)]
-        path = damaged / "step-00000001" / name
-        data = bytearray(path.read_bytes())
-        kind = dice.choice(["flip", "truncate", "swap", "delete"])
-        if kind == "flip":
-            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-            path.write_bytes(data)
-        elif kind == "truncate":
-            path.write_bytes(data[: dice.randrange(len(data))])
-        elif kind == "swap":
-            twin = next((other / "step-00000001").glob(f"*{path.suffix}") if path.suffix else iter([path]))
-            if twin == path:
-                twin = other / "step-00000001" / COMMIT
-            path.write_bytes(twin.read_bytes())
-        else:
-            path.unlink()
-        target = alone(seed=3)
-        if name == COMMIT and kind == "delete":
-            assert catalog.committed_steps(Storage.at(damaged)) == []
-        else:
-            with pytest.raises(CheckpointError, match="step-00000001"):
-                store.restore(Storage.at(damaged), catalog.open_checkpoint(Storage.at(damaged), 1, run_id=RUN), target)
-        shutil.rmtree(damaged)
 
 
 def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -6,120 +6,31 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from regrow.checkpoint.held import CHECKSUMS, COPY, Held, Holder
+from regrow.checkpoint.held import Held
 from regrow.checkpoint.keeper_node import KeeperNode, Peer, Sealed
-from regrow.checkpoint.layout import WHOLE, Part, Span, shard_rows
+from regrow.checkpoint.layout import WHOLE, Span
 from regrow.checkpoint.memory import restore_snapshot
 from regrow.checkpoint.slots import SLOT, Committed, Moment
 from regrow.checkpoint.snapshot import Snapshots
 from regrow.checkpoint.state import Entry
 from regrow.errors import CheckpointError
-
-SECRET = b"of this run"
-RUN = "0123456789abcdef"
-SHAPES = {"model/embed": (97, 20), "model/norm": (20,), "model/w": (7, 300), "optim/exp_avg/w": (7, 300)}
-
-
-def state(step: int) -> dict[str, torch.Tensor]:
-    """The whole state after a step."""
-    generator = torch.Generator().manual_seed(step)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-def entries_of(shard: int, num_shards: int, whole: dict[str, torch.Tensor] | None = None) -> list[Entry]:
-    """A rank's shards: of a state, or of zeros."""
-    entries = []
-    for name, shape in SHAPES.items():
-        rows, width = shard_rows(shape[0], shard, num_shards), int(np.prod(shape[1:]))
-        span = Span(name, shape, "float32", rows.start * width, rows.stop * width)
-        memory = torch.zeros(span.num_elements)
-        if whole is not None:
-            memory.copy_(whole[name].reshape(-1)[span.start : span.stop])
-        entries.append(Entry(span, memory))
-    return entries
-
-
-@dataclass
-class Node:
-    keeper: KeeperNode
-    reports: list[Sealed] = field(default_factory=list)
-
-
-@contextmanager
-def cluster(tmp_path: Path, num_nodes: int) -> Iterator[list[Node]]:
-    """Keepers of some nodes, each the next one's peer."""
-    nodes: list[Node] = []
-    try:
-        for number in range(num_nodes):
-            reports: list[Sealed] = []
-            keeper = KeeperNode(
-                tmp_path / f"n{number}",
-                node=f"node-{number}",
-                host="127.0.0.1",
-                secret=SECRET,
-                run_id=RUN,
-                report=reports.append,
-            )
-            nodes.append(Node(keeper, reports))
-        for number, node in enumerate(nodes):
-            peer = nodes[(number + 1) % num_nodes].keeper
-            node.keeper.set_peer(Peer(peer.node, peer.address) if num_nodes > 1 else None)
-            node.keeper.start()
-        yield nodes
-    finally:
-        for node in nodes:
-            node.keeper.close(delete=True)
-
-
-def wait_until(condition: object, deadline_s: float = 20.0) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
-def snapshot(
-    nodes: list[Node], step: int, num_shards: int, *, generation: int = 1, replicas: int = 1
-) -> list[Snapshots]:
-    """All ranks of a group take a snapshot of the state of `step`; returns once every node has reported it."""
-    whole, writers = state(step), []
-    ranks = [(replica, shard) for replica in range(replicas) for shard in range(num_shards)]
-    places = [number % len(nodes) for number in range(len(ranks))]
-    for (replica, shard), place in zip(ranks, places, strict=True):
-        writers.append(
-            Snapshots(
-                nodes[place].keeper.folder,
-                entries_of(shard, num_shards, whole),
-                part=Part(shard, num_shards, replica, replicas),
-                run_id=RUN,
-                generation=generation,
-                writers=places.count(place),
-            )
-        )
-    for writer in writers:
-        assert writer.begin(step, {"step": step, "cursor": 12 * step})
-        writer.wait()
-        writer.confirm(step)
-    used = [nodes[place] for place in sorted(set(places))]
-    wait_until(lambda: all(any(r.moment == Moment(generation, step) for r in n.reports) for n in used))
-    return writers
-
-
-def holders(nodes: list[Node], step: int) -> list[Holder]:
-    found = []
-    for node in nodes:
-        held_of_step = [held for held in node.keeper.holdings() if held.moment.step == step]
-        found += [Holder(node.keeper.node, node.keeper.address, held) for held in held_of_step]
-    return found
+from regrow.testing.keepers import (
+    RUN,
+    SECRET,
+    Node,
+    assert_state,
+    cluster,
+    entries_of,
+    holders,
+    snapshot,
+    state,
+    wait_until,
+)
 
 
 def restored(nodes: list[Node], where: Node, step: int, shard: int, num_shards: int) -> list[Entry]:
@@ -134,13 +45,6 @@ def restored(nodes: list[Node], where: Node, step: int, shard: int, num_shards: 
     )
     assert result.scalars == {"step": step, "cursor": 12 * step}
     return entries
-
-
-def assert_state(entries: list[Entry], step: int) -> None:
-    whole = state(step)
-    for entry in entries:
-        expected = whole[entry.span.name].reshape(-1)[entry.span.start : entry.span.stop]
-        assert torch.equal(entry.memory, expected), entry.span
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 4, 6])
@@ -366,50 +270,6 @@ def test_a_missing_or_reshaped_tensor_is_named(tmp_path: Path) -> None:
         fewer = entries_of(0, 1)[1:]
         with pytest.raises(CheckpointError, match="model/embed"):
             restore_snapshot(fewer, holders(nodes, 9), node=where.node, folder=where.folder, secret=SECRET)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_every_damage_is_found_and_the_copy_is_used(tmp_path: Path, seed: int) -> None:
-    """Flips, truncations and exchanged files, of own slots and copies, one at a time."""
-    rng = np.random.default_rng(seed)
-    with cluster(tmp_path, 2) as nodes:
-        snapshot(nodes, 9, 2)
-        known = holders(nodes, 9)
-        files = [
-            path
-            for node in nodes
-            for path in node.keeper.folder.iterdir()
-            if path.name.endswith((SLOT, COPY, CHECKSUMS))
-        ]
-        files = [path for path in files if is_held(path, known)]
-        for _ in range(40):
-            victim = files[rng.integers(len(files))]
-            sound = victim.read_bytes()
-            damage(victim, sound, files, rng)
-            for number, shard in itertools.product(range(2), range(2)):
-                entries, where = entries_of(shard, 2), nodes[number].keeper
-                restore_snapshot(entries, known, node=where.node, folder=where.folder, secret=SECRET)
-                assert_state(entries, 9)
-            victim.write_bytes(sound)
-
-
-def is_held(path: Path, known: list[Holder]) -> bool:
-    return path.name.removesuffix(CHECKSUMS) in {holder.held.file for holder in known}
-
-
-def damage(victim: Path, sound: bytes, files: list[Path], rng: np.random.Generator) -> None:
-    kind = rng.integers(4)
-    if kind == 0:
-        victim.write_bytes(sound[: rng.integers(len(sound))])
-    elif kind == 1:
-        other = files[rng.integers(len(files))]
-        victim.write_bytes(other.read_bytes())
-    elif kind == 2:
-        victim.unlink()
-    else:
-        data = bytearray(sound)
-        data[rng.integers(len(data))] ^= 1 << rng.integers(8)
-        victim.write_bytes(data)
 
 
 def test_no_room_in_memory_is_said_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ def committed_steps(folder: Storage) -> list[int]:
 
 
 def open_checkpoint(folder: Storage, step: int, *, run_id: str | None = None) -> Index:
-    """The verified index of a committed step. Raises CheckpointError where it is damaged or another run's."""
+    """The verified index of a committed step. Raises CheckpointError where it is damaged, or another run's or step's."""
     source = folder / step_folder(step)
     try:
         pointer = json.loads(source.read_bytes(COMMIT))
@@ -35,6 +35,8 @@ def open_checkpoint(folder: Storage, step: int, *, run_id: str | None = None) ->
     index = Index.from_json(content, f"{source}/{name}")
     if run_id is not None and index.run_id != run_id:
         raise CheckpointError(f"{source} belongs to run {index.run_id}, not to {run_id}")
+    if index.step != step:
+        raise CheckpointError(f"{source} holds a checkpoint of step {index.step}")
     return index
 
 
