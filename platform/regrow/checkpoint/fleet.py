@@ -17,13 +17,13 @@ from regrow.checkpoint.catalog import retain, step_folder
 from regrow.checkpoint.commits import SnapshotBoard
 from regrow.checkpoint.format import Index
 from regrow.checkpoint.held import Holder
-from regrow.checkpoint.keeper import GROUP_NODES, KeeperInfo, Place, end_keepers, running_keepers
+from regrow.checkpoint.keeper import FAN_OUT, KeeperInfo, Place, end_keepers, running_keepers
 from regrow.checkpoint.keeper_node import Peer, Sealed
 from regrow.checkpoint.slots import Committed, Moment
 from regrow.checkpoint.upload import Upload, WriteOrder, write_index
 from regrow.errors import first_line
 from regrow.plan.cadence import Cadence
-from regrow.plan.peers import plan_peers
+from regrow.plan.peers import plan_peers, plan_tree
 from regrow.storage import Storage
 
 ANSWER_S = 10.0  # for keepers to answer a small question
@@ -151,13 +151,11 @@ class Fleet:
         self.storage.shutdown(wait=True)
 
     def _send_places(self) -> None:
-        nodes = list(self.peers)
-        for at in range(0, len(nodes), GROUP_NODES):
-            leader, *members = nodes[at : at + GROUP_NODES]
-            handles = tuple(self.known[node][0] for node in members)
-            self.known[leader][0].take_place.remote(Place(self._peer_of(leader), None, handles))
-            for node, handle in zip(members, handles, strict=True):
-                handle.take_place.remote(Place(self._peer_of(node), self.known[leader][0]))
+        for node, branch in plan_tree(list(self.peers), fan_out=FAN_OUT).items():
+            leader = self.known[branch.leader][0] if branch.leader else None
+            members = tuple(self.known[member][0] for member in branch.members)
+            place = Place(self._peer_of(node), leader, members, branch.num_nodes)
+            self.known[node][0].take_place.remote(place)
 
     def _peer_of(self, node: str) -> Peer | None:
         peer = self.peers[node]
@@ -168,8 +166,8 @@ class Fleet:
         newest = self.board.newest.moment if self.board.newest else Moment()
         state = Committed(newest, self.upload.moment if self.upload else Moment())
         self._messages += 1
-        for leader in list(self.peers)[::GROUP_NODES]:
-            self.known[leader][0].committed.remote(self._messages, state)
+        for node in list(self.peers)[:FAN_OUT]:  # they tell the others
+            self.known[node][0].committed.remote(self._messages, state)
 
     def _begin_upload_if_due(self) -> None:
         commit = self.board.newest

@@ -1,9 +1,9 @@
 """Keepers as Ray actors: one a node, detached, so that they outlive workers, the coordinator and the driver.
 
 Ray carries control alone; bytes go through shared memory and the keepers' own sockets. What keepers report of a step
-goes through one keeper of each GROUP_NODES, and so does what is said to them: the coordinator exchanges two messages a
-step with each group, however many nodes there are. A keeper whose coordinator is gone for long deletes what it holds
-and ends: an abandoned run leaves nothing in memory.
+goes up a tree of them, and what is said to them goes down it: nobody, the coordinator at its root neither, hears from
+or speaks to more than FAN_OUT of them, however many nodes there are. A keeper whose coordinator is gone for long
+deletes what it holds and ends: an abandoned run leaves nothing in memory.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from regrow.checkpoint.upload import WriteOrder, Written
 
 NAMESPACE = "regrow"
 COORDINATOR = "coordinator"  # its name is this after the run's id, a keeper's the node's id
-GROUP_NODES = 32
+FAN_OUT = 16
 PING_S = 5.0
 ASK_AFTER = 0.25  # of the time after which a silent coordinator is given up
 CLOSE_S = 10.0
@@ -48,9 +48,10 @@ class KeeperInfo:
 class Place:
     """A keeper's place in a generation."""
 
-    peer: Peer | None
-    leader: Any  # the keeper that speaks for its group; None: itself
-    members: tuple[Any, ...] = ()  # the others of the group that it speaks for
+    peer: Peer | None = None
+    leader: Any = None  # the keeper that speaks for this one; None: it speaks for itself
+    members: tuple[Any, ...] = ()  # those that this one speaks for
+    num_nodes: int = 1  # itself, its members, theirs and so on
 
 
 class Keeper:
@@ -65,9 +66,9 @@ class Keeper:
         self.me = ray.get_runtime_context().current_actor
         self.lock = threading.Lock()
         self.coordinator: Any = None
-        self.place = Place(None, None)
+        self.place = Place()
         self.newest_message = -1
-        self.reports: dict[Moment, list[Sealed]] = {}  # of the group that this keeper speaks for
+        self.reports: dict[Moment, list[Sealed]] = {}  # of the nodes that this keeper speaks for
         self.heard_at = time.monotonic()
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
@@ -85,7 +86,7 @@ class Keeper:
                     host=ray.util.get_node_ip_address(),
                     secret=secret,
                     run_id=self.run_id,
-                    report=lambda sealed: self._send([sealed]),
+                    report=lambda sealed: self.relay([sealed]),
                     complain=lambda text: self.coordinator.complaint.remote(self.node_id, text),
                 )
                 self.keeper.start()
@@ -102,9 +103,9 @@ class Keeper:
         self._keeper.set_peer(place.peer)
 
     def relay(self, reports: Sequence[Sealed]) -> None:
-        """Reports of the keepers that this one speaks for: passed on once all have reported a step."""
+        """Reports of this keeper and of those that it speaks for: passed on once all have reported a step."""
         with self.lock:
-            size = 1 + len(self.place.members)
+            place, size = self.place, self.place.num_nodes
             for report in reports:
                 self.reports.setdefault(report.moment, []).append(report)
             whole = [moment for moment, of_moment in self.reports.items() if len({r.node for r in of_moment}) == size]
@@ -112,7 +113,8 @@ class Keeper:
             if whole:
                 self.reports = {moment: r for moment, r in self.reports.items() if moment > max(whole)}
         if sending:
-            self.coordinator.snapshots_sealed.remote(sending)
+            up = self.coordinator.snapshots_sealed if place.leader is None else place.leader.relay
+            up.remote(sending)
 
     def committed(self, number: int, state: Committed) -> None:
         """What is committed now; messages are numbered, as they may overtake one another."""
@@ -143,13 +145,6 @@ class Keeper:
     def _keeper(self) -> KeeperNode:
         assert self.keeper is not None, "it serves nobody yet"
         return self.keeper
-
-    def _send(self, reports: Sequence[Sealed]) -> None:
-        leader = self.place.leader
-        if leader is None:
-            self.relay(reports)
-        else:
-            leader.relay.remote(reports)
 
     def _watch(self) -> None:
         """Find the coordinator again after this actor was restarted; end where none answers any more.

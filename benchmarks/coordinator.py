@@ -1,0 +1,403 @@
+"""What a step of training costs the coordinator's process at 2,048 nodes of 8 ranks, and a keeper that leads others.
+
+    python benchmarks/coordinator.py --out benchmarks/results/FILE.json [--quick]
+
+Real: the Coordinator (with its Fleet, board, cadence, run log and TensorBoard files) in an actor process of its own on
+a Ray of this machine; every message that it gets or sends in a step (the reports of all nodes from the keepers at the
+top of the tree, the commit to each of these, a metrics row); the driver's `drain_updates`, 5 a second; an order to each
+node for a checkpoint, its answers, the index and COMMIT. For the leader's figure, a real Keeper at the top of the tree.
+Stand-ins: a process for each keeper at the top of the tree, which plays all those below it too, so nothing is trained,
+copied or written but the index, COMMIT and the logs; a node's answer to an order comes after up to WRITE_S seconds and
+names 8 files. The coordinator has one connection for a process, so fewer than it would have for orders. All runs on one
+machine: no network.
+
+Figures are CPU time, user and system, of all threads of the one process, less what the same process uses when nothing
+is asked of it. `..._ms_per_step_...` is for a step a second, with all that a second brings besides;
+`..._messages_ms_per_step_...` is the part that comes with the step; `..._asking_ms_per_s_...` comes instead of both
+while nothing commits: keepers ask then, now and then, whether the coordinator is there.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import random
+import secrets
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "platform"), str(ROOT)]
+
+from benchmarks.measure import TICKS_PER_S, family, run_side, summary, write_result  # noqa: E402
+
+from regrow.checkpoint.keeper import ASK_AFTER, FAN_OUT, KeeperInfo, start_keeper  # noqa: E402
+from regrow.checkpoint.keeper_node import Sealed  # noqa: E402
+from regrow.checkpoint.slots import Committed, Moment  # noqa: E402
+
+NUM_NODES = 2048
+RANKS_PER_NODE = 8
+STEP_S = 1.0
+TICK_S = 0.2  # as the driver's
+WRITE_S = 5.0
+NUM_TENSORS = 900  # of a model of 300 parameters
+RUN_ID = "0123456789abcdef"
+
+
+class Keepers:
+    """Plays a keeper at the top of the tree and all those below it. An actor."""
+
+    def __init__(self, coordinator: Any, below: list[list[str]], peers: dict[str, str], num_nodes: int) -> None:
+        """`below`: itself, then each of its members with all those below it."""
+        self.coordinator, self.below, self.peers, self.num_nodes = coordinator, below, peers, num_nodes
+        self.heard: Counter[Moment] = Counter()
+        self.news = asyncio.Event()
+
+    def _sealed(self, nodes: list[str], moment: Moment) -> list[Sealed]:
+        return [Sealed(node, moment, self.peers[node]) for node in nodes]
+
+    async def step(self, moment: Moment) -> float:
+        """Report all nodes; the seconds until it has heard that the step is committed."""
+        begun = time.perf_counter()
+        nodes = [node for each in self.below for node in each]
+        self.coordinator.snapshots_sealed.remote(self._sealed(nodes, moment))
+        await self._until_heard(moment, 1)
+        return time.perf_counter() - begun
+
+    async def step_through(self, leader: Any, moment: Moment) -> float:
+        """The same through a real keeper at the top: every member reports to it, and hears of the commit from it."""
+        begun = time.perf_counter()
+        for nodes in self.below:
+            leader.relay.remote(self._sealed(nodes, moment))
+        await self._until_heard(moment, len(self.below) - 1)
+        return time.perf_counter() - begun
+
+    async def _until_heard(self, moment: Moment, times: int) -> None:
+        while self.heard[moment] < times:
+            self.news.clear()
+            await self.news.wait()
+
+    async def committed(self, number: int, state: Committed) -> None:
+        self.heard[state.newest] += 1
+        self.news.set()
+
+    async def take_place(self, place: Any) -> None:
+        pass
+
+    async def ask(self, every_s: float, seconds: float) -> None:
+        """The part of the keepers that has its turn in this time asks after the coordinator."""
+
+        async def one() -> None:
+            turn_s = random.random() * every_s
+            if turn_s < seconds:
+                await asyncio.sleep(turn_s)
+                await self.coordinator.ready.remote()
+
+        await asyncio.gather(*(one() for nodes in self.below for _ in nodes))
+
+    async def write(self, order: Any) -> Any:
+        from regrow.checkpoint.format import DataFile
+        from regrow.checkpoint.upload import Tensors, Written
+
+        await asyncio.sleep(random.random() * WRITE_S)
+        num_files, elements = self.num_nodes * RANKS_PER_NODE, 64
+        head = 200 * NUM_TENSORS
+        files = tuple(
+            DataFile(
+                f"g{order.moment.generation:06d}-{order.token}-{number}.safetensors",
+                head + NUM_TENSORS * elements * 4,
+                head,
+                secrets.token_hex(32),
+            )
+            for number in range(RANKS_PER_NODE)
+        )
+        names = [f"optim/exp_avg/layers.{number}.feed_forward.w1.weight" for number in range(NUM_TENSORS)]
+        tensors: Tensors | None = dict.fromkeys(names, ("float32", (num_files, elements))) if order.describe else None
+        scalars = {"step": order.moment.step, "cursor": 0, "tokens_seen": 0}
+        return Written(files, RANKS_PER_NODE, scalars, hashlib.sha256().hexdigest(), tensors)
+
+
+class Cluster:
+    """A coordinator's process, and what plays `num_nodes` nodes to it."""
+
+    def __init__(self, folder: Path, num_nodes: int, first: str = "") -> None:
+        """`first`: the name of the first node, the others' are made up."""
+        import ray
+
+        from regrow.checkpoint.coordinator import start_coordinator
+        from regrow.config.schema import CheckpointConfig
+        from regrow.plan.peers import plan_peers, plan_tree
+        from regrow.storage import Storage
+
+        self.num_nodes = num_nodes
+        self.coordinator = start_coordinator(
+            Storage.at(folder / "run"),
+            RUN_ID,
+            secret=secrets.token_bytes(16),
+            checkpoints="checkpoints",
+            checkpoint=CheckpointConfig(every_steps=None),
+            tensorboard=True,
+            submitted={},
+        )
+        self.pid = process_called("ray::Coordinator")
+        nodes = [first or secrets.token_hex(28), *(secrets.token_hex(28) for _ in range(num_nodes - 1))]
+        peers = plan_peers([(node, node) for node in nodes])
+        tree = plan_tree(nodes, fan_out=FAN_OUT)
+
+        def all_below(node: str) -> list[str]:
+            return [node, *(below for member in tree[node].members for below in all_below(member))]
+
+        self.actors: list[Any] = []
+        registering = []
+        for top in nodes[:FAN_OUT]:
+            below = [[top], *(all_below(member) for member in tree[top].members)]
+            options = ray.remote(Keepers).options(num_cpus=0, max_concurrency=2 * len(nodes))
+            actor = options.remote(self.coordinator, below, peers, num_nodes)
+            self.actors.append(actor)
+            for node in all_below(top):
+                info = KeeperInfo(node, node, f"/dev/shm/regrow-{RUN_ID}-{node[:12]}", ("10.0.0.1", 1), Moment(), ())
+                registering.append(self.coordinator.register_keeper.remote(actor, info))
+        ray.get(registering, timeout=300)
+        self.nodes = nodes
+        self.updates: list[Any] = []
+        self.steps = 0
+        self.generation = 0
+
+    def begin(self) -> float:
+        """Start a generation; the seconds until the coordinator has."""
+        import ray
+
+        self.generation, fatal = ray.get(self.coordinator.begin_generation.remote())
+        assert not fatal
+        ranks = [(node, rank) for node in self.nodes for rank in range(RANKS_PER_NODE)]
+        workers = [{"host": f"host-{node[:8]}", "node": node, "pid": rank, "device": "H100"} for node, rank in ranks]
+        begun = time.perf_counter()
+        ray.get(self.coordinator.start_training.remote(self.generation, 0, {"workers": workers}), timeout=300)
+        took = time.perf_counter() - begun
+        ray.get([actor.ask.remote(1.0, 0.0) for actor in self.actors], timeout=300)  # they are all up
+        return took
+
+    def step(self, play: Callable[[Moment], list[Any]] | None = None) -> float:
+        """One step's messages; the seconds until every leader has heard of the commit."""
+        import ray
+
+        self.steps += 1
+        moment = Moment(self.generation, self.steps)
+        played = play(moment) if play else [actor.step.remote(moment) for actor in self.actors]
+        reply = self.coordinator.row.remote(self.generation, self._row())
+        took = ray.get(played, timeout=120)
+        ray.get(reply, timeout=120)
+        return max(took)
+
+    def _row(self) -> dict[str, Any]:
+        numbers = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "data_wait_s", "snapshot_s")
+        row: dict[str, Any] = dict.fromkeys(numbers, 0.123456789)
+        world = self.num_nodes * RANKS_PER_NODE
+        row |= {"step": self.steps, "tokens_seen": 10**12, "step_s": STEP_S, "world_size": world}
+        return row | {"generation": self.generation, "batch_digest": secrets.randbits(63), "time": time.time()}
+
+    @contextmanager
+    def ticking(self) -> Iterator[None]:
+        """The driver asks for news, as it does while a job runs."""
+        import ray
+
+        over = threading.Event()
+
+        def tick() -> None:
+            while not over.wait(TICK_S):
+                updates, _ = ray.get(self.coordinator.drain_updates.remote(), timeout=60)
+                self.updates += updates
+
+        thread = threading.Thread(target=tick)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def asking(self, seconds: float) -> None:
+        """All keepers ask after the coordinator for a while, as often as they do when nothing commits."""
+        from regrow.config.schema import SnapshotConfig
+
+        for actor in self.actors:
+            actor.ask.remote(ASK_AFTER * SnapshotConfig().abandon_after_s, seconds)
+
+    def checkpoint(self) -> None:
+        """One, from the order to its commit."""
+        self.updates.clear()
+        self.coordinator.want_checkpoint.remote(self.generation, self.steps)
+        give_up_at = time.monotonic() + 120
+        while not any(update.content.get("event") == "checkpoint" for update in list(self.updates)):
+            assert not any(update.content.get("event") == "checkpoint_failed" for update in list(self.updates))
+            assert time.monotonic() < give_up_at
+            time.sleep(TICK_S)
+
+
+def process_called(name: str) -> int:
+    """The one of this side's processes with that title."""
+    found = [pid for pid in family() if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(name.encode())]
+    assert len(found) == 1, f"{name}: {found}"
+    return found[0]
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds so far of a process."""
+    return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])) / TICKS_PER_S
+
+
+def rate(pid: int, seconds: float) -> float:
+    """CPU seconds a second of a process, over some time."""
+    before, begun = cpu_s(pid), time.monotonic()
+    time.sleep(seconds)
+    return (cpu_s(pid) - before) / (time.monotonic() - begun)
+
+
+def steps(
+    cluster: Cluster, pid: int, num_steps: int, play: Callable[[Moment], list[Any]] | None = None
+) -> tuple[float, float, list[float]]:
+    """Some steps, one every STEP_S: (CPU seconds, seconds, seconds from each step's reports to its commit)."""
+    before, begun, took = cpu_s(pid), time.monotonic(), []
+    for number in range(num_steps):
+        took.append(cluster.step(play))
+        time.sleep(max(0.0, begun + (number + 1) * STEP_S - time.monotonic()))
+    return cpu_s(pid) - before, time.monotonic() - begun, took
+
+
+def coordinator_side(num_nodes: int, windows: int, num_steps: int, folder: Path) -> dict[str, Any]:
+    cluster = Cluster(folder, num_nodes)
+    start_training_s = cluster.begin()
+    for _ in range(5):
+        cluster.step()
+    time.sleep(2.0)
+    idle_s = 5.0 if windows < 5 else 10.0
+    quiet = rate(cluster.pid, idle_s)
+    with cluster.ticking():
+        ticks = rate(cluster.pid, idle_s) - quiet
+        cluster.asking(idle_s)
+        asking = rate(cluster.pid, idle_s) - ticks - quiet
+        whole, own, commit_s = [], [], []
+        for _ in range(windows):
+            cpu, seconds, took = steps(cluster, cluster.pid, num_steps)
+            whole.append(1e3 * (cpu - quiet * seconds) / num_steps)
+            own.append(1e3 * (cpu - (quiet + ticks) * seconds) / num_steps)
+            commit_s += took
+        checkpoint_ms, checkpoint_s = [], []
+        for _ in range(windows):
+            cluster.step()
+            time.sleep(1.0)
+            before, begun = cpu_s(cluster.pid), time.monotonic()
+            cluster.checkpoint()
+            time.sleep(0.5)  # what follows the commit
+            seconds = time.monotonic() - begun
+            checkpoint_ms.append(1e3 * (cpu_s(cluster.pid) - before - (quiet + ticks) * seconds))
+            checkpoint_s.append(seconds)
+    return {
+        "ms_per_step": whole,
+        "messages_ms_per_step": own,
+        "ticks_ms_per_s": 1e3 * ticks,
+        "asking_ms_per_s": 1e3 * asking,
+        "quiet_ms_per_s": 1e3 * quiet,
+        "commit_s": commit_s,
+        "ms_per_checkpoint": checkpoint_ms,
+        "checkpoint_s": checkpoint_s,
+        "start_training_s": start_training_s,
+    }
+
+
+def leader_side(windows: int, num_steps: int, folder: Path) -> dict[str, Any]:
+    """A real Keeper at the top of the tree of NUM_NODES, all others stand-ins."""
+    import ray
+
+    node = ray.get_runtime_context().get_node_id()
+    cluster = Cluster(folder, NUM_NODES, first=node)
+    keeper = start_keeper(RUN_ID, node, memory_folder=str(folder), domain_label=None, abandon_after_s=600.0)
+    info = ray.get(keeper.serve.remote(cluster.coordinator, secrets.token_bytes(16)), timeout=120)
+    ray.get(cluster.coordinator.register_keeper.remote(keeper, info))
+    cluster.begin()
+    pid = process_called("ray::Keeper\0")
+    members, *others = cluster.actors
+
+    def play(moment: Moment) -> list[Any]:
+        return [members.step_through.remote(keeper, moment), *(actor.step.remote(moment) for actor in others)]
+
+    for _ in range(5):
+        cluster.step(play)
+    time.sleep(2.0)
+    quiet = rate(pid, 5.0 if windows < 5 else 10.0)
+    found = [steps(cluster, pid, num_steps, play) for _ in range(windows)]
+    return {
+        "ms_per_step": [1e3 * (cpu - quiet * seconds) / num_steps for cpu, seconds, _ in found],
+        "quiet_ms_per_s": 1e3 * quiet,
+        "commit_s": [each for _, _, took in found for each in took],
+    }
+
+
+def side(num_nodes: int, windows: int, num_steps: int) -> dict[str, Any]:
+    """`num_nodes` 0: the leader's."""
+    import ray
+
+    os.environ.pop("RAY_ADDRESS", None)
+    with tempfile.TemporaryDirectory(prefix="rgc", dir="/tmp", ignore_cleanup_errors=True) as temporary:
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            _temp_dir=f"{temporary}/ray",
+            logging_level=logging.ERROR,
+        )
+        try:
+            if not num_nodes:
+                return leader_side(windows, num_steps, Path(temporary))
+            return coordinator_side(num_nodes, windows, num_steps, Path(temporary))
+        finally:
+            ray.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="where to write the JSON")
+    parser.add_argument("--quick", action="store_true", help="fewer windows, shorter ones")
+    parser.add_argument("--side", nargs=3, type=int, metavar=("NODES", "WINDOWS", "STEPS"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.side:
+        print(json.dumps(side(*options.side)))
+        return
+    if options.out is None:
+        parser.error("--out is required")
+    windows, num_steps = (3, 5) if options.quick else (5, 12)
+    figures: dict[str, float] = {}
+    spread: dict[str, Any] = {}
+    runs: dict[str, Any] = {}
+
+    def take(name: str, values: list[float]) -> None:
+        figures[name] = statistics.median(values)
+        spread[name] = summary(values)["range"]
+
+    for num_nodes in (64, NUM_NODES):
+        run = runs[f"{num_nodes}_nodes"] = run_side(__file__, "--side", *map(str, (num_nodes, windows, num_steps)))
+        for name in ("ms_per_step", "messages_ms_per_step", "ms_per_checkpoint", "commit_s"):
+            take(f"coordinator_{name}_{num_nodes}_nodes", run[name])
+        for name in ("ticks_ms_per_s", "asking_ms_per_s", "start_training_s"):
+            figures[f"coordinator_{name}_{num_nodes}_nodes"] = run[name]
+        print(f"{num_nodes} nodes: {figures[f'coordinator_ms_per_step_{num_nodes}_nodes']:.1f} ms a step", flush=True)
+    runs["leader"] = run_side(__file__, "--side", "0", str(windows), str(num_steps))
+    take(f"leader_ms_per_step_{NUM_NODES}_nodes", runs["leader"]["ms_per_step"])
+    settings = {"ranks_per_node": RANKS_PER_NODE, "fan_out": FAN_OUT}
+    settings |= {"windows": windows, "steps_a_window": num_steps}
+    write_result(options.out, figures, spread=spread, peers={}, runs=runs, settings=settings)
+
+
+if __name__ == "__main__":
+    main()

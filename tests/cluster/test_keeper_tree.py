@@ -1,0 +1,91 @@
+"""Reports go up a tree of keepers, commits down it: real keepers, a real coordinator, two of them under each."""
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from regrow.checkpoint import fleet
+from regrow.checkpoint.keeper import Keeper
+from regrow.checkpoint.keeper_node import Sealed
+from regrow.checkpoint.slots import Committed, Moment
+from regrow.plan.cadence import Cadence
+from regrow.plan.peers import plan_peers, plan_tree
+from regrow.storage import Storage
+
+NODES = [f"node-{number}" for number in range(7)]  # two, then four, then one
+
+
+class Root:
+    """The fleet in an actor of its own, as the coordinator has it."""
+
+    def __init__(self, folder: Path, secret: bytes) -> None:
+        fleet.FAN_OUT = 2
+        cadence = Cadence(every_steps=None, every_minutes=None, automatic=False, mtbf_hours=1, now=0.0)
+        options: dict[str, Any] = {"keep": 2, "upload_timeout_s": 60, "commit": print, "event": print}
+        self.fleet = fleet.Fleet("run", secret, Storage.at(folder / "checkpoints"), cadence, **options)
+        self.calls = 0
+
+    def ready(self) -> int:
+        return 0
+
+    def begin(self, keepers: dict[str, tuple[Any, Any]]) -> None:
+        for handle, info in keepers.values():
+            self.fleet.register(handle, info)
+        self.fleet.begin(1, 0, list(keepers))
+
+    def snapshots_sealed(self, reports: list[Sealed]) -> None:
+        self.calls += 1
+        self.fleet.sealed(reports)
+
+    def newest(self) -> tuple[Moment | None, int]:
+        return self.fleet.board.newest.moment if self.fleet.board.newest else None, self.calls
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with tempfile.TemporaryDirectory(prefix="rgt", dir="/tmp", ignore_cleanup_errors=True) as temporary:
+        ray.init(
+            address="local",
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            namespace="regrow",
+            _temp_dir=f"{temporary}/ray",
+        )
+        try:
+            yield Path(temporary)
+        finally:
+            ray.shutdown()
+
+
+def test_a_step_that_all_report_is_committed_and_all_hear_of_it(folder: Path) -> None:
+    assert [branch.num_nodes for branch in plan_tree(NODES, fan_out=2).values()] == [4, 3, 2, 1, 1, 1, 1]
+    secret = b"of this run"
+    root: Any = ray.remote(Root).options(num_cpus=0).remote(folder, secret)
+    keeper: Any = ray.remote(Keeper).options(num_cpus=0, max_concurrency=8)
+    handles = {node: keeper.remote("run", node, str(folder / f"regrow-run-{node}"), None, 600.0) for node in NODES}
+    infos = ray.get([handle.serve.remote(root, secret) for handle in handles.values()], timeout=120)
+    ray.get(root.begin.remote({info.node: (handles[info.node], info) for info in infos}), timeout=60)
+    peers = plan_peers([(node, node) for node in NODES])
+    for number, step in enumerate((1, 2), 1):
+        moment = Moment(1, step)
+        for node in NODES[:-1]:
+            ray.get(handles[node].relay.remote([Sealed(node, moment, peers[node])]), timeout=60)
+        time.sleep(0.2)
+        assert ray.get(root.newest.remote())[0] == (Moment(1, step - 1) if step > 1 else None), "one has not reported"
+        handles[NODES[-1]].relay.remote([Sealed(NODES[-1], moment, peers[NODES[-1]])])
+        wait_until(lambda: all(Committed.read(Path(info.folder)).newest == moment for info in infos))  # noqa: B023
+        assert ray.get(root.newest.remote()) == (moment, 2 * number), "two messages a step"
+
+
+def wait_until(condition: Any, deadline_s: float = 30.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
