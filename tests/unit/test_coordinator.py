@@ -19,6 +19,8 @@ def make(folder: Path) -> Coordinator:
         secret=b"",
         checkpoints="checkpoints",
         checkpoint=CheckpointConfig(),
+        sizes=range(1, 9),
+        wait_for_workers_s=60,
         tensorboard=False,
         submitted={},
     )

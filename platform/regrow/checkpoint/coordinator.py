@@ -8,6 +8,7 @@ import fcntl
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,13 +24,28 @@ from regrow.errors import ResumeError
 from regrow.observe.run_log import RunLog, next_generation, read_events
 from regrow.observe.tensorboard import TensorBoard
 from regrow.plan.cadence import Cadence
+from regrow.plan.membership import Formation, Member, Membership
 from regrow.storage import Storage
 
 LOCK_FILE = ".lock"
 LOCK_WAIT_S = 30.0
 UNSAFE_S = 120.0  # without a commit in memory: worth a word
 ADOPT_S = 30.0  # for the keepers of an earlier coordinator
+GROW = "grow"  # why a group leaves for a larger one
+FORM_POLL_S = 0.02  # at which a worker asks for its generation
+FORM_POLLS_PER_S = 2000.0  # of all workers together
+LEAVING_S = 5.0  # for the last snapshot of a group that leaves in good order
 MAX_FRUITLESS_GENERATIONS = 3  # in a row, without finishing a step, before the run is given up
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To a worker that asks for its generation: that, or the reason to end, or to ask again after `wait_s`."""
+
+    formation: Formation | None = None
+    over: bool = False
+    given_up: str = ""
+    wait_s: float = 0.0
 
 
 class Fenced(Exception):
@@ -55,6 +71,8 @@ class Coordinator:
         secret: bytes,
         checkpoints: str,
         checkpoint: CheckpointConfig,
+        sizes: Sequence[int],
+        wait_for_workers_s: float,
         tensorboard: bool,
         submitted: dict[str, Any],
     ) -> None:
@@ -65,6 +83,10 @@ class Coordinator:
         self.wants_tensorboard = tensorboard
         self.tensorboard: TensorBoard | None = None
         self.generation = next_generation(read_events(self.folder)) - 1
+        self.membership = Membership(sizes, generation=self.generation)
+        self.formed: Formation | None = None
+        self.wait_for_workers_s, self.too_few_since = wait_for_workers_s, 0.0
+        self.leaving_step, self.form_at = 0, 0.0  # a group that leaves in good order waits for its last snapshot
         self.fruitless, self.stop_reason, self.fatal, self.last_failure = 0, "", "", ""
         self.cause = "resume" if self.generation else "start"
         self.updates: deque[Update] = deque(maxlen=10_000)
@@ -93,19 +115,51 @@ class Coordinator:
         """Answers once the lock is held: the newest generation so far."""
         return self.generation
 
-    def begin_generation(self) -> tuple[int, str]:
-        """Number a new group; from here on older ones are fenced off. Called by its rank 0.
+    def join(self, member: Member, expected: int) -> None:
+        """A worker is ready for the next generation; see `Membership.join`."""
+        self.membership.join(member, expected=expected, now=time.monotonic())
 
-        Also why the group should not even start, if the run has been given up.
-        """
-        self.fruitless += 1
-        if self.fruitless > MAX_FRUITLESS_GENERATIONS:
-            self.fail(
-                f"{MAX_FRUITLESS_GENERATIONS} groups in a row failed before finishing a step; last failure: "
-                f"{self.last_failure or 'unknown'}"
-            )
-        self.generation += 1
-        return self.generation, self.fatal
+    def formation(self, member_id: str, after: int) -> Answer:
+        """The generation that a worker which has joined is in, the first one after `after`; asked until it is there."""
+        now, formation = time.monotonic(), self.formed
+        if self.fatal:
+            return Answer(given_up=self.fatal)
+        if self.stop_reason:
+            return Answer(over=True)
+        if formation is None or formation.generation <= after or formation.rank_of(member_id) is None:
+            if now < self.form_at and not self.fleet.holds(self.leaving_step):
+                return Answer(wait_s=FORM_POLL_S)
+            formation = self._form(now)
+        if formation is None or formation.rank_of(member_id) is None:
+            return Answer(wait_s=max(FORM_POLL_S, len(self.membership.waiting) / FORM_POLLS_PER_S))
+        return Answer(given_up=self.fatal) if self.fatal else Answer(formation)
+
+    def leaving(self, generation: int, step: int) -> None:
+        """The whole group leaves after this step, to form anew: its snapshot is worth a moment's wait."""
+        self._fence(generation)
+        self.leaving_step, self.form_at, self.cause = step, time.monotonic() + LEAVING_S, GROW
+
+    def done(self) -> None:
+        """The last step is trained: whoever waits to join may go."""
+        self.stop_reason = self.stop_reason or "finished"
+
+    def members_died(self, processes: list[tuple[str, int]], left: int, cause: str, detail: str) -> None:
+        """Processes, by node and pid, are gone, and so many are left, those included that are still starting."""
+        gone = set(processes)
+        known = {member.id: member for member in [*self.membership.current, *self.membership.waiting.values()]}
+        lost = self.membership.died(
+            [member_id for member_id, member in known.items() if (member.node, member.pid) in gone], left=left
+        )
+        if len(self.membership.survivors) < min(self.membership.sizes):
+            self.too_few_since = self.too_few_since or time.monotonic()
+        if lost:
+            ranks = [rank for rank, member in enumerate(self.membership.current) if member in lost]
+            self.failure(cause, detail, ranks)
+
+    def broke(self, generation: int, detail: str) -> None:
+        """A rank could not go on, because of a peer's death or by itself. Kept for the case that all of them cannot."""
+        if generation == self.generation:
+            self.last_failure = detail
 
     def start_training(self, generation: int, start_step: int, details: dict[str, Any]) -> None:
         """The group is ready to train from `start_step`: later rows of earlier generations are taken back."""
@@ -168,6 +222,7 @@ class Coordinator:
 
     def row(self, generation: int, row: dict[str, Any]) -> str:
         """Log one step's metrics; the answer is why the group should leave, or empty."""
+        now = time.monotonic()
         self._fence(generation)
         self.fruitless = 0
         self.fleet.cadence.stepped(
@@ -179,7 +234,7 @@ class Coordinator:
         if self.tensorboard:
             self.tensorboard.row(row)
         self.updates.append(Update("row", row))
-        return self.stop_reason
+        return self.stop_reason or (GROW if self.membership.wants_to_grow(now) else "")
 
     def event(self, generation: int, event: str, fields: dict[str, Any]) -> None:
         self._fence(generation)
@@ -195,7 +250,7 @@ class Coordinator:
         self._commit(step_folder, pointer)
 
     def failure(self, cause: str, detail: str, ranks: list[int]) -> None:
-        """Record why a group broke; the next generation carries the cause. Called by Ray Train's controller."""
+        """Record why a group broke; the next generation carries the cause."""
         self.cause, self.last_failure = cause, detail
         self.fleet.cadence.failed()
         self._event("failure", cause=cause, detail=detail, ranks=ranks, generation=self.generation)
@@ -212,6 +267,11 @@ class Coordinator:
     def drain_updates(self) -> tuple[list[Update], str]:
         """What happened since the last call, and the fatal message if there is one."""
         self.fleet.tick()
+        if self.too_few_since and time.monotonic() - self.too_few_since > self.wait_for_workers_s:
+            self.fail(
+                f"fewer than cluster.min_workers={min(self.membership.sizes)} for {self.wait_for_workers_s:.0f} s; "
+                "start nodes and run the same command again, or let it wait longer with cluster.wait_for_workers_s"
+            )
         updates = list(self.updates)
         self.updates.clear()
         return updates, self.fatal
@@ -224,6 +284,24 @@ class Coordinator:
         self.log.close()
         if self.tensorboard:
             self.tensorboard.close()
+
+    def _form(self, now: float) -> Formation | None:
+        """Number a new group if one can be formed; from here on older ones are fenced off."""
+        formation = self.membership.form(now)
+        for text in self.membership.log:
+            self._event("note", text=text)
+        self.membership.log.clear()
+        if formation is None:
+            return None
+        self.fruitless += 1
+        if self.fruitless > MAX_FRUITLESS_GENERATIONS:
+            self.fail(
+                f"{MAX_FRUITLESS_GENERATIONS} groups in a row failed before finishing a step; last failure: "
+                f"{self.last_failure or 'unknown'}"
+            )
+        self.generation, self.formed, self.too_few_since = formation.generation, formation, 0.0
+        self.leaving_step, self.form_at = 0, 0.0
+        return formation
 
     def _commit(self, step_folder: str, pointer: bytes) -> None:
         self.log.flush()  # a committed step's row is never missing

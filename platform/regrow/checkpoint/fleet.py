@@ -124,6 +124,10 @@ class Fleet:
                 holders += [Holder(info.node, info.address, held) for held in ray.get(call)]
         return moment.step, holders
 
+    def holds(self, step: int) -> bool:
+        """Whether a step, or a later one, is committed in memory."""
+        return self.board.newest is not None and self.board.newest.moment.step >= step
+
     def tick(self) -> None:
         """Take what has come of orders; go on with what they were for."""
         done, _ = ray.wait(list(self.writing), num_returns=len(self.writing), timeout=0) if self.writing else ([], [])

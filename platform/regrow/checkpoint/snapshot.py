@@ -78,8 +78,17 @@ class Snapshots:
         self._begun = NOTHING
         self.skipped = 0  # steps that found no free slot
 
+    def room(self) -> int:
+        """How many slots are free. Only `begin` makes them fewer.
+
+        Ranks hear of a commit at different times, so each by itself they would leave out different steps, until every
+        slot holds a step that some other rank lacks, and nothing is ever committed again. A group must begin a step on
+        all ranks or on none: where each of them had room.
+        """
+        return len(self._free_slots())
+
     def begin(self, step: int, scalars: dict[str, int], *, wait_s: float = 0.0) -> bool:
-        """Start copying the state of `step`. The optimizer must not step before `wait`.
+        """Start copying the state of `step`, on all ranks or on none. The optimizer must not step before `wait`.
 
         False where no slot is free, or comes free within `wait_s`. Again for the same step: nothing.
         """
@@ -134,13 +143,13 @@ class Snapshots:
             notices.sendto(pending.slot.file.path.name.encode(), str(self.folder / NOTICES))
 
     def _free_slot(self) -> _Slot | None:
-        if self._pending is not None:
-            return None
+        return None if self._pending is not None else min(self._free_slots(), key=lambda slot: slot.step, default=None)
+
+    def _free_slots(self) -> list[_Slot]:
         state = Committed.read(self.folder)
         kept = {moment.step for moment in (state.newest, state.pinned) if moment.generation == self.generation}
         newest = state.newest.step if state.newest.generation == self.generation else NOTHING
-        free = [slot for slot in self._slots if (slot.step <= newest and slot.step not in kept) or slot.step == NOTHING]
-        return min(free, key=lambda slot: slot.step, default=None)
+        return [slot for slot in self._slots if (slot.step <= newest and slot.step not in kept) or slot.step == NOTHING]
 
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (to, from)

@@ -95,6 +95,9 @@ def _cluster(config: PretrainConfig) -> None:
         f"cluster.local_nodes={cluster.local_nodes} starts nodes here, cluster.address={cluster.address!r} joins "
         "a running cluster: set only one of them",
     )
+    for name, least in (("silence_s", 5.0), ("wait_for_workers_s", 0.0)):
+        value = getattr(cluster, name)
+        _need(value >= least, f"cluster.{name}={value} must be at least {least:g} seconds")
 
 
 def _model(config: PretrainConfig) -> None:

@@ -25,7 +25,7 @@ from regrow.data.corpora import Corpora, find_corpora, order_of
 from regrow.data.distribute import on_ray
 from regrow.data.stream import start_stream, stop_stream
 from regrow.elastic.job import Job, train_fn
-from regrow.elastic.local_cluster import Connection, cluster_for
+from regrow.elastic.local_cluster import Connection, check_room, cluster_for
 from regrow.elastic.run_folder import CHECKPOINTS, Run, check_may_start, open_run
 from regrow.errors import RegrowError
 from regrow.observe.console import Console
@@ -106,6 +106,8 @@ class _Session:
             secret=secret,
             checkpoints=CHECKPOINTS,
             checkpoint=config.checkpoint,
+            wait_for_workers_s=config.cluster.wait_for_workers_s,
+            sizes=list(range(config.cluster.min_workers, config.cluster.max_workers + 1)),
             tensorboard=config.observe.tensorboard,
             submitted={
                 "time": STARTED_AT,
@@ -139,6 +141,7 @@ class _Session:
         )
         self.trainer = build_trainer(
             config,
+            num_workers=min(config.cluster.max_workers, check_room(config.cluster)),
             train_fn=train_fn,
             settings={"job": job},
             storage=str(run.folder / "ray_train"),

@@ -1,11 +1,27 @@
-"""Ray Train glue: the one file that knows how Ray Train is driven."""
+"""Ray Train glue: the one file that knows how Ray Train is driven, and the one that touches its insides.
 
+With `cluster.in_place` a worker's death is not an error of the group: the controller goes on polling the others, the
+coordinator is told, and the dead one's place is filled again when it can be. Every rank is a replica group of its own
+to Ray Train (torchft's mode), so that it has no opinion on what ranks do to each other.
+"""
+
+import contextlib
 import os
+import threading
+import time
+from dataclasses import replace
 from typing import Any
 
+import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
+from ray.train.v2._internal.execution.controller import TrainController
+from ray.train.v2._internal.execution.worker_group import WorkerGroup
+from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
+from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
+from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from regrow.config.schema import PretrainConfig
@@ -24,6 +40,11 @@ CLUSTER_TUNING = {
 }
 
 
+LOOK_S = 0.5  # between looks for room
+FILL_AFTER_S = 3.0  # from a worker's death to the first look for room in its place
+START_S = 60.0  # for a new worker to take up its function
+
+
 class ProcessGroupBackend(Backend):
     """Leaves process groups to `elastic.rendezvous`."""
 
@@ -38,28 +59,181 @@ class ProcessGroupConfig(BackendConfig):
         return ProcessGroupBackend
 
 
-class LocalTrainer(DataParallelTrainer):
-    """For a Ray that ends with the job: without the actor that tidies up after one."""
+class InPlaceBackend(ProcessGroupBackend):
+    has_replica_groups = True
+
+
+class InPlaceConfig(ProcessGroupConfig):
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return InPlaceBackend
+
+
+class Trainer(DataParallelTrainer):
+    """Ray Train's, with a controller of ours where the group is to change in place."""
+
+    in_place: bool
+    local: bool
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()
+        if not self.local:
+            return callbacks
+        # a Ray that ends with the job needs no actor that tidies up after one
         return [callback for callback in callbacks if type(callback).__name__ != "PlacementGroupCleanerCallback"]
 
+    def _initialize_and_run_controller(self, **arguments: Any) -> Any:
+        if not self.in_place:
+            return super()._initialize_and_run_controller(**arguments)
+        module: Any = data_parallel_trainer
+        before, module.TrainController = module.TrainController, InPlaceController  # there is no other way in
+        try:
+            return super()._initialize_and_run_controller(**arguments)
+        finally:
+            module.TrainController = before
 
-def build_trainer(config: PretrainConfig, *, train_fn: Any, settings: dict[str, Any], storage: str, name: str) -> Any:
-    """A trainer with an elastic worker group. Its own bookkeeping goes to `<storage>/<name>/`."""
-    local = config.cluster.address is None
+
+class InPlaceGroup(WorkerGroup):
+    """A worker group whose ranks die and come back one by one. A rank here is a place, whoever is in it."""
+
+    def _start_impl(self, worker_group_state_builder: Any) -> None:
+        self._empty: dict[int, float] = {}  # places whose worker is gone, since when
+        self._filling: threading.Thread | None = None
+        self._looked_at = 0.0
+        self._more: list[Any] = []  # placement groups of places beyond those of the start
+        super()._start_impl(worker_group_state_builder)
+        job = _job_of(self._train_run_context)
+        self._coordinator, self._most = job.coordinator, job.config.cluster.max_workers
+        for _ in range(len(self.get_workers()), self._most):
+            bundle = self._worker_group_context.resources_per_worker
+            self._more.append(ray.util.placement_group([bundle]))  # pending, it also asks an autoscaler for a node
+
+    def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[WorkerStatus]:
+        statuses = super()._poll_workers_and_collect_errors(timeout)
+        for place, status in enumerate(statuses):
+            if isinstance(status.error, WorkerHealthCheckFailedError | WorkerHealthCheckTimeoutError):
+                if place not in self._empty:
+                    self._empty[place] = time.monotonic()
+                    self._tell(place, status.error)
+                    with contextlib.suppress(Exception):  # one that is only silent ends, too
+                        ray.kill(self.get_workers()[place].actor)
+                self._world_rank_to_ongoing_poll.pop(place, None)
+                statuses[place] = WorkerStatus(running=False, error=None, training_report=None)
+        if any(status.running for status in statuses) or len(self._empty) == len(statuses):
+            self._fill()
+            if len(self._empty) == len(statuses):  # nobody is left; the group is not over for that
+                statuses[0] = WorkerStatus(running=True, error=None, training_report=None)
+        return statuses
+
+    def _tell(self, place: int, error: Exception) -> None:
+        worker = self.get_workers()[place]
+        process = (worker.metadata.node_id, worker.metadata.pid)
+        left = len(self.get_workers()) - len(self._empty)
+        self._coordinator.members_died.remote([process], left, "worker_died", f"place {place}: {_last_line(error)}")
+
+    def _fill(self) -> None:
+        """Have an empty place filled, or one added, where Ray has room for it now; beside the control loop."""
+        if time.monotonic() - self._looked_at < LOOK_S or (self._filling is not None and self._filling.is_alive()):
+            return
+        self._looked_at = time.monotonic()
+        for place, since in self._empty.items():
+            # a node that was killed is listed alive for a while
+            if time.monotonic() - since > FILL_AFTER_S and self._has_room(*self._room_of(place)):
+                break
+        else:
+            place = len(self.get_workers())
+            if place >= self._most or not self._has_room(*self._room_of(place)):
+                return
+        self._filling = threading.Thread(target=self._start_worker, args=(place,), name=f"place-{place}", daemon=True)
+        self._filling.start()
+
+    def _room_of(self, place: int) -> tuple[Any, Any]:
+        """The placement group and the bundle of a place."""
+        first = self._worker_group_context.num_workers
+        if place >= first:
+            return self._more[place - first], 0
+        state: Any = self._worker_group_state
+        return state.placement_group_handle.placement_group, self.get_workers()[place].placement_group_bundle_index
+
+    @staticmethod
+    def _has_room(group: Any, bundle: int) -> bool:
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        table = ray.util.placement_group_table(group)
+        return table["state"] == "CREATED" and table["bundles_to_node_id"].get(bundle) in alive
+
+    def _start_worker(self, place: int) -> None:
+        group, bundle = self._room_of(place)
+        context = self._worker_group_context
+        state: Any = self._worker_group_state
+        try:
+            (worker,) = self._create_workers(
+                1,
+                group,
+                context.resources_per_worker,
+                placement_group_bundle_indices=[bundle],
+                starting_world_rank=place,
+                world_size=max(place + 1, len(state.workers)),
+                replica_group_size=1,
+            )
+            self._init_train_context([worker], state.sync_actor)
+            ray.get(worker.actor.run_train_fn.remote(context.train_fn_ref), timeout=START_S)
+        except Exception as error:  # its node is gone again: the place stays empty, and is tried anew
+            print(f"place {place} is not filled: {type(error).__name__}: {_last_line(error)}", flush=True)
+            if place in self._empty:
+                self._empty[place] = time.monotonic()
+            return
+        if not self.has_started():  # the run has ended meanwhile
+            ray.kill(worker.actor)
+            return
+        state, replica = self._worker_group_state, ReplicaGroup([worker], context.resources_per_worker)
+        if place < len(state.workers):
+            workers = [*state.workers[:place], worker, *state.workers[place + 1 :]]
+            self._replica_groups[place] = replica
+        else:
+            workers = [*state.workers, worker]
+            self._replica_groups.append(replica)
+            self._worker_rank_to_replica_group_rank[place] = place
+        self._worker_group_state = replace(state, workers=workers)
+        self._empty.pop(place, None)
+
+    def _clear_state(self) -> None:
+        for group in self._more:
+            with contextlib.suppress(Exception):
+                ray.util.remove_placement_group(group)
+        self._more = []
+        super()._clear_state()
+
+
+class InPlaceController(TrainController):
+    worker_group_cls = InPlaceGroup
+
+
+def _job_of(context: Any) -> Any:
+    return context.train_loop_config["job"]
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    last = lines[-1].strip() if lines else type(error).__name__
+    return last.partition(" Some common causes")[0][:400]  # Ray's advice, the same every time
+
+
+def build_trainer(
+    config: PretrainConfig, *, num_workers: int, train_fn: Any, settings: dict[str, Any], storage: str, name: str
+) -> Any:
+    """A trainer whose group starts with so many workers. Its own bookkeeping goes to `<storage>/<name>/`."""
+    local, cluster = config.cluster.address is None, config.cluster
     for key, value in (TUNING | (dict.fromkeys(CLUSTER_TUNING, "0") if local else CLUSTER_TUNING)).items():
         os.environ.setdefault(key, value)
-    cluster = config.cluster
-    elastic = cluster.min_workers < cluster.max_workers
-    num_workers: Any = (cluster.min_workers, cluster.max_workers) if elastic else cluster.max_workers
-    return (LocalTrainer if local else DataParallelTrainer)(
+    os.environ.setdefault("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", str(cluster.silence_s))
+    elastic = cluster.min_workers < cluster.max_workers and not cluster.in_place
+    size: Any = (cluster.min_workers, cluster.max_workers) if elastic else num_workers
+    trainer = Trainer(
         train_fn,
         train_loop_config=settings,
-        backend_config=ProcessGroupConfig(),
+        backend_config=InPlaceConfig() if cluster.in_place else ProcessGroupConfig(),
         scaling_config=ScalingConfig(
-            num_workers=num_workers,
+            num_workers=size,
             use_gpu=cluster.gpus_per_worker > 0,
             resources_per_worker=worker_resources(cluster),
         ),
@@ -70,6 +244,8 @@ def build_trainer(config: PretrainConfig, *, train_fn: Any, settings: dict[str, 
             callbacks=[ReportFailures(settings["job"].coordinator)],  # type: ignore[list-item]
         ),
     )
+    trainer.local, trainer.in_place = local, cluster.in_place
+    return trainer
 
 
 class ReportFailures(UserCallback):
@@ -83,9 +259,8 @@ class ReportFailures(UserCallback):
         causes = {rank: cause_of(error) for rank, error in worker_exceptions.items()}
         # survivors fail because a peer died: the death is the cause
         first = next((rank for rank in ranks if causes[rank] == "worker_died"), ranks[0])
-        lines = [line for line in str(worker_exceptions[first]).strip().splitlines() if line.strip()]
-        detail = f"rank {first}: {lines[-1].strip() if lines else type(worker_exceptions[first]).__name__}"
-        self.coordinator.failure.remote(causes[first], detail[:500], ranks)
+        detail = f"rank {first}: {_last_line(worker_exceptions[first])}"
+        self.coordinator.failure.remote(causes[first], detail, ranks)
 
 
 def cause_of(error: Exception) -> str:

@@ -1,47 +1,92 @@
-"""Joining a generation: one number for the group, one store on rank 0's node, one process group."""
+"""Joining a generation: offer oneself to the coordinator, learn who else is in it, form the process group.
 
+Every process that joins brings a store of its own; rank 0's is the one that is used, and it ends with it.
+"""
+
+import contextlib
 import datetime
 import os
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import ray
-import ray.train
 import ray.util
 import torch.distributed as dist
-from ray.train.collective import broadcast_from_rank_zero
 
 from regrow.elastic.job import CALL_TIMEOUT_S
 from regrow.errors import RegrowError
 from regrow.parallel.fsdp import BACKENDS
+from regrow.plan.membership import Formation, Member
+
+STORE_S = 10.0  # for the others to come to the store, once the generation is known
 
 
-def join_generation(coordinator: Any, *, device_type: str, timeout_s: float) -> int:
-    """Form the default process group with the other workers of this Ray Train group; returns its generation.
+@dataclass(frozen=True)
+class Joined:
+    """This process' place in a generation."""
 
-    Collective. Every later collective fails after `timeout_s`. Raises RegrowError, on every rank, if the coordinator
-    has given the run up.
+    formation: Formation
+    rank: int
+
+    @property
+    def generation(self) -> int:
+        return self.formation.generation
+
+    @property
+    def world_size(self) -> int:
+        return len(self.formation.members)
+
+    @property
+    def on_my_host(self) -> int:
+        """Ranks that share this one's machine."""
+        return sum(member.host == self.formation.members[self.rank].host for member in self.formation.members)
+
+
+def join_generation(
+    coordinator: Any, *, member_id: str, after: int, expected: int, device_type: str, timeout_s: float
+) -> Joined | None:
+    """Form the default process group of the next generation after `after`; None where the run is over.
+
+    Collective. `expected` are the processes that started together. Every later collective fails after `timeout_s`.
+    Raises RegrowError if the run was given up, and what forming a group raises where a member dies meanwhile.
     """
-    context, timeout = ray.train.get_context(), datetime.timedelta(seconds=timeout_s)
-    rank, world_size = context.get_world_rank(), context.get_world_size()
-    store, plan = None, None
-    if rank == 0:
-        host = ray.util.get_node_ip_address()
-        generation, given_up = ray.get(coordinator.begin_generation.remote(), timeout=CALL_TIMEOUT_S)
-        store = dist.TCPStore(host, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
-        plan = (generation, given_up, host, store.port)
-    generation, given_up, host, port = broadcast_from_rank_zero(plan)
-    if given_up:
-        raise RegrowError(given_up)
-    if store is None:
-        store = dist.TCPStore(host, port, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
+    host = ray.util.get_node_ip_address()
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=STORE_S))
+    member = Member(member_id, ray.get_runtime_context().get_node_id(), host, store.port, os.getpid())
+    ray.get(coordinator.join.remote(member, expected), timeout=CALL_TIMEOUT_S)
+    while True:
+        answer = ray.get(coordinator.formation.remote(member_id, after), timeout=CALL_TIMEOUT_S)
+        if answer.given_up:
+            raise RegrowError(answer.given_up)
+        if answer.over:
+            return None
+        if answer.formation is not None:
+            break
+        time.sleep(answer.wait_s)
+    formation: Formation = answer.formation
+    rank = formation.rank_of(member_id)
+    assert rank is not None
+    joined, leader = Joined(formation, rank), formation.members[0]
+    if rank:
+        store = dist.TCPStore(
+            leader.host, leader.port, wait_for_workers=False, timeout=datetime.timedelta(seconds=STORE_S)
+        )
     if device_type == "cuda":
-        # a collective that fails must fail the process: the group is restarted as a whole
+        # a collective that fails must fail the process: nothing on the device could be trusted
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     dist.init_process_group(
         BACKENDS[device_type],
-        store=dist.PrefixStore(f"generation-{generation}", store),
+        store=dist.PrefixStore(f"generation-{joined.generation}", store),
         rank=rank,
-        world_size=world_size,
-        timeout=timeout,
+        world_size=joined.world_size,
+        timeout=datetime.timedelta(seconds=timeout_s),
     )
-    return int(generation)
+    return joined
+
+
+def leave_generation() -> None:
+    """Give up the process groups: peers that wait for this rank see its connections close."""
+    with contextlib.suppress(Exception):  # they may be broken already
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -8,6 +8,7 @@ CAUSES = {
     "resume": "resumed",
     "worker_died": "a worker died",
     "worker_failed": "a worker failed",
+    "grow": "larger",
 }
 
 
@@ -35,7 +36,7 @@ def narrate(event: Mapping[str, Any]) -> str | None:
         case "snapshot_unreadable":
             return f"the snapshot of step {event['step']} cannot be used, going back to storage: {event['detail']}"
         case "failure":
-            return f"{CAUSES.get(event['cause'], event['cause'])}: {event['detail']}; restarting the group"
+            return f"{CAUSES.get(event['cause'], event['cause'])}: {event['detail']}"
         case "rollback":
             return f"rolled back from step {event['from_step']} to {event['to_step']}"
         case "data_fallback":

@@ -1,0 +1,363 @@
+"""One generation of a group, as one of its ranks sees it: plan, build, restore, train.
+
+Starting, resuming, shrinking, growing and restarting after a loss are this one path.
+"""
+
+import contextlib
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.train
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import regrow
+from regrow.checkpoint import catalog, store
+from regrow.checkpoint.collective import from_rank_0, gather
+from regrow.checkpoint.coordinator import GROW
+from regrow.checkpoint.snapshot import Snapshots
+from regrow.checkpoint.state import (
+    Entry,
+    Progress,
+    part_of,
+    reset_moments,
+    set_optimizer_step,
+    training_entries,
+)
+from regrow.data.batch import layout_of
+from regrow.data.corpora import order_of
+from regrow.data.stream import Ask, rank_batches, ways_to_ask
+from regrow.elastic.job import CALL_TIMEOUT_S, Job
+from regrow.elastic.memory_tier import MemoryTier
+from regrow.elastic.rendezvous import Joined
+from regrow.errors import CheckpointError
+from regrow.model.flops import flops_per_token, peak_flops
+from regrow.model.llama import Llama, init_weights
+from regrow.optim.adamw import build_optimizer
+from regrow.parallel.apply import build_model
+from regrow.parallel.float8 import inner_tensor, refresh_float8_scales
+from regrow.parallel.fsdp import build_mesh, data_parallel_group, replica_group, shard_group
+from regrow.plan.batch import plan_batch
+from regrow.plan.mesh import plan_mesh
+from regrow.storage import Storage
+from regrow.train.loop import LoopSettings, train
+from regrow.train.metrics import Meter
+from regrow.train.step import TrainStep, build_loss, evaluate
+
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of mallopt(3)
+
+
+def train_generation(
+    job: Job, joined: Joined, memory: MemoryTier | None, device: torch.device, *, entered: float
+) -> bool:
+    """Train as one rank of a group until the run's end, or until the group leaves; whether it was the end.
+
+    `entered` is when this process began, or began again after another generation. Collective. Raises RegrowError for
+    what another attempt would meet again; whatever a collective raises where a rank is lost.
+    """
+    config, generation, rank, world_size = job.config, joined.generation, joined.rank, joined.world_size
+    plan = plan_batch(
+        num_slices=config.optim.num_slices,
+        world_size=world_size,
+        slices_per_pass=config.parallel.slices_per_pass,
+    )
+
+    shape = plan_mesh(world_size, config.parallel.dp_replicate)
+    mesh = build_mesh(shape, device.type)
+    eot_id = job.corpora.eot_id if config.model.document_attention else None
+    model = build_model(config.model, config.parallel, mesh=mesh, device=device, seed=config.run.seed, eot_id=eot_id)
+    optimizer = build_optimizer(model, config.optim)
+    built = time.time()
+    entries = training_entries(model, optimizer, inner_tensor=inner_tensor)
+    if memory is not None:
+        memory.join()
+    from_seed = partial(_from_seed, model, optimizer, config.run.seed)
+    progress, source = _restore(job, generation, entries, mesh, memory, from_seed)
+    snapshots = None
+    if memory is not None:
+        snapshots = memory.start(entries, part_of(mesh), generation)
+    set_optimizer_step(optimizer, progress.step)
+    refresh_float8_scales(model)
+    restored = time.time()
+
+    reader, order = job.corpora.reader("train"), order_of(config, job.corpora)
+    tokens_per_step = config.optim.global_batch_seqs * config.data.seq_len
+    last_step = min(config.train.steps, config.train.stop_at_step or config.train.steps)
+    batches = rank_batches(
+        _ways_to_ask(job, generation, plan.ranges[rank]),
+        order,
+        reader,
+        layout_of(config),
+        slices=plan.ranges[rank],
+        start_step=progress.step,
+        stop_step=last_step,
+        stall_timeout_s=config.data.stall_timeout_s,
+        on_fallback=partial(_report_fallback, job.coordinator, generation, rank),
+    )
+    peak = peak_flops(device, config.parallel.dtype, config.observe.peak_tflops)
+    meter = Meter(
+        tokens_per_step=tokens_per_step,
+        flops_per_token=flops_per_token(config.model, config.data.seq_len),
+        peak_flops=sum(gather(peak.flops)),
+        world_size=world_size,
+        generation=generation,
+    )
+    step = TrainStep(
+        model,
+        optimizer,
+        max_grad_norm=config.optim.max_grad_norm,
+        group=data_parallel_group(mesh),
+        shard_group=shard_group(mesh),
+        sync_every_micro_batch=config.parallel.sync_every_micro_batch,
+        keep_gathered=not config.parallel.reshard_after_forward,
+        loss_function=build_loss(config.parallel, device),
+    )
+    hooks = _Hooks(job, generation, step, mesh, _Validation(job, device, rank, world_size), snapshots)
+    startup_s = {
+        **(job.driver_s if generation == job.first_generation else {}),
+        "workers": entered - (job.fit_at if generation == job.first_generation else entered),
+        "model": built - entered,
+        "restore": restored - built,
+    }
+    node = ray.get_runtime_context().get_node_id()
+    workers = gather({"host": socket.gethostname(), "node": node, "pid": os.getpid(), "device": _device_name(device)})
+    if rank == 0:
+        details = {
+            "world_size": world_size,
+            "source": source,
+            "startup_s": startup_s,
+            "init_s": time.time() - entered - (restored - built),
+            "restore_s": restored - built,
+            "workers": workers,
+            "regrow": str(Path(regrow.__file__).parent),
+            "peak_flops": peak.flops,
+            "peak_source": peak.source,
+        }
+        ray.get(job.coordinator.start_training.remote(generation, progress.step, details), timeout=CALL_TIMEOUT_S)
+    left = False
+    if progress.step < last_step:
+        left = train(
+            step,
+            batches,
+            progress,
+            optim=config.optim,
+            settings=LoopSettings(
+                last_step=last_step,
+                total_tokens=config.train.steps * tokens_per_step,
+                tokens_per_step=tokens_per_step,
+                seqs_per_step=config.optim.global_batch_seqs,
+                slice_seqs=layout_of(config).slice_seqs,
+                num_micro_batches=plan.num_micro_batches,
+                snapshot_every_steps=config.snapshot.every_steps,
+                checkpoint_every_steps=config.checkpoint.every_steps,
+                validate_every_steps=config.train.validate_every_steps if config.train.validation_seqs else 0,
+            ),
+            meter=meter,
+            hooks=hooks,
+            device=device,
+        )
+    elif source == "snapshot":  # the run ended before this step was in storage
+        hooks.snapshot(progress, must=True)
+        hooks.confirm(progress.step)
+        hooks.save(progress)
+    hooks.close(left_at=progress.step if left else None)
+    return not left
+
+
+class _Validation:
+    """This rank's share of the first rows of the validation splits, the same rows whatever the world size."""
+
+    def __init__(self, job: Job, device: torch.device, rank: int, world_size: int) -> None:
+        config = job.config
+        reader = job.corpora.reader("validation")
+        rows = reader.first_rows(config.train.validation_seqs)
+        size = config.optim.global_batch_seqs // config.optim.num_slices
+        starts = range(0, len(rows), size)
+        self.num_batches = -(-len(starts) // world_size)
+        self.batches = [
+            torch.from_numpy(reader.read(rows[start : start + size]).astype("int64")).to(device)
+            for start in starts[rank::world_size]
+        ]
+
+
+class _Hooks:
+    """The loop's wishes, carried out through the coordinator; see `train.loop.Hooks`."""
+
+    def __init__(
+        self,
+        job: Job,
+        generation: int,
+        step: TrainStep,
+        mesh: DeviceMesh,
+        validation: _Validation,
+        snapshots: Snapshots | None,
+    ) -> None:
+        self.snapshots = snapshots
+        self.job, self.generation, self.step = job, generation, step
+        self.validation = validation
+        self.rank = dist.get_rank()
+        self.part = part_of(mesh)
+        self.replies: deque[Any] = deque()  # of rows on their way to the coordinator
+        self.stop = ""  # why to leave
+
+    def log(self, row: dict[str, Any]) -> None:
+        if self.rank == 0:
+            self.replies.append(self.job.coordinator.row.remote(self.generation, row))
+
+    def wants_to_leave(self) -> bool:
+        ready, _ = ray.wait(list(self.replies), num_returns=len(self.replies), timeout=0) if self.replies else ([], [])
+        for reply in ready:  # raises what the coordinator raised: a fenced-off rank ends here
+            self.stop = ray.get(reply) or self.stop
+            self.replies.remove(reply)
+        return bool(self.stop)
+
+    def snapshot(self, progress: Progress, *, must: bool) -> float:
+        begun = time.perf_counter()
+        if self.snapshots is not None:
+            wait_s = self.job.config.train.collective_timeout_s / 2 if must else 0.0  # others wait in the next step
+            self.snapshots.begin(progress.step, progress.to_dict(), wait_s=wait_s)
+        return time.perf_counter() - begun
+
+    def confirm(self, step: int) -> None:
+        if self.snapshots is not None:
+            self.snapshots.confirm(step)
+
+    def await_snapshot(self) -> float:
+        return self.snapshots.wait() if self.snapshots is not None else 0.0
+
+    def save(self, progress: Progress) -> float:
+        begun = time.perf_counter()
+        if self.snapshots is None:
+            self._save_here(progress)
+        elif self.rank == 0 and self.stop != GROW:  # keepers write it, from memory
+            self.replies.append(self.job.coordinator.want_checkpoint.remote(self.generation, progress.step))
+        return time.perf_counter() - begun
+
+    def _save_here(self, progress: Progress) -> None:
+        """Where there are no snapshots, training stands still while the ranks write."""
+        begun = time.perf_counter()
+        config, folder = self.job.config.checkpoint, Storage.at(self.job.checkpoints)
+        index = store.save(
+            folder,
+            training_entries(self.step.model, self.step.optimizer, inner_tensor=inner_tensor),
+            scalars=progress.to_dict(),
+            run_id=self.job.run_id,
+            generation=self.generation,
+            part=self.part,
+            commit=self._commit,
+        )
+        stall_s = time.perf_counter() - begun
+        if self.rank == 0:
+            fields = {"step": progress.step, "seconds": stall_s, "stall_s": stall_s, "bytes": index.num_bytes}
+            self.replies.append(self.job.coordinator.event.remote(self.generation, "checkpoint", fields))
+            catalog.retain(folder, keep=config.keep)
+
+    def validate(self, step: int) -> float:
+        begun = time.perf_counter()
+        loss_sum, num_tokens = evaluate(
+            self.step.model,
+            self.validation.batches,
+            num_batches=self.validation.num_batches,
+            group=self.step.group,
+            loss_function=self.step.loss_function,
+        )
+        loss = loss_sum / max(num_tokens, 1)
+        if self.rank == 0:
+            fields = {"step": step, "loss": loss, "seconds": time.perf_counter() - begun}
+            self.replies.append(self.job.coordinator.event.remote(self.generation, "validation", fields))
+        return loss
+
+    def close(self, *, left_at: int | None) -> None:
+        """Wait until the coordinator has everything; say that the group left after a step, or has finished."""
+        if self.snapshots is not None:
+            self.snapshots.close()
+        if self.rank == 0:
+            coordinator = self.job.coordinator
+            left = left_at is not None
+            over = coordinator.leaving.remote(self.generation, left_at) if left else coordinator.done.remote()
+            self.replies.append(over)
+        ray.get(list(self.replies), timeout=CALL_TIMEOUT_S)
+        self.replies.clear()
+
+    def _commit(self, step_folder: str, pointer: bytes) -> None:
+        ray.get(self.job.coordinator.commit.remote(self.generation, step_folder, pointer), timeout=CALL_TIMEOUT_S)
+
+
+def _restore(
+    job: Job,
+    generation: int,
+    entries: list[Entry],
+    mesh: DeviceMesh,
+    memory: MemoryTier | None,
+    from_seed: Callable[[], None],
+) -> tuple[Progress, str]:
+    """Load the newest committed state that is sound, on all ranks the same one; from seed if there is none.
+
+    Collective. From the nodes' memory, where that holds it, else from storage. A damaged checkpoint is reported and the
+    one before it taken. `from_seed` makes the entries what they are in a new run, for where a restore failed half way.
+    Raises CheckpointError if all checkpoints are damaged.
+    """
+    folder, part = Storage.at(job.checkpoints), part_of(mesh)
+    steps, overwritten = from_rank_0(catalog.committed_steps(folder)), False
+    if memory is not None:
+        restored, overwritten = memory.restore(entries, at_least=steps[0] if steps else 0)
+        if restored is not None:
+            return restored, "snapshot"
+    for step in steps:
+        problem = ""
+        index = None
+        try:
+            index = catalog.open_checkpoint(folder, step, run_id=job.run_id)
+            store.restore(folder, index, entries, part)
+        except CheckpointError as error:
+            problem = str(error)
+        problems = [found for found in gather(problem) if found]
+        if not problems:
+            assert index is not None
+            store.share_parts(entries, part, replica_group(mesh))
+            return Progress(**index.scalars), "checkpoint"
+        if dist.get_rank() == 0:
+            fields = {"step": step, "detail": problems[0]}
+            ray.get(job.coordinator.event.remote(generation, "checkpoint_damaged", fields), timeout=CALL_TIMEOUT_S)
+    if steps:
+        raise CheckpointError(
+            f"none of the checkpoints at {folder} (steps {', '.join(map(str, steps))}) can be restored; {problems[0]}; "
+            "choose another run.name to start over"
+        )
+    if overwritten:
+        from_seed()
+    return Progress(), "seed"
+
+
+def _from_seed(model: Llama, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    """Weights and moments as in a run that has not begun."""
+    init_weights(model, seed)
+    reset_moments(optimizer)
+
+
+def _ways_to_ask(job: Job, generation: int, slices: range) -> list[Ask]:
+    """How this rank asks for its slices; for all ranks of its node together, where there are several. Collective."""
+    node_id = ray.get_runtime_context().get_node_id()
+    slices_on_node = [part for node, part in gather((node_id, slices)) if node == node_id]
+    fetcher = None
+    if len(slices_on_node) > 1:
+        with contextlib.suppress(ray.exceptions.RayError):  # a stream that died comes back, without fetchers
+            fetcher = ray.get(job.stream.fetcher.remote(node_id), timeout=job.config.data.stall_timeout_s)
+    return ways_to_ask(job.stream, fetcher, layout_of(job.config), group=generation, slices_on_node=slices_on_node)
+
+
+def _report_fallback(coordinator: Any, generation: int, rank: int, window: int, reason: str) -> None:
+    """Tell the run's log that a rank reads a window from the shards itself."""
+    coordinator.event.remote(generation, "data_fallback", {"rank": rank, "window": window, "reason": reason})
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu x{torch.get_num_threads()}"
