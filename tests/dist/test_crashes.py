@@ -1,0 +1,472 @@
+"""kill -9 at random instants of everything that holds or writes snapshots and checkpoints; and a zombie.
+
+Real keepers, a real coordinator and trainers that take real snapshots, each a process (`regrow.testing.crashing`).
+Instants come two ways: a random time after a victim was seen in a phase, and a random line of Python within it.
+`CRASH_KILLS` says how many (60), `CRASH_SEED` which; 200 take some minutes.
+"""
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regrow.checkpoint import store
+from regrow.checkpoint.catalog import committed_steps, open_checkpoint
+from regrow.checkpoint.layout import Part
+from regrow.checkpoint.memory import restore_snapshot
+from regrow.checkpoint.slots import Committed, Moment
+from regrow.checkpoint.snapshot import Snapshots
+from regrow.checkpoint.tools import verify
+from regrow.errors import CheckpointError
+from regrow.observe.run_log import read_metrics
+from regrow.storage import Storage
+from regrow.testing.crashing import (
+    ERRORS,
+    EVERY_STEPS,
+    KEEP,
+    NAMES,
+    NODES,
+    PHASES,
+    RUN,
+    SECRET,
+    Beacon,
+    Group,
+    Handle,
+    Member,
+    RayError,
+    assert_state,
+    call_it,
+    coordinator_main,
+    get,
+    keeper_main,
+    make_entries,
+    scalars_of,
+    trainer_main,
+)
+from regrow.testing.gloo import PRELOAD
+
+NUM_KILLS = int(os.environ.get("CRASH_KILLS", "60"))
+SEED = int(os.environ.get("CRASH_SEED", "1"))
+DEADLINE_S = 30.0
+LATER_S = (0.001, 0.005, 0.03)  # at most one of these, from when a phase is seen to the kill
+MOST_LINES = 400  # of Python, from a phase's begin to the kill
+PATIENCE_S = 3.0  # with a phase that does not come, or ends too soon
+ANYTIME = "anytime"
+ONCE = ("restore", "slots", "begin", "place")  # phases that a generation has at its beginning
+
+TIMED = {
+    "trainer": ["restore", "copy", ANYTIME],
+    "keeper": ["take", "push", "receive", "upload", "upload", ANYTIME],
+    "coordinator": ["index", "retain", ANYTIME],
+}
+TRACED = {
+    "trainer": ["slots", "seal", "seal"],
+    "keeper": ["take", "push", "receive", "told", "place", "upload"],
+    "coordinator": ["begin", "commit", "commit", "index", "COMMIT", "COMMIT", "retain"],
+}
+LAYOUTS = [(2, 1), (3, 1), (2, 2)]  # ranks, replicas
+
+
+@dataclass(frozen=True)
+class Kill:
+    """How one process is to die."""
+
+    role: str
+    phase: str
+    lines: int  # 0: at a random time instead
+
+
+def kills(rng: random.Random, number: int) -> list[Kill]:
+    """Every way to die about equally often, in random order."""
+    timed = [(role, phase, False) for role, phases in TIMED.items() for phase in phases]
+    traced = [(role, phase, True) for role, phases in TRACED.items() for phase in phases]
+    ways = list(itertools.islice(itertools.cycle(rng.sample(timed + traced, len(timed + traced))), number))
+    rng.shuffle(ways)
+    most = lambda: int(MOST_LINES ** rng.random())  # noqa: E731 (the first lines as often as the many later ones)
+    return [Kill(role, phase, most() if by_line else 0) for role, phase, by_line in ways]
+
+
+@dataclass
+class Process:
+    process: BaseProcess
+    beacon: Beacon
+    node: str
+
+    @property
+    def alive(self) -> bool:
+        return self.process.is_alive()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(DEADLINE_S)
+        assert not self.alive
+
+
+@dataclass
+class World:
+    """Two nodes, a coordinator, and the trainers of the moment. A context manager: nothing outlives it."""
+
+    folder: Path
+    rng: random.Random
+    keepers: dict[str, Process] = field(default_factory=dict)
+    trainers: list[Process] = field(default_factory=list)
+    coordinator: Process | None = None
+    started: list[Process] = field(default_factory=list)
+    num: Iterator[int] = field(default_factory=itertools.count)
+    seen: set[int] = field(default_factory=set)  # steps of checkpoints
+
+    def __enter__(self) -> "World":
+        for name in (NAMES, NODES, ERRORS):
+            (self.folder / name).mkdir()
+        self.context = multiprocessing.get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOAD)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for each in self.started:
+            each.process.kill()
+        for each in self.started:
+            each.process.join(DEADLINE_S)
+
+    def start(self, main: Callable[..., None], node: str, address: str, *args: Any) -> Process:
+        member = Member(self.folder, node, address, self.folder / f"beacon-{next(self.num)}")
+        beacon = Beacon(member.beacon, create=True)
+        process = self.context.Process(target=main, args=(member, *args), daemon=True)
+        made = Process(process, beacon, node)
+        process.start()
+        self.started.append(made)
+        return made
+
+    def start_coordinator(self) -> None:
+        address = str(self.folder / f"coordinator-{next(self.num)}")
+        self.coordinator = self.start(coordinator_main, "head", address)
+        self.actor = Handle(address)
+        wait_for_actor(self.actor)
+        call_it(self.folder, f"{RUN}:coordinator", address)
+        get(self.actor.adopt_keepers.remote())
+
+    def start_keeper(self, node: str) -> None:
+        """A node's first keeper, or another one in the place of one that died."""
+        address = str(self.folder / f"keeper-{node}")
+        (self.folder / NODES / node).touch()
+        self.keepers[node] = self.start(keeper_main, node, address)
+        wait_for_actor(Handle(address))
+        call_it(self.folder, f"{RUN}:{node}", address)
+
+    def start_group(self, num_ranks: int, num_replicas: int, *, stubborn: bool = False) -> None:
+        names = self.rng.sample(sorted(self.keepers), len(self.keepers))
+        nodes = tuple(names[rank % len(names)] for rank in range(num_ranks))
+        group = Group(nodes, num_replicas, self.folder / f"store-{next(self.num)}", stubborn)
+        self.trainers = [self.start(trainer_main, node, "", group, rank) for rank, node in enumerate(nodes)]
+
+    def kill_group(self) -> None:
+        for each in self.trainers:
+            each.process.kill()
+        for each in self.trainers:
+            each.kill()
+        self.trainers = []
+
+    def join_keepers(self) -> None:
+        """As the ranks of the next group do before they restore."""
+        for node in self.keepers:
+            keeper = Handle(str(self.folder / f"keeper-{node}"))
+            get(self.actor.register_keeper.remote(keeper, get(keeper.serve.remote(self.actor, SECRET))))
+
+    def lose_node(self, node: str) -> None:
+        """All of it: the keeper, its trainers, the memory. Another one comes in its place."""
+        self.keepers.pop(node).kill()
+        (self.folder / NODES / node).unlink()
+        (self.folder / NAMES / f"{RUN}:{node}").unlink()
+        shutil.rmtree(self.memory(node))
+        self.start_keeper(f"node-{next(self.num)}")
+
+    def memory(self, node: str) -> Path:
+        return self.folder / f"regrow-{RUN}-{node}"
+
+    def known(self) -> Moment:
+        """The newest committed snapshot that any node knows."""
+        return max((Committed.read(self.memory(node)).newest for node in self.keepers), default=Moment())
+
+    @property
+    def checkpoints(self) -> Storage:
+        return Storage.at(self.folder / "run" / "checkpoints")
+
+    def victims(self, role: str) -> list[Process]:
+        found = {"trainer": self.trainers, "keeper": list(self.keepers.values()), "coordinator": [self.coordinator]}
+        return [each for each in found[role] if each is not None and each.alive]
+
+
+@contextlib.contextmanager
+def world(seed: int) -> Iterator[World]:
+    with tempfile.TemporaryDirectory(prefix="crashes-", dir="/dev/shm", ignore_cleanup_errors=True) as folder:
+        try:
+            with World(Path(folder), random.Random(seed)) as made:
+                yield made
+        except BaseException:
+            log = Path(folder, "log")
+            print(log.read_text(errors="replace")[-6000:] if log.exists() else "")
+            raise
+
+
+def wait_until(condition: Callable[[], object], deadline_s: float = DEADLINE_S, poll_s: float = 0.001) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not within {deadline_s} s")
+        time.sleep(poll_s)
+
+
+def wait_for_actor(handle: Handle) -> None:
+    def is_up() -> bool:
+        with contextlib.suppress(RayError):
+            return bool(get(handle.is_up.remote()))
+        return False
+
+    wait_until(is_up, poll_s=0.005)
+
+
+def strike(made: World, kill: Kill, victim: Process) -> set[str]:
+    """Kill a process as planned; what it was doing."""
+    rng = made.rng
+    with contextlib.suppress(TimeoutError):
+        if kill.lines:
+            wait_until(lambda: not victim.alive, PATIENCE_S, poll_s=0.005)
+        elif kill.phase == ANYTIME:
+            time.sleep(rng.uniform(0, 0.2))
+        else:
+            wait_until(lambda: kill.phase in victim.beacon.doing(), PATIENCE_S, poll_s=0.0002)
+            time.sleep(rng.uniform(0, rng.choice(LATER_S)))
+    victim.kill()
+    return victim.beacon.doing()
+
+
+def check_memory(made: World, floor: Moment, *, without: str = "") -> None:
+    """The newest snapshot is whole, of one step, not before `floor`, in another layout."""
+    get(made.actor.begin_generation.remote())  # as the next group does: late reports of the one before count no more
+    found = get(made.actor.newest_snapshot.remote())
+    if floor == Moment() and found is None:
+        return
+    assert found is not None, f"nothing is left of {floor}"
+    step, holders = found
+    holders = [holder for holder in holders if holder.node != without]
+    assert all(holder.held.moment >= floor for holder in holders), f"gone back from {floor} to {step}"
+    num_shards = made.rng.choice([1, 2, 3])
+    for shard in range(num_shards):
+        entries = make_entries(shard, num_shards)
+        where = made.rng.choice(sorted(made.keepers.keys() - {without}))
+        restored = restore_snapshot(
+            entries, holders, node=where, folder=made.memory(where), secret=SECRET, reader=shard
+        )
+        assert_state(entries, restored.scalars, step)
+
+
+def check_storage(made: World) -> None:
+    """The newest checkpoint is whole, of one step, not older than before; so is the one before it."""
+    while True:
+        steps = committed_steps(made.checkpoints)
+        try:
+            for step in steps[:KEEP]:
+                check_checkpoint(made, step)
+            break
+        except (CheckpointError, FileNotFoundError):
+            if committed_steps(made.checkpoints)[:1] == steps[:1]:  # else the last of them is retired by now
+                raise
+    assert max(steps, default=0) >= max(made.seen, default=0), f"gone back from {max(made.seen)} to {steps}"
+    made.seen.update(steps)
+    assert len(steps) >= min(KEEP, len(made.seen))
+
+
+def check_checkpoint(made: World, step: int) -> None:
+    index = open_checkpoint(made.checkpoints, step, run_id=RUN)
+    verify(made.checkpoints, index, lambda num_bytes: None)
+    num_shards = made.rng.choice([1, 2, 3])
+    for shard in range(num_shards):
+        entries = make_entries(shard, num_shards)
+        store.restore(made.checkpoints, index, entries)
+        assert_state(entries, index.scalars, step)
+
+
+def check_errors(made: World) -> None:
+    """No trainer met anything that a death does not explain."""
+    errors = [path.read_text() for path in (made.folder / ERRORS).iterdir()]
+    assert not errors, errors[0]
+    unreadable = made.folder / "unrestorable"
+    assert not unreadable.exists(), unreadable.read_text()
+
+
+def wait_for_commit(made: World, after: Moment) -> None:
+    """The group commits snapshots: the run has not come to a halt."""
+    wait_until(lambda: made.known() > after)
+
+
+def settle(made: World) -> None:
+    """What is on its way to storage is there."""
+    wait_until(lambda: not get(made.actor.unsettled.remote())[0], poll_s=0.01)
+
+
+def prepare(made: World, kill: Kill) -> Process:
+    """A group that trains, or begins to where that is when the victim is to die; the victim, which knows how."""
+    before = made.known()
+    if not made.trainers and (kill.phase not in ONCE or made.rng.random() < 0.5):
+        made.start_group(*made.rng.choice(LAYOUTS))
+        wait_for_commit(made, before)
+    if kill.phase in ONCE:
+        made.kill_group()
+    if kill.role == "trainer" and not made.trainers:
+        made.start_group(*made.rng.choice(LAYOUTS))
+    victim = made.rng.choice(made.victims(kill.role))
+    if kill.lines:
+        victim.beacon.arm(kill.phase, kill.lines)
+    if not made.trainers:
+        made.start_group(*made.rng.choice(LAYOUTS))
+    return victim
+
+
+def clean_up_after(made: World, kill: Kill, victim: Process, redundant: bool) -> bool:
+    """Deal with a death as Ray and the driver would; whether a node was lost with its memory."""
+    rng, floor = made.rng, made.known()
+    if kill.role == "keeper":
+        lost = redundant and rng.random() < 0.3
+        if lost:
+            made.kill_group()
+            made.lose_node(victim.node)
+            check_memory(made, floor)
+            return True
+        made.start_keeper(victim.node)
+        if made.trainers and rng.random() < 0.5:
+            wait_for_commit(made, made.known())  # the group never noticed
+            wait_for_commit(made, made.known())
+            return False
+    time.sleep(rng.choice([0, rng.uniform(0, 0.03)]))  # survivors go on for a moment
+    made.kill_group()
+    floor = made.known()
+    if kill.role == "coordinator":
+        made.start_coordinator()
+    made.join_keepers()
+    check_memory(made, floor, without=rng.choice(["", *made.keepers]) if redundant else "")
+    return False
+
+
+@pytest.mark.timeout(1200)
+def test_whatever_dies_whenever_the_newest_committed_state_loads_whole() -> None:
+    begun, lost_at = time.monotonic(), Moment()
+    hits: Counter[str] = Counter()
+    with world(SEED) as made:
+        print(f"{NUM_KILLS} kills, CRASH_SEED={SEED}")
+        made.start_coordinator()
+        for node in ("node-a", "node-b"):
+            made.start_keeper(node)
+        plan, again, number = kills(made.rng, NUM_KILLS), NUM_KILLS // 3, 0
+        while plan:
+            kill, number = plan.pop(0), number + 1
+            victim = prepare(made, kill)
+            doing = strike(made, kill, victim)
+            hits.update(doing or {"nothing"})
+            print(f"{number}: {kill} while {', '.join(sorted(doing))}; {made.known()}", flush=True)
+            if kill.phase not in (ANYTIME, *doing) and again:  # too late, or the phase was too short
+                plan.append(replace(kill, lines=1 + kill.lines // 2))
+                again -= 1
+            if clean_up_after(made, kill, victim, redundant=made.known() > lost_at):
+                lost_at = made.known()
+            if not made.trainers and made.rng.random() < 0.5:
+                settle(made)
+            check_storage(made)
+            check_errors(made)
+        end(made)
+    print(f"{number} kills in {time.monotonic() - begun:.0f} s, CRASH_SEED={SEED}: {dict(hits.most_common())}")
+    for phase in PHASES:
+        assert hits[phase] >= NUM_KILLS // 30, phase
+
+
+def end(made: World) -> None:
+    """The run ends in good order: rows of all checkpoints, no more of these than are kept, nothing in memory."""
+    made.kill_group()
+    settle(made)
+    wait_until(lambda: len(committed_steps(made.checkpoints)) <= KEEP)
+    rows = {row["step"] for row in read_metrics(Storage.at(made.folder / "run"))}
+    assert rows.issuperset(committed_steps(made.checkpoints))
+    get(made.actor.close.remote(0, "finished", ""))
+    assert not list(made.folder.glob("regrow-*"))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("stopped", ["the group", "one in the middle of a copy"])
+def test_what_was_stopped_and_goes_on_after_its_generation_writes_nothing(stopped: str) -> None:
+    with world(SEED) as made:
+        made.start_coordinator()
+        for node in ("node-a", "node-b"):
+            made.start_keeper(node)
+        made.start_group(3, 1, stubborn=True)
+        wait_until(lambda: committed_steps(made.checkpoints))
+        zombies = made.trainers
+        if stopped != "the group":
+            zombies = [made.rng.choice(made.trainers)]
+            wait_until(lambda: "copy" in zombies[0].beacon.doing(), poll_s=0.0002)
+        for each in zombies:
+            os.kill(each.pid, signal.SIGSTOP)
+        made.trainers = [each for each in made.trainers if each not in zombies]
+        made.kill_group()
+        old = made.known()
+        made.join_keepers()
+        made.start_group(2, 1)
+        wait_until(lambda: made.known().generation > old.generation)
+        settled, known = committed_steps(made.checkpoints)[0], made.known()
+        for each in zombies:
+            os.kill(each.pid, signal.SIGCONT)
+        until = time.monotonic() + 2.0
+        while time.monotonic() < until or committed_steps(made.checkpoints)[0] < settled + 4 * EVERY_STEPS:
+            assert time.monotonic() < until + DEADLINE_S
+            assert made.known() >= known, "gone back"
+            known = made.known()
+            time.sleep(0.002)
+        check_errors(made)
+        made.kill_group()
+        assert all(each.alive for each in zombies) == (stopped == "the group")  # one alone has no one to go on with
+        check_memory(made, known)
+        settle(made)
+        check_storage(made)
+        newest = open_checkpoint(made.checkpoints, committed_steps(made.checkpoints)[0], run_id=RUN)
+        assert newest.generation == known.generation > old.generation
+        made.trainers = zombies
+        check_errors(made)
+        end(made)
+
+
+def test_ranks_that_hear_of_a_commit_at_different_times_snapshot_the_same_steps(tmp_path: Path) -> None:
+    """Each by itself they would fill their slots with different steps, of which none can ever be committed."""
+    ranks = []
+    for rank in range(2):
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        ranks.append(Snapshots(folder, make_entries(rank, 2), part=Part(rank, 2), run_id=RUN, generation=1))
+    for step in (1, 2):
+        assert [rank.room() for rank in ranks] == [3 - step] * 2
+        for rank in ranks:
+            assert rank.begin(step, scalars_of(step))
+            rank.wait()
+            rank.confirm(step)
+    Committed(Moment(1, 2)).write(ranks[0].folder)
+    assert [rank.room() for rank in ranks] == [1, 0]  # at step 3: left out by both
+    Committed(Moment(1, 2)).write(ranks[1].folder)
+    assert [rank.room() for rank in ranks] == [1, 1]
+    assert all(rank.begin(4, scalars_of(4)) for rank in ranks)
+    for rank in ranks:
+        rank.close()
