@@ -176,22 +176,22 @@ def best(seconds: dict[str, list[float]], sides: tuple[str, ...]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="where to write the JSON")
-    parser.add_argument("--quick", action="store_true", help="one round, within ten minutes")
+    parser.add_argument("--quick", action="store_true", help="one round, shorter: about ten minutes")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--model", default="150m", help="a file of conf/model")
     parser.add_argument("--memory-folder", default="/dev/shm")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on disk: both sides' checkpoints go below it")
     parser.add_argument("--rounds", type=int, help="of each comparison; 5 without --quick")
-    parser.add_argument("--step-s", type=float, default=8.0, help="forward and backward of the synthetic step")
+    parser.add_argument("--step-s", type=float, help="forward and backward of the synthetic step; 8, quick 6")
     options = parser.parse_args()
     settings = Settings(
         model=options.model,
         memory=options.memory_folder,
         disk=options.folder,
         rounds=options.rounds or (1 if options.quick else 5),
-        step_s=options.step_s,
-        num_steps=3,
-        num_saves=2,
+        step_s=options.step_s or (6.0 if options.quick else 8.0),
+        num_steps=2 if options.quick else 3,
+        num_saves=1 if options.quick else 2,
     )
     result = Result()
     parts = {"blocked": blocked_part, "bytes": bytes_part, "restore": restore_part, "durable": durable_part}
