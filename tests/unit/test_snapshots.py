@@ -173,6 +173,19 @@ def test_a_keeper_that_could_not_reach_its_peer_tries_again(tmp_path: Path) -> N
         assert [held.is_copy for held in nodes[1].keeper.holdings()] == [True]
 
 
+def test_a_copy_that_is_there_is_left_alone_when_the_keeper_looks_again(tmp_path: Path) -> None:
+    """It may be committed by then: were its node lost while it is written again, it would be gone."""
+    with cluster(tmp_path, 2) as nodes:
+        snapshot(nodes, 5, 2)
+        copies = sorted(nodes[1].keeper.folder.glob("*.slot.copy*"))
+        before = [path.stat().st_mtime_ns for path in copies]
+        nodes[0].reports.clear()
+        nodes[0].keeper.set_peer(Peer("node-1", nodes[1].keeper.address))
+        wait_until(lambda: bool(nodes[0].reports))
+        assert [path.stat().st_mtime_ns for path in copies] == before
+        assert len(copies) == 2
+
+
 def test_snapshots_larger_than_any_socket_buffer_travel_whole(tmp_path: Path) -> None:
     with cluster(tmp_path, 2) as nodes:
         whole = torch.arange(12_000_000, dtype=torch.float32)

@@ -54,11 +54,24 @@ class SnapshotBoard:
     def rebuild(self, known: Iterable[tuple[str, Moment, Iterable[Held]]]) -> None:
         """After the coordinator was lost: from each keeper's (node, newest commit it knows, what it holds).
 
-        Keepers hear of a commit after it was made, so the newest one that any of them knows is committed. Nodes that
-        hold it are known again, where their copies are is not: there is no need to, all of them are asked.
+        Keepers hear of a commit after it was made, so the newest one that any of them knows is committed. Where parts
+        of it are gone, a newer one was committed that only a lost node had heard of, and freed slots for: the newest
+        that is held whole. Nodes that hold it are known again, where their copies are is not: there is no need to,
+        all of them are asked.
         """
-        found = list(known)
+        found = [(node, moment, list(held)) for node, moment, held in known]
         newest = max((moment for _, moment, _ in found), default=Moment())
+        all_held = [each for _, _, held in found for each in held]
+        if newest != Moment() and not _is_whole(newest, all_held):
+            newest = max(
+                (e.moment for e in all_held if e.moment > newest and _is_whole(e.moment, all_held)), default=newest
+            )
         nodes = [node for node, _, held in found if any(each.moment == newest for each in held)]
         if nodes:
             self.newest = SnapshotCommit(newest, dict.fromkeys(nodes, ""))
+
+
+def _is_whole(moment: Moment, held: Iterable[Held]) -> bool:
+    """Whether every shard of a step is there."""
+    parts = [each.part for each in held if each.moment == moment]
+    return bool(parts) and {part.shard for part in parts} >= set(range(parts[0].num_shards))

@@ -7,6 +7,7 @@ Everything that it knows is in its folder (`held`), and is found there again by 
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
 import queue
@@ -182,10 +183,15 @@ class KeeperNode:
         self.report(Sealed(self.node, held.moment, peer.node if peer else ""))
 
     def _push(self, path: Path, held: Held, peer: Peer) -> None:
-        """Copy a slot with its checksums to the peer, which checks them. Raises CheckpointError."""
+        """Copy a slot with its checksums to the peer, which checks them. Raises CheckpointError.
+
+        A copy that is there is left alone: its step may be committed by now, and nobody else have it.
+        """
         size = path.stat().st_size
         beside = files.read_beside(path)
         with connected(peer.address, self.secret) as connection, open(path, "rb") as file:
+            if _has_copy(connection, path.name + COPY, beside):
+                return
             put = {"op": "put", "file": path.name + COPY, "bytes": size, "checksums": len(beside)}
             connection.send(put | {"header_sha256": held.header_sha256})
             connection.send_bytes(beside)
@@ -239,6 +245,16 @@ class KeeperNode:
         if problem:
             files.remove(path)
         connection.send({"error": problem} if problem else {"ok": True})
+
+
+def _has_copy(connection: Connection, file: str, beside: bytes) -> bool:
+    """Whether a peer holds a file whole, with these very checksums."""
+    connection.send({"op": "describe", "file": file})
+    answer = connection.receive()
+    if "header" not in answer:
+        return False
+    header, crc = connection.receive_bytes(answer["header"]), connection.receive_bytes(answer["crc"])
+    return hashlib.sha256(header).hexdigest().encode() + crc == beside
 
 
 def _receive_file(path: Path, size: int, connection: Connection) -> None:
