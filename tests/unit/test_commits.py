@@ -1,0 +1,47 @@
+"""Which snapshot is the newest committed one, told by what keepers report, or by what they hold."""
+
+from regrow.checkpoint.commits import SnapshotBoard
+from regrow.checkpoint.held import COPY, Held
+from regrow.checkpoint.keeper_node import Sealed
+from regrow.checkpoint.layout import Part
+from regrow.checkpoint.slots import SLOT, Moment
+
+
+def held(step: int, shard: int, *, copy: bool = False) -> Held:
+    return Held(f"g000001-{shard}-{step}{SLOT}{COPY if copy else ''}", Moment(1, step), Part(shard, 2), 1, "")
+
+
+def rebuilt(*known: tuple[str, int, list[Held]]) -> SnapshotBoard:
+    board = SnapshotBoard()
+    board.rebuild((node, Moment(1, step), holdings) for node, step, holdings in known)
+    return board
+
+
+def newest(board: SnapshotBoard) -> int | None:
+    return board.newest.moment.step if board.newest else None
+
+
+def test_a_step_is_committed_once_every_node_has_it_safe_with_its_peer() -> None:
+    board = SnapshotBoard()
+    board.begin(1, 0, {"a": "b", "b": "a"})
+    assert board.sealed(Sealed("a", Moment(1, 5), "b")) is None
+    assert board.sealed(Sealed("b", Moment(1, 5), "")) is None  # it had not heard of its peer
+    assert board.sealed(Sealed("b", Moment(2, 5), "a")) is None
+    assert newest(board) is None
+    assert board.sealed(Sealed("b", Moment(1, 5), "a")) is not None
+    assert newest(board) == 5
+
+
+def test_the_newest_commit_that_any_keeper_knows_is_found_again() -> None:
+    a = [held(6, 0), held(7, 0), held(6, 1, copy=True), held(7, 1, copy=True)]
+    b = [held(6, 1), held(7, 1), held(6, 0, copy=True), held(7, 0, copy=True)]
+    assert newest(rebuilt(("a", 7, a), ("b", 6, b))) == 7
+    assert newest(rebuilt(("a", 6, a), ("b", 6, b))) == 6, "7 was never committed"
+    assert newest(rebuilt(("new", -1, []))) is None
+
+
+def test_a_commit_that_only_a_lost_node_had_heard_of_is_found_where_the_one_before_is_overwritten() -> None:
+    """Node a knew of 7, and wrote 8 in the place of 6; with its copies b has all of 7, and of 6 no more."""
+    b = [held(6, 1), held(7, 1), held(7, 0, copy=True), held(8, 0, copy=True)]
+    assert newest(rebuilt(("b", 6, b))) == 7
+    assert newest(rebuilt(("b", 6, [held(6, 1)]))) == 6, "nothing else is whole: storage it is"
