@@ -9,7 +9,7 @@ node for a checkpoint, its answers, the index and COMMIT. For the leader's figur
 Stand-ins: a process for each keeper at the top of the tree, which plays all those below it too, so nothing is trained,
 copied or written but the index, COMMIT and the logs; a node's answer to an order comes after up to WRITE_S seconds and
 names 8 files. The coordinator has one connection for a process, so fewer than it would have for orders. All runs on one
-machine: no network.
+machine: no network. That a group forms is not measured: one worker joins for all.
 
 Figures are CPU time, user and system, of all threads of the one process, less what the same process uses when nothing
 is asked of it. `..._ms_per_step_...` is for a step a second, with all that a second brings besides;
@@ -146,6 +146,8 @@ class Cluster:
             secret=secrets.token_bytes(16),
             checkpoints="checkpoints",
             checkpoint=CheckpointConfig(every_steps=None),
+            sizes=[1],
+            wait_for_workers_s=600.0,
             tensorboard=True,
             submitted={},
         )
@@ -177,8 +179,14 @@ class Cluster:
         """Start a generation; the seconds until the coordinator has."""
         import ray
 
-        self.generation, fatal = ray.get(self.coordinator.begin_generation.remote())
-        assert not fatal
+        from regrow.plan.membership import Member
+
+        one = Member("one for all", self.nodes[0], "host", 1, os.getpid())
+        ray.get(self.coordinator.join.remote(one, 1))
+        while (answer := ray.get(self.coordinator.formation.remote(one.id, self.generation))).formation is None:
+            assert not answer.given_up
+            time.sleep(answer.wait_s)
+        self.generation = answer.formation.generation
         ranks = [(node, rank) for node in self.nodes for rank in range(RANKS_PER_NODE)]
         workers = [{"host": f"host-{node[:8]}", "node": node, "pid": rank, "device": "H100"} for node, rank in ranks]
         begun = time.perf_counter()
@@ -372,11 +380,12 @@ def main() -> None:
     parser.add_argument("--side", nargs=3, type=int, metavar=("NODES", "WINDOWS", "STEPS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        print(json.dumps(side(*options.side)))
+        load = os.getloadavg()[0]
+        print(json.dumps(side(*options.side) | {"load_average": [load, os.getloadavg()[0]]}))
         return
     if options.out is None:
         parser.error("--out is required")
-    windows, num_steps = (3, 5) if options.quick else (5, 12)
+    windows, num_steps = (3, 5) if options.quick else (5, 10)
     figures: dict[str, float] = {}
     spread: dict[str, Any] = {}
     runs: dict[str, Any] = {}

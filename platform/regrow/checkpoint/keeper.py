@@ -26,7 +26,7 @@ from regrow.checkpoint.upload import WriteOrder, Written
 
 NAMESPACE = "regrow"
 COORDINATOR = "coordinator"  # its name is this after the run's id, a keeper's the node's id
-FAN_OUT = 16
+FAN_OUT = 8
 PING_S = 5.0
 ASK_AFTER = 0.25  # of the time after which a silent coordinator is given up
 CLOSE_S = 10.0
