@@ -357,12 +357,15 @@ def clean_up_after(made: World, kill: Kill, victim: Process, redundant: bool) ->
             return False
     time.sleep(rng.choice([0, rng.uniform(0, 0.03)]))  # survivors go on for a moment
     made.kill_group()
+    lost = kill.role == "coordinator" and redundant and rng.random() < 0.3  # it was on one of the nodes
+    if lost:
+        made.lose_node(rng.choice(sorted(made.keepers)))
     floor = made.known()
     if kill.role == "coordinator":
         made.start_coordinator()
     made.join_keepers()
-    check_memory(made, floor, without=rng.choice(["", *made.keepers]) if redundant else "")
-    return False
+    check_memory(made, floor, without=rng.choice(["", *made.keepers]) if redundant and not lost else "")
+    return lost
 
 
 @pytest.mark.timeout(1200)

@@ -8,7 +8,6 @@ of the step, so that a mixture of two steps is seen.
 
 import contextlib
 import ctypes
-import inspect
 import itertools
 import mmap
 import os
@@ -359,18 +358,17 @@ def coordinator_main(member: Member) -> None:
             self.generation += 1
             return self.generation
 
-    options: dict[str, Any] = {
-        "secret": SECRET,
-        "checkpoints": "checkpoints",
-        "checkpoint": CheckpointConfig(every_steps=EVERY_STEPS, keep=KEEP, timeout_s=60.0),
-        "sizes": [1, 2, 3],
-        "wait_for_workers_s": 60.0,
-        "tensorboard": False,
-        "submitted": {},
-    }
-    taken = inspect.signature(coordinator.Coordinator).parameters  # how it makes groups is no matter here
-    folder = str(member.world / "run")
-    actor = Numbering(folder, RUN, **{name: value for name, value in options.items() if name in taken})
+    actor = Numbering(
+        str(member.world / "run"),
+        RUN,
+        secret=SECRET,
+        checkpoints="checkpoints",
+        checkpoint=CheckpointConfig(every_steps=EVERY_STEPS, keep=KEEP, timeout_s=60.0),
+        sizes=[1, 2, 3],
+        wait_for_workers_s=60.0,
+        tensorboard=False,
+        submitted={},
+    )
 
     def drive() -> None:
         while True:
