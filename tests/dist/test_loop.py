@@ -39,12 +39,16 @@ class Recorder:
     snapshots: list[int] = field(default_factory=list)
     confirmed: list[int] = field(default_factory=list)
     copying: bool = False
+    full: frozenset[int] = frozenset()  # steps before which rank 1 has no room
 
     def log(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
 
     def wants_to_leave(self) -> bool:
         return self.leave_at is not None and len(self.rows) >= self.leave_at and dist.get_rank() == 0
+
+    def has_room(self, num_snapshots: int) -> bool:
+        return dist.get_rank() != 1 or len(self.rows) + 1 not in self.full
 
     def snapshot(self, progress: Progress, *, must: bool) -> float:
         if progress.step in self.snapshots:
@@ -78,7 +82,7 @@ def batches(slices: range, start_step: int) -> Iterator[RankBatch]:
         yield RankBatch(step, np.arange(SEQS)[mine] + step * SEQS, rows[mine])
 
 
-def loop(leave_at: int | None = None, slices_per_pass: int = 1) -> Recorder:
+def loop(leave_at: int | None = None, slices_per_pass: int = 1, full: tuple[int, ...] = ()) -> Recorder:
     assert "ray" not in sys.modules
     assert "hydra" not in sys.modules
     world_size, device = dist.get_world_size(), torch.device("cpu")
@@ -93,7 +97,7 @@ def loop(leave_at: int | None = None, slices_per_pass: int = 1) -> Recorder:
         group=data_parallel_group(mesh),
         shard_group=shard_group(mesh),
     )
-    hooks = Recorder(leave_at)
+    hooks = Recorder(leave_at, full=frozenset(full))
     left = train(
         step,
         batches(plan.ranges[dist.get_rank()], 0),
@@ -141,6 +145,12 @@ def test_rows_checkpoints_and_validation_come_when_they_are_due() -> None:
     assert [row["step"] for row in hooks.rows if "validation_loss" in row] == [4, 8, 12]
     # the stall for a checkpoint belongs to the step after it
     assert [row["step"] for row in hooks.rows if row["snapshot_s"] == 0.25] == [6, 11]
+
+
+def test_a_snapshot_is_begun_on_all_ranks_or_on_none() -> None:
+    """One that some ranks begin is never committed, and its slots are never free again."""
+    first, second = run_ranks(loop, 2, None, 1, (4, 7, 8, 10))
+    assert first.snapshots == second.snapshots == [2, 5, 6, 10, 12]  # the 10th becomes a checkpoint: it must be
 
 
 def test_one_ranks_wish_to_leave_takes_all_ranks_out_at_the_same_step_with_a_checkpoint() -> None:

@@ -6,9 +6,10 @@ import pytest
 
 from regrow.checkpoint import coordinator as module
 from regrow.checkpoint.catalog import committed_steps
-from regrow.checkpoint.coordinator import Coordinator, Fenced
+from regrow.checkpoint.coordinator import Answer, Coordinator, Fenced
 from regrow.config.schema import CheckpointConfig
 from regrow.errors import ResumeError
+from regrow.plan.membership import Member
 from regrow.storage import Storage
 
 
@@ -26,10 +27,20 @@ def make(folder: Path) -> Coordinator:
     )
 
 
+def form(made: Coordinator) -> Answer:
+    """The next group, of one process that comes back each time."""
+    made.join(Member("m", "node", "127.0.0.1", 1, 1), 1)
+    return made.formation("m", made.generation)
+
+
+def generation_of(answer: Answer) -> int:
+    assert answer.formation is not None
+    return answer.formation.generation
+
+
 def test_every_write_of_an_older_generation_is_refused(tmp_path: Path) -> None:
     made = make(tmp_path)
-    old, _ = made.begin_generation()
-    new, _ = made.begin_generation()
+    old, new = generation_of(form(made)), generation_of(form(made))
     with pytest.raises(Fenced, match=f"generation {old} is over; {new} is current"):
         made.row(old, {})
     with pytest.raises(Fenced):
@@ -46,17 +57,49 @@ def test_a_run_has_one_writer_and_its_generations_go_on_counting(
 ) -> None:
     monkeypatch.setattr(module, "LOCK_WAIT_S", 0.1)
     first = make(tmp_path)
-    generation, _ = first.begin_generation()
+    generation = generation_of(form(first))
     first.event(generation, "note", {"text": "alive"})
     with pytest.raises(ResumeError, match="is in use"):
         make(tmp_path)
     first.lock.close()  # as the process' end does
-    assert make(tmp_path).begin_generation()[0] > generation
+    assert generation_of(form(make(tmp_path))) > generation
 
 
 def test_groups_that_keep_failing_before_a_step_give_the_run_up(tmp_path: Path) -> None:
     made = make(tmp_path)
     made.failure("worker_failed", "rank 0: no such thing", [0])
-    given_up = [made.begin_generation()[1] for _ in range(module.MAX_FRUITLESS_GENERATIONS + 1)]
+    given_up = [form(made).given_up for _ in range(module.MAX_FRUITLESS_GENERATIONS + 1)]
     assert given_up[:-1] == [""] * module.MAX_FRUITLESS_GENERATIONS
     assert "no such thing" in given_up[-1]
+
+
+def test_a_death_is_noted_once_and_the_others_form_the_next_generation(tmp_path: Path) -> None:
+    made = make(tmp_path)
+    for pid in (1, 2, 3):
+        made.join(Member(f"m{pid}", "node", "127.0.0.1", pid, pid), 3)
+    first = generation_of(made.formation("m1", 0))
+    made.members_died([("node", 2)], 2, "worker_died", "gone")
+    made.members_died([("node", 2)], 2, "worker_died", "gone")
+    assert [update.content["event"] for update in made.updates].count("failure") == 1
+    made.join(Member("m1", "node", "127.0.0.1", 1, 1), 3)
+    assert made.formation("m1", first).formation is None  # m3 is alive, and has not come yet
+    made.join(Member("m3", "node", "127.0.0.1", 3, 3), 3)
+    answer = made.formation("m3", first)
+    assert answer.formation is not None
+    assert [member.id for member in answer.formation.members] == ["m1", "m3"]
+    assert made.cause == "worker_died"
+
+
+def test_whoever_waits_is_told_when_the_run_is_over(tmp_path: Path) -> None:
+    made = make(tmp_path)
+    made.done()
+    assert form(made).over
+
+
+def test_too_few_for_too_long_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make(tmp_path)
+    form(made)
+    made.wait_for_workers_s = 0.0
+    made.members_died([("node", 1)], 0, "worker_died", "gone")
+    _, fatal = made.drain_updates()
+    assert "fewer than cluster.min_workers=1 for 0 s" in fatal

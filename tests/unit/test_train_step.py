@@ -65,7 +65,7 @@ def test_a_batch_without_any_valid_target_gives_zero_and_not_nan():
     before = {name: p.detach().clone() for name, p in step.model.named_parameters()}
     step.optimizer.param_groups[0]["weight_decay"] = 0.0
     result = step.run([torch.full((2, 13), IGNORE_INDEX)], num_micro_batches=1, lr=1e-3).resolve()
-    assert result == StepResult(loss=0.0, grad_norm=0.0, num_tokens=0, flag=False, digest=0)
+    assert result == StepResult(loss=0.0, grad_norm=0.0, num_tokens=0, flag=False, blocked=False, digest=0)
     for name, parameter in step.model.named_parameters():
         assert torch.equal(parameter, before[name]), name
 

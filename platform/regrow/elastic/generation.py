@@ -219,11 +219,15 @@ class _Hooks:
             self.replies.remove(reply)
         return bool(self.stop)
 
+    def has_room(self, num_snapshots: int) -> bool:
+        return self.snapshots is None or self.snapshots.room() >= num_snapshots
+
     def snapshot(self, progress: Progress, *, must: bool) -> float:
         begun = time.perf_counter()
         if self.snapshots is not None:
             wait_s = self.job.config.train.collective_timeout_s / 2 if must else 0.0  # others wait in the next step
-            self.snapshots.begin(progress.step, progress.to_dict(), wait_s=wait_s)
+            if not self.snapshots.begin(progress.step, progress.to_dict(), wait_s=wait_s):
+                raise RuntimeError(f"no slot for the snapshot of step {progress.step} came free; see snapshot_failed")
         return time.perf_counter() - begun
 
     def confirm(self, step: int) -> None:

@@ -27,10 +27,13 @@ class Hooks(Protocol):
     def wants_to_leave(self) -> bool:
         """Has this rank been asked to leave? Travels to all ranks with the next step's reduction."""
 
+    def has_room(self, num_snapshots: int) -> bool:
+        """Whether this rank could begin so many snapshots now. One that some rank has no room for, none begins."""
+
     def snapshot(self, progress: Progress, *, must: bool) -> float:
         """Begin to copy the state, which does not change before `await_snapshot`; returns the seconds of waiting.
 
-        Where there is no room for another snapshot the step has none, unless it `must`. Again for a step: nothing.
+        Where it `must`, it waits for room. Again for the same step: nothing.
         """
 
     def confirm(self, step: int) -> None:
@@ -87,16 +90,16 @@ def train(
     """
     lag = 0 if device.type == "cpu" else 1
     launched: list[_Launched] = []
-    leaving = False
+    leaving = blocked = False
     saved_at = progress.step
 
     def settle(left: int) -> None:
         """Read and log the oldest launched steps until only `left` are left."""
-        nonlocal leaving
+        nonlocal leaving, blocked
         while len(launched) > left:
             oldest = launched.pop(0)
             result = oldest.stats.resolve()
-            leaving = leaving or result.flag
+            leaving, blocked = leaving or result.flag, result.blocked
             hooks.confirm(int(str(oldest.row["step"])))
             hooks.log(meter.finish(oldest.row, result))
 
@@ -125,6 +128,8 @@ def train(
             num_micro_batches=settings.num_micro_batches,
             lr=lr,
             flag=hooks.wants_to_leave(),
+            # read `lag` steps later: this step's snapshot may have been begun by then
+            blocked=not hooks.has_room(1 + (lag if _is_due(progress.step + 1, settings.snapshot_every_steps) else 0)),
             digest=batch.digest(),
             before_update=await_snapshot,
         )
@@ -141,7 +146,7 @@ def train(
             launched[0].stats.resolve()  # the device is done with this step: what follows is timed on its own
             launched[0].row["validation_loss"] = meter.outside_steps(lambda: hooks.validate(progress.step))
         settle(0 if save_due else lag)
-        if save_due or _is_due(progress.step, settings.snapshot_every_steps):
+        if save_due or (_is_due(progress.step, settings.snapshot_every_steps) and not blocked):
             keep(must=save_due)
 
     settle(0)

@@ -32,6 +32,7 @@ class StepResult:
     grad_norm: float  # before clipping
     num_tokens: int  # valid targets in the global batch
     flag: bool  # some rank raised its flag
+    blocked: bool  # some rank has no room for a snapshot
     digest: int  # sum of the ranks' digests modulo 2**64
 
 
@@ -55,9 +56,9 @@ class StepStats:
         """The numbers; waits for the device to reach the end of this step, not further."""
         if self._event is not None:
             self._event.synchronize()
-        loss, flag, *limbs, grad_norm, num_tokens = self._host.tolist()
+        loss, flag, blocked, *limbs, grad_norm, num_tokens = self._host.tolist()
         digest = sum(int(limb) << (LIMB_BITS * i) for i, limb in enumerate(limbs)) % 2**64
-        return StepResult(loss, grad_norm, int(num_tokens), flag > 0, digest)
+        return StepResult(loss, grad_norm, int(num_tokens), flag > 0, blocked > 0, digest)
 
 
 class TrainStep:
@@ -96,6 +97,7 @@ class TrainStep:
         num_micro_batches: int,
         lr: float,
         flag: bool = False,
+        blocked: bool = False,
         digest: int = 0,
         before_update: Callable[[], None] | None = None,
     ) -> StepStats:
@@ -103,14 +105,14 @@ class TrainStep:
 
         `micro_batches` are this rank's rows, int64 [m, T+1] each on the model's device, at least one and at most
         `num_micro_batches`, which is the same on every rank: a short rank repeats its last one with every target
-        ignored, which adds exactly nothing. `flag` (any rank) and `digest` (sum) come back in the result.
+        ignored, which adds exactly nothing. `flag`, `blocked` (any rank) and `digest` (sum) come back in the result.
         `before_update` is called before parameters and moments change.
         """
         assert 1 <= len(micro_batches) <= num_micro_batches, f"{len(micro_batches)=} {num_micro_batches=}"
         loss, num_tokens = self.accumulate(micro_batches, num_micro_batches)
         if before_update is not None:
             before_update()
-        return self.update(loss, num_tokens, lr=lr, flag=flag, digest=digest)
+        return self.update(loss, num_tokens, lr=lr, flag=flag, blocked=blocked, digest=digest)
 
     def accumulate(self, micro_batches: Sequence[Tensor], num_micro_batches: int) -> tuple[Tensor, Tensor]:
         """Forward and backward over the global batch; this rank's share of its mean loss, and its valid tokens."""
@@ -130,8 +132,10 @@ class TrainStep:
             loss += share.detach()
         return loss, num_tokens
 
-    def update(self, loss: Tensor, num_tokens: Tensor, *, lr: float, flag: bool, digest: int) -> StepStats:
-        """Clip, step the optimizer, and send the packed result off: one all-reduce for loss, flag and digest."""
+    def update(
+        self, loss: Tensor, num_tokens: Tensor, *, lr: float, flag: bool, blocked: bool, digest: int
+    ) -> StepStats:
+        """Clip, step the optimizer, and send the packed result off: one all-reduce for loss, flags and digest."""
         grad_norm = clip_grad_norm_float64(self.model.parameters(), self.max_grad_norm, self.shard_group)
         set_lr(self.optimizer, lr)
         self.optimizer.step()
@@ -139,7 +143,7 @@ class TrainStep:
         refresh_float8_scales(self.model)
         mask = (1 << LIMB_BITS) - 1
         limbs = [(digest >> (LIMB_BITS * i)) & mask for i in range(4)]
-        host = torch.tensor([float(flag), *limbs], dtype=torch.float64, pin_memory=loss.is_cuda)
+        host = torch.tensor([float(flag), float(blocked), *limbs], dtype=torch.float64, pin_memory=loss.is_cuda)
         packed = torch.cat([loss[None], host.to(loss.device, non_blocking=True)])
         _all_reduce(packed, self.group)
         return StepStats(torch.cat([packed, grad_norm[None], num_tokens.double()[None]]))
