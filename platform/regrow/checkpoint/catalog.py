@@ -22,7 +22,7 @@ def committed_steps(folder: Storage) -> list[int]:
 
 
 def open_checkpoint(folder: Storage, step: int, *, run_id: str | None = None) -> Index:
-    """The verified index of a committed step. Raises CheckpointError where it is damaged, or another run's or step's."""
+    """The verified index of a committed step. Raises CheckpointError if it is damaged, or another run's or step's."""
     source = folder / step_folder(step)
     try:
         pointer = json.loads(source.read_bytes(COMMIT))

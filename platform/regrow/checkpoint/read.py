@@ -31,7 +31,11 @@ def read_elements(source: Storage, read: Read, stored: Stored) -> memoryview:
     item = ITEM_BYTES[stored.span.dtype]
     begin, end = (read.start - stored.span.start) * item, (read.stop - stored.span.start) * item
     aligned_begin, aligned_end, chunks = whole_chunks(begin, end, stored.span.num_bytes)
-    data = memoryview(source.read_range(read.source.file, stored.offset + aligned_begin, aligned_end - aligned_begin))
+    try:
+        content = source.read_range(read.source.file, stored.offset + aligned_begin, aligned_end - aligned_begin)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{source}/{read.source.file}: it was there, and is not any more") from error
+    data = memoryview(content)
     if data.nbytes != aligned_end - aligned_begin or not np.array_equal(checksums(data), stored.crc[chunks]):
         raise CheckpointError(
             f"{source}/{read.source.file}: {stored.span.name} fails its checksum; the file is damaged"

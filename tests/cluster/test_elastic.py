@@ -1,0 +1,156 @@
+"""Nodes and workers die and come back under the real job: survivors stay, batches and losses are what they would be."""
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regrow.testing.cluster import SMALL, Job, run_to_end
+
+STEPS, COMPARED = 160, 100  # losses are compared over so many: beyond, the order of additions tells
+SLOW = ["model.dim=256", "model.ffn_dim=704", "data.seq_len=128"]  # a step of a third of a second
+BASE = [*SMALL, *SLOW, "snapshot.every_steps=1", "checkpoint.every_steps=1000", "cluster.cpus_per_worker=2"]
+
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(storage: Path) -> Job:
+    """At one rank."""
+    return run_to_end(storage, "undisturbed", *BASE, f"train.steps={STEPS}", timeout_s=400)
+
+
+class Cluster:
+    """Raylets that can be killed and added while a job trains on them."""
+
+    def __init__(self, folder: str, cpus: int) -> None:
+        from ray.cluster_utils import Cluster as Raylets
+
+        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder}  # for data, too few for a worker
+        self._raylets, self.cpus = Raylets(initialize_head=True, head_node_args=head), cpus
+        self.nodes: list[Any] = []
+
+    @property
+    def address(self) -> str:
+        return str(self._raylets.address)
+
+    def add(self) -> None:
+        self.nodes.append(self._raylets.add_node(num_cpus=self.cpus, wait=True))
+
+    def kill(self, number: int) -> str:
+        node = self.nodes.pop(number)
+        self._raylets.remove_node(node, allow_graceful=False)
+        return str(node.node_id)
+
+    def close(self) -> None:
+        self._raylets.shutdown()
+
+
+@contextmanager
+def cluster(num_nodes: int, workers_on_node: int = 1) -> Iterator[Cluster]:
+    with tempfile.TemporaryDirectory(prefix="rge", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        made = Cluster(folder, 2 * workers_on_node)
+        try:
+            for _ in range(num_nodes):
+                made.add()
+            yield made
+        finally:
+            made.close()
+
+
+def start(storage: Path, name: str, nodes: Cluster, least: int, most: int, *more: str) -> Job:
+    workers = [f"cluster.min_workers={least}", f"cluster.max_workers={most}"]
+    return Job(storage, name, *BASE, f"train.steps={STEPS}", f"cluster.address={nodes.address}", *workers, *more)
+
+
+def wait_for_generation(job: Job, number: int) -> dict[str, Any]:
+    job.wait_for(lambda: len(job.events("generation")) >= number, 150)
+    return job.events("generation")[number - 1]
+
+
+def pids(generation: dict[str, Any]) -> set[int]:
+    return {worker["pid"] for worker in generation["workers"]}
+
+
+def assert_same_run(job: Job, undisturbed: Job) -> None:
+    rows, expected = job.metrics(), undisturbed.metrics()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["batch_digest"] for row in rows] == [row["batch_digest"] for row in expected]
+    for row, other in zip(rows[:COMPARED], expected, strict=False):
+        assert abs(row["loss"] - other["loss"]) <= 1e-5, row["step"]
+    assert job.memory() == []
+
+
+def test_three_nodes_lose_one_with_its_memory_and_get_one_back(undisturbed: Job, storage: Path) -> None:
+    with cluster(3) as nodes, start(storage, "nodes", nodes, 2, 3) as job:
+        job.wait_for(lambda: job.last_step() >= 15, 240)
+        (first,) = job.events("generation")
+        assert first["world_size"] == 3
+        node = nodes.kill(1)
+        for folder in job.memory():
+            if folder.name.endswith(node[:12]):
+                shutil.rmtree(folder)
+        second = wait_for_generation(job, 2)
+        assert (second["world_size"], second["source"], second["cause"]) == (2, "snapshot", "worker_died")
+        assert second["recomputed_steps"] <= 1
+        assert pids(second) < pids(first)
+        nodes.add()
+        third = wait_for_generation(job, 3)
+        assert (third["world_size"], third["source"], third["recomputed_steps"]) == (3, "snapshot", 0)
+        assert pids(second) < pids(third)
+        assert job.wait(300) == 0, job.printed()
+        assert len(job.events("generation")) == 3
+        assert_same_run(job, undisturbed)
+
+
+def test_a_group_grows_past_the_size_it_started_with_and_shrinks_again(undisturbed: Job, storage: Path) -> None:
+    with cluster(2) as nodes, start(storage, "grow", nodes, 2, 4) as job:
+        job.wait_for(lambda: job.last_step() >= 5, 240)
+        assert job.events("generation")[0]["world_size"] == 2
+        nodes.add()
+        nodes.add()
+        job.wait_for(lambda: job.events("generation")[-1]["world_size"] == 4, 150)
+        before = job.events("generation")[-1]
+        assert pids(job.events("generation")[0]) < pids(before)
+        nodes.kill(3)
+        nodes.kill(2)
+        job.wait_for(lambda: job.events("generation")[-1]["world_size"] == 2, 150)
+        assert pids(job.events("generation")[-1]) == pids(job.events("generation")[0])
+        assert job.wait(300) == 0, job.printed()
+        assert_same_run(job, undisturbed)
+
+
+def test_two_nodes_of_two_workers_lose_one_and_get_it_back(undisturbed: Job, storage: Path) -> None:
+    with cluster(2, workers_on_node=2) as nodes, start(storage, "pairs", nodes, 2, 4) as job:
+        job.wait_for(lambda: job.last_step() >= 15, 240)
+        (first,) = job.events("generation")
+        assert first["world_size"] == 4
+        nodes.kill(0)
+        job.wait_for(lambda: job.events("generation")[-1]["world_size"] == 2, 150)
+        assert pids(job.events("generation")[-1]) < pids(first)
+        nodes.add()
+        job.wait_for(lambda: job.events("generation")[-1]["world_size"] == 4, 150)
+        assert job.wait(300) == 0, job.printed()
+        assert all(event["recomputed_steps"] <= 1 for event in job.events("generation"))
+        assert_same_run(job, undisturbed)
+
+
+def test_all_workers_at_once(undisturbed: Job, storage: Path) -> None:
+    with cluster(2) as nodes, start(storage, "all", nodes, 1, 2) as job:
+        job.wait_for(lambda: job.last_step() >= 15, 240)
+        for pid in job.workers():
+            os.kill(pid, signal.SIGKILL)
+        second = wait_for_generation(job, 2)
+        assert second["source"] == "snapshot"
+        assert second["recomputed_steps"] <= 1
+        assert job.wait(300) == 0, job.printed()
+        assert_same_run(job, undisturbed)
