@@ -7,6 +7,7 @@ import hashlib
 import json
 
 from regrow.checkpoint.format import COMMIT, Index
+from regrow.checkpoint.read import check_size
 from regrow.errors import CheckpointError
 from regrow.storage import Storage
 
@@ -41,14 +42,16 @@ def open_checkpoint(folder: Storage, step: int, *, run_id: str | None = None) ->
 
 
 def retain(folder: Storage, *, keep: int) -> list[int]:
-    """Delete what is older than the newest `keep` checkpoints that open cleanly, uncommitted leftovers included.
+    """Delete what is older than the newest `keep` checkpoints that are whole, uncommitted leftovers included.
 
     COMMIT goes first, so that a deletion cut short leaves nothing that looks whole. Returns the steps deleted.
     """
     sound: list[int] = []
     for step in committed_steps(folder):
         try:
-            open_checkpoint(folder, step)
+            index = open_checkpoint(folder, step)
+            for file in index.files:
+                check_size(folder / step_folder(step), file)
         except CheckpointError:
             continue
         sound.append(step)

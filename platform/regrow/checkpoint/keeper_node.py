@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import logging
+import mmap
 import os
 import queue
 import shutil
@@ -262,16 +263,12 @@ def _receive_file(path: Path, size: int, connection: Connection) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, size)
-        os.pwrite(descriptor, bytes(len(MAGIC)), 0)
-        first = connection.receive_bytes(min(size, 4096))
-        offset, block = len(first), bytearray(1 << 20)
-        while offset < size:
-            part = memoryview(block)[: min(len(block), size - offset)]
-            connection.receive_into(part)
-            os.pwrite(descriptor, part, offset)
-            offset += len(part)
-        os.pwrite(descriptor, first[len(MAGIC) :], len(MAGIC))
-        os.pwrite(descriptor, first[: len(MAGIC)], 0)
+        with mmap.mmap(descriptor, size) as pages:
+            pages[: len(MAGIC)] = bytes(len(MAGIC))
+            magic = connection.receive_bytes(len(MAGIC))
+            with memoryview(pages) as whole, whole[len(MAGIC) :] as rest:
+                connection.receive_into(rest)
+            pages[: len(MAGIC)] = magic
     finally:
         os.close(descriptor)
 

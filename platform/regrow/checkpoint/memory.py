@@ -5,14 +5,12 @@ something to give. Every byte is checked against the checksums that a keeper mad
 that is gone or whose bytes are damaged is left out, and what it was to give comes from another copy.
 """
 
-import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from regrow.checkpoint.checksums import Crc, checksums, whole_chunks
 from regrow.checkpoint.held import Holder, Snapshot, open_snapshot
@@ -20,7 +18,7 @@ from regrow.checkpoint.layout import ITEM_BYTES, shard_span, shards_that_hold
 from regrow.checkpoint.ranges import Connection, connected
 from regrow.checkpoint.reshard import Read, Source, nearest, plan_reads
 from regrow.checkpoint.slots import SlotHeader
-from regrow.checkpoint.state import Entry
+from regrow.checkpoint.state import Entry, tensor_over
 from regrow.errors import CheckpointError
 
 OWN, PEER = 0, 1  # distances
@@ -133,7 +131,7 @@ def _take(
         ranges = [(piece.begin, piece.end - piece.begin) for piece in pieces]
         connection.send({"op": "get", "file": holder.held.file, "ranges": ranges})
         for piece, (_, size) in zip(pieces, ranges, strict=True):
-            piece.put(memoryview(connection.receive_bytes(size)), entries)
+            piece.put(connection.receive_view(size), entries)
     return snapshot.header.scalars, 0, sum(size for _, size in ranges)
 
 
@@ -154,10 +152,7 @@ class _Piece:
             raise CheckpointError(f"{read.source.span.name} fails its checksum")
         entry = entries[read.want]
         target = entry.memory[read.start - entry.span.start : read.stop - entry.span.start]
-        data = np.frombuffer(chunks[self.inner], np.uint8)
-        with warnings.catch_warnings():  # that it is not writable: it is only read
-            warnings.simplefilter("ignore")
-            target.copy_(torch.from_numpy(data).view(target.dtype))
+        target.copy_(tensor_over(chunks[self.inner], target.dtype))
 
 
 def _pieces(snapshot: Snapshot, reads: Sequence[Read]) -> list[_Piece]:

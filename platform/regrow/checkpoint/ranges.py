@@ -14,6 +14,8 @@ import socketserver
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
+import numpy as np
+
 from regrow.errors import CheckpointError, first_line
 
 TIMEOUT_S = 20.0  # without a byte, of either side
@@ -96,16 +98,22 @@ class Connection:
                 raise ConnectionError("the file ends within the range")
 
     def receive_bytes(self, num_bytes: int) -> bytes:
-        data = bytearray(num_bytes)
-        self.receive_into(memoryview(data))
-        return bytes(data)
+        return bytes(self.receive_view(num_bytes))
+
+    def receive_view(self, num_bytes: int) -> memoryview:
+        """As many bytes in memory of their own, written once."""
+        data: memoryview = np.empty(num_bytes, np.uint8).data
+        self.receive_into(data)
+        return data
 
     def receive_into(self, target: memoryview) -> None:
-        while target:
-            got = self._socket.recv_into(target, min(len(target), _BLOCK))
+        at = 0
+        while at < len(target):
+            with target[at : at + _BLOCK] as block:
+                got = self._socket.recv_into(block)
             if not got:
                 raise ConnectionError("the other side closed the connection")
-            target = target[got:]
+            at += got
 
     def close(self) -> None:
         self._socket.close()

@@ -41,3 +41,16 @@ def read_elements(source: Storage, read: Read, stored: Stored) -> memoryview:
             f"{source}/{read.source.file}: {stored.span.name} fails its checksum; the file is damaged"
         )
     return data[begin - aligned_begin : end - aligned_begin]
+
+
+def check_size(source: Storage, file: DataFile) -> None:
+    """Raises CheckpointError where a file is not there or does not have the bytes that the index says."""
+    try:
+        end = source.read_range(file.name, file.num_bytes - 1, 2)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{source}/{file.name}: named by the index but not there") from error
+    if len(end) != 1:
+        size = "more" if end else "fewer"
+        raise CheckpointError(
+            f"{source}/{file.name}: has {size} than its {file.num_bytes:,} bytes; the file is damaged"
+        )

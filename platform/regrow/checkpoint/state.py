@@ -4,6 +4,7 @@ Names: `model/<parameter>`, `optim/exp_avg/<parameter>`, `optim/exp_avg_sq/<para
 and so one entry. float8 all-gather weights are saved as their high-precision inner tensor.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
@@ -75,6 +76,13 @@ def reset_moments(optimizer: torch.optim.Optimizer) -> None:
     for parameter in _parameters(optimizer):
         for moment in MOMENTS:
             optimizer.state[parameter][moment].zero_()
+
+
+def tensor_over(data: memoryview, dtype: torch.dtype) -> Tensor:
+    """A flat tensor that is these bytes, to be read only."""
+    with warnings.catch_warnings():  # that they may not be writable
+        warnings.simplefilter("ignore")
+        return torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
 
 
 def _entry(name: str, tensor: Tensor, inner_tensor: Callable[[Tensor], Tensor]) -> Entry:

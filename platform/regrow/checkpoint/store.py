@@ -18,7 +18,7 @@ from regrow.checkpoint.format import COMMIT, DataFile, Index, encode_header
 from regrow.checkpoint.layout import WHOLE, Part, Span, replica_part
 from regrow.checkpoint.read import read_elements, read_headers
 from regrow.checkpoint.reshard import plan_reads
-from regrow.checkpoint.state import Entry
+from regrow.checkpoint.state import Entry, tensor_over
 from regrow.checkpoint.upload import write_index
 from regrow.errors import CheckpointError
 from regrow.storage import Storage
@@ -119,7 +119,7 @@ def restore(folder: Storage, index: Index, entries: Sequence[Entry], part: Part 
         data = read_elements(source, read, stored[read.source])
         entry = entries[read.want]
         target = entry.memory[read.start - entry.span.start : read.stop - entry.span.start]
-        target.copy_(torch.frombuffer(bytearray(data), dtype=target.dtype))
+        target.copy_(tensor_over(data, target.dtype))
         num_bytes += len(data)
     return num_bytes
 
@@ -137,11 +137,11 @@ def share_parts(entries: Sequence[Entry], part: Part, group: dist.ProcessGroup |
         if not size:
             continue
         parts = [entry.memory[s.start - entry.span.start : s.stop - entry.span.start] for s in spans]
-        mine, everyone = entry.memory.new_zeros(size), entry.memory.new_empty(size * len(spans))
+        mine, everyone = entry.memory.new_zeros(size), [entry.memory.new_empty(size) for _ in spans]
         mine[: len(parts[part.replica])] = parts[part.replica]
-        dist.all_gather_into_tensor(everyone, mine, group=group)
-        for replica, target in enumerate(parts):
-            target.copy_(everyone[replica * size : replica * size + len(target)])
+        dist.all_gather(everyone, mine, group=group)
+        for target, received in zip(parts, everyone, strict=True):
+            target.copy_(received[: len(target)])
 
 
 def _write_file(

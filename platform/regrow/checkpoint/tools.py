@@ -9,9 +9,9 @@ from math import prod
 
 from regrow.checkpoint.catalog import open_checkpoint, step_folder
 from regrow.checkpoint.checksums import CHUNK_BYTES
-from regrow.checkpoint.format import COMMIT, DataFile, Index
+from regrow.checkpoint.format import COMMIT, Index
 from regrow.checkpoint.layout import ITEM_BYTES, Span
-from regrow.checkpoint.read import read_elements, read_header
+from regrow.checkpoint.read import check_size, read_elements, read_header
 from regrow.checkpoint.reshard import Read, Source, plan_reads
 from regrow.errors import CheckpointError
 from regrow.storage import Storage
@@ -80,7 +80,7 @@ def verify(checkpoints: Storage, index: Index, advance: Advance) -> None:
     source = checkpoints / step_folder(index.step)
     sources = []
     for file in index.files:
-        _check_size(source, file)
+        check_size(source, file)
         for stored in read_header(source, file, index):
             sources.append(Source(file.name, stored.span))
             for span in pieces(stored.span):
@@ -109,20 +109,7 @@ def _look(checkpoints: Storage, step: int, run_id: str | None) -> Found:
     try:
         index = open_checkpoint(checkpoints, step, run_id=run_id)
         for file in index.files:
-            _check_size(checkpoints / step_folder(step), file)
+            check_size(checkpoints / step_folder(step), file)
     except CheckpointError as error:
         return Found(step, index, str(error))
     return Found(step, index, "")
-
-
-def _check_size(source: Storage, file: DataFile) -> None:
-    """Raises CheckpointError where a file is not there or does not have the bytes that the index says."""
-    try:
-        end = source.read_range(file.name, file.num_bytes - 1, 2)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{source}/{file.name}: named by the index but not there") from error
-    if len(end) != 1:
-        size = "more" if end else "fewer"
-        raise CheckpointError(
-            f"{source}/{file.name}: has {size} than its {file.num_bytes:,} bytes; the file is damaged"
-        )

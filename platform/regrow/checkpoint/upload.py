@@ -9,6 +9,7 @@ import json
 import secrets
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -19,11 +20,12 @@ from regrow.checkpoint.checksums import CHUNK_BYTES, Crc, checksums
 from regrow.checkpoint.format import DataFile, Index, encode_header
 from regrow.checkpoint.held import Held, Snapshot, open_snapshot
 from regrow.checkpoint.layout import ITEM_BYTES, Span, replica_part
-from regrow.checkpoint.slots import Moment
+from regrow.checkpoint.slots import Moment, SlotHeader
 from regrow.errors import CheckpointError
 from regrow.storage import Storage
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape
+WRITERS = 4  # files of a node that are written at once
 PIECE_BYTES = 512 * CHUNK_BYTES  # that are checked, then given to storage
 
 
@@ -61,20 +63,22 @@ def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id
         raise CheckpointError(
             f"has {len(mine)} of the {mine[0].writers if mine else 'many'} snapshots of step {order.moment.step}"
         )
-    target, data_files = Storage.at(order.folder), []
-    scalars: dict[str, int] = {}
-    tensors: Tensors = {}
-    for number, each in enumerate(mine):
+    target = Storage.at(order.folder)
+
+    def write(number: int, each: Held) -> tuple[DataFile | None, SlotHeader]:
         snapshot = open_snapshot(folder / each.file)
         if snapshot is None or snapshot.held != each:
             raise CheckpointError(f"{each.file} is not the snapshot of step {order.moment.step} any more")
         name = f"g{order.moment.generation:06d}-{order.token}-{number}.safetensors"
-        file = _write_file(target, name, snapshot, run_id)
-        data_files += [file] if file else []
-        scalars = snapshot.header.scalars
-        tensors = {span.name: (span.dtype, span.shape) for span in snapshot.header.spans}
+        return _write_file(target, name, snapshot, run_id), snapshot.header
+
+    with ThreadPoolExecutor(WRITERS, thread_name_prefix="write") as writers:
+        outcomes = list(writers.map(write, range(len(mine)), mine))
+    header = outcomes[0][1]
+    tensors = {span.name: (span.dtype, span.shape) for span in header.spans}
     digest = hashlib.sha256(json.dumps(sorted(tensors.items())).encode()).hexdigest()
-    return Written(tuple(data_files), len(mine), scalars, digest, tensors if order.describe else None)
+    data_files = tuple(file for file, _ in outcomes if file is not None)
+    return Written(data_files, len(mine), header.scalars, digest, tensors if order.describe else None)
 
 
 def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> DataFile | None:
