@@ -7,7 +7,7 @@ DEV := $(VENV)/.ready-dev
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain data test check format test-float8 clean
+.PHONY: help setup pretrain data test check format test-long test-float8 clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -36,18 +36,21 @@ data: $(READY) ## prepare the corpus without training
 	$(BIN)/python -m jobs.prepare_data $(ARGS)
 
 test: $(DEV) ## everything that needs no GPU; ARGS='-k ...' to choose
-	$(BIN)/python -m pytest -m 'not matrix' $(ARGS)
+	$(BIN)/python -m pytest -m 'not matrix and not long' $(ARGS)
 
 check: $(DEV) ## format, lint, types, layers, unit tests: about a minute
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest tests/unit tests/golden -m 'not slow and not matrix' -q -n auto
+	$(BIN)/python -m pytest tests/unit tests/golden -m 'not slow and not long and not matrix' -q -n auto
 
 format: $(DEV) ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+test-long: $(DEV) ## more elastic cases on real raylets, and 200 random kills of the checkpoint tiers
+	CRASH_KILLS=200 $(BIN)/python -m pytest tests/cluster/test_elastic.py tests/dist/test_crashes.py $(ARGS)
 
 test-float8: $(DEV) ## the full float8 x compile x world size matrix (long)
 	$(BIN)/python -m pytest tests/dist -m matrix $(ARGS)

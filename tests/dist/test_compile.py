@@ -74,7 +74,14 @@ def test_float8_loss_is_within_a_hundredth_of_bfloat16s_after_50_steps(
 ):
     def losses(float8: Float8, compiled: bool) -> list[float]:
         parallel = ParallelConfig(dtype=Dtype.bfloat16, float8=float8, compile=compiled)
-        training = Training(MATRIX, parallel, OptimConfig(lr=3e-3, global_batch_seqs=24, num_slices=6), MATRIX_STEPS, seq_len=32, noise=0.3)
+        training = Training(
+            MATRIX,
+            parallel,
+            OptimConfig(lr=3e-3, global_batch_seqs=24, num_slices=6),
+            MATRIX_STEPS,
+            seq_len=32,
+            noise=0.3,
+        )
         results = run_ranks(losses_and_graphs, world_size, training, deadline_s=850, env=cache)
         assert all(result == results[0] for result in results)
         return results[0][0]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from regrow.elastic.job import CALL_TIMEOUT_S
 from regrow.errors import RegrowError
-from regrow.parallel.fsdp import BACKENDS
+from regrow.parallel.fsdp import BACKENDS, let_go_of_meshes
 from regrow.plan.membership import Formation, Member
 
 STORE_S = 10.0  # for the others to come to the store, once the generation is known
@@ -90,3 +90,4 @@ def leave_generation() -> None:
     with contextlib.suppress(Exception):  # they may be broken already
         if dist.is_initialized():
             dist.destroy_process_group()
+    let_go_of_meshes()

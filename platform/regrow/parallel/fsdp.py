@@ -1,9 +1,12 @@
 """FSDP2 and HSDP: parameters, gradients and moments sharded by rows over `dp_shard`, copied over `dp_replicate`."""
 
+import gc
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from regrow.config.schema import Dtype
 from regrow.model.llama import Llama
@@ -85,3 +88,17 @@ def free_gathered(model: torch.nn.Module) -> None:
     """Return to shards whatever a forward without a backward has left whole; `model.parameters()` are shards again."""
     for module in fsdp_modules(model):
         module.reshard()
+
+
+def let_go_of_meshes() -> None:
+    """Have every device mesh forget its process groups, for when they are given up.
+
+    DTensor's caches keep meshes for ever, and meshes keep groups (torch 2.13, `_pg_registry`): on gloo, connections
+    would stay open, and a peer that waits for this rank would wait until its timeout.
+    """
+    for thing in gc.get_objects():
+        if type(thing) is DeviceMesh:
+            getattr(thing, "_pg_registry", {}).clear()
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()
+    gc.collect()
