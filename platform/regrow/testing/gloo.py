@@ -90,7 +90,8 @@ def _rank_main(
             timeout=timedelta(seconds=deadline_s),
         )
         outcome = (True, fn(*args))
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except BaseException:
         outcome = (False, traceback.format_exc())
     pipe.send_bytes(pickle.dumps(outcome))
