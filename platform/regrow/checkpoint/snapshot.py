@@ -75,7 +75,7 @@ class Snapshots:
         self._copier = _DeviceCopy([slot.file for slot in self._slots]) if on_device else _HostCopy()
         self._pending: _Pending | None = None
         self._lock = threading.Lock()
-        self._begun = NOTHING
+        self._begun, self._closed = NOTHING, False
         self.skipped = 0  # steps that found no free slot
 
     def room(self) -> int:
@@ -122,6 +122,9 @@ class Snapshots:
 
     def close(self) -> None:
         """Void what is not sealed. Sealed slots stay: they are what the next generation starts from."""
+        if self._closed:
+            return
+        self._closed = True
         self._copier.close()
         if self._pending is not None:
             self._pending.slot.file.void()

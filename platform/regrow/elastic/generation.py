@@ -52,8 +52,6 @@ from regrow.train.loop import LoopSettings, train
 from regrow.train.metrics import Meter
 from regrow.train.step import TrainStep, build_loss, evaluate
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of mallopt(3)
-
 
 def train_generation(
     job: Job, joined: Joined, memory: MemoryTier | None, device: torch.device, *, entered: float
@@ -310,7 +308,7 @@ def _restore(
     Raises CheckpointError if all checkpoints are damaged.
     """
     folder, part = Storage.at(job.checkpoints), part_of(mesh)
-    steps, overwritten = from_rank_0(catalog.committed_steps(folder)), False
+    steps, overwritten = from_rank_0(catalog.committed_steps(folder) if dist.get_rank() == 0 else []), False
     if memory is not None:
         restored, overwritten = memory.restore(entries, at_least=steps[0] if steps else 0)
         if restored is not None:

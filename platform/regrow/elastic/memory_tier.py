@@ -1,5 +1,6 @@
 """A rank's dealings with its node's keeper: find it, restore from what keepers hold, take snapshots."""
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,15 +34,17 @@ class MemoryTier:
             domain_label=self.config.domain_label,
             abandon_after_s=self.config.abandon_after_s,
         )
-        self._serving = self.keeper.serve.remote(job.coordinator, job.secret)
+        self._snapshots: Snapshots | None = None
+        self._serving = self._serve()
 
     def join(self) -> None:
         """Wait for the keepers of all nodes to be up and known to the coordinator.
 
         Raises CheckpointError where a keeper cannot work on its node.
         """
+        serving, self._serving = self._serving or self._serve(), None  # anew each time: it may have been restarted
         try:
-            info: KeeperInfo = ray.get(self._serving, timeout=CALL_TIMEOUT_S)
+            info: KeeperInfo = ray.get(serving, timeout=CALL_TIMEOUT_S)
         except ray.exceptions.RayTaskError as error:
             raise CheckpointError(
                 f"snapshot.folder={self.config.folder} cannot hold snapshots ({first_line(error.cause or error)}); "
@@ -104,7 +107,18 @@ class MemoryTier:
         if problems:
             raise CheckpointError(f"{problems[0]}; or take no snapshots: snapshot.every_steps=0")
         assert snapshots is not None
+        self._snapshots = snapshots
         return snapshots
+
+    def leave(self) -> None:
+        """The generation is over, however it ended: nothing that is not sealed will be. Local."""
+        if self._snapshots is not None:
+            with contextlib.suppress(Exception):  # of a device that cannot be trusted
+                self._snapshots.close()
+            self._snapshots = None
+
+    def _serve(self) -> Any:
+        return self.keeper.serve.remote(self.job.coordinator, self.job.secret)
 
     def _shortage(self, entries: Sequence[Entry], part: Part, nodes: list[str]) -> str:
         """Why this node's memory does not do for the smallest group allowed, and for the one before it; or empty."""

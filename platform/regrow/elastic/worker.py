@@ -55,6 +55,8 @@ def run_worker(job: Job) -> None:
             _report(job, joined, error)
             traceback.clear_frames(error.__traceback__)  # they hold the model
         finally:
+            if memory is not None:
+                memory.leave()
             leave_generation()
         after, entered = joined.generation if joined else after, time.time()
         gc.collect()
