@@ -9,6 +9,7 @@ import contextlib
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, Work
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
+from ray.train.v2._internal.execution.worker_group.placement_group_handle import PlacementGroupHandle
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -42,6 +44,7 @@ CLUSTER_TUNING = {
 
 LOOK_S = 0.5  # between looks for room
 FILL_AFTER_S = 3.0  # from a worker's death to the first look for room in its place
+STARTS_AT_ONCE = 32  # workers
 START_S = 60.0  # for a new worker to take up its function
 
 
@@ -77,9 +80,9 @@ class Trainer(DataParallelTrainer):
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()
-        if not self.local:
+        if not (self.local or self.in_place):
             return callbacks
-        # a Ray that ends with the job needs no actor that tidies up after one
+        # a Ray that ends with the job needs no actor that tidies up after one, which knows of one placement group only
         return [callback for callback in callbacks if type(callback).__name__ != "PlacementGroupCleanerCallback"]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
@@ -93,6 +96,47 @@ class Trainer(DataParallelTrainer):
             module.TrainController = before
 
 
+class Places(PlacementGroupHandle):
+    """Room for each worker there may be: a placement group a worker, in place of Ray Train's one for all of them.
+
+    Groups that nothing can be placed in yet are pending, which also is what an autoscaler sees. One that loses its node
+    is given up for a new one: Ray 2.60 tries a group that it is to move again and again without a pause, which takes
+    half a core of the head (ray-project/ray#65007).
+    """
+
+    def __init__(self, bundle: dict[str, float], *, at_first: int, most: int) -> None:
+        self.bundle, self.at_first = bundle, at_first
+        self.groups = [ray.util.placement_group([bundle]) for _ in range(most)]
+
+    @property
+    def placement_group(self) -> Any:
+        return self
+
+    def ready(self) -> Any:
+        return self.groups[0].ready()
+
+    def wait(self, timeout_seconds: float = 30) -> bool:
+        give_up_at = time.monotonic() + timeout_seconds
+        return all(group.wait(max(0.0, give_up_at - time.monotonic())) for group in self.groups[: self.at_first])
+
+    def has_room(self, place: int) -> bool:
+        """Whether a worker could start there now; where the node is gone, another one is asked for."""
+        table = ray.util.placement_group_table(self.groups[place])
+        if table["state"] == "PENDING":
+            return False
+        node = table["bundles_to_node_id"].get(0)
+        if table["state"] == "CREATED" and node in {each["NodeID"] for each in ray.nodes() if each["Alive"]}:
+            return True
+        lost, self.groups[place] = self.groups[place], ray.util.placement_group([self.bundle])
+        ray.util.remove_placement_group(lost)
+        return False
+
+    def shutdown(self) -> None:
+        for group in self.groups:
+            with contextlib.suppress(Exception):
+                ray.util.remove_placement_group(group)
+
+
 class InPlaceGroup(WorkerGroup):
     """A worker group whose ranks die and come back one by one. A rank here is a place, whoever is in it."""
 
@@ -100,13 +144,31 @@ class InPlaceGroup(WorkerGroup):
         self._empty: dict[int, float] = {}  # places whose worker is gone, since when
         self._filling: threading.Thread | None = None
         self._looked_at = 0.0
-        self._more: list[Any] = []  # placement groups of places beyond those of the start
-        super()._start_impl(worker_group_state_builder)
-        job = _job_of(self._train_run_context)
+        job = self._train_run_context.train_loop_config["job"]  # type: ignore[index]
         self._coordinator, self._most = job.coordinator, job.config.cluster.max_workers
-        for _ in range(len(self.get_workers()), self._most):
-            bundle = self._worker_group_context.resources_per_worker
-            self._more.append(ray.util.placement_group([bundle]))  # pending, it also asks an autoscaler for a node
+        super()._start_impl(worker_group_state_builder)
+
+    def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Places:
+        context = worker_group_context
+        return Places(context.resources_per_worker, at_first=context.num_workers, most=self._most)
+
+    def _create_workers(self, num_workers: int, placement_group: Any, *more: Any, **options: Any) -> list[Any]:
+        if not isinstance(placement_group, Places):
+            return super()._create_workers(num_workers, placement_group, *more, **options)
+        with ThreadPoolExecutor(STARTS_AT_ONCE) as starting:
+            return list(starting.map(lambda place: self._worker_for(place, placement_group), range(num_workers)))
+
+    def _worker_for(self, place: int, places: Places) -> Any:
+        (worker,) = super()._create_workers(
+            1,
+            places.groups[place],
+            places.bundle,
+            placement_group_bundle_indices=[0],
+            starting_world_rank=place,
+            world_size=max(place + 1, self._worker_group_context.num_workers),
+            replica_group_size=1,
+        )
+        return worker
 
     def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[WorkerStatus]:
         statuses = super()._poll_workers_and_collect_errors(timeout)
@@ -119,10 +181,11 @@ class InPlaceGroup(WorkerGroup):
                         ray.kill(self.get_workers()[place].actor)
                 self._world_rank_to_ongoing_poll.pop(place, None)
                 statuses[place] = WorkerStatus(running=False, error=None, training_report=None)
-        if any(status.running for status in statuses) or len(self._empty) == len(statuses):
+        nobody = len(self._empty) == len(statuses)
+        if nobody or any(status.running for status in statuses):
             self._fill()
-            if len(self._empty) == len(statuses):  # nobody is left; the group is not over for that
-                statuses[0] = WorkerStatus(running=True, error=None, training_report=None)
+        if nobody:  # the group is not over for that
+            statuses[0] = WorkerStatus(running=True, error=None, training_report=None)
         return statuses
 
     def _tell(self, place: int, error: Exception) -> None:
@@ -136,45 +199,25 @@ class InPlaceGroup(WorkerGroup):
         if time.monotonic() - self._looked_at < LOOK_S or (self._filling is not None and self._filling.is_alive()):
             return
         self._looked_at = time.monotonic()
-        for place, since in self._empty.items():
-            # a node that was killed is listed alive for a while
-            if time.monotonic() - since > FILL_AFTER_S and self._has_room(*self._room_of(place)):
-                break
-        else:
-            place = len(self.get_workers())
-            if place >= self._most or not self._has_room(*self._room_of(place)):
-                return
-        self._filling = threading.Thread(target=self._start_worker, args=(place,), name=f"place-{place}", daemon=True)
-        self._filling.start()
-
-    def _room_of(self, place: int) -> tuple[Any, Any]:
-        """The placement group and the bundle of a place."""
-        first = self._worker_group_context.num_workers
-        if place >= first:
-            return self._more[place - first], 0
         state: Any = self._worker_group_state
-        return state.placement_group_handle.placement_group, self.get_workers()[place].placement_group_bundle_index
-
-    @staticmethod
-    def _has_room(group: Any, bundle: int) -> bool:
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        table = ray.util.placement_group_table(group)
-        return table["state"] == "CREATED" and table["bundles_to_node_id"].get(bundle) in alive
+        places: Places = state.placement_group_handle
+        candidates = list(self._empty)
+        if len(state.workers) < self._most:
+            candidates.append(len(state.workers))
+        for place in candidates:
+            # a node that was killed is listed alive for a while
+            waited = time.monotonic() - self._empty.get(place, 0.0) > FILL_AFTER_S
+            if places.has_room(place) and waited:
+                name = f"place-{place}"
+                self._filling = threading.Thread(target=self._start_worker, args=(place,), name=name, daemon=True)
+                self._filling.start()
+                return
 
     def _start_worker(self, place: int) -> None:
-        group, bundle = self._room_of(place)
         context = self._worker_group_context
         state: Any = self._worker_group_state
         try:
-            (worker,) = self._create_workers(
-                1,
-                group,
-                context.resources_per_worker,
-                placement_group_bundle_indices=[bundle],
-                starting_world_rank=place,
-                world_size=max(place + 1, len(state.workers)),
-                replica_group_size=1,
-            )
+            worker = self._worker_for(place, state.placement_group_handle)
             self._init_train_context([worker], state.sync_actor)
             ray.get(worker.actor.run_train_fn.remote(context.train_fn_ref), timeout=START_S)
         except Exception as error:  # its node is gone again: the place stays empty, and is tried anew
@@ -186,30 +229,17 @@ class InPlaceGroup(WorkerGroup):
             ray.kill(worker.actor)
             return
         state, replica = self._worker_group_state, ReplicaGroup([worker], context.resources_per_worker)
-        if place < len(state.workers):
-            workers = [*state.workers[:place], worker, *state.workers[place + 1 :]]
-            self._replica_groups[place] = replica
-        else:
-            workers = [*state.workers, worker]
-            self._replica_groups.append(replica)
-            self._worker_rank_to_replica_group_rank[place] = place
+        groups: Any = self._replica_groups
+        ranks: Any = self._worker_rank_to_replica_group_rank
+        groups[place : place + 1] = [replica]
+        ranks[place] = place
+        workers = [*state.workers[:place], worker, *state.workers[place + 1 :]]
         self._worker_group_state = replace(state, workers=workers)
         self._empty.pop(place, None)
-
-    def _clear_state(self) -> None:
-        for group in self._more:
-            with contextlib.suppress(Exception):
-                ray.util.remove_placement_group(group)
-        self._more = []
-        super()._clear_state()
 
 
 class InPlaceController(TrainController):
     worker_group_cls = InPlaceGroup
-
-
-def _job_of(context: Any) -> Any:
-    return context.train_loop_config["job"]
 
 
 def _last_line(error: Exception) -> str:
