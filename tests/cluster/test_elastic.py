@@ -50,7 +50,8 @@ class Cluster:
         node = self.nodes.pop(number)
         self._raylets.remove_node(node, allow_graceful=False)
         for folder in Path("/dev/shm").glob(f"regrow-*-{node.node_id[:12]}"):
-            shutil.rmtree(folder)
+            while folder.exists():  # its keeper is alive for a moment
+                shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
         self._raylets.shutdown()
