@@ -1,6 +1,8 @@
 """Nodes and workers die and come back under the real job: survivors stay, batches and losses are what they would be."""
 
+import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -142,4 +144,20 @@ def test_two_nodes_of_two_workers_lose_one_and_get_it_back(undisturbed: Job, sto
         job.wait_for(lambda: job.events("generation")[-1]["world_size"] == 4, 150)
         assert job.wait(300) == 0, job.printed()
         assert all(event["recomputed_steps"] <= 1 for event in job.events("generation"))
+        assert_same_run(job, undisturbed)
+
+
+@pytest.mark.long
+def test_a_stopped_worker_is_ended_and_replaced(undisturbed: Job, storage: Path) -> None:
+    with cluster(3) as nodes, start(storage, "stopped", nodes, 2, 3, "cluster.silence_s=5") as job:
+        job.wait_for(lambda: job.last_step() >= 15, 240)
+        victim = job.workers()[2]
+        os.kill(victim, signal.SIGSTOP)
+        second = wait_for_generation(job, 2)
+        assert (second["world_size"], second["cause"]) == (2, "worker_hung")
+        assert victim not in pids(second)
+        third = wait_for_generation(job, 3)
+        assert third["world_size"] == 3
+        assert victim not in pids(third)
+        assert job.wait(300) == 0, job.printed()
         assert_same_run(job, undisturbed)

@@ -58,7 +58,7 @@ def test_who_says_nothing_is_left_out_after_a_while_and_may_come_back() -> None:
     joined(made, "ab", 5.0)
     assert made.form(5.0 + made.patience_s - 0.1) is None
     assert names(made.form(5.0 + made.patience_s)) == "ab"
-    assert "c" in made.log[-1]
+    assert [each.id for each in made.left_out] == ["c"]
     made.join(member("c"), expected=1, now=50.0)
     assert not made.wants_to_grow(50.1)  # others may be about to come, too
     assert made.wants_to_grow(50.0 + made.settle_s)

@@ -31,9 +31,12 @@ LOCK_FILE = ".lock"
 LOCK_WAIT_S = 30.0
 UNSAFE_S = 120.0  # without a commit in memory: worth a word
 ADOPT_S = 30.0  # for the keepers of an earlier coordinator
+HUNG = "worker_hung"
+UNKNOWN = "worker_failed"  # until something else is known of the generation that is running
 GROW = "grow"  # why a group leaves for a larger one
 FORM_POLL_S = 0.02  # at which a worker asks for its generation
 FORM_POLLS_PER_S = 2000.0  # of all workers together
+LEAST_PATIENCE_S, PATIENCE_STEPS = 10.0, 5  # for a survivor to find out that its group is broken
 LEAVING_S = 5.0  # for the last snapshot of a group that leaves in good order
 MAX_FRUITLESS_GENERATIONS = 3  # in a row, without finishing a step, before the run is given up
 
@@ -146,6 +149,9 @@ class Coordinator:
     def members_died(self, processes: list[tuple[str, int]], left: int, cause: str, detail: str) -> None:
         """Processes, by node and pid, are gone, and so many are left, those included that are still starting."""
         gone = set(processes)
+        if cause == HUNG:  # or are to go
+            for node, pid in processes:
+                self.fleet.end_process(node, pid)
         known = {member.id: member for member in [*self.membership.current, *self.membership.waiting.values()]}
         lost = self.membership.died(
             [member_id for member_id, member in known.items() if (member.node, member.pid) in gone], left=left
@@ -182,6 +188,7 @@ class Coordinator:
             recomputed_steps=rollback.steps,
             **details,
         )
+        self.cause = UNKNOWN
 
     def adopt_keepers(self) -> None:
         """Keepers that outlived an earlier coordinator of this run hold what it had committed."""
@@ -225,9 +232,9 @@ class Coordinator:
         now = time.monotonic()
         self._fence(generation)
         self.fruitless = 0
-        self.fleet.cadence.stepped(
-            row["step_s"] - row["data_wait_s"] - row["snapshot_s"], writing=self.fleet.upload is not None
-        )
+        busy_s = max(row["step_s"] - row["data_wait_s"] - row["snapshot_s"], 1e-6)
+        self.fleet.cadence.stepped(busy_s, writing=self.fleet.upload is not None)
+        self.membership.patience_s = max(LEAST_PATIENCE_S, PATIENCE_STEPS * row["step_s"])
         if self.fleet.peers and time.monotonic() - self.safe_at > UNSAFE_S:
             self.complaint("", f"no snapshot has been committed for {UNSAFE_S:.0f} s; a lost node would cost as much")
         self.log.row(row)
@@ -287,10 +294,12 @@ class Coordinator:
 
     def _form(self, now: float) -> Formation | None:
         """Number a new group if one can be formed; from here on older ones are fenced off."""
+        ranks = {member.id: rank for rank, member in enumerate(self.membership.current)}
         formation = self.membership.form(now)
-        for text in self.membership.log:
-            self._event("note", text=text)
-        self.membership.log.clear()
+        for member in self.membership.left_out:
+            self.fleet.end_process(member.node, member.pid)  # Ray Train finds it dead, and fills its place
+            self.failure(HUNG, f"{self.membership.patience_s:.0f} s without a word, ended", [ranks[member.id]])
+        self.membership.left_out.clear()
         if formation is None:
             return None
         self.fruitless += 1

@@ -128,6 +128,11 @@ class Fleet:
         """Whether a step, or a later one, is committed in memory."""
         return self.board.newest is not None and self.board.newest.moment.step >= step
 
+    def end_process(self, node: str, pid: int) -> None:
+        """Kill a worker, through its node's keeper."""
+        if node in self.known:
+            self.known[node][0].end_process.remote(pid)
+
     def tick(self) -> None:
         """Take what has come of orders; go on with what they were for."""
         done, _ = ray.wait(list(self.writing), num_returns=len(self.writing), timeout=0) if self.writing else ([], [])

@@ -7,7 +7,9 @@ deletes what it holds and ends: an abandoned run leaves nothing in memory.
 """
 
 import contextlib
+import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -133,6 +135,11 @@ class Keeper:
     def write(self, order: WriteOrder) -> Written:
         """Write what the node holds of a step to storage."""
         return self._keeper.write(order)
+
+    def end_process(self, pid: int) -> None:
+        """Kill a worker of this node that hangs; one that is stopped, too."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Delete everything, what an earlier keeper left there too."""

@@ -68,7 +68,7 @@ class ClusterConfig:
     threads_per_worker: int | None = None  # torch's, on CPU; null: an equal share of the node's cores
     gpus_per_worker: int = 0  # 0: train on CPU with gloo; 1: on CUDA with NCCL
     in_place: bool = True  # survivors keep their processes when ranks are lost or come back; false: all restart
-    silence_s: float = 60.0  # a worker that does not answer for this long is ended
+    silence_s: float = 30.0  # a worker that does not answer for this long is ended
     wait_for_workers_s: float = 3600.0  # below min_workers: how long to keep the state and wait for nodes
     max_failures: int = 1000  # group restarts before the run gives up
     dashboard: bool = True  # start the Ray dashboard with a local Ray

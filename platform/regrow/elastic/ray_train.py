@@ -177,8 +177,6 @@ class InPlaceGroup(WorkerGroup):
                 if place not in self._empty:
                     self._empty[place] = time.monotonic()
                     self._tell(place, status.error)
-                    with contextlib.suppress(Exception):  # one that is only silent ends, too
-                        ray.kill(self.get_workers()[place].actor)
                 self._world_rank_to_ongoing_poll.pop(place, None)
                 statuses[place] = WorkerStatus(running=False, error=None, training_report=None)
         nobody = len(self._empty) == len(statuses)
@@ -192,7 +190,8 @@ class InPlaceGroup(WorkerGroup):
         worker = self.get_workers()[place]
         process = (worker.metadata.node_id, worker.metadata.pid)
         left = len(self.get_workers()) - len(self._empty)
-        self._coordinator.members_died.remote([process], left, "worker_died", f"place {place}: {_last_line(error)}")
+        cause = "worker_hung" if isinstance(error, WorkerHealthCheckTimeoutError) else "worker_died"
+        self._coordinator.members_died.remote([process], left, cause, f"place {place}: {_last_line(error)}")
 
     def _fill(self) -> None:
         """Have an empty place filled, or one added, where Ray has room for it now; beside the control loop."""

@@ -8,6 +8,7 @@ CAUSES = {
     "resume": "resumed",
     "worker_died": "a worker died",
     "worker_failed": "a worker failed",
+    "worker_hung": "a worker hung",
     "grow": "larger",
 }
 

@@ -39,13 +39,13 @@ class Membership:
 
     sizes: Sequence[int]
     settle_s: float = 2.0
-    patience_s: float = 30.0
+    patience_s: float = 120.0
     generation: int = 0
     current: tuple[Member, ...] = ()
     waiting: dict[str, Member] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
     expected: int = 1  # announced for a start from nothing
-    log: list[str] = field(default_factory=list)  # what was decided since it was last read, for a person
+    left_out: list[Member] = field(default_factory=list)  # since this was last read: they live, and say nothing
     _first_at: float = 0.0  # of those waiting
     _last_at: float = 0.0
 
@@ -91,8 +91,7 @@ class Membership:
         if missing:
             if now - self._first_at < self.patience_s:
                 return None
-            late = ", ".join(member.id for member in missing)
-            self.log.append(f"left out after {self.patience_s:.0f} s without a word: {late}")
+            self.left_out += missing
             self.died(member.id for member in missing)
         if not self.survivors and len(self.waiting) < self.expected and now - self._first_at < self.patience_s:
             return None
