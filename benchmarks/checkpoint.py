@@ -28,14 +28,14 @@ import os
 import statistics
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "platform"), str(ROOT)]
 
-from benchmarks.measure import run_side, summary, write_result  # noqa: E402
+from benchmarks.measure import Result, run_side, summary, write_result  # noqa: E402
 
 SIDES = str(Path(__file__).parent / "checkpoint_sides.py")
 PARTS = ("blocked", "bytes", "restore", "durable")
@@ -44,26 +44,6 @@ ASYNC = ("dcp_async_process", "dcp_async_thread")
 BLOCKING = "dcp_blocking_process"
 LAYOUTS = {"4to3": (4, 3, 1), "3to4": (3, 4, 1), "hsdp": (4, 4, 2)}  # ranks before, after, replicas after
 TIMEOUT_S = 3600
-
-
-@dataclass
-class Result:
-    """What the parts add to the JSON."""
-
-    figures: dict[str, float] = field(default_factory=dict)
-    spread: dict[str, Any] = field(default_factory=dict)
-    peers: dict[str, Any] = field(default_factory=dict)
-    runs: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, name: str, values: list[float]) -> None:
-        """A figure: the median of these."""
-        self.figures[name] = statistics.median(values)
-        self.spread[name] = [min(values), max(values)]
-
-    def add_ratio(self, name: str, above: list[float], below: list[float]) -> None:
-        """A figure: the ratio of the medians, for differences so small that single rounds' ratios are noise."""
-        self.add(name, ratios(above, below))
-        self.figures[name] = statistics.median(above) / statistics.median(below)
 
 
 @dataclass(frozen=True)

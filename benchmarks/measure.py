@@ -6,11 +6,32 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Result:
+    """What the parts add to the JSON."""
+
+    figures: dict[str, float] = field(default_factory=dict)
+    spread: dict[str, Any] = field(default_factory=dict)
+    peers: dict[str, Any] = field(default_factory=dict)
+    runs: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, name: str, values: list[float]) -> None:
+        """A figure: the median of these."""
+        self.figures[name] = statistics.median(values)
+        self.spread[name] = [min(values), max(values)]
+
+    def add_ratio(self, name: str, above: list[float], below: list[float]) -> None:
+        """A figure: the ratio of the medians, for differences so small that single rounds' ratios are noise."""
+        self.add(name, [a / b for a, b in zip(above, below, strict=True)])
+        self.figures[name] = statistics.median(above) / statistics.median(below)
 
 
 def run_side(script: str, *arguments: str, python: str = sys.executable, timeout_s: float = 1800) -> dict[str, Any]:
