@@ -87,7 +87,8 @@ def test_after_all_have_died_it_waits_for_those_that_are_left() -> None:
     made = started("abc")
     made.died("abc", left=2)
     assert joined(made, "d", 5.0) is None
-    assert names(joined(made, "e", 5.1)) == "de"
+    assert joined(made, "e", 5.1) is None
+    assert names(made.form(5.1 + made.settle_s)) == "de"
 
 
 def test_ranks_of_a_node_stand_together() -> None:

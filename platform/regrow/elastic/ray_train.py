@@ -142,8 +142,8 @@ class InPlaceGroup(WorkerGroup):
 
     def _start_impl(self, worker_group_state_builder: Any) -> None:
         self._empty: dict[int, float] = {}  # places whose worker is gone, since when
-        self._filling: threading.Thread | None = None
-        self._looked_at = 0.0
+        self._filling: dict[int, threading.Thread] = {}
+        self._looked_at, self._changing = 0.0, threading.Lock()
         job = self._train_run_context.train_loop_config["job"]  # type: ignore[index]
         self._coordinator, self._most = job.coordinator, job.config.cluster.max_workers
         super()._start_impl(worker_group_state_builder)
@@ -194,10 +194,11 @@ class InPlaceGroup(WorkerGroup):
         self._coordinator.members_died.remote([process], left, cause, f"place {place}: {_last_line(error)}")
 
     def _fill(self) -> None:
-        """Have an empty place filled, or one added, where Ray has room for it now; beside the control loop."""
-        if time.monotonic() - self._looked_at < LOOK_S or (self._filling is not None and self._filling.is_alive()):
+        """Have empty places filled, or one added, where Ray has room for them now; beside the control loop."""
+        if time.monotonic() - self._looked_at < LOOK_S:
             return
         self._looked_at = time.monotonic()
+        self._filling = {place: thread for place, thread in self._filling.items() if thread.is_alive()}
         state: Any = self._worker_group_state
         places: Places = state.placement_group_handle
         candidates = list(self._empty)
@@ -206,11 +207,10 @@ class InPlaceGroup(WorkerGroup):
         for place in candidates:
             # a node that was killed is listed alive for a while
             waited = time.monotonic() - self._empty.get(place, 0.0) > FILL_AFTER_S
-            if places.has_room(place) and waited:
-                name = f"place-{place}"
-                self._filling = threading.Thread(target=self._start_worker, args=(place,), name=name, daemon=True)
-                self._filling.start()
-                return
+            if place not in self._filling and places.has_room(place) and waited:
+                start = threading.Thread(target=self._start_worker, args=(place,), name=f"place-{place}", daemon=True)
+                self._filling[place] = start
+                start.start()
 
     def _start_worker(self, place: int) -> None:
         context = self._worker_group_context
@@ -227,14 +227,15 @@ class InPlaceGroup(WorkerGroup):
         if not self.has_started():  # the run has ended meanwhile
             ray.kill(worker.actor)
             return
-        state, replica = self._worker_group_state, ReplicaGroup([worker], context.resources_per_worker)
         groups: Any = self._replica_groups
         ranks: Any = self._worker_rank_to_replica_group_rank
-        groups[place : place + 1] = [replica]
-        ranks[place] = place
-        workers = [*state.workers[:place], worker, *state.workers[place + 1 :]]
-        self._worker_group_state = replace(state, workers=workers)
-        self._empty.pop(place, None)
+        with self._changing:
+            state = self._worker_group_state
+            groups[place : place + 1] = [ReplicaGroup([worker], context.resources_per_worker)]
+            ranks[place] = place
+            workers = [*state.workers[:place], worker, *state.workers[place + 1 :]]
+            self._worker_group_state = replace(state, workers=workers)
+            self._empty.pop(place, None)
 
 
 class InPlaceController(TrainController):

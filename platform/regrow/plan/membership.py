@@ -2,8 +2,8 @@
 
 A generation forms as soon as every living member of the one before has joined again, with whoever else has come by
 then; what dies while it forms voids it, and the next one forms. Whoever does not come within `patience_s` is left out.
-Where nobody is left of the one before, as at the start, it waits as long for as many as were announced. A group that
-could be larger waits until nobody else has come for `settle_s`.
+At the start it waits as long for as many as were announced. Where nobody is left of the one before, and where a group
+could be larger, it waits until nobody else has come for `settle_s`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -95,6 +95,8 @@ class Membership:
             self.died(member.id for member in missing)
         if not self.survivors and len(self.waiting) < self.expected and now - self._first_at < self.patience_s:
             return None
+        if self.current and not self.survivors and now - self._last_at < self.settle_s:
+            return None  # those that take the places of the dead come one after another
         size = self._size(len(self.waiting))
         if not size:
             return None
