@@ -103,3 +103,19 @@ def test_too_few_for_too_long_end_the_run(tmp_path: Path, monkeypatch: pytest.Mo
     made.members_died([("node", 1)], 0, "worker_died", "gone")
     _, fatal = made.drain_updates()
     assert "fewer than cluster.min_workers=1 for 0 s" in fatal
+
+
+def test_a_group_that_is_restarted_as_a_whole_waits_for_none_of_the_one_before(tmp_path: Path) -> None:
+    made = make(tmp_path)
+    for pid in (1, 2, 3):
+        made.join(Member(f"m{pid}", "node", "127.0.0.1", pid, pid), 3)
+    first = generation_of(made.formation("m1", 0))
+    made.group_failed("worker_died", "gone", [1])
+    for pid in (4, 5):  # a smaller one
+        made.join(Member(f"m{pid}", "node", "127.0.0.1", pid, pid), 2)
+    answer = made.formation("m4", first)
+    assert answer.formation is not None
+    assert [member.id for member in answer.formation.members] == ["m4", "m5"]
+    assert [update.content["cause"] for update in made.updates if update.content["event"] == "failure"] == [
+        "worker_died"
+    ]

@@ -262,6 +262,11 @@ class Coordinator:
         self.fleet.cadence.failed()
         self._event("failure", cause=cause, detail=detail, ranks=ranks, generation=self.generation)
 
+    def group_failed(self, cause: str, detail: str, ranks: list[int]) -> None:
+        """Ray Train ends the whole group and starts another one. Called by its controller."""
+        self.membership.dissolve()
+        self.failure(cause, detail, ranks)
+
     def fail(self, message: str) -> None:
         """End the run for a reason that another attempt would meet again."""
         self.fatal = self.fatal or message

@@ -205,6 +205,11 @@ def _checkpoint(config: PretrainConfig) -> None:
         checkpoint.keep >= 2,
         f"checkpoint.keep={checkpoint.keep} must be at least 2: the newest one may turn out damaged",
     )
+    _need(checkpoint.timeout_s > 0, f"checkpoint.timeout_s={checkpoint.timeout_s} must be positive")
+    _need(
+        snapshot.slots >= 2,
+        f"snapshot.slots={snapshot.slots} must be at least 2: one is filled while the other is the newest that is safe",
+    )
     _need(
         snapshot.every_steps >= 0,
         f"snapshot.every_steps={snapshot.every_steps} must not be negative; 0 takes no snapshots",

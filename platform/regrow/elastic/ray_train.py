@@ -290,7 +290,7 @@ class ReportFailures(UserCallback):
         # survivors fail because a peer died: the death is the cause
         first = next((rank for rank in ranks if causes[rank] == "worker_died"), ranks[0])
         detail = f"rank {first}: {_last_line(worker_exceptions[first])}"
-        self.coordinator.failure.remote(causes[first], detail, ranks)
+        self.coordinator.group_failed.remote(causes[first], detail, ranks)
 
 
 def cause_of(error: Exception) -> str:

@@ -72,6 +72,12 @@ class Membership:
             self.waiting.pop(member_id, None)
         return lost
 
+    def dissolve(self) -> None:
+        """All processes are ended, to be started anew: nobody is waited for."""
+        self.current = ()
+        self.waiting.clear()
+        self.dead.clear()
+
     @property
     def survivors(self) -> list[Member]:
         return [member for member in self.current if member.id not in self.dead]
