@@ -117,6 +117,8 @@ def test_the_defaults_pass_every_rule() -> None:
         ("parallel.dp_replicate", 3),
         ("checkpoint.every_steps", 0),
         ("checkpoint.every_minutes", 0.0),
+        ("checkpoint.timeout_s", 0.0),
+        ("snapshot.slots", 1),
         ("checkpoint.mtbf_hours", -1.0),
         ("checkpoint.keep", 1),
     ],
