@@ -1,0 +1,238 @@
+"""Fault plans as data: which fault, to whom, when. Pure.
+
+    at step 20: kill_worker rank=1
+    at step 40: kill_node node=0 and kill_keeper rank=2
+    after 10 s: return_node
+
+A fault waits for the one before it. `at step N` is due once step N is logged, `after S s` so long after the one before
+it, or after the first step. Where a line names no victim, one is drawn when it is due, from the plan's seed.
+"""
+
+import json
+import random
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from itertools import accumulate
+
+from regrow.errors import ConfigError
+
+WORKER, NODE = "worker", "node"  # what a victim is
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a fault does, whom it needs, and its options with their defaults; None: never, or not at all."""
+
+    does: str
+    victim: str = ""
+    options: Mapping[str, float | None] = field(default_factory=dict)
+    nodes: int = 0  # how many more nodes there are after it
+
+
+KINDS: dict[str, Kind] = {
+    "kill_worker": Kind("a worker is killed", WORKER),
+    "stop_worker": Kind("a worker is stopped, and perhaps continued later", WORKER, {"continue_after_s": None}),
+    "slow_worker": Kind(
+        "a worker is stopped for a share of each period", WORKER, {"for_s": 10.0, "share": 0.5, "period_s": 0.4}
+    ),
+    "corrupt_snapshot": Kind(
+        "the newest snapshots on a worker's node are damaged, then another node's worker is killed", WORKER
+    ),
+    "kill_node": Kind("a node dies with all its processes and its memory", NODE, nodes=-1),
+    "drain_node": Kind("Ray is told that a node will go, and it goes", NODE, {"deadline_s": 15.0}, nodes=-1),
+    "black_hole_node": Kind(
+        "a node goes silent, as a host that is cut off; killed or continued later",
+        NODE,
+        {"kill_after_s": None, "continue_after_s": None},
+        nodes=-1,
+    ),
+    "return_node": Kind("a node is added", nodes=+1),
+    "kill_keeper": Kind("a node's keeper is killed", NODE),
+    "kill_coordinator": Kind("the coordinator is killed"),
+    "kill_controller": Kind("Ray Train's controller is killed"),
+    "kill_driver": Kind("the job's own process is killed, and the job started again", options={"restart_after_s": 2.0}),
+    "fill_memory": Kind("the nodes' memory is filled up", options={"leave_mb": 4.0, "for_s": 10.0}),
+}
+_LINE = re.compile(r"\s*(?:at\s+step\s+(?P<step>\d+)|after\s+(?P<after>\d+(?:\.\d+)?)\s*s)\s*:\s*(?P<faults>.*\S)\s*")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault. Due at a step, or some time after the one before it; together with that if neither is given."""
+
+    kind: str
+    at_step: int | None = None
+    after_s: float | None = None
+    rank: int | None = None
+    node: int | None = None  # by its number among those that are up, the oldest first
+    options: Mapping[str, float] = field(default_factory=dict)
+
+    def option(self, name: str) -> float | None:
+        return self.options.get(name, KINDS[self.kind].options[name])
+
+    @property
+    def what(self) -> str:
+        """The fault without its trigger."""
+        given = {"rank": self.rank, "node": self.node, **self.options}
+        return " ".join([self.kind, *(f"{key}={_plain(value)}" for key, value in given.items() if value is not None)])
+
+    @property
+    def when(self) -> str:
+        if self.at_step is not None:
+            return f"at step {self.at_step}"
+        return f"after {_plain(self.after_s)} s" if self.after_s is not None else "at once"
+
+
+@dataclass(frozen=True)
+class RandomFaults:
+    """How to draw a plan. The same numbers draw the same plan; a higher count only adds to its end."""
+
+    count: int
+    seed: int
+    kinds: Mapping[str, float]  # what happens, as in a line of a plan, and its weight
+    every_steps: tuple[int, int]  # fewest and most steps from one to the next
+    first_step: int
+    nodes: int  # at the start
+    least_nodes: int
+    most_nodes: int
+
+
+def parse_plan(lines: Sequence[str]) -> list[Fault]:
+    """The faults of a plan. Raises ConfigError, naming the line, for the first mistake."""
+    faults: list[Fault] = []
+    for line in lines:
+        found = _LINE.fullmatch(line)
+        if found is None:
+            raise ConfigError(
+                f"fault {line!r} must read 'at step 20: KIND', 'after 10 s: KIND' or 'at step 20: KIND rank=1 and KIND'"
+            )
+        step, after_s = found["step"] and int(found["step"]), found["after"] and float(found["after"])
+        first, *others = parse_faults(found["faults"])
+        faults += [replace(first, at_step=step, after_s=after_s), *others]
+    _in_order(faults)
+    return faults
+
+
+def parse_faults(text: str) -> list[Fault]:
+    """What happens at one trigger: `KIND [key=value ...] [and ...]`. Raises ConfigError."""
+    return [_parse_fault(part.split(), text) for part in re.split(r"\s+and\s+", text.strip())]
+
+
+def plan_lines(faults: Sequence[Fault]) -> list[str]:
+    """The inverse of `parse_plan`."""
+    lines: list[str] = []
+    for fault in faults:
+        if fault.at_step is None and fault.after_s is None:
+            lines[-1] += f" and {fault.what}"
+        else:
+            lines.append(f"{fault.when}: {fault.what}")
+    return lines
+
+
+def check_plan(faults: Sequence[Fault], *, nodes: int, max_workers: int, last_step: int) -> None:
+    """Check a plan against the cluster and the run that it is for. Raises ConfigError for the first mistake."""
+    here = nodes
+    for fault in faults:
+        line = f"{fault.when}: {fault.what}"
+        if fault.at_step is not None and fault.at_step >= last_step:
+            raise ConfigError(f"fault '{line}' would never be due: the run ends with step {last_step}")
+        if fault.rank is not None and fault.rank >= max_workers:
+            raise ConfigError(f"fault '{line}' names a rank beyond cluster.max_workers={max_workers}")
+        if fault.node is not None and fault.node >= here:
+            raise ConfigError(f"fault '{line}' names a node that is not there: {here} are up by then, numbered from 0")
+        if KINDS[fault.kind].victim == NODE and here == 0:
+            raise ConfigError(f"fault '{line}' has no node left to befall")
+        here += KINDS[fault.kind].nodes
+
+
+def draw_faults(wanted: RandomFaults) -> list[Fault]:
+    """A random plan. Never fewer nodes than `least_nodes`, never more than `most_nodes`. Raises ConfigError."""
+    choices = [(parse_faults(text), weight) for text, weight in wanted.kinds.items()]
+    if not choices or not all(weight > 0 for _, weight in choices):
+        raise ConfigError(f"drill.kinds={dict(wanted.kinds)} must name faults, each with a weight above 0")
+    low, high = wanted.every_steps
+    if not 1 <= low <= high:
+        raise ConfigError(f"drill.every_steps=[{low}, {high}] must be two numbers of steps, the smaller one first")
+    dice = random.Random(wanted.seed)  # of it, only random() is promised to stay the same
+    faults: list[Fault] = []
+    step, here = wanted.first_step, wanted.nodes
+    while len(faults) < wanted.count:
+        possible = [
+            (each, weight) for each, weight in choices if wanted.least_nodes <= here + _nodes(each) <= wanted.most_nodes
+        ]
+        if not possible:
+            raise ConfigError(
+                f"drill.kinds has no fault that keeps {here} nodes between {wanted.least_nodes} and {wanted.most_nodes}"
+            )
+        sums = list(accumulate(weight for _, weight in possible))
+        chosen, _ = possible[bisect_right(sums, dice.random() * sums[-1], hi=len(sums) - 1)]
+        faults += [replace(chosen[0], at_step=step), *chosen[1:]]
+        here += _nodes(chosen)
+        step += low + int(dice.random() * (high - low + 1))
+    return faults[: wanted.count]
+
+
+def to_json(faults: Sequence[Fault], *, seed: int) -> bytes:
+    """The content of plan.json."""
+    return json.dumps({"seed": seed, "plan": plan_lines(faults)}, indent=1).encode() + b"\n"
+
+
+def from_json(content: bytes, source: str) -> tuple[list[Fault], int]:
+    """The faults and the seed of a plan.json. Raises ConfigError."""
+    try:
+        plan = json.loads(content)
+        return parse_plan(plan["plan"]), int(plan["seed"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{source} is not a plan that a drill wrote: {error}") from error
+
+
+def _parse_fault(words: Sequence[str], text: str) -> Fault:
+    kind, given = words[0] if words else "", words[1:]
+    if kind not in KINDS:
+        near = get_close_matches(kind, KINDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(KINDS)}"
+        raise ConfigError(f"fault {text!r}: no kind of fault is called {kind!r}; {hint}")
+    spec = KINDS[kind]
+    victims = {WORKER: ["rank"], NODE: ["node", "rank"], "": []}[spec.victim]
+    numbers: dict[str, float] = {}
+    for word in given:
+        key, equals, value = word.partition("=")
+        if not equals or key not in [*victims, *spec.options]:
+            allowed = ", ".join([*victims, *spec.options]) or "nothing"
+            raise ConfigError(f"fault {text!r}: {kind} takes {allowed}, not {word!r}")
+        try:
+            numbers[key] = float(value)
+        except ValueError:
+            raise ConfigError(f"fault {text!r}: {key}={value} is not a number") from None
+        if numbers[key] < 0 or (key in victims and numbers[key] % 1):
+            raise ConfigError(
+                f"fault {text!r}: {key}={value} must be {'a whole number' if key in victims else '0 or more'}"
+            )
+    if "share" in numbers and not 0 < numbers["share"] < 1:
+        raise ConfigError(f"fault {text!r}: share={numbers['share']:g} must be above 0 and below 1")
+    if len(numbers.keys() & {"rank", "node"}) == 2:
+        raise ConfigError(f"fault {text!r}: give rank or node, not both")
+    rank, node = (int(numbers.pop(key)) if key in numbers else None for key in ("rank", "node"))
+    return Fault(kind, rank=rank, node=node, options=numbers)
+
+
+def _plain(value: float) -> str:
+    return str(int(value)) if value == int(value) else repr(value)
+
+
+def _in_order(faults: Sequence[Fault]) -> None:
+    last = 0
+    for fault in faults:
+        if fault.at_step is not None and fault.at_step < max(1, last):
+            raise ConfigError(
+                f"fault '{fault.when}: {fault.what}' stands behind one at step {last}; steps count from 1, "
+                "and a plan is in the order of its steps"
+            )
+        last = fault.at_step or last
+
+
+def _nodes(faults: Sequence[Fault]) -> int:
+    return sum(KINDS[fault.kind].nodes for fault in faults)
