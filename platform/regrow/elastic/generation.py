@@ -43,6 +43,7 @@ from regrow.model.flops import flops_per_token, peak_flops
 from regrow.model.llama import Llama, init_weights
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
+from regrow.parallel.compile import graphs_compiled
 from regrow.parallel.float8 import inner_tensor, refresh_float8_scales
 from regrow.parallel.fsdp import build_mesh, data_parallel_group, replica_group, shard_group
 from regrow.plan.batch import plan_batch
@@ -126,7 +127,8 @@ def train_generation(
         "restore": restored - built,
     }
     node = ray.get_runtime_context().get_node_id()
-    workers = gather({"host": socket.gethostname(), "node": node, "pid": os.getpid(), "device": _device_name(device)})
+    worker = {"host": socket.gethostname(), "node": node, "pid": os.getpid(), "device": _device_name(device)}
+    workers = gather({**worker, "graphs": graphs_compiled()})
     if rank == 0:
         details = {
             "world_size": world_size,
