@@ -52,6 +52,8 @@ class TrainConfig:
     stop_at_step: int | None = None  # stop here with a checkpoint, the schedule still that of `steps`
     validate_every_steps: int = 200  # validation loss every so many steps and at the end; 0: never
     validation_seqs: int = 96  # sequences of the validation split that are scored each time
+    nonfinite_skips: int = 3  # steps in a row whose gradient is NaN or infinite that change nothing; then roll back
+    nonfinite_rollbacks: int = 1  # to the newest checkpoint for that, before the run is given up
     collective_timeout_s: float = 600.0  # a collective that takes longer fails the group instead of hanging it
 
 
@@ -64,12 +66,15 @@ class ClusterConfig:
     local_nodes: int = 0  # with address null: raylets to start here as separate nodes; 0: one for everything
     min_workers: int = 1  # fewest ranks worth training on
     max_workers: int = 1  # most ranks used
+    spare_workers: int = 0  # more that are ready to take the place of a lost one, and wait
     cpus_per_worker: float = 1.0  # logical CPUs of a worker, by which Ray places it
     threads_per_worker: int | None = None  # torch's, on CPU; null: an equal share of the node's cores
     gpus_per_worker: int = 0  # 0: train on CPU with gloo; 1: on CUDA with NCCL
     in_place: bool = True  # survivors keep their processes when ranks are lost or come back; false: all restart
     silence_s: float = 30.0  # a worker that does not answer for this long is ended
     wait_for_workers_s: float = 3600.0  # below min_workers: how long to keep the state and wait for nodes
+    quarantine_failures: int = 3  # of one node within an hour: it is left alone; 0: never
+    quarantine_s: float = 3600.0  # for so long
     max_failures: int = 1000  # group restarts before the run gives up
     dashboard: bool = True  # start the Ray dashboard with a local Ray
     dashboard_port: int = 8265  # of a local Ray; the next free port is taken when it is busy
@@ -217,3 +222,35 @@ class PretrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     snapshot: SnapshotConfig = field(default_factory=SnapshotConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
+
+
+@dataclass
+class DrillConfig:
+    """Faults for a run on raylets of this machine; docs/drills.md has what a line of a plan may say."""
+
+    name: str = "none"  # of the plan, shown in logs and reports
+    plan: list[str] = field(default_factory=list)  # faults, a line each: "at step 20: kill_worker rank=1"
+    plan_file: str | None = None  # plan.json of another drill, to have the same faults again
+    faults: int = 0  # so many random ones, in place of a plan
+    seed: int = 0  # draws random faults, and the victims that a plan does not name
+    kinds: dict[str, float] = field(default_factory=dict)  # of random faults, with weights: {"kill_worker": 3}
+    first_step: int = 20  # at which the first random fault is due
+    every_steps: list[int] = field(default_factory=lambda: [10, 30])  # fewest and most from one to the next
+    nodes: int = 3  # raylets at the start
+    least_nodes: int = 2  # that random faults leave
+    most_nodes: int = 3  # that random faults bring
+    workers_on_node: int = 1  # a node's room
+    memory_mb: int | None = None  # give the nodes a memory of this size to share, as root; null: snapshot.folder
+    host_silence_s: float = 10.0  # after which Ray takes a silent node for dead
+    reference: bool = True  # compare losses with an undisturbed run of the same settings, made once
+    compared_steps: int = 100  # over which losses must agree; beyond, the order of additions tells
+    restarts: int = 0  # how often to start a job again that ended by itself; each counts as a manual action
+    patience_s: float = 300.0  # without a step or a generation, the drill is given up
+    stop_after_s: float | None = None  # stop the job in good order after this; the same command goes on with the drill
+
+
+@dataclass
+class DrillJobConfig(PretrainConfig):
+    """Everything `jobs.drill` needs: a run, and what is to befall it."""
+
+    drill: DrillConfig = field(default_factory=DrillConfig)

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -18,33 +18,36 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from regrow.config.schema import PretrainConfig
+from regrow.config.schema import DrillJobConfig, PretrainConfig
 from regrow.errors import ConfigError, RegrowError
 
 STARTED_AT = time.time()  # of the program, but for the interpreter
 CONF_DIR = Path(__file__).parents[3] / "conf"
 
+Config = TypeVar("Config", bound=PretrainConfig)
 
-def run_job(job: Callable[[PretrainConfig], None], *, name: str) -> None:
+
+def run_job(job: Callable[[Config], None], *, name: str, schema: type[Config] = PretrainConfig) -> None:  # type: ignore[assignment]
     """Run `job` as a command line program with Hydra's flags, on the config of `conf/<name>.yaml` and the arguments.
 
     A user's mistake, in the arguments or anywhere in the job, ends the process with one line on stderr and status 1.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises instead of printing a trace: `_one_line` below says it better
     ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
+    ConfigStore.instance().store(name="drill_schema", node=DrillJobConfig)
 
     composed: list[DictConfig] = []  # the job runs after hydra has returned, whose wrapping only obscures its errors
     try:
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(composed.append)()
         for config in composed:
-            job(to_dataclass(config))
+            job(to_dataclass(config, schema))
     except RegrowError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except (HydraException, OmegaConfBaseException) as error:
-        sys.exit(f"error: {_one_line(error)}")
+        sys.exit(f"error: {_one_line(error, schema)}")
     except AttributeError as error:
         key = re.search(r"full_key: (\S+)", str(error))
         if key is None:
@@ -53,14 +56,27 @@ def run_job(job: Callable[[PretrainConfig], None], *, name: str) -> None:
         sys.exit(f"error: {key[1]} is null and cannot be given as a mapping here; set it in a file of its group")
 
 
-def to_dataclass(composed: DictConfig) -> PretrainConfig:
+def to_dataclass(composed: DictConfig, schema: type[Config] = PretrainConfig) -> Config:  # type: ignore[assignment]
     """The composed config as plain dataclasses. Raises ConfigError for a key that the schema does not have."""
-    config = cast(PretrainConfig, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(PretrainConfig), composed)))
+    config = cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), composed)))
     given = cast(dict[str, Any], OmegaConf.to_container(composed))
     unknown = [key for key in _keys(given) if key not in set(_keys(to_dict(config)))]
     if unknown:  # a plus adds keys that the schema does not have
-        raise ConfigError(f"unknown setting {unknown[0]!r}{_did_you_mean(unknown[0])}")
+        raise ConfigError(f"unknown setting {unknown[0]!r}{_did_you_mean(unknown[0], schema)}")
     return config
+
+
+def pretrain_overrides(config: PretrainConfig) -> list[str]:
+    """The arguments of `jobs.pretrain` that give this config: its differences from what it has without any."""
+    with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
+        plain = to_dict(to_dataclass(hydra.compose("pretrain")))
+    wanted = {group: values for group, values in to_dict(config).items() if group in plain}
+    return [
+        f"{'' if key in dict(_leaves(plain)) else '+'}{key}={_argument(value)}"
+        for key, value in _leaves(wanted)
+        if value != dict(_leaves(plain)).get(key, ...)
+    ]
 
 
 def load_run_config(folder: Path) -> PretrainConfig:
@@ -83,7 +99,7 @@ def to_dict(config: PretrainConfig) -> dict[str, Any]:
     return cast(dict[str, Any], container)
 
 
-def _one_line(error: BaseException) -> str:
+def _one_line(error: BaseException, schema: type[PretrainConfig] = PretrainConfig) -> str:
     """Hydra's multi-line complaint as one line, with the nearest valid key or choice."""
     cause = error.__cause__ or error
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -96,9 +112,9 @@ def _one_line(error: BaseException) -> str:
             return f"{key!r} is chosen with a plus: +{key}=..."
         if "is not in struct" in str(cause):
             return f"entries of {key} are added with a plus: +{key}.NAME=..."
-        if key in set(_keys(to_dict(PretrainConfig()))):
+        if key in set(_keys(to_dict(schema()))):
             return f"{key}: {str(cause).splitlines()[0].strip()}"
-        return f"unknown setting {key!r}{_did_you_mean(key)}"
+        return f"unknown setting {key!r}{_did_you_mean(key, schema)}"
     if "Could not find" in text and "/" in quoted[-1]:
         group, _, choice = quoted[-1].rpartition("/")
         choices = sorted(path.stem for path in (CONF_DIR / group).glob("*.yaml"))
@@ -112,9 +128,28 @@ def _one_line(error: BaseException) -> str:
     return "; ".join(part for part in (prefix + text, details if details not in text else "", hint) if part)
 
 
-def _did_you_mean(key: str) -> str:
-    nearest = difflib.get_close_matches(key, list(_keys(to_dict(PretrainConfig()))), n=1, cutoff=0.6)
+def _did_you_mean(key: str, schema: type[PretrainConfig]) -> str:
+    nearest = difflib.get_close_matches(key, list(_keys(to_dict(schema()))), n=1, cutoff=0.6)
     return f"; did you mean {nearest[0]!r}?" if nearest else "; --help lists them all"
+
+
+def _leaves(node: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _argument(value: Any) -> str:
+    """A value as Hydra's grammar of overrides has it."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{_argument(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(_argument, value)) + "]"
+    if isinstance(value, str):
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _keys(node: dict[str, Any], prefix: str = "") -> Iterator[str]:

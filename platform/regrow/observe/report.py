@@ -4,6 +4,7 @@
 whatever the logs hold; `build_report` turns that into the report. Both are pure. See docs/file-formats.md.
 """
 
+import itertools
 import json
 import math
 import time
@@ -64,6 +65,7 @@ class Ledger:
     time_s: dict[str, float]  # state -> seconds; the sum is end - begin
     productive_s: Floats  # of each metrics row
     attempts: list[Attempt]
+    bands: list[tuple[float, float, str]]  # from, to (unix times) and state, one after another; steps are productive
 
 
 def build_report(metrics: Sequence[Row], events: Sequence[Row], now: float, config: Config) -> dict[str, Any]:
@@ -144,7 +146,7 @@ def account(metrics: Sequence[Row], events: Sequence[Row], now: float) -> Ledger
         "validation": painted["validation"],
         "other": painted["other"],
     }
-    return Ledger(begin, end, time_s, productive, attempts)
+    return Ledger(begin, end, time_s, productive, attempts, _bands(edges + begin, layers))
 
 
 def make_report(storage: Storage, config: Config, now: float | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -297,6 +299,16 @@ def _paint(
     return edges, layers
 
 
+def _bands(edges: Floats, layers: NDArray[np.intp]) -> list[tuple[float, float, str]]:
+    """What `_paint` returned, neighbours of one layer joined."""
+    if not len(layers):
+        return []
+    cuts = [0, *(np.flatnonzero(np.diff(layers)) + 1).tolist(), len(layers)]
+    names = ["productive" if layer == "step" else layer for layer in _LAYERS]
+    times, of_cut = edges.tolist(), layers.tolist()
+    return [(times[a], times[b], names[of_cut[a]]) for a, b in itertools.pairwise(cuts)]
+
+
 def _recoveries(attempts: Sequence[Attempt], metrics: Sequence[Row], events: Sequence[Row]) -> list[dict[str, Any]]:
     """One entry for each generation that was not a start, in order.
 
@@ -372,7 +384,7 @@ def _sign_of_life(event: Row) -> bool:
     """Did the worker group, or the driver on its way to one, do something? Noticing a failure is none."""
     if event["event"] == "stopped":
         return event.get("reason") != "failed"
-    return event["event"] not in ("failure", "rollback")
+    return event["event"] not in ("failure", "rollback", "stalled", "forming", "coordinator_restarted")
 
 
 def _named(events: Iterable[Row], name: str) -> list[Row]:
