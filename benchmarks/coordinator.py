@@ -135,7 +135,7 @@ class Cluster:
         import ray
 
         from regrow.checkpoint.coordinator import start_coordinator
-        from regrow.config.schema import CheckpointConfig
+        from regrow.config.schema import CheckpointConfig, PretrainConfig
         from regrow.plan.peers import plan_peers, plan_tree
         from regrow.storage import Storage
 
@@ -145,10 +145,7 @@ class Cluster:
             RUN_ID,
             secret=secrets.token_bytes(16),
             checkpoints="checkpoints",
-            checkpoint=CheckpointConfig(every_steps=None),
-            sizes=[1],
-            wait_for_workers_s=600.0,
-            tensorboard=True,
+            config=PretrainConfig(checkpoint=CheckpointConfig(every_steps=None)),
             submitted={},
         )
         self.pid = process_called("ray::Coordinator")

@@ -149,13 +149,15 @@ def test_two_nodes_of_two_workers_lose_one_and_get_it_back(undisturbed: Job, sto
 
 @pytest.mark.long
 def test_a_stopped_worker_is_ended_and_replaced(undisturbed: Job, storage: Path) -> None:
-    with cluster(3) as nodes, start(storage, "stopped", nodes, 2, 3, "cluster.silence_s=5") as job:
+    with cluster(3) as nodes, start(storage, "stopped", nodes, 2, 3) as job:
         job.wait_for(lambda: job.last_step() >= 15, 240)
         victim = job.workers()[2]
         os.kill(victim, signal.SIGSTOP)
         second = wait_for_generation(job, 2)
         assert (second["world_size"], second["cause"]) == (2, "worker_hung")
         assert victim not in pids(second)
+        (stalled,) = job.events("stalled")
+        assert f"process {victim}, state T" in (job.folder / stalled["stacks"]).read_text()
         third = wait_for_generation(job, 3)
         assert third["world_size"] == 3
         assert victim not in pids(third)

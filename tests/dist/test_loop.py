@@ -1,5 +1,7 @@
 """The main loop on plain gloo ranks: it needs batches, a step and hooks, and neither Ray nor Hydra nor storage."""
 
+import itertools
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from regrow.checkpoint.state import Progress
 from regrow.config.schema import OptimConfig, ParallelConfig
@@ -19,11 +22,11 @@ from regrow.parallel.apply import build_model
 from regrow.parallel.fsdp import build_mesh, data_parallel_group, shard_group
 from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
-from regrow.testing.gloo import run_ranks
+from regrow.testing.gloo import RankError, run_ranks
 from regrow.testing.tiny import count_up_rows, tiny_model
 from regrow.train.loop import LoopSettings, train
 from regrow.train.metrics import Meter
-from regrow.train.step import TrainStep
+from regrow.train.step import TrainStep, sum_cross_entropy
 
 SEQS, SLICES, TOKENS, STEPS = 12, 6, 16, 12
 
@@ -38,6 +41,7 @@ class Recorder:
     validated: list[int] = field(default_factory=list)
     snapshots: list[int] = field(default_factory=list)
     confirmed: list[int] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)  # this rank's, at the end
     copying: bool = False
     full: frozenset[int] = frozenset()  # steps before which rank 1 has no room
 
@@ -82,7 +86,10 @@ def batches(slices: range, start_step: int) -> Iterator[RankBatch]:
         yield RankBatch(step, np.arange(SEQS)[mine] + step * SEQS, rows[mine])
 
 
-def loop(leave_at: int | None = None, slices_per_pass: int = 1, full: tuple[int, ...] = ()) -> Recorder:
+def loop(
+    leave_at: int | None = None, slices_per_pass: int = 1, full: tuple[int, ...] = (), poisoned: tuple[int, ...] = ()
+) -> Recorder:
+    """`full`: steps at which this rank has no room for a snapshot; `poisoned`: steps with a NaN in rank 0's gradient."""
     assert "ray" not in sys.modules
     assert "hydra" not in sys.modules
     world_size, device = dist.get_world_size(), torch.device("cpu")
@@ -90,14 +97,22 @@ def loop(leave_at: int | None = None, slices_per_pass: int = 1, full: tuple[int,
     mesh = build_mesh(plan_mesh(world_size=world_size, dp_replicate=1), "cpu")
     model = build_model(tiny_model(), ParallelConfig(), mesh=mesh, device=device, seed=0)
     optim = OptimConfig()
+    hooks = Recorder(leave_at, full=frozenset(full))
+    passes = itertools.count()
+
+    def poisoned_loss(logits: Tensor, targets: Tensor) -> Tensor:
+        number = 1 + next(passes) // plan.num_micro_batches
+        factor = float("nan") if number in poisoned and dist.get_rank() == 0 else 1.0
+        return sum_cross_entropy(logits, targets) * factor
+
     step = TrainStep(
         model,
         build_optimizer(model, optim),
         max_grad_norm=1.0,
         group=data_parallel_group(mesh),
         shard_group=shard_group(mesh),
+        loss_function=poisoned_loss if poisoned else None,
     )
-    hooks = Recorder(leave_at, full=frozenset(full))
     left = train(
         step,
         batches(plan.ranges[dist.get_rank()], 0),
@@ -113,12 +128,14 @@ def loop(leave_at: int | None = None, slices_per_pass: int = 1, full: tuple[int,
             snapshot_every_steps=2,
             checkpoint_every_steps=5,
             validate_every_steps=4,
+            nonfinite_skips=2,
         ),
         meter=Meter(SEQS * TOKENS, flops_per_token=1e6, peak_flops=1e9, world_size=world_size, generation=7),
         hooks=hooks,
         device=device,
     )
     assert left == (leave_at is not None)
+    hooks.weights = [weight.detach().to_local().clone() for weight in model.parameters()]  # type: ignore[attr-defined]
     return hooks
 
 
@@ -157,3 +174,17 @@ def test_one_ranks_wish_to_leave_takes_all_ranks_out_at_the_same_step_with_a_che
     ranks = run_ranks(loop, 3, 3)
     assert [hooks.saved for hooks in ranks] == [[(4, 4)]] * 3
     assert {len(hooks.rows) for hooks in ranks} == {4}
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_training_goes_on() -> None:
+    ranks = run_ranks(loop, 2, None, 1, (), (5, 6, 9))
+    for hooks in ranks:
+        assert [row["step"] for row in hooks.rows if not math.isfinite(row["grad_norm"])] == [5, 6, 9]
+        assert all(weight.isfinite().all() for weight in hooks.weights)
+        assert hooks.rows[-1]["loss"] < hooks.rows[0]["loss"]
+
+
+def test_too_many_in_a_row_end_the_loop_on_all_ranks_at_the_same_step() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(loop, 2, None, 1, (), (5, 6, 7, 9))
+    assert str(caught.value).count("NotFinite: the gradients of 3 steps in a row, up to step 7, are not finite") == 2

@@ -3,7 +3,7 @@ import torch
 
 from regrow.config.schema import ModelConfig, OptimConfig
 from regrow.model.llama import Llama, init_weights
-from regrow.optim.adamw import build_optimizer, clip_grad_norm_float64, set_lr
+from regrow.optim.adamw import build_optimizer, clip_grad_norm_float64, set_lr, step_unless
 from regrow.testing.tiny import tiny_model
 
 
@@ -60,3 +60,26 @@ def test_the_norm_of_millions_of_small_values_is_exact_to_float64():
     want = float(torch.tensor(1e-4)) * 2**11
     # one by one, 2**22 additions round by at most 2**22 * 2**-53 = 5e-10; in float32 the sum stalls far below
     assert clip_grad_norm_float64([parameter], 1e9, None).item() == pytest.approx(want, rel=5e-10)
+
+
+def test_a_skipped_step_changes_nothing_but_the_count():
+    llama = model()
+    optimizer = build_optimizer(llama, OptimConfig(lr=0.1))
+
+    def step(grad: float) -> None:
+        for parameter in llama.parameters():
+            parameter.grad = torch.full_like(parameter, grad)
+        step_unless(optimizer, ~torch.tensor(grad, dtype=torch.float64).isfinite())
+
+    def state() -> list[torch.Tensor]:
+        moments = [each[key] for each in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        return [tensor.detach().clone() for tensor in [*llama.parameters(), *moments]]
+
+    step(1.0)
+    before = state()
+    step(float("nan"))
+    step(float("inf"))
+    assert all(torch.equal(now, then) for now, then in zip(state(), before, strict=True))
+    assert {float(each["step"]) for each in optimizer.state.values()} == {3.0}
+    step(1.0)
+    assert not any(torch.equal(now, then) for now, then in zip(state(), before, strict=True))

@@ -7,7 +7,7 @@ import pytest
 from regrow.checkpoint import coordinator as module
 from regrow.checkpoint.catalog import committed_steps
 from regrow.checkpoint.coordinator import Answer, Coordinator, Fenced
-from regrow.config.schema import CheckpointConfig
+from regrow.config.schema import ClusterConfig, ObserveConfig, PretrainConfig
 from regrow.errors import ResumeError
 from regrow.plan.membership import Member
 from regrow.storage import Storage
@@ -19,10 +19,9 @@ def make(folder: Path) -> Coordinator:
         "run",
         secret=b"",
         checkpoints="checkpoints",
-        checkpoint=CheckpointConfig(),
-        sizes=range(1, 9),
-        wait_for_workers_s=60,
-        tensorboard=False,
+        config=PretrainConfig(
+            cluster=ClusterConfig(max_workers=8, wait_for_workers_s=60), observe=ObserveConfig(tensorboard=False)
+        ),
         submitted={},
     )
 

@@ -4,12 +4,12 @@ Every write of a run passes through it with the writer's generation, and one of 
 worker that wakes up later changes nothing. It holds a lock on the run folder, so that a run has one writer.
 """
 
+import contextlib
 import fcntl
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
@@ -19,25 +19,32 @@ from regrow.checkpoint.format import COMMIT
 from regrow.checkpoint.held import Holder
 from regrow.checkpoint.keeper import COORDINATOR, NAMESPACE, KeeperInfo
 from regrow.checkpoint.keeper_node import Sealed
-from regrow.config.schema import CheckpointConfig
+from regrow.checkpoint.watch import Suspect, Watch
+from regrow.config.schema import PretrainConfig
 from regrow.errors import ResumeError
-from regrow.observe.run_log import RunLog, next_generation, read_events
+from regrow.observe.run_log import RunLog, next_generation, read_events, read_metrics
+from regrow.observe.stalls import Stalls
 from regrow.observe.tensorboard import TensorBoard
 from regrow.plan.cadence import Cadence
 from regrow.plan.membership import Formation, Member, Membership
+from regrow.plan.notices import Notices
 from regrow.storage import Storage
 
 LOCK_FILE = ".lock"
+STACKS = "stacks"  # folder, of what everyone did while a group stood still
 LOCK_WAIT_S = 30.0
 UNSAFE_S = 120.0  # without a commit in memory: worth a word
 ADOPT_S = 30.0  # for the keepers of an earlier coordinator
-HUNG = "worker_hung"
+HUNG, DARK = "worker_hung", "node_silent"
+NOT_FINITE = "nonfinite"
 UNKNOWN = "worker_failed"  # until something else is known of the generation that is running
-GROW = "grow"  # why a group leaves for a larger one
+GROW, DRAIN = "grow", "drain"  # why a group leaves in good order: for a larger one, or without some nodes
 FORM_POLL_S = 0.02  # at which a worker asks for its generation
 FORM_POLLS_PER_S = 2000.0  # of all workers together
 LEAST_PATIENCE_S, PATIENCE_STEPS = 10.0, 5  # for a survivor to find out that its group is broken
 LEAVING_S = 5.0  # for the last snapshot of a group that leaves in good order
+QUARANTINE_WITHIN_S = 3600.0  # failures of a node that count together
+WAITING_POLL_S = 0.1  # while a group trains, at which those who wait for a place in one ask
 MAX_FRUITLESS_GENERATIONS = 3  # in a row, without finishing a step, before the run is given up
 
 
@@ -48,6 +55,7 @@ class Answer:
     formation: Formation | None = None
     over: bool = False
     given_up: str = ""
+    join_again: bool = False  # the coordinator does not know it: it was restarted
     wait_s: float = 0.0
 
 
@@ -73,22 +81,26 @@ class Coordinator:
         *,
         secret: bytes,
         checkpoints: str,
-        checkpoint: CheckpointConfig,
-        sizes: Sequence[int],
-        wait_for_workers_s: float,
-        tensorboard: bool,
+        config: PretrainConfig,
         submitted: dict[str, Any],
     ) -> None:
+        """`checkpoints` is a folder in `folder`; `submitted` is what the log is to say of this submission."""
+        cluster, checkpoint = config.cluster, config.checkpoint
         self.folder = Storage.at(folder)
         self.checkpoints = self.folder / checkpoints
         self.lock = _lock(self.folder)
         self.log = RunLog(self.folder)
-        self.wants_tensorboard = tensorboard
+        self.wants_tensorboard = config.observe.tensorboard
         self.tensorboard: TensorBoard | None = None
-        self.generation = next_generation(read_events(self.folder)) - 1
+        events = read_events(self.folder)
+        self.generation = next_generation(events) - 1
+        sizes = range(cluster.min_workers, cluster.max_workers + 1)
         self.membership = Membership(sizes, generation=self.generation)
+        self.notices = Notices(cluster.quarantine_failures, QUARANTINE_WITHIN_S, cluster.quarantine_s)
         self.formed: Formation | None = None
-        self.wait_for_workers_s, self.too_few_since = wait_for_workers_s, 0.0
+        self.most_rollbacks, self.rollbacks, self.not_finite_at = config.train.nonfinite_rollbacks, 0, 0
+        self.reform = ""  # GROW or DRAIN, once the group was told to leave
+        self.wait_for_workers_s, self.too_few_since = cluster.wait_for_workers_s, 0.0
         self.leaving_step, self.form_at = 0, 0.0  # a group that leaves in good order waits for its last snapshot
         self.fruitless, self.stop_reason, self.fatal, self.last_failure = 0, "", "", ""
         self.cause = "resume" if self.generation else "start"
@@ -110,9 +122,14 @@ class Coordinator:
             commit=self._commit,
             event=self._event,
         )
+        self.stalls = Stalls(cluster.silence_s, config.train.collective_timeout_s)
+        self.watch = Watch(self.stalls, self._save_stacks)
         self.complaints: set[str] = set()  # about snapshots, in this generation
         self.safe_at = time.monotonic()  # when a snapshot last committed
-        self._event("submitted", run_id=run_id, **submitted)
+        if _is_restarted():
+            self._take_up_again(events)
+        else:
+            self._event("submitted", run_id=run_id, **submitted)
 
     def ready(self) -> int:
         """Answers once the lock is held: the newest generation so far."""
@@ -123,7 +140,7 @@ class Coordinator:
         self.membership.join(member, expected=expected, now=time.monotonic())
 
     def formation(self, member_id: str, after: int) -> Answer:
-        """The generation that a worker which has joined is in, the first one after `after`; asked until it is there."""
+        """The generation that a worker is in, the first one after `after`; asked until it is there."""
         now, formation = time.monotonic(), self.formed
         if self.fatal:
             return Answer(given_up=self.fatal)
@@ -134,16 +151,21 @@ class Coordinator:
                 return Answer(wait_s=FORM_POLL_S)
             formation = self._form(now)
         if formation is None or formation.rank_of(member_id) is None:
-            return Answer(wait_s=max(FORM_POLL_S, len(self.membership.waiting) / FORM_POLLS_PER_S))
+            if member_id not in self.membership.waiting:
+                return Answer(join_again=True)
+            poll_s = WAITING_POLL_S if self.stalls.training else FORM_POLL_S
+            return Answer(wait_s=max(poll_s, len(self.membership.waiting) / FORM_POLLS_PER_S))
         return Answer(given_up=self.fatal) if self.fatal else Answer(formation)
 
     def leaving(self, generation: int, step: int) -> None:
         """The whole group leaves after this step, to form anew: its snapshot is worth a moment's wait."""
         self._fence(generation)
-        self.leaving_step, self.form_at, self.cause = step, time.monotonic() + LEAVING_S, GROW
+        self.leaving_step, self.form_at, self.cause = step, time.monotonic() + LEAVING_S, self.reform
+        self.stalls.end()
 
     def done(self) -> None:
         """The last step is trained: whoever waits to join may go."""
+        self.stalls.end()
         self.stop_reason = self.stop_reason or "finished"
 
     def members_died(self, processes: list[tuple[str, int]], left: int, cause: str, detail: str) -> None:
@@ -158,14 +180,27 @@ class Coordinator:
         )
         if len(self.membership.survivors) < min(self.membership.sizes):
             self.too_few_since = self.too_few_since or time.monotonic()
-        if lost:
-            ranks = [rank for rank, member in enumerate(self.membership.current) if member in lost]
-            self.failure(cause, detail, ranks)
+        self._lost(lost, cause, detail)
 
     def broke(self, generation: int, detail: str) -> None:
         """A rank could not go on, because of a peer's death or by itself. Kept for the case that all of them cannot."""
         if generation == self.generation:
             self.last_failure = detail
+
+    def not_finite(self, generation: int, step: int, detail: str) -> None:
+        """The whole group leaves, for gradients are not finite: back to storage, or to the end."""
+        self._fence(generation)
+        self.rollbacks = self.rollbacks + 1 if step <= self.not_finite_at else 1
+        self.not_finite_at = max(step, self.not_finite_at)
+        if self.rollbacks > self.most_rollbacks:
+            self.fail(
+                f"{detail}, after {self.rollbacks - 1} rollbacks too; look at the loss before it in report.html, then "
+                "lower optim.lr under another run.name, or allow more with train.nonfinite_skips"
+            )
+            return
+        self.fleet.discard()
+        self.failure(NOT_FINITE, detail, [])
+        self.stalls.end()
 
     def start_training(self, generation: int, start_step: int, details: dict[str, Any]) -> None:
         """The group is ready to train from `start_step`: later rows of earlier generations are taken back."""
@@ -189,6 +224,7 @@ class Coordinator:
             **details,
         )
         self.cause = UNKNOWN
+        self.stalls.begin(time.monotonic())
 
     def adopt_keepers(self) -> None:
         """Keepers that outlived an earlier coordinator of this run hold what it had committed."""
@@ -231,9 +267,15 @@ class Coordinator:
         """Log one step's metrics; the answer is why the group should leave, or empty."""
         now = time.monotonic()
         self._fence(generation)
+        if row["step"] < self.log.next_step:
+            return self.stop_reason  # sent again, after a restart
+        if row["step"] > self.log.next_step:
+            self._event("note", text=f"rows before step {row['step']} went with the coordinator that died")
+            self.log.begin(generation, row["step"] - 1)
         self.fruitless = 0
         busy_s = max(row["step_s"] - row["data_wait_s"] - row["snapshot_s"], 1e-6)
         self.fleet.cadence.stepped(busy_s, writing=self.fleet.upload is not None)
+        self.stalls.stepped(row["step_s"], now)
         self.membership.patience_s = max(LEAST_PATIENCE_S, PATIENCE_STEPS * row["step_s"])
         if self.fleet.peers and time.monotonic() - self.safe_at > UNSAFE_S:
             self.complaint("", f"no snapshot has been committed for {UNSAFE_S:.0f} s; a lost node would cost as much")
@@ -241,7 +283,16 @@ class Coordinator:
         if self.tensorboard:
             self.tensorboard.row(row)
         self.updates.append(Update("row", row))
-        return self.stop_reason or (GROW if self.membership.wants_to_grow(now) else "")
+        return self.stop_reason or self._why_reform(now)
+
+    def draining(self, deadlines: dict[str, float]) -> None:
+        """All nodes that are about to be taken away, and when (unix time)."""
+        for node in self.notices.drained(deadlines):
+            self._event("drain", node=node, deadline=deadlines[node])
+
+    def avoided_nodes(self) -> set[str]:
+        """Where no worker is to be started."""
+        return self.notices.avoided(time.time())
 
     def event(self, generation: int, event: str, fields: dict[str, Any]) -> None:
         self._fence(generation)
@@ -265,6 +316,7 @@ class Coordinator:
     def group_failed(self, cause: str, detail: str, ranks: list[int]) -> None:
         """Ray Train ends the whole group and starts another one. Called by its controller."""
         self.membership.dissolve()
+        self.stalls.end()
         self.failure(cause, detail, ranks)
 
     def fail(self, message: str) -> None:
@@ -279,6 +331,9 @@ class Coordinator:
     def drain_updates(self) -> tuple[list[Update], str]:
         """What happened since the last call, and the fatal message if there is one."""
         self.fleet.tick()
+        suspects = self.watch.tick(time.monotonic(), self.membership.survivors, self.fleet.keepers())
+        if suspects:
+            self._give_up(suspects)
         if self.too_few_since and time.monotonic() - self.too_few_since > self.wait_for_workers_s:
             self.fail(
                 f"fewer than cluster.min_workers={min(self.membership.sizes)} for {self.wait_for_workers_s:.0f} s; "
@@ -297,9 +352,58 @@ class Coordinator:
         if self.tensorboard:
             self.tensorboard.close()
 
+    def _give_up(self, suspects: list[Suspect]) -> None:
+        """End processes that keep the others waiting; of a node that has gone dark nothing more is expected."""
+        for suspect in suspects:
+            self.fleet.end_process(suspect.member.node, suspect.member.pid)
+        dark = [suspect for suspect in suspects if suspect.dark]
+        self.fleet.gone_dark({suspect.member.node for suspect in dark})
+        lost = self.membership.died(suspect.member.id for suspect in suspects)
+        details = dict.fromkeys(f"node {each.member.node[:12]}: {each.detail}" for each in suspects)
+        self._lost(lost, DARK if dark else HUNG, "; ".join(details))
+
+    def _lost(self, members: list[Member], cause: str, detail: str) -> None:
+        """Members of the current group are gone: the others, who may wait for them in a collective, are told."""
+        if members:
+            ranks = [rank for rank, member in enumerate(self.membership.current) if member in members]
+            self.failure(cause, detail, ranks)
+            for node in dict.fromkeys(member.node for member in members):
+                self._count_failure(node)
+            self.stalls.end()
+            self.fleet.over(self.generation)
+
+    def _count_failure(self, node: str) -> None:
+        """Let a node be that fails again and again, where the others do without it."""
+        others = [member for member in self.membership.survivors if member.node != node]
+        if len(others) < min(self.membership.sizes) or not self.notices.failed(node, time.time()):
+            return
+        self._event("quarantine", node=node, seconds=self.notices.barred_s)
+        for member in [*self.membership.survivors, *self.membership.waiting.values()]:
+            if member.node == node:
+                self.fleet.end_process(node, member.pid)  # it is started elsewhere, where there is room
+
+    def _why_reform(self, now: float) -> str:
+        """Why the group should leave in good order and form anew, or empty."""
+        self.membership.avoided = self.notices.avoided(time.time())
+        if self.membership.wants_to_leave_nodes():
+            self.reform = DRAIN
+        else:
+            self.reform = GROW if self.membership.wants_to_grow(now) else ""
+        return self.reform
+
+    def _save_stacks(self, found: dict[str, str]) -> None:
+        """What everyone was doing while the group stood still."""
+        name = f"{STACKS}/generation-{self.generation:06d}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.txt"
+        text = "\n".join(f"== node {node}\n{where or 'no answer'}" for node, where in found.items())
+        with contextlib.suppress(OSError):  # the group matters more
+            self.folder.write_bytes(name, text.encode())
+        stalled_s = self.stalls.stalled_s(time.monotonic())
+        self._event("stalled", generation=self.generation, seconds=stalled_s, stacks=name)
+
     def _form(self, now: float) -> Formation | None:
         """Number a new group if one can be formed; from here on older ones are fenced off."""
         ranks = {member.id: rank for rank, member in enumerate(self.membership.current)}
+        self.membership.avoided = self.notices.avoided(time.time())
         formation = self.membership.form(now)
         for member in self.membership.left_out:
             self.fleet.end_process(member.node, member.pid)  # Ray Train finds it dead, and fills its place
@@ -315,7 +419,32 @@ class Coordinator:
             )
         self.generation, self.formed, self.too_few_since = formation.generation, formation, 0.0
         self.leaving_step, self.form_at = 0, 0.0
+        self._event("forming", generation=self.generation, members=[asdict(each) for each in formation.members])
         return formation
+
+    def _take_up_again(self, events: list[dict[str, Any]]) -> None:
+        """This actor was restarted: go on with the group that trains, which may not even have noticed."""
+        self._event("coordinator_restarted", generation=self.generation)
+        forming = [event for event in events if event["event"] == "forming"][-1:]
+        begun = [event for event in events if event["event"] == "generation"][-1:]
+        if not forming or forming[0]["generation"] != self.generation:
+            return  # nobody has formed a group since the driver started
+        members = tuple(Member(**member) for member in forming[0]["members"])
+        self.formed, self.membership.current = Formation(self.generation, members), members
+        self.adopt_keepers()
+        if not begun or begun[0]["generation"] != self.generation:
+            return
+        rows = read_metrics(self.folder)
+        last = max(begun[0]["start_step"], rows[-1]["step"] if rows else 0)
+        self.log.begin(self.generation, last)
+        newest = self.fleet.board.newest
+        self.fleet.begin(
+            self.generation,
+            max(last, newest.moment.step if newest else 0),
+            list(dict.fromkeys(worker["node"] for worker in begun[0]["workers"])),
+        )
+        self.cause = UNKNOWN
+        self.stalls.begin(time.monotonic())
 
     def _commit(self, step_folder: str, pointer: bytes) -> None:
         self.log.flush()  # a committed step's row is never missing
@@ -339,7 +468,10 @@ def start_coordinator(folder: Storage, run_id: str, **options: Any) -> Any:
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     name = f"{run_id}:{COORDINATOR}"
-    remote: Any = ray.remote(num_cpus=0, scheduling_strategy=here, name=name, namespace=NAMESPACE)  # type: ignore[call-overload]
+    # calls that were on their way when it died are made again, in their order
+    remote: Any = ray.remote(  # type: ignore[call-overload]
+        num_cpus=0, scheduling_strategy=here, name=name, namespace=NAMESPACE, max_restarts=-1, max_task_retries=-1
+    )
     actor = remote(Coordinator).remote(str(folder), run_id, **options)
     try:
         ray.get(actor.ready.remote(), timeout=LOCK_WAIT_S + 30)
@@ -351,6 +483,11 @@ def start_coordinator(folder: Storage, run_id: str, **options: Any) -> Any:
         raise
     ray.get(actor.adopt_keepers.remote(), timeout=ADOPT_S)
     return actor
+
+
+def _is_restarted() -> bool:
+    """Whether this actor's process died, and this is another one in its place."""
+    return ray.is_initialized() and bool(ray.get_runtime_context().was_current_actor_reconstructed)
 
 
 def _lock(folder: Storage) -> Any:

@@ -49,6 +49,7 @@ class Fleet:
         self.run_id, self.secret, self.checkpoints, self.cadence = run_id, secret, checkpoints, cadence
         self.keep, self.upload_timeout_s, self.commit, self.event = keep, upload_timeout_s, commit, event
         self.known: dict[str, tuple[Any, KeeperInfo]] = {}  # node -> actor, what is known of it
+        self.dark: set[str] = set()  # nodes that do not answer
         self.board = SnapshotBoard()
         self.peers: dict[str, str] = {}  # of the current generation's nodes
         self.upload: Upload | None = None
@@ -75,6 +76,7 @@ class Fleet:
     def register(self, handle: Any, info: KeeperInfo) -> None:
         """A node's keeper is up, or is up again."""
         self.known[info.node] = (handle, info)
+        self.dark.discard(info.node)
 
     def greet(self, node: str, handle: Any, me: Any) -> None:
         """A keeper was restarted: it takes its old place."""
@@ -114,7 +116,7 @@ class Fleet:
         if self.board.newest is None:
             return None
         moment = self.board.newest.moment
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - self.dark
         asked = [(handle, info) for node, (handle, info) in self.known.items() if node in alive]
         calls = {handle.holdings.remote(moment): info for handle, info in asked}
         holders = []
@@ -124,9 +126,32 @@ class Fleet:
                 holders += [Holder(info.node, info.address, held) for held in ray.get(call)]
         return moment.step, holders
 
+    def discard(self) -> None:
+        """What is in memory is not to be used: the state itself went wrong."""
+        self.board.newest = None
+        if self.upload is not None:
+            self._end_upload("the state went wrong")
+
     def holds(self, step: int) -> bool:
         """Whether a step, or a later one, is committed in memory."""
         return self.board.newest is not None and self.board.newest.moment.step >= step
+
+    def keepers(self) -> dict[str, Any]:
+        """Of the current generation's nodes."""
+        return {node: self.known[node][0] for node in self.peers if node in self.known}
+
+    def over(self, generation: int) -> None:
+        """Have nobody of a generation wait any longer for those it has lost."""
+        for keeper in self.keepers().values():
+            keeper.over.remote(generation)
+
+    def gone_dark(self, nodes: set[str]) -> None:
+        """Nothing is asked of these nodes' keepers, until their workers come back with them."""
+        self.dark |= nodes
+        for call, (node, order) in list(self.writing.items()):
+            if node in nodes:
+                del self.writing[call]
+                self._write_instead(node, order, "says nothing")
 
     def end_process(self, node: str, pid: int) -> None:
         """Kill a worker, through its node's keeper."""
@@ -208,11 +233,7 @@ class Fleet:
             self.upload.done(order, ray.get(call))
         except ray.exceptions.RayError as error:
             problem = first_line(error.cause or error) if isinstance(error, ray.exceptions.RayTaskError) else "is gone"
-            instead = self.upload.failed(node, order, problem)
-            if instead is not None and instead[0] in self.known:
-                self._ask(*instead)
-            else:
-                self._end_upload(self.upload.problem or f"node {node[:12]} {problem}")
+            self._write_instead(node, order, problem)
             return
         if self.upload.complete and self.publishing is None:
             try:
@@ -221,6 +242,16 @@ class Fleet:
                 self._end_upload(first_line(error))
                 return
             self.publishing = self.storage.submit(write_index, self.upload.folder, self.index)
+
+    def _write_instead(self, node: str, order: WriteOrder, problem: str) -> None:
+        """Another node that holds the same writes what this one could not."""
+        if self.upload is None or order.moment != self.upload.moment:
+            return
+        instead = self.upload.failed(node, order, problem)
+        if instead is not None and instead[0] in self.known.keys() - self.dark:
+            self._ask(*instead)
+        else:
+            self._end_upload(self.upload.problem or f"node {node[:12]} {problem}")
 
     def _publish(self, publishing: Future[bytes]) -> None:
         """The index is written, or is not: COMMIT comes last."""

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from regrow.checkpoint.keeper_node import KeeperNode, Peer, Sealed, is_served, l
 from regrow.checkpoint.ranges import Address
 from regrow.checkpoint.slots import Committed, Moment
 from regrow.checkpoint.upload import WriteOrder, Written
+from regrow.observe.pulse import Pulse, Word, look, read_pulses
 
 NAMESPACE = "regrow"
 COORDINATOR = "coordinator"  # its name is this after the run's id, a keeper's the node's id
@@ -67,6 +68,7 @@ class Keeper:
         self.keeper: KeeperNode | None = None
         self.me = ray.get_runtime_context().current_actor
         self.lock = threading.Lock()
+        self.word = Word.read(self.folder)
         self.coordinator: Any = None
         self.place = Place()
         self.newest_message = -1
@@ -135,6 +137,23 @@ class Keeper:
     def write(self, order: WriteOrder) -> Written:
         """Write what the node holds of a step to storage."""
         return self._keeper.write(order)
+
+    def pulses(self) -> list[Pulse]:
+        """Of the workers of this node."""
+        return read_pulses(self.folder)
+
+    def look(self) -> str:
+        """Where each worker of this node is."""
+        with self.lock:
+            self.word = replace(self.word, traces=self.word.traces + 1)
+            word = self.word
+        return look(self.folder, word)
+
+    def over(self, generation: int) -> None:
+        """Tell the workers of this node that a generation is over, whoever still waits in one of its collectives."""
+        with self.lock:
+            self.word = replace(self.word, over=max(generation, self.word.over))
+            self.word.write(self.folder)
 
     def end_process(self, pid: int) -> None:
         """Kill a worker of this node that hangs; one that is stopped, too."""

@@ -70,7 +70,7 @@ def _train(config: PretrainConfig) -> None:
         stop is None or 1 <= stop <= train.steps,
         f"train.stop_at_step={stop} must be between 1 and train.steps={train.steps}",
     )
-    for key in ("validate_every_steps", "validation_seqs"):
+    for key in ("validate_every_steps", "validation_seqs", "nonfinite_skips", "nonfinite_rollbacks"):
         _need(
             getattr(train, key) >= 0, f"train.{key}={getattr(train, key)} must not be negative; 0 turns validation off"
         )
@@ -95,7 +95,16 @@ def _cluster(config: PretrainConfig) -> None:
         f"cluster.local_nodes={cluster.local_nodes} starts nodes here, cluster.address={cluster.address!r} joins "
         "a running cluster: set only one of them",
     )
-    for name, least in (("silence_s", 5.0), ("wait_for_workers_s", 0.0)):
+    _need(
+        cluster.spare_workers == 0 or (cluster.spare_workers > 0 and cluster.in_place),
+        f"cluster.spare_workers={cluster.spare_workers} must not be negative, and 0 where cluster.in_place=false: "
+        "a group that restarts as a whole takes whoever is there",
+    )
+    _need(
+        cluster.quarantine_failures >= 0,
+        f"cluster.quarantine_failures={cluster.quarantine_failures} must not be negative; 0 leaves no node alone",
+    )
+    for name, least in (("silence_s", 5.0), ("wait_for_workers_s", 0.0), ("quarantine_s", 0.0)):
         value = getattr(cluster, name)
         _need(value >= least, f"cluster.{name}={value} must be at least {least:g} seconds")
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -27,13 +28,14 @@ from regrow.data.stream import start_stream, stop_stream
 from regrow.elastic.job import Job, train_fn
 from regrow.elastic.local_cluster import Connection, check_room, cluster_for
 from regrow.elastic.run_folder import CHECKPOINTS, Run, check_may_start, open_run
-from regrow.errors import RegrowError
+from regrow.errors import RegrowError, first_line
 from regrow.observe.console import Console
 from regrow.observe.narrate import narrate, startup_line
 from regrow.observe.provenance import git_sha, versions
 from regrow.observe.report import write_report
 
 POLL_S = 0.2
+INTERRUPTED, CONTROLLER_DIED = "interrupted", "controller_died"
 LEAVE_S = 20.0  # for the workers to end by themselves once the run is given up
 
 
@@ -81,7 +83,7 @@ def pretrain(config: PretrainConfig) -> None:
                 )
                 return
             reason = _Session(config, run, corpora, console, startup, connection, lines).train()
-    if reason == "interrupted":
+    if reason == INTERRUPTED:
         sys.exit(130)
 
 
@@ -105,10 +107,7 @@ class _Session:
             run.run_id,
             secret=secret,
             checkpoints=CHECKPOINTS,
-            checkpoint=config.checkpoint,
-            wait_for_workers_s=config.cluster.wait_for_workers_s,
-            sizes=list(range(config.cluster.min_workers, config.cluster.max_workers + 1)),
-            tensorboard=config.observe.tensorboard,
+            config=config,
             submitted={
                 "time": STARTED_AT,
                 "host": socket.gethostname(),
@@ -124,10 +123,7 @@ class _Session:
         self.stream = start_stream(config, corpora, start_step=run.resumed_step or 0, stop_step=_last_step(config))
         startup.done("actors")
         self.startup_s: dict[str, float] | None = None
-        generation = ray.get(self.coordinator.ready.remote())
-        from regrow.elastic.ray_train import build_trainer  # takes seconds, and has begun where Ray is ours
-
-        job = Job(
+        self.job = Job(
             config=config,
             run_id=run.run_id,
             secret=secret,
@@ -135,50 +131,43 @@ class _Session:
             corpora=corpora,
             coordinator=self.coordinator,
             stream=self.stream,
-            first_generation=generation + 1,
-            fit_at=time.time(),
+            first_generation=0,
+            fit_at=0.0,
             driver_s=startup.seconds,
         )
-        self.trainer = build_trainer(
-            config,
-            num_workers=min(config.cluster.max_workers, check_room(config.cluster)),
-            train_fn=train_fn,
-            settings={"job": job},
-            storage=str(run.folder / "ray_train"),
-            name=f"{config.run.name}-g{generation + 1}",
-        )
+        self.asked_to_stop = False
+        self.trainer = self._trainer()
         startup.done("imports")
+
+    def _trainer(self) -> Any:
+        """Ray Train, for as many workers as there is room for now."""
+        from regrow.elastic.ray_train import build_trainer  # takes seconds, and has begun where Ray is ours
+
+        config, generation = self.config, ray.get(self.coordinator.ready.remote()) + 1
+        return build_trainer(
+            config,
+            num_workers=min(config.cluster.max_workers + config.cluster.spare_workers, check_room(config.cluster)),
+            train_fn=train_fn,
+            settings={"job": replace(self.job, first_generation=generation, fit_at=time.time())},
+            storage=str(self.run.folder / "ray_train"),
+            name=f"{config.run.name}-g{generation}",
+        )
 
     def train(self) -> str:
         """Run the worker group to its end; why it ended: finished, stop_at_step or interrupted."""
-        outcome: list[BaseException] = []
-
-        def fit() -> None:
-            try:
-                self.trainer.fit()
-            except BaseException as error:  # carried over to the main thread
-                outcome.append(error)
-
-        thread = threading.Thread(target=fit, name="ray-train", daemon=True)
         with self._interrupts():
-            thread.start()
-            fatal, report_at, give_up_at = "", time.monotonic() + self.config.observe.report_every_s, float("inf")
-            while thread.is_alive() and time.monotonic() < give_up_at:
-                thread.join(POLL_S)
-                fatal = self._show()
-                if fatal and give_up_at == float("inf"):
-                    give_up_at = time.monotonic() + LEAVE_S
-                if time.monotonic() > report_at:
-                    begun = time.monotonic()
-                    write_report(self.run.folder, self.config)
-                    took_s = time.monotonic() - begun  # grows with the log: at most a twentieth of the time
-                    report_at = time.monotonic() + max(self.config.observe.report_every_s, 20 * took_s)
-            fatal = self._show() or fatal
-            if not fatal and not outcome:
+            fatal, error = self._fit()
+            while isinstance(error, ray.exceptions.RayActorError) and not fatal:
+                detail = f"Ray Train's controller, and its workers with it: {first_line(error)}"
+                ray.get(self.coordinator.group_failed.remote(CONTROLLER_DIED, detail, []), timeout=60)
+                self._show()
+                self.trainer = self._trainer()
+                fatal, error = self._fit()
+            if not fatal and error is None:
                 fatal = self._settle()
         stop_stream(self.stream)
-        if outcome and not fatal:
-            fatal = f"Ray Train gave up: {str(outcome[0]).strip().splitlines()[-1]}"
+        if error is not None and not fatal:
+            fatal = f"Ray Train gave up: {str(error).strip().splitlines()[-1]}"
         steps = committed_steps(self.run.folder / CHECKPOINTS)
         step = steps[0] if steps else 0
         reason = self._reason(step, fatal)
@@ -188,6 +177,31 @@ class _Session:
             raise RegrowError(f"{fatal} (logs: {self.connection.session_dir}/logs)")
         self._farewell(step, reason, report)
         return reason
+
+    def _fit(self) -> tuple[str, BaseException | None]:
+        """Have Ray Train run its workers, and show what happens; why the run is given up, what Ray Train raised."""
+        outcome: list[BaseException] = []
+
+        def fit() -> None:
+            try:
+                self.trainer.fit()
+            except BaseException as error:  # carried over to the main thread
+                outcome.append(error)
+
+        thread = threading.Thread(target=fit, name="ray-train", daemon=True)
+        thread.start()
+        fatal, report_at, give_up_at = "", time.monotonic() + self.config.observe.report_every_s, float("inf")
+        while thread.is_alive() and time.monotonic() < give_up_at:
+            thread.join(POLL_S)
+            fatal = self._show()
+            if fatal and give_up_at == float("inf"):
+                give_up_at = time.monotonic() + LEAVE_S
+            if time.monotonic() > report_at:
+                begun = time.monotonic()
+                write_report(self.run.folder, self.config)
+                took_s = time.monotonic() - begun  # grows with the log: at most a twentieth of the time
+                report_at = time.monotonic() + max(self.config.observe.report_every_s, 20 * took_s)
+        return self._show() or fatal, outcome[0] if outcome else None
 
     def _settle(self) -> str:
         """Wait for the last checkpoint, which keepers write by themselves; why it failed, if it did."""
@@ -200,6 +214,8 @@ class _Session:
 
     def _show(self) -> str:
         """Show what happened since the last call; the fatal message if the run is over."""
+        if self.asked_to_stop:  # again and again: a coordinator that was restarted does not know
+            self.coordinator.request_stop.remote(INTERRUPTED)
         updates, fatal = ray.get(self.coordinator.drain_updates.remote(), timeout=60)
         for update in updates:
             if update.kind == "row":
@@ -218,15 +234,12 @@ class _Session:
     @contextmanager
     def _interrupts(self) -> Iterator[None]:
         """Ctrl-C or SIGTERM: commit a checkpoint and leave; once more: leave at once."""
-        asked = False
 
         def handle(signum: int, frame: FrameType | None) -> None:
-            nonlocal asked
-            if asked:
+            if self.asked_to_stop:
                 raise KeyboardInterrupt
-            asked = True
+            self.asked_to_stop = True
             self.console.message("stopping after this step with a checkpoint; once more to end at once")
-            self.coordinator.request_stop.remote("interrupted")
 
         before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -240,7 +253,7 @@ class _Session:
             return "failed"
         if step >= self.config.train.steps:
             return "finished"
-        return "stop_at_step" if step == self.config.train.stop_at_step else "interrupted"
+        return "stop_at_step" if step == self.config.train.stop_at_step else INTERRUPTED
 
     def _farewell(self, step: int, reason: str, report: dict[str, Any]) -> None:
         loss = report["final_loss"]

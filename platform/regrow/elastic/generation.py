@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import regrow
 from regrow.checkpoint import catalog, store
 from regrow.checkpoint.collective import from_rank_0, gather
-from regrow.checkpoint.coordinator import GROW
-from regrow.checkpoint.snapshot import Snapshots
+from regrow.checkpoint.coordinator import DRAIN, GROW
 from regrow.checkpoint.state import (
     Entry,
     Progress,
@@ -43,13 +42,14 @@ from regrow.model.flops import flops_per_token, peak_flops
 from regrow.model.llama import Llama, init_weights
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
+from regrow.parallel.break_off import listening
 from regrow.parallel.compile import graphs_compiled
 from regrow.parallel.float8 import inner_tensor, refresh_float8_scales
 from regrow.parallel.fsdp import build_mesh, data_parallel_group, replica_group, shard_group
 from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
 from regrow.storage import Storage
-from regrow.train.loop import LoopSettings, train
+from regrow.train.loop import LoopSettings, NotFinite, train
 from regrow.train.metrics import Meter
 from regrow.train.step import TrainStep, build_loss, evaluate
 
@@ -77,12 +77,11 @@ def train_generation(
     built = time.time()
     entries = training_entries(model, optimizer, inner_tensor=inner_tensor)
     if memory is not None:
-        memory.join()
+        memory.join(generation, listening() - joined.listened)
     from_seed = partial(_from_seed, model, optimizer, config.run.seed)
     progress, source = _restore(job, generation, entries, mesh, memory, from_seed)
-    snapshots = None
     if memory is not None:
-        snapshots = memory.start(entries, part_of(mesh), generation)
+        memory.start(entries, part_of(mesh), generation)
     set_optimizer_step(optimizer, progress.step)
     refresh_float8_scales(model)
     restored = time.time()
@@ -119,7 +118,7 @@ def train_generation(
         keep_gathered=not config.parallel.reshard_after_forward,
         loss_function=build_loss(config.parallel, device),
     )
-    hooks = _Hooks(job, generation, step, mesh, _Validation(job, device, rank, world_size), snapshots)
+    hooks = _Hooks(job, generation, step, mesh, _Validation(job, device, rank, world_size), memory)
     startup_s = {
         **(job.driver_s if generation == job.first_generation else {}),
         "workers": entered - (job.fit_at if generation == job.first_generation else entered),
@@ -144,26 +143,32 @@ def train_generation(
         ray.get(job.coordinator.start_training.remote(generation, progress.step, details), timeout=CALL_TIMEOUT_S)
     left = False
     if progress.step < last_step:
-        left = train(
-            step,
-            batches,
-            progress,
-            optim=config.optim,
-            settings=LoopSettings(
-                last_step=last_step,
-                total_tokens=config.train.steps * tokens_per_step,
-                tokens_per_step=tokens_per_step,
-                seqs_per_step=config.optim.global_batch_seqs,
-                slice_seqs=layout_of(config).slice_seqs,
-                num_micro_batches=plan.num_micro_batches,
-                snapshot_every_steps=config.snapshot.every_steps,
-                checkpoint_every_steps=config.checkpoint.every_steps,
-                validate_every_steps=config.train.validate_every_steps if config.train.validation_seqs else 0,
-            ),
-            meter=meter,
-            hooks=hooks,
-            device=device,
+        settings = LoopSettings(
+            last_step=last_step,
+            total_tokens=config.train.steps * tokens_per_step,
+            tokens_per_step=tokens_per_step,
+            seqs_per_step=config.optim.global_batch_seqs,
+            slice_seqs=layout_of(config).slice_seqs,
+            num_micro_batches=plan.num_micro_batches,
+            snapshot_every_steps=config.snapshot.every_steps,
+            checkpoint_every_steps=config.checkpoint.every_steps,
+            validate_every_steps=config.train.validate_every_steps if config.train.validation_seqs else 0,
+            nonfinite_skips=config.train.nonfinite_skips,
         )
+        try:
+            left = train(
+                step,
+                batches,
+                progress,
+                optim=config.optim,
+                settings=settings,
+                meter=meter,
+                hooks=hooks,
+                device=device,
+            )
+        except NotFinite as error:
+            hooks.not_finite(progress.step, str(error))
+            raise
     elif source == "snapshot":  # the run ended before this step was in storage
         hooks.snapshot(progress, must=True)
         hooks.confirm(progress.step)
@@ -198,9 +203,9 @@ class _Hooks:
         step: TrainStep,
         mesh: DeviceMesh,
         validation: _Validation,
-        snapshots: Snapshots | None,
+        memory: MemoryTier | None,
     ) -> None:
-        self.snapshots = snapshots
+        self.memory, self.snapshots = memory, memory.snapshots if memory is not None else None
         self.job, self.generation, self.step = job, generation, step
         self.validation = validation
         self.rank = dist.get_rank()
@@ -231,8 +236,8 @@ class _Hooks:
         return time.perf_counter() - begun
 
     def confirm(self, step: int) -> None:
-        if self.snapshots is not None:
-            self.snapshots.confirm(step)
+        if self.memory is not None:
+            self.memory.confirm(step)
 
     def await_snapshot(self) -> float:
         return self.snapshots.wait() if self.snapshots is not None else 0.0
@@ -241,7 +246,7 @@ class _Hooks:
         begun = time.perf_counter()
         if self.snapshots is None:
             self._save_here(progress)
-        elif self.rank == 0 and self.stop != GROW:  # keepers write it, from memory
+        elif self.rank == 0 and self.stop not in (GROW, DRAIN):  # keepers write it, from memory
             self.replies.append(self.job.coordinator.want_checkpoint.remote(self.generation, progress.step))
         return time.perf_counter() - begun
 
@@ -278,6 +283,12 @@ class _Hooks:
             fields = {"step": step, "loss": loss, "seconds": time.perf_counter() - begun}
             self.replies.append(self.job.coordinator.event.remote(self.generation, "validation", fields))
         return loss
+
+    def not_finite(self, step: int, detail: str) -> None:
+        """Every rank is about to leave for this."""
+        if self.rank == 0:
+            call = self.job.coordinator.not_finite.remote(self.generation, step, detail)
+            ray.get([*self.replies, call], timeout=CALL_TIMEOUT_S)
 
     def close(self, *, left_at: int | None) -> None:
         """Wait until the coordinator has everything; say that the group left after a step, or has finished."""

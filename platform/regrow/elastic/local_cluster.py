@@ -93,7 +93,8 @@ def _join(config: ClusterConfig) -> Any:
 
 def _start_one(config: ClusterConfig) -> Any:
     # logical CPUs beyond the workers' own, for the tasks that feed them
-    num_cpus = max(os.cpu_count() or 1, int(-(-config.max_workers * config.cpus_per_worker // 1))) + 1
+    workers = config.max_workers + config.spare_workers
+    num_cpus = max(os.cpu_count() or 1, int(-(-workers * config.cpus_per_worker // 1))) + 1
     return ray.init(
         address="local",
         num_cpus=num_cpus,
@@ -114,7 +115,7 @@ def _start_several(config: ClusterConfig) -> tuple[Any, Any]:
     }
     nodes = Cluster(initialize_head=True, head_node_args=head)
     try:
-        per_node = -(-config.max_workers // config.local_nodes)
+        per_node = -(-(config.max_workers + config.spare_workers) // config.local_nodes)
         for _ in range(config.local_nodes):
             add_local_node(nodes, config, num_workers=per_node)
         return ray.init(address=nodes.address, **_quiet()), nodes

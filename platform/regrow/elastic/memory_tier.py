@@ -15,8 +15,10 @@ from regrow.checkpoint.layout import Part
 from regrow.checkpoint.memory import Unrestorable, restore_snapshot
 from regrow.checkpoint.snapshot import Snapshots
 from regrow.checkpoint.state import Entry, Progress
+from regrow.elastic.heartbeat import Heartbeat
 from regrow.elastic.job import CALL_TIMEOUT_S, Job
 from regrow.errors import CheckpointError, first_line
+from regrow.parallel.break_off import Address
 from regrow.plan.memory import plan_snapshot_memory
 
 
@@ -34,13 +36,14 @@ class MemoryTier:
             domain_label=self.config.domain_label,
             abandon_after_s=self.config.abandon_after_s,
         )
-        self._snapshots: Snapshots | None = None
+        self.snapshots: Snapshots | None = None  # of the current generation
         self._serving = self._serve()
+        self._heartbeat: Heartbeat | None = None
 
-    def join(self) -> None:
-        """Wait for the keepers of all nodes to be up and known to the coordinator.
+    def join(self, generation: int, gloo: set[Address]) -> None:
+        """Wait for the keepers of all nodes to be up and known to the coordinator. From here on this rank is watched.
 
-        Raises CheckpointError where a keeper cannot work on its node.
+        `gloo` is where this rank's gloo listens. Raises CheckpointError where a keeper cannot work on its node.
         """
         serving, self._serving = self._serving or self._serve(), None  # anew each time: it may have been restarted
         try:
@@ -52,7 +55,9 @@ class MemoryTier:
             ) from error
         self.folder = Path(info.folder)
         ray.get(self.job.coordinator.register_keeper.remote(self.keeper, info), timeout=CALL_TIMEOUT_S)
-        gather(None)
+        gloo = set().union(*gather(gloo))
+        self._heartbeat = self._heartbeat or Heartbeat(self.folder)
+        self._heartbeat.enter(generation, gloo)
 
     def restore(self, entries: Sequence[Entry], *, at_least: int) -> tuple[Progress | None, bool]:
         """Fill the entries from the newest committed snapshot, on all ranks or on none.
@@ -86,8 +91,8 @@ class MemoryTier:
             return None, True
         return Progress(**scalars), False
 
-    def start(self, entries: Sequence[Entry], part: Part, generation: int) -> Snapshots:
-        """This rank's slots. Raises CheckpointError on every rank if a node's memory is too small for its ranks'."""
+    def start(self, entries: Sequence[Entry], part: Part, generation: int) -> None:
+        """Make this rank's slots. Raises CheckpointError on every rank where one node's memory is too small."""
         nodes = gather(self.node)
         problem, snapshots = self._shortage(entries, part, nodes), None
         if not problem:
@@ -107,15 +112,23 @@ class MemoryTier:
         if problems:
             raise CheckpointError(f"{problems[0]}; or take no snapshots: snapshot.every_steps=0")
         assert snapshots is not None
-        self._snapshots = snapshots
-        return snapshots
+        self.snapshots = snapshots
+
+    def confirm(self, step: int) -> None:
+        """All collectives of a step have succeeded. Local."""
+        assert self.snapshots is not None
+        assert self._heartbeat is not None
+        self.snapshots.confirm(step)
+        self._heartbeat.stepped(step)
 
     def leave(self) -> None:
         """The generation is over, however it ended: nothing that is not sealed will be. Local."""
-        if self._snapshots is not None:
+        if self._heartbeat is not None:
+            self._heartbeat.leave()
+        if self.snapshots is not None:
             with contextlib.suppress(Exception):  # of a device that cannot be trusted
-                self._snapshots.close()
-            self._snapshots = None
+                self.snapshots.close()
+            self.snapshots = None
 
     def _serve(self) -> Any:
         return self.keeper.serve.remote(self.job.coordinator, self.job.secret)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
+from ray._private.state import state as ray_state
 from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.backend import Backend, BackendConfig
@@ -106,7 +107,9 @@ class Places(PlacementGroupHandle):
 
     def __init__(self, bundle: dict[str, float], *, at_first: int, most: int) -> None:
         self.bundle, self.at_first = bundle, at_first
-        self.groups = [ray.util.placement_group([bundle]) for _ in range(most)]
+        self.avoided: frozenset[str] = frozenset()  # nodes
+        self.groups = [self._group() for _ in range(most)]
+        self._chosen_without = [self.avoided] * most  # what was avoided when they were asked for
 
     @property
     def placement_group(self) -> Any:
@@ -120,16 +123,22 @@ class Places(PlacementGroupHandle):
         return all(group.wait(max(0.0, give_up_at - time.monotonic())) for group in self.groups[: self.at_first])
 
     def has_room(self, place: int) -> bool:
-        """Whether a worker could start there now; where the node is gone, another one is asked for."""
+        """Whether a worker could start there now; where the node is gone or avoided, another one is asked for."""
         table = ray.util.placement_group_table(self.groups[place])
-        if table["state"] == "PENDING":
+        if table["state"] == "PENDING" and self._chosen_without[place] == self.avoided:
             return False
         node = table["bundles_to_node_id"].get(0)
-        if table["state"] == "CREATED" and node in {each["NodeID"] for each in ray.nodes() if each["Alive"]}:
+        usable = {each["NodeID"] for each in ray.nodes() if each["Alive"]} - self.avoided
+        if table["state"] == "CREATED" and node in usable:
             return True
-        lost, self.groups[place] = self.groups[place], ray.util.placement_group([self.bundle])
+        lost, self.groups[place] = self.groups[place], self._group()
+        self._chosen_without[place] = self.avoided
         ray.util.remove_placement_group(lost)
         return False
+
+    def _group(self) -> Any:
+        elsewhere = {"ray.io/node-id": f"!in({','.join(sorted(self.avoided))})"}
+        return ray.util.placement_group([self.bundle], bundle_label_selector=[elsewhere] if self.avoided else None)
 
     def shutdown(self) -> None:
         for group in self.groups:
@@ -145,7 +154,10 @@ class InPlaceGroup(WorkerGroup):
         self._filling: dict[int, threading.Thread] = {}
         self._looked_at, self._changing = 0.0, threading.Lock()
         job = self._train_run_context.train_loop_config["job"]  # type: ignore[index]
-        self._coordinator, self._most = job.coordinator, job.config.cluster.max_workers
+        cluster = job.config.cluster
+        self._coordinator, self._most = job.coordinator, cluster.max_workers + cluster.spare_workers
+        self._avoided: Any = None  # an answer of the coordinator's, on its way
+        self._draining: dict[str, float] = {}
         super()._start_impl(worker_group_state_builder)
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Places:
@@ -201,6 +213,7 @@ class InPlaceGroup(WorkerGroup):
         self._filling = {place: thread for place, thread in self._filling.items() if thread.is_alive()}
         state: Any = self._worker_group_state
         places: Places = state.placement_group_handle
+        self._heed_notices(places)
         candidates = list(self._empty)
         if len(state.workers) < self._most:
             candidates.append(len(state.workers))
@@ -211,6 +224,19 @@ class InPlaceGroup(WorkerGroup):
                 start = threading.Thread(target=self._start_worker, args=(place,), name=f"place-{place}", daemon=True)
                 self._filling[place] = start
                 start.start()
+
+    def _heed_notices(self, places: Places) -> None:
+        """Tell the coordinator of nodes that are to be taken away; take from it where nothing is to be started."""
+        draining = {node: at / 1e3 or time.time() for node, at in ray_state.get_draining_nodes().items()}  # 0: at once
+        if draining.keys() != self._draining.keys():
+            self._draining = draining
+            self._coordinator.draining.remote(draining)
+        if self._avoided is not None and ray.wait([self._avoided], timeout=0)[0]:
+            with contextlib.suppress(ray.exceptions.RayError):
+                places.avoided = frozenset(ray.get(self._avoided)) | draining.keys()
+            self._avoided = None
+        if self._avoided is None:
+            self._avoided = self._coordinator.avoided_nodes.remote()
 
     def _start_worker(self, place: int) -> None:
         context = self._worker_group_context

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from regrow.elastic.job import CALL_TIMEOUT_S
 from regrow.errors import RegrowError
+from regrow.parallel.break_off import Address, listening
 from regrow.parallel.fsdp import BACKENDS, let_go_of_meshes
 from regrow.plan.membership import Formation, Member
 
@@ -28,6 +29,7 @@ class Joined:
 
     formation: Formation
     rank: int
+    listened: frozenset[Address]  # where this process did before it joined
 
     @property
     def generation(self) -> int:
@@ -63,11 +65,13 @@ def join_generation(
             return None
         if answer.formation is not None:
             break
+        if answer.join_again:
+            ray.get(coordinator.join.remote(member, expected), timeout=CALL_TIMEOUT_S)
         time.sleep(answer.wait_s)
     formation: Formation = answer.formation
     rank = formation.rank_of(member_id)
     assert rank is not None
-    joined, leader = Joined(formation, rank), formation.members[0]
+    joined, leader = Joined(formation, rank, frozenset(listening())), formation.members[0]
     if rank:
         store = dist.TCPStore(
             leader.host, leader.port, wait_for_workers=False, timeout=datetime.timedelta(seconds=STORE_S)

@@ -9,7 +9,11 @@ CAUSES = {
     "worker_died": "a worker died",
     "worker_failed": "a worker failed",
     "worker_hung": "a worker hung",
+    "node_silent": "a node fell silent",
+    "controller_died": "Ray Train's controller died",
+    "nonfinite": "gradients are not finite",
     "grow": "larger",
+    "drain": "nodes are to be taken away",
 }
 
 
@@ -38,6 +42,17 @@ def narrate(event: Mapping[str, Any]) -> str | None:
             return f"the snapshot of step {event['step']} cannot be used, going back to storage: {event['detail']}"
         case "failure":
             return f"{CAUSES.get(event['cause'], event['cause'])}: {event['detail']}"
+        case "drain":
+            return f"node {event['node'][:12]} is to be taken away; the group leaves it in time"
+        case "quarantine":
+            return (
+                f"node {event['node'][:12]} failed again and again: it is left alone for {event['seconds']:.0f} s "
+                "(cluster.quarantine_failures, cluster.quarantine_s)"
+            )
+        case "coordinator_restarted":
+            return f"the coordinator died and is back, training went on; generation {event['generation']}"
+        case "stalled":
+            return f"no step for {event['seconds']:.1f} s; what every worker was doing: {event['stacks']}"
         case "rollback":
             return f"rolled back from step {event['from_step']} to {event['to_step']}"
         case "data_fallback":

@@ -100,6 +100,11 @@ class RunLog:
                 )
             return rollback
 
+    @property
+    def next_step(self) -> int:
+        """The step whose row comes next."""
+        return self._next_step
+
     def row(self, row: Mapping[str, Any]) -> bool:
         """Append one step's row; keys are METRIC_KEYS and, on some rows, more. `batch_digest` may be an int.
 

@@ -26,6 +26,17 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
+def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
+    """One step; none where `skip` is true, a bool scalar on the device: parameters and moments stay as they are.
+
+    The optimizer's count of steps goes on either way, as the run's does. The host waits for nothing.
+    """
+    found = skip.float()
+    optimizer.found_inf = found  # type: ignore[attr-defined]  # fused AdamW looks for it, as GradScaler's
+    optimizer.step()
+    torch._foreach_add_([state["step"] for state in optimizer.state.values()], found)
+
+
 @torch.no_grad()
 def clip_grad_norm_float64(
     parameters: Iterable[Tensor], max_norm: float, shard_group: dist.ProcessGroup | None

@@ -2,6 +2,7 @@
 
 A generation forms as soon as every living member of the one before has joined again, with whoever else has come by
 then; what dies while it forms voids it, and the next one forms. Whoever does not come within `patience_s` is left out.
+Members on nodes that are avoided wait, as do those that no allowed size has room for, unless it does not go without.
 At the start it waits as long for as many as were announced. Where nobody is left of the one before, and where a group
 could be larger, it waits until nobody else has come for `settle_s`.
 """
@@ -45,6 +46,7 @@ class Membership:
     waiting: dict[str, Member] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
     expected: int = 1  # announced for a start from nothing
+    avoided: set[str] = field(default_factory=set)  # nodes
     left_out: list[Member] = field(default_factory=list)  # since this was last read: they live, and say nothing
     _first_at: float = 0.0  # of those waiting
     _last_at: float = 0.0
@@ -86,8 +88,14 @@ class Membership:
         """Whether those that wait, and have stopped coming, make a larger group than the current one."""
         if not self.waiting or now - self._last_at < self.settle_s:
             return False
-        everyone = {member.id for member in self.survivors} | self.waiting.keys()
-        return self._size(len(everyone)) > len(self.current)
+        everyone = {member.id: member for member in [*self.survivors, *self.waiting.values()]}
+        return self._size(len(self._welcome(everyone.values()))) > len(self.current)
+
+    def wants_to_leave_nodes(self) -> bool:
+        """Whether the current group is on a node to be avoided, and can do without."""
+        staying = {member.id for member in self._welcome(self.survivors)}
+        rest = {member.id for member in self._welcome(self.waiting.values())}
+        return len(staying) < len(self.survivors) and self._size(len(staying | rest)) > 0
 
     def form(self, now: float) -> Formation | None:
         """The next generation, if it can be formed now."""
@@ -103,10 +111,15 @@ class Membership:
             return None
         if self.current and not self.survivors and now - self._last_at < self.settle_s:
             return None  # those that take the places of the dead come one after another
-        size = self._size(len(self.waiting))
+        candidates = self._in_order()
+        size = self._size(len(self._welcome(candidates)))
+        if size:
+            candidates = self._welcome(candidates)
+        else:
+            size = self._size(len(candidates))
         if not size:
             return None
-        chosen = self._in_order()[:size]
+        chosen = candidates[:size]
         self.generation += 1
         self.current = tuple(_node_by_node(chosen))
         for member in self.current:
@@ -114,6 +127,9 @@ class Membership:
         self._first_at = now
         self.dead &= {member.id for member in self.current} | self.waiting.keys()
         return Formation(self.generation, self.current)
+
+    def _welcome(self, members: Iterable[Member]) -> list[Member]:
+        return [member for member in members if member.node not in self.avoided]
 
     def _size(self, count: int) -> int:
         return max((size for size in self.sizes if size <= count), default=0)

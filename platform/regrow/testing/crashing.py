@@ -341,7 +341,7 @@ def keeper_main(member: Member) -> None:
 def coordinator_main(member: Member) -> None:
     beacon = member.enter()
     from regrow.checkpoint import coordinator, fleet
-    from regrow.config.schema import CheckpointConfig
+    from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig
 
     fleet.RETRY_S = 0.0
     beacon.mark(coordinator.Coordinator, "start_training", "begin")
@@ -363,10 +363,11 @@ def coordinator_main(member: Member) -> None:
         RUN,
         secret=SECRET,
         checkpoints="checkpoints",
-        checkpoint=CheckpointConfig(every_steps=EVERY_STEPS, keep=KEEP, timeout_s=60.0),
-        sizes=[1, 2, 3],
-        wait_for_workers_s=60.0,
-        tensorboard=False,
+        config=PretrainConfig(
+            checkpoint=CheckpointConfig(every_steps=EVERY_STEPS, keep=KEEP, timeout_s=60.0),
+            cluster=ClusterConfig(max_workers=3),
+            observe=ObserveConfig(tensorboard=False),
+        ),
         submitted={},
     )
 

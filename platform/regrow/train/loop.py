@@ -18,6 +18,10 @@ from regrow.train.metrics import Meter
 from regrow.train.step import StepStats, TrainStep
 
 
+class NotFinite(Exception):
+    """Too many steps in a row had a gradient that is not finite."""
+
+
 class Hooks(Protocol):
     """What the loop needs done. `save` and `validate` are collective: every rank calls them at the same step."""
 
@@ -62,6 +66,7 @@ class LoopSettings:
     snapshot_every_steps: int  # 0: never
     checkpoint_every_steps: int | None
     validate_every_steps: int  # 0: never
+    nonfinite_skips: int  # steps in a row that may be skipped
 
 
 @dataclass
@@ -87,21 +92,26 @@ def train(
 
     Returns whether it was asked to leave. On a device the host reads step N's loss after launching step N+1, so that
     it never waits for the device; a wish to leave then takes effect one step later, on all ranks at the same one.
+    Raises NotFinite, on all ranks at the same step.
     """
     lag = 0 if device.type == "cpu" else 1
     launched: list[_Launched] = []
     leaving = blocked = False
-    saved_at = progress.step
+    saved_at, skipped = progress.step, 0
 
     def settle(left: int) -> None:
         """Read and log the oldest launched steps until only `left` are left."""
-        nonlocal leaving, blocked
+        nonlocal leaving, blocked, skipped
         while len(launched) > left:
             oldest = launched.pop(0)
             result = oldest.stats.resolve()
             leaving, blocked = leaving or result.flag, result.blocked
             hooks.confirm(int(str(oldest.row["step"])))
             hooks.log(meter.finish(oldest.row, result))
+            skipped = skipped + 1 if result.skipped else 0
+            if skipped > settings.nonfinite_skips:
+                step_number = oldest.row["step"]
+                raise NotFinite(f"the gradients of {skipped} steps in a row, up to step {step_number}, are not finite")
 
     def await_snapshot() -> None:
         meter.snapshot_s += hooks.await_snapshot()

@@ -5,6 +5,7 @@ the gradient are those of the whole global batch, each token counted once and eq
 what it wants to know of step N, it reads after launching step N+1.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regrow.config.schema import ParallelConfig
-from regrow.optim.adamw import clip_grad_norm_float64, set_lr
+from regrow.optim.adamw import clip_grad_norm_float64, set_lr, step_unless
 from regrow.parallel.float8 import refresh_float8_scales
 from regrow.parallel.fsdp import free_gathered, prepare_pass
 
@@ -34,6 +35,11 @@ class StepResult:
     flag: bool  # some rank raised its flag
     blocked: bool  # some rank has no room for a snapshot
     digest: int  # sum of the ranks' digests modulo 2**64
+
+    @property
+    def skipped(self) -> bool:
+        """The gradient was not finite: nothing was learned from this batch."""
+        return not math.isfinite(self.grad_norm)
 
 
 class StepStats:
@@ -135,10 +141,13 @@ class TrainStep:
     def update(
         self, loss: Tensor, num_tokens: Tensor, *, lr: float, flag: bool, blocked: bool, digest: int
     ) -> StepStats:
-        """Clip, step the optimizer, and send the packed result off: one all-reduce for loss, flags and digest."""
+        """Clip, step the optimizer, and send the packed result off: one all-reduce for loss, flags and digest.
+
+        A gradient that is not finite changes nothing.
+        """
         grad_norm = clip_grad_norm_float64(self.model.parameters(), self.max_grad_norm, self.shard_group)
         set_lr(self.optimizer, lr)
-        self.optimizer.step()
+        step_unless(self.optimizer, ~grad_norm.isfinite())
         self.optimizer.zero_grad(set_to_none=True)
         refresh_float8_scales(self.model)
         mask = (1 << LIMB_BITS) - 1

@@ -1,0 +1,112 @@
+"""Finds who keeps a group from getting on, by asking the keepers of its nodes, and saves what everyone was doing.
+
+Asked only while the group stands still (`observe.stalls`): while it trains, nobody pays for being watched.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from regrow.observe.pulse import Pulse
+from regrow.observe.stalls import DARK_S, Stalls
+from regrow.plan.membership import Member
+
+ASK_AGAIN_S, ASKED_PER_S = 0.2, 2000.0  # between questions, and more where there are more keepers
+LOOK_S = 1.5  # for keepers to say where everyone is
+LOOKED_AT = 64  # nodes, at most: stacks are read by people
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A member that does not get on, and why it is thought so."""
+
+    member: Member
+    dark: bool  # its node's keeper does not answer either
+    detail: str
+
+
+@dataclass
+class _Asked:
+    """One question to many keepers."""
+
+    calls: dict[Any, str]  # to whom
+    at: float
+    answers: dict[str, Any] = field(default_factory=dict)
+
+    def collect(self) -> None:
+        done = ray.wait(list(self.calls), num_returns=len(self.calls), timeout=0)[0] if self.calls else []
+        for call in done:
+            node = self.calls.pop(call)
+            try:
+                self.answers[node] = ray.get(call)
+            except ray.exceptions.RayError:  # its node is gone, which shows by itself
+                self.answers[node] = None
+
+
+class Watch:
+    """Call `tick` often: it never waits."""
+
+    def __init__(self, stalls: Stalls, save: Callable[[dict[str, str]], None]) -> None:
+        """`save` takes what was found on each node of a group that stands still."""
+        self.stalls, self.save = stalls, save
+        self._pulses: _Asked | None = None
+        self._look: _Asked | None = None
+        self._suspects: list[Suspect] = []
+        self._ask_at = 0.0
+
+    def tick(self, now: float, members: Iterable[Member], keepers: Mapping[str, Any]) -> list[Suspect]:
+        """The members of the current group that are to be given up; `keepers` are those of its nodes."""
+        if not self.stalls.stalled_s(now):
+            self._pulses, self._look, self._suspects = None, None, []
+            return []
+        if self._look is not None:
+            return self._finish_look(now)
+        if self.stalls.wants_a_look(now):
+            self._begin_look(now, keepers)
+            return []
+        if self._pulses is None and now > self._ask_at:
+            self._pulses = _Asked({keeper.pulses.remote(): node for node, keeper in keepers.items()}, now)
+        if self._pulses is not None:
+            self._suspects = self._found(now, list(members))
+            if self._suspects:
+                self._pulses = None
+                self._begin_look(now, keepers)
+        return []
+
+    def _found(self, now: float, members: list[Member]) -> list[Suspect]:
+        asked = self._pulses
+        assert asked is not None
+        asked.collect()
+        suspects = []
+        for member in members:
+            pulses: list[Pulse] = asked.answers.get(member.node) or []
+            for pulse in self.stalls.hung(pulses):
+                if pulse.pid == member.pid:
+                    how = "stopped" if pulse.stopped else f"in state {pulse.state}" if pulse.state else "gone"
+                    detail = f"process {pulse.pid} {how}, last ran {pulse.silent_s:.1f} s ago"
+                    suspects.append(Suspect(member, False, detail))
+        waited = now - asked.at
+        if waited > DARK_S:
+            dark = set(asked.calls.values())
+            said = f"nothing was heard of the node for {waited:.1f} s"
+            suspects += [Suspect(member, True, said) for member in members if member.node in dark]
+        if not asked.calls or waited > DARK_S:
+            self._ask_at = now + max(ASK_AGAIN_S, len(asked.answers) / ASKED_PER_S)
+            self._pulses = None if not suspects else asked
+        return suspects
+
+    def _begin_look(self, now: float, keepers: Mapping[str, Any]) -> None:
+        first = {suspect.member.node for suspect in self._suspects if not suspect.dark}
+        nodes = sorted(keepers, key=lambda node: node not in first)[:LOOKED_AT]
+        self._look = _Asked({keepers[node].look.remote(): node for node in nodes}, now)
+
+    def _finish_look(self, now: float) -> list[Suspect]:
+        assert self._look is not None
+        self._look.collect()
+        if self._look.calls and now - self._look.at < LOOK_S:
+            return []
+        self.save({node: text or "" for node, text in self._look.answers.items()})
+        suspects, self._suspects, self._look = self._suspects, [], None
+        return suspects

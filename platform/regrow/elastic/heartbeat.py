@@ -1,0 +1,61 @@
+"""A worker's heartbeat: a thread that shows that the process runs, and listens whether its generation is over.
+
+The thread that trains may wait in a collective for somebody who is never coming: then this one breaks it off.
+"""
+
+import contextlib
+import faulthandler
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from regrow.observe.pulse import NOTHING, STACKS, STACKS_SIGNAL, TRACE, PulseFile, Word
+from regrow.parallel.break_off import Address, break_off
+
+BEAT_S = 0.1
+
+
+class Heartbeat:
+    """Beats from the moment it is made until the process ends."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder` is the node's keeper's."""
+        self._folder, self._pulse = folder, PulseFile(folder)
+        self._generation, self._step = NOTHING, NOTHING
+        self._gloo: set[Address] = set()
+        self._lock = threading.Lock()
+        self._stacks = open(folder / f"{STACKS}-{os.getpid()}", "w")  # noqa: SIM115 (the signal writes to it)
+        faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def enter(self, generation: int, gloo: set[Address]) -> None:
+        """This process is in a generation, whose ranks' gloo listens at these addresses."""
+        with self._lock:
+            self._generation, self._step, self._gloo = generation, NOTHING, gloo
+
+    def stepped(self, step: int) -> None:
+        self._step = step
+
+    def leave(self) -> None:
+        """The generation is over for this process: nothing of it is left to break off."""
+        with self._lock:
+            self._generation = NOTHING
+
+    def _run(self) -> None:
+        traces = Word.read(self._folder).traces
+        while True:
+            self._pulse.beat(self._generation, self._step)
+            word = Word.read(self._folder)
+            if word.traces != traces:
+                traces = word.traces
+                with contextlib.suppress(OSError):
+                    dump = torch._C._distributed_c10d._dump_fr_trace_json(True, False)  # type: ignore[attr-defined]
+                    (self._folder / f"{TRACE}-{os.getpid()}").write_bytes(dump)
+            with self._lock:
+                if NOTHING < self._generation <= word.over:
+                    self._generation = NOTHING
+                    break_off(self._gloo)
+            time.sleep(BEAT_S)

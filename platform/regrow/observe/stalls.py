@@ -1,0 +1,73 @@
+"""When a group that stands still is worth asking about, and what to make of the answers. Pure; time is an argument.
+
+A group stands still because one of its processes does: the others wait for it. Which one, its node's keeper knows,
+for it sees who is stopped, or has not run for long; a keeper that does not answer is on a node that has gone dark.
+Somebody who runs and does not get on, as one that compiles, is left to the collectives' own timeout.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from regrow.observe.pulse import Pulse
+
+STEPS, SECONDS = 3.0, 0.5  # so many median steps, and seconds, without a step: ask
+STOPPED_S = 1.0  # silent and stopped by a signal
+DARK_S = 10.0  # for a keeper to answer
+STUCK_SHARE = 0.25  # of a collective's timeout without a step: worth a look at where everyone is
+WINDOW = 50  # steps that the median is of
+
+
+@dataclass
+class Stalls:
+    """Watches the steps of one generation after the other."""
+
+    silence_s: float  # that a process is allowed, whatever keeps it
+    timeout_s: float  # of a collective
+    _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _since: float | None = None  # the last progress; None: no group is training
+    _looked: bool = False  # in this stall
+
+    def begin(self, now: float) -> None:
+        """A generation begins to train."""
+        self._since, self._looked = now, False
+
+    def stepped(self, step_s: float, now: float) -> None:
+        self._step_s.append(step_s)
+        self.begin(now)
+
+    def end(self) -> None:
+        """No group is training."""
+        self._since = None
+
+    @property
+    def training(self) -> bool:
+        """Whether there is a group that is to make progress."""
+        return self._since is not None
+
+    @property
+    def patience_s(self) -> float:
+        """Without a step for so long, the group stands still."""
+        return STEPS * median(self._step_s) + SECONDS if self._step_s else self.silence_s
+
+    def stalled_s(self, now: float) -> float:
+        """For how long the group has stood still; 0 while it does not."""
+        if self._since is None or now - self._since < self.patience_s:
+            return 0.0
+        return now - self._since
+
+    def wants_a_look(self, now: float) -> bool:
+        """Once a stall, after long: what does everyone do?"""
+        if self._looked or self.stalled_s(now) < STUCK_SHARE * self.timeout_s:
+            return False
+        self._looked = True
+        return True
+
+    def hung(self, pulses: Sequence[Pulse]) -> list[Pulse]:
+        """The processes that keep the others waiting."""
+        return [
+            pulse
+            for pulse in pulses
+            if pulse.silent_s > self.silence_s or (pulse.stopped and pulse.silent_s > STOPPED_S)
+        ]

@@ -1,0 +1,86 @@
+"""A process' signs of life, as another process on its machine reads them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from regrow.observe.pulse import NOTHING, Word, look, process_state, read_pulses
+
+WORKER = """
+import sys, time
+from pathlib import Path
+from regrow.elastic.heartbeat import Heartbeat
+heartbeat = Heartbeat(Path(sys.argv[1]))
+heartbeat.enter(3, set())
+heartbeat.stepped(7)
+print("up", flush=True)
+def where_it_waits():
+    time.sleep(60)
+where_it_waits()
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_process_that_runs_beats_and_one_that_is_stopped_falls_silent(
+    worker: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    time.sleep(0.5)
+    (pulse,) = read_pulses(tmp_path)
+    assert (pulse.pid, pulse.generation, pulse.step, pulse.stopped) == (worker.pid, 3, 7, False)
+    os.kill(worker.pid, signal.SIGSTOP)
+    silent = []
+    for _ in range(3):
+        time.sleep(0.3)
+        (pulse,) = read_pulses(tmp_path)
+        assert pulse.stopped
+        silent.append(pulse.silent_s)
+    assert silent == sorted(silent)
+    assert silent[-1] > 0.5
+    worker.kill()
+    worker.wait()
+    assert [pulse.state for pulse in read_pulses(tmp_path)] == [""]
+    assert read_pulses(tmp_path) == []  # what it left is cleared away
+    assert not list(tmp_path.glob(f"*-{worker.pid}"))
+
+
+def test_a_look_shows_what_each_thread_does_and_which_process_is_stopped(
+    worker: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    text = look(tmp_path, Word(traces=1))
+    assert "where_it_waits" in text
+    assert f"process {worker.pid}" in text
+    assert "generation 3, finished step 7" in text
+    assert f"collectives of {worker.pid}: " in text
+    os.kill(worker.pid, signal.SIGSTOP)
+    time.sleep(0.2)
+    again = look(tmp_path, Word(traces=2))
+    assert f"process {worker.pid}, state T" in again
+    assert "where_it_waits" not in again
+
+
+def test_a_word_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert Word.read(tmp_path) == Word(NOTHING, 0)
+    Word(over=5, traces=2).write(tmp_path)
+    assert Word.read(tmp_path) == Word(5, 2)
+
+
+def test_a_process_that_is_gone_has_no_state() -> None:
+    assert process_state(os.getpid()) in "RS"
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    assert process_state(ended.pid) == ""
