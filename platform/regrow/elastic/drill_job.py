@@ -114,8 +114,9 @@ def reference_rows(config: DrillJobConfig, console: Console) -> list[dict[str, A
         try:
             while process.poll() is None:
                 time.sleep(POLL_S)
+                shown = watch.num_rows_read
                 watch.poll()
-                if watch.rows:
+                if watch.num_rows_read > shown:
                     console.row(watch.rows[-1])
         finally:
             process.kill()

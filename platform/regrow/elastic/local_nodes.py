@@ -30,6 +30,7 @@ class LocalNodes:
         if system_config:
             head["_system_config"] = system_config
         self.nodes: list[Any] = []
+        (Path(folder) / "ray").mkdir()  # where Ray notes the address, as RAY_TMPDIR says
         with self._environment():
             self._raylets = Cluster(initialize_head=True, head_node_args=head)
 
