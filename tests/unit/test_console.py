@@ -55,6 +55,13 @@ def test_without_a_terminal_a_row_is_one_plain_line_with_all_that_matters() -> N
     assert "step  2/40  loss 5.0000  12,346 tok/s  MFU 41.5%  3 ranks  ETA 1:16  gen 1" in text.splitlines()
 
 
+def test_goodput_is_shown_once_a_report_has_told_it() -> None:
+    def tell(console: Console, step: int) -> None:
+        console.goodput = 0.8764
+
+    assert "  goodput 87.6%  gen 1" in run(2.0, 10, io.StringIO(), tell)
+
+
 def test_without_a_terminal_no_control_character_is_written_whatever_a_message_holds() -> None:
     def noise(console: Console, step: int) -> None:
         console.message(f"worker \x1b[31mdied\x1b[0m at {step}\r\a")

@@ -15,7 +15,7 @@ def watching(step_s: float = 0.2) -> Stalls:
 
 
 def pulse(silent_s: float, state: str) -> Pulse:
-    return Pulse(pid=1, generation=1, step=9, silent_s=silent_s, state=state)
+    return Pulse(pid=1, generation=1, step=9, silent_s=silent_s, probe_s=0.0, state=state)
 
 
 def test_a_group_stands_still_after_a_few_of_its_own_steps() -> None:

@@ -22,6 +22,7 @@ from regrow.checkpoint.keeper_node import Sealed
 from regrow.checkpoint.watch import Suspect, Watch
 from regrow.config.schema import PretrainConfig
 from regrow.errors import ResumeError
+from regrow.observe.pulse import Pulse
 from regrow.observe.run_log import RunLog, next_generation, read_events, read_metrics
 from regrow.observe.stalls import Stalls
 from regrow.observe.tensorboard import TensorBoard
@@ -123,7 +124,8 @@ class Coordinator:
             event=self._event,
         )
         self.stalls = Stalls(cluster.silence_s, config.train.collective_timeout_s)
-        self.watch = Watch(self.stalls, self._save_stacks)
+        self.watch = Watch(self.stalls, save=self._save_stacks, slow=self._name_stragglers)
+        self.probe_every_steps = cluster.probe_every_steps
         self.complaints: set[str] = set()  # about snapshots, in this generation
         self.safe_at = time.monotonic()  # when a snapshot last committed
         if _is_restarted():
@@ -186,6 +188,11 @@ class Coordinator:
         """A rank could not go on, because of a peer's death or by itself. Kept for the case that all of them cannot."""
         if generation == self.generation:
             self.last_failure = detail
+
+    def unfit(self, node: str, pid: int, detail: str) -> None:
+        """A process' device computes wrong numbers; it ends itself."""
+        self._event("unfit", node=node, pid=pid, detail=detail)
+        self._count_failure(node)
 
     def not_finite(self, generation: int, step: int, detail: str) -> None:
         """The whole group leaves, for gradients are not finite: back to storage, or to the end."""
@@ -283,6 +290,8 @@ class Coordinator:
         if self.tensorboard:
             self.tensorboard.row(row)
         self.updates.append(Update("row", row))
+        if self.probe_every_steps and row["step"] % self.probe_every_steps == 1:  # all have, after the step before
+            self.watch.check_up(now, self.fleet.keepers())
         return self.stop_reason or self._why_reform(now)
 
     def draining(self, deadlines: dict[str, float]) -> None:
@@ -390,6 +399,10 @@ class Coordinator:
         else:
             self.reform = GROW if self.membership.wants_to_grow(now) else ""
         return self.reform
+
+    def _name_stragglers(self, found: list[tuple[str, Pulse, float]]) -> None:
+        for node, pulse, factor in found:
+            self._event("straggler", node=node, pid=pulse.pid, factor=factor, probe_s=pulse.probe_s, step=pulse.step)
 
     def _save_stacks(self, found: dict[str, str]) -> None:
         """What everyone was doing while the group stood still."""

@@ -11,6 +11,7 @@ import ray
 
 from regrow.observe.pulse import Pulse
 from regrow.observe.stalls import DARK_S, Stalls
+from regrow.observe.stragglers import Stragglers
 from regrow.plan.membership import Member
 
 ASK_AGAIN_S, ASKED_PER_S = 0.2, 2000.0  # between questions, and more where there are more keepers
@@ -48,16 +49,30 @@ class _Asked:
 class Watch:
     """Call `tick` often: it never waits."""
 
-    def __init__(self, stalls: Stalls, save: Callable[[dict[str, str]], None]) -> None:
-        """`save` takes what was found on each node of a group that stands still."""
-        self.stalls, self.save = stalls, save
+    def __init__(
+        self,
+        stalls: Stalls,
+        *,
+        save: Callable[[dict[str, str]], None],
+        slow: Callable[[list[tuple[str, Pulse, float]]], None],
+    ) -> None:
+        """`save` takes what was found on each node of a group that stands still, `slow` who is, and by what factor."""
+        self.stalls, self.save, self.slow = stalls, save, slow
+        self._stragglers = Stragglers()
+        self._check_up: _Asked | None = None
         self._pulses: _Asked | None = None
         self._look: _Asked | None = None
         self._suspects: list[Suspect] = []
         self._ask_at = 0.0
 
+    def check_up(self, now: float, keepers: Mapping[str, Any]) -> None:
+        """All ranks have probed their devices: how fast are they?"""
+        self._check_up = _Asked({keeper.pulses.remote(): node for node, keeper in keepers.items()}, now)
+
     def tick(self, now: float, members: Iterable[Member], keepers: Mapping[str, Any]) -> list[Suspect]:
         """The members of the current group that are to be given up; `keepers` are those of its nodes."""
+        if self._check_up is not None:
+            self._finish_check_up(self._check_up)
         if not self.stalls.stalled_s(now):
             self._pulses, self._look, self._suspects = None, None, []
             return []
@@ -96,6 +111,15 @@ class Watch:
             self._ask_at = now + max(ASK_AGAIN_S, len(asked.answers) / ASKED_PER_S)
             self._pulses = None if not suspects else asked
         return suspects
+
+    def _finish_check_up(self, asked: _Asked) -> None:
+        asked.collect()
+        if not asked.calls:
+            self._check_up = None
+            pulses = [(node, pulse) for node, answer in asked.answers.items() for pulse in answer or []]
+            found = self._stragglers.found(pulses)
+            if found:
+                self.slow(found)
 
     def _begin_look(self, now: float, keepers: Mapping[str, Any]) -> None:
         first = {suspect.member.node for suspect in self._suspects if not suspect.dark}

@@ -100,10 +100,9 @@ def _cluster(config: PretrainConfig) -> None:
         f"cluster.spare_workers={cluster.spare_workers} must not be negative, and 0 where cluster.in_place=false: "
         "a group that restarts as a whole takes whoever is there",
     )
-    _need(
-        cluster.quarantine_failures >= 0,
-        f"cluster.quarantine_failures={cluster.quarantine_failures} must not be negative; 0 leaves no node alone",
-    )
+    for name, none in (("quarantine_failures", "leaves no node alone"), ("probe_every_steps", "probes never")):
+        value = getattr(cluster, name)
+        _need(value >= 0, f"cluster.{name}={value} must not be negative; 0 {none}")
     for name, least in (("silence_s", 5.0), ("wait_for_workers_s", 0.0), ("quarantine_s", 0.0)):
         value = getattr(cluster, name)
         _need(value >= least, f"cluster.{name}={value} must be at least {least:g} seconds")

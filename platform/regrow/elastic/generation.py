@@ -51,16 +51,18 @@ from regrow.plan.mesh import plan_mesh
 from regrow.storage import Storage
 from regrow.train.loop import LoopSettings, NotFinite, train
 from regrow.train.metrics import Meter
+from regrow.train.probe import Prober
 from regrow.train.step import TrainStep, build_loss, evaluate
 
 
 def train_generation(
-    job: Job, joined: Joined, memory: MemoryTier | None, device: torch.device, *, entered: float
+    job: Job, joined: Joined, memory: MemoryTier | None, prober: Prober, device: torch.device, *, entered: float
 ) -> bool:
     """Train as one rank of a group until the run's end, or until the group leaves; whether it was the end.
 
     `entered` is when this process began, or began again after another generation. Collective. Raises RegrowError for
-    what another attempt would meet again; whatever a collective raises where a rank is lost.
+    what another attempt would meet again, Unfit for a device that is not; whatever a collective raises where a rank is
+    lost.
     """
     config, generation, rank, world_size = job.config, joined.generation, joined.rank, joined.world_size
     plan = plan_batch(
@@ -118,7 +120,7 @@ def train_generation(
         keep_gathered=not config.parallel.reshard_after_forward,
         loss_function=build_loss(config.parallel, device),
     )
-    hooks = _Hooks(job, generation, step, mesh, _Validation(job, device, rank, world_size), memory)
+    hooks = _Hooks(job, generation, step, mesh, _Validation(job, device, rank, world_size), memory, prober)
     startup_s = {
         **(job.driver_s if generation == job.first_generation else {}),
         "workers": entered - (job.fit_at if generation == job.first_generation else entered),
@@ -204,7 +206,9 @@ class _Hooks:
         mesh: DeviceMesh,
         validation: _Validation,
         memory: MemoryTier | None,
+        prober: Prober,
     ) -> None:
+        self.prober = prober
         self.memory, self.snapshots = memory, memory.snapshots if memory is not None else None
         self.job, self.generation, self.step = job, generation, step
         self.validation = validation
@@ -238,6 +242,11 @@ class _Hooks:
     def confirm(self, step: int) -> None:
         if self.memory is not None:
             self.memory.confirm(step)
+        every_steps = self.job.config.cluster.probe_every_steps
+        if every_steps and step % every_steps == 0:
+            seconds = self.prober.probe().seconds
+            if self.memory is not None:
+                self.memory.probed(seconds)
 
     def await_snapshot(self) -> float:
         return self.snapshots.wait() if self.snapshots is not None else 0.0

@@ -26,6 +26,7 @@ class Heartbeat:
         self._folder, self._pulse = folder, PulseFile(folder)
         self._generation, self._step = NOTHING, NOTHING
         self._gloo: set[Address] = set()
+        self._probe_s = 0.0
         self._lock = threading.Lock()
         self._stacks = open(folder / f"{STACKS}-{os.getpid()}", "w")  # noqa: SIM115 (the signal writes to it)
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
@@ -39,6 +40,9 @@ class Heartbeat:
     def stepped(self, step: int) -> None:
         self._step = step
 
+    def probed(self, probe_s: float) -> None:
+        self._probe_s = probe_s
+
     def leave(self) -> None:
         """The generation is over for this process: nothing of it is left to break off."""
         with self._lock:
@@ -47,7 +51,7 @@ class Heartbeat:
     def _run(self) -> None:
         traces = Word.read(self._folder).traces
         while True:
-            self._pulse.beat(self._generation, self._step)
+            self._pulse.beat(self._generation, self._step, self._probe_s)
             word = Word.read(self._folder)
             if word.traces != traces:
                 traces = word.traces

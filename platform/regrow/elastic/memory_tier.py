@@ -121,6 +121,11 @@ class MemoryTier:
         self.snapshots.confirm(step)
         self._heartbeat.stepped(step)
 
+    def probed(self, probe_s: float) -> None:
+        """How long this rank's device took for a probe. Local."""
+        assert self._heartbeat is not None
+        self._heartbeat.probed(probe_s)
+
     def leave(self) -> None:
         """The generation is over, however it ended: nothing that is not sealed will be. Local."""
         if self._heartbeat is not None:

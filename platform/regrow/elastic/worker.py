@@ -22,6 +22,7 @@ from regrow.elastic.job import CALL_TIMEOUT_S, Job
 from regrow.elastic.memory_tier import MemoryTier
 from regrow.elastic.rendezvous import Joined, join_generation, leave_generation
 from regrow.errors import RegrowError, first_line
+from regrow.train.probe import Prober, Unfit
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of mallopt(3)
 
@@ -30,6 +31,7 @@ def run_worker(job: Job) -> None:
     """Train as long as the run lasts. Raises RegrowError for what another attempt would meet again."""
     config, expected = job.config, ray.train.get_context().get_world_size()
     device, member_id, after, entered = _device(config), uuid.uuid4().hex[:12], 0, time.time()
+    prober = _fit(job, device)
     memory = MemoryTier(job) if config.snapshot.every_steps else None  # its keeper starts beside what follows
     while True:
         joined: Joined | None = None
@@ -45,10 +47,12 @@ def run_worker(job: Job) -> None:
             if joined is None:
                 return
             _share_cores(config, device, joined.on_my_host)
-            if train_generation(job, joined, memory, device, entered=entered):
+            if train_generation(job, joined, memory, prober, device, entered=entered):
                 return
         except RegrowError:
             raise
+        except Unfit as error:
+            _end(job, error)
         except Exception as error:
             if not config.cluster.in_place:
                 raise
@@ -60,6 +64,24 @@ def run_worker(job: Job) -> None:
             leave_generation()
         after, entered = joined.generation if joined else after, time.time()
         gc.collect()
+
+
+def _fit(job: Job, device: torch.device) -> Prober:
+    """What this process is to be probed with, now and while it trains; one whose device is not fit does not get on."""
+    prober = Prober(device)
+    try:
+        prober.probe()
+    except Unfit as error:
+        _end(job, error)
+    return prober
+
+
+def _end(job: Job, error: Unfit) -> None:
+    """End this process, whose device computes wrong numbers: nothing of it may get any further."""
+    node = ray.get_runtime_context().get_node_id()
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.get(job.coordinator.unfit.remote(node, os.getpid(), str(error)), timeout=CALL_TIMEOUT_S)
+    os._exit(1)
 
 
 def _report(job: Job, joined: Joined | None, error: Exception) -> None:

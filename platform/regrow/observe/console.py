@@ -64,6 +64,7 @@ class Console:
         self._shown_at = float("-inf")
         self._num_rows, self._generation = 0, None
         self._pending: str | None = None  # newest plain row that was not shown
+        self.goodput: float | None = None  # since the submission, as of the newest report
         self._stage: tuple[Stage, float, float] | None = None  # which, when it began, what was done by then
 
     def start(self, lines: Iterable[str], *, steps: int, stop_at_step: int | None = None) -> None:
@@ -182,6 +183,8 @@ class Console:
         step_s = self._step_clock.step_s
         if step_s is not None and self._last_step is not None and row["step"] < self._last_step:
             parts.append(f"ETA {_duration(step_s * (self._last_step - row['step']))}")
+        if self.goodput is not None:
+            parts.append(f"goodput {self.goodput:.1%}")
         parts.append(f"gen {row['generation']}")  # last: a narrow terminal cuts it first
         return "  ".join(parts)
 

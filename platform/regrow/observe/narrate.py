@@ -44,6 +44,13 @@ def narrate(event: Mapping[str, Any]) -> str | None:
             return f"{CAUSES.get(event['cause'], event['cause'])}: {event['detail']}"
         case "drain":
             return f"node {event['node'][:12]} is to be taken away; the group leaves it in time"
+        case "straggler":
+            return (
+                f"process {event['pid']} on node {event['node'][:12]} computes {event['factor']:.1f} times as long as "
+                "the others: everyone waits for it"
+            )
+        case "unfit":
+            return f"process {event['pid']} on node {event['node'][:12]} was ended: {event['detail']}"
         case "quarantine":
             return (
                 f"node {event['node'][:12]} failed again and again: it is left alone for {event['seconds']:.0f} s "

@@ -17,7 +17,7 @@ WORD = "word"
 STACKS, TRACE = "stacks", "collectives"  # what a worker leaves when it is asked where it is
 STACKS_SIGNAL = signal.SIGUSR2  # has it write down where each of its threads is
 LOOK_S = 0.3  # for workers to do so
-_PULSE = struct.Struct("<qqq")  # generation, step, nanoseconds of the machine's monotonic clock
+_PULSE = struct.Struct("<qqqd")  # generation, step, nanoseconds of the machine's monotonic clock, seconds of a probe
 _WORD = struct.Struct("<qq")
 NOTHING = -1
 
@@ -30,6 +30,7 @@ class Pulse:
     generation: int
     step: int  # the newest one it finished in this generation
     silent_s: float  # since it last ran
+    probe_s: float  # of its newest probe (`train.probe`); 0 before the first
     state: str  # of the process, as the kernel says: R, S and D run or wait, T is stopped; empty: it is gone
 
     @property
@@ -46,10 +47,10 @@ class PulseFile:
         os.truncate(descriptor, _PULSE.size)
         self._map = mmap.mmap(descriptor, _PULSE.size)
         os.close(descriptor)
-        self.beat(NOTHING, NOTHING)
+        self.beat(NOTHING, NOTHING, 0.0)
 
-    def beat(self, generation: int, step: int) -> None:
-        _PULSE.pack_into(self._map, 0, generation, step, time.monotonic_ns())
+    def beat(self, generation: int, step: int, probe_s: float) -> None:
+        _PULSE.pack_into(self._map, 0, generation, step, time.monotonic_ns(), probe_s)
 
 
 def read_pulses(folder: Path) -> list[Pulse]:
@@ -57,9 +58,9 @@ def read_pulses(folder: Path) -> list[Pulse]:
     pulses = []
     for path in folder.glob("pulse-*"):
         with contextlib.suppress(OSError, struct.error):  # it is just being made
-            generation, step, beat = _PULSE.unpack(path.read_bytes())
-            pid = int(path.name.partition("-")[2])
-            pulses.append(Pulse(pid, generation, step, (time.monotonic_ns() - beat) / 1e9, process_state(pid)))
+            generation, step, beat, probe_s = _PULSE.unpack(path.read_bytes())
+            pid, silent_s = int(path.name.partition("-")[2]), (time.monotonic_ns() - beat) / 1e9
+            pulses.append(Pulse(pid, generation, step, silent_s, probe_s, process_state(pid)))
             if not pulses[-1].state:
                 for each in folder.glob(f"*-{pid}"):
                     each.unlink(missing_ok=True)

@@ -1,0 +1,62 @@
+"""Is this device fit to train on, and how fast is it? A matrix product that is checked, and timed by itself.
+
+No collective is in it: in a step, where all ranks wait for each other, a slow one looks like all the others.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SIZE = {"cpu": 384, "cuda": 4096}  # on CUDA, the most whose sums bfloat16 still holds
+TRIES = 3
+CHECKS = 16  # vectors: one wrong element is overseen with probability 2 ** -CHECKS
+
+
+class Unfit(Exception):
+    """The device computes wrong numbers."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What came of it."""
+
+    seconds: float  # of one product, the fastest of a few
+    tflops: float
+
+
+class Prober:
+    """Keeps its matrices, so that a probe costs a few products and nothing else."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, size = device, SIZE[device.type]
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        generator = torch.Generator().manual_seed(0)
+        # a third of them zero: every sum is an integer that the dtype holds exactly, in whatever order it is taken
+        self._left, self._right = (
+            torch.randint(-1, 2, (size, size), generator=generator).to(device, dtype) for _ in range(2)
+        )
+        self._vectors = (torch.randint(0, 2, (size, CHECKS), generator=generator) * 2 - 1).to(device, torch.float64)
+        self._expected = self._left.double() @ (self._right.double() @ self._vectors)
+
+    def probe(self) -> Probe:
+        """Raises Unfit where a product is wrong (Freivalds' check: `A (B x) = C x` for random x)."""
+        seconds, product = float("inf"), self._left
+        for _ in range(TRIES):
+            self._wait()
+            begun = time.perf_counter()
+            product = self._left @ self._right
+            self._wait()
+            seconds = min(seconds, time.perf_counter() - begun)
+        self._check(product)
+        return Probe(seconds, 2 * len(product) ** 3 / seconds / 1e12)
+
+    def _check(self, product: Tensor) -> None:
+        wrong = (product.double() @ self._vectors != self._expected).any(dim=1)
+        if wrong.any():
+            raise Unfit(f"{int(wrong.sum())} of {len(product)} rows of a matrix product are wrong on {self.device}")
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,62 @@
+"""A device that computes wrong numbers is found out, and one that is slow is named."""
+
+import pytest
+import torch
+
+from regrow.observe.pulse import Pulse
+from regrow.observe.stragglers import FACTOR, Stragglers
+from regrow.train.probe import SIZE, Prober, Unfit
+
+
+def test_a_sound_device_passes_and_is_timed() -> None:
+    found = Prober(torch.device("cpu")).probe()
+    assert found.seconds > 0
+    assert found.tflops == pytest.approx(2 * SIZE["cpu"] ** 3 / found.seconds / 1e12)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_wrong_element_is_found(seed: int) -> None:
+    """A product that differs in one place, as a broken unit's would."""
+    prober = Prober(torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    row, column = torch.randint(0, SIZE["cpu"], (2,), generator=generator).tolist()
+    product = prober._left @ prober._right
+    prober._check(product)
+    product[row, column] += 1
+    with pytest.raises(Unfit, match="1 of 384 rows of a matrix product are wrong on cpu"):
+        prober._check(product)
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16)])
+def test_every_sum_is_exact_in_the_dtype_it_is_taken_in(device: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randint(-1, 2, (SIZE[device],) * 2, generator=generator).float() for _ in range(2))
+    product = left @ right
+    assert torch.equal(product.to(dtype).float(), product)
+
+
+def pulses(*probes_s: float) -> list[tuple[str, Pulse]]:
+    return [
+        (f"node {pid // 2}", Pulse(pid, generation=1, step=9, silent_s=0.0, probe_s=probe_s, state="R"))
+        for pid, probe_s in enumerate(probes_s)
+    ]
+
+
+def test_a_straggler_is_named_once_after_two_check_ups_in_a_row() -> None:
+    stragglers, slow = Stragglers(), FACTOR * 1.2
+    assert stragglers.found(pulses(1, 1, slow, 1.2)) == []
+    assert stragglers.found(pulses(1, 1, 1, 1.2)) == []  # it was busy with something else for a moment
+    assert stragglers.found(pulses(1, 1, slow, 1.2)) == []
+    ((node, pulse, factor),) = stragglers.found(pulses(1, 1, slow, 1.2))
+    assert (node, pulse.pid) == ("node 1", 2)
+    assert factor == pytest.approx(slow / 1.1)
+    assert stragglers.found(pulses(1, 1, slow, 1.2)) == []
+
+
+def test_a_group_that_is_slow_as_a_whole_has_no_straggler() -> None:
+    stragglers = Stragglers()
+    for seconds in (1.0, 5.0, 5.0, 5.0):
+        assert stragglers.found(pulses(*[seconds] * 4)) == []
+    for _ in range(5):
+        assert stragglers.found(pulses(1.0, 9.0)) == []  # of two, neither
+        assert stragglers.found(pulses(1.0, 1.0, 0.0)) == []  # the third has not been probed
