@@ -7,6 +7,7 @@ could, and befalls processes from outside. What it did stands in drill.jsonl; th
 import contextlib
 import itertools
 import shutil
+import signal
 import sys
 import time
 from dataclasses import asdict, replace
@@ -157,6 +158,7 @@ class _Session:
         with local_nodes(
             self._nodes_by_now(), cpus=cpus, memory_folder=self.config.snapshot.folder, system_config=health
         ) as nodes:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's drains nodes that are ours to end
             self.nodes, self.job = nodes, DrillJob(self.config, nodes)
             self.injector = Injector(nodes, seed=self.seed, note=self._note)
             try:
