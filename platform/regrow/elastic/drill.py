@@ -31,6 +31,10 @@ POLL_S = 0.05
 TAIL_STEPS = 40  # after the last random fault
 NOT_NOW_S = 60.0  # for a fault to find its victim
 LEAVE_S = 120.0  # for a job that is asked to stop to have its checkpoint
+RAYS_OWN = {  # one each a cluster, whatever runs on it; IDLE are processes without an actor or a task
+    "_AutoscalingCoordinatorActor", "_StatsActor", "_UsageCollectionActor", "TrainStateActor",
+    "DashboardAgent", "RuntimeEnvAgent", "IDLE",
+}  # fmt: skip
 LEFT_S = 30.0  # for what a job leaves behind to go away
 
 
@@ -332,7 +336,8 @@ class _Session:
         give_up_at, left = time.monotonic() + LEFT_S, ["?"]
         while left and time.monotonic() < give_up_at:
             time.sleep(0.5)
-            left = [f"actor {actor['ActorClassName']} {actor['Name']}".strip() for actor in self.nodes.actors()]
+            actors = [(actor["ActorClassName"], actor["Name"]) for actor in self.nodes.actors()]
+            left = [f"actor {kind} {name}".strip() for kind, name in actors if kind not in RAYS_OWN]
             left += [f"placement group {name}" for name in self.nodes.placement_groups()]
             left += [f"process {pid}: {title}" for pid, title in self.nodes.titles() if _is_the_jobs(title)]
             left += [f"memory {path.name}" for path in Path(self.config.snapshot.folder).glob(pattern)]
@@ -348,7 +353,8 @@ class _Session:
 
 
 def _is_the_jobs(title: str) -> bool:
-    return "jobs.pretrain" in title or (title.startswith("ray::") and not title.startswith("ray::IDLE"))
+    kind = title.partition("::")[2].partition(".")[0].partition(" ")[0]
+    return "jobs.pretrain" in title or (title.startswith("ray::") and kind not in RAYS_OWN)
 
 
 def _whom(victims: list[dict[str, object]]) -> str:

@@ -113,7 +113,7 @@ def conclude(config: DrillJobConfig, folder: Path, evidence: Evidence) -> bool:
         Mark(each.time, each.what, None if each.seconds is None else each.time + each.seconds, each.number)
         for each in effects
     ]
-    title = f"{config.drill.name}: {len(effects)} faults"
+    title = f"{config.drill.name}: {len(effects)} fault{'' if len(effects) == 1 else 's'}"
     picture = draw_timeline(ledger, evidence.rows, evidence.events, marks, title=title)
     (folder / "timeline.svg").write_text(picture)
     (folder / "drill.html").write_text(render_drill(config.run.name, content, evidence.report, picture))

@@ -20,7 +20,8 @@ LEDGER_TOLERANCE = 0.01  # of wall time
 EXPLAINS_S = 120.0  # a failure of a group that never trained is put down to a fault of so long before
 EVICTIONS = ("worker_died", "worker_hung")
 _NAMES_A_RANK = re.compile(r"(?i)(?:^|[^a-z])(?:rank|world|worker|replica|shard|peer)s?[-_.=]?\d|\d[-_]of[-_]\d")
-_IN_A_STEP = re.compile(r"(?:COMMIT|g\d{6,}-[0-9a-f]+\.(?:safetensors|index\.json))")
+# g<generation>-<random token>, and a number where one writer has several files
+_IN_A_STEP = re.compile(r"COMMIT|g\d{6,}-[0-9a-f]{8,}(?:-\d+)?\.safetensors|g\d{6,}-[0-9a-f]{8,}\.index\.json")
 
 
 @dataclass(frozen=True)
@@ -291,7 +292,8 @@ def _few_steps_lost(evidence: Evidence) -> Verdict:
 
 def _no_false_eviction(evidence: Evidence) -> Verdict:
     faults = _named(evidence.records, "fault")
-    groups = {g["generation"]: g["workers"] for g in _named(evidence.events, "generation", key="event")}
+    groups = {each["generation"]: each["members"] for each in _named(evidence.events, "forming", key="event")}
+    groups |= {each["generation"]: each["workers"] for each in _named(evidence.events, "generation", key="event")}
     evictions = [e for e in _named(evidence.events, "failure", key="event") if e.get("cause") in EVICTIONS]
     wrong = []
     for event in evictions:

@@ -15,6 +15,7 @@ TITLE, LANE, LANES, BAND, GAP = 52, 17, 4, 14, 30
 CHARACTER = 6.3  # width of one in a label, about
 PANELS = (("ranks", 84), ("loss", 132), ("tokens/s", 104))  # and their heights
 AXIS, LEGEND = 34, 34
+COLUMNS = 2 * (WIDTH - LEFT - RIGHT)  # of the band of states
 MOST_LABELS = 40  # faults of which there is room to say what they were
 Scale = Callable[[float], float]  # from a unix time to its place
 STYLE = """
@@ -91,7 +92,7 @@ def draw_timeline(
                 f'height="{bottom - band_top:.1f}"/>'
             )
     body += [_rules(panel, name) for panel, (name, _) in zip((ranks, loss, speed), PANELS, strict=True)]
-    body += [_band(begin, end, state, x, band_top) for begin, end, state in ledger.bands]
+    body += [_band(begin, end, state, x, band_top) for begin, end, state in _columns(ledger)]
     body += _ranks(ledger, ranks, x)
     for panel, key, form in ((loss, "loss", ".4f"), (speed, "tokens_per_s", ",.0f")):
         body += _curves([row for row in rows if _finite(row.get(key))], key, form, panel, x)
@@ -152,6 +153,28 @@ def _fault(mark: Mark, lane: int | None, x: float, top: float, bottom: float) ->
     )
 
 
+def _columns(ledger: Ledger) -> list[tuple[float, float, str]]:
+    """The states in as many columns as can be seen, neighbours of one state joined.
+
+    A column is what took most of it; but for productive time, which a third of anything else is enough to hide.
+    """
+    width = (ledger.end - ledger.begin) / COLUMNS
+    shares: list[dict[str, float]] = [{} for _ in range(COLUMNS)]
+    for begin, end, state in ledger.bands:
+        at = begin
+        while at < end and width > 0:
+            column = min(COLUMNS - 1, int((at - ledger.begin) / width))
+            until = min(end, ledger.begin + (column + 1) * width) if column < COLUMNS - 1 else end
+            shares[column][state] = shares[column].get(state, 0.0) + until - at
+            at = max(until, math.nextafter(at, math.inf))
+    states = []
+    for share in shares:
+        others = {state: seconds for state, seconds in share.items() if state != "productive" and seconds > width / 3}
+        states.append(max(others or share or {"other": 0.0}, key=lambda state: (others or share).get(state, 0.0)))
+    cuts = [0, *(each for each in range(1, COLUMNS) if states[each] != states[each - 1]), COLUMNS]
+    return [(ledger.begin + a * width, ledger.begin + b * width, states[a]) for a, b in itertools.pairwise(cuts)]
+
+
 def _band(begin: float, end: float, state: str, x: Scale, top: float) -> str:
     width = max(0.4, x(end) - x(begin))
     return (
@@ -173,6 +196,8 @@ def _ranks(ledger: Ledger, panel: _Panel, x: Scale) -> list[str]:
             f'<polygon class="fill" points="{outline}"><title>{attempt.world_size} ranks</title></polygon>'
             f'<polyline class="curve" points="{outline}"/>'
         )
+        if end - begin > 14:
+            parts.append(f'<text class="label" x="{begin + 5:.1f}" y="{top + 15:.1f}">{attempt.world_size}</text>')
     return parts
 
 
@@ -198,7 +223,7 @@ def _title(key: str, form: str) -> Callable[[Row, Row, float], str]:
 def _rules(panel: _Panel, name: str) -> str:
     parts = [f'<text x="{LEFT}" y="{panel.top - 6:.1f}" class="label">{name}</text>']
     whole = name == "ranks"
-    for value, label in number_ticks(panel.low, panel.high, 3, whole, si_from=1000.0):
+    for value, label in number_ticks(panel.low, panel.high, 4 if whole else 3, whole, si_from=1000.0):
         y = panel.y(value)
         parts.append(f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(label)}</text>')
