@@ -1,0 +1,170 @@
+"""The picture of a run over wall time: whole, in bounds, and of bounded size."""
+
+import itertools
+import re
+import xml.etree.ElementTree as ElementTree
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from regrow.observe.drill_page import render_drill
+from regrow.observe.report import account
+from regrow.observe.timeline import COLUMNS, LEFT, RIGHT, WIDTH, Mark, _columns, draw_timeline
+
+Row = dict[str, Any]
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def run(steps: int = 60, loses_at: int = 20) -> tuple[list[Row], list[Row]]:
+    """Rows and events of a run whose group shrinks from 3 to 2 after a step, 5 s later."""
+    rows, time = [], 110.0
+    for step in range(1, steps + 1):
+        time += 5.5 if step == loses_at + 1 else 0.5
+        rows.append(
+            {
+                "step": step,
+                "tokens_seen": 100 * step,
+                "loss": 8.0 - 3.0 * step / steps,
+                "tokens_per_s": 200.0 if step <= loses_at else 150.0,
+                "step_s": 0.5,
+                "data_wait_s": 0.0,
+                "snapshot_s": 0.0,
+                "world_size": 3 if step <= loses_at else 2,
+                "generation": 1 if step <= loses_at else 2,
+                "time": time,
+            }
+        )
+    at = rows[loses_at - 1]["time"]
+    generation: Row = {"event": "generation", "init_s": 1.0, "restore_s": 0.5, "start_step": 0}
+    events: list[Row] = [
+        {"event": "submitted", "time": 100.0},
+        generation | {"generation": 1, "time": 110.0, "world_size": 3, "cause": "start"},
+        {"event": "failure", "generation": 1, "time": at + 1.0, "cause": "worker_died"},
+        generation | {"generation": 2, "time": at + 5.0, "world_size": 2, "cause": "worker_died"},
+        {"event": "stopped", "time": time + 1.0, "step": steps, "reason": "finished"},
+    ]
+    return rows, events
+
+
+def picture(rows: list[Row], events: list[Row], marks: list[Mark]) -> str:
+    return draw_timeline(account(rows, events, 1e4), rows, events, marks, title="three & two")
+
+
+def test_it_shows_faults_states_ranks_loss_and_throughput() -> None:
+    rows, events = run()
+    drawn = picture(rows, events, [Mark(120.0, "kill_worker rank=1", 125.5, 0)])
+    root = ElementTree.fromstring(drawn)
+    texts = [text.text for text in root.iter(f"{SVG}text")]
+    assert texts[0] == "three & two"
+    assert "60 steps, 6k tokens, 2 to 3 ranks" in str(texts[1])
+    assert "training stood still after 1 of 1 faults" in str(texts[1])
+    assert {"kill_worker rank=1 · 5.5 s", "ranks", "loss", "tokens/s", "3", "2"} <= set(texts)
+    assert any(str(text).startswith("productive 6") for text in texts)
+    said = [title.text for title in root.iter(f"{SVG}title")]
+    assert "fault 0: kill_worker rank=1, 5.50 s to a step" in said
+    assert "3 ranks" in said
+
+
+def test_it_stands_alone_in_light_and_in_dark() -> None:
+    drawn = picture(*run(), [])
+    assert "prefers-color-scheme: dark" in drawn
+    assert not re.search(r"(?:href|src|url\()", drawn)
+    used = set(re.findall(r"var\(--(\w+)\)", drawn))
+    light, dark = drawn.partition("@media")[::2]
+    for name in used:
+        assert f"--{name}:" in light
+        assert f"--{name}:" in dark
+
+
+def test_everything_lies_inside_and_curves_break_where_the_group_changes() -> None:
+    rows, events = run()
+    root = ElementTree.fromstring(picture(rows, events, [Mark(120.0, "a" * 300, 125.5), Mark(149.0, "late")]))
+    height = float(root.attrib["viewBox"].split()[3])
+    for line in [*root.iter(f"{SVG}polyline"), *root.iter(f"{SVG}polygon")]:
+        for corner in line.attrib["points"].split():
+            x, y = map(float, corner.split(","))
+            assert LEFT - 1 <= x <= WIDTH - RIGHT + 1
+            assert 0 <= y <= height
+    curves = [line for line in root.iter(f"{SVG}polyline") if len(line.attrib["points"].split()) > 4]
+    assert len(curves) == 4  # loss and throughput, of two generations
+
+
+def test_labels_never_cover_each_other() -> None:
+    rows, events = run()
+    marks = [Mark(112.0 + 0.4 * number, f"kill_worker rank={number}", None, number) for number in range(12)]
+    root = ElementTree.fromstring(picture(rows, events, marks))
+    labels = [text for text in root.iter(f"{SVG}text") if str(text.text).startswith("kill_worker")]
+    lanes: dict[str, list[tuple[float, int]]] = {}
+    for label in labels:
+        lanes.setdefault(label.attrib["y"], []).append((float(label.attrib["x"]), len(str(label.text))))
+    assert 4 <= len(labels) <= 12
+    for lane in lanes.values():
+        for (x, characters), (later, _) in itertools.pairwise(sorted(lane)):
+            assert x + 6 * characters <= later
+    assert len(list(root.iter(f"{SVG}g"))) == 12  # each fault has its line
+
+
+def test_a_long_run_is_drawn_with_a_bounded_size() -> None:
+    rows, events = run(steps=20_000, loses_at=9_000)
+    marks = [Mark(110.0 + 50 * number, "kill_worker", 112.0 + 50 * number, number) for number in range(200)]
+    assert len(picture(rows, events, marks)) < 400_000
+
+
+def test_a_short_standstill_in_a_long_run_can_still_be_seen() -> None:
+    rows, events = run(steps=20_000, loses_at=9_000)
+    columns = _columns(account(rows, events, 1e5))
+    assert {"init", "down"} & {state for begin, _, state in columns if begin > rows[8_990]["time"]}
+
+
+@settings(deadline=None)
+@given(st.integers(1, 400), st.data())
+def test_columns_cover_the_run_without_a_gap(steps: int, data: st.DataObject) -> None:
+    rows, events = run(steps=steps + 1, loses_at=data.draw(st.integers(1, steps)))
+    ledger = account(rows, events, 1e4)
+    columns = _columns(ledger)
+    assert len(columns) <= COLUMNS
+    assert columns[0][0] == ledger.begin
+    assert abs(columns[-1][1] - ledger.end) < 1e-6
+    assert all(left[1] == right[0] and left[2] != right[2] for left, right in itertools.pairwise(columns))
+
+
+def test_a_run_that_never_trained_is_drawn_too() -> None:
+    ElementTree.fromstring(picture([], [], []))
+    ElementTree.fromstring(picture([], [{"event": "submitted", "time": 100.0}], [Mark(101.0, "kill_driver")]))
+
+
+def test_bands_are_the_ledgers_seconds() -> None:
+    rows, events = run()
+    ledger = account(rows, events, 1e4)
+    for state in ("init", "down", "other"):
+        painted = sum(end - begin for begin, end, each in ledger.bands if each == state)
+        assert abs(painted - ledger.time_s[state]) < 1e-6
+    assert ledger.bands[0][0] == ledger.begin
+    assert ledger.bands[-1][1] == ledger.end
+
+
+def test_the_page_holds_picture_verdict_and_faults_and_escapes_what_it_is_told() -> None:
+    rows, events = run()
+    fault = {"number": 0, "step": 20, "what": "kill <worker>", "ranks_before": 3, "ranks_after": 2, "seconds": 5.5}
+    result = {
+        "plan": "kill_worker",
+        "holds": False,
+        "verdicts": [
+            {"promise": "1", "claim": "same & same", "holds": False, "figures": "1 of 2", "details": ["step <3>"]},
+            {"promise": "", "claim": "left", "holds": None, "figures": "-", "details": []},
+        ],
+        "faults": [fault | {"lost_steps": 1, "source": "snapshot"}],
+    }
+    page = render_drill("a<b", result, {"steps": 60, "goodput": 0.5}, picture(rows, events, []))
+    for said in (
+        "a&lt;b",
+        "same &amp; same",
+        "step &lt;3&gt;",
+        "kill &lt;worker&gt;",
+        "not judged",
+        "a promise was broken",
+    ):
+        assert said in page
+    assert "<svg" in page
+    assert "<script" not in page

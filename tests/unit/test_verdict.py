@@ -1,0 +1,258 @@
+"""The verdict of a drill: a run that kept every promise passes, and each promise broken by itself is found."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from regrow.elastic.verdict import Checkpoint, Evidence, Verdict, judge, outcomes
+
+Row = dict[str, Any]
+
+STEPS, BORN, STEP_S = 60, 1000.0, 0.5  # the job is submitted at 1000
+KILLED_AT, BACK_AT, GROWN_AT = 20, 24.0, 40  # step of the fault; seconds after submission; step of the regrowth
+
+
+def workers(*pids: int) -> list[Row]:
+    return [{"node": f"node{pid % 100}", "pid": pid, "host": "here"} for pid in pids]
+
+
+def row(step: int, generation: int, time: float) -> Row:
+    return {
+        "step": step,
+        "tokens_seen": step * 1536,
+        "loss": 8.0 - step / 20,
+        "step_s": STEP_S,
+        "data_wait_s": 0.01,
+        "snapshot_s": 0.02,
+        "world_size": 2 if generation == 2 else 3,
+        "generation": generation,
+        "batch_digest": f"{step:016x}",
+        "time": time,
+    }
+
+
+def evidence() -> Evidence:
+    """Three ranks; one is killed after step 20, which is lost with it; from step 40 on there are three again."""
+    rows, time = [], BORN + 10.0
+    for step in range(1, STEPS + 1):
+        if step == KILLED_AT:
+            time = BORN + BACK_AT  # step 20 was done twice
+        if step == GROWN_AT + 1:
+            time += 2.0
+        time += STEP_S
+        rows.append(row(step, 1 if step < KILLED_AT else 2 if step <= GROWN_AT else 3, time))
+    generation: Row = {"event": "generation", "source": "snapshot", "recomputed_steps": 0}
+    events: list[Row] = [
+        {"event": "submitted", "time": BORN},
+        {"event": "forming", "generation": 1, "time": BORN + 8, "members": workers(101, 102, 103)},
+        generation
+        | {"generation": 1, "time": BORN + 10, "cause": "start", "workers": workers(101, 102, 103), "world_size": 3},
+        {"event": "failure", "generation": 1, "time": BORN + 21.5, "cause": "worker_died", "ranks": [1], "detail": ""},
+        {"event": "rollback", "generation": 2, "time": BORN + 23, "steps": 1, "first_time": BORN + 20, "last_time": 1},
+        generation
+        | {"generation": 2, "time": BORN + BACK_AT, "cause": "worker_died", "workers": workers(101, 103)}
+        | {"world_size": 2, "recomputed_steps": 1},
+        generation
+        | {"generation": 3, "time": rows[GROWN_AT]["time"] - 0.5, "cause": "grow", "workers": workers(101, 103, 204)}
+        | {"world_size": 3},
+        {"event": "stopped", "time": rows[-1]["time"] + 1.0, "step": STEPS, "reason": "finished"},
+    ]
+    useful, wall_s = STEPS * (STEP_S - 0.03), events[-1]["time"] - BORN
+    fault = {
+        "record": "fault",
+        "number": 0,
+        "kind": "kill_worker",
+        "what": "kill_worker rank=1",
+        "time": BORN + 21,
+        "step": KILLED_AT,
+        "world_size": 3,
+        "victims": [{"what": "worker", "rank": 1, "pid": 102, "node": "node2"}],
+    }
+    return Evidence(
+        rows=rows,
+        events=events,
+        records=[
+            {"record": "job started", "time": BORN, "why": "start"},
+            fault,
+            {"record": "job ended", "time": events[-1]["time"], "status": 0, "unexpected": False, "detail": ""},
+            {"record": "left", "where": "", "found": []},
+        ],
+        num_faults=1,
+        last_step=STEPS,
+        snapshot_every=1,
+        seqs_per_step=12,
+        tokens_per_step=1536,
+        digests=[f"{step:016x}" for step in range(1, STEPS + 1)],
+        reference=[row(step, 1, 0.0) for step in range(1, STEPS + 1)],
+        compared_steps=50,
+        names=[
+            "metrics.jsonl",
+            "checkpoints/step-00000060/COMMIT",
+            "checkpoints/step-00000060/g000003-25770fc1-0.safetensors",
+        ],
+        keys=["model/layers.0.attention.wq.weight"],
+        checkpoints=[Checkpoint(60, 720, "")],
+        report={"goodput": useful / wall_s, "time_s": {"productive": useful, "init": wall_s - useful}},
+    )
+
+
+def broken(verdicts: list[Verdict]) -> list[Verdict]:
+    return [verdict for verdict in verdicts if verdict.holds is False]
+
+
+def test_a_run_that_kept_every_promise_is_said_to_have() -> None:
+    verdicts = judge(evidence())
+    assert [verdict.holds for verdict in verdicts] == [True] * len(verdicts), broken(verdicts)
+    assert [verdict.promise for verdict in verdicts if verdict.promise] == ["1", "1", "2", "3", "4", "5", "6", "8", "8"]
+    figures = " ".join(verdict.figures for verdict in verdicts)
+    assert "60 of 60 digests equal" in figures
+    assert "50 compared" in figures
+    assert "1 steps lost over 1 failures" in figures
+    assert "4 times a rank kept its process" in figures
+
+
+def test_what_came_of_a_fault_is_told() -> None:
+    given = evidence()
+    (outcome,) = outcomes(given.records, given.rows, given.events)
+    assert (outcome.ranks_before, outcome.ranks_after, outcome.lost_steps, outcome.source) == (3, 2, 1, "snapshot")
+    assert outcome.seconds == pytest.approx(BACK_AT + STEP_S - 21)
+
+
+def test_a_fault_that_nobody_noticed_brought_about_nothing() -> None:
+    given = evidence()
+    fault = next(line for line in given.records if line["record"] == "fault") | {"time": BORN + 30, "number": 1}
+    outcome = outcomes([*given.records, fault], given.rows, given.events)[1]
+    assert (outcome.ranks_after, outcome.seconds) == (None, None)
+
+
+def test_a_node_that_comes_is_answered_by_the_group_that_grows() -> None:
+    given = evidence()
+    came = {"record": "fault", "number": 1, "kind": "return_node", "what": "return_node", "time": BORN + 25}
+    came |= {"step": 25, "world_size": 2, "victims": []}
+    outcome = outcomes([*given.records, came], given.rows, given.events)[1]
+    assert outcome.ranks_after == 3
+    assert outcome.seconds == pytest.approx(given.rows[GROWN_AT]["time"] - BORN - 25)
+
+
+Change = Callable[[Evidence], Evidence]
+
+
+def rows_with(index: int, **changes: Any) -> Change:
+    def change(given: Evidence) -> Evidence:
+        rows = [dict(each) for each in given.rows]
+        rows[index] |= changes
+        return replace(given, rows=rows)
+
+    return change
+
+
+def events_with(name: str, number: int, **changes: Any) -> Change:
+    def change(given: Evidence) -> Evidence:
+        events = copy.deepcopy(list(given.events))
+        [event for event in events if event["event"] == name][number].update(changes)
+        return replace(given, events=events)
+
+    return change
+
+
+def report_with(**changes: Any) -> Change:
+    return lambda given: replace(given, report={**given.report, **changes})
+
+
+def without(field: str, index: int) -> Change:
+    return lambda given: replace(
+        given, **{field: [each for number, each in enumerate(getattr(given, field)) if number != index]}
+    )
+
+
+def adding(field: str, *what: Any) -> Change:
+    return lambda given: replace(given, **{field: [*getattr(given, field), *what]})
+
+
+FALSE_EVICTION = {
+    "event": "failure",
+    "generation": 2,
+    "time": 1030.0,
+    "cause": "worker_hung",
+    "ranks": [1],
+    "detail": "silent",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "claim", "case"),
+    [
+        (rows_with(30, batch_digest="0" * 16), "batches are those of an undisturbed run", "step 31: 0000"),
+        (rows_with(30, loss=6.4501), "fp32 losses", "step 31: differs by 1.00e-04"),
+        (rows_with(30, loss=None), "fp32 losses", "step 31: differs by inf"),
+        (without("rows", 30), "each step is there once", "line 31: step 32"),
+        (rows_with(30, step=30), "each step is there once", "line 31: step 30"),
+        (rows_with(30, tokens_seen=1), "each step is there once", "step 31 with 1 tokens"),
+        (adding("checkpoints", Checkpoint(48, 575, "")), "each step is there once", "cursor 575"),
+        (adding("names", "state/rank_3.json"), "named after a rank", "rank_3.json"),
+        (adding("names", "shard-0-of-4.bin"), "named after a rank", "shard-0-of-4.bin"),
+        (adding("names", "checkpoints/step-00000060/part-3.safetensors"), "named after a rank", "part-3"),
+        (adding("keys", "model/wq.world2"), "named after a rank", "wq.world2"),
+        (adding("checkpoints", Checkpoint(40, None, "header damaged")), "can be restored", "step 40: header damaged"),
+        (events_with("generation", 1, workers=workers(101, 999)), "survivors keep", "pid 103, is gone"),
+        (rows_with(59, generation=2), "older generation", "row of step 60 of generation 2 behind one of 3"),
+        (events_with("rollback", 0, generation=0), "older generation", "rollback of generation 0 behind one of 1"),
+        (report_with(time_s={"productive": 20.0}), "add up to wall time", "20.00 s"),
+        (report_with(goodput=0.9), "goodput is the one", "reported 0.9000"),
+        (events_with("generation", 1, recomputed_steps=2), "costs at most", "generation 2 took back 2 steps"),
+        (adding("events", FALSE_EVICTION), "nobody is taken for dead", "generation 2: worker_hung, silent"),
+        (adding("records", {"record": "left", "found": ["memory regrow-x"]}), "left behind", "memory regrow-x"),
+        (adding("records", {"record": "job ended", "unexpected": True, "detail": "boom"}), "goes on after", "boom"),
+        (without("rows", 59), "goes on after", "step 59 of 60"),
+        (lambda given: replace(given, num_faults=2), "goes on after", "1 of 2 faults so far"),
+    ],
+)  # fmt: skip
+def test_a_broken_promise_is_found_by_its_own_rule(change: Change, claim: str, case: str) -> None:
+    changed = change(evidence())
+    found = [verdict for verdict in broken(judge(changed)) if claim in verdict.claim]
+    assert len(found) == 1
+    assert case in " ".join([found[0].figures, *found[0].details])
+
+
+def test_losses_beyond_what_reduction_order_allows_are_reported_and_not_judged() -> None:
+    verdicts = judge(rows_with(58, loss=1.05)(evidence()))
+    assert broken(verdicts) == []
+    assert "of the 10 beyond, which reduction order tells apart, 4.0e+00" in verdicts[1].figures
+
+
+def test_what_has_no_reference_is_not_judged() -> None:
+    verdicts = judge(replace(evidence(), reference=[]))
+    assert [verdict.holds for verdict in verdicts].count(None) == 1
+    assert broken(verdicts) == []
+
+
+def test_nothing_to_judge_is_no_proof() -> None:
+    nothing = replace(evidence(), rows=[], names=[], checkpoints=[], records=[])
+    claims = {verdict.claim for verdict in broken(judge(nothing))}
+    assert any("batches" in claim for claim in claims)
+    assert any("left behind" in claim for claim in claims)
+    assert any("can be restored" in claim for claim in claims)
+
+
+def test_losing_both_copies_at_once_may_cost_more_steps() -> None:
+    given = evidence()
+    nodes = [
+        {"record": "fault", "number": number, "kind": "kill_node", "what": "kill_node", "time": BORN + 21, "step": 20}
+        | {"world_size": 3, "victims": []}
+        for number in (1, 2)
+    ]
+    changed = events_with("generation", 1, recomputed_steps=15, source="checkpoint")(adding("records", *nodes)(given))
+    claims = [verdict.claim for verdict in broken(judge(changed))]
+    assert not any("costs at most" in claim for claim in claims)
+
+
+def test_a_death_in_a_group_that_never_trained_is_put_down_to_its_members() -> None:
+    forming = {"event": "forming", "generation": 2, "time": BORN + 22, "members": workers(101, 103)}
+    died = {"event": "failure", "generation": 2, "time": BORN + 23, "cause": "worker_died", "ranks": [1], "detail": ""}
+    given = evidence()
+    events = [each for each in given.events if each.get("generation") != 2]
+    found = judge(replace(given, events=sorted([*events, forming, died], key=lambda each: each["time"])))
+    assert any("nobody is taken for dead" in verdict.claim for verdict in broken(found))
