@@ -62,8 +62,9 @@ class Recorder:
         self.snapshots.append(progress.step)
         return 0.0
 
-    def confirm(self, step: int) -> None:
+    def confirm(self, step: int) -> float:
         self.confirmed.append(step)
+        return 0.0
 
     def await_snapshot(self) -> float:
         self.copying = False

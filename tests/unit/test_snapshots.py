@@ -19,6 +19,7 @@ from regrow.checkpoint.slots import SLOT, Committed, Moment
 from regrow.checkpoint.snapshot import Snapshots
 from regrow.checkpoint.state import Entry
 from regrow.errors import CheckpointError
+from regrow.observe.pulse import Word
 from regrow.testing.keepers import (
     RUN,
     SECRET,
@@ -306,3 +307,24 @@ def test_the_driver_the_coordinator_and_keepers_do_without_torch() -> None:
     """It takes them seconds to import, of every start, and 200 MB in every keeper."""
     code = "import sys, regrow.elastic.driver, regrow.checkpoint.keeper; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_training_waits_for_a_commit_that_is_late_but_not_for_ever(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1) as nodes:
+        (writer,) = snapshot(nodes, 1, 1)
+        commit(nodes[0], 1, 1)
+        assert writer.await_commit(1, patience_s=60.0) < 30.0
+        later = threading.Timer(0.3, commit, (nodes[0], 1, 2))
+        later.start()
+        assert 0.2 < writer.await_commit(2, patience_s=60.0) < 30.0
+        assert writer.await_commit(3, patience_s=0.1) >= 0.1
+        assert writer.await_commit(4, patience_s=60.0) < 30.0  # not again, until a commit has come
+        commit(nodes[0], 1, 3)
+        assert writer.await_commit(4, patience_s=0.1) >= 0.1
+
+
+def test_nobody_waits_for_the_commits_of_a_generation_that_is_over(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1) as nodes:
+        (writer,) = snapshot(nodes, 1, 1, generation=4)
+        Word(over=4).write(nodes[0].keeper.folder)
+        assert writer.await_commit(2, patience_s=60.0) < 30.0

@@ -24,8 +24,9 @@ import torch
 from regrow.checkpoint.layout import Part
 from regrow.checkpoint.slots import NOTHING, NOTICES, Committed, SlotFile, empty_header, slot_name
 from regrow.checkpoint.state import Entry
+from regrow.observe.pulse import Word
 
-POLL_S = 0.01
+POLL_S, COMMIT_POLL_S = 0.01, 0.003
 
 
 @dataclass
@@ -76,6 +77,7 @@ class Snapshots:
         self._pending: _Pending | None = None
         self._lock = threading.Lock()
         self._begun, self._closed = NOTHING, False
+        self._late = NOTHING  # a step whose commit was waited for in vain
         self.skipped = 0  # steps that found no free slot
 
     def room(self) -> int:
@@ -119,6 +121,24 @@ class Snapshots:
         if pending is not None and pending.slot.step == step:
             self._copier.poll()
             self._seal(pending, confirmed=True)
+
+    def await_commit(self, step: int, *, patience_s: float) -> float:
+        """Wait until this step of the generation, or a later one, is committed; the seconds that took.
+
+        Not for ever: after `patience_s` nobody is waited for until a commit has come again, nor once the generation is
+        over.
+        """
+        begun = time.perf_counter()
+        while True:
+            newest = Committed.read(self.folder).newest
+            reached = newest.step if newest.generation == self.generation else NOTHING
+            waited_s = time.perf_counter() - begun
+            if reached >= step or reached < self._late or Word.read(self.folder).over >= self.generation:
+                return waited_s
+            if waited_s > patience_s:
+                self._late = step
+                return waited_s
+            time.sleep(COMMIT_POLL_S)
 
     def close(self) -> None:
         """Void what is not sealed. Sealed slots stay: they are what the next generation starts from."""

@@ -83,7 +83,7 @@ def train_generation(
     from_seed = partial(_from_seed, model, optimizer, config.run.seed)
     progress, source = _restore(job, generation, entries, mesh, memory, from_seed)
     if memory is not None:
-        memory.start(entries, part_of(mesh), generation)
+        memory.start(entries, part_of(mesh), generation, progress.step)
     set_optimizer_step(optimizer, progress.step)
     refresh_float8_scales(model)
     restored = time.time()
@@ -208,7 +208,7 @@ class _Hooks:
         memory: MemoryTier | None,
         prober: Prober,
     ) -> None:
-        self.prober = prober
+        self.prober, self.probed = prober, 0
         self.memory, self.snapshots = memory, memory.snapshots if memory is not None else None
         self.job, self.generation, self.step = job, generation, step
         self.validation = validation
@@ -239,14 +239,15 @@ class _Hooks:
                 raise RuntimeError(f"no slot for the snapshot of step {progress.step} came free; see snapshot_failed")
         return time.perf_counter() - begun
 
-    def confirm(self, step: int) -> None:
-        if self.memory is not None:
-            self.memory.confirm(step)
+    def confirm(self, step: int) -> float:
+        waited_s = self.memory.confirm(step) if self.memory is not None else 0.0
         every_steps = self.job.config.cluster.probe_every_steps
-        if every_steps and step % every_steps == 0:
+        if every_steps and step % every_steps == 0 and step > self.probed:
+            self.probed = step
             seconds = self.prober.probe().seconds
             if self.memory is not None:
                 self.memory.probed(seconds)
+        return waited_s
 
     def await_snapshot(self) -> float:
         return self.snapshots.wait() if self.snapshots is not None else 0.0

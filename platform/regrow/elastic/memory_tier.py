@@ -21,6 +21,8 @@ from regrow.errors import CheckpointError, first_line
 from regrow.parallel.break_off import Address
 from regrow.plan.memory import plan_snapshot_memory
 
+SAFE_S = 5.0  # that training waits for keepers which fall behind
+
 
 class MemoryTier:
     """The snapshots of a run, from one rank's side. Every method but `__init__` is collective unless it says not."""
@@ -37,6 +39,7 @@ class MemoryTier:
             abandon_after_s=self.config.abandon_after_s,
         )
         self.snapshots: Snapshots | None = None  # of the current generation
+        self._start_step = 0  # of it
         self._serving = self._serve()
         self._heartbeat: Heartbeat | None = None
 
@@ -91,8 +94,11 @@ class MemoryTier:
             return None, True
         return Progress(**scalars), False
 
-    def start(self, entries: Sequence[Entry], part: Part, generation: int) -> None:
-        """Make this rank's slots. Raises CheckpointError on every rank where one node's memory is too small."""
+    def start(self, entries: Sequence[Entry], part: Part, generation: int, start_step: int) -> None:
+        """Make this rank's slots for what follows `start_step`.
+
+        Raises CheckpointError on every rank where one node's memory is too small.
+        """
         nodes = gather(self.node)
         problem, snapshots = self._shortage(entries, part, nodes), None
         if not problem:
@@ -112,14 +118,19 @@ class MemoryTier:
         if problems:
             raise CheckpointError(f"{problems[0]}; or take no snapshots: snapshot.every_steps=0")
         assert snapshots is not None
-        self.snapshots = snapshots
+        self.snapshots, self._start_step = snapshots, start_step
 
-    def confirm(self, step: int) -> None:
-        """All collectives of a step have succeeded. Local."""
+    def confirm(self, step: int) -> float:
+        """All collectives of a step have succeeded. Local.
+
+        Waits until a snapshot is safe that is at most `snapshot.every_steps` steps older; the seconds that took.
+        """
         assert self.snapshots is not None
         assert self._heartbeat is not None
         self.snapshots.confirm(step)
         self._heartbeat.stepped(step)
+        safe = (step - 1) // self.config.every_steps * self.config.every_steps
+        return self.snapshots.await_commit(safe, patience_s=SAFE_S) if safe > self._start_step else 0.0
 
     def probed(self, probe_s: float) -> None:
         """How long this rank's device took for a probe. Local."""

@@ -40,8 +40,11 @@ class Hooks(Protocol):
         Where it `must`, it waits for room. Again for the same step: nothing.
         """
 
-    def confirm(self, step: int) -> None:
-        """All collectives of a step have succeeded: its snapshot may become visible."""
+    def confirm(self, step: int) -> float:
+        """All collectives of a step have succeeded: its snapshot may become visible. Again for the same step: nothing.
+
+        Waits until so much of what came before is safe that a lost node costs no more than it may; the seconds.
+        """
 
     def await_snapshot(self) -> float:
         """The state is about to change: wait for the copy under way; returns the seconds."""
@@ -106,7 +109,7 @@ def train(
             oldest = launched.pop(0)
             result = oldest.stats.resolve()
             leaving, blocked = leaving or result.flag, result.blocked
-            hooks.confirm(int(str(oldest.row["step"])))
+            meter.snapshot_s += hooks.confirm(int(str(oldest.row["step"])))
             hooks.log(meter.finish(oldest.row, result))
             skipped = skipped + 1 if result.skipped else 0
             if skipped > settings.nonfinite_skips:
@@ -121,7 +124,7 @@ def train(
         nonlocal saved_at
         meter.snapshot_s += hooks.snapshot(progress, must=must)
         if not launched:  # the host has seen this step succeed
-            hooks.confirm(progress.step)
+            meter.snapshot_s += hooks.confirm(progress.step)
         if must:  # after its row is logged, so that a committed step's row is never missing
             meter.snapshot_s += hooks.save(progress)
             saved_at = progress.step
