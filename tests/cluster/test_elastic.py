@@ -1,16 +1,13 @@
 """Nodes and workers die and come back under the real job: survivors stay, batches and losses are what they would be."""
 
 import os
-import shutil
 import signal
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from regrow.elastic.local_nodes import LocalNodes, local_nodes
 from regrow.testing.cluster import SMALL, Job, run_to_end
 
 pytestmark = pytest.mark.timeout(600)  # a step of a third of a second, on machines that do other things too
@@ -30,48 +27,7 @@ def undisturbed(storage: Path) -> Job:
     return run_to_end(storage, "undisturbed", *BASE, f"train.steps={STEPS}", timeout_s=400)
 
 
-class Cluster:
-    """Raylets that can be killed and added while a job trains on them."""
-
-    def __init__(self, folder: str, cpus: int) -> None:
-        from ray.cluster_utils import Cluster as Raylets
-
-        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder}  # for data, too few for a worker
-        self._raylets, self.cpus = Raylets(initialize_head=True, head_node_args=head), cpus
-        self.nodes: list[Any] = []
-
-    @property
-    def address(self) -> str:
-        return str(self._raylets.address)
-
-    def add(self) -> None:
-        self.nodes.append(self._raylets.add_node(num_cpus=self.cpus, wait=True))
-
-    def kill(self, number: int) -> None:
-        """The node, and what it holds in memory."""
-        node = self.nodes.pop(number)
-        self._raylets.remove_node(node, allow_graceful=False)
-        for folder in Path("/dev/shm").glob(f"regrow-*-{node.node_id[:12]}"):
-            while folder.exists():  # its keeper is alive for a moment
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def close(self) -> None:
-        self._raylets.shutdown()
-
-
-@contextmanager
-def cluster(num_nodes: int, workers_on_node: int = 1) -> Iterator[Cluster]:
-    with tempfile.TemporaryDirectory(prefix="rge", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        made = Cluster(folder, 2 * workers_on_node)
-        try:
-            for _ in range(num_nodes):
-                made.add()
-            yield made
-        finally:
-            made.close()
-
-
-def start(storage: Path, name: str, nodes: Cluster, least: int, most: int, *more: str) -> Job:
+def start(storage: Path, name: str, nodes: LocalNodes, least: int, most: int, *more: str) -> Job:
     workers = [f"cluster.min_workers={least}", f"cluster.max_workers={most}"]
     return Job(storage, name, *BASE, f"train.steps={STEPS}", f"cluster.address={nodes.address}", *workers, *more)
 
@@ -95,7 +51,7 @@ def assert_same_run(job: Job, undisturbed: Job) -> None:
 
 
 def test_three_nodes_lose_one_with_its_memory_and_get_one_back(undisturbed: Job, storage: Path) -> None:
-    with cluster(3) as nodes, start(storage, "nodes", nodes, 2, 3) as job:
+    with local_nodes(3, cpus=2) as nodes, start(storage, "nodes", nodes, 2, 3) as job:
         job.wait_for(lambda: job.last_step() >= 15, 240)
         (first,) = job.events("generation")
         assert first["world_size"] == 3
@@ -115,7 +71,7 @@ def test_three_nodes_lose_one_with_its_memory_and_get_one_back(undisturbed: Job,
 
 @pytest.mark.long
 def test_a_group_grows_past_the_size_it_started_with_and_shrinks_again(undisturbed: Job, storage: Path) -> None:
-    with cluster(2) as nodes, start(storage, "grow", nodes, 2, 4) as job:
+    with local_nodes(2, cpus=2) as nodes, start(storage, "grow", nodes, 2, 4) as job:
         job.wait_for(lambda: job.last_step() >= 5, 240)
         assert job.events("generation")[0]["world_size"] == 2
         nodes.add()
@@ -133,7 +89,7 @@ def test_a_group_grows_past_the_size_it_started_with_and_shrinks_again(undisturb
 
 @pytest.mark.long
 def test_two_nodes_of_two_workers_lose_one_and_get_it_back(undisturbed: Job, storage: Path) -> None:
-    with cluster(2, workers_on_node=2) as nodes, start(storage, "pairs", nodes, 2, 4) as job:
+    with local_nodes(2, cpus=4) as nodes, start(storage, "pairs", nodes, 2, 4) as job:
         job.wait_for(lambda: job.last_step() >= 15, 240)
         (first,) = job.events("generation")
         assert first["world_size"] == 4
@@ -149,7 +105,7 @@ def test_two_nodes_of_two_workers_lose_one_and_get_it_back(undisturbed: Job, sto
 
 @pytest.mark.long
 def test_a_stopped_worker_is_ended_and_replaced(undisturbed: Job, storage: Path) -> None:
-    with cluster(3) as nodes, start(storage, "stopped", nodes, 2, 3) as job:
+    with local_nodes(3, cpus=2) as nodes, start(storage, "stopped", nodes, 2, 3) as job:
         job.wait_for(lambda: job.last_step() >= 15, 240)
         victim = job.workers()[2]
         os.kill(victim, signal.SIGSTOP)
