@@ -31,10 +31,11 @@ class Cluster:
         self.keep = False  # the folder, with Ray's logs
         self.environment = {**environment, "RAY_TMPDIR": str(self.folder)}
         self._nodes: dict[str, Any] = {}
+        self._killed: list[Any] = []
         self._raylets: Any = None
         try:
             with set_in_environment(self.environment):
-                head = {"num_cpus": HEAD_CPUS, "include_dashboard": False, "temp_dir": str(self.folder)}
+                head = {"num_cpus": HEAD_CPUS, "include_dashboard": False}
                 self._raylets = Raylets(initialize_head=True, head_node_args=head)
             self._gcs = GcsClient(address=self.address)
             for _ in range(num_nodes):
@@ -49,26 +50,33 @@ class Cluster:
 
     def add_node(self) -> float:
         """Start one more node; when it was there."""
+        self._forget_killed()
         with set_in_environment(self.environment):
             node = self._raylets.add_node(num_cpus=WORKER_CPUS, wait=True)
         self._nodes[node.node_id] = node
         return time.time()
 
     def kill_node(self, node_id: str) -> float:
-        """Take away all of its processes, then what they held in memory; when the processes were killed."""
+        """End all of its processes at once, and remove what they held in memory; when the processes were killed."""
         from ray._private.ray_constants import PROCESS_TYPE_RAYLET
 
         node = self._nodes.pop(node_id)
-        raylet = node.all_processes[PROCESS_TYPE_RAYLET][0].process.pid
-        processes = [raylet, *descendants(raylet)]
+        raylet = node.all_processes[PROCESS_TYPE_RAYLET][0].process
+        processes = [raylet.pid, *descendants(raylet.pid)]
         for pid in processes:
             kill(pid)
         killed_at = time.time()
-        wait_until_gone(processes[1:])  # the raylet is our own child, gone when it has been waited for
+        raylet.wait(GONE_S)
+        wait_until_gone(processes)
         for folder in MEMORY.glob(f"regrow-*-{node_id[:12]}"):
             shutil.rmtree(folder, ignore_errors=True)
-        self._raylets.remove_node(node, allow_graceful=False)
+        self._killed.append(node)
         return killed_at
+
+    def _forget_killed(self) -> None:
+        """Tell Ray's bookkeeping, which takes a moment that there is not when a node has just been killed."""
+        while self._killed:
+            self._raylets.remove_node(self._killed.pop(), allow_graceful=False)
 
     def knows_dead(self, node_id: str) -> bool:
         """Whether Ray's GCS has noticed."""
@@ -151,14 +159,15 @@ def kill(pid: int) -> None:
 
 @contextlib.contextmanager
 def set_in_environment(values: Mapping[str, str]) -> Iterator[None]:
-    """For what is started meanwhile."""
-    before = dict(os.environ)
+    """For what is started meanwhile. Ray's own answer to SIGTERM, half a minute's drain, is not taken over."""
+    before, on_sigterm = dict(os.environ), signal.getsignal(signal.SIGTERM)
     os.environ.update(values)
     try:
         yield
     finally:
         os.environ.clear()
         os.environ.update(before)
+        signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def _stat(pid: int) -> list[str]:

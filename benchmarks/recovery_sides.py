@@ -31,6 +31,12 @@ SETTINGS = [  # of the job, which the stock sides read too; all else is as it co
     f"cluster.min_workers={LEAST_WORKERS}",
     f"cluster.max_workers={MOST_WORKERS}",
 ]
+FAST_NOTICE = {  # of the cluster: a killed raylet is known to the GCS in less than a second; in 15 as it comes
+    "RAY_health_check_initial_delay_ms": "1000",
+    "RAY_health_check_period_ms": "250",
+    "RAY_health_check_timeout_ms": "2000",
+    "RAY_health_check_failure_threshold": "3",
+}
 TUNED_ENV = {
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1",  # between polls of the workers; 2 by default
     "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": "2",  # for a worker to answer one; 600
@@ -164,9 +170,12 @@ def step_of_stock(row: dict[str, Any]) -> Step:
     return Step(**row)
 
 
-def environment_of(name: str) -> dict[str, str]:
+def environment_of(side: str) -> dict[str, str]:
     """What the cluster's processes and the driver are to have in their environment."""
-    return {"PYTHONPATH": f"{ROOT / 'platform'}:{ROOT}", **(TUNED_ENV if name == TUNED else {})}
+    found = {"PYTHONPATH": f"{ROOT / 'platform'}:{ROOT}"}
+    if side != DEFAULT:
+        found |= FAST_NOTICE
+    return found | TUNED_ENV if side == TUNED else found
 
 
 def wait_for(condition: Callable[[], Any], side: Side, timeout_s: float, what: str) -> Any:
