@@ -118,8 +118,9 @@ def plan_runs(rounds: dict[str, int], samples: Sequence[Sample], *, quick: bool)
     for side in SIDES:
         faults = set(QUICK_FAULTS[side] if quick else FAULTS)
         met = {(sample.round, sample.fault) for sample in samples if sample.side == side}
-        numbers = range(rounds.get(side, 0))
-        left[side] = [number for number in numbers if not all((number, fault) in met for fault in faults)]
+        left[side] = [
+            number for number in range(rounds.get(side, 0)) if not all((number, fault) in met for fault in faults)
+        ]
     runs = []
     while any(left.values()):
         for side in SIDES:

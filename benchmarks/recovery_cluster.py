@@ -24,7 +24,7 @@ class Cluster:
     """Raylets as separate hosts would run them, all with `environment`. A context manager: no process outlives it."""
 
     def __init__(self, num_nodes: int, environment: Mapping[str, str]) -> None:
-        from ray._raylet import GcsClient
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
         from ray.cluster_utils import Cluster as Raylets
 
         self.folder = Path(tempfile.mkdtemp(prefix="rgb", dir="/tmp"))  # short: sockets have their names below it
@@ -80,7 +80,7 @@ class Cluster:
 
     def knows_dead(self, node_id: str) -> bool:
         """Whether Ray's GCS has noticed."""
-        from ray.core.generated.gcs_pb2 import GcsNodeInfo
+        from ray.core.generated.gcs_pb2 import GcsNodeInfo  # type: ignore[attr-defined]
 
         nodes = self._gcs.get_all_node_info(timeout=5)
         return all(key.hex() != node_id or info.state != GcsNodeInfo.ALIVE for key, info in nodes.items())

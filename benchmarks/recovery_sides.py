@@ -204,7 +204,7 @@ def write_config(folder: Path) -> Path:
 
     ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        config = to_dataclass(compose("pretrain", overrides=SETTINGS))
+        config: PretrainConfig = to_dataclass(compose("pretrain", overrides=SETTINGS))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(to_yaml(config))
     return folder

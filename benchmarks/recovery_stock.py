@@ -24,12 +24,15 @@ from typing import Any
 
 import ray
 import ray.train
-from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchConfig
 from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy
 
+# what `ray.train` gives too, but not to a type checker
+from ray.train.v2.api.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from ray.train.v2.torch.torch_trainer import TorchTrainer
+
 COLLECTIVE_TIMEOUT_S = 10  # tuned
-LOOK_FOR_ROOM_S = 1.0  # tuned: between looks for more nodes; a minute by default
+LOOK_FOR_ROOM_S = {False: 60.0, True: 1.0}  # as it comes, and tuned: between looks for more nodes
 GCS_NOTICES_S = 20.0  # at most, that a node is dead
 CONNECT_S = 0.5
 
@@ -45,7 +48,7 @@ def main(settings: dict[str, Any]) -> None:
         scaling_config=ScalingConfig(
             num_workers=(least, most),
             resources_per_worker={"CPU": settings["cpus"]},
-            **({"elastic_resize_monitor_interval_s": LOOK_FOR_ROOM_S} if tuned else {}),
+            elastic_resize_monitor_interval_s=LOOK_FOR_ROOM_S[tuned],
         ),
         run_config=RunConfig(
             name="run",
@@ -161,7 +164,7 @@ class CurrentReservations(ElasticScalingPolicy):
 
 class TunedTrainer(TorchTrainer):
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        arguments["scaling_policy"] = CurrentReservations(self.scaling_config)
+        arguments["scaling_policy"] = CurrentReservations(arguments["train_run_context"].scaling_config)
         return super()._initialize_and_run_controller(**arguments)
 
 
