@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -60,7 +61,8 @@ def to_dataclass(composed: DictConfig, schema: type[Config] = PretrainConfig) ->
     """The composed config as plain dataclasses. Raises ConfigError for a key that the schema does not have."""
     config = cast(Config, OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), composed)))
     given = cast(dict[str, Any], OmegaConf.to_container(composed))
-    unknown = [key for key in _keys(given) if key not in set(_keys(to_dict(config)))]
+    known = set(_keys(to_dict(config)))
+    unknown = [key for key in _keys(given) if key not in known]
     if unknown:  # a plus adds keys that the schema does not have
         raise ConfigError(f"unknown setting {unknown[0]!r}{_did_you_mean(unknown[0], schema)}")
     return config
@@ -70,12 +72,13 @@ def pretrain_overrides(config: PretrainConfig) -> list[str]:
     """The arguments of `jobs.pretrain` that give this config: its differences from what it has without any."""
     with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
-        plain = to_dict(to_dataclass(hydra.compose("pretrain")))
-    wanted = {group: values for group, values in to_dict(config).items() if group in plain}
+        plain = dict(_leaves(to_dict(to_dataclass(hydra.compose("pretrain")))))
+    groups = {field.name for field in fields(PretrainConfig)}
+    wanted = _leaves({group: values for group, values in to_dict(config).items() if group in groups})
     return [
-        f"{'' if key in dict(_leaves(plain)) else '+'}{key}={_argument(value)}"
-        for key, value in _leaves(wanted)
-        if value != dict(_leaves(plain)).get(key, ...)
+        f"{'' if key in plain else '+'}{key}={_argument(value)}"
+        for key, value in wanted
+        if value != plain.get(key, ...)
     ]
 
 
@@ -148,7 +151,8 @@ def _argument(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ",".join(map(_argument, value)) + "]"
     if isinstance(value, str):
-        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+        # a backslash stands for itself but before a quote
+        return "'" + re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + found[2].replace("'", "\\'"), value) + "'"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
 
 

@@ -184,6 +184,8 @@ def from_json(content: bytes, source: str) -> tuple[list[Fault], int]:
     """The faults and the seed of a plan.json. Raises ConfigError."""
     try:
         plan = json.loads(content)
+        if not isinstance(plan["plan"], list):
+            raise TypeError("its plan is no list")
         return parse_plan(plan["plan"]), int(plan["seed"])
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{source} is not a plan that a drill wrote: {error}") from error

@@ -1,0 +1,110 @@
+"""Drills as they are started: every plan that is shipped, what is refused, and the job's own arguments."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra.core.config_store import ConfigStore
+
+from regrow.config.check import check
+from regrow.config.schema import DrillJobConfig, MixtureStage, PretrainConfig
+from regrow.config.store import CONF_DIR, pretrain_overrides, to_dataclass
+from regrow.elastic.drill import _keep_plan, _with_end, plan_of
+from regrow.elastic.faults import KINDS, check_plan, parse_plan
+from regrow.errors import ConfigError
+
+PLANS = sorted(path.stem for path in (CONF_DIR / "drill").glob("*.yaml"))
+
+
+def composed(*overrides: str) -> DrillJobConfig:
+    ConfigStore.instance().store(name="drill_schema", node=DrillJobConfig)
+    with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return to_dataclass(hydra.compose("drill", list(overrides)), DrillJobConfig)
+
+
+def pretrain_composed(overrides: list[str]) -> PretrainConfig:
+    ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
+    with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+        return to_dataclass(hydra.compose("pretrain", overrides))
+
+
+def test_the_plans_that_the_documentation_promises_are_there() -> None:
+    named = (
+        "kill_worker kill_node grow_shrink pair_nodes stop_worker zombie drain black_hole kill_keeper kill_coordinator"
+    )
+    named += " kill_controller kill_driver corrupt_snapshot fill_memory slow_worker two_at_once soak"
+    assert sorted(named.split()) == PLANS
+    documented = (Path(CONF_DIR).parent / "docs/drills.md").read_text()
+    assert all(f"`{plan}`" in documented for plan in PLANS)
+    assert all(f"`{kind}`" in documented for kind in KINDS)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_plan_that_is_shipped_fits_its_cluster_and_its_run(name: str) -> None:
+    config = composed(f"+drill={name}")
+    plan, _ = plan_of(config)
+    config = _with_end(config, plan)
+    check(config)
+    last_step = config.train.stop_at_step or config.train.steps
+    check_plan(plan, nodes=config.drill.nodes, max_workers=config.cluster.max_workers, last_step=last_step)
+    assert config.drill.name == name
+    assert config.run.name == f"drill-{name}"
+    assert config.snapshot.every_steps == 1
+    assert config.cluster.max_workers >= config.drill.nodes * config.drill.workers_on_node
+
+
+def test_the_job_is_given_what_differs_and_nothing_else() -> None:
+    config = composed("+drill=pair_nodes", "optim.lr=0.001")
+    config = replace(config, run=replace(config.run, storage_path="a b/it's, \\ {x: 1}"))
+    arguments = pretrain_overrides(config)
+    given = pretrain_composed(arguments)
+    assert given == PretrainConfig(**{name: getattr(config, name) for name in vars(given)})
+    assert "optim.lr=0.001" in arguments
+    assert not any(argument.startswith(("drill.", "data.recipe", "optim.beta1")) for argument in arguments)
+
+
+def test_corpora_and_mixtures_reach_the_job() -> None:
+    config = composed("+drill=kill_worker", "+data.corpora.web=/data/web")
+    config = replace(config, data=replace(config.data, mixture=[MixtureStage(0, {"web": 2.5})]))
+    given = pretrain_composed(pretrain_overrides(config))
+    assert given.data.corpora == {"web": "/data/web"}
+    assert given.data.mixture == [MixtureStage(0, {"web": 2.5})]
+
+
+def test_one_of_three_ways_to_say_what_is_to_happen(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nothing to do; choose a plan with \+drill=NAME: black_hole"):
+        plan_of(composed())
+    with pytest.raises(ConfigError, match=r"only one of drill\.plan and drill\.faults"):
+        plan_of(composed("+drill=kill_worker", "drill.faults=3"))
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        plan_of(composed("drill.plan_file=/nowhere/plan.json"))
+    drawn = plan_of(composed("+drill=soak", "drill.faults=9"))
+    _keep_plan(tmp_path, *drawn)
+    assert plan_of(composed(f"drill.plan_file={tmp_path}/plan.json")) == drawn
+    (tmp_path / "plan.json").write_text(json.dumps({"plan": "x"}))
+    with pytest.raises(ConfigError, match="is not a plan that a drill wrote"):
+        plan_of(composed(f"drill.plan_file={tmp_path}/plan.json"))
+
+
+def test_a_drill_may_get_longer_and_nothing_else(tmp_path: Path) -> None:
+    _keep_plan(tmp_path, *plan_of(composed("+drill=soak", "drill.faults=5")))
+    _keep_plan(tmp_path, *plan_of(composed("+drill=soak", "drill.faults=9")))
+    with pytest.raises(ConfigError, match=r"of a drill with other faults; choose another run\.name"):
+        _keep_plan(tmp_path, *plan_of(composed("+drill=soak", "drill.faults=9", "drill.seed=8")))
+    with pytest.raises(ConfigError, match="other faults"):
+        _keep_plan(tmp_path, parse_plan(["at step 5: kill_worker"]), 7)
+
+
+def test_a_soak_ends_some_steps_after_its_last_fault_and_needs_room_for_it() -> None:
+    config = composed("+drill=soak", "drill.faults=5")
+    plan, _ = plan_of(config)
+    assert _with_end(config, plan).train.stop_at_step == (plan[-1].at_step or 0) + 40
+    with pytest.raises(ConfigError, match=r"drill\.faults=5 need 1.. steps, train\.steps=60; set train\.steps=1"):
+        _with_end(replace(config, train=replace(config.train, steps=60)), plan)
+
+
+def test_a_drill_may_be_repeated_without_its_plan_but_kinds_must_be_known() -> None:
+    with pytest.raises(ConfigError, match="did you mean kill_node"):
+        plan_of(composed("drill.faults=3", "+drill.kinds.kill_noed=1"))
