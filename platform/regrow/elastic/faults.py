@@ -109,7 +109,8 @@ def parse_plan(lines: Sequence[str]) -> list[Fault]:
             raise ConfigError(
                 f"fault {line!r} must read 'at step 20: KIND', 'after 10 s: KIND' or 'at step 20: KIND rank=1 and KIND'"
             )
-        step, after_s = found["step"] and int(found["step"]), found["after"] and float(found["after"])
+        step = int(found["step"]) if found["step"] else None
+        after_s = float(found["after"]) if found["after"] else None
         first, *others = parse_faults(found["faults"])
         faults += [replace(first, at_step=step, after_s=after_s), *others]
     _in_order(faults)

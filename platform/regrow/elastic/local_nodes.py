@@ -70,7 +70,7 @@ class LocalNodes:
 
     def drain(self, number: int, *, deadline_s: float, message: str) -> None:
         """Tell Ray that the node will go. Raises RuntimeError where Ray does not take it."""
-        from ray._raylet import GcsClient
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
         client = GcsClient(address=self.address)
         until_ms = int((time.time() + deadline_s) * 1000)
