@@ -63,7 +63,7 @@ class Fleet:
         self.reason = ""  # for the checkpoint that is being written
         self.failure = ""  # of the newest checkpoint that was begun
         self.storage = ThreadPoolExecutor(1, thread_name_prefix="storage")
-        self._messages = 0
+        self._messages = time.time_ns()  # above all that a coordinator before this one sent
 
     def adopt(self, me: Any) -> None:
         """Keepers that outlived an earlier coordinator of this run hold what it had committed."""

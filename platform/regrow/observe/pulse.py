@@ -16,7 +16,7 @@ from pathlib import Path
 WORD = "word"
 STACKS, TRACE = "stacks", "collectives"  # what a worker leaves when it is asked where it is
 STACKS_SIGNAL = signal.SIGUSR2  # has it write down where each of its threads is
-LOOK_S = 0.3  # for workers to do so
+LOOK_S = 0.2  # for workers to do so
 _PULSE = struct.Struct("<qqqd")  # generation, step, nanoseconds of the machine's monotonic clock, seconds of a probe
 _WORD = struct.Struct("<qq")
 NOTHING = -1
