@@ -62,8 +62,15 @@ def test_it_shows_faults_states_ranks_loss_and_throughput() -> None:
     assert {"kill_worker rank=1 · 5.5 s", "ranks", "loss", "tokens/s", "3", "2"} <= set(texts)
     assert any(str(text).startswith("productive 6") for text in texts)
     said = [title.text for title in root.iter(f"{SVG}title")]
-    assert "fault 0: kill_worker rank=1, 5.50 s to a step" in said
+    assert "fault 0: kill_worker rank=1, 5.50 s to the first step of the next group" in said
     assert "3 ranks" in said
+
+
+def test_a_node_that_comes_stops_nothing() -> None:
+    drawn = picture(*run(), [Mark(120.0, "return_node", 150.0, 1, grows=True)])
+    assert "training stood still after 0 of 0 faults" in drawn
+    assert "return_node · in after 30.0 s" in drawn
+    assert 'class="away"' not in drawn
 
 
 def test_it_stands_alone_in_light_and_in_dark() -> None:
@@ -154,7 +161,7 @@ def test_the_page_holds_picture_verdict_and_faults_and_escapes_what_it_is_told()
             {"promise": "1", "claim": "same & same", "holds": False, "figures": "1 of 2", "details": ["step <3>"]},
             {"promise": "", "claim": "left", "holds": None, "figures": "-", "details": []},
         ],
-        "faults": [fault | {"lost_steps": 1, "source": "snapshot"}],
+        "faults": [fault | {"lost_steps": 1, "source": "snapshot", "grows": False}],
     }
     page = render_drill("a<b", result, {"steps": 60, "goodput": 0.5}, picture(rows, events, []))
     for said in (

@@ -110,7 +110,7 @@ def conclude(config: DrillJobConfig, folder: Path, evidence: Evidence) -> bool:
     (folder / "verdict.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
     ledger = account(evidence.rows, evidence.events, max((e["time"] for e in evidence.events), default=0.0))
     marks = [
-        Mark(each.time, each.what, None if each.seconds is None else each.time + each.seconds, each.number)
+        Mark(each.time, each.what, None if each.seconds is None else each.time + each.seconds, each.number, each.grows)
         for each in effects
     ]
     title = f"{config.drill.name}: {len(effects)} fault{'' if len(effects) == 1 else 's'}"

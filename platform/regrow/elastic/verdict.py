@@ -7,7 +7,7 @@ with what it judges.
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -48,6 +48,7 @@ class Outcome:
     seconds: float | None = None  # from the fault to the first step of that generation
     lost_steps: int = 0
     source: str = ""  # of that generation's state
+    grows: bool = False  # a node came: training goes on until it joins
 
 
 @dataclass(frozen=True)
@@ -118,19 +119,17 @@ def outcomes(records: Sequence[Row], rows: Sequence[Row], events: Sequence[Row])
         if fault["kind"] == "drain_node" and not broken:  # those that leave in good order are no failure
             after = fault["time"]
         later = [g for g in generations if g["time"] > after and (g["cause"] == "grow") == grows]
-        outcome = Outcome(fault["number"], fault["what"], fault["time"], fault["step"], fault["world_size"])
+        outcome = Outcome(
+            fault["number"], fault["what"], fault["time"], fault["step"], fault["world_size"], grows=grows
+        )
         if later:
             first = next((row["time"] for row in rows if row["generation"] == later[0]["generation"]), None)
-            outcome = Outcome(
-                fault["number"],
-                fault["what"],
-                fault["time"],
-                fault["step"],
-                fault["world_size"],
-                later[0]["world_size"],
-                None if first is None else first - fault["time"],
-                later[0].get("recomputed_steps", 0),
-                later[0].get("source", ""),
+            outcome = replace(
+                outcome,
+                ranks_after=later[0]["world_size"],
+                seconds=None if first is None else first - fault["time"],
+                lost_steps=later[0].get("recomputed_steps", 0),
+                source=later[0].get("source", ""),
             )
         found.append(outcome)
     return found
@@ -328,7 +327,8 @@ def _by_itself(evidence: Evidence) -> Verdict:
     short = [] if last >= evidence.last_step else [f"training is at step {last} of {evidence.last_step}"]
     if len(faults) + len(missed) < evidence.num_faults:
         short.append(f"{len(faults)} of {evidence.num_faults} faults so far")
-    seconds = [each.seconds for each in outcomes(evidence.records, evidence.rows, evidence.events) if each.seconds]
+    came = outcomes(evidence.records, evidence.rows, evidence.events)
+    seconds = [each.seconds for each in came if each.seconds and not each.grows]
     back = f"; back after {median(seconds):.1f} s ({min(seconds):.1f} to {max(seconds):.1f})" if seconds else ""
     figures = f"{len(faults)} of {evidence.num_faults} faults, step {last} of {evidence.last_step}{back}"
     claim = "the run goes on after every fault and to its end, without a manual action"

@@ -32,7 +32,7 @@ def render_drill(run: str, result: Mapping[str, Any], report: Mapping[str, Any],
 
 
 def _tiles(faults: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) -> str:
-    back = sorted(fault["seconds"] for fault in faults if fault["seconds"] is not None)
+    back = sorted(fault["seconds"] for fault in faults if fault["seconds"] is not None and not fault["grows"])
     tiles = [
         ("faults", f"{len(faults):,}"),
         ("stopped training", f"{len(back):,}"),

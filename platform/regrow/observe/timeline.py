@@ -20,17 +20,18 @@ MOST_LABELS = 40  # faults of which there is room to say what they were
 Scale = Callable[[float], float]  # from a unix time to its place
 STYLE = """
 svg.timeline { --paper: #ffffff; --ink: #1b1b19; --soft: #62615c; --rule: #ebeae6; --blue: #2a78d6; --red: #c0362c;
-  --productive: #8fbcf0; --init: #eda100; --restore: #1baf7a; --snapshot: #6a55c9; --data: #e87ba4;
+  --green: #1d8a4a; --productive: #8fbcf0; --init: #eda100; --restore: #1baf7a; --snapshot: #6a55c9; --data: #e87ba4;
   --recompute: #eb6834; --down: #d03b3b; --validation: #2e8b2e; --other: #c9c8c2; font: 12px system-ui, sans-serif; }
 @media (prefers-color-scheme: dark) { svg.timeline { --paper: #1d1d1b; --ink: #f0efea; --soft: #a9a8a1;
-  --rule: #2e2e2b; --blue: #5598e7; --red: #f07a70; --productive: #2f5f97; --init: #c98500; --restore: #199e70;
-  --snapshot: #9085e9; --data: #d55181; --recompute: #d95926; --down: #e66767; --validation: #3f9a3f;
+  --rule: #2e2e2b; --blue: #5598e7; --red: #f07a70; --green: #4fbf7f; --productive: #2f5f97; --init: #c98500;
+  --restore: #199e70; --snapshot: #9085e9; --data: #d55181; --recompute: #d95926; --down: #e66767; --validation: #3f9a3f;
   --other: #55544f; } }
 .timeline .paper { fill: var(--paper); } .timeline text { fill: var(--soft); }
 .timeline .title { fill: var(--ink); font-size: 17px; font-weight: 600; }
 .timeline .label { fill: var(--ink); font-size: 11.5px; }
 .timeline .rule { stroke: var(--rule); } .timeline .fault { stroke: var(--red); stroke-width: 1.2; }
 .timeline .head { fill: var(--red); } .timeline .away { fill: var(--red); opacity: .13; }
+.timeline .grows .fault { stroke: var(--green); } .timeline .grows .head { fill: var(--green); }
 .timeline .curve { fill: none; stroke: var(--blue); stroke-width: 1.8; stroke-linejoin: round; }
 .timeline .fill { fill: var(--blue); opacity: .22; } .timeline .spread { fill: var(--blue); opacity: .16; }
 """
@@ -38,12 +39,13 @@ svg.timeline { --paper: #ffffff; --ink: #1b1b19; --soft: #62615c; --rule: #ebeae
 
 @dataclass(frozen=True)
 class Mark:
-    """A fault: when it came, what it was, when the next step ended where it had stopped training."""
+    """A fault: when it came, what it was, when the first step of the group ended that it brought about."""
 
     time: float
     text: str
     back: float | None = None
     number: int = 0
+    grows: bool = False  # a node came: nothing stood still for it
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def draw_timeline(
         f'<text x="{LEFT}" y="42">{escape(_summary(ledger, rows, marks))}</text>',
     ]
     for mark in marks:
-        if mark.back is not None:
+        if mark.back is not None and not mark.grows:
             width = max(1.0, x(mark.back) - x(mark.time))
             body.append(
                 f'<rect class="away" x="{x(mark.time):.1f}" y="{band_top}" width="{width:.1f}" '
@@ -131,7 +133,8 @@ def _lanes(marks: Sequence[Mark], ledger: Ledger, seconds: float) -> list[int | 
 
 
 def _label(mark: Mark) -> str:
-    return mark.text + ("" if mark.back is None else f" · {mark.back - mark.time:.1f} s")
+    after = "" if mark.back is None else f"{mark.back - mark.time:.1f} s"
+    return mark.text + (f" · {'in after ' if mark.grows else ''}{after}" if after else "")
 
 
 def _fault(mark: Mark, lane: int | None, x: float, top: float, bottom: float) -> str:
@@ -143,11 +146,10 @@ def _fault(mark: Mark, lane: int | None, x: float, top: float, bottom: float) ->
         y = TITLE + lane * LANE + 12
         label = f'<text class="label" x="{begin + 5:.1f}" y="{y}">{escape(_label(mark))}</text>'
         line_top = y - 9
-    said = f"fault {mark.number}: {mark.text}" + (
-        "" if mark.back is None else f", {mark.back - mark.time:.2f} s to a step"
-    )
+    back = "" if mark.back is None else f", {mark.back - mark.time:.2f} s to the first step of the next group"
+    said, kind = f"fault {mark.number}: {mark.text}{back}", " grows" if mark.grows else ""
     return (
-        f"<g><title>{escape(said)}</title>"
+        f'<g class="event{kind}"><title>{escape(said)}</title>'
         f'<line class="fault" x1="{x:.1f}" x2="{x:.1f}" y1="{line_top:.1f}" y2="{bottom:.1f}"/>'
         f'<path class="head" d="M{x - 4:.1f} {head:.1f}h8l-4 7z"/>{label}</g>'
     )
@@ -262,10 +264,11 @@ def _summary(ledger: Ledger, rows: Sequence[Row], marks: Sequence[Mark]) -> str:
     sizes = [attempt.world_size for attempt in ledger.attempts if attempt.world_size]
     steps = f"{rows[-1]['step']:,} steps, {si(rows[-1]['tokens_seen'])} tokens" if rows else "no steps"
     between = f"{min(sizes)} to {max(sizes)} ranks" if sizes else "no ranks"
-    stopped = sum(1 for mark in marks if mark.back is not None)
+    stopped = sum(1 for mark in marks if mark.back is not None and not mark.grows)
+    faults = sum(1 for mark in marks if not mark.grows)
     return (
         f"{steps}, {between}, goodput {ledger.time_s['productive'] / wall_s:.1%}; "
-        f"training stood still after {stopped} of {len(marks)} faults"
+        f"training stood still after {stopped} of {faults} faults"
     )
 
 
