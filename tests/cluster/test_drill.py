@@ -41,7 +41,7 @@ def verdicts(folder: Path) -> dict[str, Any]:
 
 def test_a_killed_worker_breaks_no_promise(storage: Path) -> None:
     plan = "drill.plan=['at step 12: kill_worker rank=1']"
-    status, printed = drill(storage, "short", *SHORT, "+drill=kill_worker", plan, "train.steps=60", "drill.nodes=2")
+    status, printed = drill(storage, "short", *SHORT, "+drill=kill_worker", plan, "train.stop_at_step=60", "drill.nodes=2")
     folder = storage / "short"
     assert status == 0, printed
     assert set(verdicts(folder).values()) == {True}, printed
@@ -52,7 +52,7 @@ def test_a_killed_worker_breaks_no_promise(storage: Path) -> None:
     assert "<svg" in (folder / "timeline.svg").read_text()
     assert "kill_worker rank=1" in (folder / "drill.html").read_text()
     # Said again, without training, from what is there; and a promise broken since then is found.
-    status, printed = drill(storage, "short", *SHORT, "+drill=kill_worker", plan, "train.steps=60", "drill.nodes=2")
+    status, printed = drill(storage, "short", *SHORT, "+drill=kill_worker", plan, "train.stop_at_step=60", "drill.nodes=2")
     assert status == 0, printed
     assert "this drill is over" in printed
     rows = (folder / "metrics.jsonl").read_text().splitlines()
@@ -61,7 +61,7 @@ def test_a_killed_worker_breaks_no_promise(storage: Path) -> None:
     content = bytearray(data.read_bytes())
     content[-100] ^= 1
     data.write_bytes(content)
-    status, printed = drill(storage, "short", *SHORT, "+drill=kill_worker", plan, "train.steps=60", "drill.nodes=2")
+    status, printed = drill(storage, "short", *SHORT, "+drill=kill_worker", plan, "train.stop_at_step=60", "drill.nodes=2")
     assert status == 1, printed
     broken = [claim for claim, holds in verdicts(folder).items() if not holds]
     assert "every committed checkpoint can be restored" in broken
@@ -73,7 +73,7 @@ def test_a_mistake_is_one_line_before_anything_starts(storage: Path) -> None:
         ([], "nothing to do; choose a plan with +drill=NAME: black_hole, corrupt_snapshot"),
         (["+drill=kill_wroker"], "no drill called 'kill_wroker'; available: black_hole"),
         (["+drill=kill_worker", "drill.plan=['at step 5: kill_noed']"], "did you mean kill_node?"),
-        (["+drill=kill_worker", "train.steps=20"], "would never be due: the run ends with step 20"),
+        (["+drill=kill_worker", "train.stop_at_step=20"], "would never be due: the run ends with step 20"),
         (["+drill=soak", "train.steps=500"], "set train.steps="),
     ):
         status, printed = drill(storage, "mistaken", *arguments)

@@ -24,8 +24,8 @@ svg.timeline { --paper: #ffffff; --ink: #1b1b19; --soft: #62615c; --rule: #ebeae
   --recompute: #eb6834; --down: #d03b3b; --validation: #2e8b2e; --other: #c9c8c2; font: 12px system-ui, sans-serif; }
 @media (prefers-color-scheme: dark) { svg.timeline { --paper: #1d1d1b; --ink: #f0efea; --soft: #a9a8a1;
   --rule: #2e2e2b; --blue: #5598e7; --red: #f07a70; --green: #4fbf7f; --productive: #2f5f97; --init: #c98500;
-  --restore: #199e70; --snapshot: #9085e9; --data: #d55181; --recompute: #d95926; --down: #e66767; --validation: #3f9a3f;
-  --other: #55544f; } }
+  --restore: #199e70; --snapshot: #9085e9; --data: #d55181; --recompute: #d95926; --down: #e66767;
+  --validation: #3f9a3f; --other: #55544f; } }
 .timeline .paper { fill: var(--paper); } .timeline text { fill: var(--soft); }
 .timeline .title { fill: var(--ink); font-size: 17px; font-weight: 600; }
 .timeline .label { fill: var(--ink); font-size: 11.5px; }
