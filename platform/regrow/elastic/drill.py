@@ -29,7 +29,7 @@ from regrow.observe.narrate import narrate
 
 POLL_S = 0.05
 TAIL_STEPS = 40  # after the last random fault
-NOT_NOW_S = 60.0  # for a fault to find its victim
+NOT_NOW_S = 180.0  # for a fault to find its victim
 LEAVE_S = 120.0  # for a job that is asked to stop to have its checkpoint
 RAYS_OWN = {  # one each a cluster, whatever runs on it; IDLE are processes without an actor or a task
     "_AutoscalingCoordinatorActor", "_StatsActor", "_UsageCollectionActor", "TrainStateActor",
@@ -254,13 +254,8 @@ class _Session:
         fault = self.plan[self.next]
         if not self.due_from and self.watch.stepped_since_start(self.job.started_at):
             self.due_from = now
-        if fault.at_step is not None:
-            due = bool(self.due_from) and self.watch.step >= fault.at_step
-        elif fault.after_s is not None:
-            due = bool(self.due_from) and now - self.due_from >= fault.after_s
-        else:
-            due = True
-        if not due:
+        late_enough = now - self.due_from >= (fault.after_s or 0.0)
+        if not self.due_from or not late_enough or self.watch.step < (fault.at_step or 0):
             return
         group = self.watch.generations[-1]
         number = self.next

@@ -63,8 +63,9 @@ class LocalNodes:
         wait_until_gone(pids[1:], GONE_S)
         node = self.nodes.pop(number)
         self._raylets.remove_node(node, allow_graceful=False)
-        for folder in self.memory_of(node.node_id):
-            while folder.exists():  # a process may be alive for a moment
+        give_up_at = time.monotonic() + GONE_S
+        while (folders := self.memory_of(node.node_id)) and time.monotonic() < give_up_at:
+            for folder in folders:  # a process may be alive for a moment
                 shutil.rmtree(folder, ignore_errors=True)
         return pids
 

@@ -108,17 +108,18 @@ def outcomes(records: Sequence[Row], rows: Sequence[Row], events: Sequence[Row])
     generations = _named(events, "generation", key="event")
     found = []
     for fault in faults:
-        until = next((later["time"] for later in faults if later["time"] > fault["time"] + 1.0), math.inf)
+        after = [later for later in faults if later["number"] > fault["number"] and later.get("when") != "at once"]
+        until = after[0]["time"] if after else math.inf
         grows = KINDS[fault["kind"]].nodes > 0
         broken = [
             event["time"]
             for event in events
             if event["event"] in ("failure", "submitted") and fault["time"] <= event["time"] < until
         ]
-        after = min(broken, default=math.inf) if not grows else fault["time"]
-        if fault["kind"] == "drain_node" and not broken:  # those that leave in good order are no failure
-            after = fault["time"]
-        later = [g for g in generations if g["time"] > after and (g["cause"] == "grow") == grows]
+        begun = min(broken, default=math.inf)
+        if grows or (fault["kind"] == "drain_node" and not broken):  # who leaves in good order is no failure
+            begun = fault["time"]
+        later = [g for g in generations if g["time"] > begun and (g["cause"] == "grow") == grows]
         outcome = Outcome(
             fault["number"], fault["what"], fault["time"], fault["step"], fault["world_size"], grows=grows
         )
