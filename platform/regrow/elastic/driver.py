@@ -155,12 +155,15 @@ class _Session:
 
     def train(self) -> str:
         """Run the worker group to its end; why it ended: finished, stop_at_step or interrupted."""
+        from regrow.elastic.ray_train import remove_places  # see _trainer
+
         with self._interrupts():
             fatal, error = self._fit()
             while isinstance(error, ray.exceptions.RayActorError) and not fatal:
                 detail = f"Ray Train's controller, and its workers with it: {first_line(error)}"
                 ray.get(self.coordinator.group_failed.remote(CONTROLLER_DIED, detail, []), timeout=60)
                 self._show()
+                remove_places(self.run.run_id)
                 self.trainer = self._trainer()
                 fatal, error = self._fit()
             if not fatal and error is None:

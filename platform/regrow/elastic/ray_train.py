@@ -7,6 +7,7 @@ to Ray Train (torchft's mode), so that it has no opinion on what ranks do to eac
 
 import contextlib
 import os
+import secrets
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from typing import Any
 
 import ray
 from ray._private.state import state as ray_state
+from ray._raylet import PlacementGroupID
 from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.backend import Backend, BackendConfig
@@ -26,6 +28,7 @@ from ray.train.v2._internal.execution.worker_group.placement_group_handle import
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.util.placement_group import PlacementGroup
 
 from regrow.config.schema import PretrainConfig
 from regrow.elastic.local_cluster import worker_resources
@@ -77,13 +80,12 @@ class Trainer(DataParallelTrainer):
     """Ray Train's, with a controller of ours where the group is to change in place."""
 
     in_place: bool
-    local: bool
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()
-        if not (self.local or self.in_place):
+        if not self.in_place:
             return callbacks
-        # a Ray that ends with the job needs no actor that tidies up after one, which knows of one placement group only
+        # it tidies up after a controller that died, and knows of one placement group only; see `remove_places`
         return [callback for callback in callbacks if type(callback).__name__ != "PlacementGroupCleanerCallback"]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
@@ -105,8 +107,8 @@ class Places(PlacementGroupHandle):
     half a core of the head (ray-project/ray#65007).
     """
 
-    def __init__(self, bundle: dict[str, float], *, at_first: int, most: int) -> None:
-        self.bundle, self.at_first = bundle, at_first
+    def __init__(self, run_id: str, bundle: dict[str, float], *, at_first: int, most: int) -> None:
+        self.run_id, self.bundle, self.at_first = run_id, bundle, at_first
         self.avoided: frozenset[str] = frozenset()  # nodes
         self.groups = [self._group() for _ in range(most)]
         self._chosen_without = [self.avoided] * most  # what was avoided when they were asked for
@@ -138,12 +140,24 @@ class Places(PlacementGroupHandle):
 
     def _group(self) -> Any:
         elsewhere = {"ray.io/node-id": f"!in({','.join(sorted(self.avoided))})"}
-        return ray.util.placement_group([self.bundle], bundle_label_selector=[elsewhere] if self.avoided else None)
+        return ray.util.placement_group(
+            [self.bundle],
+            name=f"{self.run_id}:{secrets.token_hex(8)}",
+            bundle_label_selector=[elsewhere] if self.avoided else None,
+        )
 
     def shutdown(self) -> None:
         for group in self.groups:
             with contextlib.suppress(Exception):
                 ray.util.remove_placement_group(group)
+
+
+def remove_places(run_id: str) -> None:
+    """Give back what a controller that died had reserved: Ray keeps it for as long as the driver lives."""
+    for number, table in ray.util.placement_group_table().items():
+        if table["name"].startswith(f"{run_id}:"):
+            with contextlib.suppress(Exception):  # it is being removed
+                ray.util.remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(number)))
 
 
 class InPlaceGroup(WorkerGroup):
@@ -154,7 +168,7 @@ class InPlaceGroup(WorkerGroup):
         self._filling: dict[int, threading.Thread] = {}
         self._looked_at, self._changing = 0.0, threading.Lock()
         job = self._train_run_context.train_loop_config["job"]  # type: ignore[index]
-        cluster = job.config.cluster
+        cluster, self._run_id = job.config.cluster, job.run_id
         self._coordinator, self._most = job.coordinator, cluster.max_workers + cluster.spare_workers
         self._avoided: Any = None  # an answer of the coordinator's, on its way
         self._draining: dict[str, float] = {}
@@ -162,7 +176,7 @@ class InPlaceGroup(WorkerGroup):
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Places:
         context = worker_group_context
-        return Places(context.resources_per_worker, at_first=context.num_workers, most=self._most)
+        return Places(self._run_id, context.resources_per_worker, at_first=context.num_workers, most=self._most)
 
     def _create_workers(self, num_workers: int, placement_group: Any, *more: Any, **options: Any) -> list[Any]:
         if not isinstance(placement_group, Places):
@@ -300,7 +314,7 @@ def build_trainer(
             callbacks=[ReportFailures(settings["job"].coordinator)],  # type: ignore[list-item]
         ),
     )
-    trainer.local, trainer.in_place = local, cluster.in_place
+    trainer.in_place = cluster.in_place
     return trainer
 
 
