@@ -1,0 +1,158 @@
+"""Faults on real processes and real snapshots, as far as they need no Ray; nodes are in tests/cluster."""
+
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from regrow.checkpoint.held import open_snapshot
+from regrow.checkpoint.memory import restore_snapshot
+from regrow.checkpoint.slots import Committed, Moment
+from regrow.elastic.faults import parse_plan
+from regrow.elastic.inject import FILLER, Injector, NotNow, _damage, free_bytes
+from regrow.elastic.processes import is_alive, wait_until_gone
+from regrow.errors import CheckpointError
+from regrow.testing.keepers import SECRET, assert_state, cluster, entries_of, holders, snapshot
+
+Notes = list[tuple[int, str, dict[str, Any]]]
+
+
+@pytest.fixture
+def workers() -> Iterator[list[dict[str, Any]]]:
+    """Three processes that sleep, as the workers of a group."""
+    processes = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(3)]
+    yield [{"pid": process.pid, "node": f"node{rank}"} for rank, process in enumerate(processes)]
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def notes() -> Notes:
+    return []
+
+
+@pytest.fixture
+def injector(tmp_path: Path, notes: Notes) -> Iterator[Injector]:
+    nodes: Any = SimpleNamespace(memory_folder=str(tmp_path), nodes=[], add=lambda: "new")
+    made = Injector(nodes, seed=7, note=lambda number, what, **fields: notes.append((number, what, fields)))
+    yield made
+    made.close()
+
+
+def state_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def until(injector: Injector, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_at
+        injector.tick()
+        time.sleep(0.01)
+
+
+def do(injector: Injector, line: str, workers: list[dict[str, Any]], number: int = 0) -> list[dict[str, Any]]:
+    (fault,) = parse_plan([f"at step 1: {line}"])
+    return injector.inject(number, fault, workers, driver=0)
+
+
+def test_the_worker_that_is_named_is_killed_and_no_other(injector: Injector, workers: list[dict[str, Any]]) -> None:
+    (victim,) = do(injector, "kill_worker rank=1", workers)
+    assert victim == {"what": "worker", "rank": 1, "pid": workers[1]["pid"], "node": "node1"}
+    assert wait_until_gone([victim["pid"]], 10.0) == []
+    assert is_alive(workers[0]["pid"])
+    assert is_alive(workers[2]["pid"])
+    with pytest.raises(NotNow, match="rank 1 is not there"):
+        do(injector, "kill_worker rank=1", workers)
+    with pytest.raises(NotNow, match="rank 7 is not there"):
+        do(injector, "kill_worker rank=7", workers)
+
+
+def test_a_victim_that_is_not_named_is_drawn_from_the_living_the_same_one_each_time(
+    injector: Injector, workers: list[dict[str, Any]]
+) -> None:
+    drawn = [do(injector, "stop_worker", workers, number)[0]["rank"] for number in range(3)]
+    assert sorted(drawn) == [0, 1, 2]  # one that is stopped is not drawn again
+    with pytest.raises(NotNow, match="no worker is there"):
+        do(injector, "stop_worker", workers)
+    injector.close()
+    again = Injector(injector.nodes, seed=7, note=injector.note)
+    assert [do(again, "stop_worker", workers, number)[0]["rank"] for number in range(3)] == drawn
+    again.close()
+
+
+def test_a_stopped_worker_runs_on_when_its_time_has_come(
+    injector: Injector, workers: list[dict[str, Any]], notes: Notes
+) -> None:
+    do(injector, "stop_worker rank=0 continue_after_s=0.5", workers, number=4)
+    pid = workers[0]["pid"]
+    assert injector.busy
+    until(injector, lambda: state_of(pid) == "T")
+    until(injector, lambda: state_of(pid) != "T")
+    assert notes == [(4, "continued", {"processes": 1})]
+
+
+def test_a_slow_worker_is_stopped_and_continued_in_turn_and_runs_in_the_end(
+    injector: Injector, workers: list[dict[str, Any]]
+) -> None:
+    do(injector, "slow_worker rank=2 for_s=0.6 share=0.5 period_s=0.1", workers)
+    pid, seen = workers[2]["pid"], []
+
+    def over() -> bool:
+        seen.append(state_of(pid))
+        return not injector.busy
+
+    until(injector, over)
+    changes = sum(1 for before, after in itertools.pairwise(seen) if before != after)
+    assert changes >= 4
+    assert state_of(pid) != "T"
+
+
+def test_whatever_is_stopped_or_filled_is_freed_at_the_end(
+    injector: Injector, workers: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    do(injector, "stop_worker rank=0", workers)
+    leave_mb = free_bytes(str(tmp_path)) / 1e6 - 64  # so that about so much is filled
+    do(injector, f"fill_memory leave_mb={leave_mb:.3f} for_s=60", workers)
+    assert (tmp_path / FILLER).stat().st_size > 0
+    injector.close()
+    assert not (tmp_path / FILLER).exists()
+    assert state_of(workers[0]["pid"]) != "T"
+
+
+def test_filled_memory_is_freed_when_its_time_has_come(
+    injector: Injector, workers: list[dict[str, Any]], tmp_path: Path, notes: Notes
+) -> None:
+    do(injector, f"fill_memory leave_mb={free_bytes(str(tmp_path)) / 1e6 - 64:.3f} for_s=0.1", workers)
+    until(injector, lambda: not (tmp_path / FILLER).exists())
+    assert [what for _, what, _ in notes] == ["memory freed"]
+
+
+def test_damage_hits_the_newest_committed_snapshots_which_are_restored_from_other_copies(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as nodes:
+        snapshot(nodes, 5, 2)
+        first = nodes[0].keeper
+        assert _damage(first.folder) == [], "nothing is committed yet"
+        first.committed(Committed(newest=Moment(1, 5)))
+        damaged = _damage(first.folder)
+        assert len(damaged) == 2  # its own, and its copy of the other node's
+        for name in damaged:
+            found = open_snapshot(first.folder / name)
+            assert found is not None
+            with pytest.raises(CheckpointError, match="fails its checksums"):
+                found.check()
+        for shard in range(2):
+            entries = entries_of(shard, 2)
+            restored = restore_snapshot(
+                entries, holders(nodes, 5), node=first.node, folder=first.folder, secret=SECRET, reader=shard
+            )
+            assert_state(entries, 5)
+            assert restored.problems
+            assert restored.own_bytes == 0
