@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
 ARGS ?=
+NONE_CHOSEN := || [ $$? -eq 5 ]  # pytest's status where ARGS leave no test
 
 .DEFAULT_GOAL := help
 .PHONY: help setup pretrain data test check format test-long test-float8 clean
@@ -36,7 +37,8 @@ data: $(READY) ## prepare the corpus without training
 	$(BIN)/python -m jobs.prepare_data $(ARGS)
 
 test: $(DEV) ## everything that needs no GPU; ARGS='-k ...' to choose
-	$(BIN)/python -m pytest -m 'not matrix and not long' $(ARGS)
+	$(BIN)/python -m pytest tests/unit tests/golden tests/dist -n auto -m 'not matrix and not long' $(ARGS) $(NONE_CHOSEN)
+	$(BIN)/python -m pytest tests/cluster -m 'not matrix and not long' $(ARGS) $(NONE_CHOSEN)
 
 check: $(DEV) ## format, lint, types, layers, unit tests: about a minute
 	$(BIN)/ruff format --check .
