@@ -151,6 +151,17 @@ def test_bands_are_the_ledgers_seconds() -> None:
     assert ledger.bands[-1][1] == ledger.end
 
 
+def test_what_keepers_and_the_coordinator_say_while_training_stands_still_is_no_sign_of_life() -> None:
+    rows, events = run()
+    at = rows[19]["time"]
+    said = ["snapshot_failed", "forming", "checkpoint", "note", "quarantine"]
+    chatter = [{"event": name, "time": at + 2.0 + number / 10} for number, name in enumerate(said)]
+    quiet = account(rows, events, 1e4).time_s
+    loud = account(rows, sorted([*events, *chatter], key=lambda event: event["time"]), 1e4).time_s
+    assert quiet["down"] > 2.0
+    assert loud == quiet
+
+
 def test_the_page_holds_picture_verdict_and_faults_and_escapes_what_it_is_told() -> None:
     rows, events = run()
     fault = {"number": 0, "step": 20, "what": "kill <worker>", "ranks_before": 3, "ranks_after": 2, "seconds": 5.5}

@@ -95,6 +95,7 @@ def evidence() -> Evidence:
         ],
         keys=["model/layers.0.attention.wq.weight"],
         checkpoints=[Checkpoint(60, 720, "")],
+        bands=[(BORN, BORN + 20, "productive"), (BORN + 20, BORN + 24, "down"), (BORN + 24, BORN + 60, "productive")],
         report={"goodput": useful / wall_s, "time_s": {"productive": useful, "init": wall_s - useful}},
     )
 
@@ -106,7 +107,18 @@ def broken(verdicts: list[Verdict]) -> list[Verdict]:
 def test_a_run_that_kept_every_promise_is_said_to_have() -> None:
     verdicts = judge(evidence())
     assert [verdict.holds for verdict in verdicts] == [True] * len(verdicts), broken(verdicts)
-    assert [verdict.promise for verdict in verdicts if verdict.promise] == ["1", "1", "2", "3", "4", "5", "6", "8", "8"]
+    assert [verdict.promise for verdict in verdicts if verdict.promise] == [
+        "1",
+        "1",
+        "2",
+        "3",
+        "4",
+        "5",
+        "6",
+        "8",
+        "8",
+        "8",
+    ]
     figures = " ".join(verdict.figures for verdict in verdicts)
     assert "60 of 60 digests equal" in figures
     assert "50 compared" in figures
@@ -162,6 +174,10 @@ def report_with(**changes: Any) -> Change:
     return lambda given: replace(given, report={**given.report, **changes})
 
 
+def unnamed_standstill(given: Evidence) -> Evidence:
+    return replace(given, bands=[(BORN, BORN + 21, "productive"), (BORN + 21, BORN + 24, "other")])
+
+
 def without(field: str, index: int) -> Change:
     return lambda given: replace(
         given, **{field: [each for number, each in enumerate(getattr(given, field)) if number != index]}
@@ -202,6 +218,7 @@ FALSE_EVICTION = {
         (events_with("rollback", 0, generation=0), "older generation", "rollback of generation 0 behind one of 1"),
         (report_with(time_s={"productive": 20.0}), "add up to wall time", "20.00 s"),
         (report_with(goodput=0.9), "goodput is the one", "reported 0.9000"),
+        (unnamed_standstill, "stands still for is named", "3.0 s of them are in 'other'"),
         (events_with("generation", 1, recomputed_steps=2), "costs at most", "generation 2 took back 2 steps"),
         (adding("events", FALSE_EVICTION), "nobody is taken for dead", "generation 2: worker_hung, silent"),
         (adding("records", {"record": "left", "found": ["memory regrow-x"]}), "left behind", "memory regrow-x"),

@@ -46,6 +46,7 @@ def gather(
         console.message("there is no checkpoint to check")
     keys = [name for each in found if each.index for name in each.index.tensors]
     in_memory = [f"memory/{name}" for record in records for name in record.get("memory") or []]
+    ledger = account(rows, watch.events, max((each["time"] for each in watch.events), default=0.0))
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if "drill_logs" not in path.parts)
     return Evidence(
         rows=rows,
@@ -66,6 +67,7 @@ def gather(
             for each in found
         ],
         report=write_report(Storage.at(folder), config),
+        bands=ledger.bands,
     )
 
 

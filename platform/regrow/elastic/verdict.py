@@ -80,6 +80,7 @@ class Evidence:
     keys: Sequence[str] = ()  # in the checkpoints' indexes
     checkpoints: Sequence[Checkpoint] = ()
     report: Row = field(default_factory=dict)
+    bands: Sequence[tuple[float, float, str]] = ()  # the ledger's: from, to, state
 
 
 def judge(evidence: Evidence) -> list[Verdict]:
@@ -94,6 +95,7 @@ def judge(evidence: Evidence) -> list[Verdict]:
         _old_generations_cannot_write,
         _every_second_is_accounted,
         _goodput_by_hand,
+        _standstills_are_named,
         _few_steps_lost,
         _no_false_eviction,
         _nothing_left,
@@ -272,6 +274,22 @@ def _goodput_by_hand(evidence: Evidence) -> Verdict:
     figures = f"reported {reported:.4f}, by hand {by_hand:.4f}"
     wrong = [] if abs(reported - by_hand) <= LEDGER_TOLERANCE else [figures]
     return _verdict("8", "the goodput is the one recomputed from the rows", wrong, figures)
+
+
+def _standstills_are_named(evidence: Evidence) -> Verdict:
+    """Between a fault and the first step of the group that it brought about, the ledger knows what it waits for."""
+    begin, end = _wall(evidence.events)
+    standing, unnamed = 0.0, 0.0
+    for outcome in outcomes(evidence.records, evidence.rows, evidence.events):
+        if outcome.seconds is None or outcome.grows:
+            continue
+        standing += outcome.seconds
+        for since, until, state in evidence.bands:
+            overlap = min(until, outcome.time + outcome.seconds) - max(since, outcome.time)
+            unnamed += max(0.0, overlap) if state == "other" else 0.0
+    wrong = [f"{unnamed:.1f} s of them are in 'other'"] if unnamed > LEDGER_TOLERANCE * (end - begin) else []
+    figures = f"{standing:.1f} s from faults to first steps, {unnamed:.1f} s of them in 'other'"
+    return _verdict("8", "what training stands still for is named", wrong, figures)
 
 
 def _few_steps_lost(evidence: Evidence) -> Verdict:

@@ -381,10 +381,16 @@ def _busy_share(num_slices: int, world_size: int) -> float:
 
 
 def _sign_of_life(event: Row) -> bool:
-    """Did the worker group, or the driver on its way to one, do something? Noticing a failure is none."""
+    """Did the worker group, or the driver on its way to one, do something?
+
+    Noticing a failure is none, nor is what keepers and the coordinator do without a group: write a checkpoint from
+    memory, complain of a snapshot, find the members of the next group.
+    """
     if event["event"] == "stopped":
         return event.get("reason") != "failed"
-    return event["event"] not in ("failure", "rollback", "stalled", "forming", "coordinator_restarted")
+    if event["event"] == "checkpoint":
+        return "stall_s" in event
+    return event["event"] in ("submitted", "generation", "validation", "data_fallback")
 
 
 def _named(events: Iterable[Row], name: str) -> list[Row]:
