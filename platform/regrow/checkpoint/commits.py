@@ -62,16 +62,16 @@ class SnapshotBoard:
         found = [(node, moment, list(held)) for node, moment, held in known]
         newest = max((moment for _, moment, _ in found), default=Moment())
         all_held = [each for _, _, held in found for each in held]
-        if newest != Moment() and not _is_whole(newest, all_held):
+        if newest != Moment() and not is_whole(newest, all_held):
             newest = max(
-                (e.moment for e in all_held if e.moment > newest and _is_whole(e.moment, all_held)), default=newest
+                (e.moment for e in all_held if e.moment > newest and is_whole(e.moment, all_held)), default=newest
             )
         nodes = [node for node, _, held in found if any(each.moment == newest for each in held)]
         if nodes:
             self.newest = SnapshotCommit(newest, dict.fromkeys(nodes, ""))
 
 
-def _is_whole(moment: Moment, held: Iterable[Held]) -> bool:
+def is_whole(moment: Moment, held: Iterable[Held]) -> bool:
     """Whether every shard of a step is there."""
     parts = [each.part for each in held if each.moment == moment]
     return bool(parts) and {part.shard for part in parts} >= set(range(parts[0].num_shards))

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from regrow.checkpoint.catalog import retain, step_folder
-from regrow.checkpoint.commits import SnapshotBoard
+from regrow.checkpoint.commits import SnapshotBoard, is_whole
 from regrow.checkpoint.format import Index
 from regrow.checkpoint.held import Holder
 from regrow.checkpoint.keeper import FAN_OUT, KeeperInfo, Place, end_keepers, running_keepers
@@ -26,7 +26,7 @@ from regrow.plan.cadence import Cadence
 from regrow.plan.peers import plan_peers, plan_tree
 from regrow.storage import Storage
 
-ANSWER_S = 10.0  # for keepers to answer a small question
+ANSWER_S, SOON_S = 10.0, 0.5  # for keepers to answer a small question; for most of them
 RETRY_S = 30.0  # from a checkpoint that failed to the next one
 
 
@@ -119,11 +119,14 @@ class Fleet:
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - self.dark
         asked = [(handle, info) for node, (handle, info) in self.known.items() if node in alive]
         calls = {handle.holdings.remote(moment): info for handle, info in asked}
-        holders = []
-        for call in _answered(calls):
-            info = calls[call]
-            with contextlib.suppress(ray.exceptions.RayError):
-                holders += [Holder(info.node, info.address, held) for held in ray.get(call)]
+        holders: list[Holder] = []
+        for wait_s in (SOON_S, ANSWER_S - SOON_S):  # a node that has just gone dark is not waited for if it need not be
+            for call in _answered(calls, wait_s):
+                info = calls.pop(call)
+                with contextlib.suppress(ray.exceptions.RayError):
+                    holders += [Holder(info.node, info.address, held) for held in ray.get(call)]
+            if is_whole(moment, [holder.held for holder in holders]):
+                break
         return moment.step, holders
 
     def discard(self) -> None:
@@ -292,7 +295,7 @@ class Fleet:
         self.event("checkpoint_failed", step=step, detail=problem)
 
 
-def _answered(calls: dict[Any, Any]) -> list[Any]:
+def _answered(calls: dict[Any, Any], wait_s: float = ANSWER_S) -> list[Any]:
     """The calls that were answered in time."""
-    done: list[Any] = ray.wait(list(calls), num_returns=len(calls), timeout=ANSWER_S)[0] if calls else []
+    done: list[Any] = ray.wait(list(calls), num_returns=len(calls), timeout=wait_s)[0] if calls else []
     return done

@@ -14,7 +14,7 @@ from regrow.observe.pulse import Pulse
 
 STEPS, SECONDS = 2.0, 0.4  # so many median steps, and seconds, without a step: ask
 STOPPED_S = 0.7  # silent and stopped by a signal
-DARK_S = 10.0  # for a keeper to answer
+DARK_S = 5.0  # for a keeper to answer
 STUCK_SHARE = 0.25  # of a collective's timeout without a step: worth a look at where everyone is
 WINDOW = 50  # steps that the median is of
 
