@@ -44,7 +44,8 @@ from regrow.config.schema import (  # noqa: E402
     ParallelConfig,
     RopeScaling,
 )
-from regrow.model.flops import Peak, flops_per_token, num_params, peak_flops  # noqa: E402
+from regrow.model.flops import Peak, flops_per_token, peak_flops  # noqa: E402
+from regrow.model.size import num_params  # noqa: E402
 from regrow.optim.adamw import build_optimizer  # noqa: E402
 from regrow.parallel.apply import build_model  # noqa: E402
 from regrow.parallel.fsdp import BACKENDS, build_mesh, data_parallel_group, shard_group  # noqa: E402

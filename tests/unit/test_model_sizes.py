@@ -5,7 +5,7 @@ import torch
 from omegaconf import OmegaConf
 
 from regrow.config.schema import ModelConfig
-from regrow.model.flops import num_matmul_params, num_params
+from regrow.model.size import num_matmul_params, num_params
 from regrow.model.llama import Llama
 
 CONF = Path(__file__).parents[2] / "conf" / "model"

@@ -34,6 +34,32 @@ class Schedule(StrEnum):
     cosine = "cosine"
 
 
+class SubmitAction(StrEnum):
+    render = "render"  # the manifests, on stdout
+    diff = "diff"  # against what the cluster has
+    apply = "apply"  # start the job, then follow its logs
+    logs = "logs"  # follow them until the job has ended
+    status = "status"
+    stop = "stop"  # with a checkpoint; apply goes on from it
+
+
+class SubmitBackend(StrEnum):
+    kuberay = "kuberay"  # a RayJob on Kubernetes, by kubectl
+    ray = "ray"  # the job API of a running Ray cluster
+
+
+class Network(StrEnum):
+    plain = "plain"  # TCP
+    efa = "efa"  # AWS Elastic Fabric Adapter
+    infiniband = "infiniband"  # or RoCE
+
+
+class Queue(StrEnum):
+    none = "none"
+    kueue = "kueue"
+    volcano = "volcano"
+
+
 @dataclass
 class RunConfig:
     """Which run this is and where it lives."""
@@ -255,3 +281,74 @@ class DrillJobConfig(PretrainConfig):
     """Everything `jobs.drill` needs: a run, and what is to befall it."""
 
     drill: DrillConfig = field(default_factory=DrillConfig)
+
+
+@dataclass
+class Toleration:
+    """Of a taint on Kubernetes nodes, as in a pod's spec."""
+
+    key: str = ""  # of the taint
+    operator: str = "Exists"  # or Equal
+    value: str | None = None  # with Equal
+    effect: str | None = None  # NoSchedule, PreferNoSchedule or NoExecute; null: all of them
+
+
+@dataclass
+class SubmitConfig:
+    """How a run becomes a job of a cluster. What a site has in common is a file in conf/site."""
+
+    action: SubmitAction = SubmitAction.render  # render, diff, apply, logs, status or stop
+    backend: SubmitBackend = SubmitBackend.kuberay  # kuberay, or ray: a running cluster's job API
+    follow: bool = True  # apply and stop: stay until the job has ended
+    address: str | None = None  # backend=ray: http://host:8265; null: RAY_API_SERVER_ADDRESS, RAY_ADDRESS
+    context: str | None = None  # kubectl's; null: its current one
+    namespace: str = "regrow"  # of Kubernetes
+    name: str | None = None  # of the RayJob; null: from run.name
+    crd_file: str | None = None  # the cluster's CustomResourceDefinition of RayJobs, to check manifests against
+    image: str = "registry.example.com/regrow"  # without a tag: <commit>-ray<version>, as k8s/README.md builds it
+    image_pull_policy: str = "IfNotPresent"  # or Always, Never
+    image_pull_secret: str | None = None  # by name
+    service_account: str = "regrow"  # of all pods, see k8s/rbac.yaml
+    priority_class: str | None = None  # of all pods
+    queue: Queue = Queue.none  # who admits the job: none, kueue or volcano
+    queue_name: str | None = None  # of Kueue's LocalQueue, or Volcano's queue
+    kueue_elastic: bool = False  # Kueue's ElasticJobsViaWorkloadSlices is on: autoscale under Kueue too
+    autoscale: bool = True  # start with nodes for cluster.min_workers, grow to max_workers; false: ask for all at once
+    retries: int = 10  # new Ray clusters after a failed one; each goes on from the newest checkpoint
+    deadline_s: int | None = None  # end the job after this long; null: never
+    keep_s: int = 600  # the cluster of a job that has ended, for a look at it
+    workers_per_node: int = 8  # ranks, and GPUs, of a worker pod
+    cpus_per_node: float | None = None  # of a worker pod; null: the workers' own, and some for data and snapshots
+    memory_gb_per_worker: float = 64.0  # of a rank, beside /dev/shm
+    object_store_gb: float = 16.0  # Ray's, in /dev/shm
+    shm_gb: float | None = None  # /dev/shm of a worker pod; null: the snapshot plan, the object store, and some
+    disk_gb: int = 200  # of a pod's /tmp
+    head_cpus: float = 16.0  # of the head, which runs the driver and the coordinator, and no ranks
+    head_memory_gb: float = 64.0  # of the head
+    node_selector: dict[str, str] = field(default_factory=dict)  # labels of Kubernetes nodes for workers
+    head_node_selector: dict[str, str] = field(default_factory=dict)  # and for the head
+    tolerations: list[Toleration] = field(default_factory=list)  # of workers, beside the one for GPU nodes
+    topology_key: str | None = None  # label of Kubernetes nodes; workers only where it is the same, as a zone
+    network: Network = Network.plain  # plain, efa or infiniband
+    network_resource: str | None = None  # of the device plugin; null: vpc.amazonaws.com/efa, rdma/hca_shared_devices_a
+    network_devices: int | None = None  # of them for a worker pod; null: 32 of EFA, 1 of InfiniBand
+    socket_interfaces: str = "^docker,lo,veth"  # NCCL_SOCKET_IFNAME
+    redis_address: str | None = None  # keeps what the head knows beyond a restart of its pod; null: not kept
+    redis_secret: str | None = None  # its password, <secret>/<key>
+    auth: bool = True  # Ray's token authentication; an open dashboard runs anybody's code
+    auth_secret: str | None = None  # with the token under auth_token; null: KubeRay makes one
+    env_secret: str | None = None  # by name; its keys become environment variables, as for an object store
+    env: dict[str, str] = field(default_factory=dict)  # more environment variables of all pods; no secrets
+    volume_claim: str | None = None  # PersistentVolumeClaim, mounted at run.storage_path
+    drain_s: int = 60  # from a pod's notice until its workers have left
+    grace_s: int | None = None  # terminationGracePeriodSeconds of a worker pod; null: drain_s and time to end
+    idle_timeout_s: int | None = None  # the autoscaler removes a node without work; null: above the longest restart
+    host_silence_s: float = 10.0  # after which Ray takes a silent node for dead
+    stop_s: int = 600  # for the checkpoint of a job that is stopped
+
+
+@dataclass
+class SubmitJobConfig(PretrainConfig):
+    """Everything `jobs.submit` needs: a run, and where it goes."""
+
+    submit: SubmitConfig = field(default_factory=SubmitConfig)

@@ -8,18 +8,19 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import hydra
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from regrow.config.schema import DrillJobConfig, PretrainConfig
+from regrow.config.schema import DrillJobConfig, PretrainConfig, SubmitJobConfig
 from regrow.errors import ConfigError, RegrowError
 
 STARTED_AT = time.time()  # of the program, but for the interpreter
@@ -36,6 +37,7 @@ def run_job(job: Callable[[Config], None], *, name: str, schema: type[Config] = 
     os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra raises instead of printing a trace: `_one_line` below says it better
     ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
     ConfigStore.instance().store(name="drill_schema", node=DrillJobConfig)
+    ConfigStore.instance().store(name="submit_schema", node=SubmitJobConfig)
 
     composed: list[DictConfig] = []  # the job runs after hydra has returned, whose wrapping only obscures its errors
     try:
@@ -68,18 +70,24 @@ def to_dataclass(composed: DictConfig, schema: type[Config] = PretrainConfig) ->
     return config
 
 
-def pretrain_overrides(config: PretrainConfig) -> list[str]:
-    """The arguments of `jobs.pretrain` that give this config: its differences from what it has without any."""
+def given_overrides() -> list[str]:
+    """The arguments that the running `run_job` composed its config from, without Hydra's own flags."""
+    return list(HydraConfig.get().overrides.task)
+
+
+def pretrain_overrides(config: PretrainConfig, given: Sequence[str] = ()) -> list[str]:
+    """The arguments of `jobs.pretrain` that give this config: `given`, and where it differs from what they give."""
     with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
-        plain = dict(_leaves(to_dict(to_dataclass(hydra.compose("pretrain")))))
+        plain = dict(_leaves(to_dict(to_dataclass(hydra.compose("pretrain", list(given))))))
     groups = {field.name for field in fields(PretrainConfig)}
     wanted = _leaves({group: values for group, values in to_dict(config).items() if group in groups})
-    return [
+    differences = [
         f"{'' if key in plain else '+'}{key}={_argument(value)}"
         for key, value in wanted
         if value != plain.get(key, ...)
     ]
+    return [*given, *differences]
 
 
 def load_run_config(folder: Path) -> PretrainConfig:

@@ -12,6 +12,7 @@ from math import sqrt
 import torch
 
 from regrow.config.schema import Dtype, ModelConfig
+from regrow.model.size import num_matmul_params
 
 # dense bfloat16, from NVIDIA's data sheets; the first name that the device's name contains
 KNOWN_PEAK_FLOPS = {
@@ -30,24 +31,6 @@ class Peak:
 
     flops: float
     source: str
-
-
-def num_params(config: ModelConfig) -> int:
-    """All parameters; a tied embedding counts once.
-
-    >>> num_params(ModelConfig())
-    5048576
-    """
-    head_dim = config.dim // config.num_heads
-    attention = config.dim * head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
-    block = attention + 3 * config.dim * config.ffn_dim + 2 * config.dim
-    embeddings = config.vocab_size * config.dim * (1 if config.tied else 2)
-    return embeddings + config.num_layers * block + config.dim
-
-
-def num_matmul_params(config: ModelConfig) -> int:
-    """Parameters that a token is multiplied with: without the input embedding, with the output projection."""
-    return num_params(config) - (0 if config.tied else config.vocab_size * config.dim)
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:

@@ -1,0 +1,28 @@
+"""How many parameters a model has, and what its training state takes. Needs no torch."""
+
+from regrow.config.schema import ModelConfig
+
+STATE_BYTES = 12  # of a parameter: itself and AdamW's two moments, float32 each
+
+
+def num_params(config: ModelConfig) -> int:
+    """All parameters; a tied embedding counts once.
+
+    >>> num_params(ModelConfig())
+    5048576
+    """
+    head_dim = config.dim // config.num_heads
+    attention = config.dim * head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
+    block = attention + 3 * config.dim * config.ffn_dim + 2 * config.dim
+    embeddings = config.vocab_size * config.dim * (1 if config.tied else 2)
+    return embeddings + config.num_layers * block + config.dim
+
+
+def num_matmul_params(config: ModelConfig) -> int:
+    """Parameters that a token is multiplied with: without the input embedding, with the output projection."""
+    return num_params(config) - (0 if config.tied else config.vocab_size * config.dim)
+
+
+def state_bytes(config: ModelConfig) -> int:
+    """Bytes of what a snapshot or a checkpoint holds, over all ranks."""
+    return STATE_BYTES * num_params(config)
