@@ -41,7 +41,9 @@ def verdicts(folder: Path) -> dict[str, Any]:
 
 def test_a_killed_worker_breaks_no_promise(storage: Path) -> None:
     plan = "drill.plan=['at step 12: kill_worker rank=1']"
-    status, printed = drill(storage, "short", *SHORT, "+drill=kill_worker", plan, "train.stop_at_step=60", "drill.nodes=2")
+    status, printed = drill(
+        storage, "short", *SHORT, "+drill=kill_worker", plan, "train.stop_at_step=60", "drill.nodes=2"
+    )
     folder = storage / "short"
     assert status == 0, printed
     assert set(verdicts(folder).values()) == {True}, printed
@@ -51,8 +53,12 @@ def test_a_killed_worker_breaks_no_promise(storage: Path) -> None:
     assert json.loads((folder / "plan.json").read_bytes())["plan"] == ["at step 12: kill_worker rank=1"]
     assert "<svg" in (folder / "timeline.svg").read_text()
     assert "kill_worker rank=1" in (folder / "drill.html").read_text()
+    again = [*SHORT, "+drill=kill_worker", plan, "train.stop_at_step=60", "drill.nodes=2"]
+    status, printed = drill(storage, "short", *again, "optim.lr=0.1")
+    assert status == 1
+    assert "optim.lr: 0.001 -> 0.1" in printed
     # Said again, without training, from what is there; and a promise broken since then is found.
-    status, printed = drill(storage, "short", *SHORT, "+drill=kill_worker", plan, "train.stop_at_step=60", "drill.nodes=2")
+    status, printed = drill(storage, "short", *again)
     assert status == 0, printed
     assert "this drill is over" in printed
     rows = (folder / "metrics.jsonl").read_text().splitlines()
@@ -61,7 +67,7 @@ def test_a_killed_worker_breaks_no_promise(storage: Path) -> None:
     content = bytearray(data.read_bytes())
     content[-100] ^= 1
     data.write_bytes(content)
-    status, printed = drill(storage, "short", *SHORT, "+drill=kill_worker", plan, "train.stop_at_step=60", "drill.nodes=2")
+    status, printed = drill(storage, "short", *again)
     assert status == 1, printed
     broken = [claim for claim, holds in verdicts(folder).items() if not holds]
     assert "every committed checkpoint can be restored" in broken

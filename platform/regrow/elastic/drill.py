@@ -20,7 +20,7 @@ from regrow.elastic.drill_result import conclude, gather
 from regrow.elastic.faults import KINDS, Fault, RandomFaults, check_plan, draw_faults, from_json, parse_plan, to_json
 from regrow.elastic.inject import MOST_FILLED, Injector, NotNow, free_bytes
 from regrow.elastic.local_nodes import local_nodes
-from regrow.elastic.run_folder import read_record, run_folder
+from regrow.elastic.run_folder import check_may_start, read_record, run_folder
 from regrow.elastic.verdict import outcomes
 from regrow.elastic.watch import Record, Watch
 from regrow.errors import ConfigError
@@ -45,6 +45,7 @@ def run_drill(config: DrillJobConfig) -> bool:
     check(config)
     last_step = config.train.stop_at_step or config.train.steps
     check_plan(plan, nodes=config.drill.nodes, max_workers=config.cluster.max_workers, last_step=last_step)
+    check_may_start(config)
     folder = run_folder(config).local_path
     _check_memory(config, plan)
     record = Record(folder)
