@@ -68,7 +68,7 @@ class Injector:
             "return_node": lambda scene: [{"what": "new node", "node": nodes.add()}],
             "kill_keeper": lambda scene: self._kill_actor("Keeper", "keeper", self._node_id(scene.node)),
             "kill_coordinator": lambda scene: self._kill_actor("Coordinator", "coordinator"),
-            "kill_controller": lambda scene: self._kill_actor("Controller", "controller"),
+            "kill_controller": self._kill_controller,
             "kill_driver": self._kill_driver,
             "fill_memory": self._fill_memory,
         }
@@ -164,6 +164,11 @@ class Injector:
         elif continue_after_s is not None:
             self._after(continue_after_s, lambda: self._wake(scene.number, pids, node=victims[0]["node"]))
         return victims
+
+    def _kill_controller(self, scene: Scene) -> list[Victim]:
+        """Ray ends the actors that a process had started with it: the workers are victims, too."""
+        victims = self._kill_actor("Controller", "controller")
+        return [*victims, *(scene.worker(rank) for rank in range(len(scene.workers)))]
 
     def _kill_driver(self, scene: Scene) -> list[Victim]:
         send(signal.SIGKILL, [scene.driver])
