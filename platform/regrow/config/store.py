@@ -27,6 +27,7 @@ STARTED_AT = time.time()  # of the program, but for the interpreter
 CONF_DIR = Path(__file__).parents[3] / "conf"
 
 Config = TypeVar("Config", bound=PretrainConfig)
+_given: list[str] = []
 
 
 def run_job(job: Callable[[Config], None], *, name: str, schema: type[Config] = PretrainConfig) -> None:  # type: ignore[assignment]
@@ -40,8 +41,13 @@ def run_job(job: Callable[[Config], None], *, name: str, schema: type[Config] = 
     ConfigStore.instance().store(name="submit_schema", node=SubmitJobConfig)
 
     composed: list[DictConfig] = []  # the job runs after hydra has returned, whose wrapping only obscures its errors
+
+    def compose(config: DictConfig) -> None:
+        composed.append(config)
+        _given[:] = HydraConfig.get().overrides.task
+
     try:
-        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(composed.append)()
+        hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(compose)()
         for config in composed:
             job(to_dataclass(config, schema))
     except RegrowError as error:
@@ -72,7 +78,7 @@ def to_dataclass(composed: DictConfig, schema: type[Config] = PretrainConfig) ->
 
 def given_overrides() -> list[str]:
     """The arguments that the running `run_job` composed its config from, without Hydra's own flags."""
-    return list(HydraConfig.get().overrides.task)
+    return list(_given)
 
 
 def pretrain_overrides(config: PretrainConfig, given: Sequence[str] = ()) -> list[str]:

@@ -1,0 +1,211 @@
+"""The pods of a Ray cluster: a head that runs the driver, and workers that run ranks. Pure."""
+
+from typing import Any
+
+from regrow.config.schema import Network, PretrainConfig, SubmitConfig, Toleration
+from regrow.submit.sizes import Sizes
+
+USER, GROUP = 1000, 100  # as k8s/Dockerfile makes them
+HEAD_SHM_GIB = 8
+HEAD_OBJECT_STORE_BYTES = 4_000_000_000
+LEAVE_S = 10  # `ray start` drains again when it is told to end; by then there is nothing to drain
+END_S = 35  # for the containers to end after the drain
+GPU = "nvidia.com/gpu"
+
+NETWORK_RESOURCE = {Network.efa: "vpc.amazonaws.com/efa", Network.infiniband: "rdma/hca_shared_devices_a"}
+NETWORK_DEVICES = {Network.efa: 32, Network.infiniband: 1}  # a p5.48xlarge has 32; shared devices are asked for once
+NETWORK_ENV = {
+    Network.plain: {},
+    Network.efa: {"FI_PROVIDER": "efa"},
+    Network.infiniband: {"NCCL_IB_HCA": "mlx5"},
+}
+HUGE_PAGES = {"hugepages-2Mi": "5120Mi"}  # that the EFA provider maps
+
+Fields = dict[str, Any]
+
+
+def head_pod(config: PretrainConfig, submit: SubmitConfig, image: str, labels: dict[str, str]) -> Fields:
+    """Pod template of the head. It has no logical CPUs: ranks and data tasks go to the workers."""
+    silence_ms = round(submit.host_silence_s * 1000)
+    env = {
+        "RAY_health_check_initial_delay_ms": str(silence_ms),
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_timeout_ms": str(silence_ms // 2),
+        "RAY_health_check_failure_threshold": str(max(1, silence_ms // 2000)),
+        "RAY_JOB_STOP_WAIT_TIME_S": str(submit.stop_s),
+        **submit.env,
+    }
+    resources: Fields = {"cpu": _number(submit.head_cpus), "memory": f"{_gib(submit.head_memory_gb)}Gi"}
+    container = {
+        **_container("ray-head", submit, image, env),
+        "ports": [
+            {"name": "gcs-server", "containerPort": 6379},
+            {"name": "dashboard", "containerPort": 8265},
+            {"name": "client", "containerPort": 10001},
+            {"name": "metrics", "containerPort": 8080},
+            {"name": "as-metrics", "containerPort": 44217},
+            {"name": "dash-metrics", "containerPort": 44227},
+        ],
+        "resources": {"requests": resources, "limits": dict(resources)},
+        "volumeMounts": _mounts(config, submit),
+    }
+    annotations = {
+        "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+        "karpenter.sh/do-not-disrupt": "true",
+    }
+    pod = {
+        **_pod(submit),
+        "terminationGracePeriodSeconds": 60,
+        **({"nodeSelector": dict(submit.head_node_selector)} if submit.head_node_selector else {}),
+        "securityContext": _pod_security(),
+        "containers": [container],
+        "volumes": _volumes(config, submit, HEAD_SHM_GIB),
+    }
+    return {"metadata": {"labels": {**labels, "regrow/role": "head"}, "annotations": annotations}, "spec": pod}
+
+
+def worker_pod(config: PretrainConfig, submit: SubmitConfig, size: Sizes, image: str, labels: dict[str, str]) -> Fields:
+    """Pod template of a worker node: as many ranks as it has GPUs, drained before it is ended."""
+    resources: Fields = {"cpu": str(size.cpus), "memory": f"{size.memory_gib}Gi"}
+    env = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(LEAVE_S)}
+    if size.gpus:
+        resources[GPU] = str(size.gpus)
+        env |= {
+            "NCCL_DEBUG": "WARN",
+            "NCCL_SOCKET_IFNAME": submit.socket_interfaces,
+            "TORCH_FR_BUFFER_SIZE": "2000",
+            **NETWORK_ENV[submit.network],
+        }
+    if submit.network is not Network.plain:
+        devices = submit.network_devices or NETWORK_DEVICES[submit.network]
+        resources[network_resource(submit)] = str(devices)
+    if submit.network is Network.efa:
+        resources |= HUGE_PAGES
+    container = {
+        **_container("ray-worker", submit, image, env | submit.env, rdma=submit.network is not Network.plain),
+        "ports": [{"name": "metrics", "containerPort": 8080}],
+        "lifecycle": {"preStop": {"exec": {"command": ["bash", "-c", drain_command(submit.drain_s)]}}},
+        "resources": {"requests": resources, "limits": dict(resources)},
+        "volumeMounts": _mounts(config, submit),
+    }
+    tolerations = [Toleration(key=GPU, effect="NoSchedule")] if size.gpus else []
+    if submit.network is not Network.plain:
+        tolerations.append(Toleration(key=network_resource(submit), effect="NoSchedule"))
+    tolerations += submit.tolerations
+    pod = {
+        **_pod(submit),
+        "terminationGracePeriodSeconds": grace_s(submit),
+        **({"nodeSelector": dict(submit.node_selector)} if submit.node_selector else {}),
+        **({"tolerations": [_toleration(each) for each in tolerations]} if tolerations else {}),
+        **({"affinity": _same(submit.topology_key, labels)} if submit.topology_key else {}),
+        "automountServiceAccountToken": False,
+        "securityContext": _pod_security(),
+        "containers": [container],
+        "volumes": _volumes(config, submit, size.shm_gib),
+    }
+    annotations = {"karpenter.sh/do-not-disrupt": "true"}
+    return {"metadata": {"labels": {**labels, "regrow/role": "worker"}, "annotations": annotations}, "spec": pod}
+
+
+def submitter_pod(submit: SubmitConfig, image: str, labels: dict[str, str]) -> Fields:
+    """Pod template of the Kubernetes Job that submits and follows; KubeRay writes its command."""
+    resources = {"cpu": "1", "memory": "2Gi"}
+    container = {
+        **_container("ray-job-submitter", submit, image, {}, credentials=False),
+        "resources": {"requests": resources, "limits": dict(resources)},
+    }
+    pod = {
+        **_pod(submit),
+        "automountServiceAccountToken": False,
+        "securityContext": _pod_security(),
+        "containers": [container],
+    }
+    return {"metadata": {"labels": {**labels, "regrow/role": "submitter"}}, "spec": pod}
+
+
+def drain_command(drain_s: int) -> str:
+    """What a worker pod runs when it is to end: tell Ray until when, then wait for the raylet or that time."""
+    return (
+        'ray drain-node --address "$RAY_ADDRESS" --reason DRAIN_NODE_REASON_PREEMPTION '
+        f"--reason-message 'the pod is being deleted' --deadline-remaining-seconds {drain_s}; "
+        f"seq {drain_s} | while read -r _ && pgrep -x raylet >/dev/null; do sleep 1; done"
+    )
+
+
+def grace_s(submit: SubmitConfig) -> int:
+    return submit.grace_s if submit.grace_s is not None else submit.drain_s + LEAVE_S + END_S
+
+
+def network_resource(submit: SubmitConfig) -> str:
+    return submit.network_resource or NETWORK_RESOURCE[submit.network]
+
+
+def _container(
+    name: str, submit: SubmitConfig, image: str, env: dict[str, str], *, rdma: bool = False, credentials: bool = True
+) -> Fields:
+    capabilities: Fields = {"drop": ["ALL"]}
+    if rdma:
+        capabilities["add"] = ["IPC_LOCK"]  # devices pin memory
+    return {
+        "name": name,
+        "image": image,
+        "imagePullPolicy": submit.image_pull_policy,
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": capabilities},
+        **({"env": [{"name": key, "value": value} for key, value in env.items()]} if env else {}),
+        **({"envFrom": [{"secretRef": {"name": submit.env_secret}}]} if submit.env_secret and credentials else {}),
+    }
+
+
+def _pod(submit: SubmitConfig) -> Fields:
+    return {
+        "restartPolicy": "Never",
+        "serviceAccountName": submit.service_account,
+        **({"priorityClassName": submit.priority_class} if submit.priority_class else {}),
+        **({"imagePullSecrets": [{"name": submit.image_pull_secret}]} if submit.image_pull_secret else {}),
+    }
+
+
+def _pod_security() -> Fields:
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": USER,
+        "runAsGroup": GROUP,
+        "fsGroup": GROUP,
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+
+
+def _mounts(config: PretrainConfig, submit: SubmitConfig) -> list[Fields]:
+    mounts = [{"name": "shm", "mountPath": "/dev/shm"}, {"name": "tmp", "mountPath": "/tmp"}]
+    if submit.volume_claim:
+        mounts.append({"name": "storage", "mountPath": config.run.storage_path})
+    return mounts
+
+
+def _volumes(config: PretrainConfig, submit: SubmitConfig, shm_gib: int) -> list[Fields]:
+    volumes: list[Fields] = [
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shm_gib}Gi"}},
+        {"name": "tmp", "emptyDir": {"sizeLimit": f"{submit.disk_gb}G"}},
+    ]
+    if submit.volume_claim:
+        volumes.append({"name": "storage", "persistentVolumeClaim": {"claimName": submit.volume_claim}})
+    return volumes
+
+
+def _same(topology_key: str, labels: dict[str, str]) -> Fields:
+    selector = {"matchLabels": {**labels, "regrow/role": "worker"}}
+    term = {"topologyKey": topology_key, "labelSelector": selector}
+    return {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
+
+
+def _toleration(toleration: Toleration) -> Fields:
+    fields = {name: getattr(toleration, name) for name in ("key", "operator", "value", "effect")}
+    return {name: value for name, value in fields.items() if value not in (None, "")}
+
+
+def _gib(gigabytes: float) -> int:
+    return round(gigabytes * 1e9 / 2**30)
+
+
+def _number(value: float) -> str:
+    return f"{value:g}"

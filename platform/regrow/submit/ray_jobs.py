@@ -1,0 +1,124 @@
+"""A run as a job of a running Ray cluster, through its job API. The checkout travels with it."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
+
+from regrow.config.schema import SubmitJobConfig
+from regrow.errors import ClusterError, first_line
+from regrow.submit.render import Code, config_sha256, entrypoint
+
+CHECKOUT = Path(__file__).parents[3]
+LEFT_OUT = [".git", ".venv", "/runs", ".cache", ".whl", "**/__pycache__", "/docs", "/tests", "/benchmarks"]
+RUN = "regrow_run"  # key of a job's metadata
+POLL_S = 1.0
+STOPPING_S = 60.0
+ALIVE = (JobStatus.PENDING, JobStatus.RUNNING)
+
+
+def job_spec(config: SubmitJobConfig, code: Code, arguments: list[str]) -> dict[str, Any]:
+    """What the job API is given."""
+    environment = {"PYTHONPATH": "platform", "RAY_JOB_STOP_WAIT_TIME_S": str(config.submit.stop_s)}
+    return {
+        "entrypoint": entrypoint(arguments),
+        "runtime_env": {
+            "working_dir": str(CHECKOUT),
+            "excludes": LEFT_OUT,
+            "env_vars": environment | config.submit.env,
+        },
+        "metadata": {
+            RUN: config.run.name,
+            "git_sha": code.git_sha or "unknown",
+            "config_sha256": config_sha256(config),
+        },
+    }
+
+
+class RayJobs:
+    """The jobs of one run on one cluster. A token is taken from RAY_AUTH_TOKEN and its kin, as Ray does."""
+
+    def __init__(self, address: str | None, run: str) -> None:
+        """Raises ClusterError where no cluster answers, or none that lets us in."""
+        self.run = run
+        try:
+            self.client = JobSubmissionClient(address)
+            self.client.list_jobs()
+        except Exception as error:  # of Ray or of its HTTP client
+            raise ClusterError(
+                f"no Ray cluster lets us in at {address or 'its usual address'} ({first_line(error)}); set "
+                "submit.address=http://HOST:8265, and RAY_AUTH_MODE=token with RAY_AUTH_TOKEN_PATH if it wants one"
+            ) from error
+
+    def apply(self, spec: dict[str, Any]) -> None:
+        """Start the run, or go on with it. Raises ClusterError where it runs already."""
+        newest = self.newest()
+        if newest is not None and newest.status in ALIVE:
+            raise ClusterError(
+                f"run {self.run!r} is there as job {newest.submission_id} ({newest.status.value}); stop it first "
+                "(submit.action=stop), or choose another run.name"
+            )
+        job = self.client.submit_job(**spec)
+        print(f"submitted {job}", file=sys.stderr, flush=True)
+
+    def follow(self) -> int:
+        """Show the newest job's logs until it has ended; 0 where it succeeded or was stopped."""
+        job, shown = self._submission(), 0
+        while True:
+            ended = self.client.get_job_status(job) not in ALIVE
+            text = self.client.get_job_logs(job)
+            sys.stdout.write(text[shown:])
+            sys.stdout.flush()
+            shown = len(text)
+            if ended:
+                break
+            time.sleep(POLL_S)
+        info = self.client.get_job_info(job)
+        print(f"{job}: {info.status.value}: {info.message}", file=sys.stderr)
+        return 0 if info.status in (JobStatus.SUCCEEDED, JobStatus.STOPPED) else 1
+
+    def describe(self) -> list[str]:
+        """How the run's jobs are doing, the newest first."""
+        jobs = self._jobs()
+        if not jobs:
+            return [f"no job of run {self.run!r} on this cluster"]
+        return [
+            f"{job.submission_id}: {job.status.value}, commit {(job.metadata or {}).get('git_sha', '?')}, started "
+            f"{_clock(job.start_time)}{f', ended {_clock(job.end_time)}' if job.end_time else ''}: {job.message}"
+            for job in jobs
+        ]
+
+    def stop(self, *, wait_s: float) -> None:
+        """Have the job commit a checkpoint and end; wait for that as long as it is given, 0: do not wait."""
+        newest = self.newest()
+        if newest is None or newest.status not in ALIVE:
+            print(f"run {self.run!r} does not run", file=sys.stderr)
+            return
+        job = str(newest.submission_id)
+        self.client.stop_job(job)
+        print(f"asked {job} to end after its step, with a checkpoint", file=sys.stderr)
+        give_up_at = time.monotonic() + wait_s + STOPPING_S
+        while wait_s and self.client.get_job_status(job) in ALIVE:
+            if time.monotonic() > give_up_at:
+                raise ClusterError(f"{job} has not ended for {wait_s + STOPPING_S:g} s; see submit.action=logs")
+            time.sleep(POLL_S)
+
+    def newest(self) -> JobDetails | None:
+        jobs = self._jobs()
+        return jobs[0] if jobs else None
+
+    def _jobs(self) -> list[JobDetails]:
+        mine = [job for job in self.client.list_jobs() if (job.metadata or {}).get(RUN) == self.run]
+        return sorted(mine, key=lambda job: job.start_time or 0, reverse=True)
+
+    def _submission(self) -> str:
+        newest = self.newest()
+        if newest is None:
+            raise ClusterError(f"no job of run {self.run!r} on this cluster; start it with submit.action=apply")
+        return str(newest.submission_id)
+
+
+def _clock(milliseconds: int | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((milliseconds or 0) / 1000)) if milliseconds else "?"
