@@ -35,7 +35,6 @@ from regrow.elastic.local_cluster import worker_resources
 
 # Read by Ray Train from the driver's environment and passed on to its controller.
 TUNING = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # how soon a dead worker or a finished run is noticed
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # a group that cannot be placed is planned anew after this
     "RAY_TRAIN_V2_ENABLED": "1",
 }
@@ -48,6 +47,7 @@ CLUSTER_TUNING = {
 
 LOOK_S = 0.5  # between looks for room
 FILL_AFTER_S = 3.0  # from a worker's death to the first look for room in its place
+LEAST_POLL_S, POLLS_PER_S = 0.25, 500.0  # how soon a dead worker is noticed; of all workers together
 STARTS_AT_ONCE = 32  # workers
 START_S = 60.0  # for a new worker to take up its function
 
@@ -295,6 +295,8 @@ def build_trainer(
     local, cluster = config.cluster.address is None, config.cluster
     for key, value in (TUNING | (dict.fromkeys(CLUSTER_TUNING, "0") if local else CLUSTER_TUNING)).items():
         os.environ.setdefault(key, value)
+    poll_s = max(LEAST_POLL_S, num_workers / POLLS_PER_S)
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", f"{poll_s:.2f}")
     os.environ.setdefault("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", str(cluster.silence_s))
     elastic = cluster.min_workers < cluster.max_workers and not cluster.in_place
     size: Any = (cluster.min_workers, cluster.max_workers) if elastic else num_workers

@@ -33,6 +33,8 @@ def run_worker(job: Job) -> None:
     device, member_id, after, entered = _device(config), uuid.uuid4().hex[:12], 0, time.time()
     prober = _fit(job, device)
     memory = MemoryTier(job) if config.snapshot.every_steps else None  # its keeper starts beside what follows
+    gc.collect()
+    gc.freeze()  # what is imported stays: collections between generations, and in steps, need not look at it
     while True:
         joined: Joined | None = None
         try:
