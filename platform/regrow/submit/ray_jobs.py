@@ -1,5 +1,7 @@
 """A run as a job of a running Ray cluster, through its job API. The checkout travels with it."""
 
+import asyncio
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -66,18 +68,30 @@ class RayJobs:
     def follow(self) -> int:
         """Show the newest job's logs until it has ended; 0 where it succeeded or was stopped."""
         job, shown = self._submission(), 0
-        while True:
-            ended = self.client.get_job_status(job) not in ALIVE
-            text = self.client.get_job_logs(job)
-            sys.stdout.write(text[shown:])
-            sys.stdout.flush()
-            shown = len(text)
-            if ended:
-                break
-            time.sleep(POLL_S)
-        info = self.client.get_job_info(job)
+        try:
+            while True:
+                ended = self.client.get_job_status(job) not in ALIVE
+                shown = asyncio.run(self._show(job, shown))
+                if ended:
+                    break
+                time.sleep(POLL_S)
+            info = self.client.get_job_info(job)
+        except (RuntimeError, OSError) as error:
+            raise ClusterError(
+                f"lost sight of {job} ({first_line(error)}); it may well run on: submit.action=logs"
+            ) from error
         print(f"{job}: {info.status.value}: {info.message}", file=sys.stderr)
         return 0 if info.status in (JobStatus.SUCCEEDED, JobStatus.STOPPED) else 1
+
+    async def _show(self, job: str, shown: int) -> int:
+        """Write what the log has beyond so many characters, until it ends or the connection does."""
+        seen = 0
+        with contextlib.suppress(RuntimeError):  # the connection broke
+            async for lines in self.client.tail_job_logs(job):
+                seen += len(lines)
+                sys.stdout.write(lines[max(0, len(lines) - max(0, seen - shown)) :])
+                sys.stdout.flush()
+        return max(seen, shown)
 
     def describe(self) -> list[str]:
         """How the run's jobs are doing, the newest first."""

@@ -1,0 +1,347 @@
+"""Rendered manifests: golden, clean by every rule, and the same run as jobs.pretrain's.
+
+After a change that is meant: GOLDEN=write .venv/bin/python -m pytest tests/unit/test_submit_render.py
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from math import ceil
+from pathlib import Path
+from typing import cast
+
+import hydra
+import pytest
+import yaml
+from hypothesis import given as hypothesis_given
+from hypothesis import strategies as st
+
+from regrow.config.schema import Network, PretrainConfig, SubmitJobConfig
+from regrow.config.store import to_dataclass, to_dict
+from regrow.model.size import state_bytes
+from regrow.plan.memory import plan_snapshot_memory
+from regrow.submit.arguments import pretrain_arguments
+from regrow.submit.crd import load_schema, validate
+from regrow.submit.lint import lint
+from regrow.submit.pods import grace_s
+from regrow.submit.render import MAX_NAME, entrypoint, job_name, render, to_yaml
+from regrow.submit.sizes import longest_restart_s, sizes
+from regrow.testing.submission import CODE, CRD, compose, rendered
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "submit"
+CLUSTERS = sorted(path.stem for path in (ROOT / "conf" / "cluster").glob("h*.yaml"))
+VARIANTS = {
+    "h100x64-eks_p5-kueue": [
+        "+cluster=h100x64",
+        "+site=eks_p5",
+        "submit.queue=kueue",
+        "submit.queue_name=h100",
+        "run.name=Llama_8B",
+        "run.storage_path=s3://llama/runs",
+        "+data.corpora.web=s3://llama/web",
+        "submit.env_secret=storage",
+        "submit.priority_class=research",
+    ],
+    "h100x64-infiniband-volcano": [
+        "+cluster=h100x64",
+        "+site=infiniband",
+        "submit.queue=volcano",
+        "submit.queue_name=h100",
+        "submit.priority_class=research",
+        "submit.redis_address=redis://redis.regrow.svc:6379",
+        "submit.redis_secret=redis/password",
+        "submit.auth_secret=ray-token",
+        "submit.volume_claim=runs",
+        "run.storage_path=/mnt/runs",
+        "submit.image_pull_secret=registry",
+        "submit.deadline_s=1209600",
+        "cluster.spare_workers=8",
+        "+submit.env.HF_HOME=/mnt/runs/hf",
+        "submit.tolerations=[{key: spot, operator: Equal, value: 'yes', effect: NoSchedule}]",
+    ],
+    "cpu": ["run.name=on-cpus", "cluster.max_workers=4", "submit.workers_per_node=2"],
+}
+CASES = {name: [f"+cluster={name}"] for name in CLUSTERS} | VARIANTS
+IDS = list(CASES)
+
+
+def test_the_large_clusters_are_among_the_cases() -> None:
+    assert {"h100x64", "h100x512", "h200x8"} <= set(CASES)
+
+
+@pytest.mark.parametrize("case", IDS)
+def test_rendering_equals_the_golden_file(case: str) -> None:
+    _, manifests = rendered(CASES[case])
+    # every new setting changes the hash of all configs: its own test is below
+    text = re.sub(r"(config-sha256: )[0-9a-f]{64}", r"\1(of the config)", to_yaml(manifests))
+    path = GOLDEN / f"{case}.yaml"
+    if os.environ.get("GOLDEN") == "write":
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def test_no_golden_file_is_left_over() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.yaml")} == set(CASES)
+
+
+@pytest.mark.parametrize("case", IDS)
+def test_a_rendered_job_is_clean_by_every_rule(case: str) -> None:
+    config, manifests = rendered(CASES[case])
+    assert [str(finding) for finding in lint(manifests, config, CODE)] == []
+
+
+@pytest.mark.skipif(not CRD.exists(), reason=f"KubeRay's schemas are not here: {CRD.name}")
+@pytest.mark.parametrize("case", IDS)
+def test_a_rendered_job_passes_kuberays_schema_without_unknown_fields(case: str) -> None:
+    schema = load_schema(CRD, kind="RayJob", version="v1")
+    for manifest in rendered(CASES[case])[1]:
+        assert [str(finding) for finding in validate(manifest, schema)] == []
+
+
+@pytest.mark.parametrize("case", IDS)
+def test_the_yaml_stream_reads_back_as_the_manifests(case: str) -> None:
+    manifests = rendered(CASES[case])[1]
+    assert list(yaml.safe_load_all(to_yaml(manifests))) == manifests
+
+
+@pytest.mark.parametrize("case", IDS)
+def test_the_entrypoint_is_the_same_run_on_the_cluster_that_it_runs_in(case: str) -> None:
+    config, (manifest,) = rendered(CASES[case])
+    words = shlex.split(manifest["spec"]["entrypoint"])
+    assert words[:3] == ["python", "-m", "jobs.pretrain"]
+    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        there = to_dataclass(hydra.compose("pretrain", words[3:]))
+    here = {group: value for group, value in to_dict(config).items() if group != "submit"}
+    here["cluster"] |= {"address": "auto", "local_nodes": 0}
+    assert to_dict(there) == here
+
+
+def test_what_a_site_sets_of_the_run_reaches_the_job(tmp_path: Path) -> None:
+    given = ["+cluster=h100x64", "+site=infiniband", "submit.queue=none", "run.name=a"]
+    config = compose(given)
+    config.run.storage_path = "s3://bucket/a folder/it's"  # as a site's file may
+    words = pretrain_arguments(config, given)
+    assert words[:3] == ["+cluster=h100x64", "run.name=a", "cluster.address=auto"]
+    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        there = to_dataclass(hydra.compose("pretrain", words))
+    assert there.run.storage_path == config.run.storage_path
+
+
+@pytest.mark.parametrize("address", ["cluster.address=ray://elsewhere:10001", "cluster.local_nodes=3", "+cluster=cpu3"])
+def test_a_job_joins_its_own_cluster_whatever_the_submitter_would_have_used(address: str) -> None:
+    config = compose([address])
+    words = pretrain_arguments(config, [address])
+    with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        there = to_dataclass(hydra.compose("pretrain", words))
+    assert (there.cluster.address, there.cluster.local_nodes) == ("auto", 0)
+
+
+HOSTILE = [
+    "run.storage_path='s3://a b/$HOME/`id`'",
+    'data.mixture=[{from_tokens: 0, weights: {web: 9, "it\'s": 1}}]',
+    "+data.corpora.web=a;rm -rf *",
+    "train.steps=1\n2",
+    "model.name={a,b}",
+    "data.source=\\\\$x\"'",
+    "data.tokenizer=",
+]
+
+
+def test_the_entrypoint_survives_the_submitters_shell_and_the_jobs() -> None:
+    """KubeRay pastes it into a bash command; `ray job submit` joins the words anew; the job runs it in a shell."""
+    show = [sys.executable, "-c", "import sys; print(ascii(sys.argv[1:]))"]
+    line = entrypoint(HOSTILE)
+    submitter = f"{shlex.join(show)} {line}"
+    words = subprocess.run(["bash", "-c", submitter], capture_output=True, text=True, check=True).stdout
+    assert words.strip() == ascii(["python", "-m", "jobs.pretrain", *HOSTILE])
+    job = shlex.join([*show, *shlex.split(line)])  # as ray.dashboard.modules.job.cli does
+    assert subprocess.run(["sh", "-c", job], capture_output=True, text=True, check=True).stdout == words
+
+
+def test_ray_quotes_the_entrypoint_as_this_relies_on() -> None:
+    import ray
+
+    source = Path(ray.__file__).parent / "dashboard" / "modules" / "job" / "cli.py"
+    assert "shlex.join(entrypoint)" in source.read_text()
+
+
+@hypothesis_given(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True))
+def test_every_run_name_gives_a_name_that_kubernetes_takes(name: str) -> None:
+    config = SubmitJobConfig()
+    config.run.name = name
+    found = job_name(config)
+    assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", found), found
+    assert len(found) <= MAX_NAME
+
+
+def test_two_runs_never_share_a_job() -> None:
+    names = ["llama-8b", "Llama-8b", "llama_8b", "llama.8b", "llama-8b-", "8b", "run-8b", "x" * 47, "x" * 48, "x" * 63]
+    found = []
+    for name in names:
+        config = SubmitJobConfig()
+        config.run.name = name
+        found.append(job_name(config))
+    assert found[0] == "llama-8b"
+    assert len(set(found)) == len(names)
+
+
+@pytest.mark.parametrize("case", IDS)
+def test_shared_memory_holds_what_every_world_size_asks_for(case: str) -> None:
+    """The same arithmetic that a worker does before it takes snapshots, at each size that the cluster allows."""
+    config, (manifest,) = rendered(CASES[case])
+    group = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
+    (volume,) = [each for each in group["template"]["spec"]["volumes"] if each["name"] == "shm"]
+    room = int(volume["emptyDir"]["sizeLimit"].removesuffix("Gi")) * 2**30
+    room -= int(group["rayStartParams"]["object-store-memory"])
+    per_node = sizes(config, config.submit).workers
+    for world_size in range(config.cluster.min_workers, config.cluster.max_workers + 1):
+        need = plan_snapshot_memory(
+            state_bytes=state_bytes(config.model),
+            slots=config.snapshot.slots,
+            ranks_on_node=min(per_node, world_size),
+            num_shards=world_size,
+            least_shards=config.cluster.min_workers,
+            has_peer=ceil(world_size / per_node) > 1,
+        )
+        assert need.total <= room, world_size
+    (memory,) = {
+        str(group["template"]["spec"]["containers"][0]["resources"][k]["memory"]) for k in ("requests", "limits")
+    }
+    assert int(memory.removesuffix("Gi")) * 2**30 > room
+
+
+def test_state_bytes_are_those_of_a_real_optimizer() -> None:
+    import torch
+
+    from regrow.model.llama import Llama
+
+    config = PretrainConfig().model
+    with torch.device("meta"):
+        parameters = list(Llama(config).parameters())
+    assert state_bytes(config) == sum(3 * parameter.numel() * parameter.element_size() for parameter in parameters)
+
+
+def test_without_snapshots_shared_memory_is_rays_alone() -> None:
+    config = compose(["+cluster=h100x64", "snapshot.every_steps=0"])
+    assert sizes(config, config.submit).snapshot_bytes == 0
+
+
+def test_nodes_are_counted_from_workers_and_spare_ones() -> None:
+    config = compose(["+cluster=h100x64", "cluster.spare_workers=3", "cluster.min_workers=33"])
+    size = sizes(config, config.submit)
+    assert (size.least_nodes, size.most_nodes, size.gpus) == (5, 9, 8)
+
+
+def test_a_job_starts_on_the_fewest_nodes_and_grows_or_asks_for_all_at_once() -> None:
+    (growing,) = rendered(["+cluster=h100x64"])[1]
+    (fixed,) = rendered(["+cluster=h100x64", "submit.autoscale=false"])[1]
+    counts = []
+    for manifest in (growing, fixed):
+        cluster = manifest["spec"]["rayClusterSpec"]
+        group = cluster["workerGroupSpecs"][0]
+        counts.append(
+            (cluster["enableInTreeAutoscaling"], group["replicas"], group["minReplicas"], group["maxReplicas"])
+        )
+    assert counts == [(True, 4, 4, 8), (False, 8, 4, 8)]
+
+
+def test_kueue_admits_a_fixed_size_unless_its_elastic_jobs_are_on() -> None:
+    arguments = ["+cluster=h100x64", "submit.queue=kueue", "submit.queue_name=q"]
+    (fixed,) = rendered(arguments)[1]
+    (elastic,) = rendered([*arguments, "submit.kueue_elastic=true"])[1]
+    key = "kueue.x-k8s.io/elastic-job"
+    assert fixed["spec"]["suspend"] is elastic["spec"]["suspend"] is True
+    assert not fixed["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"]
+    assert key not in fixed["metadata"]["annotations"]
+    assert elastic["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"]
+    assert elastic["metadata"]["annotations"][key] == "true"
+
+
+def test_the_drain_ends_inside_the_grace_period_and_idle_nodes_outlive_a_restart() -> None:
+    config, (manifest,) = rendered(["+cluster=h100x64", "submit.drain_s=90", "train.collective_timeout_s=1800"])
+    cluster = manifest["spec"]["rayClusterSpec"]
+    pod = cluster["workerGroupSpecs"][0]["template"]["spec"]
+    command = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    assert "--deadline-remaining-seconds 90" in command[2]
+    assert pod["terminationGracePeriodSeconds"] == grace_s(config.submit) > 90 + 10
+    assert cluster["autoscalerOptions"]["idleTimeoutSeconds"] > longest_restart_s(config) > 1800
+
+
+def test_the_drain_command_drains_and_waits_for_the_raylet_or_the_deadline(tmp_path: Path) -> None:
+    """The real shell line, with stand-ins for Ray's command and for a raylet that ends after a while."""
+    _, (manifest,) = rendered(["+cluster=h100x64"])
+    pod = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
+    command = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+    for name, body in {
+        "ray": 'printf "%s\\n" "$@" > drained',
+        "pgrep": "echo x >> looks; [ $(wc -l < looks) -lt 3 ]",
+        "sleep": "echo $1 >> slept",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RAY_ADDRESS": "head:6379"}
+    subprocess.run(command, cwd=tmp_path, env=env, check=True, timeout=30)
+    assert (tmp_path / "drained").read_text().splitlines() == [
+        *("drain-node", "--address", "head:6379", "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message"),
+        *("the pod is being deleted", "--deadline-remaining-seconds", "60"),
+    ]
+    assert (tmp_path / "slept").read_text().splitlines() == ["1", "1"]
+
+
+def test_ray_has_the_drain_command_and_takes_these_options() -> None:
+    from ray.scripts.scripts import drain_node
+
+    options = {option for parameter in drain_node.params for option in parameter.opts}
+    assert {"--address", "--reason", "--reason-message", "--deadline-remaining-seconds"} <= options
+    (reason,) = [each for each in drain_node.params if each.name == "reason"]
+    assert "DRAIN_NODE_REASON_PREEMPTION" in reason.type.choices
+    (node,) = [each for each in drain_node.params if each.name == "node_id"]
+    assert not node.required  # the node that it runs on
+
+
+def test_networks_ask_for_their_devices_and_the_users_environment_wins() -> None:
+    found = {}
+    for network in Network:
+        config = compose(["+cluster=h100x64", f"submit.network={network.value}", "+submit.env.NCCL_DEBUG=INFO"])
+        (manifest,) = render(config, CODE, [])
+        container = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
+        limits = container["resources"]["limits"]
+        env = {each["name"]: each["value"] for each in container["env"]}
+        assert env["NCCL_DEBUG"] == "INFO"
+        found[network] = {key: value for key, value in limits.items() if key not in ("cpu", "memory", "nvidia.com/gpu")}
+        assert ("add" in container["securityContext"]["capabilities"]) is (network is not Network.plain)
+    assert found == {
+        Network.plain: {},
+        Network.efa: {"vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "5120Mi"},
+        Network.infiniband: {"rdma/hca_shared_devices_a": "1"},
+    }
+
+
+def test_the_config_hash_is_the_runs_and_not_the_sites() -> None:
+    def digest(arguments: list[str]) -> str:
+        return cast(str, rendered(arguments)[1][0]["metadata"]["annotations"]["regrow/config-sha256"])
+
+    base = digest(["+cluster=h100x64"])
+    assert digest(["+cluster=h100x64", "submit.namespace=other", "submit.retries=0"]) == base
+    assert digest(["+cluster=h100x64", "optim.lr=1e-4"]) != base
+
+
+def test_the_image_names_commit_and_ray_unless_it_has_a_tag() -> None:
+    def image(name: str) -> str:
+        (manifest,) = render(compose([f"submit.image='{name}'"]), CODE, [])
+        return cast(str, manifest["spec"]["submitterPodTemplate"]["spec"]["containers"][0]["image"])
+
+    assert image("host:5000/team/regrow") == f"host:5000/team/regrow:{CODE.git_sha}-ray{CODE.ray_version}"
+    assert image("host:5000/team/regrow:v1") == "host:5000/team/regrow:v1"
+    assert image("regrow@sha256:00") == "regrow@sha256:00"
+
+
+def test_a_commit_that_looks_like_a_number_stays_a_string() -> None:
+    for sha in ("12e456789012", "123456789012", "0x1234567890"):
+        (manifest,) = render(compose([]), replace(CODE, git_sha=sha), [])
+        (line,) = [line for line in to_yaml([manifest]).splitlines() if "regrow/git-sha" in line]
+        assert line.strip() == f"regrow/git-sha: '{sha}'"
