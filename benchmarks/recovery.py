@@ -17,7 +17,8 @@ default  Ray Train's settings as they come: `ScalingConfig(num_workers=(2, 3))`,
 tuned    The same with shorter intervals and timeouts, and decisions by current reservations: `recovery_stock.py`.
 
 On the clusters of ours and tuned, Ray looks after its nodes often enough to know in a second of one that is killed; as
-it comes, as under default, it takes 15. Tuned cannot place anything before. Ours does not wait for it.
+it comes, as under default, it takes some 15. Tuned cannot place anything before; ours goes on after a few seconds where
+Ray says nothing.
 
 Seconds are from the fault to the end of the first step past all that had been finished before: what had to be trained
 again is within. Each side writes a line for every step that has ended; nothing else is asked of it.
@@ -52,13 +53,15 @@ sys.path[:0] = [str(ROOT / "platform"), str(ROOT)]
 
 from benchmarks.measure import write_result  # noqa: E402
 from benchmarks.recovery_cluster import Cluster, kill  # noqa: E402
-from benchmarks.recovery_faults import START_S, Trial, wait_until_settled  # noqa: E402
+from benchmarks.recovery_faults import RESUME_S, Trial, wait_until_settled  # noqa: E402
 from benchmarks.recovery_samples import (  # noqa: E402
     DEFAULT,
     FAULTS,
+    HANG,
     NODE,
     OURS,
     RECOMPILES,
+    REGROW,
     SIDES,
     TUNED,
     WORKER,
@@ -82,65 +85,70 @@ from benchmarks.recovery_steps import resumption  # noqa: E402
 
 ROUNDS = 5
 QUICK_ROUNDS = {DEFAULT: 1, TUNED: 3, OURS: 5}
-QUICK_FAULTS = {DEFAULT: (NODE,), TUNED: (WORKER, NODE), OURS: FAULTS}
-QUICK_ROUNDS_TOGETHER = 2  # rounds of ours in one run
+QUICK_FAULTS = {DEFAULT: (NODE,), TUNED: (WORKER, NODE), OURS: (WORKER, NODE, REGROW)}
+QUICK_ROUNDS_TOGETHER = 3  # rounds of ours in one run, which ends with a hang
+SETTLED_STEPS, QUICK_SETTLED_STEPS = 10, 6  # of a group, before something is done to it
 HANG_WAIT_S = 60.0
 COMPILE = ["parallel.compile=true", "parallel.compile_backend=aot_eager", "parallel.slices_per_pass=1"]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a side: the same faults in each of its rounds."""
+    """One run of a side, and what is done to it: rounds, each with a fault."""
 
     side: str
-    rounds: tuple[int, ...]
-    faults: tuple[str, ...]
+    faults: tuple[tuple[int, str], ...]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where all runs write, and what they read."""
+    """What is the same for all runs: where they write, what they read, how long a group runs before a fault."""
 
     storage: Path
     config: Path
     corpus: Path
+    settled_steps: int
 
     @classmethod
-    def prepare(cls, folder: str) -> "Place":
+    def prepare(cls, folder: str, settled_steps: int) -> "Place":
         storage = Path(tempfile.mkdtemp(prefix="recovery-", dir=folder))
         config = write_config(storage / "config")
-        return cls(storage, config, prepare_corpus(config, storage))
+        return cls(storage, config, prepare_corpus(config, storage), settled_steps)
 
 
 def plan_runs(rounds: dict[str, int], samples: Sequence[Sample], *, quick: bool) -> list[Run]:
     """The runs by which each side gets so many rounds, from side to side in turn. Rounds that are whole stay."""
     left: dict[str, list[int]] = {}
     for side in SIDES:
-        faults = set(QUICK_FAULTS[side] if quick else FAULTS)
         met = {(sample.round, sample.fault) for sample in samples if sample.side == side}
-        left[side] = [
-            number for number in range(rounds.get(side, 0)) if not all((number, fault) in met for fault in faults)
-        ]
+        faults = QUICK_FAULTS[side] if quick else FAULTS
+        left[side] = [number for number in range(rounds.get(side, 0)) if not met.issuperset(each(number, faults))]
     runs = []
     while any(left.values()):
         for side in SIDES:
             together = QUICK_ROUNDS_TOGETHER if quick and side == OURS else 1
             numbers, left[side] = left[side][:together], left[side][together:]
-            if numbers:
-                runs.append(Run(side, tuple(numbers), QUICK_FAULTS[side] if quick else FAULTS))
+            planned = [pair for number in numbers for pair in each(number, QUICK_FAULTS[side] if quick else FAULTS)]
+            if quick and side == OURS and numbers:
+                planned.append((numbers[-1], HANG))
+            if planned:
+                runs.append(Run(side, tuple(planned)))
     return runs
+
+
+def each(number: int, faults: Sequence[str]) -> list[tuple[int, str]]:
+    return [(number, fault) for fault in faults]
 
 
 def make_run(run: Run, place: Place, keep: Callable[[Sample], None]) -> None:
     """Do its faults to a side. Raises SideFailed, with what there is to know; Ray's logs stay then."""
     with start_cluster(run.side) as cluster, start(run, cluster, place) as side:
         try:
-            trial = Trial(side, hang_wait_s=HANG_WAIT_S)
-            for number in run.rounds:
-                for fault in run.faults:
-                    sample = trial.meet(fault, number, random.Random(f"{number} {fault}"))
-                    print(describe(sample), flush=True)
-                    keep(sample)
+            trial = Trial(side, settled_steps=place.settled_steps, hang_wait_s=HANG_WAIT_S)
+            for number, fault in run.faults:
+                sample = trial.meet(fault, number, random.Random(f"{number} {fault}"))
+                print(describe(sample), flush=True)
+                keep(sample)
         except Exception:
             keep_logs(cluster)
             raise
@@ -154,7 +162,7 @@ def start_cluster(side: str) -> Cluster:
 
 
 def start(run: Run, cluster: Cluster, place: Place) -> Side:
-    name = f"{run.side}-{run.rounds[0]}-{os.urandom(2).hex()}"
+    name = f"{run.side}-{run.faults[0][0]}-{os.urandom(2).hex()}"
     if run.side == OURS:
         return Ours(cluster, place.storage, name)
     return Stock(cluster, place.storage, name, corpus=place.corpus, config=place.config, tuned=run.side == TUNED)
@@ -166,9 +174,9 @@ def count_recompiles(place: Place) -> list[int]:
     with start_cluster(OURS) as cluster, Ours(cluster, place.storage, name, COMPILE) as side:
         try:
             for _ in range(2):
-                group = wait_until_settled(side, START_S, world_size=MOST_WORKERS)
+                group = wait_until_settled(side, place.settled_steps, world_size=MOST_WORKERS)
                 kill(side.workers()[-1].pid)
-                wait_for(partial(goes_on, side, group), side, START_S, "a step on two ranks")
+                wait_for(partial(goes_on, side, group), side, RESUME_S, "a step on two ranks")
         except Exception:
             keep_logs(cluster)
             raise
@@ -244,12 +252,12 @@ def main() -> None:
         file.resume()
     failed_before = len(file.failures)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # so that what was started is ended
-    place = Place.prepare(options.folder)
+    place = Place.prepare(options.folder, QUICK_SETTLED_STEPS if options.quick else SETTLED_STEPS)
     keep = True
     try:
         chosen = {side: rounds[side] for side in options.only if side in SIDES}
         for run in plan_runs(chosen, file.samples, quick=options.quick):
-            attempt(partial(make_run, run, place, file.samples.append), f"{run.side}, rounds {run.rounds}", file)
+            attempt(partial(make_run, run, place, file.samples.append), f"{run.side}, {run.faults}", file)
         if RECOMPILES in options.only and not file.recompiles:
             attempt(lambda: file.recompiles.extend(count_recompiles(place)), RECOMPILES, file)
         keep = len(file.failures) > failed_before

@@ -10,23 +10,22 @@ from benchmarks.recovery_samples import HANG, NODE, OURS, REGROW, WORKER, Sample
 from benchmarks.recovery_sides import CHECKPOINT_EVERY_STEPS, MOST_WORKERS, Side, SideFailed, Worker, wait_for
 from benchmarks.recovery_steps import Resumption, median_step_s, newest_group, of_group, resumption
 
-SETTLED_STEPS = 10  # of a group, before something is done to it
-START_S, RESUME_S = 300.0, 300.0  # deadlines
+START_S, RESUME_S = 300.0, 300.0  # deadlines: for a group of the size that is wanted, and for what follows a fault
 
 
 class Trial:
     """One run of a side, to which faults are done in turn."""
 
-    def __init__(self, side: Side, *, hang_wait_s: float) -> None:
-        self.side, self.hang_wait_s = side, hang_wait_s
+    def __init__(self, side: Side, *, settled_steps: int, hang_wait_s: float) -> None:
+        self.side, self.settled_steps, self.hang_wait_s = side, settled_steps, hang_wait_s
 
     def meet(self, fault: str, number: int, dice: random.Random) -> Sample:
         """Wait until the group is ready for a fault, do it, and wait for what comes.
 
         `number` is the round's; `dice` choose the rank and the instant. Raises SideFailed.
         """
-        trail, smaller = self.side.trail, fault == REGROW
-        group = wait_until_settled(self.side, START_S, world_size=MOST_WORKERS - 1 if smaller else MOST_WORKERS)
+        trail, world_size = self.side.trail, MOST_WORKERS - 1 if fault == REGROW else MOST_WORKERS
+        group = wait_until_settled(self.side, self.settled_steps, world_size=world_size)
         # anywhere between two checkpoints of the stock sides
         time.sleep(dice.uniform(0, CHECKPOINT_EVERY_STEPS * median_step_s(trail.look(), group)))
         victim, load = dice.choice(self.side.workers()), os.getloadavg()[0]
@@ -84,13 +83,13 @@ class Trial:
         return found, time.time() - at
 
 
-def wait_until_settled(side: Side, timeout_s: float, *, world_size: int) -> int:
-    """Until the newest group is of that size and has finished some steps; which it is. Raises SideFailed."""
+def wait_until_settled(side: Side, num_steps: int, *, world_size: int) -> int:
+    """Until the newest group is of that size and has finished so many steps; which it is. Raises SideFailed."""
 
     def settled() -> bool:
         steps = side.trail.look()
         newest = of_group(steps, newest_group(steps))
-        return len(newest) >= SETTLED_STEPS and newest[-1].world_size == world_size
+        return len(newest) >= num_steps and newest[-1].world_size == world_size
 
-    wait_for(settled, side, timeout_s, f"{SETTLED_STEPS} steps of {world_size} ranks")
+    wait_for(settled, side, START_S, f"{num_steps} steps of {world_size} ranks")
     return newest_group(side.trail.look())

@@ -31,6 +31,8 @@ from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy
 from ray.train.v2.api.config import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.v2.torch.torch_trainer import TorchTrainer
 
+from regrow.config.store import load_run_config
+
 COLLECTIVE_TIMEOUT_S = 10  # tuned
 LOOK_FOR_ROOM_S = {False: 60.0, True: 1.0}  # as it comes, and tuned: between looks for more nodes
 GCS_NOTICES_S = 20.0  # at most, that a node is dead
@@ -38,6 +40,7 @@ CONNECT_S = 0.5
 
 
 def main(settings: dict[str, Any]) -> None:
+    settings["config"] = load_run_config(Path(settings["config"]))  # here: workers start sooner without hydra
     ray.init(address=settings["address"], log_to_driver=False)
     tuned = settings["tuned"]
     least, most = settings["workers"]
@@ -68,7 +71,6 @@ def train_fn(settings: dict[str, Any]) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    from regrow.config.store import load_run_config
     from regrow.data.shards import ShardReader
     from regrow.optim.adamw import build_optimizer
     from regrow.optim.schedule import lr_at
@@ -78,7 +80,7 @@ def train_fn(settings: dict[str, Any]) -> None:
     from regrow.plan.mesh import plan_mesh
     from regrow.train.step import TrainStep
 
-    config = load_run_config(Path(settings["config"]))
+    config = settings["config"]
     optim, parallel = config.optim, config.parallel
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))

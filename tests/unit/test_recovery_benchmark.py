@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import itertools
 import json
 import os
 import signal
@@ -176,27 +175,33 @@ def test_samples_come_back_from_json_as_they_went(samples: ModuleType) -> None:
     assert "no new step within 60 s" in samples.describe(measured[1])
 
 
+EVERY_FAULT = ["worker_kill", "node_kill", "regrow", "hang"]
+
+
 def test_rounds_go_from_side_to_side(benchmark: ModuleType) -> None:
     runs = benchmark.plan_runs({"default": 2, "tuned": 2, "ours": 2}, [], quick=False)
-    assert [(run.side, run.rounds) for run in runs] == [
-        (side, (number,)) for number in (0, 1) for side in ("default", "tuned", "ours")
-    ]
-    assert all(run.faults == ("worker_kill", "node_kill", "regrow", "hang") for run in runs)
+    assert [run.side for run in runs] == ["default", "tuned", "ours"] * 2
+    for number, run in enumerate(runs):
+        assert run.faults == tuple((number // 3, fault) for fault in EVERY_FAULT)
 
 
 def test_a_quick_run_has_the_rounds_that_it_promises(benchmark: ModuleType) -> None:
     runs = benchmark.plan_runs(benchmark.QUICK_ROUNDS, [], quick=True)
-    rounds = {
-        side: list(itertools.chain(*(run.rounds for run in runs if run.side == side))) for side in benchmark.SIDES
+    killed = {
+        side: [number for run in runs if run.side == side for number, fault in run.faults if fault == "node_kill"]
+        for side in benchmark.SIDES
     }
-    assert rounds == {"default": [0], "tuned": [0, 1, 2], "ours": [0, 1, 2, 3, 4]}
+    assert killed == {"default": [0], "tuned": [0, 1, 2], "ours": [0, 1, 2, 3, 4]}
+    ours = [[fault for _, fault in run.faults] for run in runs if run.side == "ours"]
+    assert all(faults[-1] == "hang" and faults.count("hang") == 1 for faults in ours)
 
 
 def test_rounds_that_are_whole_are_not_run_again(benchmark: ModuleType, samples: ModuleType) -> None:
-    whole = [sample(samples, "tuned", fault, 8.0, round=0) for fault in ("worker_kill", "node_kill", "regrow", "hang")]
+    whole = [sample(samples, "tuned", fault, 8.0, round=0) for fault in EVERY_FAULT]
     begun = [sample(samples, "tuned", "worker_kill", 8.0, round=1)]
     runs = benchmark.plan_runs({"tuned": 3}, whole + begun, quick=False)
-    assert [run.rounds for run in runs] == [(1,), (2,)]
+    assert [run.faults[0] for run in runs] == [(1, "worker_kill"), (2, "worker_kill")]
+    assert benchmark.plan_runs({"tuned": 1}, whole, quick=True) == []
 
 
 def test_graphs_are_counted_in_processes_that_saw_it_all(samples: ModuleType) -> None:
