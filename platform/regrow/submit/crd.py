@@ -1,8 +1,8 @@
 """Strict validation of a manifest against a CustomResourceDefinition, as an API server does it when asked to be strict.
 
 The schemas are the structural subset of OpenAPI 3 that Kubernetes has; CEL rules (x-kubernetes-validations) are not
-evaluated. What a schema does not name is refused. `metadata` is the API server's own and in no such schema: here it has
-what people write into it.
+evaluated. What a schema does not name is refused, and null, which an API server would drop. `metadata` is the API
+server's own and in no such schema: here it has what people write into it.
 """
 
 import difflib

@@ -16,6 +16,8 @@ from regrow.submit.pods import GPU
 from regrow.submit.render import Code, config_sha256
 from regrow.submit.sizes import HEADERS, longest_restart_s, sizes
 
+KUBERNETES_GRACE_S = 30  # where a pod does not say
+
 
 def lint(manifests: Sequence[Manifest], config: SubmitJobConfig, code: Code) -> list[Finding]:
     """Everything that is wrong with a run's manifests, by KubeRay's rules and our own."""
@@ -266,8 +268,9 @@ def _drain(group: Reader, config: SubmitJobConfig) -> None:
             f"a deadline of {drain} s is too short: workers leave {MARGIN_S:g} s before it",
             f"set submit.drain_s={2 * MARGIN_S:.0f} or more",
         )
-    if (grace.get(int) or 0) <= ends:
+    given = grace.get(int)
+    if (given if given is not None else KUBERNETES_GRACE_S) <= ends:
         grace.refuse(
-            f"{grace.value} s end before the drain does, after {ends:g} s",
+            f"{KUBERNETES_GRACE_S if given is None else given} s end before the drain does, after {ends:g} s",
             f"set submit.grace_s={ends + 35:.0f} or more, or lower submit.drain_s={config.submit.drain_s}",
         )

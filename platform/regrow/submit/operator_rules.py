@@ -155,7 +155,7 @@ def _redis(job: Reader, cluster: Reader) -> None:
     head = cluster.at("headGroupSpec")
     options = cluster.at("gcsFaultToleranceOptions")
     env = next((item.at("env") for item in head.at("template", "spec", "containers").items()), head.at("none"))
-    given = {item.at("name").value: item for item in env.items()}
+    given = {item.at("name").get(str): item for item in env.items()}
     annotations = job.at("metadata", "annotations")
     for name in ("RAY_REDIS_ADDRESS", "REDIS_PASSWORD", "REDIS_USERNAME"):
         if name in given:

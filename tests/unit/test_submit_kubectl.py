@@ -1,0 +1,341 @@
+"""What kubectl is asked, in which order, and what becomes of its answers; a stand-in program writes it down."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from regrow.config.schema import SubmitJobConfig
+from regrow.errors import ClusterError, ConfigError
+from regrow.submit import kuberay
+from regrow.submit.kubectl import Kubectl
+from regrow.submit.render import Code
+from regrow.submit.submit import check_may_apply, submit
+from regrow.testing import stand_in_kubectl
+from regrow.testing.stand_in_kubectl import STATE, store
+from regrow.testing.submission import CODE, compose
+
+ROOT = Path(__file__).parents[2]
+READY = (
+    "+cluster=h100x64",
+    "run.name=llama8b",
+    "run.storage_path=s3://llama/runs",
+    "+data.corpora.web=s3://llama/web",
+    "submit.image=registry.llama.dev/regrow",
+    "submit.context=east",
+    "submit.namespace=pretrain",
+)
+RUNNING = {
+    "jobDeploymentStatus": "Running",
+    "jobStatus": "RUNNING",
+    "jobId": "llama8b-x1",
+    "rayClusterName": "llama8b-c1",
+}
+SUCCEEDED = {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
+STOPPED = {"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"}
+FAILED = {"jobDeploymentStatus": "Failed", "jobStatus": "FAILED", "reason": "AppFailed", "message": "exit\n 1"}
+
+
+class Cluster:
+    """The stand-in's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def will_be(self, *statuses: dict[str, Any]) -> None:
+        (self.folder / "script.json").write_text(json.dumps(statuses))
+
+    def has(self, kind: str, name: str, **content: Any) -> None:
+        store(self.folder, kind, name, {"metadata": {"name": name}} | content)
+
+    def has_job(self, *statuses: dict[str, Any]) -> None:
+        self.has("rayjobs.ray.io", "llama8b", spec={"backoffLimit": 10}, status={})
+        self.will_be(*statuses)
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        path = self.folder / "calls.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def verbs(self) -> list[str]:
+        """What was asked, without looks at the job."""
+        found = [" ".join(call["arguments"][4:6]) for call in self.calls]
+        return [each for each in found if each != "get rayjobs.ray.io"]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    program = programs / "kubectl"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{stand_in_kubectl.__file__}" "$@"\n')
+    program.chmod(0o755)
+    state = tmp_path / "cluster"
+    state.mkdir()
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv(STATE, str(state))
+    monkeypatch.setattr(kuberay, "POLL_S", 0.01)
+    monkeypatch.setattr("regrow.submit.submit.git_sha", lambda: CODE.git_sha)  # a checkout without changes
+    return Cluster(state)
+
+
+def act(action: str, *more: str) -> int:
+    arguments = [*READY, *more, f"submit.action={action}"]
+    return submit(compose(arguments), arguments)
+
+
+def test_apply_sends_what_render_prints_server_side_and_follows(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert act("render") == 0
+    printed = capfd.readouterr().out
+    cluster.will_be({"jobDeploymentStatus": "Initializing"}, RUNNING, RUNNING, SUCCEEDED)
+    assert act("apply") == 0
+    (applied,) = [call for call in cluster.calls if "apply" in call["arguments"]]
+    assert applied["arguments"] == [
+        *("--context", "east", "--namespace", "pretrain", "apply"),
+        *("--server-side", "--field-manager=regrow", "--validate=strict", "--filename=-"),
+    ]
+    assert applied["input"] == printed
+    (manifest,) = yaml.safe_load_all(printed)
+    assert manifest["spec"]["entrypoint"].endswith("cluster.address=auto")
+    shown = capfd.readouterr()
+    assert "logs of job/llama8b" in shown.out
+    for line in ("serverside-applied", "Initializing", "Running (RUNNING)", "Complete (SUCCEEDED)"):
+        assert line in shown.err
+    assert cluster.verbs[0] == "apply --server-side"
+    assert "logs --follow" in cluster.verbs
+
+
+def test_apply_does_not_follow_where_it_is_told_not_to(cluster: Cluster) -> None:
+    assert act("apply", "submit.follow=false") == 0
+    assert cluster.verbs == ["apply --server-side"]
+
+
+def test_a_failed_job_ends_in_status_1_with_the_reason(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+    cluster.has_job(RUNNING, FAILED)
+    assert act("logs") == 1
+    assert "Failed (FAILED): AppFailed: exit 1" in capfd.readouterr().err
+
+
+def test_logs_of_a_retried_job_go_on_with_the_new_attempt_and_without_the_old_lines(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (
+        {"name": "llama8b", "creationTimestamp": "2026-01-01T00:00:00Z"},
+        {"name": "llama8b-2", "creationTimestamp": "2026-01-02T00:00:00Z"},
+    )
+    cluster.has("jobs", "a", metadata=second)
+    cluster.has("jobs", "b", metadata=first)
+    cluster.has_job(RUNNING, {"jobDeploymentStatus": "Retrying"}, RUNNING, SUCCEEDED)
+    assert act("logs") == 0
+    follows = [call["arguments"][4:] for call in cluster.calls if "logs" in call["arguments"]]
+    assert [each[:3] for each in follows] == [["logs", "--follow", "job/llama8b-2"]] * 2
+    assert len(follows[0]) == 3
+    assert follows[1][3].startswith("--since-time=20")
+    assert capfd.readouterr().out.count("logs of job/llama8b-2") == 2
+
+
+def test_logs_of_a_job_that_is_not_there_say_so(cluster: Cluster) -> None:
+    with pytest.raises(ClusterError, match=r"no RayJob llama8b; start it with submit\.action=apply"):
+        act("logs")
+
+
+def test_a_running_run_is_not_started_twice(cluster: Cluster) -> None:
+    cluster.has_job(RUNNING)
+    with pytest.raises(ClusterError, match=r"RayJob llama8b is there \(Running\).*submit\.action=stop"):
+        act("apply")
+    assert cluster.verbs == []
+
+
+@pytest.mark.parametrize("status", [SUCCEEDED, STOPPED, FAILED, {"jobDeploymentStatus": "ValidationFailed"}])
+def test_apply_goes_on_with_a_run_whose_job_has_ended(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str], status: dict[str, Any]
+) -> None:
+    cluster.has_job(status)
+    assert act("apply", "submit.follow=false") == 0
+    assert cluster.verbs == ["diff --server-side", "delete rayjobs.ray.io", "apply --server-side"]
+    assert "+  entrypoint: python -m jobs.pretrain" in capfd.readouterr().err
+
+
+def test_diff_shows_the_difference_and_changes_nothing(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+    assert act("diff") == 0
+    assert capfd.readouterr().out.startswith("+  entrypoint: ")
+    assert cluster.verbs == ["diff --server-side"]
+
+
+def test_stop_asks_ray_in_the_head_pod_and_waits_for_the_checkpoint(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cluster.has("pods", "llama8b-head")
+    cluster.has_job(RUNNING, RUNNING, RUNNING, STOPPED)
+    assert act("stop") == 0
+    (call,) = [call["arguments"] for call in cluster.calls if "exec" in call["arguments"]]
+    assert call[4:] == [
+        *("exec", "llama8b-head", "--container=ray-head", "--"),
+        *("ray", "job", "stop", "--no-wait", "--address", "http://127.0.0.1:8265", "llama8b-x1"),
+    ]
+    (select,) = [call["arguments"] for call in cluster.calls if "pods" in call["arguments"]]
+    assert "--selector=ray.io/cluster=llama8b-c1,ray.io/node-type=head" in select
+    assert "has ended; submit.action=apply goes on with the run" in capfd.readouterr().err
+
+
+def test_stop_of_a_job_that_waits_for_its_cluster_deletes_it(cluster: Cluster) -> None:
+    cluster.has_job({"jobDeploymentStatus": "Initializing"})
+    assert act("stop") == 0
+    assert cluster.verbs == ["delete rayjobs.ray.io"]
+
+
+@pytest.mark.parametrize("status", [None, SUCCEEDED])
+def test_stop_of_a_job_that_does_not_run_does_nothing(cluster: Cluster, status: dict[str, Any] | None) -> None:
+    if status:
+        cluster.has_job(status)
+    assert act("stop") == 0
+    assert cluster.verbs == []
+
+
+def test_a_job_that_does_not_end_is_reported(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kuberay, "STOPPING_S", 0.05)
+    cluster.has("pods", "llama8b-head")
+    cluster.has_job(RUNNING)
+    job = kuberay.KubeRay(Kubectl(namespace="pretrain", context="east"), "llama8b")
+    with pytest.raises(ClusterError, match=r"has not ended .* submit\.action=logs"):
+        job.stop(wait_s=0.01)
+
+
+def test_status_says_how_the_job_is_doing(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+    cluster.has(
+        "rayjobs.ray.io",
+        "llama8b",
+        metadata={"name": "llama8b", "annotations": {"regrow/run-name": "llama8b", "regrow/git-sha": "0123456789ab"}},
+        spec={"backoffLimit": 10},
+    )
+    workers = {"readyWorkerReplicas": 6, "desiredWorkerReplicas": 8, "minWorkerReplicas": 4, "maxWorkerReplicas": 8}
+    cluster.will_be(RUNNING | {"failed": 2, "startTime": "2026-01-01T00:00:00Z", "rayClusterStatus": workers})
+    assert act("status") == 0
+    assert capfd.readouterr().out.splitlines() == [
+        "Running (RUNNING)",
+        "run llama8b, commit 0123456789ab, started 2026-01-01T00:00:00Z",
+        "worker pods: 6 ready, 8 desired, 4 min, 8 max",
+        "failed attempts: 2 of 10 that are retried",
+        "dashboard: kubectl port-forward service/llama8b-c1-head-svc 8265, then http://127.0.0.1:8265",
+    ]
+
+
+def test_status_of_no_job(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+    assert act("status") == 0
+    assert capfd.readouterr().out.startswith("no RayJob llama8b")
+
+
+def test_what_kubectl_refuses_is_one_line(cluster: Cluster) -> None:
+    (cluster.folder / "refusal").write_text("Error from server (Forbidden): rayjobs.ray.io is forbidden\n\n")
+    with pytest.raises(ClusterError) as caught:
+        act("apply")
+    assert str(caught.value) == "kubectl apply: Error from server (Forbidden): rayjobs.ray.io is forbidden"
+
+
+def test_a_broken_rule_is_refused_before_kubectl_is_asked(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
+    assert act("apply", "submit.grace_s=10", "submit.shm_gb=1") == 1
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith("error: spec.rayClusterSpec.workerGroupSpecs[0].template.spec.") for line in lines)
+    assert cluster.calls == []
+
+
+REFUSED = [
+    (["submit.image=registry.example.com/regrow"], CODE, "submit.image=registry.example.com/regrow is a placeholder"),
+    (["submit.image='<registry>/regrow'"], CODE, "is a placeholder"),
+    ([], Code("0123456789ab-dirty", "2.60.0"), "changes that are not committed"),
+    ([], Code(None, "2.60.0"), "changes that are not committed"),
+    (["run.storage_path=runs"], CODE, "run.storage_path=runs is relative to this checkout"),
+    (["run.storage_path=s3://example.com/runs"], CODE, "is a placeholder"),
+    (["run.storage_path=/mnt/runs"], CODE, "set submit.volume_claim"),
+    (["~data.corpora.web"], CODE, "prepare one with jobs.prepare_data"),
+]
+
+
+@pytest.mark.parametrize(("change", "code", "line"), REFUSED)
+def test_placeholders_are_refused_in_one_line(change: Sequence[str], code: Code, line: str) -> None:
+    config = compose([*READY, *change])
+    with pytest.raises(ConfigError) as caught:
+        check_may_apply(config, code)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_filled_in_is_not_refused() -> None:
+    check_may_apply(compose(READY), CODE)
+    check_may_apply(compose([*READY, "run.storage_path=/mnt/runs", "submit.volume_claim=runs"]), CODE)
+
+
+def test_apply_refuses_a_placeholder_before_kubectl_is_asked(cluster: Cluster) -> None:
+    with pytest.raises(ConfigError, match="placeholder"):
+        act("apply", "submit.image=registry.example.com/regrow")
+    assert cluster.calls == []
+
+
+def submit_command(*arguments: str, path: str = os.environ["PATH"]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "jobs.submit", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PATH": path},
+    )
+
+
+def test_the_command_prints_manifests_and_nothing_else_with_defaults() -> None:
+    done = submit_command()
+    assert done.returncode == 0
+    assert done.stderr == ""
+    (manifest,) = yaml.safe_load_all(done.stdout)
+    assert (manifest["kind"], manifest["metadata"]["name"]) == ("RayJob", SubmitJobConfig().run.name)
+
+
+def test_the_command_prints_manifests_without_kubectl_torch_or_ray() -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['jobs.submit', '+cluster=h100x64', 'train.steps=7']\n"
+        "try: runpy.run_module('jobs.submit', run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "print('HEAVY', sorted({'torch', 'ray', 'numpy', 'pyarrow'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PATH": ""},
+    )
+    assert done.stderr == "HEAVY []\n", done.stderr
+    (manifest,) = yaml.safe_load_all(done.stdout)
+    assert manifest["spec"]["entrypoint"] == (
+        "python -m jobs.pretrain +cluster=h100x64 train.steps=7 cluster.address=auto"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["submit.action=status"], "error: kubectl is not on PATH; install it, use submit.backend=ray"),
+        (["submit.actoin=apply"], "error: unknown setting 'submit.actoin'; did you mean 'submit.action'?"),
+        (["submit.action=aply"], "error: "),
+        (["optim.num_slices=7"], "error: optim.num_slices=7"),
+        (["submit.backend=ray", "submit.action=diff"], "error: submit.action=diff compares with Kubernetes"),
+        (["+site=moon"], "error: no site called 'moon'; available: eks_p5, infiniband"),
+    ],
+)
+def test_a_mistake_ends_in_one_line(arguments: list[str], line: str, tmp_path: Path) -> None:
+    done = submit_command(*arguments, path=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith(line), done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
