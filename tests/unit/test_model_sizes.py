@@ -5,8 +5,8 @@ import torch
 from omegaconf import OmegaConf
 
 from regrow.config.schema import ModelConfig
-from regrow.model.size import num_matmul_params, num_params
 from regrow.model.llama import Llama
+from regrow.model.size import num_matmul_params, num_params
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 

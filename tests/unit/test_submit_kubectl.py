@@ -225,7 +225,8 @@ def test_status_says_how_the_job_is_doing(cluster: Cluster, capfd: pytest.Captur
         "run llama8b, commit 0123456789ab, started 2026-01-01T00:00:00Z",
         "worker pods: 6 ready, 8 desired, 4 min, 8 max",
         "failed attempts: 2 of 10 that are retried",
-        "dashboard: kubectl port-forward service/llama8b-c1-head-svc 8265, then http://127.0.0.1:8265",
+        "dashboard: kubectl --context east --namespace pretrain port-forward service/llama8b-c1-head-svc 8265, "
+        "then http://127.0.0.1:8265",
     ]
 
 

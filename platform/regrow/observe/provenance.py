@@ -10,13 +10,13 @@ PACKAGES = ("regrow", "torch", "torchao", "ray", "pyarrow", "numpy", "tokenizers
 
 
 def git_sha() -> str | None:
-    """The checkout's commit, with `-dirty` where tracked files differ; None outside a checkout."""
+    """The checkout's commit, with `-dirty` where tracked files differ; in an image, what it was built from, or None."""
     here = Path(__file__).parent
     try:
         sha = _git(here, "rev-parse", "--short=12", "HEAD")
         return sha + ("-dirty" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.SubprocessError):
-        return None
+        return os.environ.get("REGROW_GIT_SHA")  # set by k8s/Dockerfile
 
 
 def versions() -> dict[str, str]:

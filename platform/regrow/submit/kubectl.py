@@ -1,6 +1,7 @@
 """kubectl as a program: what it is asked, what it answers, and its failures as one line."""
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,12 @@ class Kubectl:
                 "kubectl is not on PATH; install it, use submit.backend=ray, or take the manifests of "
                 "submit.action=render elsewhere"
             )
-        self._command = [program, *(["--context", context] if context else []), "--namespace", namespace]
+        self._options = [*(["--context", context] if context else []), "--namespace", namespace]
+        self._command = [program, *self._options]
+
+    def written(self, *arguments: str) -> str:
+        """A command for a person to type."""
+        return shlex.join(["kubectl", *self._options, *arguments])
 
     def apply(self, manifests: str) -> str:
         """Server-side, refusing fields that the cluster does not know; what kubectl says of it."""

@@ -14,6 +14,7 @@ from regrow.errors import ClusterError
 from regrow.submit.kubectl import Kubectl
 
 KIND = "rayjobs.ray.io"
+DASHBOARD = "http://127.0.0.1:8265"  # from the head pod
 POLL_S = 2.0
 ENDED = ("Complete", "Failed", "ValidationFailed")  # jobDeploymentStatus
 STOPPING_S = 120.0  # beyond the time that the job has for its checkpoint
@@ -86,8 +87,8 @@ class KubeRay:
                 f"failed attempts: {status['failed']} of {found['spec'].get('backoffLimit', 0)} that are retried"
             )
         if status.get("rayClusterName"):
-            service = f"{status['rayClusterName']}-head-svc"
-            lines.append(f"dashboard: kubectl port-forward service/{service} 8265, then http://127.0.0.1:8265")
+            forward = self.kubectl.written("port-forward", f"service/{status['rayClusterName']}-head-svc", "8265")
+            lines.append(f"dashboard: {forward}, then {DASHBOARD}")
         return lines
 
     def stop(self, *, wait_s: float) -> None:
@@ -105,7 +106,7 @@ class KubeRay:
         if not heads:
             raise ClusterError(f"RayJob {self.name} runs, but its cluster {cluster} has no head pod; try again")
         pod = heads[0]["metadata"]["name"]
-        self.kubectl.exec(pod, "ray-head", ["ray", "job", "stop", "--no-wait", "--address", _DASHBOARD, job])
+        self.kubectl.exec(pod, "ray-head", ["ray", "job", "stop", "--no-wait", "--address", DASHBOARD, job])
         self.say(f"asked {job} to end after its step, with a checkpoint")
         give_up_at = time.monotonic() + wait_s + STOPPING_S
         while wait_s and time.monotonic() < give_up_at:
@@ -129,9 +130,6 @@ class KubeRay:
         jobs = self.kubectl.select("jobs", f"ray.io/originated-from-cr-name={self.name}")
         jobs.sort(key=lambda job: str(job["metadata"].get("creationTimestamp", "")))
         return str(jobs[-1]["metadata"]["name"]) if jobs else self.name
-
-
-_DASHBOARD = "http://127.0.0.1:8265"
 
 
 def _state_line(status: Status) -> str:
