@@ -14,9 +14,10 @@ import yaml
 from regrow.config.schema import SubmitJobConfig
 from regrow.errors import ClusterError, ConfigError
 from regrow.submit import kuberay
+from regrow.submit.check import check_may_apply, check_submit
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.render import Code
-from regrow.submit.submit import check_may_apply, submit
+from regrow.submit.submit import submit
 from regrow.testing import stand_in_kubectl
 from regrow.testing.stand_in_kubectl import STATE, store
 from regrow.testing.submission import CODE, compose
@@ -274,6 +275,39 @@ def test_placeholders_are_refused_in_one_line(change: Sequence[str], code: Code,
 def test_what_is_filled_in_is_not_refused() -> None:
     check_may_apply(compose(READY), CODE)
     check_may_apply(compose([*READY, "run.storage_path=/mnt/runs", "submit.volume_claim=runs"]), CODE)
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("submit.workers_per_node=0", "submit.workers_per_node=0 must be at least 1"),
+        ("submit.retries=-1", "submit.retries=-1 must be at least 0"),
+        ("submit.drain_s=5", "submit.drain_s=5 must be at least 20"),
+        ("submit.shm_gb=0", "submit.shm_gb=0 must be positive, or null"),
+        ("submit.namespace=My_Space", "submit.namespace='My_Space' is no name of a namespace"),
+        ("submit.redis_secret=redis", "submit.redis_secret=redis must name a Secret and its key: SECRET/KEY"),
+        ("submit.redis_secret=redis/key", "submit.redis_secret=redis/key has no Redis; set submit.redis_address"),
+        ("submit.volume_claim=runs", "which must be an absolute path, not s3://llama/runs"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(setting: str, line: str) -> None:
+    check_submit(compose(READY))
+    with pytest.raises(ConfigError) as caught:
+        check_submit(compose([*READY, setting]))
+    assert line in str(caught.value)
+
+
+def test_an_interrupt_stops_following_and_not_the_job(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(self: kuberay.KubeRay) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kuberay.KubeRay, "follow", interrupted)
+    cluster.has_job(RUNNING)
+    assert act("logs") == 130
+    assert "the job runs on, and submit.action=stop ends it" in capfd.readouterr().err
+    assert cluster.verbs == []
 
 
 def test_apply_refuses_a_placeholder_before_kubectl_is_asked(cluster: Cluster) -> None:

@@ -74,7 +74,7 @@ def _code(job: Reader, cluster: Reader, config: SubmitJobConfig, code: Code) -> 
                 image.refuse("is missing", "set submit.image")
                 continue
             images.setdefault(text, image)
-            tag = text.rpartition("/")[2].partition(":")[2].partition("@")[0]
+            tag = text.rpartition("/")[2].partition("@")[0].partition(":")[2]
             if f"ray{code.ray_version}" not in re.split(r"[-_+]", tag):
                 image.refuse(
                     f"{text!r} does not say that it has Ray {code.ray_version}",
