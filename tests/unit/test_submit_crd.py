@@ -8,7 +8,7 @@ import yaml
 
 from regrow.errors import ConfigError
 from regrow.submit.crd import load_schema, validate
-from regrow.testing.submission import CRD
+from regrow.testing.submission import CRD, crd_schema
 
 NEEDS_CRD = pytest.mark.skipif(not CRD.exists(), reason=f"KubeRay's schemas are not here: {CRD.name}")
 
@@ -102,7 +102,7 @@ def test_metadata_is_checked_as_the_api_server_does() -> None:
 @NEEDS_CRD
 def test_a_manifest_that_a_real_api_server_accepted_passes() -> None:
     manifest = yaml.safe_load((CRD.parent / "rayjob_h100x64.example.yaml").read_text())
-    assert [str(finding) for finding in validate(manifest, load_schema(CRD, kind="RayJob", version="v1"))] == []
+    assert [str(finding) for finding in validate(manifest, crd_schema())] == []
 
 
 @pytest.mark.parametrize(

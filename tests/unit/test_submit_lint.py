@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from regrow.config.schema import SubmitJobConfig
-from regrow.submit.crd import load_schema, validate
+from regrow.submit.crd import validate
 from regrow.submit.lint import lint
 from regrow.submit.manifest import Finding, Manifest, join, quantity
-from regrow.testing.submission import CODE, CRD, rendered
+from regrow.testing.submission import CODE, CRD, crd_schema, rendered
 
 PLAIN = ("+cluster=h100x64", "+site=eks_p5", "run.name=lint")
 REDIS = (*PLAIN, "submit.redis_address=redis://redis:6379", "submit.redis_secret=redis/password")
@@ -129,7 +129,7 @@ BROKEN: list[Case] = [
     (PLAIN, f"{HEAD_POD}.containers[0].env[0]", {"name": "RAY_AUTH_TOKEN", "value": "x"}, "put it into a Secret"),
     (PLAIN, f"{CONTAINER}.env[0].value", "AKIA" + "ABCDEFGHIJKLMNOP", "looks like a secret"),
     (REDIS, f"{CLUSTER}.gcsFaultToleranceOptions.redisAddress", "redis://me:word@redis:6379", "looks like a secret"),
-    (REDIS, f"{CLUSTER}.gcsFaultToleranceOptions.redisPassword", {"value": "word"}, "name its Secret: submit.redis_secret"),
+    (REDIS, f"{CLUSTER}.gcsFaultToleranceOptions.redisPassword", {"value": "word"}, "name its Secret"),
     (REDIS, f"{CLUSTER}.gcsFaultToleranceOptions.redisPassword.valueFrom.secretKeyRef.key", "", "Secret and its key"),
     (PLAIN, f"{POD}.securityContext", DELETED, "must be true"),
     (PLAIN, f"{HEAD_POD}.securityContext.runAsUser", 0, "is root"),
@@ -322,7 +322,7 @@ def mutations(count: int) -> Iterator[tuple[str, SubmitJobConfig, Manifest, str]
 
 @pytest.mark.skipif(not CRD.exists(), reason=f"KubeRay's schemas are not here: {CRD.name}")
 def test_200_damaged_manifests_are_all_refused_and_the_place_is_named() -> None:
-    schema = load_schema(CRD, kind="RayJob", version="v1")
+    schema = crd_schema()
     escaped, elsewhere, seen = [], [], set()
     for label, config, manifest, path in mutations(200):
         found = findings_of(manifest, config) + validate(manifest, schema)

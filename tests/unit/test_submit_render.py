@@ -24,12 +24,12 @@ from regrow.config.store import to_dataclass, to_dict
 from regrow.model.size import state_bytes
 from regrow.plan.memory import plan_snapshot_memory
 from regrow.submit.arguments import pretrain_arguments
-from regrow.submit.crd import load_schema, validate
+from regrow.submit.crd import validate
 from regrow.submit.lint import lint
 from regrow.submit.pods import grace_s
 from regrow.submit.render import MAX_NAME, entrypoint, job_name, render, to_yaml
 from regrow.submit.sizes import longest_restart_s, sizes
-from regrow.testing.submission import CODE, CRD, compose, rendered
+from regrow.testing.submission import CODE, CRD, compose, crd_schema, rendered
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "submit"
@@ -97,9 +97,8 @@ def test_a_rendered_job_is_clean_by_every_rule(case: str) -> None:
 @pytest.mark.skipif(not CRD.exists(), reason=f"KubeRay's schemas are not here: {CRD.name}")
 @pytest.mark.parametrize("case", IDS)
 def test_a_rendered_job_passes_kuberays_schema_without_unknown_fields(case: str) -> None:
-    schema = load_schema(CRD, kind="RayJob", version="v1")
     for manifest in rendered(CASES[case])[1]:
-        assert [str(finding) for finding in validate(manifest, schema)] == []
+        assert [str(finding) for finding in validate(manifest, crd_schema())] == []
 
 
 @pytest.mark.parametrize("case", IDS)

@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 STATE = "STAND_IN_KUBECTL"  # names the folder
 
 
@@ -32,14 +30,14 @@ def apply(folder: Path, words: list[str], arguments: list[str], text: str) -> in
     if (folder / "refusal").exists():
         print((folder / "refusal").read_text(), file=sys.stderr)
         return 1
-    for each in yaml.safe_load_all(text):
+    for each in documents(text):
         store(folder, "rayjobs.ray.io", each["metadata"]["name"], each | {"status": {}})
         print(f"rayjob.ray.io/{each['metadata']['name']} serverside-applied")
     return 0
 
 
 def diff(folder: Path, words: list[str], arguments: list[str], text: str) -> int:
-    for each in yaml.safe_load_all(text):
+    for each in documents(text):
         found = load(folder, "rayjobs.ray.io", each["metadata"]["name"])
         if found is None or found["spec"] != each["spec"]:
             print(f"+  entrypoint: {each['spec']['entrypoint']}")
@@ -82,6 +80,12 @@ def run(folder: Path, words: list[str], arguments: list[str], text: str) -> int:
 
 
 COMMANDS = {"apply": apply, "diff": diff, "get": get, "logs": logs, "delete": delete, "exec": run}
+
+
+def documents(text: str) -> list[dict[str, Any]]:
+    import yaml  # most calls need none
+
+    return list(yaml.safe_load_all(text))
 
 
 def path(folder: Path, kind: str, name: str) -> Path:

@@ -10,6 +10,7 @@ from hydra.core.config_store import ConfigStore
 from regrow.config.schema import SubmitJobConfig
 from regrow.config.store import CONF_DIR, to_dataclass
 from regrow.submit.arguments import pretrain_arguments
+from regrow.submit.crd import Schema, load_schema
 from regrow.submit.manifest import Manifest
 from regrow.submit.render import Code, render
 
@@ -28,6 +29,12 @@ def rendered(arguments: Sequence[str]) -> tuple[SubmitJobConfig, list[Manifest]]
     """A config and its manifests."""
     config, words = _composed(tuple(arguments))
     return config, render(config, CODE, words)
+
+
+@cache
+def crd_schema() -> Schema:
+    """KubeRay's schema of RayJobs, from CRD."""
+    return load_schema(CRD, kind="RayJob", version="v1")
 
 
 @cache
