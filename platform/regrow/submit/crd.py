@@ -78,7 +78,8 @@ def _check(value: Any, schema: Schema, path: str) -> Iterator[Finding]:
     kind = schema.get("type")
     if kind is None:
         return
-    if not isinstance(value, TYPES[kind]) or (kind in ("integer", "number") and isinstance(value, bool)):
+    fits = isinstance(value, TYPES[kind]) and not (kind in ("integer", "number") and isinstance(value, bool))
+    if not fits:
         yield Finding(path, f"must be of type {kind}, not {value!r}")
     elif kind == "object":
         yield from _object(value, schema, path)

@@ -65,7 +65,7 @@ def _code(job: Reader, cluster: Reader, config: SubmitJobConfig, code: Code) -> 
             f"use {code.ray_version}",
         )
     sha = (code.git_sha or "unknown").removesuffix("-dirty")
-    images = {}
+    images: dict[str, Reader] = {}
     for pod in _pods(job):
         for container in pod.at("containers").items():
             image = container.at("image")

@@ -138,11 +138,12 @@ def _group(group: Reader, what: str) -> None:
     if not containers.get(list):
         containers.refuse(f"{what} needs at least one container")
     start, resources = group.at("rayStartParams"), group.at("resources")
+    given = resources.get(dict)
     for key, value in start.entries():
         value.get(str)
         if key == "labels":
             value.refuse("is not taken here", f"use {group.path}.labels")
-        if key in START_RESOURCES and resources.get(dict):
+        if key in START_RESOURCES and given:
             value.refuse(f"resources are given twice, as {resources.path} too", "give them once")
     for key, value in group.at("labels").entries():
         if not LABEL_KEY.fullmatch(key):
