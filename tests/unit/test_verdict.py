@@ -140,6 +140,14 @@ def test_a_fault_that_nobody_noticed_brought_about_nothing() -> None:
     assert (outcome.ranks_after, outcome.seconds) == (None, None)
 
 
+def test_what_came_of_a_fault_is_known_when_its_rows_are_taken_back_later() -> None:
+    given = evidence()
+    rows = [row for row in given.rows if row["generation"] != 2]
+    assert outcomes(given.records, rows, given.events)[0].seconds is None
+    recorded = {"record": "outcome", "number": 0, "seconds": 3.5}
+    assert outcomes([*given.records, recorded], rows, given.events)[0].seconds == 3.5
+
+
 def test_a_node_that_comes_is_answered_by_the_group_that_grows() -> None:
     given = evidence()
     came = {"record": "fault", "number": 1, "kind": "return_node", "what": "return_node", "time": BORN + 25}

@@ -105,8 +105,9 @@ def judge(evidence: Evidence) -> list[Verdict]:
 
 
 def outcomes(records: Sequence[Row], rows: Sequence[Row], events: Sequence[Row]) -> list[Outcome]:
-    """What came of each fault, in order."""
+    """What came of each fault, in order; where later faults took its rows back, as it was recorded then."""
     faults = _named(records, "fault")
+    recorded = {line["number"]: line["seconds"] for line in _named(records, "outcome")}
     generations = _named(events, "generation", key="event")
     found = []
     for fault in faults:
@@ -130,7 +131,7 @@ def outcomes(records: Sequence[Row], rows: Sequence[Row], events: Sequence[Row])
             outcome = replace(
                 outcome,
                 ranks_after=later[0]["world_size"],
-                seconds=None if first is None else first - fault["time"],
+                seconds=recorded.get(fault["number"]) if first is None else first - fault["time"],
                 lost_steps=later[0].get("recomputed_steps", 0),
                 source=later[0].get("source", ""),
             )
