@@ -12,6 +12,7 @@ from regrow.config.schema import SubmitJobConfig
 from regrow.submit.crd import validate
 from regrow.submit.lint import lint
 from regrow.submit.manifest import Finding, Manifest, join, quantity
+from regrow.submit.render import Code, render
 from regrow.testing.submission import CODE, CRD, crd_schema, rendered
 
 PLAIN = ("+cluster=h100x64", "+site=eks_p5", "run.name=lint")
@@ -54,6 +55,7 @@ BROKEN: list[Case] = [
     (PLAIN, "spec.runtimeEnvYAML", "env_vars: {a: b", "is no YAML"),
     (PLAIN, "spec.runtimeEnvYAML", "just text", "must be a YAML mapping"),
     (PLAIN, "spec.deletionStrategy", {"deletionRules": [{}]}, "spec.deletionStrategy.deletionRules: excludes"),
+    (PLAIN, "spec.deletionStrategy", {"deletionRules": [{}], "onSuccess": {}}, "excludes onSuccess"),
     (PLAIN, "spec.deletionStrategy", {"onSuccess": {"policy": "DeleteSelf"}}, "needs onSuccess and onFailure"),
     (PLAIN, CLUSTER, DELETED, "a job needs a cluster"),
     (PLAIN, f"{HEAD_POD}.containers", [], "needs at least one container"),
@@ -73,7 +75,9 @@ BROKEN: list[Case] = [
     (PLAIN, f"{HEAD_POD}.containers[0].env[0].name", "RAY_REDIS_ADDRESS", "not taken from the environment"),
     (PLAIN, f"{HEAD_POD}.containers[0].env[0].name", "RAY_enable_autoscaler_v2", "not taken from the environment"),
     (PLAIN, f"{HEAD}.rayStartParams.redis-username", "me", "is not taken here"),
+    (PLAIN, f"{HEAD}.rayStartParams.redis-password", "word", "is not taken here"),
     (REDIS, "metadata.annotations.ray\\.io/ft-enabled", "true", "is set beside"),
+    (REDIS, "metadata.annotations.ray\\.io/external-storage-namespace", "x", "is set beside"),
     (REDIS, f"{CLUSTER}.gcsFaultToleranceOptions.redisAddress", DELETED, "is missing"),
     (PLAIN, f"{HEAD_POD}.restartPolicy", "Always", "must be Never with autoscaler v2"),
     (PLAIN, f"{POD}.restartPolicy", "OnFailure", "must be Never with autoscaler v2"),
@@ -143,6 +147,8 @@ BROKEN: list[Case] = [
     (PLAIN, f"{CONTAINER}.resources.requests.memory", "5Ti", "is above its limit"),
     (PLAIN, f"{CONTAINER}.resources.requests.cpu", "many", "is no quantity"),
     (PLAIN, f"{HEAD_POD}.containers[0].resources.limits.memory", DELETED, "is missing"),
+    (PLAIN, f"{LIMITS}.cpu", "-1", "is no positive quantity"),
+    (PLAIN, f"{CONTAINER}.volumeMounts[1].mountPath", "tmp", "is no absolute path"),
     (PLAIN, f"{CONTAINER}.volumeMounts[1].name", "temp", "there is no volume 'temp'"),
     (PLAIN, f"{POD}.volumes[1].name", "shm", "names two volumes"),
     # queues
@@ -335,6 +341,31 @@ def test_200_damaged_manifests_are_all_refused_and_the_place_is_named() -> None:
     assert escaped == []
     assert elsewhere == []
     assert len(seen) > 150  # not the same damage again and again
+
+
+def test_groups_of_one_name_are_found() -> None:
+    config, (manifest,) = rendered(PLAIN)
+    twice = copy.deepcopy(manifest)
+    groups = twice["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    groups.append(copy.deepcopy(groups[0]))
+    (finding,) = findings_of(twice, config)
+    assert str(finding) == f"{CLUSTER}.workerGroupSpecs[1].groupName: 'workers' names two groups"
+
+
+def test_an_image_may_be_pinned_by_its_digest_beside_its_tag() -> None:
+    arguments = [*PLAIN, f"submit.image='host:5000/regrow:{CODE.tag}@sha256:{'0' * 64}'"]
+    config, (manifest,) = rendered(arguments)
+    assert findings_of(manifest, config) == []
+    config, (manifest,) = rendered([*PLAIN, f"submit.image='host:5000/regrow@sha256:{'0' * 64}'"])
+    assert {finding.path.rpartition(".")[2] for finding in findings_of(manifest, config)} == {"image"}
+
+
+def test_a_checkout_with_changes_renders_with_a_tag_that_says_so() -> None:
+    config, _ = rendered(PLAIN)
+    dirty = Code("0123456789ab-dirty", CODE.ray_version)
+    (manifest,) = render(config, dirty, ["cluster.address=auto"])
+    assert lint([manifest], config, dirty) == []
+    assert manifest["spec"]["submitterPodTemplate"]["spec"]["containers"][0]["image"].endswith("-dirty-ray2.60.0")
 
 
 def test_rules_of_ours_find_wrong_types_by_themselves_in_what_they_read() -> None:
