@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from regrow.config.schema import SubmitJobConfig
+from regrow.config.schema import SubmitAction, SubmitJobConfig
 from regrow.errors import ClusterError, ConfigError
 from regrow.submit import kuberay
 from regrow.submit.check import check_may_apply, check_submit
@@ -88,8 +88,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 def act(action: str, *more: str) -> int:
-    arguments = [*READY, *more, f"submit.action={action}"]
-    return submit(compose(arguments), arguments)
+    config = compose([*READY, *more])
+    config.submit.action = SubmitAction(action)
+    return submit(config, [*READY, *more])
 
 
 def test_apply_sends_what_render_prints_server_side_and_follows(

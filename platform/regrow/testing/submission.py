@@ -1,6 +1,7 @@
 """Jobs rendered in tests, with the code's version fixed."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,11 @@ CRD = Path(__file__).parents[4] / "shared" / "kuberay" / "ray.io_rayjobs.v1.7.0.
 
 def compose(arguments: Sequence[str]) -> SubmitJobConfig:
     """The config of `jobs.submit` with these arguments."""
+    return deepcopy(_config(tuple(arguments)))
+
+
+@cache
+def _config(arguments: tuple[str, ...]) -> SubmitJobConfig:
     ConfigStore.instance().store(name="submit_schema", node=SubmitJobConfig)
     with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
         return to_dataclass(hydra.compose("submit", list(arguments)), SubmitJobConfig)
