@@ -51,8 +51,8 @@ format: $(DEV) ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test-long: $(DEV) ## more elastic cases on real raylets, and 200 random kills of the checkpoint tiers
-	CRASH_KILLS=200 $(BIN)/python -m pytest tests/cluster/test_elastic.py tests/dist/test_crashes.py $(ARGS)
+test-long: $(DEV) ## more elastic cases and every drill on real raylets, and 200 random kills of the checkpoint tiers
+	CRASH_KILLS=200 $(BIN)/python -m pytest tests/cluster/test_elastic.py tests/cluster/test_drill.py tests/dist/test_crashes.py $(ARGS)
 
 test-float8: $(DEV) ## the full float8 x compile x world size matrix (long)
 	$(BIN)/python -m pytest tests/dist -m matrix $(ARGS)

@@ -395,10 +395,11 @@ class Coordinator:
         """Why the group should leave in good order and form anew, or empty."""
         self.membership.avoided = self.notices.avoided(time.time())
         if self.membership.wants_to_leave_nodes():
-            self.reform = DRAIN
+            reason = DRAIN
         else:
-            self.reform = GROW if self.membership.wants_to_grow(now) else ""
-        return self.reform
+            reason = GROW if self.membership.wants_to_grow(now) else ""
+        self.reform = reason or self.reform  # the group may be on its way already
+        return reason
 
     def _name_stragglers(self, found: list[tuple[str, Pulse, float]]) -> None:
         for node, pulse, factor in found:

@@ -35,11 +35,7 @@ class Restored:
 
 
 class Unrestorable(CheckpointError):
-    """No snapshot gives the state; `dirty`: some of it has been overwritten by then."""
-
-    def __init__(self, message: str, *, dirty: bool) -> None:
-        super().__init__(message)
-        self.dirty = dirty
+    """No snapshot gives the state."""
 
 
 def restore_snapshot(
@@ -55,16 +51,16 @@ def restore_snapshot(
 
     `node` and `folder` are this node and its keeper's folder, `reader` spreads ranks over equal copies. Strict: a
     missing, extra, reshaped or retyped entry is an Unrestorable that names it, and so is an element that no holder
-    gives.
+    gives. Entries may hold parts of it then.
     """
-    left, dirty = list(holders), False
+    left = list(holders)
     problems: list[str] = []
     while True:
         try:
             chosen = _choose(left, node, reader)
             by_holder = _plan(entries, chosen)
         except CheckpointError as error:
-            raise Unrestorable("; ".join([str(error), *problems]), dirty=dirty) from error
+            raise Unrestorable("; ".join([str(error), *problems])) from error
         restored = Restored({}, problems=tuple(problems))
         for holder, reads in by_holder.items():
             try:
@@ -73,8 +69,6 @@ def restore_snapshot(
                 problems.append(f"{holder.name}: {error}")
                 left.remove(holder)
                 break
-            finally:
-                dirty = True
             restored.scalars = scalars
             restored.own_bytes += own
             restored.peer_bytes += peer

@@ -74,7 +74,7 @@ def train_generation(
     shape = plan_mesh(world_size, config.parallel.dp_replicate)
     mesh = build_mesh(shape, device.type)
     eot_id = job.corpora.eot_id if config.model.document_attention else None
-    model = build_model(config.model, config.parallel, mesh=mesh, device=device, seed=config.run.seed, eot_id=eot_id)
+    model = build_model(config.model, config.parallel, mesh=mesh, device=device, seed=None, eot_id=eot_id)
     optimizer = build_optimizer(model, config.optim)
     built = time.time()
     entries = training_entries(model, optimizer, inner_tensor=inner_tensor)
@@ -327,13 +327,13 @@ def _restore(
     """Load the newest committed state that is sound, on all ranks the same one; from seed if there is none.
 
     Collective. From the nodes' memory, where that holds it, else from storage. A damaged checkpoint is reported and the
-    one before it taken. `from_seed` makes the entries what they are in a new run, for where a restore failed half way.
+    one before it taken. `from_seed` makes the entries what they are in a new run.
     Raises CheckpointError if all checkpoints are damaged.
     """
     folder, part = Storage.at(job.checkpoints), part_of(mesh)
-    steps, overwritten = from_rank_0(catalog.committed_steps(folder) if dist.get_rank() == 0 else []), False
+    steps = from_rank_0(catalog.committed_steps(folder) if dist.get_rank() == 0 else [])
     if memory is not None:
-        restored, overwritten = memory.restore(entries, at_least=steps[0] if steps else 0)
+        restored = memory.restore(entries, at_least=steps[0] if steps else 0)
         if restored is not None:
             return restored, "snapshot"
     for step in steps:
@@ -357,8 +357,7 @@ def _restore(
             f"none of the checkpoints at {folder} (steps {', '.join(map(str, steps))}) can be restored; {problems[0]}; "
             "choose another run.name to start over"
         )
-    if overwritten:
-        from_seed()
+    from_seed()
     return Progress(), "seed"
 
 

@@ -62,11 +62,11 @@ class MemoryTier:
         self._heartbeat = self._heartbeat or Heartbeat(self.folder)
         self._heartbeat.enter(generation, gloo)
 
-    def restore(self, entries: Sequence[Entry], *, at_least: int) -> tuple[Progress | None, bool]:
-        """Fill the entries from the newest committed snapshot, on all ranks or on none.
+    def restore(self, entries: Sequence[Entry], *, at_least: int) -> Progress | None:
+        """Fill the entries from the newest committed snapshot.
 
-        No progress where there is no snapshot of step `at_least` or later, and where it could not be read; whether
-        some rank's entries were overwritten then.
+        None where there is no snapshot of step `at_least` or later, and where some rank could not read it: what the
+        entries hold then is nothing to go by.
         """
         newest = from_rank_0(
             ray.get(self.job.coordinator.newest_snapshot.remote(), timeout=CALL_TIMEOUT_S)
@@ -74,25 +74,27 @@ class MemoryTier:
             else None
         )
         if newest is None or newest[0] < at_least:
-            return None, False
-        problem, dirty, scalars = "", False, {}
+            return None
+        problem, scalars = "", {}
         try:
-            scalars = restore_snapshot(
+            restored = restore_snapshot(
                 entries,
                 newest[1],
                 node=self.node,
                 folder=self.folder,
                 secret=self.job.secret,
                 reader=dist.get_rank(),
-            ).scalars
+            )
+            scalars = restored.scalars
+            for refused in restored.problems:
+                self.job.coordinator.note.remote("snapshot_damaged", {"step": newest[0], "detail": refused})
         except Unrestorable as error:
-            problem, dirty = str(error), error.dirty
-        outcomes = gather((problem, dirty))
-        failures = [found for found, _ in outcomes if found]
-        if failures:
-            self._note({"step": newest[0], "detail": failures[0]})
-            return None, True
-        return Progress(**scalars), False
+            problem = str(error)
+        problems = [found for found in gather(problem) if found]
+        if problems:
+            self._note({"step": newest[0], "detail": problems[0]})
+            return None
+        return Progress(**scalars)
 
     def start(self, entries: Sequence[Entry], part: Part, generation: int, start_step: int) -> None:
         """Make this rank's slots for what follows `start_step`.

@@ -147,6 +147,12 @@ class Llama(nn.Module):
         return F.linear(x_BTD, self.embed.weight) if self.output is None else self.output(x_BTD)
 
 
+@torch.no_grad()
+def init_buffers(model: Llama) -> None:
+    """Fill what is neither trained nor loaded."""
+    model.rope_Q2.copy_(model.rope_frequencies_Q2())
+
+
 def init_weights(model: Llama, seed: int) -> None:
     """Fill every parameter and buffer; bitwise the same for every world size and layout on one device type.
 
@@ -159,8 +165,8 @@ def init_weights(model: Llama, seed: int) -> None:
     1. Here the output's never exceeds INIT_STD, so that small models too start near a loss of log(V), and all normals
     are cut at TRUNCATE_AT deviations.
     """
+    init_buffers(model)
     with torch.no_grad():
-        model.rope_Q2.copy_(model.rope_frequencies_Q2())
         for name, parameter in model.named_parameters():
             local, first_row = _local_rows(parameter.detach())
             if parameter.ndim == 1:

@@ -38,6 +38,8 @@ def narrate(event: Mapping[str, Any]) -> str | None:
             return str(event["detail"])
         case "checkpoint_damaged":
             return f"checkpoint of step {event['step']} cannot be used, trying the one before: {event['detail']}"
+        case "snapshot_damaged":
+            return f"a copy of the snapshot of step {event['step']} cannot be used, another one was: {event['detail']}"
         case "snapshot_unreadable":
             return f"the snapshot of step {event['step']} cannot be used, going back to storage: {event['detail']}"
         case "failure":

@@ -4,7 +4,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from regrow.config.schema import Float8, ModelConfig, ParallelConfig
-from regrow.model.llama import Llama, init_weights
+from regrow.model.llama import Llama, init_buffers, init_weights
 from regrow.parallel.activation_checkpoint import apply_activation_checkpoint
 from regrow.parallel.compile import apply_compile
 from regrow.parallel.float8 import apply_float8, refresh_float8_scales
@@ -17,14 +17,15 @@ def build_model(
     *,
     mesh: DeviceMesh | None,
     device: torch.device | str,
-    seed: int,
+    seed: int | None,
     eot_id: int | None = None,
 ) -> Llama:
     """A Llama on `device`, its weights drawn from `seed`, ready to train; no rank ever holds more than its shard.
 
-    Without a mesh: whole, on one device, every parameter and all compute in float32. After loading other weights, call
-    `refresh_float8_scales`. `eot_id`, the end-of-text token, is given exactly if the model's attention keeps within
-    documents. Local, but for float8 all-gather, which is collective.
+    With `seed=None` its weights are what memory held, for a caller that loads all of them, and calls
+    `refresh_float8_scales` then. Without a mesh: whole, on one device, every parameter and all compute in float32.
+    `eot_id`, the end-of-text token, is given exactly if the model's attention keeps within documents. Local, but for
+    float8 all-gather, which is collective.
     """
     with torch.device("meta"):
         model = Llama(model_config, eot_id)
@@ -41,7 +42,10 @@ def build_model(
             reshard_after_forward=parallel_config.reshard_after_forward,
         )
     model.to_empty(device=device)
-    init_weights(model, seed)
+    if seed is None:
+        init_buffers(model)
+    else:
+        init_weights(model, seed)
     refresh_float8_scales(model)
     if mesh is not None and parallel_config.float8 is Float8.tensorwise_all_gather:
         settle_shards(model)
