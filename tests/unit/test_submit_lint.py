@@ -29,7 +29,7 @@ POD = f"{WORKERS}.template.spec"
 CONTAINER = f"{POD}.containers[0]"
 LIMITS = f"{CONTAINER}.resources.limits"
 SUBMITTER = "spec.submitterPodTemplate.spec"
-DELETED = object()
+DELETED = Ellipsis
 
 Case = tuple[tuple[str, ...], str, Any, str]
 
