@@ -23,6 +23,7 @@ from regrow.elastic.memory_tier import MemoryTier
 from regrow.elastic.rendezvous import Joined, join_generation, leave_generation
 from regrow.errors import RegrowError, first_line
 from regrow.train.probe import Prober, Unfit
+from regrow.train.warm_up import warm_up
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of mallopt(3)
 
@@ -33,6 +34,7 @@ def run_worker(job: Job) -> None:
     device, member_id, after, entered = _device(config), uuid.uuid4().hex[:12], 0, time.time()
     prober = _fit(job, device)
     memory = MemoryTier(job) if config.snapshot.every_steps else None  # its keeper starts beside what follows
+    warm_up(device)
     gc.collect()
     gc.freeze()  # what is imported stays: collections between generations, and in steps, need not look at it
     while True:
