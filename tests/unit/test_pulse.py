@@ -61,6 +61,7 @@ def test_a_process_that_runs_beats_and_one_that_is_stopped_falls_silent(
 def test_a_look_shows_what_each_thread_does_and_which_process_is_stopped(
     worker: subprocess.Popen[str], tmp_path: Path
 ) -> None:
+    time.sleep(0.5)  # for the next beat
     text = look(tmp_path, Word(traces=1))
     assert "where_it_waits" in text
     assert f"process {worker.pid}" in text

@@ -240,6 +240,7 @@ def _install(world: Path, node: str, me: Handle | None) -> None:
         nodes=lambda: [{"NodeID": path.name, "Alive": True} for path in (world / NODES).iterdir()],
         get_actor=lambda name, namespace: find(world, name),
         get_runtime_context=lambda: context,
+        is_initialized=lambda: False,
     )
     sys.modules.update({"ray": ray, "ray.util": util, "ray.util.scheduling_strategies": strategies})
 
