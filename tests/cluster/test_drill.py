@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from regrow.elastic.watch import Record
+from regrow.elastic.drill_log import Record
 from regrow.testing.cluster import ROOT, SMALL
 
 pytestmark = pytest.mark.timeout(900)

@@ -1,6 +1,7 @@
 """The command line: quick answers, and one clear line for every mistake."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -16,14 +17,14 @@ from regrow.errors import ConfigError
 ROOT = Path(__file__).parents[2]
 
 
-def pretrain(*arguments: str) -> subprocess.CompletedProcess[str]:
+def pretrain(*arguments: str, ray_address: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "jobs.pretrain", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=60,
-        env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
+        env=os.environ | {"RAY_ADDRESS": ray_address, "RAY_TMPDIR": "/nowhere-that-matters"},
     )
 
 
@@ -103,6 +104,14 @@ def test_the_defaults_pass_every_rule() -> None:
         ("train.steps", 0),
         ("train.stop_at_step", 401),
         ("train.validation_seqs", -1),
+        ("train.nonfinite_skips", -1),
+        ("train.nonfinite_rollbacks", -1),
+        ("cluster.spare_workers", -1),
+        ("cluster.quarantine_failures", -1),
+        ("cluster.quarantine_s", -1.0),
+        ("cluster.probe_every_steps", -1),
+        ("cluster.silence_s", 1.0),
+        ("cluster.wait_for_workers_s", -1.0),
         ("cluster.gpus_per_worker", 2),
         ("cluster.cpus_per_worker", 0),
         ("model.num_heads", 7),
@@ -130,6 +139,16 @@ def test_each_rule_names_its_key_and_value(key: str, value: object) -> None:
     with pytest.raises(ConfigError) as error:
         check(config)
     assert f"{key}={value}" in str(error.value)
+
+
+def test_a_cluster_that_is_gone_is_not_waited_for() -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        done = pretrain("+cluster=h100x64", "run.storage_path=/nowhere-that-matters", ray_address=address)
+    assert done.returncode == 1
+    assert "does not answer" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_float8_needs_bfloat16() -> None:

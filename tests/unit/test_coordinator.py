@@ -1,5 +1,6 @@
 """The coordinator's fence and lock, on the class itself: no Ray is needed to refuse a write."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from regrow.checkpoint.catalog import committed_steps
 from regrow.checkpoint.coordinator import Answer, Coordinator, Fenced
 from regrow.config.schema import ClusterConfig, ObserveConfig, PretrainConfig
 from regrow.errors import ResumeError
+from regrow.observe.run_log import METRIC_KEYS, read_metrics
 from regrow.plan.membership import Member
 from regrow.storage import Storage
 
@@ -87,6 +89,33 @@ def test_a_death_is_noted_once_and_the_others_form_the_next_generation(tmp_path:
     assert answer.formation is not None
     assert [member.id for member in answer.formation.members] == ["m1", "m3"]
     assert made.cause == "worker_died"
+
+
+def test_a_node_whose_workers_die_one_by_one_has_failed_once_in_each_generation(tmp_path: Path) -> None:
+    made = make(tmp_path)
+    for generation in range(1, PretrainConfig().cluster.quarantine_failures + 1):
+        assert made.notices.avoided(time.time()) == set()
+        for pid in range(6):
+            made.join(Member(f"m{pid}", f"node {pid // 3}", "127.0.0.1", pid, pid), 6)
+        assert generation_of(made.formation("m0", generation - 1)) == generation
+        for pid in (3, 4, 5):
+            made.members_died([("node 1", pid)], 5, "worker_died", "gone")
+    assert made.notices.avoided(time.time()) == {"node 1"}
+
+
+def test_rows_may_be_missing_only_where_the_coordinator_was_restarted(tmp_path: Path) -> None:
+    made = make(tmp_path)
+    generation = generation_of(form(made))
+    made.log.begin(generation, 0)
+    row = dict.fromkeys(METRIC_KEYS, 0.5) | {"generation": generation, "step": 3, "batch_digest": 1}
+    with pytest.raises(AssertionError, match="row of step 3, expected 1"):
+        made.row(generation, row)
+    made.missed_rows = True
+    made.row(generation, row)
+    made.row(generation, row | {"step": 4})
+    with pytest.raises(AssertionError, match="row of step 6, expected 5"):
+        made.row(generation, row | {"step": 6})
+    assert [row["step"] for row in read_metrics(Storage.at(tmp_path))] == [3, 4]
 
 
 def test_whoever_waits_is_told_when_the_run_is_over(tmp_path: Path) -> None:

@@ -9,9 +9,7 @@ from regrow.train.probe import SIZE, Prober, Unfit
 
 
 def test_a_sound_device_passes_and_is_timed() -> None:
-    found = Prober(torch.device("cpu")).probe()
-    assert found.seconds > 0
-    assert found.tflops == pytest.approx(2 * SIZE["cpu"] ** 3 / found.seconds / 1e12)
+    assert 0 < Prober(torch.device("cpu")).probe() < 60
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -126,9 +126,11 @@ class Coordinator:
         self.stalls = Stalls(cluster.silence_s, config.train.collective_timeout_s)
         self.watch = Watch(self.stalls, save=self._save_stacks, slow=self._name_stragglers)
         self.probe_every_steps = cluster.probe_every_steps
+        self.failed_in: dict[str, int] = {}  # the newest generation in which a node's failure was counted
+        self.missed_rows = _is_restarted()  # those that the coordinator before had and did not write
         self.complaints: set[str] = set()  # about snapshots, in this generation
         self.safe_at = time.monotonic()  # when a snapshot last committed
-        if _is_restarted():
+        if self.missed_rows:
             self._take_up_again(events)
         else:
             self._event("submitted", run_id=run_id, **submitted)
@@ -276,10 +278,10 @@ class Coordinator:
         self._fence(generation)
         if row["step"] < self.log.next_step:
             return self.stop_reason  # sent again, after a restart
-        if row["step"] > self.log.next_step:
+        if row["step"] > self.log.next_step and self.missed_rows:
             self._event("note", text=f"rows before step {row['step']} went with the coordinator that died")
             self.log.begin(generation, row["step"] - 1)
-        self.fruitless = 0
+        self.missed_rows, self.fruitless = False, 0
         busy_s = max(row["step_s"] - row["data_wait_s"] - row["snapshot_s"], 1e-6)
         self.fleet.cadence.stepped(busy_s, writing=self.fleet.upload is not None)
         self.stalls.stepped(row["step_s"], now)
@@ -290,7 +292,9 @@ class Coordinator:
         if self.tensorboard:
             self.tensorboard.row(row)
         self.updates.append(Update("row", row))
-        if self.probe_every_steps and row["step"] % self.probe_every_steps == 1:  # all have, after the step before
+        if (
+            self.probe_every_steps and row["step"] % self.probe_every_steps == 1 % self.probe_every_steps
+        ):  # all have, after the step before
             self.watch.check_up(now, self.fleet.keepers())
         return self.stop_reason or self._why_reform(now)
 
@@ -377,12 +381,14 @@ class Coordinator:
             ranks = [rank for rank, member in enumerate(self.membership.current) if member in members]
             self.failure(cause, detail, ranks)
             for node in dict.fromkeys(member.node for member in members):
-                self._count_failure(node)
+                if self.failed_in.get(node) != self.generation:  # its workers die one by one, which is one failure
+                    self._count_failure(node)
             self.stalls.end()
             self.fleet.over(self.generation)
 
     def _count_failure(self, node: str) -> None:
         """Let a node be that fails again and again, where the others do without it."""
+        self.failed_in[node] = self.generation
         others = [member for member in self.membership.survivors if member.node != node]
         if len(others) < min(self.membership.sizes) or not self.notices.failed(node, time.time()):
             return

@@ -70,10 +70,13 @@ class Watch:
         self._check_up = _Asked({keeper.pulses.remote(): node for node, keeper in keepers.items()}, now)
 
     def tick(self, now: float, members: Iterable[Member], keepers: Mapping[str, Any]) -> list[Suspect]:
-        """The members of the current group that are to be given up; `keepers` are those of its nodes."""
+        """The members of the current group that are to be given up; `keepers` are those of its nodes.
+
+        Without keepers nobody can be asked, and nobody is given up.
+        """
         if self._check_up is not None:
             self._finish_check_up(self._check_up)
-        if not self.stalls.stalled_s(now):
+        if not keepers or not self.stalls.stalled_s(now):
             self._pulses, self._look, self._suspects = None, None, []
             return []
         if self._look is not None:
@@ -109,7 +112,7 @@ class Watch:
             suspects += [Suspect(member, True, said) for member in members if member.node in dark]
         if not asked.calls or waited > DARK_S:
             self._ask_at = now + max(ASK_AGAIN_S, len(asked.answers) / ASKED_PER_S)
-            self._pulses = None if not suspects else asked
+            self._pulses = None
         return suspects
 
     def _finish_check_up(self, asked: _Asked) -> None:

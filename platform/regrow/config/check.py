@@ -70,10 +70,14 @@ def _train(config: PretrainConfig) -> None:
         stop is None or 1 <= stop <= train.steps,
         f"train.stop_at_step={stop} must be between 1 and train.steps={train.steps}",
     )
-    for key in ("validate_every_steps", "validation_seqs", "nonfinite_skips", "nonfinite_rollbacks"):
-        _need(
-            getattr(train, key) >= 0, f"train.{key}={getattr(train, key)} must not be negative; 0 turns validation off"
-        )
+    for key, none in (
+        ("validate_every_steps", "turns validation off"),
+        ("validation_seqs", "turns validation off"),
+        ("nonfinite_skips", "skips no step"),
+        ("nonfinite_rollbacks", "ends the run instead"),
+    ):
+        value = getattr(train, key)
+        _need(value >= 0, f"train.{key}={value} must not be negative; 0 {none}")
     _need(train.collective_timeout_s > 0, f"train.collective_timeout_s={train.collective_timeout_s} must be positive")
 
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from regrow.config.check import check
 from regrow.config.schema import DrillJobConfig
 from regrow.elastic.drill_job import memory_of_its_own, reference_rows
+from regrow.elastic.drill_log import Record, RunFollower
 from regrow.elastic.drill_result import conclude, gather
 from regrow.elastic.drill_session import DrillSession
 from regrow.elastic.faults import Fault, RandomFaults, check_plan, draw_faults, from_json, parse_plan, to_json
 from regrow.elastic.inject import MOST_FILLED, free_bytes
 from regrow.elastic.run_folder import check_may_start, run_folder
-from regrow.elastic.watch import Record, Watch
 from regrow.errors import ConfigError
 from regrow.observe.console import Console
 
@@ -113,6 +113,6 @@ def _keep_plan(folder: Path, plan: list[Fault], seed: int) -> None:
 
 
 def _is_over(folder: Path, record: Record, plan: list[Fault], last_step: int) -> bool:
-    watch = Watch(folder)
+    watch = RunFollower(folder)
     watch.poll()
     return record.next_fault() >= len(plan) and watch.step >= last_step

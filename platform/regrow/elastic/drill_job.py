@@ -17,10 +17,10 @@ from typing import Any
 
 from regrow.config.schema import DrillJobConfig, PretrainConfig
 from regrow.config.store import pretrain_overrides, to_dict
+from regrow.elastic.drill_log import RunFollower
 from regrow.elastic.local_nodes import LocalNodes
 from regrow.elastic.processes import send, wait_until_gone, with_environment
 from regrow.elastic.run_folder import run_folder
-from regrow.elastic.watch import Watch
 from regrow.errors import ConfigError, RegrowError
 from regrow.observe.console import Console
 
@@ -102,7 +102,7 @@ def reference_rows(config: DrillJobConfig, console: Console) -> list[dict[str, A
         train=replace(config.train, stop_at_step=steps),
     )
     folder = run_folder(undisturbed).local_path
-    watch = Watch(folder)
+    watch = RunFollower(folder)
     watch.poll()
     if watch.step >= steps:
         return watch.rows[:steps]

@@ -11,10 +11,10 @@ from regrow.checkpoint import tools
 from regrow.config.schema import DrillJobConfig
 from regrow.data.batch import direct_batches, layout_of
 from regrow.data.corpora import find_corpora, order_of
+from regrow.elastic.drill_log import RunFollower
 from regrow.elastic.faults import Fault
 from regrow.elastic.run_folder import checkpoints_of
 from regrow.elastic.verdict import Checkpoint, Evidence, Verdict, judge, outcomes
-from regrow.elastic.watch import Watch
 from regrow.errors import CheckpointError
 from regrow.observe.console import Console
 from regrow.observe.drill_page import render_drill
@@ -35,7 +35,7 @@ def gather(
     console: Console,
 ) -> Evidence:
     """Everything that the verdict needs: computes every batch anew, reads every byte of every checkpoint."""
-    watch = Watch(folder)
+    watch = RunFollower(folder)
     watch.poll()
     rows = raw_rows(folder)
     checkpoints, run_id = checkpoints_of(str(folder))

@@ -12,12 +12,12 @@ from typing import Any
 
 from regrow.config.schema import DrillJobConfig
 from regrow.elastic.drill_job import DrillJob
+from regrow.elastic.drill_log import Record, RunFollower
 from regrow.elastic.faults import KINDS, Fault
 from regrow.elastic.inject import Injector, NotNow
 from regrow.elastic.local_nodes import local_nodes
 from regrow.elastic.run_folder import read_record, run_folder
 from regrow.elastic.verdict import outcomes
-from regrow.elastic.watch import Record, Watch
 from regrow.observe.console import Console
 from regrow.observe.narrate import narrate
 
@@ -38,7 +38,7 @@ class DrillSession:
         self, config: DrillJobConfig, plan: list[Fault], seed: int, folder: Path, record: Record, console: Console
     ) -> None:
         self.config, self.plan, self.seed, self.folder = config, plan, seed, folder
-        self.record, self.console, self.watch = record, console, Watch(folder)
+        self.record, self.console, self.watch = record, console, RunFollower(folder)
         self.next, self.due_from = record.next_fault(), 0.0
         self.not_now_since = 0.0
         self.restart_at: float | None = None

@@ -244,7 +244,7 @@ class _Hooks:
         every_steps = self.job.config.cluster.probe_every_steps
         if every_steps and step % every_steps == 0 and step > self.probed:
             self.probed = step
-            seconds = self.prober.probe().seconds
+            seconds = self.prober.probe()
             if self.memory is not None:
                 self.memory.probed(seconds)
         return waited_s

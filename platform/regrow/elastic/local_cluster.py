@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import ray
 from regrow.config.schema import ClusterConfig
 from regrow.errors import ClusterError
 
+CONNECT_S = 10.0  # Ray itself waits for ever for a head that does not answer, such as yesterday's
 WORKER_RESOURCE = "regrow_worker"  # what a node started here offers one of per worker it may hold
 
 
@@ -82,13 +84,29 @@ def _join(config: ClusterConfig) -> Any:
     package = Path(__file__).parents[1]
     runtime_env = {} if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else {"py_modules": [str(package)]}
     try:
-        return ray.init(address=config.address, runtime_env=runtime_env, **_quiet())
-    except (ConnectionError, RuntimeError) as error:
+        address = _answering(str(config.address))
+        return ray.init(address=address, runtime_env=runtime_env, **_quiet())
+    except (OSError, RuntimeError, ValueError) as error:
         unit, each = ("GPUs", config.gpus_per_worker) if config.gpus_per_worker else ("CPUs", config.cpus_per_worker)
         first = str(error).splitlines()[0][:120]
         raise ClusterError(
             _too_small(config, unit, each, f"found 0: no Ray cluster at {config.address!r} ({first})")
         ) from error
+
+
+def _answering(address: str) -> str:
+    """Where the cluster's head is, once something there has taken a connection. Raises OSError otherwise."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    found = canonicalize_bootstrap_address(address)
+    if found is None:
+        raise ConnectionError("none is running on this machine and RAY_ADDRESS is not set")
+    host, _, port = found.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except OSError as error:
+        raise ConnectionError(f"the head at {found} does not answer: {error}") from error
+    return found
 
 
 def _start_one(config: ClusterConfig) -> Any:

@@ -4,11 +4,12 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Protocol
 
 import yaml
 
 from regrow.config.check import check
-from regrow.config.schema import SubmitAction, SubmitBackend, SubmitJobConfig
+from regrow.config.schema import SubmitAction, SubmitBackend, SubmitConfig, SubmitJobConfig
 from regrow.errors import ConfigError
 from regrow.observe.provenance import git_sha
 from regrow.submit.arguments import pretrain_arguments
@@ -47,19 +48,11 @@ def _on_kuberay(config: SubmitJobConfig, code: Code, given: Sequence[str]) -> in
     if action is SubmitAction.apply:
         check_may_apply(config, code)
     kubectl = Kubectl(namespace=options.namespace, context=options.context)
-    job = KubeRay(kubectl, job_name(config))
     if action is SubmitAction.diff:
         sys.stdout.write(kubectl.diff(text))
-    elif action is SubmitAction.status:
-        print("\n".join(job.describe()))
-    elif action is SubmitAction.stop:
-        job.stop(wait_s=options.stop_s if options.follow else 0)
-    elif action is SubmitAction.logs:
-        return _until_the_end(job.follow)
-    else:
-        job.apply(text)
-        return _until_the_end(job.follow) if options.follow else 0
-    return 0
+        return 0
+    job = KubeRay(kubectl, job_name(config))
+    return _act(job, options, start=lambda: job.apply(text))
 
 
 def _on_ray(config: SubmitJobConfig, code: Code, given: Sequence[str]) -> int:
@@ -75,16 +68,28 @@ def _on_ray(config: SubmitJobConfig, code: Code, given: Sequence[str]) -> int:
             return 0
         check_storage(config)
     jobs = RayJobs(options.address, config.run.name)
-    if action is SubmitAction.status:
-        print("\n".join(jobs.describe()))
-    elif action is SubmitAction.stop:
-        jobs.stop(wait_s=options.stop_s if options.follow else 0)
-    elif action is SubmitAction.logs:
-        return _until_the_end(jobs.follow)
-    else:
-        jobs.apply(spec)
-        return _until_the_end(jobs.follow) if options.follow else 0
-    return 0
+    return _act(jobs, options, start=lambda: jobs.apply(spec))
+
+
+class _Job(Protocol):
+    """A run where it was submitted to."""
+
+    def describe(self) -> list[str]: ...
+    def stop(self, *, wait_s: float) -> None: ...
+    def follow(self) -> int: ...
+
+
+def _act(job: _Job, options: SubmitConfig, start: Callable[[], None]) -> int:
+    if options.action is SubmitAction.status:
+        print("\n".join(job.describe()))
+        return 0
+    if options.action is SubmitAction.stop:
+        job.stop(wait_s=options.stop_s if options.follow else 0)
+        return 0
+    if options.action is SubmitAction.logs:
+        return _until_the_end(job.follow)
+    start()
+    return _until_the_end(job.follow) if options.follow else 0
 
 
 def _until_the_end(follow: Callable[[], int]) -> int:

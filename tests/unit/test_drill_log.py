@@ -7,8 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+from regrow.elastic.drill_log import Record, RunFollower
 from regrow.elastic.processes import is_alive, send, title, tree, wait_until_gone, with_environment
-from regrow.elastic.watch import Record, Watch
 from regrow.observe.run_log import METRIC_KEYS, RunLog
 from regrow.storage import Storage
 
@@ -18,7 +18,7 @@ def row(step: int, generation: int) -> dict[str, object]:
 
 
 def test_rows_are_read_once_and_those_taken_back_are_forgotten(tmp_path: Path) -> None:
-    watch = Watch(tmp_path)
+    watch = RunFollower(tmp_path)
     watch.poll()
     assert (watch.step, watch.rows, watch.events) == (0, [], [])
     with RunLog(Storage.at(tmp_path)) as log:
@@ -42,7 +42,7 @@ def test_rows_are_read_once_and_those_taken_back_are_forgotten(tmp_path: Path) -
 
 
 def test_a_line_that_is_being_written_is_read_once_it_is_whole(tmp_path: Path) -> None:
-    watch = Watch(tmp_path)
+    watch = RunFollower(tmp_path)
     with open(tmp_path / "events.jsonl", "ab", buffering=0) as file:
         file.write(b'{"time": 1, "event": "a"}\n{"time": 2, "ev')
         watch.poll()

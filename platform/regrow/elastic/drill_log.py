@@ -12,7 +12,7 @@ Row = dict[str, Any]
 RECORD = "drill.jsonl"
 
 
-class Watch:
+class RunFollower:
     """Reads what was added to a run's logs since the last look. Rows that were taken back are read anew."""
 
     def __init__(self, folder: Path) -> None:
