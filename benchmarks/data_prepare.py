@@ -29,11 +29,13 @@ def loop(source: Path, tokenizer: Path) -> dict[str, float]:
     bpe.encode_special_tokens = True
     for path in sorted(source.glob("*.parquet")):
         batch: list[str] = []
+        num_chars = 0
         for text in pq.read_table(path, columns=["text"])["text"].to_pylist():
             batch.append(text)
-            if sum(map(len, batch)) >= BATCH_CHARS:
+            num_chars += len(text)
+            if num_chars >= BATCH_CHARS:
                 tokens += sum(len(e.ids) for e in bpe.encode_batch(batch, add_special_tokens=False))
-                batch = []
+                batch, num_chars = [], 0
         tokens += sum(len(e.ids) for e in bpe.encode_batch(batch, add_special_tokens=False))
     return {"tokens": tokens, "cpu_s": time.process_time(), "wall_s": time.perf_counter() - began}
 

@@ -1,4 +1,4 @@
-"""Preparation as Ray Data tasks writes the same bytes as in one process, and killed at any time it goes on."""
+"""Preparation as Ray tasks writes the same bytes as in one process, and killed at any time it goes on."""
 
 import logging
 import random
@@ -69,7 +69,7 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_ray_data_tasks_write_the_same_bytes_and_raise_the_same_errors(
+def test_ray_tasks_write_the_same_bytes_and_raise_the_same_errors(
     config: DataConfig, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare_module, "LOCAL_BYTES", 0)
