@@ -231,6 +231,7 @@ class ObserveConfig:
     """What is shown and written while training."""
 
     tensorboard: bool = True  # write TensorBoard events into the run folder
+    metrics: bool = True  # tell Prometheus of the run, through Ray's agents
     report_every_s: float = 30.0  # rewrite report.json and report.html this often while training
     peak_tflops: float | None = None  # of one worker's device, for MFU; null: known per GPU, measured on CPU
 
