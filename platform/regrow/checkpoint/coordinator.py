@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
+from ray.util import metrics as ray_metrics
 
 from regrow.checkpoint.fleet import Fleet
 from regrow.checkpoint.format import COMMIT
@@ -22,6 +23,7 @@ from regrow.checkpoint.keeper_node import Sealed
 from regrow.checkpoint.watch import Suspect, Watch
 from regrow.config.schema import PretrainConfig
 from regrow.errors import ResumeError
+from regrow.observe.metrics import RunMetrics
 from regrow.observe.pulse import Pulse
 from regrow.observe.run_log import RunLog, next_generation, read_events, read_metrics
 from regrow.observe.stalls import Stalls
@@ -122,6 +124,13 @@ class Coordinator:
             upload_timeout_s=checkpoint.timeout_s,
             commit=self._commit,
             event=self._event,
+        )
+        self.metrics = RunMetrics(
+            config,
+            cadence,
+            events,
+            instruments=ray_metrics if config.observe.metrics else None,
+            note=lambda text: self._event("note", text=text),
         )
         self.stalls = Stalls(cluster.silence_s, config.train.collective_timeout_s)
         self.watch = Watch(self.stalls, save=self._save_stacks, slow=self._name_stragglers)
@@ -259,8 +268,10 @@ class Coordinator:
 
     def snapshots_sealed(self, reports: list[Sealed]) -> None:
         """All of some nodes' snapshots of a step are sealed and copied."""
-        if self.fleet.sealed([report for report in reports if report.moment.generation == self.generation]):
+        current = [report for report in reports if report.moment.generation == self.generation]
+        if self.fleet.sealed(current) and self.fleet.board.newest is not None:
             self.safe_at = time.monotonic()
+            self.metrics.snapshot(self.fleet.board.newest.moment.step)
 
     def want_checkpoint(self, generation: int, step: int) -> None:
         """The snapshot of this step is to become a checkpoint."""
@@ -291,6 +302,7 @@ class Coordinator:
         self.log.row(row)
         if self.tensorboard:
             self.tensorboard.row(row)
+        self.metrics.row(row)
         self.updates.append(Update("row", row))
         if (
             self.probe_every_steps and row["step"] % self.probe_every_steps == 1 % self.probe_every_steps
@@ -337,6 +349,10 @@ class Coordinator:
         self.fatal = self.fatal or message
         self.stop_reason = self.stop_reason or "failed"
 
+    def reported(self, report: dict[str, Any]) -> None:
+        """The driver has written a report."""
+        self.metrics.reported(report)
+
     def request_stop(self, reason: str) -> None:
         """Ask the group to commit a checkpoint and leave at the next step."""
         self.stop_reason = self.stop_reason or reason
@@ -344,6 +360,7 @@ class Coordinator:
     def drain_updates(self) -> tuple[list[Update], str]:
         """What happened since the last call, and the fatal message if there is one."""
         self.fleet.tick()
+        self.metrics.tick()
         suspects = self.watch.tick(time.monotonic(), self.membership.survivors, self.fleet.keepers())
         if suspects:
             self._give_up(suspects)
@@ -476,6 +493,7 @@ class Coordinator:
 
     def _event(self, event: str, **fields: Any) -> None:
         self.log.event(event, **fields)
+        self.metrics.event({"event": event} | fields)
         self.updates.append(Update("event", {"event": event} | fields))
 
 

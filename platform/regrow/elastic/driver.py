@@ -201,7 +201,9 @@ class _Session:
                 give_up_at = time.monotonic() + LEAVE_S
             if time.monotonic() > report_at:
                 begun = time.monotonic()
-                self.console.goodput = write_report(self.run.folder, self.config)["goodput"]
+                report = write_report(self.run.folder, self.config)
+                self.console.goodput = report["goodput"]
+                self.coordinator.reported.remote({key: report[key] for key in ("goodput", "capacity_goodput")})
                 took_s = time.monotonic() - begun  # grows with the log: at most a twentieth of the time
                 report_at = time.monotonic() + max(self.config.observe.report_every_s, 20 * took_s)
         return self._show() or fatal, outcome[0] if outcome else None
