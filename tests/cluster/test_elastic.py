@@ -119,3 +119,19 @@ def test_a_stopped_worker_is_ended_and_replaced(undisturbed: Job, storage: Path)
         assert victim not in pids(third)
         assert job.wait(300) == 0, job.printed()
         assert_same_run(job, undisturbed)
+
+
+@pytest.mark.long
+def test_without_changes_in_place_all_workers_restart_from_memory(undisturbed: Job, storage: Path) -> None:
+    """What a Ray whose insides are not known falls back to."""
+    with local_nodes(3, cpus=2) as nodes, start(storage, "restart", nodes, 2, 3, "cluster.in_place=false") as job:
+        job.wait_for(lambda: job.last_step() >= 15, 240)
+        (first,) = job.events("generation")
+        os.kill(job.workers()[1], signal.SIGKILL)
+        second = wait_for_generation(job, 2)
+        assert second["cause"] == "worker_died"
+        assert second["source"] == "snapshot"
+        assert second["recomputed_steps"] <= 1
+        assert not pids(second) & pids(first)
+        assert job.wait(300) == 0, job.printed()
+        assert_same_run(job, undisturbed)

@@ -33,30 +33,24 @@ from regrow.checkpoint.tools import verify
 from regrow.errors import CheckpointError
 from regrow.observe.run_log import read_metrics
 from regrow.storage import Storage
+from regrow.testing.beacon import PHASES, Beacon
 from regrow.testing.crashing import (
     ERRORS,
     EVERY_STEPS,
     KEEP,
-    NAMES,
-    NODES,
-    PHASES,
     RUN,
     SECRET,
-    Beacon,
     Group,
-    Handle,
     Member,
-    RayError,
     assert_state,
-    call_it,
     coordinator_main,
-    get,
     keeper_main,
     make_entries,
     scalars_of,
     trainer_main,
 )
 from regrow.testing.gloo import PRELOAD
+from regrow.testing.stand_in_ray import NAMES, NODES, Handle, RayError, call_it, get
 
 NUM_KILLS = int(os.environ.get("CRASH_KILLS", "60"))
 SEED = int(os.environ.get("CRASH_SEED", "1"))

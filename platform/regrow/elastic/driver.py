@@ -26,7 +26,7 @@ from regrow.data.corpora import Corpora, find_corpora, order_of
 from regrow.data.distribute import on_ray
 from regrow.data.stream import start_stream, stop_stream
 from regrow.elastic.job import Job, train_fn
-from regrow.elastic.local_cluster import Connection, check_room, cluster_for
+from regrow.elastic.local_cluster import Connection, check_room, cluster_for, why_not_in_place
 from regrow.elastic.run_folder import CHECKPOINTS, Run, check_may_start, open_run
 from regrow.errors import RegrowError, first_line
 from regrow.observe.console import Console
@@ -62,10 +62,14 @@ def pretrain(config: PretrainConfig) -> None:
     check_may_start(config)
     with Console(sys.stderr) as console:
         startup.done("config")
+        if config.cluster.in_place and why_not_in_place():
+            console.message(why_not_in_place())
+            config = replace(config, cluster=replace(config.cluster, in_place=False, spare_workers=0))
         if config.cluster.address is None:
             console.message("starting Ray on this machine")
             # Ray Train takes seconds to import and Ray's own processes to start: both at once
-            threading.Thread(target=importlib.import_module, args=("regrow.elastic.ray_train",), name="imports").start()
+            glue = "regrow.elastic.ray_train" if config.cluster.in_place else "regrow.elastic.trainer"
+            threading.Thread(target=importlib.import_module, args=(glue,), name="imports").start()
         with cluster_for(config.cluster) as connection:
             lines = geometry(config, plans)
             console.start(lines, steps=config.train.steps, stop_at_step=config.train.stop_at_step)
@@ -141,7 +145,7 @@ class _Session:
 
     def _trainer(self) -> Any:
         """Ray Train, for as many workers as there is room for now."""
-        from regrow.elastic.ray_train import build_trainer  # takes seconds, and has begun where Ray is ours
+        from regrow.elastic.trainer import build_trainer  # takes seconds, and has begun where Ray is ours
 
         config, generation = self.config, ray.get(self.coordinator.ready.remote()) + 1
         return build_trainer(
@@ -155,15 +159,16 @@ class _Session:
 
     def train(self) -> str:
         """Run the worker group to its end; why it ended: finished, stop_at_step or interrupted."""
-        from regrow.elastic.ray_train import remove_places  # see _trainer
-
         with self._interrupts():
             fatal, error = self._fit()
             while isinstance(error, ray.exceptions.RayActorError) and not fatal:
                 detail = f"Ray Train's controller, and its workers with it: {first_line(error)}"
                 ray.get(self.coordinator.group_failed.remote(CONTROLLER_DIED, detail, []), timeout=60)
                 self._show()
-                remove_places(self.run.run_id)
+                if self.config.cluster.in_place:
+                    from regrow.elastic.ray_train import remove_places
+
+                    remove_places(self.run.run_id)
                 self.trainer = self._trainer()
                 fatal, error = self._fit()
             if not fatal and error is None:

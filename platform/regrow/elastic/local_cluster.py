@@ -15,6 +15,7 @@ from regrow.config.schema import ClusterConfig
 from regrow.errors import ClusterError
 
 CONNECT_S = 10.0  # Ray itself waits for ever for a head that does not answer, such as yesterday's
+KNOWN_RAY = "2.60."  # whose insides `elastic.ray_train` knows, as tests/unit/test_ray_contract.py makes sure of
 WORKER_RESOURCE = "regrow_worker"  # what a node started here offers one of per worker it may hold
 
 
@@ -46,6 +47,16 @@ def cluster_for(config: ClusterConfig) -> Iterator[Connection]:
         ray.shutdown()
         if nodes is not None:
             nodes.shutdown()
+
+
+def why_not_in_place() -> str:
+    """Why a group cannot change in place under the Ray that is installed; empty where it can."""
+    if ray.__version__.startswith(KNOWN_RAY):
+        return ""
+    return (
+        f"groups change in place under Ray {KNOWN_RAY}x, and this is {ray.__version__}: a failure restarts all workers; "
+        "install the Ray of constraints.txt, or say cluster.in_place=false"
+    )
 
 
 def worker_resources(config: ClusterConfig) -> dict[str, float]:

@@ -1,12 +1,11 @@
-"""Ray Train glue: the one file that knows how Ray Train is driven, and the one that touches its insides.
+"""A worker group of Ray Train that changes in place: the one file that touches Ray Train's insides, of one version.
 
-With `cluster.in_place` a worker's death is not an error of the group: the controller goes on polling the others, the
+A worker's death is not an error of the group: the controller goes on polling the others, the
 coordinator is told, and the dead one's place is filled again when it can be. Every rank is a replica group of its own
 to Ray Train (torchft's mode), so that it has no opinion on what ranks do to each other.
 """
 
 import contextlib
-import os
 import secrets
 import threading
 import time
@@ -17,9 +16,7 @@ from typing import Any
 import ray
 from ray._private.state import state as ray_state
 from ray._raylet import PlacementGroupID
-from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError
-from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
-from ray.train.backend import Backend, BackendConfig
+from ray.train.backend import Backend
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
@@ -30,40 +27,12 @@ from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup
 
-from regrow.config.schema import PretrainConfig
-from regrow.elastic.local_cluster import worker_resources
-
-# Read by Ray Train from the driver's environment and passed on to its controller.
-TUNING = {
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # a group that cannot be placed is planned anew after this
-    "RAY_TRAIN_V2_ENABLED": "1",
-}
-# Each of these is an actor whose imports cost seconds of CPU: worth it where nodes come and go, not on one machine.
-CLUSTER_TUNING = {
-    "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",  # GET /api/train/v2/runs/v1 on the dashboard
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "1",
-}
-
+from regrow.elastic.trainer import ProcessGroupBackend, ProcessGroupConfig, last_line
 
 LOOK_S = 0.5  # between looks for room
 FILL_AFTER_S = 3.0  # from a worker's death to the first look for room in its place
-LEAST_POLL_S, POLLS_PER_S = 0.25, 500.0  # how soon a dead worker is noticed; of all workers together
 STARTS_AT_ONCE = 32  # workers
 START_S = 60.0  # for a new worker to take up its function
-
-
-class ProcessGroupBackend(Backend):
-    """Leaves process groups to `elastic.rendezvous`."""
-
-    share_cuda_visible_devices = True  # NCCL reaches a neighbour's memory only where it sees the device
-
-
-class ProcessGroupConfig(BackendConfig):
-    """In place of Ray's TorchConfig, whose module imports torch into the driver and the controller."""
-
-    @property
-    def backend_cls(self) -> type[Backend]:
-        return ProcessGroupBackend
 
 
 class InPlaceBackend(ProcessGroupBackend):
@@ -76,21 +45,15 @@ class InPlaceConfig(ProcessGroupConfig):
         return InPlaceBackend
 
 
-class Trainer(DataParallelTrainer):
-    """Ray Train's, with a controller of ours where the group is to change in place."""
-
-    in_place: bool
+class InPlaceTrainer(DataParallelTrainer):
+    """Ray Train's, with a controller of ours."""
 
     def _create_default_callbacks(self) -> list[Any]:
         callbacks = super()._create_default_callbacks()
-        if not self.in_place:
-            return callbacks
         # it tidies up after a controller that died, and knows of one placement group only; see `remove_places`
         return [callback for callback in callbacks if type(callback).__name__ != "PlacementGroupCleanerCallback"]
 
     def _initialize_and_run_controller(self, **arguments: Any) -> Any:
-        if not self.in_place:
-            return super()._initialize_and_run_controller(**arguments)
         module: Any = data_parallel_trainer
         before, module.TrainController = module.TrainController, InPlaceController  # there is no other way in
         try:
@@ -217,7 +180,7 @@ class InPlaceGroup(WorkerGroup):
         process = (worker.metadata.node_id, worker.metadata.pid)
         left = len(self.get_workers()) - len(self._empty)
         cause = "worker_hung" if isinstance(error, WorkerHealthCheckTimeoutError) else "worker_died"
-        self._coordinator.members_died.remote([process], left, cause, f"place {place}: {_last_line(error)}")
+        self._coordinator.members_died.remote([process], left, cause, f"place {place}: {last_line(error)}")
 
     def _fill(self) -> None:
         """Have empty places filled, or one added, where Ray has room for them now; beside the control loop."""
@@ -260,7 +223,7 @@ class InPlaceGroup(WorkerGroup):
             self._init_train_context([worker], state.sync_actor)
             ray.get(worker.actor.run_train_fn.remote(context.train_fn_ref), timeout=START_S)
         except Exception as error:  # its node is gone again: the place stays empty, and is tried anew
-            print(f"place {place} is not filled: {type(error).__name__}: {_last_line(error)}", flush=True)
+            print(f"place {place} is not filled: {type(error).__name__}: {last_line(error)}", flush=True)
             if place in self._empty:
                 self._empty[place] = time.monotonic()
             return
@@ -280,63 +243,3 @@ class InPlaceGroup(WorkerGroup):
 
 class InPlaceController(TrainController):
     worker_group_cls = InPlaceGroup
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    last = lines[-1].strip() if lines else type(error).__name__
-    return last.partition(" Some common causes")[0][:400]  # Ray's advice, the same every time
-
-
-def build_trainer(
-    config: PretrainConfig, *, num_workers: int, train_fn: Any, settings: dict[str, Any], storage: str, name: str
-) -> Any:
-    """A trainer whose group starts with so many workers. Its own bookkeeping goes to `<storage>/<name>/`."""
-    local, cluster = config.cluster.address is None, config.cluster
-    for key, value in (TUNING | (dict.fromkeys(CLUSTER_TUNING, "0") if local else CLUSTER_TUNING)).items():
-        os.environ.setdefault(key, value)
-    poll_s = max(LEAST_POLL_S, num_workers / POLLS_PER_S)
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", f"{poll_s:.2f}")
-    os.environ.setdefault("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", str(cluster.silence_s))
-    elastic = cluster.min_workers < cluster.max_workers and not cluster.in_place
-    size: Any = (cluster.min_workers, cluster.max_workers) if elastic else num_workers
-    trainer = Trainer(
-        train_fn,
-        train_loop_config=settings,
-        backend_config=InPlaceConfig() if cluster.in_place else ProcessGroupConfig(),
-        scaling_config=ScalingConfig(
-            num_workers=size,
-            use_gpu=cluster.gpus_per_worker > 0,
-            resources_per_worker=worker_resources(cluster),
-        ),
-        run_config=RunConfig(
-            name=name,
-            storage_path=storage,
-            failure_config=FailureConfig(max_failures=cluster.max_failures),
-            callbacks=[ReportFailures(settings["job"].coordinator)],  # type: ignore[list-item]
-        ),
-    )
-    trainer.in_place = cluster.in_place
-    return trainer
-
-
-class ReportFailures(UserCallback):
-    """Tells the coordinator why a group broke, from Ray Train's controller."""
-
-    def __init__(self, coordinator: Any) -> None:
-        self.coordinator = coordinator
-
-    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        ranks = sorted(worker_exceptions)
-        causes = {rank: cause_of(error) for rank, error in worker_exceptions.items()}
-        # survivors fail because a peer died: the death is the cause
-        first = next((rank for rank in ranks if causes[rank] == "worker_died"), ranks[0])
-        detail = f"rank {first}: {_last_line(worker_exceptions[first])}"
-        self.coordinator.group_failed.remote(causes[first], detail, ranks)
-
-
-def cause_of(error: Exception) -> str:
-    """`worker_died` for a process or node that is gone, `worker_failed` for an exception in the train function."""
-    text = f"{type(error).__name__} {type(error.__cause__).__name__}"
-    gone = isinstance(error, ActorDiedError | ActorUnavailableError | NodeDiedError) or "HealthCheck" in text
-    return "worker_died" if gone else "worker_failed"

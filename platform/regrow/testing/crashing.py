@@ -1,281 +1,33 @@
 """The checkpoint tiers in plain processes that a test can kill at any instant: coordinator, keepers, trainers.
 
-They are the real ones; only Ray is not: `Handle` and `_install` do the few things that they ask of it, over sockets in
-a folder, so that a dead process costs milliseconds instead of seconds. Every process keeps a `Beacon`, which says after
-its death what it was doing, and which can be told to let it die there. Trainers train a state that is a pure function
-of the step, so that a mixture of two steps is seen.
+They are the real ones; only Ray is not: see `stand_in_ray`. Every process keeps a `Beacon`. Trainers train a state that
+is a pure function of the step, so that a mixture of two steps is seen.
 """
 
 import contextlib
 import ctypes
-import itertools
-import mmap
 import os
 import signal
-import struct
-import sys
 import threading
 import time
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
 import regrow.storage
 from regrow.storage import LocalStorage, Storage
+from regrow.testing.beacon import Beacon
+from regrow.testing.stand_in_ray import ANSWER_S, Handle, RayTaskError, Server, find, get, install
 
 RUN, SECRET = "0123456789abcdef", b"of this run"
-NAMES, NODES, ERRORS = "names", "nodes", "errors"  # folders of a world: actors' addresses, living nodes, complaints
+ERRORS = "errors"  # a folder of a world: complaints
 PIECE_BYTES, PIECE_S = 32 << 10, 0.0005  # everything that takes long is done in pieces, with a rest after each
-STEP_S, ANSWER_S = 0.002, 30.0
+STEP_S = 0.002
 EVERY_STEPS, KEEP = 4, 2  # checkpoints
 PR_SET_PDEATHSIG = 1
-
-PHASES = (
-    "restore",  # a trainer: from snapshots or from a checkpoint
-    "slots",  # makes its slots
-    "copy",  # copies its state into one
-    "seal",  # makes it visible, and tells the keeper
-    "take",  # a keeper: checksums what was sealed, copies it to the peer, reports it
-    "push",  # of that, the copying
-    "receive",  # the peer's side
-    "told",  # hears of a commit, and deletes older generations
-    "place",  # hears of a new peer
-    "upload",  # writes its node's part to storage
-    "begin",  # the coordinator: begins a generation
-    "commit",  # takes reports, commits in memory
-    "index",  # writes the index
-    "COMMIT",  # commits in storage
-    "retain",  # deletes old checkpoints
-)
-_CELL = struct.Struct("<q")
-_ARMED, _LINES = len(PHASES), len(PHASES) + 1
-
-
-class Beacon:
-    """What a process is doing, readable after its death; and whether it is to die in a phase, after so many lines."""
-
-    def __init__(self, path: Path, *, create: bool = False) -> None:
-        if create:
-            path.write_bytes(bytes(_CELL.size * (len(PHASES) + 2)))
-        with open(path, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), 0)
-        self._lock = threading.Lock()
-
-    def doing(self) -> set[str]:
-        return {phase for cell, phase in enumerate(PHASES) if self._get(cell)}
-
-    def arm(self, phase: str, lines: int) -> None:
-        """Be killed once `lines` lines of Python have run in a phase, of one call or of several."""
-        self._set(_LINES, lines)
-        self._set(_ARMED, 1 + PHASES.index(phase))
-
-    @contextlib.contextmanager
-    def inside(self, phase: str) -> Iterator[None]:
-        cell = PHASES.index(phase)
-        with self._lock:
-            self._set(cell, self._get(cell) + 1)
-        outer = sys.gettrace()
-        if self._get(_ARMED) == 1 + cell:
-            sys.settrace(self._trace)
-        try:
-            yield
-        finally:
-            sys.settrace(outer)
-            with self._lock:
-                self._set(cell, self._get(cell) - 1)
-
-    def mark(self, owner: Any, name: str, phase: str) -> None:
-        """All calls of a function are in a phase."""
-        inner = getattr(owner, name)
-
-        def marked(*args: Any, **options: Any) -> Any:
-            with self.inside(phase):
-                return inner(*args, **options)
-
-        setattr(owner, name, marked)
-
-    def _trace(self, frame: types.FrameType, event: str, _: Any) -> Any:
-        if event == "line" and frame.f_code.co_filename != __file__:
-            left = self._get(_LINES) - 1
-            self._set(_LINES, left)
-            if left <= 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return self._trace
-
-    def _get(self, cell: int) -> int:
-        return int(_CELL.unpack_from(self._map, cell * _CELL.size)[0])
-
-    def _set(self, cell: int, value: int) -> None:
-        _CELL.pack_into(self._map, cell * _CELL.size, value)
-
-
-class RayError(Exception):
-    """An actor did not answer."""
-
-
-class RayTaskError(RayError):
-    """An actor answered with an exception."""
-
-    def __init__(self, cause: BaseException) -> None:
-        super().__init__(f"{type(cause).__name__}: {cause}")
-        self.cause = cause
-
-
-@dataclass(frozen=True)
-class Handle:
-    """An actor; `handle.method.remote(...)` is a future."""
-
-    address: str  # of its socket
-
-    def __getattr__(self, method: str) -> Any:
-        if method.startswith("_"):
-            raise AttributeError(method)
-        return types.SimpleNamespace(remote=lambda *args: _call(self.address, method, args))
-
-
-class _Link:
-    """A connection to an actor, and the calls that it has not answered."""
-
-    def __init__(self, address: str) -> None:
-        self.connection = Client(address, "AF_UNIX")
-        self.lock = threading.Lock()
-        self.pending: dict[int, Future[Any]] = {}
-        self.numbers = itertools.count()
-        self.broken = False
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def call(self, method: str, args: tuple[Any, ...]) -> "Future[Any]":
-        future: Future[Any] = Future()
-        with self.lock:
-            if self.broken:
-                raise ConnectionError
-            number = next(self.numbers)
-            self.pending[number] = future
-            self.connection.send((number, method, args))
-        return future
-
-    def _read(self) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                number, value, error = self.connection.recv()
-                future = self.pending.pop(number)
-                future.set_exception(RayTaskError(error)) if error is not None else future.set_result(value)
-        with self.lock:
-            self.broken = True
-        for future in self.pending.values():
-            future.set_exception(RayError("the actor died"))
-
-
-_links: dict[str, _Link] = {}
-_linking = threading.Lock()
-
-
-def _call(address: str, method: str, args: tuple[Any, ...]) -> "Future[Any]":
-    try:
-        with _linking:
-            link = _links.get(address)
-            if link is None or link.broken:
-                link = _links[address] = _Link(address)
-        return link.call(method, args)
-    except OSError:
-        dead: Future[Any] = Future()
-        dead.set_exception(RayError("the actor is not there"))
-        return dead
-
-
-def get(call: "Future[Any]", timeout: float | None = ANSWER_S) -> Any:
-    """What a call came to. Raises RayError."""
-    try:
-        return call.result(timeout)
-    except TimeoutError as error:
-        raise RayError(f"no answer within {timeout} s") from error
-
-
-def find(world: Path, name: str) -> Handle:
-    """An actor by its name. Raises ValueError where there is none."""
-    try:
-        return Handle((world / NAMES / name).read_text())
-    except FileNotFoundError as error:
-        raise ValueError(f"no actor {name}") from error
-
-
-def call_it(world: Path, name: str, address: str) -> None:
-    """Give an actor a name, that of an earlier one perhaps."""
-    temporary = world / NAMES / f".{name}"
-    temporary.write_text(address)
-    os.replace(temporary, world / NAMES / name)
-
-
-def _wait(calls: "list[Future[Any]]", num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
-    end = time.monotonic() + timeout
-    while sum(call.done() for call in calls) < num_returns and time.monotonic() < end:
-        time.sleep(0.001)
-    return [call for call in calls if call.done()], [call for call in calls if not call.done()]
-
-
-def _install(world: Path, node: str, me: Handle | None) -> None:
-    """Put in Ray's place what the coordinator and keepers ask of it."""
-    assert "ray" not in sys.modules
-    context = types.SimpleNamespace(get_node_labels=dict, get_node_id=lambda: node, current_actor=me)
-    ray, util, strategies = (types.ModuleType(name) for name in ("ray", "ray.util", "ray.util.scheduling_strategies"))
-    vars(strategies)["NodeAffinitySchedulingStrategy"] = None
-
-    def named(all_namespaces: bool) -> list[dict[str, str]]:
-        return [{"name": p.name, "namespace": "regrow"} for p in (world / NAMES).iterdir() if p.name[0] != "."]
-
-    vars(util).update(
-        get_node_ip_address=lambda: "127.0.0.1", list_named_actors=named, scheduling_strategies=strategies
-    )
-    vars(ray).update(
-        util=util,
-        exceptions=types.SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError),
-        get=get,
-        wait=_wait,
-        kill=lambda handle, no_restart: handle.end_process.remote(),
-        nodes=lambda: [{"NodeID": path.name, "Alive": True} for path in (world / NODES).iterdir()],
-        get_actor=lambda name, namespace: find(world, name),
-        get_runtime_context=lambda: context,
-        is_initialized=lambda: False,
-    )
-    sys.modules.update({"ray": ray, "ray.util": util, "ray.util.scheduling_strategies": strategies})
-
-
-class _Server:
-    """Answers an actor's calls, on `threads` threads."""
-
-    def __init__(self, address: str, threads: int) -> None:
-        Path(address).unlink(missing_ok=True)
-        self.listener = Listener(address, "AF_UNIX", backlog=64)
-        self.pool = ThreadPoolExecutor(threads)
-
-    def serve(self, actor: Any) -> None:
-        while True:
-            connection = self.listener.accept()
-            threading.Thread(target=self._talk, args=(actor, connection), daemon=True).start()
-
-    def _talk(self, actor: Any, connection: Connection) -> None:
-        lock = threading.Lock()
-        with contextlib.suppress(EOFError, OSError):
-            while True:
-                self.pool.submit(self._answer, actor, connection, lock, *connection.recv())
-
-    def _answer(
-        self, actor: Any, connection: Connection, lock: threading.Lock, number: int, method: str, args: Any
-    ) -> None:
-        value, error = None, None
-        if method == "end_process":
-            os._exit(0)
-        try:
-            value = method == "is_up" or getattr(actor, method)(*args)
-        except Exception as raised:
-            error = raised
-        with contextlib.suppress(OSError), lock:
-            connection.send((number, value, error))
 
 
 @dataclass(frozen=True)
@@ -293,7 +45,7 @@ class Member:
         log = os.open(self.world / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        _install(self.world, self.node, Handle(self.address) if self.address else None)
+        install(self.world, self.node, Handle(self.address) if self.address else None)
         regrow.storage.LocalStorage = _SlowStorage  # type: ignore[misc]
         return Beacon(self.beacon)
 
@@ -334,7 +86,7 @@ def keeper_main(member: Member) -> None:
         beacon.mark(keeper_node.KeeperNode, name, phase)
     _slow_file(ranges.Connection)
     _rest_before(held, "_checksums")
-    server = _Server(member.address, 8)
+    server = Server(member.address, 8)
     folder = member.world / f"regrow-{RUN}-{member.node}"
     server.serve(keeper.Keeper(RUN, member.node, str(folder), None, 600.0))
 
@@ -350,7 +102,7 @@ def coordinator_main(member: Member) -> None:
     beacon.mark(coordinator.Coordinator, "_commit", "COMMIT")
     beacon.mark(fleet, "write_index", "index")
     beacon.mark(fleet, "retain", "retain")
-    server = _Server(member.address, 1)
+    server = Server(member.address, 1)
 
     class Numbering(coordinator.Coordinator):
         """Groups are made by the test, not by who joins."""
