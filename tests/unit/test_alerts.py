@@ -1,0 +1,320 @@
+"""The alert rules, the dashboard and the scrape configuration in k8s/monitoring: what they ask for exists, and each
+alert fires when it should and not before, by Prometheus' own tool on series that tell a story.
+"""
+
+import json
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from regrow.observe.metrics import FAMILIES
+from regrow.observe.report import STATES
+from regrow.testing.prometheus import MONITORING, dashboard_expressions, hurried, missing, rules
+from regrow.testing.submission import rendered
+
+ROOT = Path(__file__).parents[2]
+RULES = [rule for group in rules()["groups"] for rule in group["rules"]]
+ALERTS = [rule["alert"] for rule in RULES]
+RAYS_OWN = {  # that the dashboard shows beside ours
+    "ray_node_cpu_utilization",
+    "ray_node_mem_used",
+    "ray_node_mem_total",
+    "ray_node_mem_shared_bytes",
+    "ray_node_gpus_utilization",
+}
+NOT_SHOWN = {  # by the dashboard: others say the same
+    "ray_regrow_submitted_timestamp_seconds",
+    "ray_regrow_trained_tokens",
+    "ray_regrow_snapshots_total",
+    "ray_regrow_last_snapshot_timestamp_seconds",
+    "ray_regrow_checkpoint_step",
+    "ray_regrow_stops_total",
+}
+WORKER = 'run="a", WorkerId="w1"'
+needs_promtool = pytest.mark.skipif(bool(missing("promtool")), reason=missing("promtool"))
+
+
+@dataclass(frozen=True)
+class Story:
+    """Series with a value every minute, in promtool's notation, and which alerts are to fire at which minutes.
+
+    `1x5` is six values of 1; `0+60x5` counts up by 60; `_` is no value.
+    """
+
+    series: dict[str, str]
+    firing: dict[int, set[str]]
+
+
+def sound(minutes: int = 180, **changed: str) -> dict[str, str]:
+    """A run in which all is well; `changed` has the series that are not."""
+    told = {
+        "last_step_timestamp_seconds": f"0+60x{minutes}",
+        "last_checkpoint_timestamp_seconds": " ".join(str(60 * (at // 10 * 10)) for at in range(minutes + 1)),
+        "last_snapshot_timestamp_seconds": f"0+60x{minutes}",
+        "checkpoint_interval_seconds": f"600x{minutes}",
+        "running": f"1x{minutes}",
+        "world_size": f"64x{minutes}",
+        "target_world_size": f"64x{minutes}",
+        "nonfinite_steps_total": f"0x{minutes}",
+        "productive": f"0+58x{minutes}",
+        "down": f"0+2x{minutes}",
+        "stops_total": f"0x{minutes}",
+    } | changed
+    return {name_of(name): values for name, values in told.items()}
+
+
+def name_of(name: str, worker: str = WORKER) -> str:
+    label = ""
+    if name in STATES:
+        name, label = "state_seconds_total", f', state="{name}"'
+    elif name == "stops_total":
+        label = ', reason="finished"'
+    return f"ray_regrow_{name}{{{worker}{label}}}"
+
+
+def of_another_process(**told: str) -> dict[str, str]:
+    return {name_of(name, 'run="a", WorkerId="w2"'): values for name, values in told.items()}
+
+
+FLAT_AFTER_60 = {"productive": "0+58x60 3480x120", "down": "0+2x60 120x120"}
+
+
+def until_60() -> dict[str, str]:
+    """All is well for an hour, and then nothing comes any more."""
+    told = sound(last_checkpoint_timestamp_seconds="0+60x60")
+    return {name: values.replace("x180", "x60") for name, values in told.items()}
+
+
+STORIES = {
+    "all is well": Story(sound(), {at: set() for at in (0, 1, 5, 31, 61, 120, 180)}),
+    "no step comes": Story(
+        sound(
+            last_step_timestamp_seconds="0+60x60 3600x120",
+            last_checkpoint_timestamp_seconds="0+60x60 3600x120",
+            last_snapshot_timestamp_seconds="0+60x60 3600x120",
+        ),
+        {60: set(), 75: set(), 78: {"RegrowNoProgress"}, 150: {"RegrowNoProgress"}},
+    ),
+    "the start takes long": Story(
+        sound(last_step_timestamp_seconds="0x12 780+60x100", running="1x112"), {12: set(), 14: set(), 60: set()}
+    ),
+    "the run is gone": Story(
+        until_60(), {60: set(), 64: set(), 67: {"RegrowRunLost"}, 100: {"RegrowRunLost"}, 130: set()}
+    ),
+    "the run is gone, and its node goes on telling what was counted": Story(
+        {name: values if "_total" in name else until_60()[name] for name, values in sound(**FLAT_AFTER_60).items()},
+        {60: set(), 67: {"RegrowRunLost"}, 150: set()},
+    ),
+    "the run has finished": Story(
+        until_60() | {name_of("stops_total"): "0x59 1x120"},
+        {at: set() for at in (60, 63, 67, 80, 119, 121, 125)},
+    ),
+    "it finished, was resumed, and is gone": Story(
+        until_60()
+        | {name_of("stops_total"): "0x59 1x120"}
+        | of_another_process(running="_x70 1x10", stops_total="_x70 0x100"),
+        {70: set(), 81: set(), 90: {"RegrowRunLost"}},
+    ),
+    "the coordinator is restarted": Story(
+        until_60()
+        | {name_of(name): values for name, values in FLAT_AFTER_60.items()}
+        | of_another_process(
+            running="_x61 1x118",
+            last_step_timestamp_seconds="_x61 3720+60x118",
+            last_checkpoint_timestamp_seconds="_x61 3600x4 3960+60x113",
+            last_snapshot_timestamp_seconds="_x61 3720+60x118",
+            checkpoint_interval_seconds="_x61 600x118",
+            world_size="_x61 64x118",
+            target_world_size="_x61 64x118",
+            nonfinite_steps_total="_x61 0x118",
+            productive="_x61 0+58x118",
+            down="_x61 0+2x118",
+            stops_total="_x61 0x118",
+        ),
+        {at: set() for at in (60, 61, 62, 63, 64, 66, 70, 100, 175)},
+    ),
+    "steps are not finite": Story(
+        sound(nonfinite_steps_total="0x60 3x120"), {60: set(), 62: {"RegrowNotFinite"}, 75: set()}
+    ),
+    "checkpoints fail": Story(
+        sound(last_checkpoint_timestamp_seconds="0+60x60 3600x120"),
+        {80: set(), 89: set(), 92: {"RegrowCheckpointOld"}, 180: {"RegrowCheckpointOld"}},
+    ),
+    "checkpoints are wanted every hour, and fail": Story(
+        sound(checkpoint_interval_seconds="3600x181", last_checkpoint_timestamp_seconds="0x181"),
+        {100: set(), 180: set()},
+    ),
+    "no checkpoint is wanted": Story(
+        {
+            name: values
+            for name, values in sound(last_checkpoint_timestamp_seconds="0x180").items()
+            if name != name_of("checkpoint_interval_seconds")
+        },
+        {180: set()},
+    ),
+    "no snapshot commits": Story(
+        sound(last_snapshot_timestamp_seconds="0+60x60 3600x120"), {69: set(), 72: {"RegrowSnapshotOld"}}
+    ),
+    "nodes are missing": Story(sound(world_size="64x60 56x120"), {61: set(), 90: set(), 92: {"RegrowBelowTargetSize"}}),
+    "a node is missing for a while": Story(sound(world_size="64x60 56x20 64x100"), {at: set() for at in (70, 91, 120)}),
+    "much is lost": Story(
+        sound(productive="0+58x60 3480+20x120", down="0+2x60 120+40x120"),
+        {70: set(), 85: set(), 130: {"RegrowGoodputLow"}},
+    ),
+    "two runs, one of which is in trouble": Story(
+        sound()
+        | {
+            name.replace('run="a"', 'run="b"'): values
+            for name, values in sound(last_snapshot_timestamp_seconds="0x180").items()
+        },
+        {5: set(), 20: {"RegrowSnapshotOld"}},
+    ),
+}
+
+
+def promtool(folder: Path, *arguments: str) -> None:
+    done = subprocess.run(["promtool", *arguments], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+@pytest.mark.parametrize("pace", ["as they are", "hurried"])
+def test_promtool_finds_the_rules_sound(tmp_path: Path, pace: str) -> None:
+    content = rules() if pace == "as they are" else hurried(rules())
+    (tmp_path / "rules.yml").write_text(yaml.dump(content))
+    promtool(tmp_path, "check", "rules", "--lint=all", "--lint-fatal", "rules.yml")
+
+
+@needs_promtool
+@pytest.mark.parametrize("name", STORIES)
+def test_alerts_fire_when_they_should_and_not_before(tmp_path: Path, name: str) -> None:
+    story = STORIES[name]
+    (tmp_path / "rules.yml").write_text(yaml.dump(rules()))
+    expected = [
+        {
+            "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+            "eval_time": f"{minute}m",
+            "exp_samples": [{"labels": f'{{alertname="{alert}"}}', "value": 1} for alert in sorted(alerts)],
+        }
+        for minute, alerts in story.firing.items()
+    ]
+    test = {
+        "rule_files": ["rules.yml"],
+        "evaluation_interval": "1m",
+        "tests": [
+            {
+                "interval": "1m",
+                "input_series": [{"series": series, "values": values} for series, values in story.series.items()],
+                "promql_expr_test": expected,
+            }
+        ],
+    }
+    (tmp_path / "test.yml").write_text(yaml.dump(test))
+    promtool(tmp_path, "test", "rules", "test.yml")
+
+
+def test_every_alert_has_a_story_in_which_it_fires_and_one_in_which_it_does_not() -> None:
+    fired = set().union(*(alerts for story in STORIES.values() for alerts in story.firing.values()))
+    assert fired == set(ALERTS)
+    assert not set().union(*STORIES["all is well"].firing.values())
+
+
+def test_hurried_rules_have_a_second_for_every_minute() -> None:
+    for rule, quick in zip(RULES, hurried(rules())["groups"][0]["rules"], strict=True):
+        times = [*re.findall(r"\[(\d+[smh])\]", rule["expr"]), rule.get("for", "0m")]
+        quick_times = [*re.findall(r"\[(\d+[smh])\]", quick["expr"]), quick.get("for", "0s")]
+        assert [seconds(each) for each in times] == [60 * seconds(each) for each in quick_times]
+        assert "60" not in quick["expr"]
+
+
+def seconds(text: str) -> int:
+    return int(text[:-1]) * {"s": 1, "m": 60, "h": 3600}[text[-1]]
+
+
+def figures_in(expression: str) -> set[str]:
+    return set(re.findall(r"\bray_[a-z_]+", expression))
+
+
+@pytest.mark.parametrize("rule", RULES, ids=ALERTS)
+def test_alerts_ask_for_figures_that_exist_and_say_what_to_do(rule: dict[str, Any]) -> None:
+    assert figures_in(rule["expr"]) <= {f"ray_{name}" for name in FAMILIES}
+    assert rule["labels"]["severity"] in ("critical", "warning")
+    assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
+    assert "$labels.run" in rule["annotations"]["summary"]
+    path, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+    headings = re.findall(r"^#+ (.+)$", (ROOT / path).read_text(), re.MULTILINE)
+    assert anchor == rule["alert"].lower()
+    assert anchor in [re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=ALERTS)
+def test_alerts_outlive_a_coordinator_that_is_restarted(rule: dict[str, Any]) -> None:
+    """Gauges vanish with their process: each is looked for over a range. Counters begin anew: they are summed."""
+    for name in figures_in(rule["expr"]):
+        family = FAMILIES[name.removeprefix("ray_")]
+        functions = ("rate", "increase", "max_over_time") if family.is_counter else ("last_over_time", "max_over_time")
+        for asked in re.findall(rf"(\w+)\({name}(?:{{[^}}]*}})?\[\d+[mh]\]\)", rule["expr"]):
+            assert asked in functions
+        assert len(re.findall(rf"\w+\({name}(?:{{[^}}]*}})?\[", rule["expr"])) == rule["expr"].count(name)
+
+
+def test_the_dashboard_asks_for_figures_that_exist_and_shows_them_all() -> None:
+    shown = set().union(*map(figures_in, dashboard_expressions()))
+    assert shown <= {f"ray_{name}" for name in FAMILIES} | RAYS_OWN
+    assert {f"ray_{name}" for name in FAMILIES} - shown <= NOT_SHOWN
+
+
+def test_the_dashboard_is_one_that_grafana_reads() -> None:
+    dashboard = json.loads((MONITORING / "dashboard.json").read_text())
+    panels = dashboard["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    variables = {variable["name"] for variable in dashboard["templating"]["list"]}
+    assert variables == {"datasource", "namespace", "run"}
+    taken: dict[tuple[int, int], str] = {}
+    for panel in panels:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        for x in range(place["x"], place["x"] + place["w"]):
+            for y in range(place["y"], place["y"] + place["h"]):
+                assert (x, y) not in taken, f"{panel['title']} covers {taken[x, y]}"
+                taken[x, y] = panel["title"]
+        targets = panel.get("targets", [])
+        assert bool(targets) == (panel["type"] != "row")
+        assert len({target["refId"] for target in targets}) == len(targets)
+        for target in targets:
+            assert target["datasource"]["uid"] == "${datasource}"
+            for name in figures_in(target["expr"]) - RAYS_OWN:
+                assert re.search(rf'{name}{{namespace=~"\$namespace", run=~"\$run"', target["expr"]), panel["title"]
+
+
+def test_the_pod_monitor_finds_the_ports_of_rendered_pods() -> None:
+    monitor = yaml.safe_load((MONITORING / "podmonitor.yaml").read_text())["spec"]
+    (manifest,) = rendered(["+cluster=h100x64"])[1]
+    cluster = manifest["spec"]["rayClusterSpec"]
+    ports = {}
+    templates = [cluster["headGroupSpec"]["template"], cluster["workerGroupSpecs"][0]["template"]]
+    for template in [*templates, manifest["spec"]["submitterPodTemplate"]]:
+        labels = template["metadata"]["labels"]
+        selected = monitor["selector"]["matchLabels"].items() <= labels.items() and all(
+            labels[each["key"]] in each["values"] for each in monitor["selector"]["matchExpressions"]
+        )
+        assert set(monitor["podTargetLabels"]) <= labels.keys()
+        if selected:
+            containers = template["spec"]["containers"]
+            ports[labels["regrow/role"]] = {port["name"] for each in containers for port in each.get("ports", [])}
+    assert ports.keys() == {"head", "worker"}
+    scraped = {endpoint["port"] for endpoint in monitor["podMetricsEndpoints"]}
+    assert "metrics" in ports["head"] & ports["worker"] & scraped
+    assert scraped <= ports["head"]
+
+
+def test_the_documentation_names_every_alert_and_file() -> None:
+    document = (ROOT / "docs" / "metrics.md").read_text()
+    assert re.findall(r"^\| `(Regrow\w+)` \|", document, re.MULTILINE) == ALERTS
+    for file in MONITORING.iterdir():
+        assert f"k8s/monitoring/{file.name}" in document

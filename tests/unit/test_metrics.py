@@ -1,0 +1,491 @@
+"""What a run's figures are made of, and that keeping them costs nothing and harms nobody."""
+
+import math
+import re
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ray.util import metrics as ray_metrics
+
+from regrow.checkpoint import coordinator
+from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig, RunConfig, SnapshotConfig, TrainConfig
+from regrow.elastic import driver
+from regrow.observe import metrics as module
+from regrow.observe.metrics import FAMILIES, INCIDENTS, Figures, RunMetrics
+from regrow.observe.report import STATES, account
+from regrow.observe.state_clock import KEPT_S, StateClock
+from regrow.plan.cadence import Cadence
+
+Row = dict[str, Any]
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "metrics.md"
+T0 = 1_700_000_000.0
+TOKENS = PretrainConfig().optim.global_batch_seqs * PretrainConfig().data.seq_len
+
+
+def make_row(step: int, step_s: float = 1.0, **changes: Any) -> Row:
+    row: Row = {
+        "step": step,
+        "tokens_seen": step * TOKENS,
+        "loss": 8.0 - step / 100,
+        "grad_norm": 1.5,
+        "lr": 1e-3,
+        "tokens_per_s": TOKENS / step_s,
+        "mfu": 0.4,
+        "step_s": step_s,
+        "data_wait_s": 0.1 * step_s,
+        "snapshot_s": 0.05 * step_s,
+        "world_size": 3,
+        "generation": 1,
+    }
+    return row | changes
+
+
+def event(name: str, **fields: Any) -> Row:
+    return {"event": name, **fields}
+
+
+def generation(number: int, start_step: int = 0, cause: str = "start", **fields: Any) -> Row:
+    return event("generation", generation=number, start_step=start_step, cause=cause, world_size=3, **fields)
+
+
+def make_cadence(**ways: Any) -> Cadence:
+    given = {"every_steps": 100, "every_minutes": None, "automatic": False} | ways
+    return Cadence(**given, mtbf_hours=24.0, now=T0)
+
+
+def make_config() -> PretrainConfig:
+    return PretrainConfig(
+        run=RunConfig(name="llama"),
+        train=TrainConfig(steps=500, stop_at_step=300),
+        cluster=ClusterConfig(min_workers=2, max_workers=4),
+        checkpoint=CheckpointConfig(every_steps=100),
+    )
+
+
+def make_figures(events: list[Row] | None = None, now: float = T0, **ways: Any) -> Figures:
+    return Figures(make_config(), make_cadence(**ways), events or [], now)
+
+
+def value(figures: Figures, name: str, label: str = "") -> float:
+    return figures.values[f"regrow_{name}", label]
+
+
+class Recorder:
+    """Stands where `ray.util.metrics` does; keeps what it is handed."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, float, tuple[str, ...]]] = []
+
+    def Counter(self, name: str, description: str, tag_keys: tuple[str, ...]) -> "Recorder._Instrument":
+        return self._Instrument(self, name, tag_keys)
+
+    Gauge = Counter
+
+    class _Instrument:
+        def __init__(self, kept: "Recorder", name: str, tag_keys: tuple[str, ...]) -> None:
+            self.kept, self.name, self.tag_keys = kept, name, tag_keys
+
+        def inc(self, value: float, tags: dict[str, str]) -> None:
+            assert value > 0, f"Ray refuses {value}"
+            self.set(value, tags)
+
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            assert tuple(tags) == self.tag_keys
+            self.kept.calls.append((self.name, value, tuple(tags.values())))
+
+    def total(self, name: str, *labels: str) -> float:
+        return math.fsum(value for called, value, tags in self.calls if (called, tags[1:]) == (name, labels))
+
+
+def make_metrics(instruments: Any, notes: list[str] | None = None) -> RunMetrics:
+    note = notes.append if notes is not None else pytest.fail
+    return RunMetrics(make_config(), make_cadence(), [], instruments=instruments, note=note)
+
+
+class Clock:
+    """The time, as `time.time` tells it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = T0
+        monkeypatch.setattr(module.time, "time", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+# time by state
+
+
+def a_loss() -> list[Row]:
+    """Submitted at 0, ready at 10; five steps of 2 s with a validation of 1 s before the fourth's row; a rank lost at
+    24 with the last step, ready again at 35, that step again and another one; stopped at 42. In order of time.
+    """
+    lines: list[Row] = [
+        event("submitted", time=T0),
+        event("forming", time=T0 + 4),
+        generation(1, time=T0 + 10, init_s=5.0, restore_s=0.0, recomputed_steps=0),
+    ]
+    at = T0 + 10
+    for step in range(1, 6):
+        at += 2
+        if step == 4:
+            at += 1
+            lines.append(event("validation", time=at, step=4, seconds=1.0))
+        lines.append(make_row(step, 2.0, time=at, generation=1))
+    lines += [
+        event("failure", time=T0 + 24, cause="worker_died", generation=1),
+        event("forming", time=T0 + 26),
+        event("rollback", time=T0 + 34.9, generation=2, steps=1, first_time=at - 2, first_step_end=at, last_time=at),
+        generation(2, 4, "worker_died", time=T0 + 35, init_s=6.0, restore_s=1.0, recomputed_steps=1),
+    ]
+    lines += [make_row(step, 2.0, time=T0 + 35 + 2 * (step - 4), generation=2) for step in (5, 6)]
+    return [*lines, event("stopped", time=T0 + 42, step=6, reason="finished")]
+
+
+def replay(clock: StateClock, lines: list[Row], every_s: float = 0.2) -> None:
+    """As the coordinator lives through it: ticks between what happens. It does not see rollback events."""
+    at = lines[0]["time"]
+    for line in lines:
+        while at + every_s < line["time"]:
+            at += every_s
+            clock.tick(at)
+        if "step_s" in line:
+            clock.row(line, line["time"])
+        elif line["event"] != "rollback":
+            clock.event(line, line["time"])
+
+
+def test_the_states_seconds_are_those_of_the_report() -> None:
+    lines = a_loss()
+    clock = StateClock(T0)
+    replay(clock, lines)
+    rows = [line for line in lines if "step_s" in line]
+    counted = [row for row in rows if (row["step"], row["generation"]) != (5, 1)]
+    ledger = account(counted, [line for line in lines if "event" in line], now=T0 + 42)
+    assert ledger.time_s["recompute"] > 1
+    assert ledger.time_s["down"] > 1
+    # the step that was done twice had a snapshot_s each time, which the report counts once
+    assert clock.seconds == pytest.approx(ledger.time_s, abs=0.11)
+    assert math.fsum(clock.seconds.values()) == pytest.approx(42)
+
+
+durations = st.floats(0.0, 200.0)
+happenings = st.one_of(
+    st.tuples(st.just("row"), st.integers(1, 30), durations, st.floats(0.0, 1.0), st.floats(0.0, 1.0)),
+    st.tuples(st.sampled_from(["failure", "forming", "stopped", "tick", "checkpoint"])),
+    st.tuples(st.just("generation"), st.integers(0, 30), durations, durations, st.integers(0, 5)),
+    st.tuples(st.just("validation"), durations),
+)
+
+
+@given(st.lists(st.tuples(durations, happenings), max_size=40), st.booleans())
+@settings(deadline=None)
+def test_whatever_happens_the_states_add_up_and_never_shrink(
+    story: list[tuple[float, tuple[Any, ...]]], training: bool
+) -> None:
+    clock, now = StateClock(T0, training=training), T0
+    for passed_s, (what, *rest) in story:
+        before, now = dict(clock.seconds), now + passed_s
+        if what == "row":
+            step, step_s, data, snapshot = rest
+            waits = {"data_wait_s": data * step_s, "snapshot_s": snapshot * step_s}
+            clock.row(make_row(step, 1.0) | {"step_s": step_s, **waits}, now)
+        elif what == "generation":
+            start, init_s, restore_s, redone = rest
+            clock.event(generation(1, start, init_s=init_s, restore_s=restore_s, recomputed_steps=redone), now)
+        elif what == "validation":
+            clock.event(event("validation", seconds=rest[0]), now)
+        elif what != "tick":
+            clock.event(event(what), now)
+        clock.tick(now)
+        assert all(clock.seconds[state] >= before[state] for state in STATES)
+        booked_s = math.fsum(clock.seconds.values())
+        assert booked_s <= now - T0 + 1e-3
+        if what in ("row", "generation", "stopped", "failure"):
+            assert booked_s == pytest.approx(now - T0, abs=1e-3)
+
+
+def test_a_long_wait_for_nodes_is_booked_while_it_lasts() -> None:
+    clock = StateClock(T0)
+    clock.event(generation(1, init_s=0.0), T0)
+    clock.row(make_row(1, 1.0), T0 + 1)
+    clock.event(event("failure"), T0 + 2)
+    clock.tick(T0 + 3600)
+    assert clock.seconds["down"] == pytest.approx(3600 - 1 - KEPT_S)
+
+
+def test_a_group_that_says_nothing_for_a_minute_and_ten_steps_is_down_until_it_steps_again() -> None:
+    clock = StateClock(T0, training=True)
+    clock.row(make_row(1, 10.0, data_wait_s=0.0, snapshot_s=0.0), T0 + 10)
+    clock.tick(T0 + 109)
+    assert clock.seconds["down"] == 0
+    clock.tick(T0 + 310)
+    assert clock.seconds["down"] == pytest.approx(200)
+    clock.row(make_row(2, 10.0, data_wait_s=0.0, snapshot_s=0.0), T0 + 320)
+    assert clock.seconds["productive"] == pytest.approx(20)
+
+
+def test_steps_that_were_done_before_are_recompute_only_as_far_as_they_were() -> None:
+    clock = StateClock(T0, training=True)
+    clock.event(generation(2, 4, "worker_died", recomputed_steps=2), T0)
+    for step in (5, 6, 7):
+        clock.row(make_row(step, 1.0, data_wait_s=0.2, snapshot_s=0.1), T0 + step - 4)
+    assert clock.seconds["recompute"] == pytest.approx(2 * 0.9)
+    assert clock.seconds["productive"] == pytest.approx(0.7)
+    assert clock.seconds["data"] == pytest.approx(0.2)
+    assert clock.seconds["snapshot"] == pytest.approx(0.3)
+
+
+# figures
+
+
+def test_rows_become_totals_and_newest_values() -> None:
+    figures = make_figures()
+    figures.event(event("submitted", time=T0), T0 + 5)
+    figures.row(make_row(1, 2.0), T0 + 10)
+    figures.row(make_row(2, 4.0, validation_loss=7.5), T0 + 14)
+    assert value(figures, "steps_total") == 2
+    assert value(figures, "tokens_total") == 2 * TOKENS
+    assert value(figures, "step_seconds_total") == pytest.approx(6)
+    assert value(figures, "data_wait_seconds_total") == pytest.approx(0.6)
+    assert value(figures, "snapshot_wait_seconds_total") == pytest.approx(0.3)
+    assert value(figures, "step") == 2
+    assert value(figures, "loss") == 7.98
+    assert value(figures, "validation_loss") == 7.5
+    assert value(figures, "world_size") == 3
+    assert value(figures, "last_step_timestamp_seconds") == T0 + 14
+    assert value(figures, "submitted_timestamp_seconds") == T0
+    assert (value(figures, "target_steps"), value(figures, "target_world_size")) == (300, 4)
+
+
+@pytest.mark.parametrize("wrong", [{"loss": math.nan}, {"grad_norm": math.inf}, {"loss": math.inf}])
+def test_steps_that_are_not_finite_are_counted(wrong: dict[str, float]) -> None:
+    figures = make_figures()
+    figures.row(make_row(1), T0 + 1)
+    assert value(figures, "nonfinite_steps_total") == 0
+    figures.row(make_row(2, **wrong), T0 + 2)
+    assert value(figures, "nonfinite_steps_total") == 1
+
+
+def test_failures_restarts_and_incidents_are_counted_by_cause() -> None:
+    figures = make_figures()
+    figures.event(generation(1), T0)
+    figures.event(event("failure", cause="node_silent"), T0 + 1)
+    assert value(figures, "world_size") == 0
+    figures.event(generation(2, 7, "node_silent", recomputed_steps=3), T0 + 2)
+    figures.event(event("straggler", node="n"), T0 + 3)
+    figures.event(event("note", text="of no interest"), T0 + 3)
+    assert value(figures, "world_size") == 3
+    assert value(figures, "generation") == 2
+    assert value(figures, "failures_total", "node_silent") == 1
+    assert value(figures, "restarts_total", "node_silent") == 1
+    assert value(figures, "recomputed_steps_total") == 3
+    assert value(figures, "incidents_total", "straggler") == 1
+    assert sum(v for (name, _), v in figures.values.items() if name == "regrow_incidents_total") == 1
+
+
+def test_what_is_safe_is_known_by_step_and_time() -> None:
+    figures = make_figures()
+    figures.event(event("submitted", time=T0), T0)
+    assert value(figures, "last_checkpoint_timestamp_seconds") == T0
+    figures.event(generation(1), T0 + 5)
+    assert value(figures, "last_snapshot_timestamp_seconds") == T0 + 5
+    figures.snapshot(3, T0 + 8)
+    figures.event(event("checkpoint", step=3, seconds=1.5, bytes=1000), T0 + 9)
+    figures.event(event("checkpoint_failed", step=4, detail="no room"), T0 + 10)
+    assert (value(figures, "snapshot_step"), value(figures, "last_snapshot_timestamp_seconds")) == (3, T0 + 8)
+    assert (value(figures, "checkpoint_step"), value(figures, "last_checkpoint_timestamp_seconds")) == (3, T0 + 9)
+    assert (value(figures, "checkpoint_seconds_total"), value(figures, "checkpoint_bytes_total")) == (1.5, 1000)
+    assert value(figures, "checkpoints_total", "committed") == 1
+    assert value(figures, "checkpoints_total", "failed") == 1
+
+
+def test_without_snapshots_no_figure_says_that_they_are_old() -> None:
+    config = replace(make_config(), snapshot=SnapshotConfig(every_steps=0))
+    figures = Figures(config, make_cadence(), [], T0)
+    figures.event(generation(1), T0 + 5)
+    assert ("regrow_last_snapshot_timestamp_seconds", "") not in figures.values
+
+
+@pytest.mark.parametrize(
+    ("ways", "expected"),
+    [({}, 200.0), ({"every_minutes": 3}, 180.0), ({"every_steps": None, "every_minutes": 5}, 300.0)],
+)
+def test_the_interval_of_checkpoints_is_that_of_the_way_that_is_due_first(ways: Row, expected: float) -> None:
+    figures = make_figures(**ways)
+    for step in range(1, 4):
+        figures.row(make_row(step, 2.0), T0 + 2 * step)
+    figures.tick(T0 + 7)
+    assert value(figures, "checkpoint_interval_seconds") == pytest.approx(expected)
+
+
+def test_where_no_checkpoint_is_due_no_interval_is_told() -> None:
+    figures = make_figures(every_steps=None)
+    figures.row(make_row(1), T0 + 1)
+    figures.tick(T0 + 2)
+    assert ("regrow_checkpoint_interval_seconds", "") not in figures.values
+
+
+def test_a_restarted_coordinator_knows_from_the_log_what_alerts_ask_for() -> None:
+    before = [
+        event("submitted", time=T0 - 9000),
+        event("checkpoint", time=T0 - 8000, step=10, seconds=1.0, bytes=1),
+        event("submitted", time=T0 - 900),
+        generation(4, 10, "resume", time=T0 - 800),
+        event("checkpoint", time=T0 - 300, step=20, seconds=1.0, bytes=1),
+    ]
+    figures = make_figures(before)
+    assert value(figures, "last_checkpoint_timestamp_seconds") == T0 - 300
+    assert value(figures, "last_step_timestamp_seconds") == T0 - 900  # until the next step, which is soon
+    assert value(figures, "world_size") == 3
+    assert value(figures, "generation") == 4
+    assert value(figures, "checkpoints_total", "committed") == 0  # counted by the process before
+    figures.tick(T0 + 1000)
+    assert value(figures, "state_seconds_total", "down") > 900  # a group trained, and says nothing
+    assert value(figures, "state_seconds_total", "init") == 0
+
+
+def test_a_run_that_is_resumed_after_a_week_has_no_old_checkpoint() -> None:
+    week = 7 * 86400.0
+    figures = make_figures([event("submitted", time=T0 - week), event("checkpoint", time=T0 - week, step=10)])
+    figures.event(event("submitted", time=T0), T0)
+    assert value(figures, "last_checkpoint_timestamp_seconds") == T0
+
+
+# handing them to Ray
+
+
+def test_every_counter_is_there_before_it_first_grows(clock: Clock) -> None:
+    """Otherwise rate() and increase() miss the first failure of each kind, which is often the only one."""
+    kept = Recorder()
+    made = make_metrics(kept)
+    made.event(event("submitted", time=T0))
+    there = {(name, *labels[1:]) for name, _, labels in kept.calls}
+    assert there >= {
+        (family.name, *((label,) if family.label else ()))
+        for family in FAMILIES.values()
+        if family.is_counter
+        for label in family.values
+    }
+    assert kept.total("regrow_failures_total", "worker_died") < 1e-300
+    clock.now += 2
+    made.event(event("failure", cause="worker_died"))
+    assert kept.total("regrow_failures_total", "worker_died") == 1.0
+
+
+def test_what_ray_is_handed_adds_up_and_comes_at_most_once_a_second(clock: Clock) -> None:
+    kept = Recorder()
+    made = make_metrics(kept)
+    made.event(event("submitted", time=T0))
+    handed_at = set()
+    for step in range(1, 201):
+        clock.now += 0.02
+        before = len(kept.calls)
+        made.row(make_row(step, 0.02))
+        made.tick()
+        if len(kept.calls) > before:
+            handed_at.add(clock.now)
+    assert len(handed_at) == 3
+    clock.now += 1
+    made.tick()
+    assert kept.total("regrow_steps_total") == 200
+    assert kept.total("regrow_step_seconds_total") == pytest.approx(4)
+    calls = len(kept.calls)
+    clock.now += 1
+    made.tick()  # nothing happened: what is told is what this costs and how the time passes
+    assert {name for name, *_ in kept.calls[calls:]} <= {
+        "regrow_metrics_cpu_seconds_total",
+        "regrow_state_seconds_total",
+    }
+
+
+def test_an_orderly_end_is_told_at_once(clock: Clock) -> None:
+    kept = Recorder()
+    made = make_metrics(kept)
+    made.event(event("submitted", time=T0))
+    made.event(event("stopped", reason="finished", step=3))
+    assert kept.total("regrow_stops_total", "finished") == 1
+    assert [value for name, value, _ in kept.calls if name == "regrow_running"] == [1, 0]
+
+
+def test_a_report_brings_the_goodput_of_the_whole_run(clock: Clock) -> None:
+    kept = Recorder()
+    made = make_metrics(kept)
+    made.reported({"goodput": None, "capacity_goodput": None})
+    assert not [name for name, *_ in kept.calls if "goodput" in name]
+    clock.now += 2
+    made.reported({"goodput": 0.9, "capacity_goodput": 0.8})
+    assert [value for name, value, _ in kept.calls if name == "regrow_goodput_ratio"] == [0.9]
+
+
+def test_what_fails_here_is_noted_once_and_harms_nobody(clock: Clock) -> None:
+    class Broken(Recorder):
+        def Counter(self, *arguments: Any, **more: Any) -> Any:
+            raise ValueError("no such thing\nas this")
+
+    notes: list[str] = []
+    made = make_metrics(Broken(), notes)
+    made.event(event("submitted", time=T0))
+    made.row(make_row(1))
+    made.row({"step": 2})
+    assert notes == ["no more metrics: no such thing"]
+
+
+def test_rows_that_make_no_sense_are_noted_and_harm_nobody() -> None:
+    notes: list[str] = []
+    make_metrics(Recorder(), notes).row({"step": 2})
+    assert len(notes) == 1
+
+
+def test_switched_off_it_does_nothing() -> None:
+    made = make_metrics(None)
+    made.event(event("submitted", time=T0))
+    made.row({"nonsense": 1})
+    assert made.cpu_s == 0
+
+
+def test_rays_own_counters_and_gauges_take_all_of_it(clock: Clock) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = make_metrics(ray_metrics)
+        made.event(event("submitted", time=T0))
+        for step in range(1, 50):
+            clock.now += 1
+            made.row(make_row(step, loss=math.nan if step % 2 else 1.0))
+        made.event(event("stopped", reason="failed", step=49))
+    assert made.cpu_s > 0
+
+
+# names
+
+
+def test_names_follow_prometheus_and_no_label_is_a_rank() -> None:
+    for family in FAMILIES.values():
+        assert re.fullmatch(r"regrow_[a-z]+(_[a-z]+)*", family.name), family.name
+        assert not re.search(r"_(ms|s|gb|mb|percent|minutes|hours|count)(_|$)", family.name), "base units only"
+        assert family.label in ("", "cause", "state", "reason", "result", "kind")
+        assert (family.label == "") == (family.values == ("",))
+        assert family.help[0].islower() or family.help[0].isdigit() or family.help.startswith(("CPU", "FLOPs"))
+
+
+def test_labels_know_every_cause_and_incident_beforehand() -> None:
+    """A value that is not known beforehand is counted all the same, but rate() misses the first one."""
+    causes = {coordinator.HUNG, coordinator.DARK, coordinator.NOT_FINITE, coordinator.UNKNOWN, driver.CONTROLLER_DIED}
+    assert causes | {"worker_died"} == set(FAMILIES["regrow_failures_total"].values)
+    moved = {coordinator.GROW, coordinator.DRAIN, "resume"}
+    assert causes | {"worker_died"} | moved == set(FAMILIES["regrow_restarts_total"].values)
+    events = set(re.findall(r"^\| `([a-z_]+)` \|", (ROOT / "docs/file-formats.md").read_text(), re.MULTILINE))
+    assert set(INCIDENTS) <= events
+
+
+def test_the_documentation_lists_every_figure() -> None:
+    documented = dict(re.findall(r"^\| `(ray_regrow_[a-z_]+)`[^|]* \| (.+?) \|$", DOCUMENT.read_text(), re.MULTILINE))
+    assert documented == {f"ray_{family.name}": family.help for family in FAMILIES.values()}
