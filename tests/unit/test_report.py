@@ -1,5 +1,8 @@
+import dataclasses
+import itertools
 import json
 import math
+import os
 import random
 import subprocess
 import sys
@@ -14,7 +17,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from regrow.config.schema import PretrainConfig
-from regrow.observe.report import STATES, build_report, make_report, write_report
+from regrow.errors import RegrowError
+from regrow.observe.comparison import (
+    MOST_RUNS,
+    agreement,
+    differing_settings,
+    labels,
+    load_run,
+    load_runs,
+    make_comparison,
+)
+from regrow.observe.ledger import LOST, STATES, account, columns
+from regrow.observe.report import build_report, make_report, write_report
+from regrow.observe.report_parts import data_mix
 from regrow.observe.run_log import RunLog, encode, read_events, read_metrics
 from regrow.observe.svg import number_ticks, time_ticks
 from regrow.storage import Storage
@@ -27,6 +42,7 @@ REPORT_KEYS = [
     "goodput",
     "capacity_goodput",
     "time_s",
+    "lost_s",
     "restarts",
     "generations",
     "recoveries",
@@ -96,6 +112,8 @@ def assert_adds_up(report: dict[str, Any]) -> None:
     assert set(report["time_s"]) == set(STATES)
     assert all(seconds >= 0 for seconds in report["time_s"].values())
     assert math.fsum(report["time_s"].values()) == pytest.approx(report["wall_s"], abs=1e-5)
+    lost_s = math.fsum(report["time_s"][state] for state in LOST)
+    assert math.fsum(report["lost_s"].values()) == pytest.approx(lost_s, abs=1e-5)
     json.dumps(report, allow_nan=False)
 
 
@@ -173,6 +191,36 @@ def test_a_recovery_is_told_by_its_parts() -> None:
     assert report["restarts"] == {"node_died": 1}
     assert (report["generations"], report["checkpoints"]) == (2, {"committed": 1, "stall_s": 2.0})
     assert (report["steps"], report["tokens"], report["final_loss"]) == (7, 700, 8 / 7)
+
+
+def test_what_starting_and_interruptions_cost_is_known_by_cause() -> None:
+    metrics, events = one_loss()
+    report = build_report(metrics, events, now=T0 + 1000, config=config())
+    assert report["lost_s"] == pytest.approx({"start": 10.0, "node_died": 8.0 + 3.0 + 1.0 + 2.0})
+    running = build_report(metrics[:4], events[:5], now=T0 + 50, config=config())
+    assert running["lost_s"] == pytest.approx({"start": 10.0, "unfinished": 50.0 - 21.0})
+
+
+def test_steps_that_were_done_again_are_the_fault_of_the_first_group_that_took_them_back() -> None:
+    def undone(at: float, generation: int, first: float, last: float) -> dict[str, Any]:
+        times = {"first_time": T0 + first, "last_time": T0 + last, "seconds": last - first}
+        return event("rollback", at, generation=generation, from_step=9, to_step=1, steps=1, **times)
+
+    events = [
+        event("submitted", 0),
+        generation(1, 10, 4, 0, "start", init_s=10.0, restore_s=0.0),
+        event("failure", 30, cause="worker_died"),
+        undone(31, 2, 26, 30),  # the last 4 of 20 s
+        generation(2, 34, 3, 8, "worker_died", init_s=4.0, restore_s=0.0),
+        event("failure", 54, cause="nonfinite"),
+        undone(55, 3, 10, 54),  # all that was done so far, the 4 s once more
+        generation(3, 56, 3, 0, "nonfinite", init_s=2.0, restore_s=0.0),
+        event("stopped", 56, step=0, reason="interrupted"),
+    ]
+    report = build_report([], events, now=T0 + 99, config=config())
+    assert_adds_up(report)
+    assert report["time_s"]["recompute"] == pytest.approx(44.0)  # the gap between them counts, too
+    assert report["lost_s"] == pytest.approx({"start": 10.0, "worker_died": 4.0, "nonfinite": 40.0 + 2.0})
 
 
 def test_a_run_resumed_after_its_driver_was_killed_counts_the_time_between_as_down() -> None:
@@ -529,6 +577,140 @@ def test_ticks_never_leave_their_range(low: float, width: float) -> None:
         ticks = number_ticks(low, high)
         assert 1 <= len(ticks) <= 14
         assert all(low - slack <= value <= high + slack for value, _ in ticks)
+
+
+def mixing(first: float = 3.0) -> dict[str, Any]:
+    return {
+        "run": {"name": "mixing"},
+        "data": {
+            "seq_len": 10,
+            "corpora": {"web": "/web", "code": "/code"},
+            "mixture": [
+                {"from_tokens": 0, "weights": {"web": first, "code": 1}},
+                {"from_tokens": 500, "weights": {"web": 0, "code": 1}},
+            ],
+        },
+    }
+
+
+def test_the_data_mix_is_told_by_stage_and_by_what_was_trained_on() -> None:
+    mix = data_mix(mixing(), 1000)
+    assert mix is not None
+    names, heads, rows, bar = mix
+    assert (names, heads) == (["web", "code"], ["from 0", "from 500"])
+    assert rows == [["75.0%", "0.0%", "370", "37.0%"], ["25.0%", "100.0%", "630", "63.0%"]]
+    assert "code: 63.0%" in bar
+    assert data_mix(mixing(first=-1.0), 1000) is None  # a folder's config is not ours to judge
+    assert data_mix({"data": {"corpora": {"web": "/web"}}}, 1000) is None
+
+
+def test_columns_cover_the_run_without_gaps() -> None:
+    ledger = account(*one_loss(), now=T0 + 100)
+    for count in (1, 7, 300):
+        found = columns(ledger, count)
+        assert (found[0][0], found[-1][1]) == (ledger.begin, pytest.approx(ledger.end))
+        assert all(a[1] == b[0] and a[2] != b[2] for a, b in itertools.pairwise(found))
+
+
+def two_runs(folder: Path) -> list[str]:
+    """The run of `one_loss`, and one that went on undisturbed with another learning rate, on other batches at last."""
+    metrics, events = one_loss()
+    other = [make_row(step, T0 + 10 + 2 * step, 2.0, loss=8.0 / step + 0.01 * step) for step in range(1, 7)]
+    other[5]["batch_digest"] = "f" * 16
+    undisturbed = [event("submitted", 0, git="abc", versions={"torch": "2"}), generation(1, 10, 4, 0, "start")]
+    for name, run, rate in (("first", (metrics, events), 0.1), ("second", (other, undisturbed), 0.2)):
+        storage = write_run(folder / name, *run)
+        settings = {"run": {"name": name}, "optim": {"lr": rate, "num_slices": 12}, "model": {"dim": 8}}
+        storage.write_bytes("config.yaml", yaml.safe_dump(settings).encode())
+    return [str(folder / "first"), str(folder / "second")]
+
+
+def test_two_runs_are_compared_setting_by_setting_and_batch_by_batch(tmp_path: Path) -> None:
+    first, second = load_runs(two_runs(tmp_path), now=T0 + 30)
+    assert differing_settings([first, second]) == {
+        "optim.lr": ["0.1", "0.2"],
+        "commit": ["-", "abc"],
+        "version of torch": ["-", "2"],
+    }
+    found = agreement(first, second)
+    assert (found.common_steps, found.same_batches, found.first_other) == (6, 5, 6)
+    assert (found.largest_loss_difference, found.at_step) == (pytest.approx(0.05), 5)
+    content = make_comparison([first, second], now=T0 + 30)
+    data = json.loads(content[".json"])
+    assert [run["name"] for run in data["runs"]] == ["first", "second"]
+    assert data["runs"][0]["report"] == first.report
+    assert data["agreement_with_first"]["second"]["same_batches"] == 5
+    page = Page(content[".html"].decode())
+    assert page.links == []
+    assert not page.tags & {"script", "link", "img", "iframe", "object"}
+    for words in ("2 runs compared", "node died", "optim.lr", "Against first", "4 → 3", "Ranks and states over time"):
+        assert words in page.words
+    assert "model.dim" not in page.words
+    assert "first: 8.0000\nsecond: 8.0100" in page.words  # one tooltip for both
+
+
+def test_runs_that_are_the_same_or_hold_nothing_can_be_compared_too(tmp_path: Path) -> None:
+    empty = [write_run(tmp_path / name, [], [event("submitted", 0)]) for name in ("a", "b")]
+    Page(make_comparison([load_run(each, T0) for each in empty], now=T0)[".html"].decode())
+    same = load_run(write_run(tmp_path / "c", *one_loss()), T0 + 100)
+    twin = dataclasses.replace(same, folder="/elsewhere/c")
+    page = Page(make_comparison([same, twin], now=T0)[".html"].decode())
+    assert "The same settings, commit and versions." in page.words
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    runs = []
+    for place in ("east", "west"):
+        storage = write_run(tmp_path / place / "mine", *one_loss())
+        storage.write_bytes("config.yaml", b"run: {name: mine}")
+        runs.append(load_run(storage, T0 + 100))
+    assert labels(runs) == ["east/mine", "west/mine"]
+    assert labels(runs[:1]) == ["mine"]
+
+
+def test_everything_on_a_comparison_is_escaped(tmp_path: Path) -> None:
+    evil = "<script>alert('x')</script>&\"\ud800"
+    metrics, events = one_loss()
+    for entry in events:
+        entry.update(cause=evil, source=evil, reason=evil, detail=evil, git=evil, versions={evil: evil})
+    runs = []
+    for number in range(2):
+        settings = {"run": {"name": f"{evil}{number}"}, evil: {evil: f"{evil}{number}"}}
+        run = load_run(write_run(tmp_path / str(number), metrics, events), T0 + 100)
+        runs.append(dataclasses.replace(run, name=f"{evil}{number}", config=settings))
+    page = Page(make_comparison(runs, now=T0 + 100)[".html"].decode())
+    assert "script" not in page.tags
+    assert page.words.count("<script>alert('x')</script>") > 20
+
+
+def test_too_many_or_too_few_different_runs_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(RegrowError, match="1 different runs are given; 2 to 8 can be compared"):
+        load_runs([str(tmp_path), f"{tmp_path}/"])
+    with pytest.raises(RegrowError, match=f"{MOST_RUNS + 1} different runs"):
+        load_runs([str(tmp_path / str(number)) for number in range(MOST_RUNS + 1)])
+
+
+def test_the_job_compares_runs_and_names_one_that_is_none(tmp_path: Path) -> None:
+    def job(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"PYTHONPATH": str(REPO)}
+        command = [sys.executable, "-m", "jobs.report", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    folders = two_runs(tmp_path)
+    done = job(*folders)
+    assert (done.returncode, done.stdout) == (0, "2 runs compared: comparison.html\n"), done.stderr
+    assert "2 runs compared" in (tmp_path / "comparison.html").read_text()
+    assert not (tmp_path / "first" / "report.html").exists()  # the runs are left as they are
+    done = job(*folders, "--out", "figures.json")
+    assert list(json.loads((tmp_path / "figures.json").read_text())["differing_settings"]) == [
+        "optim.lr",
+        "commit",
+        "version of torch",
+    ]
+    done = job(folders[0], str(tmp_path / "nowhere"))
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "nowhere holds no run" in done.stderr
 
 
 def test_the_job_writes_a_report_and_says_where(tmp_path: Path) -> None:

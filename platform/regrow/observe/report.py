@@ -1,71 +1,26 @@
-"""What became of a run, from its two logs: report.json, with every second in exactly one state.
+"""What became of a run, from its two logs: report.json and report.html. `build_report` is pure.
 
-`account` lays the logs out on one time line and paints each moment with one state, so the states add up to wall time
-whatever the logs hold; `build_report` turns that into the report. Both are pure. See docs/file-formats.md.
+See docs/file-formats.md.
 """
 
-import itertools
 import json
 import math
 import time
-from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from regrow.config.schema import PretrainConfig
 from regrow.errors import BatchError
+from regrow.observe.ledger import SILENCE_S, STATES, Attempt, Ledger, account, lost_to, named, number
 from regrow.observe.run_log import Row, read_events, read_metrics
 from regrow.plan.batch import plan_batch
 from regrow.storage import Storage
 
+__all__ = ["SILENCE_S", "STATES", "Ledger", "account", "as_mapping", "build_report", "make_report", "write_report"]
+
 Config = PretrainConfig | Mapping[str, Any]
-Floats = NDArray[np.float64]
-
-STATES = ("productive", "init", "restore", "snapshot", "data", "recompute", "down", "validation", "other")
-# What a moment counts as when several claims cover it: the later in this list wins.
-_LAYERS = ("other", "init", "down", "restore", "recompute", "step", "validation", "snapshot")
-SILENCE_S = 60.0  # a run that has said nothing for this long and for 10 of its steps counts as down
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One life of the worker group: from its submission, or from where it began to form, to its last sign of life.
-
-    All times are unix seconds.
-    """
-
-    submitted: bool  # began with a `submitted` event, not within a running job
-    begin: float
-    generation: Row | None = None  # its `generation` event; None when it never got there
-    last_life: float = 0.0
-    first_step_begin: float | None = None  # of any step, a rolled-back one too
-    failure: Row | None = None  # the first `failure` event after the last sign of life
-    stopped: Row | None = None
-
-    @property
-    def world_size(self) -> int | None:
-        return self.generation.get("world_size") if self.generation else None
-
-    @property
-    def ready(self) -> float | None:
-        return self.generation["time"] if self.generation else None
-
-
-@dataclass(frozen=True)
-class Ledger:
-    """Every second of a run in exactly one state."""
-
-    begin: float  # unix time of the submission
-    end: float
-    time_s: dict[str, float]  # state -> seconds; the sum is end - begin
-    productive_s: Floats  # of each metrics row
-    attempts: list[Attempt]
-    bands: list[tuple[float, float, str]]  # from, to (unix times) and state, one after another; steps are productive
 
 
 def build_report(metrics: Sequence[Row], events: Sequence[Row], now: float, config: Config) -> dict[str, Any]:
@@ -82,7 +37,7 @@ def report_of(ledger: Ledger, metrics: Sequence[Row], events: Sequence[Row], con
     last = metrics[-1] if metrics else {}
     generations = [attempt.generation for attempt in ledger.attempts if attempt.generation]
     causes = [generation.get("cause", "unknown") for generation in generations]
-    checkpoints = _named(events, "checkpoint")
+    checkpoints = named(events, "checkpoint")
     return {
         "steps": last.get("step") or (generations[-1].get("start_step") or 0 if generations else 0),
         "tokens": last.get("tokens_seen"),
@@ -91,62 +46,16 @@ def report_of(ledger: Ledger, metrics: Sequence[Row], events: Sequence[Row], con
         "goodput": round(ledger.time_s["productive"] / wall_s, 6) if wall_s > 0 else None,
         "capacity_goodput": _capacity_goodput(ledger, metrics, as_mapping(config)),
         "time_s": {state: round(seconds, 6) for state, seconds in ledger.time_s.items()},
+        "lost_s": {cause: round(seconds, 6) for cause, seconds in lost_to(ledger).items()},
         "restarts": dict(Counter(cause for cause in causes if cause != "start")),
         "generations": len(generations),
         "recoveries": _recoveries(ledger.attempts, metrics, events),
-        "data_fallbacks": len(_named(events, "data_fallback")),
+        "data_fallbacks": len(named(events, "data_fallback")),
         "checkpoints": {
             "committed": len(checkpoints),
-            "stall_s": round(math.fsum(_number(event, "stall_s") for event in checkpoints), 6),
+            "stall_s": round(math.fsum(number(event, "stall_s") for event in checkpoints), 6),
         },
     }
-
-
-def account(metrics: Sequence[Row], events: Sequence[Row], now: float) -> Ledger:
-    """Give every second between the submission and the end (`stopped`, else `now`) one state."""
-    begins, ends = _step_intervals(metrics, events)
-    times = [event["time"] for event in events if event["event"] != "rollback"]
-    rolled_back = _rolled_back(events)
-    known = [*times, *begins[:1], *ends[-1:], *(event["first_time"] for event in rolled_back)]
-    begin, end = (min(known), max(known)) if known else (now, now)
-
-    attempts = _attempts(begins, ends, events, rolled_back, begin)
-    running = not attempts or attempts[-1].stopped is None
-    end = max(end, now) if running else end
-
-    claims: dict[str, list[tuple[float, float]]] = {layer: [] for layer in _LAYERS}
-    _claim_attempts(claims, attempts, end, step_s=float(np.median(ends - begins)) if len(ends) else 0.0)
-    claims["recompute"] += [(event["first_time"], event["last_time"]) for event in rolled_back]
-    claims["validation"] += [(e["time"] - _number(e, "seconds"), e["time"]) for e in _named(events, "validation")]
-    claims["snapshot"] += [(e["time"] - _number(e, "stall_s"), e["time"]) for e in _named(events, "checkpoint")]
-    claims["step"] += list(zip(begins.tolist(), ends.tolist(), strict=True))
-
-    edges, layers = _paint(claims, begin, end)
-    widths = np.diff(edges)
-    painted = {layer: float(widths[layers == index].sum()) for index, layer in enumerate(_LAYERS)}
-
-    # Within its step, the data wait and the snapshot take their share; a checkpoint event there already took some.
-    def covered(layer: str) -> Floats:
-        """Seconds of each row's interval that `layer` got."""
-        total = np.concatenate([[0.0], np.cumsum(widths * (layers == _LAYERS.index(layer)))])
-        return np.interp(ends - begin, edges, total) - np.interp(begins - begin, edges, total)
-
-    step = covered("step")
-    snapshot = np.clip(_column(metrics, "snapshot_s") - covered("snapshot"), 0.0, step)
-    data = np.clip(_column(metrics, "data_wait_s"), 0.0, step - snapshot)
-    productive = step - snapshot - data
-    time_s = {
-        "productive": float(productive.sum()),
-        "init": painted["init"],
-        "restore": painted["restore"],
-        "snapshot": painted["snapshot"] + float(snapshot.sum()),
-        "data": float(data.sum()),
-        "recompute": painted["recompute"],
-        "down": painted["down"],
-        "validation": painted["validation"],
-        "other": painted["other"],
-    }
-    return Ledger(begin, end, time_s, productive, attempts, _bands(edges + begin, layers))
 
 
 def make_report(storage: Storage, config: Config, now: float | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
@@ -177,138 +86,6 @@ def as_mapping(config: Config) -> dict[str, Any]:
     return asdict(config) if is_dataclass(config) else dict(config)
 
 
-def _step_intervals(metrics: Sequence[Row], events: Sequence[Row]) -> tuple[Floats, Floats]:
-    """When each row's step began and ended, in unix seconds; no two overlap."""
-    ends = np.maximum.accumulate(np.array([row["time"] for row in metrics], dtype=np.float64))
-    begins = ends - _column(metrics, "step_s")
-    for event in _named(events, "validation"):  # step_s leaves it out, but it may lie between a step and its row
-        index = np.searchsorted(ends, event["time"] - _number(event, "seconds") / 2)
-        if index < len(ends) and event["time"] >= begins[index]:
-            begins[index] -= _number(event, "seconds")
-    begins[1:] = np.maximum(begins[1:], ends[:-1])
-    return begins, ends
-
-
-def _rolled_back(events: Sequence[Row]) -> list[Row]:
-    """The rollback events, each from the true beginning of its first step, as `_step_intervals` finds it for rows."""
-    found = []
-    for rollback in _named(events, "rollback"):
-        begin = rollback.get("first_time")
-        if begin is None:
-            continue
-        for event in _named(events, "validation"):
-            middle = event["time"] - _number(event, "seconds") / 2
-            if begin <= event["time"] and middle <= rollback.get("first_step_end", begin):
-                begin -= _number(event, "seconds")
-                break
-        found.append({**rollback, "first_time": begin})
-    return found
-
-
-def _attempts(
-    begins: Floats, ends: Floats, events: Sequence[Row], rolled_back: Sequence[Row], begin: float
-) -> list[Attempt]:
-    """Cut the run into attempts at each `submitted` and at each `generation` that follows another one."""
-    marks: list[tuple[float, bool, Row | None]] = []  # time of the cut, was it a submission, the generation event
-    for event in events:
-        if event["event"] == "submitted":
-            marks.append((event["time"], True, None))
-        elif event["event"] == "generation":
-            if marks and marks[-1][2] is None:
-                marks[-1] = (marks[-1][0], marks[-1][1], event)
-            else:
-                marks.append((event["time"], False, event))
-    if marks:
-        marks[0] = (min(begin, marks[0][0]), *marks[0][1:])
-    else:
-        marks = [(begin, False, None)]
-
-    attempts: list[Attempt] = []
-    event_times = [event["time"] for event in events]
-    undone_times = [event["last_time"] for event in rolled_back]
-    for index, (mark, submitted, generation) in enumerate(marks):
-        until = marks[index + 1][0] if index + 1 < len(marks) else math.inf
-        own = events[bisect_left(event_times, mark) if index else 0 : bisect_left(event_times, until)]
-        undone = rolled_back[bisect_right(undone_times, mark) if index else 0 : bisect_right(undone_times, until)]
-        first, past = int(np.searchsorted(ends, mark, side="right")) if index else 0, bisect_right(ends, until)
-        life = [mark, *(e["time"] for e in own if _sign_of_life(e)), *(e["last_time"] for e in undone)]
-        starts = [e["first_time"] for e in undone]
-        if past > first:
-            life.append(float(ends[past - 1]))
-            starts.append(float(begins[first]))
-        if not starts:  # it was still starting when it failed
-            life += [e["time"] for e in own if e["event"] == "failure"]
-        if index and not submitted:  # it began to form before its event, which says that it is ready
-            assert generation is not None
-            spent = _number(generation, "init_s") + _number(generation, "restore_s")
-            mark = min(mark, max(mark - spent, attempts[-1].last_life))
-        attempts.append(
-            Attempt(
-                submitted=submitted,
-                begin=mark,
-                generation=generation,
-                last_life=max(life),
-                first_step_begin=min(starts, default=None),
-                failure=next((e for e in own if e["event"] == "failure" and e["time"] >= max(life)), None),
-                stopped=next((e for e in reversed(own) if e["event"] == "stopped"), None),
-            )
-        )
-    return attempts
-
-
-def _claim_attempts(
-    claims: dict[str, list[tuple[float, float]]], attempts: Sequence[Attempt], end: float, step_s: float
-) -> None:
-    """Claim what attempts spend outside steps: starting, restoring, and being down."""
-    for attempt, later in zip(attempts, [*attempts[1:], None], strict=True):
-        over = later is not None or attempt.failure is not None or attempt.stopped is not None
-        started = attempt.first_step_begin
-        if started is None:
-            started = attempt.last_life if over else end
-        claims["init"].append((attempt.begin, started))
-        if attempt.generation and attempt.ready is not None:
-            restore_s = _number(attempt.generation, "restore_s")
-            claims["restore"].append((max(attempt.begin, attempt.ready - restore_s), attempt.ready))
-        if later is not None:
-            claims["down"].append((attempt.last_life, later.begin))
-        elif attempt.failure is not None or (
-            not over and attempt.first_step_begin is not None and end - attempt.last_life > max(SILENCE_S, 10 * step_s)
-        ):
-            claims["down"].append((attempt.last_life, end))
-
-
-def _paint(
-    claims: Mapping[str, list[tuple[float, float]]], begin: float, end: float
-) -> tuple[Floats, NDArray[np.intp]]:
-    """Cut [begin, end] at every edge of a claim and give each piece the strongest layer that covers it.
-
-    Returns the edges in seconds since `begin`, and the layer index of each of the len(edges) - 1 pieces.
-    """
-    spans = {
-        layer: np.clip(np.array(claims[layer], dtype=np.float64).reshape(-1, 2) - begin, 0.0, end - begin)
-        for layer in _LAYERS
-    }
-    edges = np.unique(np.concatenate([[0.0, end - begin], *(span.ravel() for span in spans.values())]))
-    layers = np.zeros(len(edges) - 1, dtype=np.intp)
-    for index, layer in enumerate(_LAYERS):
-        span = spans[layer][spans[layer][:, 1] > spans[layer][:, 0]]
-        depth = np.bincount(np.searchsorted(edges, span[:, 0]), minlength=len(edges)) - np.bincount(
-            np.searchsorted(edges, span[:, 1]), minlength=len(edges)
-        )
-        layers[np.cumsum(depth)[:-1] > 0] = index
-    return edges, layers
-
-
-def _bands(edges: Floats, layers: NDArray[np.intp]) -> list[tuple[float, float, str]]:
-    """What `_paint` returned, neighbours of one layer joined."""
-    if not len(layers):
-        return []
-    cuts = [0, *(np.flatnonzero(np.diff(layers)) + 1).tolist(), len(layers)]
-    names = ["productive" if layer == "step" else layer for layer in _LAYERS]
-    times, of_cut = edges.tolist(), layers.tolist()
-    return [(times[a], times[b], names[of_cut[a]]) for a, b in itertools.pairwise(cuts)]
-
-
 def _recoveries(attempts: Sequence[Attempt], metrics: Sequence[Row], events: Sequence[Row]) -> list[dict[str, Any]]:
     """One entry for each generation that was not a start, in order.
 
@@ -316,7 +93,7 @@ def _recoveries(attempts: Sequence[Attempt], metrics: Sequence[Row], events: Seq
     where the job was started again) to the end of the first step.
     """
     undone: Counter[int] = Counter()
-    for event in _named(events, "rollback"):
+    for event in named(events, "rollback"):
         undone[event["generation"]] += event["steps"]
     rows = {(row["generation"], row["step"]): row for row in metrics}
     ranks_before, entries = None, []
@@ -378,33 +155,6 @@ def _busy_share(num_slices: int, world_size: int) -> float:
         return plan_batch(num_slices=num_slices, world_size=world_size).busy_share
     except BatchError:
         return num_slices / world_size  # a rank or more without a slice: the configuration changed under the run
-
-
-def _sign_of_life(event: Row) -> bool:
-    """Did the worker group, or the driver on its way to one, do something?
-
-    Noticing a failure is none, nor is what keepers and the coordinator do without a group: write a checkpoint from
-    memory, complain of a snapshot, find the members of the next group.
-    """
-    if event["event"] == "stopped":
-        return event.get("reason") != "failed"
-    if event["event"] == "checkpoint":
-        return "stall_s" in event
-    return event["event"] in ("submitted", "generation", "validation", "data_fallback")
-
-
-def _named(events: Iterable[Row], name: str) -> list[Row]:
-    return [event for event in events if event["event"] == name]
-
-
-def _number(row: Mapping[str, Any], key: str) -> float:
-    """A duration in seconds; 0 where it is missing, null, negative or not finite."""
-    value = row.get(key)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value > 0 else 0.0
-
-
-def _column(metrics: Sequence[Row], key: str) -> Floats:
-    return np.array([_number(row, key) for row in metrics], dtype=np.float64)
 
 
 def _finite(value: float | None) -> float | None:

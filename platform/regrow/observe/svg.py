@@ -96,23 +96,21 @@ def line_plot(
     ys += [dot.y for dot in dots]
     if not xs:
         return ""
-    frame = Frame(*_widen(*(x_range or (min(xs), max(xs)))), *_widen(0.0 if from_zero else min(ys), max(ys), 0.05))
-    body = [_axes(frame, x_label, (x_ticks or number_ticks)(frame.x_low, frame.x_high))]
+    frame = Frame(*widen(*(x_range or (min(xs), max(xs)))), *widen(0.0 if from_zero else min(ys), max(ys), 0.05))
+    body = [axes(frame, x_label, (x_ticks or number_ticks)(frame.x_low, frame.x_high))]
     body += [_mark(frame, x, text) for x, text in marks if frame.x_low <= x <= frame.x_high]
     body.append(f'<svg x="{LEFT}" y="0" {INSIDE} viewBox="{LEFT} 0 {WIDTH - LEFT - RIGHT + 4} {HEIGHT - BOTTOM}">')
     for line in lines:
         if any(point.range[0] < point.range[1] for point in line):
             outline = [(p.x, p.range[1]) for p in line] + [(p.x, p.range[0]) for p in reversed(line)]
             body.append(f'<polygon class="area" points="{_corners(frame, outline)}"/>')
-        if len(line) == 1:  # a line of one point would not show
-            body.append(_circle(frame, line[0], "single"))
-        else:
-            body.append(f'<polyline class="line" points="{_corners(frame, [(p.x, p.y) for p in line])}"/>')
+        if line:
+            body.append(stroke(frame, line))
     body.append("</svg>")
     for line in lines:
         body += _strips(frame, line)
-    body += [_circle(frame, dot, "dot") for dot in dots]
-    return _plot(name, body)
+    body += [circle(frame, dot, "dot") for dot in dots]
+    return drawing(name, body)
 
 
 def span_plot(
@@ -127,14 +125,14 @@ def span_plot(
     """Whole numbers that held for a while, as filled steps from zero; empty without a span."""
     if not spans:
         return ""
-    frame = Frame(*_widen(*x_range), 0.0, 1.1 * max(span.y for span in spans))
-    body = [_axes(frame, x_label, x_ticks(frame.x_low, frame.x_high), whole=True)]
+    frame = Frame(*widen(*x_range), 0.0, 1.1 * max(span.y for span in spans))
+    body = [axes(frame, x_label, x_ticks(frame.x_low, frame.x_high), whole=True)]
     body += [_mark(frame, x, text) for x, text in marks if frame.x_low <= x <= frame.x_high]
     for span in spans:
         corners = _corners(frame, [(span.begin, 0.0), (span.begin, span.y), (span.end, span.y), (span.end, 0.0)])
         body.append(f'<polyline class="line" points="{corners}"/>')
         body.append(f'<polygon class="area" points="{corners}"><title>{escape(span.title)}</title></polygon>')
-    return _plot(name, body)
+    return drawing(name, body)
 
 
 def stacked_bar(name: str, parts: Sequence[tuple[float, str, str]]) -> str:
@@ -184,13 +182,24 @@ def si(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _plot(name: str, body: Sequence[str]) -> str:
+def drawing(name: str, body: Sequence[str], height: int = HEIGHT) -> str:
     return (
-        f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)}">{"".join(body)}</svg>'
+        f'<svg class="plot" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(name)}">{"".join(body)}</svg>'
     )
 
 
-def _axes(frame: Frame, x_label: str, x_ticks: Sequence[tuple[float, str]], whole: bool = False) -> str:
+def anchor(x: float) -> str:
+    """Of a label below the axis: the last one must not leave the plot."""
+    return "end" if x > WIDTH - RIGHT - 12 else "middle"
+
+
+def stroke(frame: Frame, points: Sequence[Point]) -> str:
+    if len(points) == 1:  # a line of one point would not show
+        return circle(frame, points[0], "single")
+    return f'<polyline class="line" points="{_corners(frame, [(p.x, p.y) for p in points])}"/>'
+
+
+def axes(frame: Frame, x_label: str, x_ticks: Sequence[tuple[float, str]], whole: bool = False) -> str:
     parts = []
     for value, label in number_ticks(frame.y_low, frame.y_high, 5, whole, si_from=1000.0):
         y = frame.y(value)
@@ -200,8 +209,7 @@ def _axes(frame: Frame, x_label: str, x_ticks: Sequence[tuple[float, str]], whol
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
     for value, label in x_ticks:
         x = frame.x(value)
-        anchor = "end" if x > WIDTH - RIGHT - 12 else "middle"
-        parts.append(f'<text x="{x:.1f}" y="{base + 17}" text-anchor="{anchor}">{escape(label)}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{base + 17}" text-anchor="{anchor(x)}">{escape(label)}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_label)}</text>')
     return "".join(parts)
@@ -212,7 +220,7 @@ def _mark(frame: Frame, x: float, text: str) -> str:
     return f'<line class="mark" {at}><title>{escape(text)}</title></line>'
 
 
-def _circle(frame: Frame, point: Point, kind: str) -> str:
+def circle(frame: Frame, point: Point, kind: str) -> str:
     at = f'cx="{frame.x(point.x):.1f}" cy="{frame.y(point.y):.1f}" r="4"'
     return f'<circle class="{kind}" {at}><title>{escape(point.title)}</title></circle>'
 
@@ -232,7 +240,7 @@ def _corners(frame: Frame, pairs: Iterable[tuple[float, float]]) -> str:
     return " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in pairs)
 
 
-def _widen(low: float, high: float, share: float = 0.0) -> tuple[float, float]:
+def widen(low: float, high: float, share: float = 0.0) -> tuple[float, float]:
     """A range that is not empty, with a margin where it does not start at zero."""
     if high <= low:
         return (low - 1.0, high + 1.0) if low else (0.0, 1.0)

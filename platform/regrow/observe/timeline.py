@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from regrow.observe.report import STATES, Ledger
+from regrow.observe.ledger import STATES, Ledger, columns
 from regrow.observe.run_log import Row
 from regrow.observe.svg import join, number_ticks, si, time_ticks
 
@@ -94,7 +94,7 @@ def draw_timeline(
                 f'height="{bottom - band_top:.1f}"/>'
             )
     body += [_rules(panel, name) for panel, (name, _) in zip((ranks, loss, speed), PANELS, strict=True)]
-    body += [_band(begin, end, state, x, band_top) for begin, end, state in _columns(ledger)]
+    body += [_band(begin, end, state, x, band_top) for begin, end, state in columns(ledger, COLUMNS)]
     body += _ranks(ledger, ranks, x)
     for panel, key, form in ((loss, "loss", ".4f"), (speed, "tokens_per_s", ",.0f")):
         body += _curves([row for row in rows if _finite(row.get(key))], key, form, panel, x)
@@ -153,28 +153,6 @@ def _fault(mark: Mark, lane: int | None, x: float, top: float, bottom: float) ->
         f'<line class="fault" x1="{x:.1f}" x2="{x:.1f}" y1="{line_top:.1f}" y2="{bottom:.1f}"/>'
         f'<path class="head" d="M{x - 4:.1f} {head:.1f}h8l-4 7z"/>{label}</g>'
     )
-
-
-def _columns(ledger: Ledger) -> list[tuple[float, float, str]]:
-    """The states in as many columns as can be seen, neighbours of one state joined.
-
-    A column is what took most of it; but for productive time, which a third of anything else is enough to hide.
-    """
-    width = (ledger.end - ledger.begin) / COLUMNS
-    shares: list[dict[str, float]] = [{} for _ in range(COLUMNS)]
-    for begin, end, state in ledger.bands:
-        at = begin
-        while at < end and width > 0:
-            column = min(COLUMNS - 1, int((at - ledger.begin) / width))
-            until = min(end, ledger.begin + (column + 1) * width) if column < COLUMNS - 1 else end
-            shares[column][state] = shares[column].get(state, 0.0) + until - at
-            at = max(until, math.nextafter(at, math.inf))
-    states = []
-    for share in shares:
-        others = {state: seconds for state, seconds in share.items() if state != "productive" and seconds > width / 3}
-        states.append(max(others or share or {"other": 0.0}, key=lambda state: (others or share).get(state, 0.0)))
-    cuts = [0, *(each for each in range(1, COLUMNS) if states[each] != states[each - 1]), COLUMNS]
-    return [(ledger.begin + a * width, ledger.begin + b * width, states[a]) for a, b in itertools.pairwise(cuts)]
 
 
 def _band(begin: float, end: float, state: str, x: Scale, top: float) -> str:
