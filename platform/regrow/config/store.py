@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from regrow.config.schema import DrillJobConfig, PretrainConfig, SubmitJobConfig
+from regrow.config.schema import DrillJobConfig, PlanJobConfig, PretrainConfig, SubmitJobConfig
 from regrow.errors import ConfigError, RegrowError
 
 STARTED_AT = time.time()  # of the program, but for the interpreter
@@ -39,6 +39,7 @@ def run_job(job: Callable[[Config], None], *, name: str, schema: type[Config] = 
     ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
     ConfigStore.instance().store(name="drill_schema", node=DrillJobConfig)
     ConfigStore.instance().store(name="submit_schema", node=SubmitJobConfig)
+    ConfigStore.instance().store(name="plan_schema", node=PlanJobConfig)
 
     composed: list[DictConfig] = []  # the job runs after hydra has returned, whose wrapping only obscures its errors
 
@@ -81,11 +82,19 @@ def given_overrides() -> list[str]:
     return list(_given)
 
 
+def pretrain_config(arguments: Sequence[str]) -> PretrainConfig:
+    """The config of `jobs.pretrain` with these arguments. Raises ConfigError where they make none."""
+    ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
+    try:
+        with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
+            return to_dataclass(hydra.compose("pretrain", list(arguments)))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_one_line(error)) from error
+
+
 def pretrain_overrides(config: PretrainConfig, given: Sequence[str] = ()) -> list[str]:
     """The arguments of `jobs.pretrain` that give this config: `given`, and where it differs from what they give."""
-    with hydra.initialize_config_dir(str(CONF_DIR), version_base="1.3"):
-        ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
-        plain = dict(_leaves(to_dict(to_dataclass(hydra.compose("pretrain", list(given))))))
+    plain = dict(_leaves(to_dict(pretrain_config(given))))
     groups = {field.name for field in fields(PretrainConfig)}
     wanted = _leaves({group: values for group, values in to_dict(config).items() if group in groups})
     differences = [

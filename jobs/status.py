@@ -1,0 +1,76 @@
+"""What a run does now: `python -m jobs.status RUN [--watch] [--json]`."""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+from regrow.config.schema import SubmitConfig
+from regrow.errors import ClusterError, RegrowError
+from regrow.observe.status import State, Status
+from regrow.observe.status_folder import read_status
+from regrow.observe.status_screen import Screen
+from regrow.storage import Storage
+
+RUN = """a run folder (<run.storage_path>/<run.name>, a path or a URI), the name of one below runs/, the address of a
+Ray cluster's dashboard (http://HOST:8265, or auto), or rayjob/NAME on Kubernetes"""
+ENDS = (State.finished, State.stopped, State.failed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m jobs.status", description=__doc__)
+    parser.add_argument("run", metavar="RUN", help=RUN)
+    parser.add_argument("--watch", action="store_true", help="look again and again, until the run has ended")
+    parser.add_argument("--every", type=float, metavar="S", help="seconds between looks (default: 2, of a cluster 15)")
+    parser.add_argument("--json", action="store_true", help="a line of JSON instead, with --watch one for each look")
+    parser.add_argument("--name", metavar="NAME", help="on a Ray cluster: of the run (default: the newest one)")
+    parser.add_argument("--namespace", default=SubmitConfig().namespace, help="of Kubernetes (default: %(default)s)")
+    parser.add_argument("--context", help="kubectl's (default: its current one)")
+    options = parser.parse_args()
+    if options.every is not None and options.every <= 0:
+        parser.error("--every takes a number of seconds above 0")
+    try:
+        look, every_s = source(options)
+        show(look, options, every_s if options.every is None else options.every)
+    except (RegrowError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def source(options: argparse.Namespace) -> tuple[Callable[[], Status], float]:
+    """How to look at the run, and how often."""
+    run = options.run
+    if run.startswith("rayjob/"):
+        from regrow.submit.job_status import on_kubernetes  # hydra, which the others do without
+
+        return on_kubernetes(run.partition("/")[2], namespace=options.namespace, context=options.context), 15.0
+    if run == "auto" or run.startswith(("http://", "https://")):
+        from regrow.submit.job_status import on_ray
+
+        return on_ray(run, run=options.name), 15.0
+    if run.startswith("ray://"):
+        raise ClusterError(f"{run} is a Ray Client's address; name the dashboard's, http://HOST:8265")
+    storage = Storage.at(run)
+    below = Storage.at("runs") / run
+    if "/" not in run and not storage.list() and below.list():
+        storage = below
+    return lambda: read_status(storage), 2.0
+
+
+def show(look: Callable[[], Status], options: argparse.Namespace, every_s: float) -> None:
+    with Screen(sys.stdout, json=options.json, watch=options.watch) as screen:
+        status = look()
+        screen.show(status)
+        while options.watch and status.state not in ENDS:
+            time.sleep(every_s)
+            try:
+                status = look()
+            except (RegrowError, OSError) as error:  # the network, perhaps: it was there before
+                screen.say(f"cannot look: {error}")
+                continue
+            screen.show(status)
+
+
+if __name__ == "__main__":
+    main()

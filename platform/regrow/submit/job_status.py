@@ -1,0 +1,191 @@
+"""The status of a run that is a job of a cluster: what its job API says, and what the run folder says, read over there.
+
+The folder of a job is often in reach of the cluster alone (its disks, its credentials). So the cluster is asked to run
+`python -m jobs.status FOLDER --json`: in the head's container on Kubernetes, as a small job elsewhere.
+"""
+
+import contextlib
+import json
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from regrow.config.store import pretrain_config
+from regrow.errors import ClusterError, ConfigError, RegrowError, first_line
+from regrow.observe.run_log import read_events
+from regrow.observe.status import State, Status
+from regrow.observe.status_folder import read_status
+from regrow.observe.units import when
+from regrow.storage import Storage
+from regrow.submit.kubectl import Kubectl
+from regrow.submit.kuberay import ENDED, KIND, KubeRay
+
+PRETRAIN = ("jobs.pretrain", "jobs/pretrain.py")  # as a command names it; the second, where Ray did not start it
+ANSWER_S, POLL_S = 180.0, 0.5  # for a small job on a Ray cluster, the first of which takes the checkout there
+EARLIER_S = 5.0  # by which two machines' clocks may differ
+NOT_BEGUN = "holds no run that has begun"
+
+Look = Callable[[], Status]
+
+
+def on_kubernetes(name: str, *, namespace: str, context: str | None) -> Look:
+    """A way to look at the run of a RayJob. Raises ClusterError where there is no kubectl."""
+    kubectl = Kubectl(namespace=namespace, context=context)
+    job = KubeRay(kubectl, name)
+
+    def look() -> Status:
+        found = kubectl.get(KIND, name)
+        if found is None:
+            raise ClusterError(f"no RayJob {name} in namespace {namespace}: not started, or removed after it had ended")
+        run, folder = _run_of(str(found["spec"].get("entrypoint", "")))
+        lines = job.describe()
+        status = found.get("status") or {}
+        cluster = status.get("rayClusterName")
+        heads = kubectl.select("pods", f"ray.io/cluster={cluster},ray.io/node-type=head") if cluster else []
+        up = [pod for pod in heads if (pod.get("status") or {}).get("phase", "Running") == "Running"]
+        if not up:
+            ended = status.get("jobDeploymentStatus") in ENDED
+            why = f"its cluster is gone; the run itself is in {folder}" if ended else "its cluster has no head yet"
+            return _not_seen(run, folder, lines, why)
+        try:
+            text = kubectl.exec(up[0]["metadata"]["name"], "ray-head", _command(folder))
+        except ClusterError as error:
+            return _not_seen(run, folder, lines, _why(str(error)))
+        return replace(_parse(text), job=lines)
+
+    return look
+
+
+def on_ray(address: str, *, run: str | None) -> Look:
+    """A way to look at a run of a running Ray cluster, the newest or the one of this name.
+
+    Raises ClusterError where no cluster answers, or none that lets us in.
+    """
+    from ray.job_submission import JobSubmissionClient  # takes a second
+
+    try:
+        client = JobSubmissionClient(None if address == "auto" else address)
+        client.list_jobs()
+    except Exception as error:  # of Ray or of its HTTP client
+        raise ClusterError(
+            f"no Ray cluster lets us in at {address} ({first_line(error)}); name its dashboard, http://HOST:8265, and "
+            "set RAY_AUTH_MODE=token with RAY_AUTH_TOKEN_PATH if it wants a token"
+        ) from error
+
+    def look() -> Status:
+        try:
+            found, (name, folder) = _newest(client.list_jobs(), run, address)
+            lines = _describe(found)
+            begun_at = (found.start_time or 0) / 1000
+            if _is_here(folder, begun_at, (found.end_time or float("inf")) / 1000):
+                return replace(read_status(Storage.at(folder)), job=lines)
+            try:
+                return replace(_parse(_ask(client, found, folder)), job=lines)
+            except RegrowError as error:
+                return _not_seen(name, folder, lines, _why(str(error)))
+        except (RuntimeError, OSError) as error:  # of Ray's client
+            raise ClusterError(f"{address} does not answer: {first_line(error)}") from error
+
+    return look
+
+
+def _run_of(entrypoint: str) -> tuple[str, str]:
+    """The name and the folder of the run that a job's command trains. Raises ClusterError where it trains none."""
+    words = shlex.split(entrypoint)
+    begin = next((number for number, word in enumerate(words, 1) if word.endswith(PRETRAIN)), None)
+    if begin is None:
+        raise ClusterError(f"the job runs {entrypoint!r}, not {PRETRAIN[0]}: it has no run to look at")
+    try:
+        config = pretrain_config(words[begin:])
+    except ConfigError as error:
+        raise ClusterError(
+            f"this checkout does not know the settings of the job ({error}); look from one that does, or name the "
+            "run's folder"
+        ) from error
+    return config.run.name, str(Storage.at(config.run.storage_path) / config.run.name)
+
+
+def _newest(jobs: Sequence[Any], run: str | None, address: str) -> tuple[Any, tuple[str, str]]:
+    """The job to look at, with the name and the folder of its run."""
+    training = [job for job in jobs if any(each in (job.entrypoint or "") for each in PRETRAIN)]
+    training.sort(key=lambda job: job.start_time or 0, reverse=True)
+    others = set()
+    for job in training:
+        name, folder = _run_of(job.entrypoint)
+        if run in (None, name):
+            return job, (name, folder)
+        others.add(name)
+    known = f"; it has {', '.join(sorted(others))}" if others else ""
+    raise ClusterError(f"no job of {'a run' if run is None else f'run {run!r}'} at {address}{known}")
+
+
+def _describe(job: Any) -> list[str]:
+    metadata = job.metadata or {}
+    started, ended = (None if each is None else when(each / 1000) for each in (job.start_time, job.end_time))
+    return [
+        f"{job.submission_id or job.job_id}: {job.status.value}, commit {metadata.get('git_sha', '?')}, "
+        f"started {started or 'not yet'}{f', ended {ended}' if ended else ''}",
+        *([" ".join(str(job.message).split())[:300]] if job.message else []),
+    ]
+
+
+def _is_here(folder: str, begun_at: float, ended_at: float) -> bool:
+    """Whether this machine has the folder too, and it is the same run: one was submitted while the job ran."""
+    storage = Storage.at(folder)
+    if not storage.is_local or not storage.exists("events.jsonl"):
+        return False
+    times = [event["time"] for event in read_events(storage) if event["event"] == "submitted"]
+    return any(begun_at - EARLIER_S <= each <= ended_at + EARLIER_S for each in times)
+
+
+def _ask(client: Any, job: Any, folder: str) -> str:
+    """What a small job of ours prints, with the run's environment, on the head."""
+    from regrow.submit.ray_jobs import CHECKOUT, LEFT_OUT
+
+    environment = dict((job.runtime_env or {}).get("env_vars") or {})
+    asked = client.submit_job(
+        entrypoint=shlex.join(_command(folder)),
+        runtime_env={
+            "working_dir": str(CHECKOUT),
+            "excludes": LEFT_OUT,
+            "env_vars": environment | {"PYTHONPATH": "platform"},
+        },
+        metadata={"looks_at": folder},
+    )
+    give_up_at = time.monotonic() + ANSWER_S
+    try:
+        while not client.get_job_status(asked).is_terminal():
+            if time.monotonic() > give_up_at:
+                client.stop_job(asked)
+                raise ClusterError(
+                    f"the cluster has not answered for {ANSWER_S:.0f} s: has its head a moment to spare?"
+                )
+            time.sleep(POLL_S)
+        return str(client.get_job_logs(asked))
+    finally:
+        with contextlib.suppress(RuntimeError):  # it has not ended: Ray lets it be listed
+            client.delete_job(asked)
+
+
+def _command(folder: str) -> list[str]:
+    return ["python", "-m", "jobs.status", folder, "--json"]
+
+
+def _parse(text: str) -> Status:
+    """The status in what the command over there printed."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    for line in reversed(lines):
+        if line.startswith("{"):
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                return Status.from_dict(json.loads(line))
+    raise ClusterError(f"the run's folder cannot be read over there: {lines[-1] if lines else 'no answer'}")
+
+
+def _not_seen(run: str, folder: str, lines: list[str], why: str) -> Status:
+    return Status(run, folder, time.time(), State.starting, detail=why, job=lines)
+
+
+def _why(error: str) -> str:
+    return "nothing is logged yet" if NOT_BEGUN in error else error

@@ -1,0 +1,505 @@
+"""What a run does now, from its logs: never training when nobody trains."""
+
+import fcntl
+import json
+import os
+import pty
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from regrow.checkpoint import coordinator
+from regrow.errors import ClusterError, RegrowError
+from regrow.observe import status_folder
+from regrow.observe.run_log import METRIC_KEYS, RunLog, encode, read_metrics
+from regrow.observe.status import DRIVER_DIED, State, Status, status_of
+from regrow.observe.status_folder import NewestRows, held, read_status
+from regrow.observe.status_text import body, describe, heading, one_line
+from regrow.storage import Storage
+from regrow.submit.job_status import on_kubernetes, on_ray
+from regrow.testing import stand_in_kubectl
+from regrow.testing.stand_in_kubectl import STATE, store
+
+T0 = 1_700_000_000.0
+REPO = Path(__file__).parents[2]
+CONFIG = {
+    "run": {"name": "mine"},
+    "train": {"steps": 200, "stop_at_step": None},
+    "cluster": {"min_workers": 2, "max_workers": 4},
+}
+
+
+def row(step: int, at: float, generation: int = 1, step_s: float = 2.0, **changes: Any) -> dict[str, Any]:
+    made = dict.fromkeys(METRIC_KEYS, 0.0) | {
+        "step": step,
+        "tokens_seen": 100 * step,
+        "loss": 8.0 / step,
+        "tokens_per_s": 50.0,
+        "mfu": 0.4,
+        "step_s": step_s,
+        "data_wait_s": 0.5,
+        "world_size": 4,
+        "generation": generation,
+        "batch_digest": f"{step:016x}",
+        "time": T0 + at,
+    }
+    return made | changes
+
+
+def event(name: str, at: float, **fields: Any) -> dict[str, Any]:
+    return {"time": T0 + at, "event": name, **fields}
+
+
+def submitted(at: float, **fields: Any) -> dict[str, Any]:
+    return event("submitted", at, host="elsewhere", **fields)
+
+
+def generation(number: int, at: float, world_size: int, cause: str, start_step: int = 0) -> dict[str, Any]:
+    fields = {"source": "snapshot" if start_step else "seed", "init_s": 3.0, "restore_s": 1.0, "recomputed_steps": 1}
+    return event(
+        "generation", at, generation=number, world_size=world_size, cause=cause, start_step=start_step, **fields
+    )
+
+
+FAILURE = event("failure", 31, cause="node_silent", detail="node 10.0.0.3: no answer", generation=1, ranks=[3])
+STARTED = [submitted(0), generation(1, 10, 4, "start")]
+ROWS = [row(step, 10 + 2 * step) for step in range(1, 11)]  # the last one at 30
+
+
+def status(
+    rows: list[dict[str, Any]], events: list[dict[str, Any]], at: float, held: bool | None = None, **more: Any
+) -> Status:
+    given: dict[str, Any] = {"config": CONFIG} | more
+    return status_of(folder="/runs/mine", rows=rows, events=events, now=T0 + at, held=held, **given)
+
+
+def test_a_run_that_trains_says_since_when_how_fast_and_how_long_it_will_take() -> None:
+    rows = [*ROWS[:-1], row(10, 32, step_s=4.0)]
+    found = status(rows, STARTED, 33)
+    assert (found.run, found.state, found.since) == ("mine", State.training, T0 + 10)
+    assert (found.step, found.steps, found.tokens, found.loss) == (10, 200, 1000, 0.8)
+    assert (found.world_size, found.min_workers, found.max_workers, found.generation) == (4, 2, 4, 1)
+    assert found.speed is not None
+    assert (found.speed.tokens_per_s, found.speed.step_s, found.speed.mfu) == (50.0, 2.0, 0.4)
+    assert found.speed.data_wait_share == pytest.approx(9 * 0.5 / (8 * 2.0 + 4.0))  # of all but the first step
+    assert found.eta_s == pytest.approx(190 * (32 - 14) / 8)  # the first step of a group does not count
+    assert found.heard_at == T0 + 32
+
+
+def test_the_time_left_is_to_where_this_attempt_stops() -> None:
+    config = CONFIG | {"train": {"steps": 200, "stop_at_step": 15}}
+    assert status(ROWS, STARTED, 31, config=config).eta_s == pytest.approx(5 * 2.0)
+
+
+def test_the_pace_of_a_group_that_has_just_begun_is_that_of_the_one_before() -> None:
+    events = [*STARTED, FAILURE, generation(2, 40, 3, "node_silent", 9)]
+    found = status([*ROWS[:9], row(10, 49, 2, step_s=9.0), row(11, 52, 2, step_s=3.0)], events, 53)
+    assert found.eta_s == pytest.approx(189 * 2.0)
+    assert found.speed is not None
+    assert found.speed.step_s == 2.0
+
+
+def test_nothing_but_a_submission_is_starting() -> None:
+    found = status([], [submitted(0)], 100)
+    assert (found.state, found.since, found.eta_s, found.speed) == (State.starting, T0, None, None)
+    assert "not known yet" in dict(body(found))["goodput"]
+
+
+def test_nothing_at_all_is_starting_too() -> None:
+    found = status([], [], 100, config={})
+    assert (found.state, found.detail, found.run) == (State.starting, "nothing is logged yet", "mine")
+    assert describe(found) == ["mine: starting", f"{'':18}nothing is logged yet"]
+
+
+def test_a_lost_rank_is_regrouping_since_it_was_noticed_and_says_what_was_lost() -> None:
+    found = status(ROWS, [*STARTED, FAILURE], 36)
+    assert (found.state, found.since) == (State.regrouping, T0 + 31)
+    assert found.detail == "a node fell silent: node 10.0.0.3: no answer"
+    assert found.eta_s is not None
+    assert "4 of 4 (at least 2) in the last group" in dict(body(found))["ranks"]
+
+
+def test_a_larger_group_that_forms_is_regrouping() -> None:
+    found = status(ROWS, [*STARTED, event("forming", 32, generation=2, members=[])], 33)
+    assert (found.state, found.since) == (State.regrouping, T0 + 32)
+
+
+def test_after_the_next_group_is_ready_it_trains_again_and_the_interruption_is_told() -> None:
+    events = [*STARTED, FAILURE, event("failure", 32, cause="worker_died"), generation(2, 40, 3, "node_silent", 9)]
+    found = status([*ROWS[:9], row(10, 42, 2)], events, 43)
+    assert (found.state, found.since, found.world_size) == (State.training, T0 + 40, 3)
+    (interruption,) = found.interruptions  # two failures, one interruption
+    assert (interruption.cause, interruption.time) == ("node_silent", T0 + 31)
+    assert (interruption.ranks_before, interruption.ranks_after, interruption.back_s) == (4, 3, 9.0)
+    assert (interruption.lost_steps, interruption.source) == (1, "snapshot")
+    assert found.causes == {"node_silent": 1}
+
+
+def test_a_group_that_grew_or_left_a_node_was_interrupted_for_as_long_as_it_took_to_form() -> None:
+    events = [*STARTED, generation(2, 40, 5, "grow", 10), generation(3, 60, 3, "drain", 12)]
+    found = status(ROWS, events, 61)
+    assert [(each.cause, each.time - T0, each.back_s) for each in found.interruptions] == [
+        ("drain", 56.0, 4.0),
+        ("grow", 36.0, 4.0),
+    ]
+
+
+def test_a_job_that_died_without_a_word_is_an_interruption_of_the_next_one() -> None:
+    events = [*STARTED, submitted(100), generation(2, 120, 4, "resume", 10)]
+    found = status([*ROWS, row(11, 122, 2)], events, 123)
+    (interruption,) = found.interruptions
+    assert (interruption.cause, interruption.time, interruption.back_s) == (DRIVER_DIED, T0 + 30, 90.0)
+    assert found.attempts == 2
+
+
+def test_an_orderly_stop_is_no_interruption() -> None:
+    events = [*STARTED, event("stopped", 31, reason="interrupted", step=10), submitted(100)]
+    assert status(ROWS, events, 101).interruptions == []
+    assert status(ROWS, events, 101).state is State.starting
+
+
+@pytest.mark.parametrize(
+    ("reason", "detail", "state"),
+    [
+        ("finished", "", State.finished),
+        ("failed", "gradients are not finite", State.failed),
+        ("interrupted", "", State.stopped),
+        ("stop_at_step", "", State.stopped),
+        ("of a later version", "", State.stopped),
+    ],
+)
+def test_a_run_that_ended_says_how_and_has_no_time_left(reason: str, detail: str, state: State) -> None:
+    ended = event("stopped", 31, step=10, reason=reason, detail=detail)
+    for lock in (None, True, False):  # whoever holds it is not this attempt
+        found = status(ROWS, [*STARTED, ended], 99_999, lock)
+        assert (found.state, found.since, found.eta_s) == (state, T0 + 31, None)
+        assert state.over
+        assert detail in found.detail
+
+
+@pytest.mark.parametrize("lock", [None, True, False])
+def test_a_run_whose_last_step_is_old_is_never_shown_as_training(lock: bool | None) -> None:
+    found = status(ROWS, STARTED, 30 + 61, lock)
+    assert found.state is {None: State.silent, True: State.stalled, False: State.gone}[lock]
+    assert found.since == found.heard_at == T0 + 30
+    assert found.eta_s is None
+    text = heading(found)
+    assert "training" not in text
+    assert "(1 min 1 s)" in text
+    assert "2023-11-14 22:13:50 UTC" in text
+
+
+def test_slow_steps_are_not_silence() -> None:
+    slow = [row(step, 100 * step, step_s=100.0) for step in range(1, 6)]
+    assert status(slow, STARTED, 500 + 990).state is State.training
+    assert status(slow, STARTED, 500 + 1010).state is State.silent
+
+
+def test_a_group_that_starts_or_regroups_may_be_quiet_for_longer() -> None:
+    for events in ([submitted(0)], [*STARTED, FAILURE]):
+        last = events[-1]["time"] - T0
+        assert not status([], events, last + 599).state.over
+        assert status([], events, last + 601).state is State.silent
+        assert status([], events, last + 601, held=True).state in (State.starting, State.regrouping)
+
+
+def test_where_nobody_holds_the_run_it_is_gone_at_once_but_for_the_time_of_a_restarted_coordinator() -> None:
+    assert status(ROWS, STARTED, 30 + 14, held=False).state is State.training
+    found = status(ROWS, STARTED, 30 + 16, held=False)
+    assert (found.state, found.since) == (State.gone, T0 + 30)
+    assert found.detail == "it was training; then the job ended without a word"
+    found = status(ROWS, [*STARTED, FAILURE], 31 + 16, held=False)
+    assert found.detail.startswith("it was regrouping: a node fell silent")
+
+
+def test_a_stalled_run_says_where_everybodys_stacks_are() -> None:
+    events = [*STARTED, event("stalled", 95, generation=1, seconds=65.0, stacks="stacks/1.txt")]
+    found = status(ROWS, events, 160, held=True)
+    assert found.state is State.stalled
+    assert "stacks/1.txt" in found.detail
+
+
+def test_the_newest_checkpoints_are_told() -> None:
+    saved = [event("checkpoint", 12 + n, step=n, bytes=17_000_000, seconds=0.5) for n in range(1, 9)]
+    found = status(ROWS, [*STARTED, *saved], 31)
+    assert [each.step for each in found.checkpoints] == [8, 7, 6, 5, 4]
+    assert dict(body(found))["checkpoints"] == "step 8, 11.0 s ago, 17 MB in 0.50 s; 2 steps since"
+
+
+def test_what_somebody_should_look_at_is_told_once_and_as_long_as_it_holds() -> None:
+    events = [
+        *STARTED,
+        event("straggler", 12, node="n1", pid=1, factor=2.0),
+        event("straggler", 13, node="n1", pid=1, factor=2.0),
+        event("checkpoint_failed", 14, step=3, detail="disk full"),
+        event("checkpoint_failed", 17, step=5, detail="bucket gone"),
+        event("checkpoint", 16, step=4, bytes=1, seconds=1.0),
+        event("quarantine", 15, node="n2", seconds=100.0),
+        event("drain", 15, node="n3", deadline=T0 + 40),
+        event("data_fallback", 18, rank=0, window=1, reason="late"),
+        event("unfit", 19),  # of another version: no field of it is there
+    ]
+    ordered = sorted(events, key=lambda each: each["time"])
+    found = " | ".join(status(ROWS, ordered, 31).warnings)
+    for words in ("2.0 times as long", "bucket gone", "node n2 failed again", "node n3 is to be taken away", "late 1"):
+        assert found.count(words) == 1, (words, found)
+    assert "disk full" not in found  # a later one was committed
+    assert "unfit" in found
+    later = [*ordered, generation(2, 130, 4, "worker_died", 10)]
+    found = " | ".join(status([*ROWS, row(11, 133, 2, loss=float("nan"))], later, 134).warnings)
+    assert "times as long" not in found
+    assert "quarantine" not in found
+    assert found.endswith("the loss of step 11 is not finite")
+
+
+def test_json_holds_everything_and_comes_back() -> None:
+    events = [*STARTED, FAILURE, event("checkpoint", 32, step=10, bytes=1, seconds=0.1), generation(2, 40, 3, "drain")]
+    found = status([*ROWS, row(11, 42, 2, loss=float("inf"))], events, 43, report={"goodput": 0.5, "wall_s": 30.0})
+    text = found.to_json()
+    assert "\n" not in text
+    content = json.loads(text)
+    assert content["state"] == "training"
+    again = Status.from_dict(content | {"of_a_later_version": 1})
+    assert again.interruptions == found.interruptions
+    assert again.speed == found.speed
+    assert again.checkpoints == found.checkpoints
+    assert (again.goodput, again.goodput_as_of) == (0.5, T0 + 30)
+    assert describe(again)[1:5] == describe(found)[1:5]
+    with pytest.raises(ValueError, match="dancing"):
+        Status.from_dict({"state": "dancing"})
+
+
+def test_one_line_says_the_essentials() -> None:
+    assert one_line(status(ROWS, STARTED, 31)) == (
+        "2023-11-14 22:13:51 UTC mine: training, step 10/200, loss 0.8000, 50 tokens/s, 4 of 4 ranks, ETA 6 min 20 s"
+    )
+    assert one_line(status(ROWS, STARTED, 95)).endswith(
+        "silent, step 10/200, last heard 1 min 5 s ago: it was training"
+    )
+
+
+def write(folder: Path, rows: list[dict[str, Any]], events: list[dict[str, Any]]) -> Storage:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join(map(encode, rows)))
+    (folder / "events.jsonl").write_bytes(b"".join(map(encode, events)))
+    (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    return Storage.at(folder)
+
+
+def test_a_folder_is_read_with_its_report_and_configuration(tmp_path: Path) -> None:
+    storage = write(tmp_path / "mine", ROWS, STARTED)
+    storage.write_bytes("report.json", b'{"goodput": 0.25, "wall_s": 31.0}')
+    found = read_status(storage, T0 + 31)
+    assert (found.run, found.folder, found.state, found.goodput) == ("mine", str(storage), State.training, 0.25)
+    storage.write_bytes("report.json", b"torn")
+    assert read_status(storage, T0 + 31).goodput is None
+    storage.write_bytes("config.yaml", b"run: [")
+    with pytest.raises(RegrowError, match=r"config\.yaml is damaged"):
+        read_status(storage, T0 + 31)
+
+
+def test_only_the_end_of_long_logs_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row(step, 10 + 2 * step) for step in range(1, 400)]
+    storage = write(tmp_path / "mine", rows, STARTED)
+    whole = read_status(storage, T0 + 810)
+    monkeypatch.setattr(status_folder, "TAIL_BYTES", 60_000)
+    assert 100 < len(read_metrics(NewestRows(storage))) < 250
+    assert read_status(storage, T0 + 810) == whole
+
+
+class Remote(status_folder.NewestRows):
+    """A folder that takes files whole only, as an object store does."""
+
+    def __init__(self, storage: Storage) -> None:
+        super().__init__(storage)
+        self.is_local = False
+
+    def list(self, name: str = "") -> list[str]:
+        return self.storage.list(name)
+
+    def write_chunks(self, name: str, chunks: Any) -> int:
+        return self.storage.write_chunks(name, chunks)
+
+
+def test_of_an_object_store_the_newest_segments_are_read_and_what_was_rolled_back_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from regrow.observe import run_log
+
+    monkeypatch.setattr(run_log, "SEGMENT_BYTES", 2000)
+    storage = Remote(Storage.at(tmp_path))
+    with RunLog(storage) as log:
+        log.event("submitted", host="elsewhere", time=T0)
+        for number, start, last in ((1, 0, 60), (2, 40, 45)):
+            log.begin(number, start)
+            log.event("generation", time=T0 + start, generation=number, world_size=4, start_step=start, cause="start")
+            for step in range(start + 1, last + 1):
+                log.row(row(step, 10 + 2 * step, number))
+                log.flush()
+        assert len([name for name in storage.list() if name.startswith("metrics-")]) > 5
+        newest = read_metrics(NewestRows(storage))
+        assert newest == read_metrics(storage)[-len(newest) :]
+        assert len(newest) < 45
+        assert read_status(storage, T0 + 101).step == 45
+        log.begin(3, 42)
+        assert read_status(storage, T0 + 101).step == 42
+
+
+def test_the_lock_is_the_coordinators() -> None:
+    assert status_folder.LOCK == coordinator.LOCK_FILE
+
+
+def test_who_holds_the_run_is_seen_by_its_lock(tmp_path: Path) -> None:
+    here, elsewhere = [event("submitted", 0, host=socket.gethostname())], [submitted(0)]
+    storage = Storage.at(tmp_path)
+    assert held(storage, here) is None  # no lock yet
+    lock = coordinator._lock(storage)
+    assert held(storage, here) is True
+    assert held(storage, elsewhere) is True
+    lock.close()
+    assert held(storage, here) is False
+    assert held(storage, elsewhere) is None  # of a machine whose locks are not seen here
+    with open(tmp_path / coordinator.LOCK_FILE) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # looking has left it free
+
+
+def job(*arguments: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-X", "importtime", "-m", "jobs.status", *arguments]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False, timeout=60, **more)
+
+
+def errors_of(done: subprocess.CompletedProcess[str]) -> list[str]:
+    return [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+
+
+def test_the_job_reads_a_folder_without_torch_ray_or_hydra(tmp_path: Path) -> None:
+    write(tmp_path / "mine", ROWS, [*STARTED, event("stopped", 31, step=10, reason="finished")])
+    done = job(str(tmp_path / "mine"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("mine: finished 2023-11-14 22:13:51 UTC (")
+    assert not {"torch", "ray", "hydra", "pyarrow"} & {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    done = job(str(tmp_path / "mine"), "--json", "--watch")  # a run that is over is not watched
+    assert [json.loads(line)["step"] for line in done.stdout.splitlines()] == [10]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "holds no run that has begun"),
+        (["ray://head:10001"], "name the dashboard's"),
+        (["https://127.0.0.1:9"], "no Ray cluster lets us in"),
+        (["mine", "--every", "0"], "--every takes a number of seconds above 0"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], words: str) -> None:
+    done = job(*arguments)
+    errors = [line for line in errors_of(done) if not line.startswith("usage:") and not line.startswith(" ")]
+    assert len(errors) == 1, errors
+    assert words in errors[0]
+    assert done.returncode in (1, 2)
+
+
+def test_a_watched_run_is_redrawn_on_a_terminal_until_it_ends(tmp_path: Path) -> None:
+    storage = write(tmp_path / "mine", ROWS, STARTED)
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-m", "jobs.status", str(storage), "--watch", "--every", "0.1"]
+    with subprocess.Popen(command, cwd=REPO, stdout=terminal, env=os.environ | {"TERM": "xterm"}) as process:
+        os.close(terminal)
+        shown = ""
+        for chunk in _chunks(controller):
+            shown += chunk
+            if shown.count("silent") > 1 and "stopped" not in (tmp_path / "mine/events.jsonl").read_text():
+                with open(tmp_path / "mine" / "events.jsonl", "ab") as events:
+                    events.write(encode(event("stopped", 31, step=10, reason="stop_at_step")))
+        assert process.wait(timeout=30) == 0
+    assert "at train.stop_at_step" in shown
+    assert "\x1b[" in shown
+
+
+def _chunks(controller: int) -> Iterator[str]:
+    while True:
+        try:
+            chunk = os.read(controller, 1 << 16)
+        except OSError:  # nobody has it open
+            return
+        if not chunk:
+            return
+        yield chunk.decode(errors="replace")
+
+
+@pytest.fixture
+def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for kubectl whose containers are this machine."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    program = programs / "kubectl"
+    program.write_text(
+        "#!/bin/sh\n"
+        f'export PATH="{Path(sys.executable).parent}:$PATH" PYTHONPATH="{REPO}"\n'
+        'case "$*" in *" exec "*jobs.status*) while [ "$1" != -- ]; do shift; done; shift; exec "$@" ;; esac\n'
+        f'exec "{sys.executable}" "{stand_in_kubectl.__file__}" "$@"\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv(STATE, str(tmp_path))
+    return tmp_path
+
+
+def has_job(cluster: Path, storage_path: Path, **status: Any) -> None:
+    entrypoint = f"python -m jobs.pretrain +cluster=cpu3 run.name=mine 'run.storage_path={storage_path}'"
+    metadata = {"name": "mine", "annotations": {"regrow/run-name": "mine", "regrow/git-sha": "0123456789ab"}}
+    store(
+        cluster, "rayjobs.ray.io", "mine", {"metadata": metadata, "spec": {"entrypoint": entrypoint}, "status": status}
+    )
+
+
+def test_a_job_of_kubernetes_is_asked_through_its_head(kubernetes: Path) -> None:
+    write(kubernetes / "mine", ROWS, [*STARTED, event("stopped", 31, step=10, reason="finished")])
+    look = on_kubernetes("mine", namespace="pretrain", context="east")
+    with pytest.raises(ClusterError, match="no RayJob mine in namespace pretrain: not started"):
+        look()
+
+    has_job(kubernetes, kubernetes, jobDeploymentStatus="Initializing")
+    found = look()
+    assert (found.run, found.state, found.detail) == ("mine", State.starting, "its cluster has no head yet")
+    assert found.folder == str(kubernetes / "mine")
+    assert found.job[0] == "Initializing"
+    assert "Initializing" in "\n".join(describe(found))
+
+    has_job(kubernetes, kubernetes, jobDeploymentStatus="Running", jobStatus="RUNNING", rayClusterName="mine-c1")
+    store(kubernetes, "pods", "head-1", {"metadata": {"name": "head-1"}, "status": {"phase": "Running"}})
+    found = look()
+    assert (found.state, found.step, found.run) == (State.finished, 10, "mine")
+    assert found.job[0] == "Running (RUNNING)"
+
+    has_job(kubernetes, kubernetes / "empty", jobDeploymentStatus="Running", rayClusterName="mine-c1")
+    assert look().detail == "nothing is logged yet"
+
+    (kubernetes / "objects" / "pods.head-1.json").unlink()
+    assert look().detail == "its cluster has no head yet"
+    has_job(kubernetes, kubernetes, jobDeploymentStatus="Complete", rayClusterName="mine-c1")
+    assert look().detail == f"its cluster is gone; the run itself is in {kubernetes / 'mine'}"
+
+
+def test_a_job_that_trains_nothing_or_has_other_settings_is_one_line(kubernetes: Path) -> None:
+    look = on_kubernetes("mine", namespace="pretrain", context=None)
+    for entrypoint, words in (
+        ("python train.py", "not jobs.pretrain"),
+        ("python -m jobs.pretrain train.stepps=4", r"unknown setting 'train.stepps'"),
+    ):
+        store(kubernetes, "rayjobs.ray.io", "mine", {"metadata": {"name": "mine"}, "spec": {"entrypoint": entrypoint}})
+        with pytest.raises(ClusterError, match=words) as caught:
+            look()
+        assert "\n" not in str(caught.value)
+
+
+def test_a_ray_cluster_that_is_not_there_is_one_line() -> None:
+    with pytest.raises(ClusterError, match=r"no Ray cluster lets us in at http://127\.0\.0\.1:9 ") as caught:
+        on_ray("http://127.0.0.1:9", run=None)
+    assert "\n" not in str(caught.value)
