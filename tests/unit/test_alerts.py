@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from regrow.observe.ledger import STATES
 from regrow.observe.metrics import FAMILIES
-from regrow.observe.report import STATES
 from regrow.testing.prometheus import MONITORING, dashboard_expressions, hurried, missing, rules
 from regrow.testing.submission import rendered
 

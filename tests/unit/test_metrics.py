@@ -16,8 +16,8 @@ from regrow.checkpoint import coordinator
 from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig, RunConfig, SnapshotConfig, TrainConfig
 from regrow.elastic import driver
 from regrow.observe import metrics as module
+from regrow.observe.ledger import STATES, account
 from regrow.observe.metrics import FAMILIES, INCIDENTS, Figures, RunMetrics
-from regrow.observe.report import STATES, account
 from regrow.observe.state_clock import KEPT_S, StateClock
 from regrow.plan.cadence import Cadence
 
@@ -398,13 +398,19 @@ def test_what_ray_is_handed_adds_up_and_comes_at_most_once_a_second(clock: Clock
     made.tick()
     assert kept.total("regrow_steps_total") == 200
     assert kept.total("regrow_step_seconds_total") == pytest.approx(4)
+
+
+def test_what_does_not_change_is_told_again_and_again_but_for_counters(clock: Clock) -> None:
+    """Ray forgets a gauge that it is not told of for two of its reports."""
+    kept = Recorder()
+    made = make_metrics(kept)
+    made.event(event("submitted", time=T0))
     calls = len(kept.calls)
     clock.now += 1
-    made.tick()  # nothing happened: what is told is what this costs and how the time passes
-    assert {name for name, *_ in kept.calls[calls:]} <= {
-        "regrow_metrics_cpu_seconds_total",
-        "regrow_state_seconds_total",
-    }
+    made.tick()
+    told = {name for name, *_ in kept.calls[calls:]}
+    assert told >= {"regrow_running", "regrow_target_world_size", "regrow_last_step_timestamp_seconds"}
+    assert {name for name in told if FAMILIES[name].is_counter} == {"regrow_metrics_cpu_seconds_total"}
 
 
 def test_an_orderly_end_is_told_at_once(clock: Clock) -> None:

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from regrow.config.schema import PretrainConfig
 from regrow.errors import first_line
+from regrow.observe.ledger import STATES
 from regrow.observe.narrate import CAUSES
-from regrow.observe.report import STATES
 from regrow.observe.run_log import Row
 from regrow.observe.state_clock import StateClock
 from regrow.plan.cadence import Cadence
@@ -252,7 +252,7 @@ class RunMetrics:
         self._run, self._instruments, self._note = config.run.name, instruments, note
         self._figures = Figures(config, cadence, events, time.time())
         self._made: dict[str, Any] = {}  # counters and gauges by name
-        self._handed: dict[Key, float] = {}  # what Ray knows
+        self._handed: dict[Key, float] = {}  # what Ray knows of counters
         self._handed_at = -math.inf
         self.cpu_s = 0.0  # that all of this took
 
@@ -289,12 +289,11 @@ class RunMetrics:
         self.cpu_s += time.thread_time() - begun
 
     def _hand_over(self, instruments: Instruments) -> None:
-        """Tell Ray what has changed since the last time."""
+        """Tell Ray by how much counters grew, and the rest anew: it forgets what it is not told for two reports."""
         for key, value in self._figures.values.items():
-            before = self._handed.get(key)
-            if value == before:
+            family, tags, before = FAMILIES[key[0]], {RUN: self._run}, self._handed.get(key)
+            if family.is_counter and value == before:
                 continue
-            family, tags = FAMILIES[key[0]], {RUN: self._run}
             if family.label:
                 tags[family.label] = key[1]
             if family.name not in self._made:
@@ -302,10 +301,9 @@ class RunMetrics:
                 self._made[family.name] = kind(family.name, description=family.help, tag_keys=tuple(tags))
             if family.is_counter:
                 self._made[family.name].inc(NOTHING if before is None else value - before, tags=tags)
-                value = 0.0 if before is None else value
+                self._handed[key] = 0.0 if before is None else value
             else:
                 self._made[family.name].set(value, tags=tags)
-            self._handed[key] = value
 
 
 def _is_finite(*values: float) -> bool:
