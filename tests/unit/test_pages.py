@@ -214,6 +214,7 @@ def test_a_page_prints_whole_and_dark_on_white(browser: Browser, folder: Path, n
     browser.open((folder / f"{name}.html").as_uri(), width=PAPER, dark=True, media="print")
     assert browser.evaluate(LOOK) == []
     assert browser.evaluate("getComputedStyle(document.querySelector('h1')).color") == "rgb(27, 27, 25)"
+    assert browser.evaluate("getComputedStyle(document.documentElement).colorScheme") == "light"  # white paper
     browser.screenshot(folder / f"{name}-paper.png")
     browser.pdf(folder / f"{name}.pdf")
     assert (folder / f"{name}.pdf").read_bytes().startswith(b"%PDF-")
@@ -227,7 +228,7 @@ def test_what_is_hard_to_read_would_be_noticed(browser: Browser, tmp_path: Path)
     )
     browser.open((tmp_path / "bad.html").as_uri(), width=1000)
     found = "\n".join(browser.evaluate(LOOK))
-    for words in ("3000 wide", '"pale" has contrast', '"one" overlaps "two"', '"outside" leaves its plot'):
+    for words in ("3008 wide", '"pale" has contrast', '"one" overlaps "two"', '"outside" leaves its plot'):
         assert words in found, found
     assert "sorry" in browser.complaints
     assert any("not loaded" in each or "ERR_FILE_NOT_FOUND" in each for each in browser.complaints)

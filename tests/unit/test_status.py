@@ -7,6 +7,7 @@ import pty
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -411,12 +412,15 @@ def test_a_watched_run_is_redrawn_on_a_terminal_until_it_ends(tmp_path: Path) ->
     command = [sys.executable, "-m", "jobs.status", str(storage), "--watch", "--every", "0.1"]
     with subprocess.Popen(command, cwd=REPO, stdout=terminal, env=os.environ | {"TERM": "xterm"}) as process:
         os.close(terminal)
+        give_up = threading.Timer(40.0, process.kill)
+        give_up.start()
         shown = ""
         for chunk in _chunks(controller):
             shown += chunk
-            if shown.count("silent") > 1 and "stopped" not in (tmp_path / "mine/events.jsonl").read_text():
+            if shown.count("nothing heard since") > 1 and "stopped" not in (tmp_path / "mine/events.jsonl").read_text():
                 with open(tmp_path / "mine" / "events.jsonl", "ab") as events:
                     events.write(encode(event("stopped", 31, step=10, reason="stop_at_step")))
+        give_up.cancel()
         assert process.wait(timeout=30) == 0
     assert "at train.stop_at_step" in shown
     assert "\x1b[" in shown

@@ -1,6 +1,5 @@
 """Several runs on one self-contained page, in the report's style. Pure."""
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from statistics import median
@@ -26,6 +25,7 @@ from regrow.observe.svg_compare import Line, Strip, compare_plot, strip_plot
 from regrow.observe.units import duration, percent, ranks, when
 
 COLUMNS = 400  # of the band of states
+POINTS = 80  # of a run's line: more would hide the others
 MOST_RECOVERIES = 60  # shown one by one
 SINCE = "time since submission"
 
@@ -89,13 +89,13 @@ def _plots(runs: Sequence[RunData], names: Sequence[str]) -> str:
     longest = max(run.ledger.end - run.ledger.begin for run in runs)
     time_range = (0.0, max(longest, 1e-3))
 
-    def lines(key: str, x: Callable[[RunData, Row], float], *, split: bool, dots: bool = False) -> list[Line]:
-        return [_line(run, name, k, key, x, split, dots) for k, (name, run) in enumerate(zip(names, runs, strict=True))]
+    def lines(key: str, x: Callable[[RunData, Row], float], *, dots: bool = False) -> list[Line]:
+        return [_line(run, name, k, key, x, dots) for k, (name, run) in enumerate(zip(names, runs, strict=True))]
 
     def since(run: RunData, row: Row) -> float:
         return float(row["time"] - run.ledger.begin)
 
-    loss = lines("loss", lambda run, row: float(row["tokens_seen"]), split=False, dots=True)
+    loss = lines("loss", lambda run, row: float(row["tokens_seen"]), dots=True)
     panels = [
         (
             "Loss by tokens",
@@ -113,7 +113,7 @@ def _plots(runs: Sequence[RunData], names: Sequence[str]) -> str:
             "Tokens over time",
             compare_plot(
                 "Tokens over time",
-                lines("tokens_seen", since, split=False),
+                lines("tokens_seen", since),
                 x_label=SINCE,
                 x_ticks=time_ticks,
                 x_range=time_range,
@@ -126,7 +126,7 @@ def _plots(runs: Sequence[RunData], names: Sequence[str]) -> str:
             "Tokens per second over time",
             compare_plot(
                 "Tokens per second over time",
-                lines("tokens_per_s", since, split=True),
+                lines("tokens_per_s", since),
                 x_label=SINCE,
                 x_ticks=time_ticks,
                 x_range=time_range,
@@ -150,12 +150,9 @@ def _plots(runs: Sequence[RunData], names: Sequence[str]) -> str:
     return '<div class="plots">' + "\n".join(section(title, plot or nothing) for title, plot in panels) + "</div>"
 
 
-def _line(
-    run: RunData, name: str, k: int, key: str, x: Callable[[RunData, Row], float], split: bool, dots: bool
-) -> Line:
+def _line(run: RunData, name: str, k: int, key: str, x: Callable[[RunData, Row], float], dots: bool) -> Line:
     rows = [row for row in run.metrics if is_number(row.get(key))]
-    parts = [list(part) for _, part in itertools.groupby(rows, key=lambda row: row["generation"] if split else 0)]
-    pieces = [join(part, lambda row: x(run, row), lambda row: row[key], lambda *_: "") for part in parts]
+    line = join(rows, lambda row: x(run, row), lambda row: row[key], lambda *_: "", POINTS)
     scored = [row for row in run.metrics if dots and is_number(row.get("validation_loss"))]
     points = [
         Point(
@@ -163,7 +160,7 @@ def _line(
         )
         for r in scored
     ]
-    return Line(name, f"r{k}", pieces, points)
+    return Line(name, f"r{k}", line, points)
 
 
 def _strip(run: RunData, name: str, k: int) -> Strip:

@@ -33,7 +33,7 @@ from regrow.observe.svg import (
     stacked_bar,
     time_ticks,
 )
-from regrow.observe.units import duration, percent, ranks, when
+from regrow.observe.units import duration, percent, ranks, size, when
 from regrow.plan.batch import plan_batch
 
 
@@ -253,10 +253,10 @@ def _checkpoints(report: Mapping[str, Any], events: Sequence[Row]) -> str:
     if not committed:
         return "None committed yet."
     last, made = committed[-1], report["checkpoints"]
-    size = f", {last['bytes'] / 1e6:,.1f} MB" if is_number(last.get("bytes")) else ""
+    large = f", {size(last['bytes'])}" if is_number(last.get("bytes")) else ""
     return (
         f"{made['committed']:,} committed; training waited {duration(made['stall_s'])} for them. "
-        f"The last is of step {escape(str(last.get('step', '?')))}{size}, {when(last['time'])}."
+        f"The last is of step {escape(str(last.get('step', '?')))}{large}, {when(last['time'])}."
     )
 
 
@@ -276,14 +276,14 @@ def _geometry(config: Mapping[str, Any], metrics: Sequence[Row], submitted: Mapp
     )
     sizes = {row["world_size"] for row in metrics} | {cluster.get("min_workers"), cluster.get("max_workers")}
     rows = []
-    for size in sorted(size for size in sizes if size):
+    for world_size in sorted(each for each in sizes if each):
         try:
-            plan = plan_batch(num_slices=num_slices, world_size=size)
+            plan = plan_batch(num_slices=num_slices, world_size=world_size)
         except BatchError:
             continue
         fewest, most = min(map(len, plan.ranges)), max(map(len, plan.ranges))
         each = str(most) if fewest == most else f"{fewest} or {most}"
-        rows.append([f"{size:,}", each, str(seqs // num_slices), percent(plan.idle_share)])
+        rows.append([f"{world_size:,}", each, str(seqs // num_slices), percent(plan.idle_share)])
     return text + table(["world size", "slices a rank", "sequences a slice", "idle"], rows, (1, 2, 3))
 
 

@@ -62,9 +62,10 @@ def join(
     x: Callable[[Item], float],
     y: Callable[[Item], float],
     title: Callable[[Item, Item, float], str],
+    most: int = MAX_POINTS,
 ) -> list[Point]:
-    """Make a line's points, joining neighbours so that at most MAX_POINTS remain; `title` of (first, last, mean)."""
-    size = max(1, math.ceil(len(items) / MAX_POINTS))
+    """Make a line's points, joining neighbours so that at most `most` remain; `title` of (first, last, mean)."""
+    size = max(1, math.ceil(len(items) / most))
     points = []
     for begin in range(0, len(items), size):
         part = items[begin : begin + size]
@@ -189,8 +190,8 @@ def drawing(name: str, body: Sequence[str], height: int = HEIGHT) -> str:
 
 
 def anchor(x: float) -> str:
-    """Of a label below the axis: the last one must not leave the plot."""
-    return "end" if x > WIDTH - RIGHT - 12 else "middle"
+    """Of a label below the axis: the first must not run into the other axis' labels, nor the last out of the plot."""
+    return "end" if x > WIDTH - RIGHT - 12 else "start" if x < LEFT + 12 else "middle"
 
 
 def stroke(frame: Frame, points: Sequence[Point]) -> str:

@@ -31,16 +31,12 @@ HEAD, HIGH, STATE, GAP = 18, 40, 8, 12  # of a run's strip: its name, its ranks,
 
 @dataclass(frozen=True)
 class Line:
-    """One of several to be compared: its name, its class in report.css, and its pieces with their dots."""
+    """One of several to be compared: its name, its class in report.css, its points, and dots beside it."""
 
     name: str
     kind: str
-    pieces: Sequence[Sequence[Point]]
+    points: Sequence[Point]
     dots: Sequence[Point] = ()
-
-    @property
-    def points(self) -> list[Point]:
-        return [point for piece in self.pieces for point in piece]
 
 
 @dataclass(frozen=True)
@@ -79,8 +75,8 @@ def compare_plot(
     body = [axes(frame, x_label, x_ticks(frame.x_low, frame.x_high))]
     body.append(f'<svg x="{LEFT}" y="0" {INSIDE} viewBox="{LEFT} 0 {WIDTH - LEFT - RIGHT + 4} {HEIGHT - BOTTOM}">')
     for line in lines:
-        drawn = "".join(stroke(frame, piece) for piece in line.pieces if piece)
-        body.append(f'<g class="{escape(line.kind)}">{drawn}</g>')
+        if line.points:
+            body.append(f'<g class="{escape(line.kind)}">{stroke(frame, line.points)}</g>')
     body.append("</svg>")
     body += _shared_strips(frame, lines, show_x, show_y)
     body += [
