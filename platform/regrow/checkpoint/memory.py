@@ -6,22 +6,23 @@ that is gone or whose bytes are damaged is left out, and what it was to give com
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from regrow.checkpoint.checksums import Crc, checksums, whole_chunks
+from regrow.checkpoint.checksums import CHUNK_BYTES, Crc, checksums, whole_chunks
 from regrow.checkpoint.held import Holder, Snapshot, open_snapshot
-from regrow.checkpoint.layout import ITEM_BYTES, shard_span, shards_that_hold
-from regrow.checkpoint.ranges import Connection, connected
+from regrow.checkpoint.layout import ITEM_BYTES, Span, shard_span, shards_that_hold
+from regrow.checkpoint.ranges import Connection, Ranges, connected
 from regrow.checkpoint.reshard import Read, Source, nearest, plan_reads
 from regrow.checkpoint.slots import SlotHeader
 from regrow.checkpoint.state import Entry, tensor_over
 from regrow.errors import CheckpointError
 
 OWN, PEER = 0, 1  # distances
+PIECE_BYTES = 64 * CHUNK_BYTES  # that are checked, then copied
 
 
 @dataclass
@@ -113,27 +114,43 @@ def _take(
         if snapshot is None:
             raise CheckpointError("it is not there any more")
         _check(snapshot, holder, entries)
-        payload = snapshot.payload()
-        pieces = _pieces(snapshot, reads)
-        for piece in pieces:
+        payload, num_bytes = snapshot.payload(), 0
+        for piece in _pieces(snapshot, reads):
             piece.put(payload[piece.begin : piece.end], entries)
-        return snapshot.header.scalars, sum(piece.end - piece.begin for piece in pieces), 0
+            num_bytes += piece.end - piece.begin
+        return snapshot.header.scalars, num_bytes, 0
     with connected(holder.address, secret) as connection:
         snapshot = _describe(connection, holder)
         _check(snapshot, holder, entries)
-        pieces = _pieces(snapshot, reads)
+        pieces = list(_pieces(snapshot, reads))
         ranges = [(piece.begin, piece.end - piece.begin) for piece in pieces]
-        connection.send({"op": "get", "file": holder.held.file, "ranges": ranges})
+        connection.send({"op": "get", "file": holder.held.file, "ranges": _joined(ranges)})
+        buffer: memoryview = np.empty(max((size for _, size in ranges), default=0), np.uint8).data
         for piece, (_, size) in zip(pieces, ranges, strict=True):
-            piece.put(connection.receive_view(size), entries)
+            connection.receive_into(buffer[:size])
+            piece.put(buffer[:size], entries)
     return snapshot.header.scalars, 0, sum(size for _, size in ranges)
+
+
+def _joined(ranges: Ranges) -> list[tuple[int, int]]:
+    """The same bytes in the same order, neighbours as one range."""
+    joined: list[tuple[int, int]] = []
+    for offset, size in ranges:
+        if joined and sum(joined[-1]) == offset:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((offset, size))
+    return joined
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """A read, and the whole chunks of the file that it lies in."""
+    """Some elements of a read, and the whole chunks of the file that they lie in."""
 
-    read: Read
+    source: Span
+    want: int  # index of the entry
+    start: int  # elements of the tensor
+    stop: int
     begin: int  # byte in the file
     end: int
     crc: Crc
@@ -141,28 +158,37 @@ class _Piece:
 
     def put(self, chunks: memoryview, entries: Sequence[Entry]) -> None:
         """Check the chunks, and copy what is wanted of them."""
-        read = self.read
         if not np.array_equal(checksums(chunks), self.crc):
-            raise CheckpointError(f"{read.source.span.name} fails its checksum")
-        entry = entries[read.want]
-        target = entry.memory[read.start - entry.span.start : read.stop - entry.span.start]
+            raise CheckpointError(f"{self.source.name} fails its checksum")
+        entry = entries[self.want]
+        target = entry.memory[self.start - entry.span.start : self.stop - entry.span.start]
         target.copy_(tensor_over(chunks[self.inner], target.dtype))
 
 
-def _pieces(snapshot: Snapshot, reads: Sequence[Read]) -> list[_Piece]:
-    header, pieces = snapshot.header, []
+def _pieces(snapshot: Snapshot, reads: Sequence[Read]) -> Iterator[_Piece]:
+    """Reads in pieces that a processor's cache holds: they are copied right after they were checked."""
+    header = snapshot.header
     where = zip(header.offsets, header.first_chunks, strict=True)
     places = {span.name: place for span, place in zip(header.spans, where, strict=False)}
     for read in reads:
         span = read.source.span
         offset, first = places[span.name]
         item = ITEM_BYTES[span.dtype]
-        begin, end = (read.start - span.start) * item, (read.stop - span.start) * item
-        chunks_begin, chunks_end, chunks = whole_chunks(begin, end, span.num_bytes)
-        crc = snapshot.crc[first + chunks.start : first + chunks.stop]
-        inner = slice(begin - chunks_begin, end - chunks_begin)
-        pieces.append(_Piece(read, offset + chunks_begin, offset + chunks_end, crc, inner))
-    return pieces
+        at, end = (read.start - span.start) * item, (read.stop - span.start) * item
+        while at < end:
+            stop = min(end, (at // PIECE_BYTES + 1) * PIECE_BYTES)
+            begin_chunks, end_chunks, chunks = whole_chunks(at, stop, span.num_bytes)
+            yield _Piece(
+                source=span,
+                want=read.want,
+                start=span.start + at // item,
+                stop=span.start + stop // item,
+                begin=offset + begin_chunks,
+                end=offset + end_chunks,
+                crc=snapshot.crc[first + chunks.start : first + chunks.stop],
+                inner=slice(at - begin_chunks, stop - begin_chunks),
+            )
+            at = stop
 
 
 def _describe(connection: Connection, holder: Holder) -> Snapshot:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import sys
 import time
 from pathlib import Path
@@ -45,6 +46,7 @@ class RayJobs:
     def __init__(self, address: str | None, run: str) -> None:
         """Raises ClusterError where no cluster answers, or none that lets us in."""
         self.run = run
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of .gitignore, which is what we want
         try:
             self.client = JobSubmissionClient(address)
             self.client.list_jobs()

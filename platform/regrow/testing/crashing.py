@@ -119,7 +119,7 @@ def coordinator_main(member: Member) -> None:
         config=PretrainConfig(
             checkpoint=CheckpointConfig(every_steps=EVERY_STEPS, keep=KEEP, timeout_s=60.0),
             cluster=ClusterConfig(max_workers=3),
-            observe=ObserveConfig(tensorboard=False),
+            observe=ObserveConfig(tensorboard=False, metrics=False),
         ),
         submitted={},
     )
@@ -242,7 +242,8 @@ def _train(member: Member, beacon: Beacon, group: Group, rank: int) -> None:
         )
     gather(None)
     if rank == 0:
-        details = {"workers": [{"node": node, "pid": os.getpid()} for node in group.nodes]}
+        workers = [{"node": node, "pid": os.getpid()} for node in group.nodes]
+        details = {"workers": workers, "world_size": num_ranks}
         get(coordinator.start_training.remote(generation, step, details))
     while True:
         time.sleep(STEP_S)  # forward and backward, beside the copy

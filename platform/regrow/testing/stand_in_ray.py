@@ -128,14 +128,18 @@ def install(world: Path, node: str, me: Handle | None) -> None:
     """Put in Ray's place what the coordinator and keepers ask of it."""
     assert "ray" not in sys.modules
     context = types.SimpleNamespace(get_node_labels=dict, get_node_id=lambda: node, current_actor=me)
-    ray, util, strategies = (types.ModuleType(name) for name in ("ray", "ray.util", "ray.util.scheduling_strategies"))
+    ray, util = types.ModuleType("ray"), types.ModuleType("ray.util")
+    strategies, metrics = (types.ModuleType(f"ray.util.{name}") for name in ("scheduling_strategies", "metrics"))
     vars(strategies)["NodeAffinitySchedulingStrategy"] = None
 
     def named(all_namespaces: bool) -> list[dict[str, str]]:
         return [{"name": p.name, "namespace": "regrow"} for p in (world / NAMES).iterdir() if p.name[0] != "."]
 
     vars(util).update(
-        get_node_ip_address=lambda: "127.0.0.1", list_named_actors=named, scheduling_strategies=strategies
+        get_node_ip_address=lambda: "127.0.0.1",
+        list_named_actors=named,
+        scheduling_strategies=strategies,
+        metrics=metrics,
     )
     vars(ray).update(
         util=util,
@@ -148,7 +152,7 @@ def install(world: Path, node: str, me: Handle | None) -> None:
         get_runtime_context=lambda: context,
         is_initialized=lambda: False,
     )
-    sys.modules.update({"ray": ray, "ray.util": util, "ray.util.scheduling_strategies": strategies})
+    sys.modules.update({module.__name__: module for module in (ray, util, strategies, metrics)})
 
 
 class Server:
