@@ -23,6 +23,7 @@ from regrow.observe.status import DRIVER_DIED, State, Status, status_of
 from regrow.observe.status_folder import NewestRows, held, read_status
 from regrow.observe.status_text import body, describe, heading, one_line
 from regrow.storage import Storage
+from regrow.submit import job_status
 from regrow.submit.job_status import on_kubernetes, on_ray
 from regrow.testing import stand_in_kubectl
 from regrow.testing.stand_in_kubectl import STATE, store
@@ -503,7 +504,24 @@ def test_a_job_that_trains_nothing_or_has_other_settings_is_one_line(kubernetes:
         assert "\n" not in str(caught.value)
 
 
-def test_a_ray_cluster_that_is_not_there_is_one_line() -> None:
+def test_a_token_that_is_there_is_used_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    job_status._use_token()
+    assert "RAY_AUTH_MODE" not in os.environ
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("secret")
+    job_status._use_token()
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    job_status._use_token()
+    assert os.environ["RAY_AUTH_MODE"] == "disabled"
+
+
+def test_a_ray_cluster_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     with pytest.raises(ClusterError, match=r"no Ray cluster lets us in at http://127\.0\.0\.1:9 ") as caught:
         on_ray("http://127.0.0.1:9", run=None)
     assert "\n" not in str(caught.value)

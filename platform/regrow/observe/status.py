@@ -165,6 +165,7 @@ def status_of(
     pace_s, last = _pace(rows), rows[-1] if rows else {}
     state, since, detail = _state(rows, events, now, pace_s=pace_s, heard_at=heard_at, held=held)
     interruptions = _interruptions(rows, events)
+    goodput, goodput_as_of = _goodput(report, submitted)
     scored = [event for event in _named(events, "validation") if _is_number(event.get("loss"))]
     status = Status(
         run=str(group.get("name") or folder.rstrip("/").rpartition("/")[2]),
@@ -192,7 +193,8 @@ def status_of(
         interruptions=interruptions[: -SHOWN - 1 : -1],
         causes=dict(Counter(each.cause for each in interruptions).most_common()),
         warnings=[] if state is State.finished else _warnings(rows, events, now),
-        **_goodput(report, submitted),
+        goodput=goodput,
+        goodput_as_of=goodput_as_of,
     )
     if pace_s is None or status.last_step is None or state not in (State.training, State.regrouping):
         return status
@@ -339,14 +341,12 @@ def _same_generation(rows: Sequence[Row]) -> list[Row]:
     return next((part[1:] for part in reversed(parts) if len(part) > 2), list(rows[-1:]))
 
 
-def _goodput(report: Mapping[str, Any] | None, submitted: Sequence[Row]) -> dict[str, float]:
-    """As of the newest report; it begins with the first submission."""
+def _goodput(report: Mapping[str, Any] | None, submitted: Sequence[Row]) -> tuple[float | None, float | None]:
+    """That of the newest report, and when it was made: it begins with the first submission."""
     goodput, wall_s = (report or {}).get("goodput"), (report or {}).get("wall_s")
     if not _is_number(goodput) or not _is_number(wall_s) or not submitted:
-        return {}
-    assert goodput is not None
-    assert wall_s is not None
-    return {"goodput": goodput, "goodput_as_of": submitted[0]["time"] + wall_s}
+        return None, None
+    return goodput, submitted[0]["time"] + wall_s
 
 
 def cause_text(cause: str) -> str:

@@ -6,10 +6,13 @@ The folder of a job is often in reach of the cluster alone (its disks, its crede
 
 import contextlib
 import json
+import logging
+import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from regrow.config.store import pretrain_config
@@ -63,8 +66,10 @@ def on_ray(address: str, *, run: str | None) -> Look:
 
     Raises ClusterError where no cluster answers, or none that lets us in.
     """
+    _use_token()
     from ray.job_submission import JobSubmissionClient  # takes a second
 
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it tells of every file that it takes along
     try:
         client = JobSubmissionClient(None if address == "auto" else address)
         client.list_jobs()
@@ -89,6 +94,16 @@ def on_ray(address: str, *, run: str | None) -> Look:
             raise ClusterError(f"{address} does not answer: {first_line(error)}") from error
 
     return look
+
+
+def _use_token() -> None:
+    """Use a token that is there, as Ray does where it starts or joins a cluster, unless RAY_AUTH_MODE says otherwise.
+
+    A Ray that `ray.init` starts has one. The mode is looked at when ray is first imported.
+    """
+    given = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if given or (Path.home() / ".ray" / "auth_token").exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def _run_of(entrypoint: str) -> tuple[str, str]:
