@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regrow.observe.drill_page import render_drill
-from regrow.observe.report import account
-from regrow.observe.timeline import COLUMNS, LEFT, RIGHT, WIDTH, Mark, _columns, draw_timeline
+from regrow.observe.ledger import account, columns
+from regrow.observe.timeline import COLUMNS, LEFT, RIGHT, WIDTH, Mark, draw_timeline
 
 Row = dict[str, Any]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -120,8 +120,8 @@ def test_a_long_run_is_drawn_with_a_bounded_size() -> None:
 
 def test_a_short_standstill_in_a_long_run_can_still_be_seen() -> None:
     rows, events = run(steps=20_000, loses_at=9_000)
-    columns = _columns(account(rows, events, 1e5))
-    assert {"init", "down"} & {state for begin, _, state in columns if begin > rows[8_990]["time"]}
+    found = columns(account(rows, events, 1e5), COLUMNS)
+    assert {"init", "down"} & {state for begin, _, state in found if begin > rows[8_990]["time"]}
 
 
 @settings(deadline=None)
@@ -129,11 +129,11 @@ def test_a_short_standstill_in_a_long_run_can_still_be_seen() -> None:
 def test_columns_cover_the_run_without_a_gap(steps: int, data: st.DataObject) -> None:
     rows, events = run(steps=steps + 1, loses_at=data.draw(st.integers(1, steps)))
     ledger = account(rows, events, 1e4)
-    columns = _columns(ledger)
-    assert len(columns) <= COLUMNS
-    assert columns[0][0] == ledger.begin
-    assert abs(columns[-1][1] - ledger.end) < 1e-6
-    assert all(left[1] == right[0] and left[2] != right[2] for left, right in itertools.pairwise(columns))
+    found = columns(ledger, COLUMNS)
+    assert len(found) <= COLUMNS
+    assert found[0][0] == ledger.begin
+    assert abs(found[-1][1] - ledger.end) < 1e-6
+    assert all(left[1] == right[0] and left[2] != right[2] for left, right in itertools.pairwise(found))
 
 
 def test_a_run_that_never_trained_is_drawn_too() -> None:
