@@ -19,8 +19,9 @@ from regrow.checkpoint import coordinator
 from regrow.errors import ClusterError, RegrowError
 from regrow.observe import status_folder
 from regrow.observe.run_log import METRIC_KEYS, RunLog, encode, read_metrics
-from regrow.observe.status import DRIVER_DIED, State, Status, status_of
+from regrow.observe.status import DRIVER_DIED, State, Status
 from regrow.observe.status_folder import NewestRows, held, read_status
+from regrow.observe.status_logs import status_of
 from regrow.observe.status_text import body, describe, heading, one_line
 from regrow.storage import Storage
 from regrow.submit import job_status

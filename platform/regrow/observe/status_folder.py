@@ -13,7 +13,8 @@ import yaml
 
 from regrow.errors import RegrowError
 from regrow.observe.run_log import METRICS, Row, read_events, read_metrics
-from regrow.observe.status import Status, status_of
+from regrow.observe.status import Status
+from regrow.observe.status_logs import status_of
 from regrow.storage import Storage
 
 TAIL_BYTES = 256 << 10  # of metrics.jsonl: some 700 steps

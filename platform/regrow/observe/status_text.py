@@ -3,7 +3,8 @@
 import textwrap
 from collections.abc import Iterator
 
-from regrow.observe.status import Interruption, Saved, State, Status, cause_text
+from regrow.observe.narrate import CAUSES
+from regrow.observe.status import DRIVER_DIED, Interruption, Saved, State, Status
 from regrow.observe.svg import si
 from regrow.observe.units import duration, percent, ranks, size, when
 
@@ -167,6 +168,12 @@ def _interruption(each: Interruption) -> str:
         lost = f", {each.lost_steps:,} step{'s' if each.lost_steps != 1 else ''} lost"
     source = f", state from {each.source}" if each.source else ""
     return f"{cause_text(each.cause)}; {before}{ranks(each.ranks_after)}{back}{lost}{source}{detail}"
+
+
+def cause_text(cause: str) -> str:
+    """A cause of events.jsonl, or one of ours, in words."""
+    words = {DRIVER_DIED: "the job ended without a word", "grow": "grew", "drain": "left nodes in time"}
+    return words.get(cause) or CAUSES.get(cause) or cause.replace("_", " ")
 
 
 def _labelled(label: str, texts: list[str]) -> list[Line]:
