@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from regrow.checkpoint.state import Progress
 from regrow.config.schema import OptimConfig, ParallelConfig
@@ -26,7 +26,7 @@ from regrow.testing.gloo import RankError, run_ranks
 from regrow.testing.tiny import count_up_rows, tiny_model
 from regrow.train.loop import LoopSettings, train
 from regrow.train.metrics import Meter
-from regrow.train.step import TrainStep, sum_cross_entropy
+from regrow.train.step import TrainStep, whole_loss
 
 SEQS, SLICES, TOKENS, STEPS = 12, 6, 16, 12
 
@@ -90,7 +90,7 @@ def batches(slices: range, start_step: int) -> Iterator[RankBatch]:
 def loop(
     leave_at: int | None = None, slices_per_pass: int = 1, full: tuple[int, ...] = (), poisoned: tuple[int, ...] = ()
 ) -> Recorder:
-    """`full`: steps at which this rank has no room for a snapshot; `poisoned`: steps with a NaN in rank 0's gradient."""
+    """`full`: steps at which this rank has no room for a snapshot; `poisoned`: steps with NaN in rank 0's gradient."""
     assert "ray" not in sys.modules
     assert "hydra" not in sys.modules
     world_size, device = dist.get_world_size(), torch.device("cpu")
@@ -101,10 +101,10 @@ def loop(
     hooks = Recorder(leave_at, full=frozenset(full))
     passes = itertools.count()
 
-    def poisoned_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    def poisoned_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         number = 1 + next(passes) // plan.num_micro_batches
         factor = float("nan") if number in poisoned and dist.get_rank() == 0 else 1.0
-        return sum_cross_entropy(logits, targets) * factor
+        return whole_loss(model, inputs, targets) * factor
 
     step = TrainStep(
         model,

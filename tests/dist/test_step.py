@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from regrow.config.schema import ActivationCheckpoint, Dtype, ModelConfig, OptimConfig, ParallelConfig
+from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
 from regrow.testing.gloo import run_ranks
 from regrow.testing.reference_llama import reference_loss
 from regrow.testing.tiny import count_up_rows, ragged_model, tiny_model
@@ -40,6 +40,8 @@ def plain() -> dict[str, list[float]]:
         (3, ParallelConfig(reshard_after_forward=False)),
         (4, ParallelConfig()),
         (4, ParallelConfig(dp_replicate=2)),
+        (2, ParallelConfig(loss_chunk_tokens=0)),
+        (3, ParallelConfig(loss_chunk_tokens=5, sync_every_micro_batch=True)),
         (3, ParallelConfig(dp_replicate=2, activation_checkpoint=ActivationCheckpoint.selective)),
     ],
     ids=[
@@ -49,6 +51,8 @@ def plain() -> dict[str, list[float]]:
         "3, gathering once a step",
         "4",
         "HSDP 2x2",
+        "2, all logits at once",
+        "3, five tokens' logits at a time",
         "HSDP that falls back, checkpointing",
     ],
 )
@@ -73,8 +77,10 @@ def test_initial_weights_are_bitwise_the_same_at_every_world_size():
             assert bits == first
 
 
-def gradients(model: ModelConfig) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    training = Training(model, optim=OPTIM, seq_len=9)
+def gradients(
+    model: ModelConfig, parallel: ParallelConfig
+) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    training = Training(model, parallel, OPTIM, seq_len=9)
     step = build(training)
     weights = {name: whole(parameter.detach()).clone() for name, parameter in step.model.named_parameters()}
     loss, _ = step.accumulate(*micro_batches(training, 0))
@@ -83,10 +89,12 @@ def gradients(model: ModelConfig) -> tuple[float, dict[str, torch.Tensor], dict[
     return loss.item(), weights, grads
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_equal_a_float64_reference_where_no_width_divides_by_the_ranks(world_size):
-    model = ragged_model()
-    loss, weights, grads = run_ranks(gradients, world_size, model)[0]
+@pytest.mark.parametrize("loss_chunk_tokens", [0, 4])
+@pytest.mark.parametrize(("world_size", "tied"), [(2, False), (3, False), (3, True)])
+def test_gradients_equal_a_float64_reference_where_no_width_divides_by_the_ranks(world_size, tied, loss_chunk_tokens):
+    model = ragged_model(tied=tied)
+    parallel = ParallelConfig(loss_chunk_tokens=loss_chunk_tokens)
+    loss, weights, grads = run_ranks(gradients, world_size, model, parallel)[0]
     exact = {name: weight.double().requires_grad_() for name, weight in weights.items()}
     want = reference_loss(model, exact, count_up_rows(0, num_rows=24, seq_len=9, vocab_size=model.vocab_size))
     want.backward()
@@ -165,6 +173,24 @@ def test_bfloat16_trains_close_to_float32():
     results = run_ranks(train, 2, Training(tiny_model(), parallel, OPTIM, num_steps=8))[0]
     plain = plain_losses(Training(tiny_model(), optim=OPTIM, num_steps=8))
     assert [result.loss for result in results] == pytest.approx(plain, rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", [Float8.none, Float8.rowwise, Float8.tensorwise_all_gather])
+def test_chunks_of_the_loss_change_nothing_under_float8_compiled_blocks_and_checkpointing(recipe):
+    losses = []
+    for loss_chunk_tokens in (0, 5):
+        parallel = ParallelConfig(
+            dtype=Dtype.bfloat16,
+            float8=recipe,
+            compile=True,
+            compile_backend="aot_eager",
+            activation_checkpoint=ActivationCheckpoint.selective,
+            loss_chunk_tokens=loss_chunk_tokens,
+        )
+        results = run_ranks(train, 2, Training(tiny_model(), parallel, OPTIM, num_steps=4))[0]
+        losses.append([result.loss for result in results])
+    assert losses[1][0] == pytest.approx(losses[0][0], rel=1e-6)  # of the same weights
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3)
 
 
 def memory_kept(parallel: ParallelConfig) -> bool:

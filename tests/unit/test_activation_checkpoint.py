@@ -50,3 +50,33 @@ def test_full_checkpointing_runs_each_block_again_and_selective_no_matrix_produc
         flops[mode] = counter.get_total_flops()
     assert flops[ActivationCheckpoint.selective] == flops[ActivationCheckpoint.none]
     assert flops[ActivationCheckpoint.full] > 1.2 * flops[ActivationCheckpoint.none]
+
+
+def kept_and_gradients(budget: float) -> tuple[int, dict[str, torch.Tensor]]:
+    """Bytes that blocks compiled under a budget keep for backward, but for parameters, and the gradients."""
+    parallel = ParallelConfig(compile=True, compile_backend="aot_eager_decomp_partition", activation_budget=budget)
+    model = build_model(tiny_model(), parallel, mesh=None, device="cpu", seed=0)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    inputs, targets = split_rows(count_up_rows(0, num_rows=4, seq_len=32))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = sum_cross_entropy(model(inputs), targets)
+    loss.backward()
+    torch._dynamo.reset()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return sum(size for at, size in kept.items() if at not in own), gradients
+
+
+def test_compiled_blocks_keep_as_much_as_their_budget_allows():
+    (all_of_it, want), (half, _), (little, got) = (kept_and_gradients(budget) for budget in (1.0, 0.5, 0.0))
+    assert all_of_it > half > little
+    assert all_of_it > 2 * little
+    assert torch._functorch.config.activation_memory_budget == 0.0
+    torch._functorch.config.activation_memory_budget = 1.0
+    for name, gradient in want.items():
+        torch.testing.assert_close(got[name], gradient, msg=name)

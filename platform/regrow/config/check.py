@@ -3,7 +3,7 @@
 import re
 import textwrap
 
-from regrow.config.schema import Dtype, Float8, PretrainConfig
+from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, PlanJobConfig, PretrainConfig
 from regrow.errors import ConfigError
 from regrow.plan.batch import BatchPlan, check_world_sizes
 from regrow.plan.mixture import plan_mixture
@@ -27,6 +27,14 @@ def check(config: PretrainConfig) -> list[BatchPlan]:
 def check_data(config: PretrainConfig) -> None:
     """Check what preparing a corpus depends on, and nothing else. Raises ConfigError."""
     _data(config)
+
+
+def check_plan(config: PlanJobConfig) -> None:
+    """Check what jobs.plan is told about the hardware. Raises ConfigError."""
+    plan = config.plan
+    _need(plan.workers_per_node >= 1, f"plan.workers_per_node={plan.workers_per_node} must be at least 1")
+    _need(plan.network_gb_per_s > 0, f"plan.network_gb_per_s={plan.network_gb_per_s} must be positive")
+    _need(plan.memory_gib is None or plan.memory_gib > 0, f"plan.memory_gib={plan.memory_gib} must be positive")
 
 
 def geometry(config: PretrainConfig, plans: list[BatchPlan]) -> list[str]:
@@ -187,7 +195,18 @@ def _parallel(config: PretrainConfig) -> None:
         parallel.float8 is Float8.none or parallel.dtype is Dtype.bfloat16,
         f"parallel.float8={parallel.float8.value} needs parallel.dtype=bfloat16, not {parallel.dtype.value}",
     )
+    budget, mode = parallel.activation_budget, parallel.activation_checkpoint
+    _need(0 <= budget <= 1, f"parallel.activation_budget={budget} must be between 0 and 1")
+    _need(
+        budget == 1 or (parallel.compile and mode is ActivationCheckpoint.none),
+        f"parallel.activation_budget={budget} is torch.compile's to keep: it needs parallel.compile=true and "
+        f"parallel.activation_checkpoint=none, not {mode.value}",
+    )
     _need(parallel.slices_per_pass >= 1, f"parallel.slices_per_pass={parallel.slices_per_pass} must be at least 1")
+    _need(
+        parallel.loss_chunk_tokens >= 0,
+        f"parallel.loss_chunk_tokens={parallel.loss_chunk_tokens} must not be negative; 0 holds all logits of a pass",
+    )
 
 
 def _checkpoint(config: PretrainConfig) -> None:

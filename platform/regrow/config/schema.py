@@ -198,8 +198,10 @@ class ParallelConfig:
     compile: bool = False  # torch.compile each block
     compile_backend: str = "inductor"  # torch.compile backend
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint.none  # what backward recomputes
+    activation_budget: float = 1.0  # with compile: below 1, share of a block's activations that may be kept
     reshard_after_forward: bool = True  # free gathered parameters after each use; false: gather once a step
     slices_per_pass: int = 1  # most slices that a rank runs in one forward and backward: faster, more memory
+    loss_chunk_tokens: int = 2048  # tokens of a pass whose logits are held at a time; 0: those of all
     sync_every_micro_batch: bool = False  # reduce gradients each micro-batch: more traffic, less memory
 
 
@@ -353,3 +355,20 @@ class SubmitJobConfig(PretrainConfig):
     """Everything `jobs.submit` needs: a run, and where it goes."""
 
     submit: SubmitConfig = field(default_factory=SubmitConfig)
+
+
+@dataclass
+class PlanConfig:
+    """What jobs.plan takes the hardware for, which it does not look at."""
+
+    device: str | None = None  # NVIDIA's name of the GPU, as H100 or "H100 PCIe"; null: from cluster.name
+    memory_gib: float | None = None  # of one worker's device; null: the GPU's, or a share of this machine's
+    workers_per_node: int = 8  # of a cluster that is not this machine
+    network_gb_per_s: float = 50.0  # of one worker to other nodes, one way, in gigabytes
+
+
+@dataclass
+class PlanJobConfig(PretrainConfig):
+    """Everything `jobs.plan` needs: a run, and what it is to run on."""
+
+    plan: PlanConfig = field(default_factory=PlanConfig)

@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from regrow.config.schema import DrillJobConfig, PretrainConfig, SubmitJobConfig
+from regrow.config.schema import DrillJobConfig, PlanJobConfig, PretrainConfig, SubmitJobConfig
 from regrow.errors import ConfigError, RegrowError
 
 STARTED_AT = time.time()  # of the program, but for the interpreter
@@ -39,6 +39,7 @@ def run_job(job: Callable[[Config], None], *, name: str, schema: type[Config] = 
     ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
     ConfigStore.instance().store(name="drill_schema", node=DrillJobConfig)
     ConfigStore.instance().store(name="submit_schema", node=SubmitJobConfig)
+    ConfigStore.instance().store(name="plan_schema", node=PlanJobConfig)
 
     composed: list[DictConfig] = []  # the job runs after hydra has returned, whose wrapping only obscures its errors
 

@@ -10,7 +10,7 @@ RoPE follows Hugging Face's convention: a head's first half is rotated against i
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,8 @@ from regrow.model.attention import Mask, attend, document_mask, document_starts_
 INIT_STD = 0.02
 TRUNCATE_AT = 3.0  # standard deviations
 INIT_BLOCK_ELEMENTS = 2**18  # of a parameter are drawn from one seed
+
+Head = Callable[[Tensor, Tensor], Tensor]  # of the last norm's output [B, T, D] and the output weights [V, D]
 
 
 def rope_frequencies_Q2(*, head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
@@ -99,6 +101,13 @@ class Block(nn.Module):
         return x_BTD + self.ffn(self.ffn_norm(x_BTD))
 
 
+class Output(nn.Linear):
+    """The output weights. What is to be made of them comes as an argument, so that FSDP's hooks run around it."""
+
+    def forward(self, x_BTD: Tensor, head: Head) -> Tensor:  # type: ignore[override]
+        return head(x_BTD, self.weight)
+
+
 class Llama(nn.Module):
     """Tokens to logits. Build it under `torch.device("meta")`, then `to_empty` and `init_weights`.
 
@@ -115,7 +124,7 @@ class Llama(nn.Module):
         self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = None if config.tied else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = None if config.tied else Output(config.dim, config.vocab_size, bias=False)
         self.register_buffer("rope_Q2", self.rope_frequencies_Q2(), persistent=False)
 
     def rope_frequencies_Q2(self) -> Tensor:
@@ -129,8 +138,10 @@ class Llama(nn.Module):
         angles_BTQ = (positions_BT[..., None] * self.rope_Q2).repeat(1, 1, 2)
         return angles_BTQ.cos(), angles_BTQ.sin()
 
-    def forward(self, tokens_BT: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, head: Head = F.linear) -> Tensor:
         """Logits [B, T, V] in the compute dtype; token t sees tokens 0..t, or those of its document among them.
+
+        Or what another `head` makes of the last norm's output and the output weights, as a loss without all logits.
 
         Within documents, positions count from each one's beginning. RoPE's scores depend on differences of positions
         only, so this changes their range and rounding, not what is computed: it is the mask that separates documents.
@@ -144,7 +155,7 @@ class Llama(nn.Module):
         for layer in self.layers:
             x_BTD = layer(x_BTD, cos_BTQ, sin_BTQ, mask)
         x_BTD = self.norm(x_BTD)
-        return F.linear(x_BTD, self.embed.weight) if self.output is None else self.output(x_BTD)
+        return head(x_BTD, self.embed.weight) if self.output is None else self.output(x_BTD, head)
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ def build_model(
         apply_float8(model, parallel_config.float8, device=torch.device(device), gather=mesh is not None)
     apply_activation_checkpoint(model, parallel_config.activation_checkpoint)
     if parallel_config.compile:
-        apply_compile(model, parallel_config.compile_backend)
+        apply_compile(model, parallel_config.compile_backend, parallel_config.activation_budget)
     if mesh is not None:
         apply_fsdp(
             model,

@@ -2,11 +2,18 @@
 
 import sys
 
+import torch._functorch.config
+
 from regrow.model.llama import Llama
 
 
-def apply_compile(model: Llama, backend: str) -> None:
-    """Compile each block when it first runs; a graph break is an error. Before FSDP, whose hooks stay outside."""
+def apply_compile(model: Llama, backend: str, activation_budget: float = 1.0) -> None:
+    """Compile each block when it first runs; a graph break is an error. Before FSDP, whose hooks stay outside.
+
+    Below 1, `activation_budget` is the share of its activations that a block may keep: torch.compile looks for what is
+    cheapest to compute again in backward until the rest fits. It holds for all that this process compiles from here on.
+    """
+    torch._functorch.config.activation_memory_budget = activation_budget
     for layer in model.layers:
         layer.compile(fullgraph=True, backend=backend)
 

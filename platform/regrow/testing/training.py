@@ -15,7 +15,7 @@ from regrow.parallel.fsdp import build_mesh, data_parallel_group, shard_group
 from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
 from regrow.testing.tiny import count_up_rows
-from regrow.train.step import StepResult, TrainStep
+from regrow.train.step import StepResult, TrainStep, build_loss
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,7 @@ def build(training: Training) -> TrainStep:
         shard_group=shard_group(mesh),
         sync_every_micro_batch=training.parallel.sync_every_micro_batch,
         keep_gathered=not training.parallel.reshard_after_forward,
+        loss_function=build_loss(training.parallel, torch.device("cpu")),
     )
 
 

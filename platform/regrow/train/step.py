@@ -8,21 +8,21 @@ what it wants to know of step N, it reads after launching step N+1.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regrow.config.schema import ParallelConfig
+from regrow.model.loss import IGNORE_INDEX, ChunkLoss, chunked_cross_entropy, loss_and_gradient, sum_cross_entropy
 from regrow.optim.adamw import clip_grad_norm_float64, set_lr, step_unless
 from regrow.parallel.float8 import refresh_float8_scales
 from regrow.parallel.fsdp import free_gathered, prepare_pass
 
-IGNORE_INDEX = -100  # a target that does not count; as an input such a token reads as 0
 LIMB_BITS = 16  # a uint64 travels as four limbs, whose sums over 2**37 ranks float64 still holds exactly
 
-LossFunction = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]  # model, inputs and targets [m, T]; sum over valid ones
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class TrainStep:
         self.shard_group = shard_group
         self.sync_every_micro_batch = sync_every_micro_batch
         self.keep_gathered = keep_gathered
-        self.loss_function = loss_function or sum_cross_entropy
+        self.loss_function = loss_function or whole_loss
 
     def run(
         self,
@@ -133,7 +133,7 @@ class TrainStep:
                 targets = torch.full_like(targets, IGNORE_INDEX)
             last = index == num_micro_batches - 1
             prepare_pass(self.model, reduce=last or self.sync_every_micro_batch, free=last or not self.keep_gathered)
-            share = self.loss_function(self.model(inputs), targets) / divisor
+            share = self.loss_function(self.model, inputs, targets) / divisor
             share.backward()
             loss += share.detach()
         return loss, num_tokens
@@ -173,7 +173,7 @@ def evaluate(
     every target ignored where it has fewer. A rank without any passes a batch of zeros that counts nothing.
     """
     assert len(batches) <= num_batches, f"{len(batches)=} {num_batches=}"
-    loss_function = loss_function or sum_cross_entropy
+    loss_function = loss_function or whole_loss
     total = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
     inputs, targets = torch.zeros((2, 1, 2), dtype=torch.int64, device=total.device)
     for index in range(num_batches):
@@ -181,7 +181,7 @@ def evaluate(
             inputs, targets = split_rows(batches[index])
         else:
             targets = torch.full_like(targets, IGNORE_INDEX)
-        loss = loss_function(model(inputs), targets)
+        loss = loss_function(model, inputs, targets)
         total += torch.stack([loss.double(), (targets != IGNORE_INDEX).sum().double()])
     free_gathered(model)
     _all_reduce(total, group)
@@ -190,22 +190,45 @@ def evaluate(
 
 
 def split_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [m, T] of rows [m, T+1]: each token predicts the next."""
+    """Inputs and targets [m, T] of rows [m, T+1]: each token predicts the next. An ignored token reads as 0."""
     return rows[:, :-1].clamp(min=0), rows[:, 1:]
 
 
-def sum_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Sum over valid targets, in float32; exactly 0, with gradient 0, where there is none."""
-    return F.cross_entropy(
-        logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
+def whole_loss(
+    model: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    cross_entropy: Callable[[Tensor, Tensor], Tensor] = sum_cross_entropy,
+) -> Tensor:
+    """The loss by way of all logits."""
+    loss: Tensor = cross_entropy(model(inputs), targets)
+    return loss
+
+
+def chunked_loss(
+    model: nn.Module,
+    inputs: Tensor,
+    targets: Tensor,
+    *,
+    chunk_tokens: int,
+    chunk_loss: ChunkLoss = loss_and_gradient,
+) -> Tensor:
+    """The loss by way of the logits of `chunk_tokens` tokens at a time."""
+    head = partial(chunked_cross_entropy, targets_BT=targets, chunk_tokens=chunk_tokens, chunk_loss=chunk_loss)
+    loss: Tensor = model(inputs, head)
+    return loss
 
 
 def build_loss(parallel: ParallelConfig, device: torch.device) -> LossFunction:
     """The loss for a model built so: compiled with it on a GPU, which then makes no float32 copy of the logits."""
-    if parallel.compile and device.type == "cuda":
-        return torch.compile(sum_cross_entropy, backend=parallel.compile_backend)
-    return sum_cross_entropy
+    cross_entropy, chunk_loss = sum_cross_entropy, loss_and_gradient
+    if parallel.compile and device.type == "cuda":  # which happens when they are first called
+        compiled = partial(torch.compile, backend=parallel.compile_backend)
+        cross_entropy, chunk_loss = compiled(cross_entropy), compiled(chunk_loss)
+    if parallel.loss_chunk_tokens == 0:
+        return partial(whole_loss, cross_entropy=cross_entropy)
+    return partial(chunked_loss, chunk_tokens=parallel.loss_chunk_tokens, chunk_loss=chunk_loss)
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> None:

@@ -1,0 +1,165 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regrow.config.schema import OptimConfig, ParallelConfig
+from regrow.model.loss import IGNORE_INDEX, chunked_cross_entropy, loss_and_gradient, sum_cross_entropy
+from regrow.optim.adamw import build_optimizer
+from regrow.parallel.apply import build_model
+from regrow.testing.peak_memory import peak_bytes
+from regrow.testing.tiny import count_up_rows, ragged_model, tiny_model
+from regrow.train.step import TrainStep, build_loss, evaluate
+
+torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save
+
+CPU = torch.device("cpu")
+
+
+def problem(
+    num_tokens: int, dim: int, vocab_size: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The last norm's output [1, N, D], output weights [V, D], targets [1, N], some of them ignored."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, num_tokens, dim, generator=generator).to(dtype)
+    weight = torch.randn(vocab_size, dim, generator=generator).div(dim**0.5).to(dtype)
+    targets = torch.randint(vocab_size, (1, num_tokens), generator=generator)
+    targets[0, ::5] = IGNORE_INDEX
+    return x.requires_grad_(), weight.requires_grad_(), targets
+
+
+def gradients(loss: Tensor, *inputs: Tensor) -> list[Tensor]:
+    return [gradient.double() for gradient in torch.autograd.grad(loss / 7, inputs)]
+
+
+def exact(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """By way of all logits, in float64."""
+    inputs = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    logits = F.linear(*inputs).flatten(0, 1)
+    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+    return loss, gradients(loss, *inputs)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return ((got - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 16, 50, 1000])
+def test_loss_and_gradients_equal_the_unchunked_ones_within_the_rounding_of_float32(chunk_tokens):
+    x, weight, targets = problem(50, 24, 97)
+    want, want_grads = exact(x, weight, targets)
+    whole = sum_cross_entropy(F.linear(x, weight), targets)
+    chunked = chunked_cross_entropy(x, weight, targets, chunk_tokens=chunk_tokens)
+    for loss in (whole, chunked):
+        assert loss.item() == pytest.approx(want.item(), rel=1e-6)
+        for got, gradient in zip(gradients(loss, x, weight), want_grads, strict=True):
+            assert error(got, gradient) <= 5e-7  # four units in float32's last place
+
+
+def test_bfloat16_gradients_of_many_chunks_are_as_exact_as_those_of_one_pass():
+    x, weight, targets = problem(512, 32, 97, torch.bfloat16)
+    want, want_grads = exact(x, weight, targets)
+    whole = sum_cross_entropy(F.linear(x, weight), targets)
+    chunked = chunked_cross_entropy(x, weight, targets, chunk_tokens=8)
+    assert chunked.item() == pytest.approx(want.item(), rel=5e-3)
+    errors = [
+        [error(got, gradient) for got, gradient in zip(gradients(loss, x, weight), want_grads, strict=True)]
+        for loss in (whole, chunked)
+    ]
+    for of_whole, of_chunked in zip(*errors, strict=True):
+        assert of_chunked <= 1.5 * of_whole  # one rounding more, of the product with 1/7
+    grads = torch.autograd.grad(chunked_cross_entropy(x, weight, targets, chunk_tokens=8), (x, weight))
+    assert [gradient.dtype for gradient in grads] == [torch.bfloat16, torch.bfloat16]
+
+
+def test_tokens_that_are_ignored_give_exactly_nothing():
+    x, weight, targets = problem(20, 16, 40)
+    targets[:] = IGNORE_INDEX
+    loss = chunked_cross_entropy(x, weight, targets, chunk_tokens=6)
+    assert loss.item() == 0.0
+    for gradient in gradients(loss, x, weight):
+        assert torch.equal(gradient, torch.zeros_like(gradient))
+
+
+def test_a_chunks_gradient_is_that_of_the_plain_loss():
+    x, weight, targets = problem(20, 16, 40)
+    logits = F.linear(x[0], weight).detach().requires_grad_()
+    loss, gradient = loss_and_gradient(logits.detach(), targets[0])
+    want = F.cross_entropy(logits, targets[0], ignore_index=IGNORE_INDEX, reduction="sum")
+    want.backward()
+    torch.testing.assert_close(loss, want.detach())
+    torch.testing.assert_close(gradient, logits.grad)
+
+
+def test_a_second_backward_is_refused_and_not_wrong():
+    x, weight, targets = problem(20, 16, 40)
+    loss = chunked_cross_entropy(x, weight, targets, chunk_tokens=6)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("model", [tiny_model(), tiny_model(tied=True), ragged_model()], ids=["tiny", "tied", "ragged"])
+def test_a_model_trains_the_same_however_its_loss_is_computed(model):
+    rows = count_up_rows(0, num_rows=6, seq_len=13, vocab_size=model.vocab_size)
+    seen = []
+    for chunk_tokens in (0, 1, 10, 2048):
+        parallel = ParallelConfig(loss_chunk_tokens=chunk_tokens)
+        built = build_model(model, parallel, mesh=None, device="cpu", seed=0)
+        step = TrainStep(
+            built,
+            build_optimizer(built, OptimConfig()),
+            max_grad_norm=1.0,
+            group=None,
+            shard_group=None,
+            loss_function=build_loss(parallel, CPU),
+        )
+        loss, _ = step.accumulate(list(rows.split(4)), 3)
+        seen.append((loss, {name: p.grad for name, p in built.named_parameters() if p.grad is not None}))
+    (want, grads), *others = seen
+    for loss, other in others:
+        assert loss.item() == pytest.approx(want.item(), rel=1e-6)
+        assert other.keys() == grads.keys()
+        for name, gradient in grads.items():
+            assert error(other[name], gradient) <= 2e-6, name
+
+
+def test_evaluation_in_chunks_computes_no_gradient(monkeypatch):
+    built = build_model(tiny_model(), ParallelConfig(), mesh=None, device="cpu", seed=0)
+    rows = count_up_rows(0, num_rows=6, seq_len=12)
+    scores = [
+        evaluate(
+            built,
+            list(rows.split(4)),
+            num_batches=3,
+            group=None,
+            loss_function=build_loss(ParallelConfig(loss_chunk_tokens=chunk_tokens), CPU),
+        )
+        for chunk_tokens in (0, 10)
+    ]
+    assert scores[0][1] == scores[1][1] == 72
+    assert scores[1][0] == pytest.approx(scores[0][0], rel=1e-6)
+    x, weight, targets = problem(20, 16, 40)
+    monkeypatch.setattr(torch, "mm", None)  # what gradients are computed with
+    with torch.no_grad():
+        assert not chunked_cross_entropy(x, weight, targets, chunk_tokens=6).requires_grad
+
+
+def test_chunks_cut_peak_memory_at_a_vocabulary_of_32k_by_more_than_all_logits_take():
+    num_tokens, dim, vocab_size = 512, 64, 32768
+    logits_bytes = 4 * num_tokens * vocab_size
+    x, weight, targets = problem(num_tokens, dim, vocab_size)
+
+    def whole() -> None:
+        sum_cross_entropy(F.linear(x, weight), targets).backward()
+
+    def chunked() -> None:
+        chunked_cross_entropy(x, weight, targets, chunk_tokens=64).backward()
+
+    peaks = []
+    for run in (whole, chunked):
+        x.grad = weight.grad = None
+        peaks.append(peak_bytes(run))
+    assert peaks[0] >= 2 * logits_bytes  # the meter works
+    assert peaks[1] < logits_bytes / 2
+    assert peaks[0] - peaks[1] >= 2 * logits_bytes
