@@ -54,8 +54,8 @@ def why_not_in_place() -> str:
     if ray.__version__.startswith(KNOWN_RAY):
         return ""
     return (
-        f"groups change in place under Ray {KNOWN_RAY}x, and this is {ray.__version__}: a failure restarts all workers; "
-        "install the Ray of constraints.txt, or say cluster.in_place=false"
+        f"groups change in place under Ray {KNOWN_RAY}x, and this is {ray.__version__}: a failure restarts all "
+        "workers; install the Ray of constraints.txt, or say cluster.in_place=false"
     )
 
 

@@ -6,7 +6,6 @@ Only its public interface is used here; `elastic.ray_train` touches its insides 
 import os
 from typing import Any
 
-import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
 from ray.train.backend import Backend, BackendConfig
