@@ -165,7 +165,8 @@ class Fleet:
         """Take what has come of orders; go on with what they were for."""
         done, _ = ray.wait(list(self.writing), num_returns=len(self.writing), timeout=0) if self.writing else ([], [])
         for call in done:
-            self._take(call)
+            if call in self.writing:  # one that failed may have ended the checkpoint, and the others with it
+                self._take(call)
         if self.publishing is not None and self.publishing.done():
             self._publish(self.publishing)
         late = time.time() - self.upload_timeout_s
