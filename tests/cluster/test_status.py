@@ -2,21 +2,25 @@
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-from regrow.observe.status import GONE_S, State, Status
+from regrow.observe.status import State, Status
 from regrow.observe.status_folder import read_status
+from regrow.observe.status_logs import GONE_S
 from regrow.storage import Storage
-from regrow.submit import job_status
-from regrow.submit.job_status import on_ray
 from regrow.testing.cluster import ROOT, SMALL, Job
 
+FROM_AFAR = """
+import sys
+from regrow.submit import job_status
+job_status._is_here = lambda *_: False  # as if the folder were the cluster's alone
+print(job_status.on_ray(sys.argv[1], run="watched")().to_json())
+"""
 SETTINGS = [*SMALL, "cluster.min_workers=1", "cluster.max_workers=2", "train.steps=100000", "checkpoint.every_steps=50"]
 
 
@@ -28,10 +32,10 @@ def until(look: Callable[[], Status], condition: Callable[[Status], bool], timeo
     return found
 
 
-def test_a_run_is_seen_from_its_folder_and_from_its_cluster_until_it_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Job(tmp_path, "watched", *SETTINGS, "cluster.dashboard=true") as job:
+def test_a_run_is_seen_from_its_folder_and_from_its_cluster_until_it_is_killed(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with Job(tmp_path, "watched", *SETTINGS, "cluster.dashboard=true", f"cluster.dashboard_port={port}") as job:
         job.wait_for(lambda: job.last_step() >= 60 and bool(job.events("checkpoint")))
         storage = Storage.at(job.folder)
         found = read_status(storage)
@@ -42,14 +46,13 @@ def test_a_run_is_seen_from_its_folder_and_from_its_cluster_until_it_is_killed(
         assert found.interruptions == []
 
         address = re.findall(r"Ray dashboard: (http://\S+)", job.printed())[-1]
-        look = on_ray(address, run="watched")
-        seen = look()
-        assert (seen.run, seen.state, seen.folder) == ("watched", State.training, str(storage))
-        assert "RUNNING" in seen.job[0]
-        monkeypatch.setattr(job_status, "_is_here", lambda *_: False)  # as if the folder were the cluster's alone
-        seen = look()
-        assert (seen.run, seen.state, seen.folder, seen.world_size) == ("watched", State.training, str(storage), 2)
-        assert seen.step >= found.step
+        for program in (["-m", "jobs.status", address, "--json"], ["-c", FROM_AFAR, address]):
+            printed = subprocess.run([sys.executable, *program], cwd=ROOT, capture_output=True, text=True, timeout=240)
+            assert printed.returncode == 0, printed.stderr
+            seen = Status.from_dict(json.loads(printed.stdout))
+            assert (seen.run, seen.state, seen.folder, seen.world_size) == ("watched", "training", str(storage), 2)
+            assert "RUNNING" in seen.job[0]
+            assert seen.step >= found.step
 
         subprocess.run(["kill", "-9", str(job.workers()[1])], check=True)
         found = until(lambda: read_status(storage), lambda each: bool(each.causes))
