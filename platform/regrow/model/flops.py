@@ -8,21 +8,14 @@ peak is dense bfloat16, also for float8.
 import time
 from dataclasses import dataclass
 from math import sqrt
-
-import torch
+from typing import TYPE_CHECKING
 
 from regrow.config.schema import Dtype, ModelConfig
 from regrow.model.size import num_matmul_params
+from regrow.plan.devices import find_device
 
-# dense bfloat16, from NVIDIA's data sheets; the first name that the device's name contains
-KNOWN_PEAK_FLOPS = {
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "A100": 312e12,
-    "B200": 2250e12,
-}
+if TYPE_CHECKING:
+    import torch  # only what measures needs it
 
 
 @dataclass(frozen=True)
@@ -41,23 +34,27 @@ def flops_per_token(config: ModelConfig, seq_len: int) -> float:
     return 6.0 * num_matmul_params(config) + 12.0 * config.num_layers * config.dim * seq_len
 
 
-def peak_flops(device: torch.device, dtype: Dtype, tflops: float | None = None) -> Peak:
+def peak_flops(device: "torch.device", dtype: Dtype, tflops: float | None = None) -> Peak:
     """What one device offers: `tflops` if given, else the known peak of a GPU by its name, else a measurement."""
     if tflops is not None:
         return Peak(tflops * 1e12, "given")
     if device.type == "cuda":
+        import torch
+
         name = torch.cuda.get_device_name(device)
-        for known, flops in KNOWN_PEAK_FLOPS.items():
-            if known in name:
-                return Peak(flops, f"{name}: dense bfloat16, data sheet")
+        known = find_device(name)
+        if known is not None:
+            return Peak(known.flops, f"{name}: dense bfloat16, data sheet")
     # a CPU without bfloat16 units multiplies float32 faster: the peak is what the device can do
     measured = {tried: measure_peak_flops(device, tried) for tried in (dtype, Dtype.float32)}
     best = max(measured, key=lambda tried: measured[tried])
     return Peak(measured[best], f"measured {best.value} matrix product on {device.type}")
 
 
-def measure_peak_flops(device: torch.device, dtype: Dtype, *, budget_s: float = 0.1) -> float:
+def measure_peak_flops(device: "torch.device", dtype: Dtype, *, budget_s: float = 0.1) -> float:
     """FLOP/s of the fastest of several square matrix products, of a size that takes an eighth of `budget_s`."""
+    import torch
+
     torch_dtype = getattr(torch, dtype.value)
 
     def fastest(size: int, repeats: int) -> float:

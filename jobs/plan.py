@@ -1,0 +1,47 @@
+"""What a run will need, before it starts: `python -m jobs.plan [--json] [+cluster=NAME] [model=NAME] [key=value ...]`.
+
+Bytes of a device by kind, whether they fit, arithmetic and the time of a step at best, for every world size allowed.
+Starts nothing, and looks at no device but, where workers have no GPUs, this machine.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from functools import partial
+
+from regrow.config.check import check, check_plan
+from regrow.config.schema import PlanJobConfig
+from regrow.config.store import run_job
+from regrow.model.flops import flops_per_token
+from regrow.model.size import num_params
+from regrow.plan.cost import ASSUMPTIONS
+from regrow.train.forecast import device_of, forecasts, network_of
+from regrow.train.forecast_text import to_text
+
+
+def main(config: PlanJobConfig, *, as_json: bool) -> None:
+    check(config)
+    check_plan(config)
+    device, network = device_of(config, config.plan), network_of(config, config.plan)
+    found = forecasts(config, device, network)
+    if not as_json:
+        print(to_text(config, found, device, network))
+        return
+    tokens = config.optim.global_batch_seqs * config.data.seq_len
+    result = {
+        "model": config.model.name,
+        "num_params": num_params(config.model),
+        "tokens_per_step": tokens,
+        "flops_per_step": tokens * flops_per_token(config.model, config.data.seq_len),
+        "device": asdict(device),
+        "network": asdict(network),
+        "assumptions": ASSUMPTIONS,
+        "world_sizes": [each.to_dict() for each in found],
+    }
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    wants_json = "--json" in sys.argv  # not a flag of Hydra's
+    sys.argv = [argument for argument in sys.argv if argument != "--json"]
+    run_job(partial(main, as_json=wants_json), name="plan", schema=PlanJobConfig)

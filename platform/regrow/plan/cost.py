@@ -1,0 +1,114 @@
+"""How long a step takes at best: arithmetic, memory traffic and collectives against what devices and links offer. Pure.
+
+A roofline: in each pass a device computes, and gathers parameters and reduces gradients at the same time, whichever
+takes longer; then it updates its shard. The shares below, of what data sheets promise, are assumptions.
+"""
+
+from dataclasses import dataclass
+
+from regrow.plan.devices import Device
+
+MATMUL_SHARE = 0.62  # of the peak that large matrix products reach
+FLOAT8_SHARE = 0.55  # and those in float8, of theirs
+ATTENTION_SHARE = 0.4  # and fused attention, forward and backward
+MEMORY_SHARE = 0.8
+NETWORK_SHARE = 0.8
+UPDATE_BYTES = 40  # of a parameter: AdamW reads and writes value and moments and reads the gradient, clipping all of it
+
+ASSUMPTIONS = (
+    f"{MATMUL_SHARE:.0%} of peak arithmetic in matrix products, {FLOAT8_SHARE:.0%} in float8, {ATTENTION_SHARE:.0%} in "
+    f"attention, which skips what is masked; {MEMORY_SHARE:.0%} of memory bandwidth; {NETWORK_SHARE:.0%} of links",
+    "collectives run beside arithmetic, a pass takes as long as the longer of the two; nodes are as full as can be",
+    "no waiting for data, hosts, stragglers, validation or checkpoints",
+)
+
+
+@dataclass(frozen=True)
+class Network:
+    """How ranks are joined."""
+
+    ranks_per_node: int
+    bytes_per_s: float  # of one rank, to other nodes, one way
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """What one rank does in one forward and backward."""
+
+    matmul_flops: float  # bfloat16, or float32 on CPU
+    float8_flops: float
+    attention_flops: float
+    memory_bytes: float  # that elementwise operations and copies move
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of what one rank gathers and reduces in one pass, whole, as all its ranks have them together."""
+
+    gathered: float  # parameters, over `dp_shard` ranks
+    reduced: float  # gradients, over `dp_shard` ranks; where not every pass reduces, the last one
+    copied: float  # shards of gradients, over `dp_replicate` ranks, with those
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step. `compute_s` and `network_s` are each by themselves, `step_s` has them side by side."""
+
+    compute_s: float
+    network_s: float
+    update_s: float
+    step_s: float
+
+    @property
+    def bound_by(self) -> str:
+        return "compute" if self.compute_s >= self.network_s else "network"
+
+
+def step_time(
+    work: PassWork,
+    traffic: Traffic,
+    *,
+    num_passes: int,
+    reduce_every_pass: bool,
+    shard_params: float,
+    dp_shard: int,
+    dp_replicate: int,
+    device: Device,
+    network: Network,
+) -> StepTime:
+    """Of `num_passes` alike, and an update of `shard_params` parameters."""
+    compute = compute_s(work, device)
+    gather = traffic.gathered * seconds_per_byte(dp_shard, device, network)
+    # replicas of a shard lie a replica's ranks apart; an all-reduce is a reduce-scatter and an all-gather
+    spread = Network(max(1, network.ranks_per_node // dp_shard), network.bytes_per_s)
+    reduce = traffic.reduced * seconds_per_byte(dp_shard, device, network)
+    reduce += 2 * traffic.copied * seconds_per_byte(dp_replicate, device, spread)
+    num_reducing = num_passes if reduce_every_pass else 1
+    passes = num_reducing * max(compute, gather + reduce) + (num_passes - num_reducing) * max(compute, gather)
+    update = UPDATE_BYTES * shard_params / device.memory_bytes_per_s / MEMORY_SHARE
+    return StepTime(num_passes * compute, num_passes * gather + num_reducing * reduce, update, passes + update)
+
+
+def compute_s(work: PassWork, device: Device) -> float:
+    """One pass without collectives.
+
+    >>> compute_s(PassWork(620.0, 0.0, 0.0, 0.0), Device("", 0, 1000.0, 2000.0, 1.0, 1.0))
+    1.0
+    """
+    products = work.matmul_flops / device.flops / MATMUL_SHARE
+    products += work.float8_flops / device.float8_flops / FLOAT8_SHARE
+    attention = work.attention_flops / device.flops
+    memory = work.memory_bytes / device.memory_bytes_per_s
+    return products + attention / ATTENTION_SHARE + memory / MEMORY_SHARE
+
+
+def seconds_per_byte(num_ranks: int, device: Device, network: Network) -> float:
+    """Of an all-gather's result, or of a reduce-scatter's input, among so many ranks that fill node after node.
+
+    Within a node it takes the links; between nodes, the network of all ranks of a node together.
+    """
+    on_node = min(num_ranks, network.ranks_per_node)
+    num_nodes = num_ranks / on_node
+    within = (num_ranks - 1) / num_ranks / device.link_bytes_per_s
+    between = (num_nodes - 1) / num_nodes / (on_node * network.bytes_per_s)
+    return max(within, between) / NETWORK_SHARE

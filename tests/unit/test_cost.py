@@ -1,0 +1,86 @@
+import dataclasses
+
+import pytest
+
+from regrow.plan.cost import (
+    ATTENTION_SHARE,
+    FLOAT8_SHARE,
+    MATMUL_SHARE,
+    MEMORY_SHARE,
+    NETWORK_SHARE,
+    UPDATE_BYTES,
+    Network,
+    PassWork,
+    Traffic,
+    compute_s,
+    seconds_per_byte,
+    step_time,
+)
+from regrow.plan.devices import DEVICES, Device, find_device
+
+DEVICE = Device("slow", 0, flops=1e12, float8_flops=2e12, memory_bytes_per_s=1e9, link_bytes_per_s=1e8)
+NETWORK = Network(ranks_per_node=8, bytes_per_s=1e7)
+
+
+def test_arithmetic_of_each_kind_and_memory_traffic_add_up():
+    work = PassWork(matmul_flops=3e12, float8_flops=4e12, attention_flops=5e12, memory_bytes=6e9)
+    assert compute_s(work, DEVICE) == pytest.approx(
+        3 / MATMUL_SHARE + 2 / FLOAT8_SHARE + 5 / ATTENTION_SHARE + 6 / MEMORY_SHARE
+    )
+
+
+def test_one_rank_gathers_from_nobody():
+    assert seconds_per_byte(1, DEVICE, NETWORK) == 0.0
+
+
+def test_within_a_node_links_count_and_between_nodes_the_network_of_all_of_a_nodes_ranks():
+    assert seconds_per_byte(4, DEVICE, NETWORK) == pytest.approx(0.75 / 1e8 / NETWORK_SHARE)
+    slow, fast = (dataclasses.replace(NETWORK, bytes_per_s=each) for each in (1e6, 1e9))
+    assert seconds_per_byte(16, DEVICE, slow) == pytest.approx(0.5 / 8e6 / NETWORK_SHARE)
+    assert seconds_per_byte(16, DEVICE, fast) == pytest.approx(15 / 16 / 1e8 / NETWORK_SHARE)
+
+
+def step(work: PassWork, traffic: Traffic, passes: int = 3, every: bool = False, shard: int = 4, replicas: int = 1):
+    return step_time(
+        work,
+        traffic,
+        num_passes=passes,
+        reduce_every_pass=every,
+        shard_params=1e6,
+        dp_shard=shard,
+        dp_replicate=replicas,
+        device=DEVICE,
+        network=NETWORK,
+    )
+
+
+UPDATE = UPDATE_BYTES * 1e6 / 1e9 / MEMORY_SHARE
+
+
+def test_a_pass_takes_as_long_as_the_longer_of_computing_and_communicating():
+    work, second = PassWork(0.0, 0.0, 0.0, 1e9 * MEMORY_SHARE), 1 / seconds_per_byte(4, DEVICE, NETWORK)
+    little, much = Traffic(0.5 * second, 0.25 * second, 0.0), Traffic(2 * second, 3 * second, 0.0)
+    quiet, busy = step(work, little), step(work, much)
+    assert (quiet.compute_s, busy.compute_s) == (pytest.approx(3.0), pytest.approx(3.0))
+    assert quiet.network_s == pytest.approx(3 * 0.5 + 0.25)
+    assert quiet.step_s == pytest.approx(3.0 + UPDATE)
+    assert busy.step_s == pytest.approx(2 * 2 + (2 + 3) + UPDATE)  # reduced in the last pass
+    assert step(work, much, every=True).step_s == pytest.approx(3 * (2 + 3) + UPDATE)
+    assert (quiet.bound_by, busy.bound_by) == ("compute", "network")
+
+
+def test_replicas_copy_shards_over_the_network_each_rank_by_itself_where_a_shard_fills_a_node():
+    idle, copied = PassWork(0.0, 0.0, 0.0, 0.0), Traffic(0.0, 0.0, 1e6)
+    want = 2 * 1e6 * 0.5 / 1e7 / NETWORK_SHARE
+    assert step(idle, copied, shard=8, replicas=2).network_s == pytest.approx(want)
+    assert step(idle, copied, shard=4, replicas=2).network_s == pytest.approx(2 * 1e6 * 0.5 / 1e8 / NETWORK_SHARE)
+
+
+def test_a_device_is_found_by_its_longest_name():
+    names = [device.name for device in DEVICES]
+    for index, name in enumerate(names):
+        found = find_device(f"NVIDIA {name} 80GB")
+        assert found is not None
+        assert found.name == name
+        assert not any(earlier in name for earlier in names[:index])
+    assert find_device("RTX 3090") is None

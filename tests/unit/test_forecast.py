@@ -1,0 +1,231 @@
+"""Forecasts: what follows from what, and against what others have published."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from regrow.config.check import check_plan
+from regrow.config.schema import (
+    ActivationCheckpoint,
+    Dtype,
+    Float8,
+    ParallelConfig,
+    PlanConfig,
+    PlanJobConfig,
+    PretrainConfig,
+)
+from regrow.config.store import pretrain_config
+from regrow.errors import ConfigError
+from regrow.model.size import num_params
+from regrow.plan.cost import Network
+from regrow.plan.devices import DEVICES, GIB, find_device
+from regrow.train.footprint import KINDS, Rank, footprint
+from regrow.train.forecast import Forecast, device_of, forecast, forecasts, network_of, remedy
+from regrow.train.forecast_text import MOST_ROWS, chosen, spans, to_text
+
+ROOT = Path(__file__).parents[2]
+H100 = next(device for device in DEVICES if device.name == "H100")
+NETWORK = Network(8, 50e9)
+
+
+def config_of(*arguments: str) -> PretrainConfig:
+    return pretrain_config(arguments)
+
+
+def at(config: PretrainConfig, world_size: int) -> Forecast:
+    return forecast(config, world_size, H100, NETWORK)
+
+
+def with_parallel(config: PretrainConfig, **values: object) -> PretrainConfig:
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **values))  # type: ignore[arg-type]
+
+
+EIGHT = config_of("+cluster=h100x64")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "published"),
+    [
+        # torchtitan, 8 H100s, 8,192 tokens a sequence, one a GPU
+        (["parallel.float8=none", "parallel.compile=true"], 6667),
+        (["parallel.float8=none", "parallel.compile=false"], 5762),
+        (["parallel.float8=tensorwise_all_gather", "parallel.compile=true"], 8532),
+    ],
+)
+def test_an_8b_step_is_at_best_as_fast_as_published_ones_and_at_most_half_as_fast_again(overrides, published):
+    config = config_of("+cluster=h100x64", "optim.global_batch_seqs=64", "optim.num_slices=64", *overrides)
+    for_one = dataclasses.replace(config, optim=dataclasses.replace(config.optim, global_batch_seqs=8, num_slices=8))
+    per_gpu = forecast(for_one, 8, H100, NETWORK).tokens_per_s / 8
+    assert published <= per_gpu <= 1.5 * published
+
+
+def test_state_is_twelve_bytes_a_parameter_shared_by_the_ranks_that_shard_it():
+    for world_size in (32, 64):
+        kinds = at(EIGHT, world_size).memory.kinds
+        state = kinds["parameters"] + kinds["optimizer"]
+        assert state == pytest.approx(12 * num_params(EIGHT.model) / world_size, rel=1e-3)
+    replicated = with_parallel(EIGHT, dp_replicate=8)
+    kinds = at(replicated, 64).memory.kinds
+    assert kinds["parameters"] + kinds["optimizer"] == pytest.approx(12 * num_params(EIGHT.model) / 8, rel=1e-3)
+
+
+def test_gradients_of_several_passes_are_held_whole_in_float32_unless_each_pass_reduces_them():
+    whole, reduced = at(EIGHT, 64), at(with_parallel(EIGHT, sync_every_micro_batch=True), 64)
+    assert whole.batch.num_micro_batches == 7
+    assert whole.memory.kinds["gradients"] >= 4 * num_params(EIGHT.model) * 0.9
+    assert reduced.memory.kinds["gradients"] < 0.5 * whole.memory.kinds["gradients"]
+    assert reduced.time.network_s > whole.time.network_s
+
+
+def test_checkpointing_takes_less_memory_and_only_the_full_one_more_time():
+    found = {mode: at(with_parallel(EIGHT, activation_checkpoint=mode), 64) for mode in ActivationCheckpoint}
+    none, selective, full = (found[mode] for mode in ActivationCheckpoint)
+    assert none.memory.kinds["activations"] >= selective.memory.kinds["activations"]
+    assert selective.memory.kinds["activations"] > 2 * full.memory.kinds["activations"]
+    assert none.time.compute_s == selective.time.compute_s < full.time.compute_s
+
+
+def test_chunks_of_the_loss_take_a_share_of_the_logits_memory():
+    eager = with_parallel(EIGHT, compile=False, float8=Float8.none)
+    whole, chunked = (at(with_parallel(eager, loss_chunk_tokens=chunk), 64) for chunk in (0, 1024))
+    assert whole.memory.moment == "loss"
+    assert whole.memory.kinds["logits"] == 12 * 8192 * 128256
+    assert chunked.memory.total < whole.memory.total - 4 * 8192 * 128256
+
+
+def test_float8_gathers_half_the_bytes_of_the_blocks():
+    plain, float8 = (
+        at(with_parallel(EIGHT, float8=recipe), 64) for recipe in (Float8.none, Float8.tensorwise_all_gather)
+    )
+    assert 0.5 < (float8.time.network_s - 0) / plain.time.network_s < 0.8
+    assert float8.time.compute_s < plain.time.compute_s
+
+
+def test_every_world_size_is_forecast_and_the_step_shortens_as_ranks_share_the_slices():
+    found = forecasts(EIGHT, H100, NETWORK)
+    assert [each.batch.world_size for each in found] == list(range(32, 65))
+    passes = [each.batch.num_micro_batches for each in found]
+    assert passes == sorted(passes, reverse=True)
+    assert found[-1].time.step_s < 0.6 * found[0].time.step_s
+    assert all(0 < each.mfu < 1 for each in found)
+    assert all(each.snapshot_bytes >= found[-1].snapshot_bytes for each in found)
+
+
+def test_a_model_that_does_not_fit_is_said_not_to_and_the_setting_that_helps_is_named():
+    config = config_of("+cluster=h100x64", "parallel.activation_checkpoint=none")
+    small = dataclasses.replace(H100, memory_bytes=34 * GIB)
+    found = forecasts(config, small, NETWORK)
+    assert not any(each.fits for each in found)
+    text = to_text(config, found, small, NETWORK)
+    assert "does not fit at 32-64 workers: at most 31.3 GiB" in text
+    settings, then = remedy(config, 32, small, NETWORK) or ("", found[0])
+    assert settings == "parallel.sync_every_micro_batch=true parallel.activation_checkpoint=full"
+    assert then.fits
+    assert settings in text
+    assert remedy(config, 32, dataclasses.replace(H100, memory_bytes=GIB), NETWORK) is None
+    nothing = dataclasses.replace(H100, memory_bytes=GIB)
+    assert "no setting of `parallel`" in to_text(config, forecasts(config, nothing, NETWORK), nothing, NETWORK)
+
+
+def test_what_is_held_adds_up_to_nothing_negative_for_every_combination():
+    for dtype in Dtype:
+        for mode in ActivationCheckpoint:
+            for chunk in (0, 1, 300):
+                for dp_shard, passes in ((1, 1), (2, 1), (3, 4)):
+                    for tied in (False, True):
+                        rank = Rank(
+                            model=dataclasses.replace(PretrainConfig().model, tied=tied),
+                            parallel=ParallelConfig(
+                                dtype=dtype,
+                                activation_checkpoint=mode,
+                                loss_chunk_tokens=chunk,
+                                reshard_after_forward=dp_shard != 2,
+                                sync_every_micro_batch=chunk == 1,
+                            ),
+                            dp_shard=dp_shard,
+                            num_passes=passes,
+                            rows=4,
+                            seq_len=64,
+                            on_gpu=tied,
+                        )
+                        found = footprint(rank)
+                        assert set(found.kinds) == set(KINDS)
+                        assert all(value >= 0 for value in found.kinds.values())
+                        assert found.total > 12 * num_params(rank.model) // dp_shard
+
+
+def test_the_device_is_what_the_clusters_name_says_or_what_is_given():
+    assert device_of(EIGHT, PlanConfig()) == H100
+    assert device_of(EIGHT, PlanConfig(device="b200")).name == "B200"
+    assert device_of(EIGHT, PlanConfig(memory_gib=40)).memory_bytes == 40 * GIB
+    given = dataclasses.replace(EIGHT, observe=dataclasses.replace(EIGHT.observe, peak_tflops=500.0))
+    assert device_of(given, PlanConfig()).flops == 500e12
+    with pytest.raises(ConfigError, match=r"cluster.name='gpu1' names none of .*B200; set plan.device=H100"):
+        device_of(config_of("+cluster=gpu1"), PlanConfig())
+    with pytest.raises(ConfigError, match=r"plan.device='V100' names none of"):
+        device_of(EIGHT, PlanConfig(device="V100"))
+
+
+@pytest.mark.parametrize(("key", "value"), [("workers_per_node", 0), ("network_gb_per_s", 0.0), ("memory_gib", -1.0)])
+def test_hardware_that_cannot_be_is_refused(key, value):
+    config = PlanJobConfig()
+    check_plan(config)
+    setattr(config.plan, key, value)
+    with pytest.raises(ConfigError, match=f"plan.{key}={value} must be"):
+        check_plan(config)
+
+
+def test_workers_without_gpus_share_this_machine():
+    local = config_of("+cluster=cpu3", "observe.peak_tflops=0.3")
+    device = device_of(local, PlanConfig())
+    assert device.flops == pytest.approx(0.1e12)
+    assert network_of(local, PlanConfig()).ranks_per_node == 1
+    assert forecasts(local, device, network_of(local, PlanConfig()))[-1].fits
+
+
+def test_a_table_has_the_smallest_and_the_largest_size_and_whole_nodes():
+    sizes = [each.batch.world_size for each in chosen(forecasts(EIGHT, H100, NETWORK), NETWORK)]
+    assert sizes == [32, 40, 48, 56, 64]
+    many = config_of("+cluster=h100x512")
+    found = chosen(forecasts(many, H100, Network(2, 50e9)), Network(2, 50e9))
+    assert len(found) <= MOST_ROWS
+    assert spans([1]) == "1"
+    assert spans([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
+
+
+def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "jobs.plan", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+
+
+def test_the_command_prints_tables_or_json_and_needs_no_torch_for_gpus():
+    code = (
+        "import sys, runpy; sys.argv = ['jobs.plan', '--json', '+cluster=h100x64', 'model=70b']\n"
+        "runpy.run_module('jobs.plan', run_name='__main__')\n"
+        "print('HEAVY', sorted({'torch', 'ray'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "HEAVY []" in done.stderr, done.stderr
+    found = json.loads(done.stdout)
+    assert found["num_params"] == 70_553_706_496
+    assert [each["world_size"] for each in found["world_sizes"]] == list(range(32, 65))
+    last = found["world_sizes"][-1]
+    assert last["bytes"]["total"] == sum(last["bytes"][kind] for kind in KINDS)
+    assert last["fits"] == (last["bytes"]["total"] <= last["usable_bytes"])
+    text = plan("+cluster=h100x64", "model=70b")
+    assert text.returncode == 0, text.stderr
+    assert "70b: 70,553,706,496 parameters; 32 to 64 workers, 8 a node, on H100: 79 GiB" in text.stdout
+    assert "assumed: " in text.stdout
+
+
+def test_a_mistake_is_one_line():
+    done = plan("+cluster=gpu1")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: plan.device is not given, and cluster.name='gpu1'")
+    assert done.stderr.count("\n") == 1
+    assert find_device("gpu1") is None
