@@ -3,8 +3,10 @@
     python benchmarks/step.py --out FILE [--quick] [--device cpu|cuda] [--models 1_8b 8b-layers4] [--recipes ...]
 
 One process, FSDP over a group of one: what is measured is the compute path, with none of the traffic between ranks.
-The peer is `bare`, a plain `torch.nn` Llama of the same dims with AdamW in a plain loop, in the same run. Needs torch
-alone, torchao for float8; runs from a checkout that is not installed.
+The peer is `bare`, a plain `torch.nn` Llama of the same dims with AdamW in a plain loop, in the same run. Two more
+parts: our layers on FSDP2 against FSDP2 alone, on two ranks of a CPU (step_ranks.py), and the loss in chunks against
+all logits at once, at a vocabulary of 32k (step_loss.py). Needs torch alone, torchao for float8; runs from a checkout
+that is not installed.
 """
 
 import argparse
@@ -30,10 +32,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "platform"))
+sys.path[:0] = [str(ROOT / "platform"), str(ROOT)]
+
+from benchmarks.bare_llama import BareLlama  # noqa: E402
+from benchmarks.parts import Part  # noqa: E402
+from benchmarks.step_loss import measure_loss  # noqa: E402
+from benchmarks.step_ranks import measure_ranks  # noqa: E402
 
 from regrow.config.schema import (  # noqa: E402
     ActivationCheckpoint,
@@ -56,8 +63,9 @@ GIB = 2**30
 LR = 1e-4
 COMPILED = "+compile"
 DEFAULTS: dict[str, dict[str, list[str]]] = {
-    "cpu": {"models": ["debug"], "recipes": ["bare", "float32"]},
+    "cpu": {"models": ["debug"], "recipes": ["bare", "float32"], "rank_models": ["debug", "150m"]},
     "cuda": {
+        "rank_models": [],
         "models": ["1_8b", "8b-layers4"],
         "recipes": [
             "bare+compile",
@@ -136,6 +144,12 @@ def main() -> None:
                         measure(case, options, device, report)
                     elif case.name not in report.timings:
                         report.skip(case, f"not started within --budget-s {options.budget_s:.0f}")
+        if options.loss and time.monotonic() - began < options.budget_s:
+            report.add_part("loss", measure_loss(device, rounds=options.steps))
+    for name in options.rank_models:
+        if time.monotonic() - began < options.budget_s:
+            part = measure_ranks(read_model(name), rounds=options.rounds, steps=options.steps)
+            report.add_part(f"{name} on two ranks", part)
     report.finish()
 
 
@@ -251,61 +265,6 @@ def bare_step(case: Case, batches: Sequence[Tensor], device: torch.device) -> Ru
     return run
 
 
-class BareBlock(nn.Module):
-    """A Llama block in plain torch."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.width = config.dim // config.num_heads
-        kv_dim = config.num_kv_heads * self.width
-        self.norm1, self.norm2 = (nn.RMSNorm(config.dim, eps=config.norm_eps) for _ in range(2))
-        self.q, self.o = (nn.Linear(config.dim, config.dim, bias=False) for _ in range(2))
-        self.k, self.v = (nn.Linear(config.dim, kv_dim, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(config.dim, config.ffn_dim, bias=False) for _ in range(2))
-        self.down = nn.Linear(config.ffn_dim, config.dim, bias=False)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        def heads(y: Tensor) -> Tensor:
-            return y.unflatten(-1, (-1, self.width)).transpose(1, 2)
-
-        def turn(y: Tensor) -> Tensor:
-            a, b = y.float().chunk(2, dim=-1)
-            return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(y.dtype)
-
-        h = self.norm1(x)
-        q, k, v = turn(heads(self.q(h))), turn(heads(self.k(h))), heads(self.v(h))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.o(attended.transpose(1, 2).flatten(-2))
-        h = self.norm2(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
-class BareLlama(nn.Module):
-    def __init__(self, config: ModelConfig, seq_len: int) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(BareBlock(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        if config.tied:
-            self.head.weight = self.embed.weight
-        width = config.dim // config.num_heads
-        angles = torch.outer(torch.arange(seq_len).float(), config.rope_theta ** -(torch.arange(0, width, 2) / width))
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def init_weights(self) -> None:
-        for parameter in self.parameters():
-            if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x, self.cos, self.sin)
-        return self.head(self.norm(x))
-
-
 class Report:
     """The JSON file, rewritten after every case so that an interrupted run leaves what it has."""
 
@@ -315,6 +274,7 @@ class Report:
         self.skipped: dict[str, str] = {}
         self.peak = Peak(1.0, "not measured")
         self.cases: list[Case] = []
+        self.parts: dict[str, Part] = {}
 
     def start(self, peak: Peak, cases: list[Case]) -> None:
         self.peak, self.cases = peak, cases
@@ -325,6 +285,11 @@ class Report:
         sofar.step_s += timings.step_s
         sofar.peak_bytes = max(sofar.peak_bytes, timings.peak_bytes)
         sofar.warmup_s = max(sofar.warmup_s, timings.warmup_s)
+        self.write()
+
+    def add_part(self, name: str, part: Part) -> None:
+        self.parts[name] = part
+        print(f"{name}: {json.dumps(part.figures)}", flush=True)
         self.write()
 
     def skip(self, case: Case, reason: str) -> None:
@@ -365,6 +330,10 @@ class Report:
         ratios = [value for key, value in figures.items() if key.endswith("/tokens_per_s_ratio_bare")]
         if ratios:
             figures["tokens_per_s_ratio_bare"] = ratios[0]  # of the first model
+        for part in self.parts.values():
+            figures |= part.figures
+            spread |= part.spread
+            peers |= part.peers
         return {
             "figures": figures,
             "spread": spread,
@@ -417,6 +386,7 @@ class Report:
             "compile_backend": self.options.compile_backend,
             "bare_dtype": default_dtype(self.device).value,
             "torch_threads": torch.get_num_threads(),
+            **{name: part.settings for name, part in self.parts.items()},
         }
 
 
@@ -591,11 +561,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--memory-gib", type=float, help="choose the micro-batch as if the GPU had this much memory")
     parser.add_argument("--activation-checkpoint", choices=list(ActivationCheckpoint.__members__), default="none")
     parser.add_argument("--compile-backend", default="inductor")
+    parser.add_argument("--loss", action=argparse.BooleanOptionalAction, default=True, help="measure the chunked loss")
+    parser.add_argument("--rank-models", nargs="*", help="models to run on two ranks of a CPU; may be none")
     parser.add_argument("--budget-s", type=float, default=540.0, help="start no further case after this long")
     options = parser.parse_args()
     defaults = DEFAULTS[options.device]
     options.models = options.models or defaults["models"]
     options.recipes = options.recipes or defaults["recipes"]
+    if options.rank_models is None:
+        options.rank_models = defaults["rank_models"] if not options.quick else defaults["rank_models"][:1]
     options.rounds = options.rounds or (1 if options.quick else 2)
     options.steps = options.steps or (5 if options.quick else 10)
     return options
