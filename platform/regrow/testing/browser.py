@@ -67,6 +67,10 @@ class Browser:
         """Load a page into a window of this size. `media` is screen or print."""
         self._loop.run_until_complete(self._open(url, width, height, dark, media))
 
+    def cookie(self, name: str, value: str, url: str) -> None:
+        """Have one sent with every request to this address from here on."""
+        self._ask("Network.setCookie", name=name, value=value, url=url)
+
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression on the page, a promise's once it is there."""
         answer = self._ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
@@ -127,8 +131,9 @@ class Browser:
         self.complaints.clear()
         self.fetched.clear()
         self._loaded.clear()
-        await self._call("Page.navigate", url=url)
-        await asyncio.wait_for(self._loaded.wait(), ANSWER_S)
+        answer = await self._call("Page.navigate", url=url)
+        if "loaderId" in answer:  # else only the part behind the # is another one
+            await asyncio.wait_for(self._loaded.wait(), ANSWER_S)
 
     async def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         number, coming = next(self._numbers), asyncio.get_running_loop().create_future()
