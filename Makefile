@@ -52,7 +52,7 @@ format: $(DEV) ## format and fix what can be fixed
 	$(BIN)/ruff check --fix .
 
 test-long: $(DEV) ## more elastic cases and every drill on real raylets, and 200 random kills of the checkpoint tiers
-	CRASH_KILLS=200 $(BIN)/python -m pytest tests/cluster/test_elastic.py tests/cluster/test_drill.py tests/dist/test_crashes.py $(ARGS)
+	CRASH_KILLS=200 $(BIN)/python -m pytest tests/cluster/test_elastic.py tests/cluster/test_drill.py tests/cluster/test_prometheus.py tests/dist/test_crashes.py $(ARGS)
 
 test-float8: $(DEV) ## the full float8 x compile x world size matrix (long)
 	$(BIN)/python -m pytest tests/dist -m matrix $(ARGS)
