@@ -451,6 +451,14 @@ def test_rows_that_make_no_sense_are_noted_and_harm_nobody() -> None:
     assert len(notes) == 1
 
 
+def test_a_log_that_makes_no_sense_does_not_keep_a_coordinator_from_coming_back() -> None:
+    notes: list[str] = []
+    broken = [{"event": "generation", "time": T0, "generation": 1}]  # of how many ranks?
+    made = RunMetrics(make_config(), make_cadence(), broken, instruments=Recorder(), note=notes.append)
+    made.tick()
+    assert notes == ["no more metrics: 'world_size'"]
+
+
 def test_switched_off_it_does_nothing() -> None:
     made = make_metrics(None)
     made.event(event("submitted", time=T0))

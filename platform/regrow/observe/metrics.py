@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 from regrow.config.schema import PretrainConfig
@@ -250,11 +251,15 @@ class RunMetrics:
     ) -> None:
         """`instruments` is `ray.util.metrics`, None to do nothing; `note` is told if no more figures come."""
         self._run, self._instruments, self._note = config.run.name, instruments, note
-        self._figures = Figures(config, cadence, events, time.time())
+        self._begin = partial(Figures, config, cadence, events)
         self._made: dict[str, Any] = {}  # counters and gauges by name
         self._handed: dict[Key, float] = {}  # what Ray knows of counters
         self._handed_at = -math.inf
         self.cpu_s = 0.0  # that all of this took
+
+    @cached_property
+    def _figures(self) -> Figures:
+        return self._begin(time.time())
 
     def row(self, row: Mapping[str, Any]) -> None:
         self._take(lambda figures, now: figures.row(row, now))
