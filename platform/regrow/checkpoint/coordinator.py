@@ -304,9 +304,7 @@ class Coordinator:
             self.tensorboard.row(row)
         self.metrics.row(row)
         self.updates.append(Update("row", row))
-        if (
-            self.probe_every_steps and row["step"] % self.probe_every_steps == 1 % self.probe_every_steps
-        ):  # all have, after the step before
+        if self.probe_every_steps and (row["step"] - 1) % self.probe_every_steps == 0:  # all have, a step before
             self.watch.check_up(now, self.fleet.keepers())
         return self.stop_reason or self._why_reform(now)
 

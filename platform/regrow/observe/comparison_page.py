@@ -1,6 +1,7 @@
 """Several runs on one self-contained page, in the report's style. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from html import escape
 from statistics import median
 from typing import Any
@@ -95,6 +96,9 @@ def _plots(runs: Sequence[RunData], names: Sequence[str]) -> str:
     def since(run: RunData, row: Row) -> float:
         return float(row["time"] - run.ledger.begin)
 
+    over_time = partial(
+        compare_plot, x_label=SINCE, x_ticks=time_ticks, x_range=time_range, from_zero=True, show_x=duration
+    )
     loss = lines("loss", lambda run, row: float(row["tokens_seen"]), dots=True)
     panels = [
         (
@@ -111,27 +115,17 @@ def _plots(runs: Sequence[RunData], names: Sequence[str]) -> str:
         ),
         (
             "Tokens over time",
-            compare_plot(
+            over_time(
                 "Tokens over time",
                 lines("tokens_seen", since),
-                x_label=SINCE,
-                x_ticks=time_ticks,
-                x_range=time_range,
-                from_zero=True,
-                show_x=duration,
                 show_y=lambda value: f"{si(value)} tokens",
             ),
         ),
         (
             "Tokens per second over time",
-            compare_plot(
+            over_time(
                 "Tokens per second over time",
                 lines("tokens_per_s", since),
-                x_label=SINCE,
-                x_ticks=time_ticks,
-                x_range=time_range,
-                from_zero=True,
-                show_x=duration,
                 show_y=lambda value: f"{value:,.0f} tokens/s",
             ),
         ),

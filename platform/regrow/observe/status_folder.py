@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import io
 import json
 import os
 import socket
@@ -115,13 +116,13 @@ class NewestRows(Storage):
         return self.storage.read_range(name, offset, num_bytes)
 
     def join(self, *names: str) -> Storage:
-        raise NotImplementedError("one folder only")
+        raise io.UnsupportedOperation("one folder only")
 
     def write_chunks(self, name: str, chunks: Iterable[Any]) -> int:
-        raise NotImplementedError("read-only")
+        raise io.UnsupportedOperation("read-only")
 
     def delete(self, name: str) -> None:
-        raise NotImplementedError("read-only")
+        raise io.UnsupportedOperation("read-only")
 
 
 def _read_report(storage: Storage) -> dict[str, Any] | None:
