@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from queue import SimpleQueue
 from typing import Any
 
 import ray
@@ -128,8 +129,9 @@ class InPlaceGroup(WorkerGroup):
 
     def _start_impl(self, worker_group_state_builder: Any) -> None:
         self._empty: dict[int, float] = {}  # places whose worker is gone, since when
-        self._filling: dict[int, threading.Thread] = {}
-        self._looked_at, self._changing = 0.0, threading.Lock()
+        self._filling: set[int] = set()  # places, each of them by a thread
+        self._filled: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # with whom; None where it was in vain
+        self._looked_at = 0.0
         job = self._train_run_context.train_loop_config["job"]  # type: ignore[index]
         cluster, self._run_id = job.config.cluster, job.run_id
         self._coordinator, self._most = job.coordinator, cluster.max_workers + cluster.spare_workers
@@ -160,6 +162,7 @@ class InPlaceGroup(WorkerGroup):
         return worker
 
     def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[WorkerStatus]:
+        self._take_in()  # not while they are asked: what is answered is always of the worker in that place
         statuses = super()._poll_workers_and_collect_errors(timeout)
         for place, status in enumerate(statuses):
             if isinstance(status.error, WorkerHealthCheckFailedError | WorkerHealthCheckTimeoutError):
@@ -187,7 +190,6 @@ class InPlaceGroup(WorkerGroup):
         if time.monotonic() - self._looked_at < LOOK_S:
             return
         self._looked_at = time.monotonic()
-        self._filling = {place: thread for place, thread in self._filling.items() if thread.is_alive()}
         state: Any = self._worker_group_state
         places: Places = state.placement_group_handle
         self._heed_notices(places)
@@ -198,9 +200,8 @@ class InPlaceGroup(WorkerGroup):
             # a node that was killed is listed alive for a while
             waited = time.monotonic() - self._empty.get(place, 0.0) > FILL_AFTER_S
             if place not in self._filling and places.has_room(place) and waited:
-                start = threading.Thread(target=self._start_worker, args=(place,), name=f"place-{place}", daemon=True)
-                self._filling[place] = start
-                start.start()
+                self._filling.add(place)
+                threading.Thread(target=self._start_worker, args=(place,), name=f"place-{place}", daemon=True).start()
 
     def _heed_notices(self, places: Places) -> None:
         """Tell the coordinator of nodes that are to be taken away; take from it where nothing is to be started."""
@@ -224,17 +225,25 @@ class InPlaceGroup(WorkerGroup):
             ray.get(worker.actor.run_train_fn.remote(context.train_fn_ref), timeout=START_S)
         except Exception as error:  # its node is gone again: the place stays empty, and is tried anew
             print(f"place {place} is not filled: {type(error).__name__}: {last_line(error)}", flush=True)
-            if place in self._empty:
-                self._empty[place] = time.monotonic()
+            self._filled.put((place, None))
             return
+        self._filled.put((place, worker))
         if not self.has_started():  # the run has ended meanwhile
             ray.kill(worker.actor)
-            return
+
+    def _take_in(self) -> None:
+        """Make the workers that have started members of the group."""
         groups: Any = self._replica_groups
         ranks: Any = self._worker_rank_to_replica_group_rank
-        with self._changing:
-            state = self._worker_group_state
-            groups[place : place + 1] = [ReplicaGroup([worker], context.resources_per_worker)]
+        while not self._filled.empty():
+            place, worker = self._filled.get()
+            self._filling.discard(place)
+            if worker is None:
+                if place in self._empty:
+                    self._empty[place] = time.monotonic()
+                continue
+            state: Any = self._worker_group_state
+            groups[place : place + 1] = [ReplicaGroup([worker], self._worker_group_context.resources_per_worker)]
             ranks[place] = place
             workers = [*state.workers[:place], worker, *state.workers[place + 1 :]]
             self._worker_group_state = replace(state, workers=workers)
