@@ -1,0 +1,110 @@
+"""Which of a group's workers count as dead, and when the group is over, without a Ray: what is polled is given."""
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+from ray.train.v2._internal.execution.worker_group import WorkerGroup
+from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
+from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState
+
+from regrow.elastic.ray_train import InPlaceGroup
+
+SIZE = 3
+
+
+class Group(InPlaceGroup):
+    """Of workers 0, 1 and 2. A subclass, so that a test says what asking a worker comes to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: list[tuple[str, int]] = []  # node and pid of every process that was reported dead
+        self.over: set[int] = set()  # workers that have finished
+        self.dead: set[int] = set()
+        self.meanwhile: list[tuple[int, Any]] = []  # what comes of starting workers while others are asked
+        members_died = SimpleNamespace(remote=lambda processes, *_: self.told.extend(processes))
+        job = SimpleNamespace(
+            config=SimpleNamespace(cluster=SimpleNamespace(max_workers=SIZE, spare_workers=0)),
+            run_id="run",
+            coordinator=SimpleNamespace(members_died=members_died),
+        )
+        group: Any = self
+        group._train_run_context = SimpleNamespace(train_loop_config={"job": job})
+        group._worker_group_context = SimpleNamespace(resources_per_worker={})
+        group._world_rank_to_ongoing_poll = {}
+        group._replica_groups, group._worker_rank_to_replica_group_rank = [None] * SIZE, {}
+        group._worker_group_state = WorkerGroupState(0.0, None, [worker(pid) for pid in range(SIZE)], None)  # type: ignore[arg-type]
+        monkeypatch.setattr(WorkerGroup, "_start_impl", lambda *_: None)
+        monkeypatch.setattr(WorkerGroup, "_poll_workers_and_collect_errors", lambda *_: self.answers())
+        self._start_impl(None)
+
+    def answers(self) -> list[WorkerStatus]:
+        asked = [each.metadata.pid for each in self.get_workers()]
+        for started in self.meanwhile:
+            self._filled.put(started)
+        self.meanwhile.clear()
+        gone = WorkerHealthCheckFailedError("gone", RuntimeError("killed"))
+        return [
+            WorkerStatus(running=pid not in self.over | self.dead, error=gone if pid in self.dead else None)
+            for pid in asked
+        ]
+
+    def _fill(self) -> None:
+        """Nothing is started here."""
+
+    def poll(self) -> tuple[list[int], bool]:
+        """The pids of the workers there are after a poll, and whether Ray Train would go on."""
+        statuses = self._poll_workers_and_collect_errors(None)
+        assert not any(status.error for status in statuses)  # a death is never an error of the group
+        return [each.metadata.pid for each in self.get_workers()], any(status.running for status in statuses)
+
+
+def worker(pid: int) -> Any:
+    return SimpleNamespace(metadata=SimpleNamespace(node_id=f"node-{pid}", pid=pid))
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Group:
+    return Group(monkeypatch)
+
+
+def test_the_dead_are_told_once_and_the_group_goes_on_without_anybody(group: Group) -> None:
+    group.dead = {1}
+    assert [group.poll()[1] for _ in range(3)] == [True] * 3
+    group.dead = {0, 1, 2}
+    assert [group.poll()[1] for _ in range(3)] == [True] * 3
+    assert group.told == [("node-1", 1), ("node-0", 0), ("node-2", 2)]
+
+
+def test_it_is_over_once_everyone_left_has_finished(group: Group) -> None:
+    group.dead, group.over = {1}, {0}
+    assert group.poll()[1]
+    group.over = {0, 2}
+    assert not group.poll()[1]
+
+
+def test_who_comes_while_the_dead_are_asked_is_not_taken_for_one_of_them(group: Group) -> None:
+    """Of a group whose every place was taken so, Ray Train would never have heard the end."""
+    group.dead = {0, 1, 2}
+    group.poll()
+    group.meanwhile = [(place, worker(10 + place)) for place in range(SIZE)]
+    group.poll()
+    assert group.poll() == ([10, 11, 12], True)
+    assert group.told == [("node-0", 0), ("node-1", 1), ("node-2", 2)]
+    group.over = {10, 11, 12}
+    assert not group.poll()[1]
+
+
+def test_one_more_comes_and_one_that_could_not_start_leaves_its_place_empty_for_a_while(group: Group) -> None:
+    group.meanwhile = [(3, worker(3))]
+    group.poll()
+    assert group.poll() == ([0, 1, 2, 3], True)
+    group.dead = {3}
+    group.poll()
+    died_at = group._empty[3]
+    time.sleep(0.01)
+    group.meanwhile = [(3, None)]
+    group.poll()
+    assert group.poll() == ([0, 1, 2, 3], True)
+    assert group._empty[3] > died_at
