@@ -171,7 +171,7 @@ def main() -> None:
         rounds=options.rounds or (1 if options.quick else 5),
         step_s=options.step_s or (6.0 if options.quick else 8.0),
         num_steps=2 if options.quick else 3,
-        num_saves=1 if options.quick else 2,
+        num_saves=1 if options.quick else 3,
     )
     result = Result()
     parts = {"blocked": blocked_part, "bytes": bytes_part, "restore": restore_part, "durable": durable_part}

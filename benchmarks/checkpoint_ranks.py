@@ -35,6 +35,7 @@ MODELS = Path(__file__).parents[1] / "conf" / "model"
 SEED, OTHER_SEED = 1, 2
 POLL_S = 0.002
 COMMIT_S = 120.0
+NUM_SLOTS = 2  # of ours
 STEP = 1  # that a state to restore from is of
 
 
@@ -107,6 +108,7 @@ class OurSaver:
             run_id=RUN_ID,
             generation=GENERATION,
             writers=writers_on(place, world_size, places),
+            num_slots=NUM_SLOTS,
         )
         self.last = 0
 
@@ -223,6 +225,9 @@ def write_checkpoints(model: str, folder: Path) -> int:
         part=state.part,
     )
     peer.save(state.tensors, folder / "dcp")
+    dist.barrier()
+    for path in (folder / "ours").rglob("*.safetensors"):  # written past the page cache, in which DCP's are
+        path.read_bytes()
     return state.num_bytes
 
 
@@ -293,11 +298,14 @@ def count_bytes(model: str, folder: Path, dp_replicate: int) -> dict[str, int]:
 
 
 def durable(side: str, model: str, places: Sequence[Place], folder: Path, num_saves: int) -> dict[str, Any]:
-    """Seconds from the beginning of the copy until a checkpoint is whole in `folder`, of each save but the first."""
+    """Seconds from the beginning of the copy until a checkpoint is whole in `folder`, of each save but the first ones.
+
+    Those touch the memory that later ones use again, which a run does once: our two slots, DCP's stager.
+    """
     state = build(model)
     saver = make_saver(side, state, places, folder, sync_files=True)
     seconds = []
-    for step in range(1, 2 + num_saves):
+    for step in range(1, 1 + NUM_SLOTS + num_saves):
 
         def save(step: int = step) -> None:
             saver.begin(step)
@@ -311,4 +319,4 @@ def durable(side: str, model: str, places: Sequence[Place], folder: Path, num_sa
             folder.mkdir()
         dist.barrier()
     saver.close()
-    return {"seconds": seconds[1:]}
+    return {"seconds": seconds[NUM_SLOTS:]}

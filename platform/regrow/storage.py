@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from regrow.direct_file import DirectFile
 from regrow.errors import RegrowError
 
 Result = TypeVar("Result")
@@ -107,11 +108,9 @@ class LocalStorage(Storage):
         temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         num_bytes = 0
         try:
-            with open(temporary, "wb") as file:
+            with DirectFile(temporary) as file:
                 for chunk in chunks:
                     num_bytes += file.write(chunk)
-                file.flush()
-                os.fsync(file.fileno())
             os.replace(temporary, path)
         except BaseException:
             temporary.unlink(missing_ok=True)

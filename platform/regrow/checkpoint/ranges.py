@@ -19,7 +19,7 @@ import numpy as np
 from regrow.errors import CheckpointError, first_line
 
 TIMEOUT_S = 20.0  # without a byte, of either side
-_BLOCK = 1 << 20
+BLOCK = 1 << 20  # bytes that are received at once
 _MOST_JSON = 64 << 20
 
 Address = tuple[str, int]
@@ -65,7 +65,7 @@ class Connection:
     def __init__(self, connected: socket.socket) -> None:
         connected.settimeout(TIMEOUT_S)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = connected
+        self._socket, self._least = connected, 1
 
     @staticmethod
     def to(address: Address, secret: bytes) -> "Connection":
@@ -79,6 +79,7 @@ class Connection:
 
     def receive(self) -> dict[str, Any]:
         """The next frame; empty where the other side has closed between frames."""
+        self._wait_for(1)
         first = self._socket.recv(4)
         if not first:
             return {}
@@ -109,11 +110,18 @@ class Connection:
     def receive_into(self, target: memoryview) -> None:
         at = 0
         while at < len(target):
-            with target[at : at + _BLOCK] as block:
+            with target[at : at + BLOCK] as block:
+                self._wait_for(len(block))
                 got = self._socket.recv_into(block)
             if not got:
                 raise ConnectionError("the other side closed the connection")
             at += got
+
+    def _wait_for(self, num_bytes: int) -> None:
+        """Have the next `recv` wake for so much, or the end; woken for each packet it takes twice the CPU."""
+        if num_bytes != self._least:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
+            self._least = num_bytes
 
     def close(self) -> None:
         self._socket.close()

@@ -1,0 +1,81 @@
+"""Writing files past the page cache, as large as checkpoints are.
+
+Through it they are copied first, which takes a core's time and memory, and reach the disk only when they are synced.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+from pathlib import Path
+from types import TracebackType
+
+BUFFER_BYTES = 8 << 20  # written at once, from pages of its own: direct writes are of whole, aligned blocks
+_UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class DirectFile:
+    """A new file, written from its beginning to its end. A context manager: after it the content is on disk.
+
+    Its end, less than a buffer, goes through the page cache, as all of it does where the file system has no other way.
+    Raises OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        try:
+            self._file = os.open(path, flags | os.O_DIRECT, 0o666)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            self._file = os.open(path, flags, 0o666)
+        self._buffer = mmap.mmap(-1, BUFFER_BYTES)
+        self._filled = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """All of the data is taken."""
+        with memoryview(data).cast("B") as source:
+            at = 0
+            while at < len(source):
+                piece = min(len(source) - at, BUFFER_BYTES - self._filled)
+                self._buffer[self._filled : self._filled + piece] = source[at : at + piece]
+                self._filled, at = self._filled + piece, at + piece
+                if self._filled == BUFFER_BYTES:
+                    self._flush()
+            return at
+
+    def _flush(self) -> None:
+        at = 0
+        with memoryview(self._buffer) as buffer:
+            while at < self._filled:
+                try:
+                    at += os.write(self._file, buffer[at : self._filled])
+                except OSError as error:
+                    if error.errno not in _UNSUPPORTED or not self._is_direct:
+                        raise
+                    self._through_cache()
+                else:
+                    if at < self._filled:  # cut short, by a disk that is full or a signal: what is left is not aligned
+                        self._through_cache()
+        self._filled = 0
+
+    @property
+    def _is_direct(self) -> bool:
+        return bool(fcntl.fcntl(self._file, fcntl.F_GETFL) & os.O_DIRECT)
+
+    def _through_cache(self) -> None:
+        fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+    def __enter__(self) -> "DirectFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._through_cache()
+                self._flush()
+                os.fsync(self._file)
+        finally:
+            os.close(self._file)
