@@ -32,6 +32,10 @@ class ResumeError(RegrowError):
     """A run exists under this name and cannot be continued as asked."""
 
 
+class EvaluationError(RegrowError):
+    """A model cannot be evaluated as asked."""
+
+
 def first_line(error: BaseException) -> str:
     """What a library's error says, short enough to stand in one of ours."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]

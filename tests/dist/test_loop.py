@@ -44,6 +44,8 @@ class Recorder:
     weights: list[Tensor] = field(default_factory=list)  # this rank's, at the end
     copying: bool = False
     full: frozenset[int] = frozenset()  # steps before which rank 1 has no room
+    stuck: frozenset[int] = frozenset()  # those of them for which none comes, however long one waits
+    waited: list[tuple[int, bool]] = field(default_factory=list)  # for room: (step, was it the last)
 
     def log(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
@@ -54,8 +56,10 @@ class Recorder:
     def has_room(self, num_snapshots: int) -> bool:
         return dist.get_rank() != 1 or len(self.rows) + 1 not in self.full
 
-    def snapshot(self, progress: Progress, *, must: bool) -> float:
-        if progress.step in self.snapshots:
+    def snapshot(self, progress: Progress, *, blocked: bool, last: bool) -> float:
+        if blocked:
+            self.waited.append((progress.step, last))
+        if progress.step in self.snapshots or (blocked and progress.step in self.stuck):
             return 0.0
         assert not self.copying
         self.copying = True
@@ -70,7 +74,8 @@ class Recorder:
         self.copying = False
         return 0.0
 
-    def save(self, progress: Progress) -> float:
+    def save(self, progress: Progress, *, last: bool) -> float:
+        assert last == (progress.step == STEPS or self.leave_at is not None)
         self.saved.append((progress.step, len(self.rows)))
         return 0.25
 
@@ -88,9 +93,13 @@ def batches(slices: range, start_step: int) -> Iterator[RankBatch]:
 
 
 def loop(
-    leave_at: int | None = None, slices_per_pass: int = 1, full: tuple[int, ...] = (), poisoned: tuple[int, ...] = ()
+    leave_at: int | None = None,
+    slices_per_pass: int = 1,
+    full: tuple[int, ...] = (),
+    poisoned: tuple[int, ...] = (),
+    stuck: tuple[int, ...] = (),
 ) -> Recorder:
-    """`full`: steps at which this rank has no room for a snapshot; `poisoned`: steps with NaN in rank 0's gradient."""
+    """`full` and `stuck`: see Recorder; `poisoned`: steps with NaN in rank 0's gradient."""
     assert "ray" not in sys.modules
     assert "hydra" not in sys.modules
     world_size, device = dist.get_world_size(), torch.device("cpu")
@@ -98,7 +107,7 @@ def loop(
     mesh = build_mesh(plan_mesh(world_size=world_size, dp_replicate=1), "cpu")
     model = build_model(tiny_model(), ParallelConfig(), mesh=mesh, device=device, seed=0)
     optim = OptimConfig()
-    hooks = Recorder(leave_at, full=frozenset(full))
+    hooks = Recorder(leave_at, full=frozenset(full), stuck=frozenset(stuck))
     passes = itertools.count()
 
     def poisoned_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -168,7 +177,17 @@ def test_rows_checkpoints_and_validation_come_when_they_are_due() -> None:
 def test_a_snapshot_is_begun_on_all_ranks_or_on_none() -> None:
     """One that some ranks begin is never committed, and its slots are never free again."""
     first, second = run_ranks(loop, 2, None, 1, (4, 7, 8, 10))
-    assert first.snapshots == second.snapshots == [2, 5, 6, 10, 12]  # the 10th becomes a checkpoint: it must be
+    assert first.snapshots == second.snapshots == [2, 5, 6, 10, 12]
+    assert first.waited == second.waited == [(10, False)]  # it becomes a checkpoint
+    assert first.saved == second.saved == [(5, 5), (10, 10), (12, 12)]
+
+
+def test_a_checkpoint_that_finds_no_room_does_not_hold_up_training() -> None:
+    first, second = run_ranks(loop, 2, None, 1, (5, 12), (), (5, 12))
+    assert first.snapshots == second.snapshots == [2, 4, 6, 8, 10]
+    assert first.waited == second.waited == [(5, False), (12, True)]
+    assert first.saved == second.saved == [(5, 5), (10, 10), (12, 12)]
+    assert len(first.rows) == STEPS
 
 
 def test_one_ranks_wish_to_leave_takes_all_ranks_out_at_the_same_step_with_a_checkpoint() -> None:

@@ -146,13 +146,16 @@ def test_what_is_on_its_way_to_storage_is_not_overwritten(tmp_path: Path) -> Non
             assert {step, 1 if step < 10 else 10} <= held, (step, held)
 
 
-def test_a_snapshot_that_must_be_waits_for_a_slot(tmp_path: Path) -> None:
+def test_room_can_be_waited_for(tmp_path: Path) -> None:
     with cluster(tmp_path, 1) as nodes:
         (writer,) = snapshot(nodes, 1, 1)
         assert take(writer, 2)
+        assert not writer.await_room(0.01)
         threading.Timer(0.2, lambda: commit(nodes[0], 1, 2)).start()
-        assert writer.begin(3, {}, wait_s=20)
+        assert writer.await_room(20)
+        assert writer.begin(3, {})
         assert writer.begin(3, {}), "again for the same step: nothing"
+        assert writer.begun == 3
 
 
 def test_a_keeper_that_could_not_reach_its_peer_tries_again(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from regrow.checkpoint.layout import ITEM_BYTES, Span, shard_span, shards_that_h
 from regrow.checkpoint.ranges import Connection, Ranges, connected
 from regrow.checkpoint.reshard import Read, Source, nearest, plan_reads
 from regrow.checkpoint.slots import SlotHeader
-from regrow.checkpoint.state import Entry, tensor_over
+from regrow.checkpoint.state import Entry, fill
 from regrow.errors import CheckpointError
 
 OWN, PEER = 0, 1  # distances
@@ -143,8 +144,7 @@ def _joined(ranges: Ranges) -> list[tuple[int, int]]:
     return joined
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """Some elements of a read, and the whole chunks of the file that they lie in."""
 
     source: Span
@@ -158,11 +158,10 @@ class _Piece:
 
     def put(self, chunks: memoryview, entries: Sequence[Entry]) -> None:
         """Check the chunks, and copy what is wanted of them."""
-        if not np.array_equal(checksums(chunks), self.crc):
+        if checksums(chunks).tobytes() != self.crc.tobytes():
             raise CheckpointError(f"{self.source.name} fails its checksum")
         entry = entries[self.want]
-        target = entry.memory[self.start - entry.span.start : self.stop - entry.span.start]
-        target.copy_(tensor_over(chunks[self.inner], target.dtype))
+        fill(entry.memory[self.start - entry.span.start : self.stop - entry.span.start], chunks[self.inner])
 
 
 def _pieces(snapshot: Snapshot, reads: Sequence[Read]) -> Iterator[_Piece]:

@@ -89,16 +89,28 @@ class Snapshots:
         """
         return len(self._free_slots())
 
-    def begin(self, step: int, scalars: dict[str, int], *, wait_s: float = 0.0) -> bool:
+    def await_room(self, patience_s: float) -> bool:
+        """Wait until a slot is free; whether one is."""
+        give_up_at = time.monotonic() + patience_s
+        while not self.room():
+            if time.monotonic() > give_up_at:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    @property
+    def begun(self) -> int:
+        """The newest step whose copy was begun."""
+        return self._begun
+
+    def begin(self, step: int, scalars: dict[str, int]) -> bool:
         """Start copying the state of `step`, on all ranks or on none. The optimizer must not step before `wait`.
 
-        False where no slot is free, or comes free within `wait_s`. Again for the same step: nothing.
+        False where no slot is free. Again for the same step: nothing.
         """
         if step == self._begun:
             return True
-        give_up_at = time.monotonic() + wait_s
-        while (slot := self._free_slot()) is None and time.monotonic() < give_up_at:
-            time.sleep(POLL_S)
+        slot = self._free_slot()
         if slot is None:
             self.skipped += 1
             return False

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -78,11 +79,15 @@ def reset_moments(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state[parameter][moment].zero_()
 
 
-def tensor_over(data: memoryview, dtype: torch.dtype) -> Tensor:
-    """A flat tensor that is these bytes, to be read only."""
+def fill(target: Tensor, data: memoryview) -> None:
+    """Make these bytes the elements of a flat tensor, on whatever device it is."""
+    source = np.frombuffer(data, np.uint8)
+    if target.is_cpu:
+        np.copyto(target.view(torch.uint8).numpy(), source)
+        return
     with warnings.catch_warnings():  # that they may not be writable
         warnings.simplefilter("ignore")
-        return torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype)
+        target.view(torch.uint8).copy_(torch.from_numpy(source))
 
 
 def _entry(name: str, tensor: Tensor, inner_tensor: Callable[[Tensor], Tensor]) -> Entry:

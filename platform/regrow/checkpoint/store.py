@@ -18,7 +18,7 @@ from regrow.checkpoint.format import COMMIT, DataFile, Index, encode_header
 from regrow.checkpoint.layout import WHOLE, Part, Span, replica_part
 from regrow.checkpoint.read import read_elements, read_headers
 from regrow.checkpoint.reshard import plan_reads
-from regrow.checkpoint.state import Entry, tensor_over
+from regrow.checkpoint.state import Entry, fill
 from regrow.checkpoint.upload import write_index
 from regrow.errors import CheckpointError
 from regrow.storage import Storage
@@ -118,8 +118,7 @@ def restore(folder: Storage, index: Index, entries: Sequence[Entry], part: Part 
     for read in plan_reads(stored, wanted):
         data = read_elements(source, read, stored[read.source])
         entry = entries[read.want]
-        target = entry.memory[read.start - entry.span.start : read.stop - entry.span.start]
-        target.copy_(tensor_over(data, target.dtype))
+        fill(entry.memory[read.start - entry.span.start : read.stop - entry.span.start], data)
         num_bytes += len(data)
     return num_bytes
 

@@ -58,9 +58,9 @@ def _export_weights(run: Storage, index: Index, target: Storage, dtype: Dtype, s
     """For `LlamaForCausalLM`, with the tokenizer of the run's corpus; says which that is."""
     record = _record(run)
     model, seq_len = model_of(record["identity"]), record["identity"].get("data.seq_len")
-    corpora = _find_corpora(run, record)
+    corpora = corpora_of(run, record)
     if corpora is not None:
-        tokenizer = _read_tokenizer(corpora)
+        tokenizer = read_tokenizer(corpora)
         end_of_text = parse_tokenizer(tokenizer, corpora.folders[0]).id_to_token(corpora.eot_id)
         assert end_of_text is not None, "preparation found it in this file"
         huggingface.export_tokenizer(target, tokenizer, end_of_text=end_of_text, seq_len=seq_len)
@@ -136,7 +136,7 @@ def _record(run: Storage) -> dict[str, Any]:
     return record
 
 
-def _find_corpora(run: Storage, record: dict[str, Any]) -> Corpora | None:
+def corpora_of(run: Storage, record: dict[str, Any]) -> Corpora | None:
     """The corpora that a run trained on, proved by their checksum: those it names, or one prepared beside it."""
     config = yaml.safe_load(run.read_bytes(CONFIG_FILE)) if run.exists(CONFIG_FILE) else {}
     named = config.get("data", {}).get("corpora")
@@ -152,7 +152,8 @@ def _find_corpora(run: Storage, record: dict[str, Any]) -> Corpora | None:
     return None
 
 
-def _read_tokenizer(corpora: Corpora) -> bytes:
+def read_tokenizer(corpora: Corpora) -> bytes:
+    """The tokenizer.json of corpora. Raises DataError where it is damaged."""
     folder, tokenizer = Storage.at(corpora.folders[0]), corpora.manifests[0].tokenizer
     data = folder.read_bytes(tokenizer.file)
     if hashlib.sha256(data).hexdigest() != tokenizer.sha256:

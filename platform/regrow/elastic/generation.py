@@ -35,7 +35,7 @@ from regrow.data.batch import layout_of
 from regrow.data.corpora import order_of
 from regrow.data.stream import Ask, rank_batches, ways_to_ask
 from regrow.elastic.job import CALL_TIMEOUT_S, Job
-from regrow.elastic.memory_tier import MemoryTier
+from regrow.elastic.memory_tier import SAFE_S, MemoryTier
 from regrow.elastic.rendezvous import Joined
 from regrow.errors import CheckpointError
 from regrow.model.flops import flops_per_token, peak_flops
@@ -53,6 +53,8 @@ from regrow.train.loop import LoopSettings, NotFinite, train
 from regrow.train.metrics import Meter
 from regrow.train.probe import Prober
 from regrow.train.step import TrainStep, build_loss, evaluate
+
+LAST_ROOM_S = 30.0  # that the snapshot of the last step waits for room; a node that is taken away gives little more
 
 
 def train_generation(
@@ -172,9 +174,9 @@ def train_generation(
             hooks.not_finite(progress.step, str(error))
             raise
     elif source == "snapshot":  # the run ended before this step was in storage
-        hooks.snapshot(progress, must=True)
+        hooks.snapshot(progress, blocked=False, last=True)
         hooks.confirm(progress.step)
-        hooks.save(progress)
+        hooks.save(progress, last=True)
     hooks.close(left_at=progress.step if left else None)
     return not left
 
@@ -231,12 +233,12 @@ class _Hooks:
     def has_room(self, num_snapshots: int) -> bool:
         return self.snapshots is None or self.snapshots.room() >= num_snapshots
 
-    def snapshot(self, progress: Progress, *, must: bool) -> float:
+    def snapshot(self, progress: Progress, *, blocked: bool, last: bool) -> float:
         begun = time.perf_counter()
-        if self.snapshots is not None:
-            wait_s = self.job.config.train.collective_timeout_s / 2 if must else 0.0  # others wait in the next step
-            if not self.snapshots.begin(progress.step, progress.to_dict(), wait_s=wait_s):
-                raise RuntimeError(f"no slot for the snapshot of step {progress.step} came free; see snapshot_failed")
+        if self.snapshots is not None and self.snapshots.begun != progress.step:
+            room = not blocked or all(gather(self.snapshots.await_room(LAST_ROOM_S if last else SAFE_S)))
+            if room and not self.snapshots.begin(progress.step, progress.to_dict()):
+                raise RuntimeError(f"the room for the snapshot of step {progress.step} is gone")
         return time.perf_counter() - begun
 
     def confirm(self, step: int) -> float:
@@ -252,16 +254,16 @@ class _Hooks:
     def await_snapshot(self) -> float:
         return self.snapshots.wait() if self.snapshots is not None else 0.0
 
-    def save(self, progress: Progress) -> float:
+    def save(self, progress: Progress, *, last: bool) -> float:
         begun = time.perf_counter()
-        if self.snapshots is None:
+        if self.snapshots is None or (last and self.snapshots.begun != progress.step):
             self._save_here(progress)
         elif self.rank == 0 and self.stop not in (GROW, DRAIN):  # keepers write it, from memory
             self.replies.append(self.job.coordinator.want_checkpoint.remote(self.generation, progress.step))
         return time.perf_counter() - begun
 
     def _save_here(self, progress: Progress) -> None:
-        """Where there are no snapshots, training stands still while the ranks write."""
+        """Without a snapshot, training stands still while the ranks write."""
         begun = time.perf_counter()
         config, folder = self.job.config.checkpoint, Storage.at(self.job.checkpoints)
         index = store.save(

@@ -34,10 +34,11 @@ class Hooks(Protocol):
     def has_room(self, num_snapshots: int) -> bool:
         """Whether this rank could begin so many snapshots now. One that some rank has no room for, none begins."""
 
-    def snapshot(self, progress: Progress, *, must: bool) -> float:
+    def snapshot(self, progress: Progress, *, blocked: bool, last: bool) -> float:
         """Begin to copy the state, which does not change before `await_snapshot`; returns the seconds of waiting.
 
-        Where it `must`, it waits for room. Again for the same step: nothing.
+        Where some rank is `blocked` it waits for room, longest where this is the `last` step, and begins on no rank if
+        none comes. Again for the same step: nothing.
         """
 
     def confirm(self, step: int) -> float:
@@ -49,8 +50,11 @@ class Hooks(Protocol):
     def await_snapshot(self) -> float:
         """The state is about to change: wait for the copy under way; returns the seconds."""
 
-    def save(self, progress: Progress) -> float:
-        """Make a checkpoint of the step, whose snapshot was begun; returns the seconds training stood still."""
+    def save(self, progress: Progress, *, last: bool) -> float:
+        """Make a checkpoint of this step; the seconds that training stood still.
+
+        Where its snapshot was not begun, a later one's will do, unless this is the `last`.
+        """
 
     def validate(self, step: int) -> float:
         """Validation loss."""
@@ -119,14 +123,14 @@ def train(
     def await_snapshot() -> None:
         meter.snapshot_s += hooks.await_snapshot()
 
-    def keep(*, must: bool) -> None:
-        """The state of this step is kept in memory, and in storage where it must."""
+    def keep(*, save: bool, last: bool) -> None:
+        """The state of this step is kept in memory, and in storage if it is to be saved."""
         nonlocal saved_at
-        meter.snapshot_s += hooks.snapshot(progress, must=must)
+        meter.snapshot_s += hooks.snapshot(progress, blocked=blocked, last=last)
         if not launched:  # the host has seen this step succeed
             meter.snapshot_s += hooks.confirm(progress.step)
-        if must:  # after its row is logged, so that a committed step's row is never missing
-            meter.snapshot_s += hooks.save(progress)
+        if save:  # after its row is logged, so that a committed step's row is never missing
+            meter.snapshot_s += hooks.save(progress, last=last)
             saved_at = progress.step
 
     while progress.step < settings.last_step and not leaving:
@@ -160,11 +164,11 @@ def train(
             launched[0].row["validation_loss"] = meter.outside_steps(lambda: hooks.validate(progress.step))
         settle(0 if save_due else lag)
         if save_due or (_is_due(progress.step, settings.snapshot_every_steps) and not blocked):
-            keep(must=save_due)
+            keep(save=save_due, last=last)
 
     settle(0)
     if saved_at != progress.step:
-        keep(must=True)
+        keep(save=True, last=True)
     return leaving
 
 

@@ -1,0 +1,101 @@
+"""What the job does for the loop where keepers stand still: slots fill up, nothing is committed, training goes on."""
+
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from regrow.checkpoint.catalog import committed_steps, open_checkpoint
+from regrow.checkpoint.format import COMMIT
+from regrow.checkpoint.snapshot import Snapshots
+from regrow.checkpoint.state import Progress, part_of, training_entries
+from regrow.checkpoint.store import restore
+from regrow.config.schema import OptimConfig, ParallelConfig, PretrainConfig
+from regrow.elastic import generation
+from regrow.optim.adamw import build_optimizer
+from regrow.parallel.apply import build_model
+from regrow.parallel.float8 import inner_tensor
+from regrow.parallel.fsdp import build_mesh
+from regrow.plan.mesh import plan_mesh
+from regrow.storage import LocalStorage
+from regrow.testing.gloo import run_ranks
+from regrow.testing.tiny import tiny_model
+
+RUN, GENERATION, SLOTS = "0123456789abcdef", 3, 2
+
+
+class Coordinator:
+    """The calls of hooks, answered at once; COMMIT is written as the real one does."""
+
+    def __init__(self, storage: LocalStorage) -> None:
+        self.storage = storage
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=partial(self._called, name))
+
+    def _called(self, name: str, *arguments: Any) -> None:
+        self.calls.append((name, *arguments))
+        if name == "commit":
+            _, step_folder, pointer = arguments
+            self.storage.write_bytes(f"{step_folder}/{COMMIT}", pointer)
+
+
+def stuck_keepers(memory: Path, storage: Path) -> tuple[list[tuple[Any, ...]], float, bool]:
+    """Calls to the coordinator, seconds waited for room before the last step, and whether it was restored bit for bit."""
+    generation.ray = SimpleNamespace(get=lambda call, timeout=None: call)  # type: ignore[assignment]
+    generation.SAFE_S, generation.LAST_ROOM_S = 0.1, 0.5
+    mesh = build_mesh(plan_mesh(dist.get_world_size(), 1), "cpu")
+    built = partial(build_model, tiny_model(), ParallelConfig(), mesh=mesh, device=torch.device("cpu"))
+    model = built(seed=0)
+    optimizer = build_optimizer(model, OptimConfig())
+    entries, part = training_entries(model, optimizer, inner_tensor=inner_tensor), part_of(mesh)
+    writers = dist.get_world_size()
+    snapshots = Snapshots(
+        memory, entries, part=part, run_id=RUN, generation=GENERATION, writers=writers, num_slots=SLOTS
+    )
+    coordinator = Coordinator(LocalStorage(storage))
+    job: Any = SimpleNamespace(config=PretrainConfig(), coordinator=coordinator, checkpoints=str(storage), run_id=RUN)
+    step: Any = SimpleNamespace(model=model, optimizer=optimizer)
+    held: Any = SimpleNamespace(snapshots=snapshots)
+    none: Any = None
+    hooks = generation._Hooks(job, GENERATION, step, mesh, none, held, none)
+
+    def keep(number: int, *, last: bool = False) -> float:
+        progress = Progress(number, 0, 0)
+        waited_s = hooks.snapshot(progress, blocked=not hooks.has_room(1), last=last)
+        snapshots.wait()
+        snapshots.confirm(number)
+        hooks.save(progress, last=last)
+        return waited_s
+
+    for number in range(1, SLOTS + 3):
+        keep(number)
+    assert snapshots.begun == SLOTS
+    waited_s = keep(SLOTS + 3, last=True)
+    snapshots.close()
+    dist.barrier()
+    (newest,) = committed_steps(coordinator.storage)
+    index = open_checkpoint(coordinator.storage, newest, run_id=RUN)
+    other = built(seed=1)
+    restored = training_entries(other, build_optimizer(other, OptimConfig()), inner_tensor=inner_tensor)
+    restore(coordinator.storage, index, restored, part)
+    same = all(torch.equal(a.memory, b.memory) for a, b in zip(restored, entries, strict=True))
+    return coordinator.calls, waited_s, same and index.step == newest == SLOTS + 3
+
+
+def test_checkpoints_are_asked_for_and_the_last_is_written_by_the_ranks_themselves(tmp_path: Path) -> None:
+    memory, storage = tmp_path / "memory", tmp_path / "checkpoints"
+    memory.mkdir()
+    first, second = run_ranks(stuck_keepers, 2, memory, storage)
+    assert [call[:3] for call in first[0][: SLOTS + 2]] == [
+        ("want_checkpoint", GENERATION, step) for step in range(1, SLOTS + 3)
+    ]
+    assert [call[0] for call in first[0][SLOTS + 2 :]] == ["commit", "event"]
+    assert second[0] == []
+    for calls, waited_s, restored in (first, second):
+        assert waited_s >= 0.5, calls
+        assert restored
