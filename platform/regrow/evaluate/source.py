@@ -1,0 +1,115 @@
+"""What is evaluated: a checkpoint of a run, exported for the while, or a model that was exported before."""
+
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from regrow.checkpoint import tools
+from regrow.checkpoint.catalog import step_folder
+from regrow.checkpoint.format import Index
+from regrow.config.schema import DataConfig, Dtype
+from regrow.data.corpora import Corpora
+from regrow.elastic.exchange import corpora_of, export_run
+from regrow.elastic.run_folder import CHECKPOINTS, checkpoints_of, read_record
+from regrow.errors import EvaluationError
+from regrow.storage import Storage
+
+CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+EVALUATIONS = "evaluations"
+NEITHER = (
+    "is neither a run's folder (<run.storage_path>/<run.name>, with checkpoints/) nor an exported model's (config.json "
+    "and *.safetensors)"
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model, and where its results go unless asked otherwise."""
+
+    folder: Storage  # the run's, or that of the exported model
+    results: Storage
+    corpora: Corpora | None  # that it trained on, where they were found
+    run_id: str | None = None  # null for an exported model, whose run is not known
+    index: Index | None = None  # of the run's checkpoint
+
+    @property
+    def step(self) -> int | None:
+        return None if self.index is None else self.index.step
+
+    def describe(self) -> dict[str, Any]:
+        """Which model this is, for the file of its results."""
+        return {"folder": str(self.folder), "run_id": self.run_id, "step": self.step}
+
+    @contextmanager
+    def model_folder(self, dtype: Dtype | None, start: tools.Start) -> Iterator[Path]:
+        """A folder that holds the exported model; one that is made for this is removed at the end, whatever ends it."""
+        if self.index is None:
+            yield self.folder.local_path
+            return
+        with _ended_in_order(), tempfile.TemporaryDirectory(prefix="regrow-evaluate-") as folder:
+            export_run("hf", str(self.folder), self.index, folder, dtype=dtype or Dtype.float32, start=start)
+            yield Path(folder)
+
+
+def find_source(location: str, *, step: int | None = None, corpus: str | None = None) -> Source:
+    """What lies at a path or a URI; of a run, the checkpoint of a step or the newest sound one.
+
+    `corpus` names a prepared corpus whose validation documents to use; by default it is the run's own. Raises
+    RegrowError where nothing can be evaluated there.
+    """
+    folder = Storage.at(location)
+    names = set(folder.list())
+    chosen = Corpora.at(corpus, DataConfig()) if corpus is not None else None
+    if chosen is not None:
+        assert chosen.manifests  # read now: a mistake must not show after minutes
+    if CONFIG in names:
+        if step is not None:
+            raise EvaluationError(f"--step chooses among a run's checkpoints; {folder} holds an exported model")
+        _check_exported(folder, names)
+        return Source(folder, folder / EVALUATIONS, chosen)
+    if CHECKPOINTS not in names:
+        raise EvaluationError(f"{folder} {NEITHER if names else 'is not there, or empty'}")
+    _, index = tools.choose(*checkpoints_of(location), step)
+    record = read_record(folder)
+    if record is None:
+        raise EvaluationError(f"{folder} has no run.json, so its model is not known; name a run's folder")
+    trained_on = corpora_of(folder, record)
+    if trained_on is None:
+        raise EvaluationError(
+            f"the corpus that {folder} trained on was not found, so there is no tokenizer; put it into "
+            f"{str(folder).rpartition('/')[0]}/data, or export the checkpoint (python -m jobs.checkpoint export), add "
+            f"tokenizer.json and {TOKENIZER_CONFIG}, and name that folder"
+        )
+    results = folder / EVALUATIONS / step_folder(index.step)
+    return Source(folder, results, chosen or trained_on, record["run_id"], index)
+
+
+def _check_exported(folder: Storage, names: set[str]) -> None:
+    if not folder.is_local:
+        raise EvaluationError(f"{folder}: copy the exported model to a local folder first, and name that")
+    if not any(name.endswith(".safetensors") for name in names):
+        raise EvaluationError(f"{folder} has {CONFIG} but no *.safetensors; other files of weights are not read")
+    if TOKENIZER_CONFIG not in names:
+        raise EvaluationError(
+            f"{folder} has no {TOKENIZER_CONFIG}, so its tokenizer is not known; copy tokenizer.json and "
+            f"{TOKENIZER_CONFIG} of the model's tokenizer there"
+        )
+
+
+@contextmanager
+def _ended_in_order() -> Iterator[None]:
+    """SIGTERM ends the process through its `finally` clauses: a copy of the weights must not be left behind."""
+
+    def leave(number: int, frame: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
