@@ -1,6 +1,8 @@
 """Snapshots and keepers, without Ray: from any layout to any other through memory alone, and never anything torn."""
 
+import errno
 import itertools
+import os
 import shutil
 import subprocess
 import sys
@@ -144,6 +146,21 @@ def test_what_is_on_its_way_to_storage_is_not_overwritten(tmp_path: Path) -> Non
             commit(nodes[0], 1, step, Moment(1, 1) if step < 10 else Moment(1, 10))
             held = {held.moment.step for held in nodes[0].keeper.holdings()}
             assert {step, 1 if step < 10 else 10} <= held, (step, held)
+
+
+def test_slots_that_memory_has_no_room_for_leave_nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = os.posix_fallocate, itertools.count()
+
+    def fallocate(*arguments: int) -> None:
+        if next(calls) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", fallocate)
+    with pytest.raises(CheckpointError, match="no room for a snapshot"):
+        Snapshots(tmp_path, entries_of(0, 1, state(1)), part=WHOLE, run_id=RUN, generation=1, num_slots=3)
+    assert next(calls) == 3
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_room_can_be_waited_for(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ import torch
 from regrow.checkpoint.layout import Part
 from regrow.checkpoint.slots import NOTHING, NOTICES, Committed, SlotFile, empty_header, slot_name
 from regrow.checkpoint.state import Entry
+from regrow.errors import CheckpointError
 from regrow.observe.pulse import Word
 
 POLL_S, COMMIT_POLL_S = 0.01, 0.003
@@ -69,9 +70,13 @@ class Snapshots:
         header = empty_header(spans, part, run_id=run_id, generation=generation, writers=writers)
         token = secrets.token_hex(6)
         self._slots: list[_Slot] = []
-        for number in range(num_slots):
-            file = SlotFile(folder / slot_name(generation, token, number), header)
-            self._slots.append(_Slot(file, file.memory()))
+        try:
+            for number in range(num_slots):
+                file = SlotFile(folder / slot_name(generation, token, number), header)
+                self._slots.append(_Slot(file, file.memory()))
+        except CheckpointError:
+            self.discard()
+            raise
         on_device = any(entry.memory.is_cuda for entry in entries)
         self._copier = _DeviceCopy([slot.file for slot in self._slots]) if on_device else _HostCopy()
         self._pending: _Pending | None = None
@@ -151,6 +156,11 @@ class Snapshots:
                 self._late = step
                 return waited_s
             time.sleep(COMMIT_POLL_S)
+
+    def discard(self) -> None:
+        """Delete the slots, of which none was begun."""
+        for slot in self._slots:
+            slot.file.path.unlink()
 
     def close(self) -> None:
         """Void what is not sealed. Sealed slots stay: they are what the next generation starts from."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from regrow.parallel.break_off import Address
 from regrow.plan.memory import plan_snapshot_memory
 
 SAFE_S = 5.0  # that training waits for keepers which fall behind
+ROOM_S, LOOK_S = 120.0, 0.5  # that a group waits for room in a node's memory; between looks
 
 
 class MemoryTier:
@@ -99,27 +101,36 @@ class MemoryTier:
     def start(self, entries: Sequence[Entry], part: Part, generation: int, start_step: int) -> None:
         """Make this rank's slots for what follows `start_step`.
 
-        Raises CheckpointError on every rank where one node's memory is too small.
+        Raises CheckpointError on every rank where one node's memory is too small: at once where the run begins, later
+        once what has taken it did not go for `ROOM_S`.
         """
         nodes = gather(self.node)
-        problem, snapshots = self._shortage(entries, part, nodes), None
-        if not problem:
-            try:
-                snapshots = Snapshots(
-                    self.folder,
-                    entries,
-                    part=part,
-                    run_id=self.job.run_id,
-                    generation=generation,
-                    writers=nodes.count(self.node),
-                    num_slots=self.config.slots,
-                )
-            except CheckpointError as error:
-                problem = str(error)
-        problems = [found for found in gather(problem) if found]
-        if problems:
-            raise CheckpointError(f"{problems[0]}; or take no snapshots: snapshot.every_steps=0")
-        assert snapshots is not None
+        give_up_at = time.monotonic() + (ROOM_S if generation > self.job.first_generation else 0.0)
+        while True:
+            problem, snapshots = self._shortage(entries, part, nodes), None
+            if not problem:
+                try:
+                    snapshots = Snapshots(
+                        self.folder,
+                        entries,
+                        part=part,
+                        run_id=self.job.run_id,
+                        generation=generation,
+                        writers=nodes.count(self.node),
+                        num_slots=self.config.slots,
+                    )
+                except CheckpointError as error:
+                    problem = str(error)
+            problems, late = zip(*gather((problem, time.monotonic() > give_up_at)), strict=True)
+            if snapshots is not None and not any(problems):
+                break
+            if snapshots is not None:
+                snapshots.discard()
+            if late[0]:
+                raise CheckpointError(f"{next(filter(None, problems))}; or take no snapshots: snapshot.every_steps=0")
+            if problem:
+                self.job.coordinator.complaint.remote(self.node, problem)
+            time.sleep(LOOK_S)
         self.snapshots, self._start_step = snapshots, start_step
 
     def confirm(self, step: int) -> float:
