@@ -32,7 +32,7 @@ def digests(world_size: int, step: int) -> tuple[list[int], int]:
     return positions, total % 2**64
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(PHASES)
 def test_no_position_is_lost_or_repeated_under_any_schedule_of_sizes_and_rollbacks(phases: list[Phase]) -> None:
     counted: dict[int, tuple[list[int], int]] = {}  # what each step trained on, the last time it ran

@@ -4,7 +4,7 @@ import itertools
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from regrow.elastic.faults import (
@@ -61,7 +61,6 @@ def faults(draw: st.DrawFn) -> Fault:
     return Fault(kind, options=options, **({victim: draw(st.integers(0, 9))} if victim else {}))
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(faults(), st.sampled_from(["step", "after", "with"])), max_size=12))
 def test_a_plan_reads_back_as_it_was_written(drawn: list[tuple[Fault, str]]) -> None:
     plan: list[Fault] = []
@@ -123,7 +122,6 @@ def test_a_plan_must_fit_its_cluster_and_its_run(lines: list[str], says: str) ->
     )
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 60), st.integers(0, 60))
 def test_a_random_plan_keeps_its_bounds_and_a_longer_one_begins_with_it(seed: int, count: int, more: int) -> None:
     plan = draw_faults(random_faults(seed=seed, count=count))

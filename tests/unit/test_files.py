@@ -120,7 +120,7 @@ def test_gzip_and_json_lines_and_text_files_are_read_and_what_is_wrong_in_them_i
     assert set(texts_of(tmp_path / "out")) <= set(TEXTS)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.text(st.characters(codec="utf-8"), max_size=12), max_size=12), st.integers(1, 40), st.booleans())
 def test_json_lines_are_the_same_however_the_file_is_cut(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], size: int, ends: bool

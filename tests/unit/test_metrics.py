@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from ray.util import metrics as ray_metrics
 
@@ -187,7 +187,6 @@ happenings = st.one_of(
 
 
 @given(st.lists(st.tuples(durations, happenings), max_size=40), st.booleans())
-@settings(deadline=None)
 def test_whatever_happens_the_states_add_up_and_never_shrink(
     story: list[tuple[float, tuple[Any, ...]]], training: bool
 ) -> None:

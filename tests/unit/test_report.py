@@ -396,7 +396,7 @@ class Simulation:
             self.rows_s[self.step] = parts
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), ends=st.lists(st.sampled_from(["failure", "killed", "stopped"]), max_size=5))
 def test_the_ledger_finds_back_what_each_second_of_a_simulated_run_was(
     tmp_path_factory: pytest.TempPathFactory, seed: int, ends: list[str]
@@ -456,7 +456,7 @@ any_event = st.builds(
 any_row = st.tuples(times, durations, durations, durations, st.integers(1, 20))
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(events=st.lists(any_event, max_size=12), rows=st.lists(any_row, max_size=12), now=times)
 def test_the_states_add_up_to_wall_time_whatever_the_logs_hold(
     events: list[dict[str, Any]], rows: list[Any], now: float
@@ -568,7 +568,7 @@ def test_ticks_are_round_and_inside() -> None:
     assert time_ticks(0, 3 * 3600)[-1] == (3 * 3600, "3 h")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9))
 def test_ticks_never_leave_their_range(low: float, width: float) -> None:
     high = low + width

@@ -5,7 +5,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from regrow.observe.drill_page import render_drill
@@ -124,7 +124,6 @@ def test_a_short_standstill_in_a_long_run_can_still_be_seen() -> None:
     assert {"init", "down"} & {state for begin, _, state in found if begin > rows[8_990]["time"]}
 
 
-@settings(deadline=None)
 @given(st.integers(1, 400), st.data())
 def test_columns_cover_the_run_without_a_gap(steps: int, data: st.DataObject) -> None:
     rows, events = run(steps=steps + 1, loses_at=data.draw(st.integers(1, steps)))
