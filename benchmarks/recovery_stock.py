@@ -72,29 +72,19 @@ def train_fn(settings: dict[str, Any]) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     from regrow.data.shards import ShardReader
-    from regrow.optim.adamw import build_optimizer
     from regrow.optim.schedule import lr_at
-    from regrow.parallel.apply import build_model
-    from regrow.parallel.fsdp import build_mesh, data_parallel_group, shard_group
+    from regrow.parallel.fsdp import build_mesh
     from regrow.plan.batch import plan_batch
     from regrow.plan.mesh import plan_mesh
-    from regrow.train.step import TrainStep
+    from regrow.train.build import build_step
 
     config = settings["config"]
     optim, parallel = config.optim, config.parallel
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     mesh = build_mesh(plan_mesh(world_size, parallel.dp_replicate), "cpu")
-    model = build_model(config.model, parallel, mesh=mesh, device="cpu", seed=config.run.seed)
-    optimizer = build_optimizer(model, optim)
-    step = TrainStep(
-        model,
-        optimizer,
-        max_grad_norm=optim.max_grad_norm,
-        group=data_parallel_group(mesh),
-        shard_group=shard_group(mesh),
-        keep_gathered=not parallel.reshard_after_forward,
-    )
+    step = build_step(config.model, parallel, optim, mesh=mesh, device=torch.device("cpu"), seed=config.run.seed)
+    model, optimizer = step.model, step.optimizer
 
     def state() -> dict[str, Any]:
         weights, moments = get_state_dict(model, optimizer)

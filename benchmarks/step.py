@@ -53,11 +53,9 @@ from regrow.config.schema import (  # noqa: E402
 )
 from regrow.model.flops import Peak, flops_per_token, peak_flops  # noqa: E402
 from regrow.model.size import num_params  # noqa: E402
-from regrow.optim.adamw import build_optimizer  # noqa: E402
-from regrow.parallel.apply import build_model  # noqa: E402
-from regrow.parallel.fsdp import BACKENDS, build_mesh, data_parallel_group, shard_group  # noqa: E402
+from regrow.parallel.fsdp import BACKENDS, build_mesh  # noqa: E402
 from regrow.plan.mesh import plan_mesh  # noqa: E402
-from regrow.train.step import TrainStep, build_loss  # noqa: E402
+from regrow.train.build import build_step  # noqa: E402
 
 GIB = 2**30
 LR = 1e-4
@@ -214,16 +212,7 @@ def clock(run: RunStep, num_steps: int, device: torch.device) -> list[float]:
 def our_step(case: Case, batches: Sequence[Tensor], device: torch.device) -> RunStep:
     """The step as the job runs it: FSDP over one rank, every pass and reduction in place."""
     mesh = build_mesh(plan_mesh(1, 1), device.type)
-    model = build_model(case.model, case.parallel, mesh=mesh, device=device, seed=0)
-    step = TrainStep(
-        model,
-        build_optimizer(model, OptimConfig()),
-        max_grad_norm=1.0,
-        group=data_parallel_group(mesh),
-        shard_group=shard_group(mesh),
-        loss_function=build_loss(case.parallel, device),
-        keep_gathered=True,
-    )
+    step = build_step(case.model, case.parallel, OptimConfig(), mesh=mesh, device=device, seed=0)
     launched = []
 
     def run(number: int) -> None:

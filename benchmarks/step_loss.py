@@ -15,12 +15,10 @@ from benchmarks.parts import Part
 from torch import Tensor
 
 from regrow.config.schema import Dtype, ModelConfig, OptimConfig, ParallelConfig
-from regrow.optim.adamw import build_optimizer
-from regrow.parallel.apply import build_model
-from regrow.parallel.fsdp import build_mesh, data_parallel_group, shard_group
+from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
 from regrow.testing.peak_memory import peak_bytes
-from regrow.train.step import TrainStep, build_loss
+from regrow.train.build import build_step
 
 VOCAB_SIZE = 32768
 SHAPES = {"cpu": (8, 256, 256), "cuda": (4, 4096, 2048)}  # rows, tokens of a row, tokens of a chunk
@@ -74,15 +72,7 @@ def measure_loss(device: torch.device, *, rounds: int) -> Part:
 def step_of(model_config: ModelConfig, parallel: ParallelConfig, device: torch.device) -> Callable[[Tensor], None]:
     """A step over a group of one that waits until it is done."""
     mesh = build_mesh(plan_mesh(1, 1), device.type)
-    model = build_model(model_config, parallel, mesh=mesh, device=device, seed=0)
-    step = TrainStep(
-        model,
-        build_optimizer(model, OptimConfig()),
-        max_grad_norm=1.0,
-        group=data_parallel_group(mesh),
-        shard_group=shard_group(mesh),
-        loss_function=build_loss(parallel, device),
-    )
+    step = build_step(model_config, parallel, OptimConfig(), mesh=mesh, device=device, seed=0)
 
     def run(batch: Tensor) -> None:
         step.run([batch], num_micro_batches=1, lr=1e-4).resolve()

@@ -20,12 +20,10 @@ from torch.distributed.fsdp import fully_shard
 
 from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
 from regrow.model.size import num_params
-from regrow.optim.adamw import build_optimizer
-from regrow.parallel.apply import build_model
-from regrow.parallel.fsdp import build_mesh, data_parallel_group, shard_group
+from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
 from regrow.testing.gloo import run_ranks
-from regrow.train.step import TrainStep, build_loss
+from regrow.train.build import build_step
 
 RANKS = 2
 WARMUP_STEPS = 2
@@ -83,17 +81,8 @@ def time_sides(model: ModelConfig, rows: int, rounds: int, steps: int) -> dict[s
 
 
 def our_step(config: ModelConfig) -> Run:
-    parallel = ParallelConfig()
     mesh = build_mesh(plan_mesh(RANKS, 1), "cpu")
-    model = build_model(config, parallel, mesh=mesh, device="cpu", seed=0)
-    step = TrainStep(
-        model,
-        build_optimizer(model, OptimConfig()),
-        max_grad_norm=1.0,
-        group=data_parallel_group(mesh),
-        shard_group=shard_group(mesh),
-        loss_function=build_loss(parallel, torch.device("cpu")),
-    )
+    step = build_step(config, ParallelConfig(), OptimConfig(), mesh=mesh, device=torch.device("cpu"), seed=0)
 
     def run(batch: Tensor) -> None:
         step.run([batch], num_micro_batches=1, lr=LR, digest=1).resolve()

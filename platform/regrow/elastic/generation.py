@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 import ray.train
@@ -40,19 +40,18 @@ from regrow.elastic.rendezvous import Joined
 from regrow.errors import CheckpointError
 from regrow.model.flops import flops_per_token, peak_flops
 from regrow.model.llama import Llama, init_weights
-from regrow.optim.adamw import build_optimizer
-from regrow.parallel.apply import build_model
 from regrow.parallel.break_off import listening
 from regrow.parallel.compile import graphs_compiled
 from regrow.parallel.float8 import inner_tensor, refresh_float8_scales
-from regrow.parallel.fsdp import build_mesh, data_parallel_group, replica_group, shard_group
+from regrow.parallel.fsdp import build_mesh, replica_group
 from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
 from regrow.storage import Storage
+from regrow.train.build import build_step
 from regrow.train.loop import LoopSettings, NotFinite, train
 from regrow.train.metrics import Meter
 from regrow.train.probe import Prober
-from regrow.train.step import TrainStep, build_loss, evaluate
+from regrow.train.step import TrainStep, evaluate
 
 LAST_ROOM_S = 30.0  # that the snapshot of the last step waits for room; a node that is taken away gives little more
 
@@ -76,8 +75,8 @@ def train_generation(
     shape = plan_mesh(world_size, config.parallel.dp_replicate)
     mesh = build_mesh(shape, device.type)
     eot_id = job.corpora.eot_id if config.model.document_attention else None
-    model = build_model(config.model, config.parallel, mesh=mesh, device=device, seed=None, eot_id=eot_id)
-    optimizer = build_optimizer(model, config.optim)
+    step = build_step(config.model, config.parallel, config.optim, mesh=mesh, device=device, seed=None, eot_id=eot_id)
+    model, optimizer = cast(Llama, step.model), step.optimizer
     built = time.time()
     entries = training_entries(model, optimizer, inner_tensor=inner_tensor)
     if memory is not None:
@@ -111,16 +110,6 @@ def train_generation(
         peak_flops=sum(gather(peak.flops)),
         world_size=world_size,
         generation=generation,
-    )
-    step = TrainStep(
-        model,
-        optimizer,
-        max_grad_norm=config.optim.max_grad_norm,
-        group=data_parallel_group(mesh),
-        shard_group=shard_group(mesh),
-        sync_every_micro_batch=config.parallel.sync_every_micro_batch,
-        keep_gathered=not config.parallel.reshard_after_forward,
-        loss_function=build_loss(config.parallel, device),
     )
     hooks = _Hooks(job, generation, step, mesh, _Validation(job, device, rank, world_size), memory, prober)
     startup_s = {

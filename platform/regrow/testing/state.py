@@ -6,13 +6,11 @@ import torch.distributed as dist
 from regrow.checkpoint.layout import Part
 from regrow.checkpoint.state import Entry, part_of, training_entries
 from regrow.config.schema import Dtype, Float8, OptimConfig, ParallelConfig
-from regrow.optim.adamw import build_optimizer
-from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
-from regrow.parallel.fsdp import build_mesh, data_parallel_group, replica_group, shard_group
+from regrow.parallel.fsdp import build_mesh, replica_group
 from regrow.plan.mesh import plan_mesh
 from regrow.testing.tiny import count_up_rows, ragged_model, tiny_model
-from regrow.train.step import TrainStep
+from regrow.train.build import build_step
 
 
 def entries_after(
@@ -24,15 +22,11 @@ def entries_after(
     if float8:
         parallel = ParallelConfig(dtype=Dtype.bfloat16, float8=Float8.tensorwise_all_gather)
     config = tiny_model(tied=tied) if float8 else ragged_model(tied=tied)
-    model = build_model(config, parallel, mesh=mesh, device="cpu", seed=seed)
-    optimizer = build_optimizer(model, OptimConfig())
-    step = TrainStep(
-        model, optimizer, max_grad_norm=1.0, group=data_parallel_group(mesh), shard_group=shard_group(mesh)
-    )
+    step = build_step(config, parallel, OptimConfig(), mesh=mesh, device=torch.device("cpu"), seed=seed)
     for index in range(steps):
         rows = count_up_rows(index, num_rows=2, seq_len=8)
         step.run([rows], num_micro_batches=1, lr=1e-3)
-    return training_entries(model, optimizer, inner_tensor=inner_tensor), part_of(mesh), replica_group(mesh)
+    return training_entries(step.model, step.optimizer, inner_tensor=inner_tensor), part_of(mesh), replica_group(mesh)
 
 
 def whole(entries: list[Entry]) -> dict[str, torch.Tensor]:

@@ -9,13 +9,13 @@ from torch.distributed.tensor import DTensor
 
 from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
 from regrow.model.llama import Llama
-from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
-from regrow.parallel.fsdp import build_mesh, data_parallel_group, shard_group
+from regrow.parallel.fsdp import build_mesh
 from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
 from regrow.testing.tiny import count_up_rows
-from regrow.train.step import StepResult, TrainStep, build_loss
+from regrow.train.build import build_step
+from regrow.train.step import StepResult, TrainStep
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,14 @@ class Training:
 def build(training: Training) -> TrainStep:
     """Model, optimizer and step on this rank of the default group. Collective."""
     mesh = build_mesh(plan_mesh(dist.get_world_size(), training.parallel.dp_replicate), "cpu")
-    model = build_model(
-        training.model, training.parallel, mesh=mesh, device="cpu", seed=training.seed, eot_id=training.eot_id
-    )
-    return TrainStep(
-        model,
-        build_optimizer(model, training.optim),
-        max_grad_norm=training.optim.max_grad_norm,
-        group=data_parallel_group(mesh),
-        shard_group=shard_group(mesh),
-        sync_every_micro_batch=training.parallel.sync_every_micro_batch,
-        keep_gathered=not training.parallel.reshard_after_forward,
-        loss_function=build_loss(training.parallel, torch.device("cpu")),
+    return build_step(
+        training.model,
+        training.parallel,
+        training.optim,
+        mesh=mesh,
+        device=torch.device("cpu"),
+        seed=training.seed,
+        eot_id=training.eot_id,
     )
 
 

@@ -1,0 +1,34 @@
+"""A training step from its configuration: model, optimizer and loss on this rank of a mesh."""
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
+from regrow.optim.adamw import build_optimizer
+from regrow.parallel.apply import build_model
+from regrow.parallel.fsdp import data_parallel_group, shard_group
+from regrow.train.step import TrainStep, build_loss
+
+
+def build_step(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    optim: OptimConfig,
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    seed: int | None,
+    eot_id: int | None = None,
+) -> TrainStep:
+    """Collective over the mesh. `seed` and `eot_id` are as for `build_model`."""
+    built = build_model(model, parallel, mesh=mesh, device=device, seed=seed, eot_id=eot_id)
+    return TrainStep(
+        built,
+        build_optimizer(built, optim),
+        max_grad_norm=optim.max_grad_norm,
+        group=data_parallel_group(mesh),
+        shard_group=shard_group(mesh),
+        sync_every_micro_batch=parallel.sync_every_micro_batch,
+        keep_gathered=not parallel.reshard_after_forward,
+        loss_function=build_loss(parallel, device),
+    )
