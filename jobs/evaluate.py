@@ -46,14 +46,15 @@ def main() -> None:
 def evaluate(options: argparse.Namespace, console: Console) -> list[str]:
     from regrow.evaluate import harness
 
-    harness.check_installed()
+    names = options.tasks.split(",") if options.tasks else []
+    harness.set_up(names)
     from regrow.evaluate.source import find_source  # torch, which takes seconds
 
     source = find_source(options.model, step=options.step, corpus=options.corpus)
     folder = source.results if options.out is None else Storage.at(options.out)
     results.earlier_results(folder, source.describe())
     results.check_writable(folder)
-    names = options.tasks.split(",") if options.tasks else harness.usual_tasks(source.corpora)
+    names = names or harness.usual_tasks(source.corpora)
     step = "" if source.step is None else f", step {source.step}"
     console.message(f"evaluating {source.folder}{step}: {', '.join(names)}")
     tasks = harness.load_tasks(names, source.corpora)

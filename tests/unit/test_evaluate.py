@@ -22,6 +22,7 @@ from tokenizers.processors import TemplateProcessing
 from regrow.checkpoint.tools import choose
 from regrow.config.identity import identity
 from regrow.config.schema import DataConfig, Dtype, PretrainConfig
+from regrow.data.corpora import Corpora
 from regrow.data.documents import Document
 from regrow.data.manifest import Manifest
 from regrow.data.prepare import prepare
@@ -293,10 +294,19 @@ def test_what_cannot_be_evaluated_is_said_in_one_line(storage: Path, tmp_path: P
     refused(tmp_path / "runs" / "alone", "has no run.json")
 
 
+def test_without_a_choice_every_shipped_task_runs_that_can_and_none_twice(storage: Path, tmp_path: Path) -> None:
+    words = source.find_source(str(storage / "mine")).corpora
+    assert harness.usual_tasks(None) == list(catalog.PYTHON_DOCS)
+    assert harness.usual_tasks(words) == list(catalog.SHIPPED)
+    manifest = Manifest.load(storage / "data" / "words")
+    replace(manifest, recipe="python_docs").save(tmp_path)
+    assert harness.usual_tasks(Corpora.at(tmp_path)) == list(catalog.OF_A_CORPUS)
+
+
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "find_spec", lambda name: None if name == "lm_eval" else object())
     with pytest.raises(EvaluationError, match=r"^lm_eval missing; pip install 'regrow\[evaluate\]'"):
-        harness.check_installed()
+        harness.set_up([])
 
 
 def test_the_list_needs_nothing_but_the_standard_library_and_regrow() -> None:
@@ -446,9 +456,10 @@ def test_tasks_that_cannot_run_are_named_with_what_can(storage: Path, tmp_path: 
     assert "unknown task 'arc_esay', did you mean arc_easy?; --list names" in refused(run, "--tasks", "arc_esay")
     offline = refused(run, "--tasks", "python_docs_bits,arc_easy")
     assert "error: task arc_easy cannot be loaded" in offline
-    assert "Those that need none: python_docs_bits, " in offline
+    assert "These need none: python_docs_bits, " in offline
     folder = export(run, tmp_path / "hf")
     assert "corpus_bits reads a prepared corpus; name its folder with --corpus" in refused(
         folder, "--tasks", "corpus_bits"
     )
+    assert "give a number on cpu" in refused(run, "--tasks", "corpus_bits", "--batch-size", "auto", "--device", "cpu")
     assert "--device cuda:9 cannot be used" in refused(run, "--device", "cuda:9", "--limit", 1)

@@ -41,33 +41,39 @@ class Settings:
     dtype: Dtype | None = None  # of the weights; None: as they are exported
 
 
-def check_installed() -> None:
-    """Raises EvaluationError where the extra is missing."""
+def set_up(names: Sequence[str]) -> None:
+    """To be called before torch and Hugging Face's libraries are imported.
+
+    Where all tasks are shipped, nothing in this process asks a network from now on. Raises EvaluationError where the
+    extra is missing.
+    """
     missing = [package for package in PACKAGES if find_spec(package) is None]
     if missing:
         raise EvaluationError(f"{', '.join(missing)} missing; {INSTALL}")
+    if all(name in SHIPPED for name in names):
+        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1")
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # of lm_eval's bootstrap, which would fork this process
+    _log_briefly()
 
 
 def usual_tasks(corpora: "Corpora | None") -> list[str]:
-    """The shipped ones that can run."""
-    return list(PYTHON_DOCS if corpora is None else SHIPPED)
+    """The shipped ones that can run, but for those that would ask the same twice."""
+    if corpora is None:
+        return list(PYTHON_DOCS)
+    on_python_docs = all(manifest.recipe == "python_docs" for manifest in corpora.manifests)
+    return list(OF_A_CORPUS if on_python_docs else SHIPPED)
 
 
 def load_tasks(names: Sequence[str], corpora: "Corpora | None") -> dict[str, Any]:
     """Tasks by name, pattern or YAML file, with their documents.
 
-    Where all of them are shipped, nothing in this process asks a network any more. Raises EvaluationError for an
-    unknown one, and for one that cannot be loaded.
+    Raises EvaluationError for an unknown one, and for one that cannot be loaded.
     """
     shipped = [name for name in names if name in SHIPPED]
     others = [name for name in names if name not in SHIPPED]
     if corpora is None and set(shipped) & OF_A_CORPUS.keys():
         name = next(name for name in shipped if name in OF_A_CORPUS)
         raise EvaluationError(f"{name} reads a prepared corpus; name its folder with --corpus")
-    if not others:
-        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1")
-    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # of lm_eval's bootstrap, which would fork this process
-    _log_briefly()
     from lm_eval.tasks import TaskManager
 
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
@@ -93,6 +99,10 @@ def evaluate(folder: Path, tasks: dict[str, Any], settings: Settings, counter: "
 
     device = settings.device or usual_device()
     check_device(device)
+    if settings.batch_size == "auto" and device == "cpu":
+        raise EvaluationError(
+            "--batch-size auto finds what a GPU's memory holds; give a number on cpu, or leave it out"
+        )
     random.seed(DEFAULT_RANDOM_SEED)
     np.random.seed(DEFAULT_OTHER_SEED)  # as lm_eval's own command does
     torch.manual_seed(DEFAULT_OTHER_SEED)
@@ -166,15 +176,15 @@ def _load(manager: Any, name: str, into: dict[str, Any]) -> None:
         raise EvaluationError(f"task {name} needs a package that is not installed: {first_line(error)}") from error
     except Exception as error:  # a task is code of others, and so is what fetches its data
         raise EvaluationError(
-            f"task {name} cannot be loaded ({type(error).__name__}: {first_line(error)}); unless Hugging Face's cache "
-            f"holds them, its data come over the network. Those that need none: {', '.join(SHIPPED)}"
+            f"task {name} cannot be loaded ({type(error).__name__}: {first_line(error)}); its data come over the "
+            f"network, unless Hugging Face's cache holds them. These need none: {', '.join(SHIPPED)}"
         ) from error
     for kind in into:
         into[kind].update(loaded.get(kind, {}))
 
 
 def _log_briefly() -> None:
-    """What lm_eval and transformers warn of as plain lines on stderr, each kind once."""
+    """What lm_eval warns of as plain lines on stderr, each kind once; without what is not for its users."""
     seen: set[tuple[str, int]] = set()
 
     def once(record: logging.LogRecord) -> bool:
@@ -189,4 +199,10 @@ def _log_briefly() -> None:
     logger = logging.getLogger("lm_eval")
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(logging.WARNING)
-    logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)  # advice to writers of tasks
+    for name in (
+        "lm_eval.api.task",  # advice to writers of tasks
+        "torchao",  # kernels that it comes without
+        "torch.utils._pytree",
+        "transformers.tokenization_utils_base",  # documents are longer than the context, which windows are for
+    ):
+        logging.getLogger(name).setLevel(logging.ERROR)

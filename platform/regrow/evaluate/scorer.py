@@ -49,7 +49,7 @@ class Scorer(HFLM):
     ) -> list[Any]:
         show, left = self._counter(Stage(name, unit), total), total
 
-        def advance(rows: int) -> None:  # trials of batch sizes are too many, answers of one token share a row
+        def advance(rows: int) -> None:  # answers of one token share a row, so the end may come early
             nonlocal left
             rows = min(rows, left)
             left -= rows
@@ -70,6 +70,13 @@ class Scorer(HFLM):
                     "leave its task out"
                 )
         return super()._loglikelihood_tokens(requests, disable_tqdm=True, override_bs=override_bs)
+
+    def _detect_batch_size(self, requests: Any = None, pos: int = 0) -> Any:
+        counting, self._advance = self._advance, _ignore  # these rows are trials
+        try:
+            return super()._detect_batch_size(requests, pos)
+        finally:
+            self._advance = counting
 
     def _model_call(self, inps: torch.Tensor, *arguments: Any, **more: Any) -> torch.Tensor:
         logits: torch.Tensor = super()._model_call(inps, *arguments, **more)
@@ -108,5 +115,5 @@ def begins_with_end_of_text(folder: Path) -> bool:
     return bool(is_llama and special.get("bos_token") and special.get("bos_token") == special.get("eos_token"))
 
 
-def _ignore(rows: float) -> None:
+def _ignore(rows: int) -> None:
     pass
