@@ -24,8 +24,8 @@ from regrow.observe.status_folder import NewestRows, held, read_status
 from regrow.observe.status_logs import status_of
 from regrow.observe.status_text import body, describe, heading, one_line
 from regrow.storage import Storage
-from regrow.submit import job_status
 from regrow.submit.job_status import on_kubernetes, on_ray
+from regrow.submit.token import use_token
 from regrow.testing import stand_in_kubectl
 from regrow.testing.stand_in_kubectl import STATE, store
 
@@ -510,14 +510,14 @@ def test_a_token_that_is_there_is_used_unless_told_otherwise(tmp_path: Path, mon
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
-    job_status._use_token()
+    use_token()
     assert "RAY_AUTH_MODE" not in os.environ
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("secret")
-    job_status._use_token()
+    use_token()
     assert os.environ["RAY_AUTH_MODE"] == "token"
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    job_status._use_token()
+    use_token()
     assert os.environ["RAY_AUTH_MODE"] == "disabled"
 
 

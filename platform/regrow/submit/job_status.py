@@ -7,12 +7,10 @@ The folder of a job is often in reach of the cluster alone (its disks, its crede
 import contextlib
 import json
 import logging
-import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from regrow.config.store import pretrain_config
@@ -24,6 +22,7 @@ from regrow.observe.units import when
 from regrow.storage import Storage
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.kuberay import ENDED, KIND, KubeRay
+from regrow.submit.token import use_token
 
 PRETRAIN = ("jobs.pretrain", "jobs/pretrain.py")  # as a command names it; the second, where Ray did not start it
 ANSWER_S, POLL_S = 180.0, 0.5  # for a small job on a Ray cluster, the first of which takes the checkout there
@@ -66,7 +65,7 @@ def on_ray(address: str, *, run: str | None) -> Look:
 
     Raises ClusterError where no cluster answers, or none that lets us in.
     """
-    _use_token()
+    use_token()
     from ray.job_submission import JobSubmissionClient  # takes a second
 
     logging.getLogger("ray").setLevel(logging.ERROR)  # it tells of every file that it takes along
@@ -94,16 +93,6 @@ def on_ray(address: str, *, run: str | None) -> Look:
             raise ClusterError(f"{address} does not answer: {first_line(error)}") from error
 
     return look
-
-
-def _use_token() -> None:
-    """Use a token that is there, as Ray does where it starts or joins a cluster, unless RAY_AUTH_MODE says otherwise.
-
-    A Ray that `ray.init` starts has one. The mode is looked at when ray is first imported.
-    """
-    given = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
-    if given or (Path.home() / ".ray" / "auth_token").exists():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def _run_of(entrypoint: str) -> tuple[str, str]:

@@ -41,7 +41,7 @@ def job_spec(config: SubmitJobConfig, code: Code, arguments: list[str]) -> dict[
 
 
 class RayJobs:
-    """The jobs of one run on one cluster. A token is taken from RAY_AUTH_TOKEN and its kin, as Ray does."""
+    """The jobs of one run on one cluster. A token is used as Ray does; see `submit.token`."""
 
     def __init__(self, address: str | None, run: str) -> None:
         """Raises ClusterError where no cluster answers, or none that lets us in."""

@@ -20,6 +20,7 @@ from regrow.submit.kuberay import KubeRay
 from regrow.submit.lint import lint
 from regrow.submit.manifest import Finding, Manifest
 from regrow.submit.render import Code, job_name, render, to_yaml
+from regrow.submit.token import use_token
 
 
 def submit(config: SubmitJobConfig, given: Sequence[str]) -> int:
@@ -56,6 +57,7 @@ def _on_kuberay(config: SubmitJobConfig, code: Code, given: Sequence[str]) -> in
 
 
 def _on_ray(config: SubmitJobConfig, code: Code, given: Sequence[str]) -> int:
+    use_token()
     from regrow.submit.ray_jobs import RayJobs, job_spec  # ray takes a second
 
     action, options = config.submit.action, config.submit
