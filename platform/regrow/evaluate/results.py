@@ -2,14 +2,13 @@
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from regrow.errors import EvaluationError
+from regrow.errors import EvaluationError, first_line
 from regrow.storage import Storage
 
-RESULTS = "results.json"
+RESULTS, PROBE = "results.json", ".writable"
 FORMAT, VERSION = "regrow-evaluation", 1
 BETTER = {True: "higher is better", False: "lower is better", None: ""}
 
@@ -56,19 +55,21 @@ def earlier_results(folder: Storage, model: Mapping[str, Any]) -> dict[str, Task
     except (ValueError, KeyError, TypeError) as error:
         raise EvaluationError(f"{folder}/{RESULTS} is no file of results; name another --out") from error
     if found != (FORMAT, VERSION, dict(model)):
-        other = found[2]
-        raise EvaluationError(
-            f"{folder}/{RESULTS} has results of {other.get('folder')}, step {other.get('step')}; name another --out"
-        )
+        other = found[2].get("folder"), found[2].get("step")
+        of = other[0] if other[1] is None else f"{other[0]}, step {other[1]}"
+        raise EvaluationError(f"{folder}/{RESULTS} has results of {of}; name another --out")
     return tasks
 
 
 def check_writable(folder: Storage) -> None:
-    """Raises EvaluationError, before anything slow happens, where a local folder cannot be made or written to."""
-    if folder.is_local:
-        place = next(path for path in (folder.local_path, *folder.local_path.parents) if path.exists())
-        if not place.is_dir() or not os.access(place, os.W_OK):
-            raise EvaluationError(f"{folder}: results cannot be written below {place}; name another --out")
+    """Raises EvaluationError, before anything slow happens, where nothing can be written."""
+    try:
+        folder.write_bytes(PROBE, b"")
+        folder.delete(PROBE)
+    except OSError as error:
+        raise EvaluationError(
+            f"{folder}: results cannot be written ({first_line(error)}); name another --out"
+        ) from error
 
 
 def write_results(folder: Storage, model: Mapping[str, Any], tasks: Mapping[str, TaskResult]) -> None:
