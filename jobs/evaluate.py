@@ -51,7 +51,7 @@ def evaluate(options: argparse.Namespace, console: Console) -> list[str]:
     from regrow.evaluate.source import find_source  # torch, which takes seconds
 
     source = find_source(options.model, step=options.step, corpus=options.corpus)
-    folder = source.results if options.out is None else Storage.at(options.out)
+    folder = source.results(options.limit) if options.out is None else Storage.at(options.out)
     results.earlier_results(folder, source.describe())
     results.check_writable(folder)
     names = names or harness.usual_tasks(source.corpora)

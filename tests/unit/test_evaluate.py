@@ -245,7 +245,8 @@ def test_a_run_is_exported_for_the_while_and_the_copy_removed_whatever_ends_it(
     assert (found.step, found.run_id) == (2, RUN_ID)
     assert found.corpora is not None
     assert found.corpora.folders == (str(storage / "data" / "words"),)
-    assert str(found.results) == f"{storage}/mine/evaluations/step-00000002"
+    assert str(found.results(None)) == f"{storage}/mine/evaluations/step-00000002"
+    assert str(found.results(7)) == f"{storage}/mine/evaluations/step-00000002-limit-7"
     assert source.find_source(str(storage / "mine"), step=1).step == 1
     with found.model_folder(None, quiet) as folder:
         assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "float32"
@@ -268,6 +269,8 @@ def test_an_exported_model_is_taken_as_it_is(storage: Path, tmp_path: Path) -> N
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     found = source.find_source(str(folder), corpus=str(storage / "data" / "words"))
     assert (found.step, found.run_id) == (None, None)
+    assert str(found.results(None)) == f"{folder}/evaluations"
+    assert str(found.results(7)) == f"{folder}/evaluations/limit-7"
     assert found.corpora is not None
     with found.model_folder(Dtype.bfloat16, quiet) as same:
         assert same == folder
@@ -396,7 +399,7 @@ def test_offline_the_shipped_tasks_find_what_our_own_model_computes(storage: Pat
     run, corpus = storage / "mine", storage / "data" / "words"
     done = job(run, "--limit", "7", **environment)
     assert not list(temporary.iterdir())
-    where = run / "evaluations" / "step-00000002" / "results.json"
+    where = run / "evaluations" / "step-00000002-limit-7" / "results.json"
     assert done.stdout.splitlines()[0] == f"{run}, step 2"
     assert done.stdout.splitlines()[-1] == f"written to {where}"
     written = json.loads(where.read_text())

@@ -29,10 +29,9 @@ NEITHER = (
 
 @dataclass(frozen=True)
 class Source:
-    """A model, and where its results go unless asked otherwise."""
+    """A model."""
 
     folder: Storage  # the run's, or that of the exported model
-    results: Storage
     corpora: Corpora | None  # that it trained on, where they were found
     run_id: str | None = None  # null for an exported model, whose run is not known
     index: Index | None = None  # of the run's checkpoint
@@ -40,6 +39,12 @@ class Source:
     @property
     def step(self) -> int | None:
         return None if self.index is None else self.index.step
+
+    def results(self, limit: int | None) -> Storage:
+        """Where its results go unless asked otherwise; a quick look must not replace those of all examples."""
+        parts = [] if self.step is None else [step_folder(self.step)]
+        parts += [] if limit is None else [f"limit-{limit}"]
+        return self.folder / EVALUATIONS / "-".join(parts) if parts else self.folder / EVALUATIONS
 
     def describe(self) -> dict[str, Any]:
         """Which model this is, for the file of its results."""
@@ -71,7 +76,7 @@ def find_source(location: str, *, step: int | None = None, corpus: str | None = 
         if step is not None:
             raise EvaluationError(f"--step chooses among a run's checkpoints; {folder} holds an exported model")
         _check_exported(folder, names)
-        return Source(folder, folder / EVALUATIONS, chosen)
+        return Source(folder, chosen)
     if CHECKPOINTS not in names:
         raise EvaluationError(f"{folder} {NEITHER if names else 'is not there, or empty'}")
     _, index = tools.choose(*checkpoints_of(location), step)
@@ -85,8 +90,7 @@ def find_source(location: str, *, step: int | None = None, corpus: str | None = 
             f"{str(folder).rpartition('/')[0]}/data, or export the checkpoint (python -m jobs.checkpoint export), add "
             f"tokenizer.json and {TOKENIZER_CONFIG}, and name that folder"
         )
-    results = folder / EVALUATIONS / step_folder(index.step)
-    return Source(folder, results, chosen or trained_on, record["run_id"], index)
+    return Source(folder, chosen or trained_on, record["run_id"], index)
 
 
 def _check_exported(folder: Storage, names: set[str]) -> None:
