@@ -4,11 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEV := $(VENV)/.ready-dev
+EVALUATE := $(VENV)/.ready-evaluate
+COMMA := ,
 ARGS ?=
 NONE_CHOSEN := || [ $$? -eq 5 ]  # pytest's status where ARGS leave no test
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain data test check format test-long test-float8 clean
+.PHONY: help setup pretrain data test check format test-long test-float8 test-evaluate clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -29,6 +31,9 @@ $(READY): pyproject.toml constraints.txt
 
 $(DEV): $(READY)
 	$(call install,.[dev])
+
+$(EVALUATE): $(DEV)
+	$(call install,.[dev$(COMMA)evaluate])
 
 pretrain: $(READY) ## train the 5M debug model on this machine, real text, no network; ARGS='run.name=... train.steps=...'
 	$(BIN)/python -m jobs.pretrain $(ARGS)
@@ -56,6 +61,9 @@ test-long: $(DEV) ## more elastic cases and every drill on real raylets, and 200
 
 test-float8: $(DEV) ## the full float8 x compile x world size matrix (long)
 	$(BIN)/python -m pytest tests/dist -m matrix $(ARGS)
+
+test-evaluate: $(EVALUATE) ## jobs.evaluate and exports, with lm_eval and transformers (some 330 MB more in .venv)
+	$(BIN)/python -m pytest tests/unit/test_evaluate.py tests/unit/test_huggingface.py $(ARGS)
 
 clean: ## remove .venv and caches; runs/ stays
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
