@@ -26,6 +26,7 @@ CONFIG = PretrainConfig(
 )
 LAYOUT = layout_of(CONFIG)
 STEPS = 240
+AFTERWARDS = 15  # steps that a group may do after what it was waited for
 STALL_S = 5.0
 RANK = "rank_slot"
 
@@ -91,14 +92,14 @@ class Record:
 
 @ray.remote(num_cpus=0, resources={RANK: 1}, max_retries=0)
 def rank_of_group(
-    stream: Any, record: Any, corpora: Corpora, group: int, rank: int, slices: range, start: int, step_s: float
+    stream: Any, record: Any, corpora: Corpora, group: int, rank: int, slices: range, steps: range, step_s: float
 ) -> None:
     consume_batches(
         CONFIG,
         corpora,
         [stream.get.remote],
         slices,
-        range(start, STEPS),
+        steps,
         stall_timeout_s=STALL_S,
         step_s=step_s,
         seen=lambda step, digest: ray.get(record.step.remote(group, step, rank, digest)),
@@ -124,9 +125,9 @@ def test_no_position_is_lost_or_repeated_while_nodes_come_and_die(nodes: Nodes, 
     def train(group: int, until: int, event: Any, *, rollback: int = 0, step_s: float = 0.05) -> None:
         """Run a group on all rank nodes until it has done step `until`; then let the event happen, and end it."""
         begin = max(0, len(trained) - rollback)
-        world_size = len(nodes.ranks)
+        world_size, steps = len(nodes.ranks), range(begin, min(until + AFTERWARDS, STEPS))
         tasks = [
-            rank_of_group.remote(stream, record, corpora, group, rank, slices, begin, step_s)
+            rank_of_group.remote(stream, record, corpora, group, rank, slices, steps, step_s)
             for rank, slices in enumerate(plan_batch(num_slices=12, world_size=world_size).ranges)
         ]
         deadline = time.monotonic() + 60
