@@ -10,7 +10,7 @@ ARGS ?=
 NONE_CHOSEN := || [ $$? -eq 5 ]  # pytest's status where ARGS leave no test
 
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain data test check format test-long test-float8 test-evaluate clean
+.PHONY: help setup pretrain data test lint check format test-long test-float8 test-evaluate clean
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -41,23 +41,26 @@ pretrain: $(READY) ## train the 5M debug model on this machine, real text, no ne
 data: $(READY) ## prepare the corpus without training
 	$(BIN)/python -m jobs.prepare_data $(ARGS)
 
-test: $(DEV) ## everything that needs no GPU; ARGS='-k ...' to choose
+test: $(DEV) ## what needs no GPU and is quick enough for every commit; ARGS='-k ...' to choose
 	$(BIN)/python -m pytest tests/unit tests/golden tests/dist -n auto -m 'not matrix and not long' $(ARGS) $(NONE_CHOSEN)
 	$(BIN)/python -m pytest tests/cluster -m 'not matrix and not long' $(ARGS) $(NONE_CHOSEN)
 
-check: $(DEV) ## format, lint, types, layers, unit tests: about a minute
+lint: $(DEV) ## format, lint, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+check: lint ## the same, and the unit tests: some three minutes
 	$(BIN)/python -m pytest tests/unit tests/golden -m 'not slow and not long and not matrix' -q -n auto
 
 format: $(DEV) ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test-long: $(DEV) ## more elastic cases and every drill on real raylets, and 200 random kills of the checkpoint tiers
-	CRASH_KILLS=200 $(BIN)/python -m pytest tests/cluster/test_elastic.py tests/cluster/test_drill.py tests/cluster/test_prometheus.py tests/dist/test_crashes.py $(ARGS)
+test-long: $(DEV) ## the rest: every elastic case and drill on real raylets, 200 random kills of the checkpoint tiers (hours)
+	CRASH_KILLS=200 $(BIN)/python -m pytest tests/dist/test_crashes.py $(ARGS) $(NONE_CHOSEN)
+	$(BIN)/python -m pytest tests/dist tests/cluster -m long $(ARGS) $(NONE_CHOSEN)
 
 test-float8: $(DEV) ## the full float8 x compile x world size matrix (long)
 	$(BIN)/python -m pytest tests/dist -m matrix $(ARGS)

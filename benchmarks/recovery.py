@@ -27,7 +27,8 @@ node_kill_s, worker_kill_s, hang_s     Of ours; `hang_minus_5_steps_s` is less f
 *_vs_tuned_stock, *_vs_default_stock   Ratios of medians; the spread is from best over worst to worst over best.
 first_step_after_death_visible_s       From when Ray's GCS knows of the node's death, looked at every 20 ms.
 regrow_stall_steps                     From the last step of two ranks to the first of three, less one of their median
-                                       steps, in those; `regrow_s` is from when the node was there.
+                                       steps, in those; `regrow_stall_but_restore_steps` leaves out what the new group
+                                       took to get its state. `regrow_s` is from when the node was there.
 lost_steps_max                         Steps trained again, over all faults of ours.
 recompiles                             Graphs that a surviving process compiles in two resizes (`parallel.compile`).
 

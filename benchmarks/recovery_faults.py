@@ -50,6 +50,7 @@ class Trial:
             waited_s=waited_s,
             ranks=(of_group(trail.look(), group)[-1].world_size, found.world_size if found else 0),
             load=load,
+            restore_s=self.side.restore_s() if found else None,
         )
 
     def _watch(self, fault: str, victim: Worker) -> Watch | None:

@@ -30,6 +30,7 @@ class Sample:
     waited_s: float
     ranks: tuple[int, int]  # before and after; 0 after: none
     load: float  # of the machine, in the minute before
+    restore_s: float | None = None  # of ours, within `stood_still_s`: until the new group had its state
 
     @classmethod
     def of(cls, row: dict[str, Any]) -> "Sample":
@@ -56,6 +57,7 @@ def summarize(samples: Sequence[Sample], recompiles: Sequence[int]) -> Result:
     hangs = [(sample.new_step_s, sample.step_s) for sample in of_fault(ours, HANG)]
     add(result, "hang_minus_5_steps_s", [new - 5 * step for new, step in hangs if new is not None])
     add(result, "regrow_stall_steps", stall_steps(ours))
+    add(result, "regrow_stall_but_restore_steps", stall_steps(ours, but_restore=True))
     lost = [sample.lost_steps for sample in ours if sample.lost_steps is not None]
     if lost:
         result.figures["lost_steps_max"] = max(lost)
@@ -78,10 +80,14 @@ def after_visible_s(sample: Sample) -> float:
     return sample.new_step_s - sample.visible_s
 
 
-def stall_steps(samples: Sequence[Sample]) -> list[float]:
-    """How long groups stood still to grow, in their own steps."""
-    grown = of_fault(samples, REGROW)
-    return [sample.stood_still_s / sample.step_s for sample in grown if sample.stood_still_s is not None]
+def stall_steps(samples: Sequence[Sample], *, but_restore: bool = False) -> list[float]:
+    """How long groups stood still to grow, in their own steps; without restoring, where that is known."""
+    steps = []
+    for sample in of_fault(samples, REGROW):
+        apart = sample.restore_s if but_restore else 0.0
+        if sample.stood_still_s is not None and apart is not None:
+            steps.append((sample.stood_still_s - apart) / sample.step_s)
+    return steps
 
 
 def add(result: Result, name: str, values: list[float]) -> None:

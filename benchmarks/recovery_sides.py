@@ -69,6 +69,9 @@ class Side(Protocol):
     def workers(self) -> list[Worker]:
         """Of the newest group, in rank order."""
 
+    def restore_s(self) -> float | None:
+        """What the newest group took to get its state, where that is known."""
+
     def status(self) -> int | None:
         """The driver's exit status, None while it runs."""
 
@@ -95,6 +98,9 @@ class Ours:
     def groups(self) -> list[dict[str, Any]]:
         """The `generation` events."""
         return self.job.events("generation")
+
+    def restore_s(self) -> float | None:
+        return float(self.groups()[-1]["restore_s"])
 
     def status(self) -> int | None:
         return self.job.process.poll()
@@ -144,6 +150,9 @@ class Stock:
         except FileNotFoundError:
             return []
         return [Worker(**worker) for worker in json.loads(groups[-1])["workers"]]
+
+    def restore_s(self) -> float | None:
+        return None
 
     def status(self) -> int | None:
         return self.process.poll()

@@ -27,9 +27,7 @@ def main(config: PretrainConfig) -> None:
 
             if not ray.is_initialized():
                 connection = stack.enter_context(cluster_for(config.cluster))
-                console.message(
-                    f"Ray dashboard: http://{connection.dashboard}" if connection.dashboard else "Ray is up"
-                )
+                console.message(connection.dashboard or "Ray is up")
             return on_ray(function, numbers)
 
         folder, manifest = find_or_prepare(

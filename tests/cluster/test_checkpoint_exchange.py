@@ -16,6 +16,7 @@ def checkpoint(*arguments: object, status: int = 0) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)  # four starts of Ray, one after another
 def test_exported_runs_are_imported_and_trained_further(tmp_path: Path) -> None:
     trained = run_to_end(tmp_path, "trained", *SMALL, "train.steps=8", "checkpoint.every_steps=4")

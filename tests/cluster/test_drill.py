@@ -39,6 +39,7 @@ def verdicts(folder: Path) -> dict[str, Any]:
     return {verdict["claim"]: verdict["holds"] for verdict in content["verdicts"]}
 
 
+@pytest.mark.long
 def test_a_killed_worker_breaks_no_promise(storage: Path) -> None:
     plan = "drill.plan=['at step 12: kill_worker rank=1']"
     status, printed = drill(

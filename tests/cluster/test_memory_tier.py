@@ -11,7 +11,8 @@ from regrow.checkpoint.slots import Committed
 from regrow.testing.cluster import SMALL, Job, run_to_end
 
 STEPS = 60
-BASE = [*SMALL, "+cluster=cpu3", f"train.steps={STEPS}", "checkpoint.every_steps=1000", "snapshot.every_steps=1"]
+ALONE = [*SMALL, f"train.steps={STEPS}", "checkpoint.every_steps=1000", "snapshot.every_steps=1"]
+BASE = [*ALONE, "+cluster=cpu3"]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,8 @@ def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(storage: Path) -> Job:
-    job = run_to_end(storage, "undisturbed", *BASE)
+    """At one rank."""
+    job = run_to_end(storage, "undisturbed", *ALONE)
     assert job.memory() == []  # a run that has ended leaves nothing there
     return job
 
@@ -53,6 +55,7 @@ def test_dead_workers_and_a_nodes_memory_gone_cost_at_most_a_step_and_no_storage
         assert_same_run(job, undisturbed)
 
 
+@pytest.mark.long
 def test_without_enough_of_it_left_the_run_goes_back_to_its_checkpoint(undisturbed: Job, storage: Path) -> None:
     arguments = [argument for argument in BASE if "checkpoint" not in argument]
     with Job(storage, "storage", *arguments, "checkpoint.every_steps=10") as job:
@@ -73,6 +76,7 @@ def committed_step(job: Job) -> int:
     return min(Committed.read(folder).newest.step for folder in job.memory())
 
 
+@pytest.mark.long
 def test_a_keeper_that_was_killed_takes_its_place_again(storage: Path) -> None:
     with Job(storage, "keeper", *SMALL, "+cluster=cpu3", "train.steps=2000", "checkpoint.every_steps=1000") as job:
         job.wait_for(lambda: job.last_step() >= 10)
@@ -94,6 +98,7 @@ def test_a_keeper_that_was_killed_takes_its_place_again(storage: Path) -> None:
         assert job.memory() == []
 
 
+@pytest.mark.long
 def test_a_new_driver_finds_the_snapshots_of_the_one_that_died(undisturbed: Job, storage: Path) -> None:
     from ray.cluster_utils import Cluster
 

@@ -52,7 +52,7 @@ def test_30_steps_at_1_2_and_3_ranks_see_the_same_batches_and_losses(storage: Pa
     assert [row["step"] for row in three.metrics() if row.get("validation_loss")] == [20, 30]
 
 
-@pytest.mark.parametrize("resumed_at", [2, 3])
+@pytest.mark.parametrize("resumed_at", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_after_kill_9_at_step_20_the_run_goes_on_as_if_nothing_had_happened(
     storage: Path, undisturbed: Job, resumed_at: int
 ) -> None:
@@ -104,6 +104,7 @@ def test_ctrl_c_commits_a_checkpoint_says_how_to_resume_and_leaves_no_process(st
     assert losses(resumed) == losses(undisturbed)
 
 
+@pytest.mark.long
 def test_stop_at_step_leaves_the_schedule_of_the_whole_run(storage: Path, undisturbed: Job) -> None:
     arguments = [*SMALL, *workers(2), "train.steps=40"]
     stopped = run_to_end(storage, "stopped", *arguments, "train.stop_at_step=12")
@@ -121,6 +122,7 @@ def test_a_changed_setting_is_refused_with_the_difference(storage: Path, undistu
         assert "optim.lr: 0.003 -> 0.1" in job.printed().splitlines()[-1]
 
 
+@pytest.mark.long
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(storage: Path, undisturbed: Job) -> None:
     arguments = [*SMALL, *workers(2), "checkpoint.every_steps=10"]
     first = run_to_end(storage, "damaged", *arguments, "train.steps=40", "train.stop_at_step=20")

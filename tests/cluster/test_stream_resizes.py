@@ -107,6 +107,7 @@ def rank_of_group(
     )
 
 
+@pytest.mark.long
 def test_no_position_is_lost_or_repeated_while_nodes_come_and_die(nodes: Nodes, tmp_path: Path) -> None:
     write_rows(tmp_path, num_rows=301, seq_len=64)  # 12.5 global batches an epoch
     corpora = Corpora.at(tmp_path)

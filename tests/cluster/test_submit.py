@@ -163,6 +163,7 @@ def test_a_wrong_token_is_refused_in_one_line(place: Place) -> None:
     assert not (place.folder / "runs" / "intruder").exists()
 
 
+@pytest.mark.long
 def test_a_run_is_submitted_stopped_and_resumed_by_the_same_commands(place: Place) -> None:
     applied = place.submit("mine", "submit.action=apply", "submit.follow=false")
     assert applied.returncode == 0, applied.stderr

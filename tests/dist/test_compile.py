@@ -16,6 +16,10 @@ DEEP = tiny_model(num_layers=10)
 # what the claim about float8 is made on: large enough that rounding is not the smallest of its worries
 MATRIX = tiny_model(num_layers=2, dim=128, ffn_dim=256)
 MATRIX_STEPS = 50
+MODES = [
+    mode if mode is ActivationCheckpoint.selective else pytest.param(mode, marks=pytest.mark.long)
+    for mode in ActivationCheckpoint
+]
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +35,7 @@ def losses_and_graphs(training: Training) -> tuple[list[float], int]:
     return losses, counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("mode", ActivationCheckpoint)
+@pytest.mark.parametrize("mode", MODES)
 def test_all_blocks_share_one_graph_under_every_activation_checkpointing(mode):
     training = Training(
         DEEP,
@@ -46,7 +50,7 @@ def test_all_blocks_share_one_graph_under_every_activation_checkpointing(mode):
         assert num_graphs == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_compiled_float8_model_trains_like_the_eager_one_where_no_width_divides_by_the_ranks(cache):
     def training(compile_blocks: bool) -> Training:
         recipe = ParallelConfig(dtype=Dtype.bfloat16, float8=Float8.tensorwise_all_gather, compile=compile_blocks)

@@ -28,7 +28,7 @@ def losses_of_recipes(recipes: list[Float8]) -> dict[Float8, list[float]]:
     }
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_every_recipe_trains_like_bfloat16(world_size):
     losses = run_ranks(losses_of_recipes, world_size, list(Float8))[0]
     for recipe in RECIPES:

@@ -175,7 +175,14 @@ def test_bfloat16_trains_close_to_float32():
     assert [result.loss for result in results] == pytest.approx(plain, rel=0.01)
 
 
-@pytest.mark.parametrize("recipe", [Float8.none, Float8.rowwise, Float8.tensorwise_all_gather])
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(Float8.none, marks=pytest.mark.long),
+        pytest.param(Float8.rowwise, marks=pytest.mark.long),
+        Float8.tensorwise_all_gather,
+    ],
+)
 def test_chunks_of_the_loss_change_nothing_under_float8_compiled_blocks_and_checkpointing(recipe):
     losses = []
     for loss_chunk_tokens in (0, 5):

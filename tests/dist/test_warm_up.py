@@ -1,19 +1,107 @@
-"""A process that has warmed up has nothing left of it, and joins a group as any other."""
+"""Before a process joins a group it has compiled what it will run; and what one has compiled no other one compiles."""
 
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
+from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, OptimConfig, ParallelConfig
+from regrow.parallel.compile import graphs_compiled
+from regrow.parallel.compile_cache import CompileCache
+from regrow.storage import Storage
 from regrow.testing.gloo import run_ranks
+from regrow.testing.tiny import tiny_model
+from regrow.testing.training import Training, train
 from regrow.train.warm_up import warm_up
 
+CPU = torch.device("cpu")
+OPTIM = OptimConfig(lr=1e-2, global_batch_seqs=24, num_slices=12)
+TRACED = ParallelConfig(compile=True, compile_backend="aot_eager")
+PASS_SEQS = 2  # of a slice
 
-def warm_up_and_join() -> tuple[bool, bool]:
+
+def warm_up_and_train(training: Training, store: str) -> tuple[int, int]:
+    """Graphs traced in the warm-up, and in all with the steps of a group after it."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    state = torch.get_rng_state()
-    warm_up(torch.device("cpu"))
-    same = torch.equal(torch.get_rng_state(), state)
-    return same, not dist.is_initialized()
+    warm_up(CPU, training.model, training.parallel, pass_seqs=PASS_SEQS, seq_len=training.seq_len)
+    before = graphs_compiled()
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    train(training)
+    return before, graphs_compiled()
 
 
-def test_nothing_is_left_of_it() -> None:
-    assert run_ranks(warm_up_and_join, 2) == [(True, True)] * 2
+@pytest.mark.parametrize(
+    ("parallel", "document_attention"),
+    [
+        (TRACED, False),
+        (replace(TRACED, activation_checkpoint=ActivationCheckpoint.selective), True),
+        (replace(TRACED, dtype=Dtype.bfloat16, float8=Float8.tensorwise_all_gather), False),
+    ],
+    ids=["plain", "selective, documents", "float8"],
+)
+def test_after_its_warm_up_a_rank_traces_no_graph_in_the_groups_steps(parallel, document_attention, tmp_path):
+    model = replace(tiny_model(num_layers=3), document_attention=document_attention)
+    training = Training(model, parallel, OPTIM, num_steps=3, eot_id=7 if document_attention else None)
+    for before, after in run_ranks(warm_up_and_train, 2, training, str(tmp_path / "store")):
+        assert (before, after) == (1, 1)
+
+
+def warm_up_without_compiling() -> bool:
+    """Whether a group is left."""
+    dist.destroy_process_group()
+    warm_up(CPU, tiny_model(), ParallelConfig(), pass_seqs=10**9, seq_len=10**9)
+    return dist.is_initialized()
+
+
+def test_without_compiling_the_warm_up_is_small_whatever_the_model(tmp_path):
+    assert run_ranks(warm_up_without_compiling, 1) == [False]
+
+
+def train_with(cache: str, training: Training) -> dict[str, int]:
+    """What a process finds in the folder, compiles, and writes."""
+    kept = CompileCache(Storage.at(cache), CPU)
+    found = kept.load()
+    train(training)
+    return {
+        "found": found,
+        "compiled": counters["inductor"]["fxgraph_cache_miss"] + counters["inductor"]["fxgraph_cache_bypass"],
+        "written": kept.keep_new(),
+        "written_again": kept.keep_new(),
+    }
+
+
+def test_what_one_machine_has_compiled_another_one_does_not(tmp_path):
+    training = Training(tiny_model(), ParallelConfig(compile=True), OPTIM, num_steps=2)
+
+    def on_machine(name: str) -> dict[str, int]:
+        """One whose disk has seen nothing yet."""
+        alone = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / name), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        (result,) = run_ranks(train_with, 1, str(tmp_path / "cache"), training, deadline_s=280, env=alone)
+        return result
+
+    first = on_machine("first")
+    assert first["found"] == 0
+    assert first["compiled"] == 2  # forward and backward of a block
+    assert first["written"] > 0
+    assert first["written_again"] == 0
+    second = on_machine("second")
+    assert second == {"found": first["written"], "compiled": 0, "written": 0, "written_again": 0}
+
+    (kept,) = (tmp_path / "cache").rglob("*.artifacts")
+    content = bytearray(kept.read_bytes())
+    content[len(content) // 2] ^= 1
+    kept.write_bytes(content)
+    third = on_machine("third")
+    assert third["found"] == 0  # never handed to torch
+    assert third["compiled"] == 2
+
+
+def test_a_folder_that_cannot_be_read_is_done_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    kind = torch.backends.cpu.get_cpu_capability()
+    (tmp_path / f"torch-{torch.__version__}-{kind}" / "folder.artifacts").mkdir(parents=True)
+    assert CompileCache(Storage.at(tmp_path), CPU).load() == 0
+    assert "cannot be read: [Errno 21] Is a directory" in capsys.readouterr().err

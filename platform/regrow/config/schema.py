@@ -197,6 +197,7 @@ class ParallelConfig:
     float8: Float8 = Float8.none  # recipe of the blocks' linear layers; emulated off-GPU
     compile: bool = False  # torch.compile each block
     compile_backend: str = "inductor"  # torch.compile backend
+    compile_cache: str | None = None  # folder, path or URI, with what was compiled; its writers can run code in workers
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint.none  # what backward recomputes
     activation_budget: float = 1.0  # with compile: below 1, share of a block's activations that may be kept
     reshard_after_forward: bool = True  # free gathered parameters after each use; false: gather once a step

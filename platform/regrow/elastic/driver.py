@@ -33,6 +33,7 @@ from regrow.observe.console import Console
 from regrow.observe.narrate import narrate, startup_line
 from regrow.observe.provenance import git_sha, versions
 from regrow.observe.report import write_report
+from regrow.storage import Storage
 
 POLL_S = 0.2
 INTERRUPTED, CONTROLLER_DIED = "interrupted", "controller_died"
@@ -74,7 +75,7 @@ def pretrain(config: PretrainConfig) -> None:
             lines = geometry(config, plans)
             console.start(lines, steps=config.train.steps, stop_at_step=config.train.stop_at_step)
             if connection.dashboard:
-                console.message(f"Ray dashboard: http://{connection.dashboard}")
+                console.message(connection.dashboard)
             startup.done("ray")
             corpora = find_corpora(config, progress=console.progress, distribute=on_ray)
             startup.done("data")
@@ -132,6 +133,7 @@ class _Session:
             run_id=run.run_id,
             secret=secret,
             checkpoints=str(run.folder / CHECKPOINTS),
+            compile_cache=str(Storage.at(kept)) if (kept := config.parallel.compile_cache) else None,
             corpora=corpora,
             coordinator=self.coordinator,
             stream=self.stream,

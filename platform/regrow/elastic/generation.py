@@ -6,6 +6,7 @@ Starting, resuming, shrinking, growing and restarting after a loss are this one 
 import contextlib
 import os
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -41,7 +42,8 @@ from regrow.errors import CheckpointError
 from regrow.model.flops import flops_per_token, peak_flops
 from regrow.model.llama import Llama, init_weights
 from regrow.parallel.break_off import listening
-from regrow.parallel.compile import graphs_compiled
+from regrow.parallel.compile import graphs_compiled, graphs_from_cache
+from regrow.parallel.compile_cache import CompileCache
 from regrow.parallel.float8 import inner_tensor, refresh_float8_scales
 from regrow.parallel.fsdp import build_mesh, replica_group
 from regrow.plan.batch import plan_batch
@@ -57,11 +59,19 @@ LAST_ROOM_S = 30.0  # that the snapshot of the last step waits for room; a node 
 
 
 def train_generation(
-    job: Job, joined: Joined, memory: MemoryTier | None, prober: Prober, device: torch.device, *, entered: float
+    job: Job,
+    joined: Joined,
+    memory: MemoryTier | None,
+    prober: Prober,
+    device: torch.device,
+    compiled: CompileCache | None,
+    *,
+    entered: float,
 ) -> bool:
     """Train as one rank of a group until the run's end, or until the group leaves; whether it was the end.
 
-    `entered` is when this process began, or began again after another generation. Collective. Raises RegrowError for
+    `compiled` takes what the first step compiles. `entered` is when this process began, or began again after another
+    generation. Collective. Raises RegrowError for
     what another attempt would meet again, Unfit for a device that is not; whatever a collective raises where a rank is
     lost.
     """
@@ -111,7 +121,7 @@ def train_generation(
         world_size=world_size,
         generation=generation,
     )
-    hooks = _Hooks(job, generation, step, mesh, _Validation(job, device, rank, world_size), memory, prober)
+    hooks = _Hooks(job, generation, step, mesh, _Validation(job, device, rank, world_size), memory, prober, compiled)
     startup_s = {
         **(job.driver_s if generation == job.first_generation else {}),
         "workers": entered - (job.fit_at if generation == job.first_generation else entered),
@@ -120,7 +130,7 @@ def train_generation(
     }
     node = ray.get_runtime_context().get_node_id()
     worker = {"host": socket.gethostname(), "node": node, "pid": os.getpid(), "device": _device_name(device)}
-    workers = gather({**worker, "graphs": graphs_compiled()})
+    workers = gather({**worker, "graphs": graphs_compiled(), "graphs_from_cache": graphs_from_cache()})
     if rank == 0:
         details = {
             "world_size": world_size,
@@ -198,6 +208,7 @@ class _Hooks:
         validation: _Validation,
         memory: MemoryTier | None,
         prober: Prober,
+        compiled: CompileCache | None,
     ) -> None:
         self.prober, self.probed = prober, 0
         self.memory, self.snapshots = memory, memory.snapshots if memory is not None else None
@@ -205,12 +216,16 @@ class _Hooks:
         self.validation = validation
         self.rank = dist.get_rank()
         self.part = part_of(mesh)
+        self.compiled = compiled  # until it has been told
         self.replies: deque[Any] = deque()  # of rows on their way to the coordinator
         self.stop = ""  # why to leave
 
     def log(self, row: dict[str, Any]) -> None:
         if self.rank == 0:
             self.replies.append(self.job.coordinator.row.remote(self.generation, row))
+            if self.compiled is not None:
+                threading.Thread(target=self.compiled.keep_new, name="compile-cache", daemon=True).start()
+                self.compiled = None
 
     def wants_to_leave(self) -> bool:
         ready, _ = ray.wait(list(self.replies), num_returns=len(self.replies), timeout=0) if self.replies else ([], [])

@@ -20,6 +20,7 @@ class Job:
     run_id: str
     secret: bytes  # that keepers ask of those who want bytes
     checkpoints: str  # folder
+    compile_cache: str | None  # folder
     corpora: Corpora
     coordinator: Any  # actor handles
     stream: Any

@@ -23,7 +23,7 @@ WORKER_RESOURCE = "regrow_worker"  # what a node started here offers one of per 
 class Connection:
     """What a user may want to know of the Ray cluster."""
 
-    dashboard: str  # host:port, empty without one
+    dashboard: str  # where it is and what it asks for, a line; empty without one
     session_dir: str  # where Ray keeps its logs
 
 
@@ -42,11 +42,19 @@ def cluster_for(config: ClusterConfig) -> Iterator[Connection]:
         context, nodes = _start_several(config)
     try:
         check_room(config)
-        yield Connection(context.dashboard_url or "", context.address_info["session_dir"])
+        yield Connection(_dashboard(context.dashboard_url), context.address_info["session_dir"])
     finally:
         ray.shutdown()
         if nodes is not None:
             nodes.shutdown()
+
+
+def _dashboard(address: str | None) -> str:
+    if not address:
+        return ""
+    with_token = os.environ.get("RAY_AUTH_MODE", "").lower() == "token"  # set by Ray where it starts or joins a cluster
+    asks = " (it asks once for the token that `ray get-auth-token` prints)" if with_token else ""
+    return f"Ray dashboard: http://{address}{asks}"
 
 
 def why_not_in_place() -> str:

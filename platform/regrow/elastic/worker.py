@@ -17,11 +17,15 @@ import ray.train
 import torch
 
 from regrow.config.schema import PretrainConfig
+from regrow.data.batch import layout_of
 from regrow.elastic.generation import train_generation
 from regrow.elastic.job import CALL_TIMEOUT_S, Job
 from regrow.elastic.memory_tier import MemoryTier
 from regrow.elastic.rendezvous import Joined, join_generation, leave_generation
 from regrow.errors import RegrowError, first_line
+from regrow.parallel.compile_cache import CompileCache
+from regrow.plan.batch import plan_batch
+from regrow.storage import Storage
 from regrow.train.probe import Prober, Unfit
 from regrow.train.warm_up import warm_up
 
@@ -34,7 +38,8 @@ def run_worker(job: Job) -> None:
     device, member_id, after, entered = _device(config), uuid.uuid4().hex[:12], 0, time.time()
     prober = _fit(job, device)
     memory = MemoryTier(job) if config.snapshot.every_steps else None  # its keeper starts beside what follows
-    warm_up(device)
+    compiled = _compiled_before(job, device)
+    _warm_up(config, device, expected)
     gc.collect()
     gc.freeze()  # what is imported stays: collections between generations, and in steps, need not look at it
     while True:
@@ -51,7 +56,7 @@ def run_worker(job: Job) -> None:
             if joined is None:
                 return
             _share_cores(config, device, joined.on_my_host)
-            if train_generation(job, joined, memory, prober, device, entered=entered):
+            if train_generation(job, joined, memory, prober, device, compiled, entered=entered):
                 return
         except RegrowError:
             raise
@@ -78,6 +83,26 @@ def _fit(job: Job, device: torch.device) -> Prober:
     except Unfit as error:
         _end(job, error)
     return prober
+
+
+def _compiled_before(job: Job, device: torch.device) -> CompileCache | None:
+    """What other nodes and earlier attempts compiled is torch's from here on."""
+    if job.compile_cache is None or not job.config.parallel.compile:
+        return None
+    cache = CompileCache(Storage.at(job.compile_cache), device)
+    cache.load()
+    return cache
+
+
+def _warm_up(config: PretrainConfig, device: torch.device, expected: int) -> None:
+    """As for a group of so many."""
+    plan = plan_batch(
+        num_slices=config.optim.num_slices,
+        world_size=min(expected, config.cluster.max_workers, config.optim.num_slices),
+        slices_per_pass=config.parallel.slices_per_pass,
+    )
+    pass_seqs = plan.most_slices_of_a_pass * layout_of(config).slice_seqs
+    warm_up(device, config.model, config.parallel, pass_seqs=pass_seqs, seq_len=config.data.seq_len)
 
 
 def _end(job: Job, error: Unfit) -> None:

@@ -19,6 +19,15 @@ def apply_compile(model: Llama, backend: str, activation_budget: float = 1.0) ->
 
 
 def graphs_compiled() -> int:
-    """How many graphs this process has compiled so far."""
+    """How many graphs this process has traced so far."""
+    return _count("stats", "unique_graphs")
+
+
+def graphs_from_cache() -> int:
+    """For how many of them inductor found, on this machine's disk or in a `CompileCache`, what it had made before."""
+    return _count("aot_autograd", "autograd_cache_hit") + _count("inductor", "fxgraph_cache_hit")
+
+
+def _count(group: str, name: str) -> int:
     dynamo = sys.modules.get("torch._dynamo.utils")  # not there before anything was compiled
-    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])
+    return 0 if dynamo is None else int(dynamo.counters[group][name])

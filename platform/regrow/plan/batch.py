@@ -28,6 +28,11 @@ class BatchPlan:
         return -(-self.most_slices // self.slices_per_pass)
 
     @property
+    def most_slices_of_a_pass(self) -> int:
+        """Of the rank that has most."""
+        return -(-self.most_slices // self.num_micro_batches)
+
+    @property
     def busy_share(self) -> float:
         """Share of the ranks' time that trains on something, in (0, 1], a slice taking the same time everywhere."""
         return self.num_slices / (self.world_size * self.most_slices)

@@ -1,4 +1,6 @@
-"""What a process' first step takes long for, once and before anyone waits for it: imports, caches, first calls."""
+"""What a process' first step takes long for, once and before anyone waits for it: imports, compiling, first calls."""
+
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -11,17 +13,30 @@ from regrow.train.build import build_step
 MODEL = ModelConfig(vocab_size=512, dim=64, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=64)
 
 
-def warm_up(device: torch.device) -> None:
-    """Train a very small model for a step, in a group of this process alone, which is given up again.
+def warm_up(
+    device: torch.device, model: ModelConfig, parallel: ParallelConfig, *, pass_seqs: int, seq_len: int
+) -> None:
+    """Train for a step in a group of this process alone, which is given up again.
 
-    A group that takes in a newcomer stands still until it has built its model; the first one takes a second more.
+    A group that takes in a newcomer stands still until it has built its model and come through its first step: the
+    first model of a process takes a second more, and compiling a block half a minute. So where blocks are compiled, one
+    block of `model` is, for a pass of `pass_seqs` rows; otherwise a very small model does.
     """
+    if parallel.compile:
+        model = replace(model, num_layers=1, vocab_size=MODEL.vocab_size)
+    else:
+        model, parallel, pass_seqs, seq_len = MODEL, ParallelConfig(), 1, 8
     dist.init_process_group(BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = build_mesh(plan_mesh(1, 1), device.type)
-        step = build_step(MODEL, ParallelConfig(), OptimConfig(), mesh=mesh, device=device, seed=0)
-        rows = torch.zeros(1, 9, dtype=torch.int64, device=device)
+        eot_id = 0 if model.document_attention else None
+        step = build_step(model, parallel, OptimConfig(), mesh=mesh, device=device, seed=0, eot_id=eot_id)
+        rows = torch.zeros(pass_seqs, seq_len + 1, dtype=torch.int64, device=device)
         step.run([rows], num_micro_batches=1, lr=0.0).resolve()
+    except torch.OutOfMemoryError:
+        pass  # a block whole, with its moments, where the group holds shards: it compiles in the group's first step
     finally:
         dist.destroy_process_group()
         let_go_of_meshes()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
