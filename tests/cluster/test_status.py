@@ -30,6 +30,15 @@ print(job_status.on_ray(sys.argv[1], run="watched")().to_json())
 """
 SETTINGS = [*SMALL, "cluster.min_workers=1", "cluster.max_workers=2", "train.steps=100000", "checkpoint.every_steps=50"]
 
+PAGES = {  # of Ray's dashboard, and what they say of a run
+    "overview": ("jobs.pretrain", "(no failures)"),
+    "jobs": ("run.name=watched", "RUNNING"),
+    "actors": ("RayTrainWorker", "Keeper", "TokenStream"),
+    "cluster": ("ALIVE",),
+    "logs": ("Select a node to view logs",),
+}
+OF_RAY = re.compile(r"Failed to load resource: .* status of (404|500|501) ")  # it looks for Grafana and Prometheus
+
 
 def until(look: Callable[[], Status], condition: Callable[[Status], bool], timeout_s: float = 90.0) -> Status:
     give_up_at = time.monotonic() + timeout_s

@@ -45,7 +45,7 @@ class Coordinator:
 
 
 def stuck_keepers(memory: Path, storage: Path) -> tuple[list[tuple[Any, ...]], float, bool]:
-    """Calls to the coordinator, seconds waited for room before the last step, and whether it was restored bit for bit."""
+    """Calls to the coordinator, seconds waited for room before the last step, and whether it came back bit for bit."""
     generation.ray = SimpleNamespace(get=lambda call, timeout=None: call)  # type: ignore[assignment]
     generation.SAFE_S, generation.LAST_ROOM_S = 0.1, 0.5
     mesh = build_mesh(plan_mesh(dist.get_world_size(), 1), "cpu")

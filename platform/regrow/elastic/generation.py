@@ -42,7 +42,7 @@ from regrow.errors import CheckpointError
 from regrow.model.flops import flops_per_token, peak_flops
 from regrow.model.llama import Llama, init_weights
 from regrow.parallel.break_off import listening
-from regrow.parallel.compile import graphs_compiled, graphs_from_cache
+from regrow.parallel.compile import graphs_compiled, graphs_lowered
 from regrow.parallel.compile_cache import CompileCache
 from regrow.parallel.float8 import inner_tensor, refresh_float8_scales
 from regrow.parallel.fsdp import build_mesh, replica_group
@@ -130,7 +130,7 @@ def train_generation(
     }
     node = ray.get_runtime_context().get_node_id()
     worker = {"host": socket.gethostname(), "node": node, "pid": os.getpid(), "device": _device_name(device)}
-    workers = gather({**worker, "graphs": graphs_compiled(), "graphs_from_cache": graphs_from_cache()})
+    workers = gather({**worker, "graphs": graphs_compiled(), "lowered": graphs_lowered()})
     if rank == 0:
         details = {
             "world_size": world_size,

@@ -1,6 +1,8 @@
 """torch.compile, one block at a time: all blocks share one graph, so that compile time does not grow with depth."""
 
 import sys
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 import torch._functorch.config
 
@@ -20,14 +22,15 @@ def apply_compile(model: Llama, backend: str, activation_budget: float = 1.0) ->
 
 def graphs_compiled() -> int:
     """How many graphs this process has traced so far."""
-    return _count("stats", "unique_graphs")
+    return _counters()["stats"]["unique_graphs"]
 
 
-def graphs_from_cache() -> int:
-    """For how many of them inductor found, on this machine's disk or in a `CompileCache`, what it had made before."""
-    return _count("aot_autograd", "autograd_cache_hit") + _count("inductor", "fxgraph_cache_hit")
+def graphs_lowered() -> int:
+    """How often inductor had to compile, forward and backward apart: nothing that was made before could be found."""
+    counts = _counters()["inductor"]
+    return counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"]
 
 
-def _count(group: str, name: str) -> int:
+def _counters() -> Mapping[str, Counter[str]]:
     dynamo = sys.modules.get("torch._dynamo.utils")  # not there before anything was compiled
-    return 0 if dynamo is None else int(dynamo.counters[group][name])
+    return defaultdict(Counter) if dynamo is None else dynamo.counters
