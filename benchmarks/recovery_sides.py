@@ -100,7 +100,7 @@ class Ours:
         return self.job.events("generation")
 
     def restore_s(self) -> float | None:
-        return float(self.groups()[-1]["restore_s"])
+        return float(self.groups()[-1]["startup_s"]["restore"])
 
     def status(self) -> int | None:
         return self.job.process.poll()

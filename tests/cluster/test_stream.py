@@ -201,11 +201,10 @@ def test_without_a_cpu_for_its_tasks_ranks_read_directly_after_one_timeout(
 
 
 def in_process(
-    stream: Any, data_dir: Path, start_step: int, stop_step: int, *, stall_timeout_s: float
+    stream: Any, data_dir: Path, start_step: int, stop_step: int, *, stall_timeout_s: float, has_fed: bool = False
 ) -> tuple[list[int], list[tuple[int, str]]]:
-    steps = range(start_step, stop_step)
-    ways = [stream.get.remote]
-    return consume_batches(CONFIG, Corpora.at(data_dir), ways, range(12), steps, stall_timeout_s=stall_timeout_s)
+    steps, patience = range(start_step, stop_step), {"stall_timeout_s": stall_timeout_s, "has_fed": has_fed}
+    return consume_batches(CONFIG, Corpora.at(data_dir), [stream.get.remote], range(12), steps, **patience)
 
 
 @ray.remote(num_cpus=0)
@@ -246,6 +245,13 @@ def test_every_way_to_fail_costs_one_window_and_changes_no_batch(data_dir: Path)
     assert "other positions" in reasons[9]
     assert "nothing for 2 s" in reasons[11]
     assert set(reasons) - set(faults) <= {window + 1 for window in faults} | {window + 2 for window in faults}
+
+
+def test_a_group_that_goes_on_does_not_wait_long_for_a_window_that_a_lost_node_had(data_dir: Path) -> None:
+    actor = FaultyStream.remote(data_dir, {2: "hang"})
+    digests, fallbacks = in_process(actor, data_dir, 10, 24, stall_timeout_s=60.0, has_fed=True)
+    assert digests == expected_digests(data_dir, 10, 24)
+    assert fallbacks[0] == (2, "the stream delivered nothing for 1 s")
 
 
 def test_a_rank_does_not_import_ray_data(stream: Any, data_dir: Path) -> None:

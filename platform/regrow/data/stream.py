@@ -38,6 +38,7 @@ from regrow.plan.order import Order
 KEPT_CALLS = 4  # of a node; each holds on to its blocks
 KEPT_BACK = 2  # windows behind training that stay, for a rollback
 MAX_CALLS = 10_000  # calls that may wait in the actor at once: ranks times two, with room
+SEEK_PATIENCE_S = 1.0  # a stream that has fed a group has the next one's first window by then, or lost it with a node
 RETRY_PATIENCE_S = 0.1  # a rank that had to read directly waits no longer than this, until the stream delivers again
 STOP_S = 5.0  # for its tasks to end
 MAX_BACKOFF_S = 30.0  # between restarts of a Dataset that keeps failing
@@ -384,13 +385,15 @@ def rank_batches(
     start_step: int,
     stop_step: int,
     stall_timeout_s: float,
+    has_fed: bool = False,
     on_fallback: Fallback | None = None,
 ) -> Iterator[RankBatch]:
     """A rank's batches of steps [start_step, stop_step), exactly those of `direct_batches`, as the stream delivers.
 
     The next window is fetched while one is trained on. A window that does not come in time, is lost, or is not the one
     that `order` asks for is read from the shards, reported to `on_fallback`, and the next one is tried again; where
-    a way to ask failed, in the next of them.
+    a way to ask failed, in the next of them. A stream that `has_fed` the group before this one is waited for less: Ray
+    may take many seconds to find out that a node is gone, and what it held with it.
     """
     if start_step >= stop_step:
         return
@@ -398,7 +401,7 @@ def rank_batches(
     ask = next(ways)
     blocks_of = layout.blocks_of(slices)
     coming = _Fetch(ask, start_step // layout.window_steps, blocks_of, seek=True, timeout_s=stall_timeout_s)
-    patience_s, step = stall_timeout_s, start_step
+    patience_s, step = min(stall_timeout_s, SEEK_PATIENCE_S) if has_fed else stall_timeout_s, start_step
     while step < stop_step:
         window = step // layout.window_steps
         steps = range(step, min((window + 1) * layout.window_steps, stop_step))

@@ -75,6 +75,7 @@ def train_generation(
     what another attempt would meet again, Unfit for a device that is not; whatever a collective raises where a rank is
     lost.
     """
+    begun = time.time()
     config, generation, rank, world_size = job.config, joined.generation, joined.rank, joined.world_size
     plan = plan_batch(
         num_slices=config.optim.num_slices,
@@ -91,8 +92,10 @@ def train_generation(
     entries = training_entries(model, optimizer, inner_tensor=inner_tensor)
     if memory is not None:
         memory.join(generation, listening() - joined.listened)
+    has_keeper = time.time()
     from_seed = partial(_from_seed, model, optimizer, config.run.seed)
     progress, source = _restore(job, generation, entries, mesh, memory, from_seed)
+    filled = time.time()
     if memory is not None:
         memory.start(entries, part_of(mesh), generation, progress.step)
     set_optimizer_step(optimizer, progress.step)
@@ -111,6 +114,7 @@ def train_generation(
         start_step=progress.step,
         stop_step=last_step,
         stall_timeout_s=config.data.stall_timeout_s,
+        has_fed=generation > job.first_generation,
         on_fallback=partial(_report_fallback, job.coordinator, generation, rank),
     )
     peak = peak_flops(device, config.parallel.dtype, config.observe.peak_tflops)
@@ -125,8 +129,11 @@ def train_generation(
     startup_s = {
         **(job.driver_s if generation == job.first_generation else {}),
         "workers": entered - (job.fit_at if generation == job.first_generation else entered),
-        "model": built - entered,
-        "restore": restored - built,
+        "group": begun - entered,
+        "model": built - begun,
+        "keeper": has_keeper - built,
+        "restore": filled - has_keeper,
+        "slots": restored - filled,
     }
     node = ray.get_runtime_context().get_node_id()
     worker = {"host": socket.gethostname(), "node": node, "pid": os.getpid(), "device": _device_name(device)}

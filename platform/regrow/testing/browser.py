@@ -5,6 +5,7 @@ import base64
 import contextlib
 import itertools
 import json
+import os
 import shutil
 import subprocess
 import tempfile
@@ -46,6 +47,7 @@ class Browser:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env={**os.environ, "TMPDIR": self._folder.name},  # it leaves things there
         )
         self._loop = asyncio.new_event_loop()
         self._numbers = itertools.count(1)

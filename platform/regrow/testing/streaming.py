@@ -18,6 +18,7 @@ def consume_batches(
     steps: range,
     *,
     stall_timeout_s: float = 60.0,
+    has_fed: bool = False,
     step_s: float = 0.0,
     seen: Callable[[int, int], Any] | None = None,
     on_fallback: Callable[[int, str], Any] | None = None,
@@ -37,6 +38,7 @@ def consume_batches(
         start_step=steps.start,
         stop_step=steps.stop,
         stall_timeout_s=stall_timeout_s,
+        has_fed=has_fed,
         on_fallback=on_fallback or (lambda window, reason: fallbacks.append((window, reason))),
     )
     for step, batch in zip(steps, batches, strict=True):
