@@ -1,6 +1,6 @@
 """Whether float8 trains as bfloat16 does: the real job on real text, each recipe on the same batches.
 
-    python benchmarks/loss_parity.py --out benchmarks/results/FILE.json [--quick] [--seeds 3] [--folder DIR] [SETTING ...]
+    python benchmarks/loss_parity.py --out FILE.json [--quick] [--seeds N] [--folder DIR] [SETTING ..]
 
 Each side is `jobs.pretrain` in bfloat16 on two ranks, alike but for `parallel.float8`; more settings go to all of
 them. A smoothed loss is the mean of the last 20 steps. `<recipe>_vs_bf16` is the final smoothed loss over bfloat16's
