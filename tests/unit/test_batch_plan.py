@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,6 +27,8 @@ def test_every_slice_belongs_to_exactly_one_rank_and_passes_suffice(num_slices: 
 def test_passes_are_as_few_as_the_slices_of_one_pass_allow(most: int, slices_per_pass: int) -> None:
     plan = plan_batch(num_slices=most, world_size=1, slices_per_pass=slices_per_pass)
     assert plan.num_micro_batches * slices_per_pass >= most > (plan.num_micro_batches - 1) * slices_per_pass
+    passes = np.array_split(np.arange(most), plan.num_micro_batches)  # as the loop shares them out
+    assert max(map(len, passes)) == plan.most_slices_of_a_pass
     assert plan.idle_share == 0
 
 

@@ -71,9 +71,8 @@ def train_generation(
     """Train as one rank of a group until the run's end, or until the group leaves; whether it was the end.
 
     `compiled` takes what the first step compiles. `entered` is when this process began, or began again after another
-    generation. Collective. Raises RegrowError for
-    what another attempt would meet again, Unfit for a device that is not; whatever a collective raises where a rank is
-    lost.
+    generation. Collective. Raises RegrowError for what another attempt would meet again, Unfit for a device that is
+    not; whatever a collective raises where a rank is lost.
     """
     begun = time.time()
     config, generation, rank, world_size = job.config, joined.generation, joined.rank, joined.world_size
