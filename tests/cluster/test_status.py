@@ -55,7 +55,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, str
         port = server.getsockname()[1]
     dashboard = ["cluster.dashboard=true", f"cluster.dashboard_port={port}"]
     with Job(tmp_path_factory.mktemp("runs"), "watched", *SETTINGS, *dashboard) as job:
-        job.wait_for(lambda: job.last_step() >= 60 and bool(job.events("checkpoint")))
+        job.wait_for(lambda: job.last_step() >= 60 and bool(job.events("checkpoint")), 240)
         yield job, re.findall(r"Ray dashboard: (http://\S+)", job.printed())[-1]
 
 
