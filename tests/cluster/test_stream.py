@@ -222,7 +222,7 @@ class FaultyStream:
         if fault == "raise":
             raise RuntimeError("out of order")
         if fault == "hang":
-            time.sleep(5)
+            time.sleep(8)
         table = window_table(window + (fault == "lie"), self.order, self.reader, LAYOUT)
         references = [ray.put(table.slice(k, 1)) for k in blocks]
         if fault == "lose":
@@ -235,7 +235,7 @@ class FaultyStream:
 def test_every_way_to_fail_costs_one_window_and_changes_no_batch(data_dir: Path) -> None:
     faults = {1: "refuse", 3: "raise", 5: "lie", 7: "lose", 9: "cut", 11: "hang"}
     actor = FaultyStream.remote(data_dir, faults)
-    digests, fallbacks = in_process(actor, data_dir, 0, 52, stall_timeout_s=2.0)
+    digests, fallbacks = in_process(actor, data_dir, 0, 52, stall_timeout_s=4.0)
     assert digests == expected_digests(data_dir, 0, 52)
     reasons = dict(fallbacks)
     assert set(faults) <= set(reasons)
@@ -243,7 +243,7 @@ def test_every_way_to_fail_costs_one_window_and_changes_no_batch(data_dir: Path)
     assert "out of order" in reasons[3]
     assert "other positions" in reasons[5]
     assert "other positions" in reasons[9]
-    assert "nothing for 2 s" in reasons[11]
+    assert "nothing for 4 s" in reasons[11]
     assert set(reasons) - set(faults) <= {window + 1 for window in faults} | {window + 2 for window in faults}
 
 
@@ -251,7 +251,7 @@ def test_a_group_that_goes_on_does_not_wait_long_for_a_window_that_a_lost_node_h
     actor = FaultyStream.remote(data_dir, {2: "hang"})
     digests, fallbacks = in_process(actor, data_dir, 10, 24, stall_timeout_s=60.0, has_fed=True)
     assert digests == expected_digests(data_dir, 10, 24)
-    assert fallbacks[0] == (2, "the stream delivered nothing for 1 s")
+    assert fallbacks[0] == (2, "TimeoutError: the stream delivered nothing for 1 s")
 
 
 def test_a_rank_does_not_import_ray_data(stream: Any, data_dir: Path) -> None:

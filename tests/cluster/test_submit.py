@@ -19,7 +19,7 @@ import pytest
 from regrow.elastic.processes import send, with_environment
 from regrow.observe.run_log import read_events, read_metrics
 from regrow.storage import Storage
-from regrow.submit.ray_jobs import LEFT_OUT
+from regrow.submit.ray_jobs import AGENT_S, LEFT_OUT, NO_AGENT
 from regrow.testing.cluster import ROOT, SMALL
 from regrow.testing.submission import rendered
 from regrow.testing.unprivileged import NOBODY, unprivileged, why_not
@@ -201,7 +201,10 @@ def test_the_entrypoint_for_kubernetes_runs_through_ray_job_submit(place: Place)
     local = entrypoint.replace("+cluster=h100x64", f"+cluster=cpu3 model=debug {' '.join(LOCAL)}")
     runtime = {"excludes": LEFT_OUT, "env_vars": {"PYTHONPATH": "platform"}}
     submit = [str(BIN / "ray"), "job", "submit", f"--address={place.address}", "--working-dir=."]
-    done = place.run(*submit, f"--runtime-env-json={json.dumps(runtime)}", "--", *local.split())
+    taken = [*submit, f"--runtime-env-json={json.dumps(runtime)}", "--", *local.split()]
+    give_up_at = time.monotonic() + AGENT_S
+    while NO_AGENT in (done := place.run(*taken)).stderr and time.monotonic() < give_up_at:
+        time.sleep(1.0)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row["step"] for row in place.rows("rendered")] == list(range(1, 21))
     refused = place.run(*submit, "--", "true", token="other")

@@ -3,6 +3,7 @@
 import io
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -54,6 +55,43 @@ def test_storage_of_this_checkout_is_refused() -> None:
     arguments = [*RAY, "submit.action=apply", "submit.address=http://127.0.0.1:9"]
     with pytest.raises(ConfigError, match=r"run\.storage_path=runs is relative to this checkout"):
         submit(compose(arguments), arguments)
+
+
+class NotReady:
+    """Ray's client, of a head that is just starting: as many refusals as there are errors."""
+
+    def __init__(self, *errors: str) -> None:
+        self.errors = list(errors)
+
+    def list_jobs(self) -> list[Any]:
+        return []
+
+    def submit_job(self, **spec: Any) -> str:
+        if self.errors:
+            raise RuntimeError(f"Request failed with status code 500: {self.errors.pop(0)}\nTraceback")
+        return "raysubmit_1"
+
+
+def jobs_of(client: NotReady, monkeypatch: pytest.MonkeyPatch) -> RayJobs:
+    monkeypatch.setattr("regrow.submit.ray_jobs.JobSubmissionClient", lambda address: client)
+    monkeypatch.setattr("regrow.submit.ray_jobs.POLL_S", 0.01)
+    return RayJobs("http://head:8265", "mine")
+
+
+def test_a_head_that_has_no_agent_yet_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    not_yet = "No available agent to submit job, please try again later."
+    jobs_of(NotReady(not_yet, not_yet), monkeypatch).apply({"entrypoint": "true"})
+    assert "submitted raysubmit_1" in capsys.readouterr().err
+
+
+def test_a_job_that_the_cluster_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ClusterError, match="did not take the job: Request failed with status code 500: no room"
+    ) as caught:
+        jobs_of(NotReady("no room"), monkeypatch).apply({"entrypoint": "true"})
+    assert "\n" not in str(caught.value)
 
 
 def test_a_cluster_that_is_not_there_is_one_line() -> None:

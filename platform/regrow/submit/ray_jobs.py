@@ -19,6 +19,8 @@ LEFT_OUT = [".git", ".venv", "/runs", ".cache", ".whl", "**/__pycache__", "/docs
 RUN = "regrow_run"  # key of a job's metadata
 POLL_S = 1.0
 STOPPING_S = 60.0
+AGENT_S = 60.0  # after a head's start its dashboard answers before there is an agent to start jobs
+NO_AGENT = "No available agent"
 ALIVE = (JobStatus.PENDING, JobStatus.RUNNING)
 
 
@@ -57,15 +59,25 @@ class RayJobs:
             ) from error
 
     def apply(self, spec: dict[str, Any]) -> None:
-        """Start the run, or go on with it. Raises ClusterError where it runs already."""
+        """Start the run, or go on with it. Raises ClusterError where it runs already, or the cluster refuses it."""
         newest = self.newest()
         if newest is not None and newest.status in ALIVE:
             raise ClusterError(
                 f"run {self.run!r} is there as job {newest.submission_id} ({newest.status.value}); stop it first "
                 "(submit.action=stop), or choose another run.name"
             )
-        job = self.client.submit_job(**spec)
+        job = self._submit(spec)
         print(f"submitted {job}", file=sys.stderr, flush=True)
+
+    def _submit(self, spec: dict[str, Any]) -> str:
+        give_up_at = time.monotonic() + AGENT_S
+        while True:
+            try:
+                return str(self.client.submit_job(**spec))
+            except RuntimeError as error:
+                if NO_AGENT not in str(error) or time.monotonic() > give_up_at:
+                    raise ClusterError(f"the cluster did not take the job: {first_line(error)}") from error
+            time.sleep(POLL_S)
 
     def follow(self) -> int:
         """Show the newest job's logs until it has ended; 0 where it succeeded or was stopped."""
