@@ -18,12 +18,6 @@ LONG = ["kill_node", "grow_shrink", "pair_nodes", "stop_worker", "zombie", "drai
 LONG += ["kill_coordinator", "kill_controller", "kill_driver", "corrupt_snapshot", "slow_worker", "two_at_once"]
 
 
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder, so that the corpus is prepared once."""
-    return tmp_path_factory.mktemp("drills")
-
-
 def drill(storage: Path, name: str, *arguments: str, timeout_s: float = 600.0) -> tuple[int, str]:
     """Run a drill to its end; its exit status and what it printed."""
     command = [sys.executable, "-m", "jobs.drill", f"run.storage_path={storage}", f"run.name={name}", *arguments]

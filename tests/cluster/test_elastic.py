@@ -17,11 +17,6 @@ BASE = [*SMALL, *SLOW, "snapshot.every_steps=1", "checkpoint.every_steps=1000", 
 
 
 @pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
 def undisturbed(storage: Path) -> Job:
     """At one rank."""
     return run_to_end(storage, "undisturbed", *BASE, f"train.steps={STEPS}", timeout_s=400)

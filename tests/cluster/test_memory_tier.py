@@ -16,11 +16,6 @@ BASE = [*ALONE, "+cluster=cpu3"]
 
 
 @pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("runs")
-
-
-@pytest.fixture(scope="module")
 def undisturbed(storage: Path) -> Job:
     """At one rank."""
     job = run_to_end(storage, "undisturbed", *ALONE)

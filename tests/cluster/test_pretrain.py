@@ -11,12 +11,6 @@ from regrow.testing.cluster import SMALL, Job, run_to_end
 TOLERANCE = 1e-5  # of losses near 8, over at most 40 steps: reduction order alone stays within 2e-6
 
 
-@pytest.fixture(scope="module")
-def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder, so that the corpus is prepared once."""
-    return tmp_path_factory.mktemp("runs")
-
-
 def workers(count: int) -> list[str]:
     return [f"cluster.min_workers={count}", f"cluster.max_workers={count}"]
 

@@ -28,16 +28,16 @@ def test_ci_runs_the_readmes_test_command() -> None:
     assert "make test" in (ROOT / ".ci" / "run").read_text().splitlines()
 
 
-def test_make_pretrain_trains_a_model(tmp_path: Path) -> None:
+def test_make_pretrain_trains_a_model(storage: Path) -> None:
     if not (ROOT / ".venv" / ".ready").exists():
         pytest.skip(".venv was not made by `make setup`: making it here would download everything again")
-    arguments = " ".join([*SMALL, f"run.storage_path={tmp_path}", "train.steps=5"])
+    arguments = " ".join([*SMALL, f"run.storage_path={storage}", "train.steps=5"])
     done = subprocess.run(
         ["make", "pretrain", f"ARGS={arguments}"], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     assert "finished 5 steps" in done.stderr
-    assert (tmp_path / "debug" / "report.html").stat().st_size > 1000
+    assert (storage / "debug" / "report.html").stat().st_size > 1000
 
 
 def test_make_alone_lists_the_targets() -> None:

@@ -49,12 +49,12 @@ def until(look: Callable[[], Status], condition: Callable[[Status], bool], timeo
 
 
 @pytest.fixture(scope="module")
-def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, str]]:
+def watched(storage: Path) -> Iterator[tuple[Job, str]]:
     """A run at 60 steps and more, and where its Ray's dashboard is."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     dashboard = ["cluster.dashboard=true", f"cluster.dashboard_port={port}"]
-    with Job(tmp_path_factory.mktemp("runs"), "watched", *SETTINGS, *dashboard) as job:
+    with Job(storage, "watched", *SETTINGS, *dashboard) as job:
         job.wait_for(lambda: job.last_step() >= 60 and bool(job.events("checkpoint")), 240)
         yield job, re.findall(r"Ray dashboard: (http://\S+)", job.printed())[-1]
 
