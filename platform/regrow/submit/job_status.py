@@ -146,10 +146,11 @@ def _is_here(folder: str, begun_at: float, ended_at: float) -> bool:
 
 def _ask(client: Any, job: Any, folder: str) -> str:
     """What a small job of ours prints, with the run's environment, on the head."""
-    from regrow.submit.ray_jobs import CHECKOUT, LEFT_OUT
+    from regrow.submit.ray_jobs import CHECKOUT, LEFT_OUT, submit_job
 
     environment = dict((job.runtime_env or {}).get("env_vars") or {})
-    asked = client.submit_job(
+    asked = submit_job(
+        client,
         entrypoint=shlex.join(_command(folder)),
         runtime_env={
             "working_dir": str(CHECKOUT),

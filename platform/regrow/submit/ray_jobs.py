@@ -19,7 +19,7 @@ LEFT_OUT = [".git", ".venv", "/runs", ".cache", ".whl", "**/__pycache__", "/docs
 RUN = "regrow_run"  # key of a job's metadata
 POLL_S = 1.0
 STOPPING_S = 60.0
-AGENT_S = 60.0  # after a head's start its dashboard answers before there is an agent to start jobs
+AGENT_S = 60.0  # a head that has just started, or is very busy, has no agent for jobs for a while
 NO_AGENT = "No available agent"
 ALIVE = (JobStatus.PENDING, JobStatus.RUNNING)
 
@@ -40,6 +40,18 @@ def job_spec(config: SubmitJobConfig, code: Code, arguments: list[str]) -> dict[
             "config_sha256": config_sha256(config),
         },
     }
+
+
+def submit_job(client: JobSubmissionClient, **spec: Any) -> str:
+    """The job's id. Raises ClusterError where the cluster refuses it."""
+    give_up_at = time.monotonic() + AGENT_S
+    while True:
+        try:
+            return client.submit_job(**spec)
+        except RuntimeError as error:
+            if NO_AGENT not in str(error) or time.monotonic() > give_up_at:
+                raise ClusterError(f"the cluster did not take the job: {first_line(error)}") from error
+        time.sleep(POLL_S)
 
 
 class RayJobs:
@@ -66,18 +78,8 @@ class RayJobs:
                 f"run {self.run!r} is there as job {newest.submission_id} ({newest.status.value}); stop it first "
                 "(submit.action=stop), or choose another run.name"
             )
-        job = self._submit(spec)
+        job = submit_job(self.client, **spec)
         print(f"submitted {job}", file=sys.stderr, flush=True)
-
-    def _submit(self, spec: dict[str, Any]) -> str:
-        give_up_at = time.monotonic() + AGENT_S
-        while True:
-            try:
-                return str(self.client.submit_job(**spec))
-            except RuntimeError as error:
-                if NO_AGENT not in str(error) or time.monotonic() > give_up_at:
-                    raise ClusterError(f"the cluster did not take the job: {first_line(error)}") from error
-            time.sleep(POLL_S)
 
     def follow(self) -> int:
         """Show the newest job's logs until it has ended; 0 where it succeeded or was stopped."""
