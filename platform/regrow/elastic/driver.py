@@ -171,6 +171,7 @@ class _Session:
                     from regrow.elastic.ray_train import remove_places
 
                     remove_places(self.run.run_id)
+                self.job = replace(self.job, driver_s={})
                 self.trainer = self._trainer()
                 fatal, error = self._fit()
             if not fatal and error is None:
