@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from regrow.elastic.drill_log import Record
+from regrow.elastic.local_nodes import local_nodes
 from regrow.testing.cluster import ROOT, SMALL
 
 pytestmark = pytest.mark.timeout(900)
@@ -67,6 +69,12 @@ def test_a_killed_worker_breaks_no_promise(storage: Path) -> None:
     broken = [claim for claim, holds in verdicts(folder).items() if not holds]
     assert "every committed checkpoint can be restored" in broken
     assert any("each step is there once" in claim for claim in broken)
+
+
+def test_sigterm_stays_the_drills_own_when_a_node_is_added() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with local_nodes(1, cpus=1):
+        assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_mistake_is_one_line_before_anything_starts(storage: Path) -> None:

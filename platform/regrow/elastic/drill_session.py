@@ -60,11 +60,11 @@ class DrillSession:
             "health_check_timeout_ms": 2000,
             "health_check_failure_threshold": max(1, round(drill.host_silence_s / 3.0)),
         }
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
         cpus = int(-(-drill.workers_on_node * self.config.cluster.cpus_per_worker // 1))
         with local_nodes(
             num_nodes, cpus=cpus, memory_folder=self.config.snapshot.folder, system_config=health
         ) as nodes:
-            signal.signal(signal.SIGTERM, signal.default_int_handler)  # Ray's drains nodes that are ours to end
             self.nodes, self.job = nodes, DrillJob(self.config, nodes)
             self.injector = Injector(nodes, seed=self.seed, note=self._note)
             try:

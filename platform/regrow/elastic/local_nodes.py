@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ class LocalNodes:
             head["_system_config"] = system_config
         self.nodes: list[Any] = []
         (Path(folder) / "ray").mkdir()  # where Ray notes the address, as RAY_TMPDIR says
-        with self._environment():
+        with self._starting():
             self._raylets = Cluster(initialize_head=True, head_node_args=head)
 
     @property
@@ -45,7 +46,7 @@ class LocalNodes:
 
     def add(self) -> str:
         """Start one more; its id."""
-        with self._environment():
+        with self._starting():
             self.nodes.append(self._raylets.add_node(num_cpus=self.cpus, wait=True))
         return str(self.nodes[-1].node_id)
 
@@ -109,12 +110,15 @@ class LocalNodes:
         wait_until_gone(send(signal.SIGKILL, self.processes()), GONE_S)
 
     @contextmanager
-    def _environment(self) -> Iterator[None]:
-        before = os.environ.get("RAY_TMPDIR")
+    def _starting(self) -> Iterator[None]:
+        """Ray's folder is ours, and SIGTERM stays what it was: with each node, Ray has it drain that node for a while."""
+        before, on_sigterm = os.environ.get("RAY_TMPDIR"), signal.getsignal(signal.SIGTERM)
         os.environ["RAY_TMPDIR"] = self.folder
         try:
             yield
         finally:
+            if threading.current_thread() is threading.main_thread():  # Ray sets none elsewhere
+                signal.signal(signal.SIGTERM, on_sigterm)
             if before is None:
                 del os.environ["RAY_TMPDIR"]
             else:
