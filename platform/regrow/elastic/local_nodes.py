@@ -111,7 +111,7 @@ class LocalNodes:
 
     @contextmanager
     def _starting(self) -> Iterator[None]:
-        """Ray's folder is ours, and SIGTERM stays what it was: with each node, Ray has it drain that node for a while."""
+        """Ray's folder is ours, and SIGTERM stays what it was: with each node Ray takes it, to drain that one."""
         before, on_sigterm = os.environ.get("RAY_TMPDIR"), signal.getsignal(signal.SIGTERM)
         os.environ["RAY_TMPDIR"] = self.folder
         try:
