@@ -98,6 +98,15 @@ def test_ctrl_c_commits_a_checkpoint_says_how_to_resume_and_leaves_no_process(st
     assert losses(resumed) == losses(undisturbed)
 
 
+def test_ctrl_c_while_workers_start_leaves_nothing_in_memory(storage: Path) -> None:
+    with Job(storage, "early", *SMALL, *workers(2), "train.steps=40") as job:
+        job.wait_for(lambda: bool(job.memory()))  # a keeper is up, which no group has made known yet
+        job.interrupt()
+        assert job.wait() == 130, job.printed()
+        assert job.memory() == []
+        assert job.processes() == []
+
+
 @pytest.mark.long
 def test_stop_at_step_leaves_the_schedule_of_the_whole_run(storage: Path, undisturbed: Job) -> None:
     arguments = [*SMALL, *workers(2), "train.steps=40"]

@@ -184,8 +184,9 @@ class Fleet:
         return self.upload is not None or self.wanted is not None
 
     def close(self) -> None:
-        """End all keepers: they leave nothing in memory."""
-        end_keepers(handle for handle, _ in self.known.values())
+        """End all keepers, those too whose workers ended before they could name them: they leave nothing in memory."""
+        known = {node: handle for node, (handle, _) in self.known.items()}
+        end_keepers((running_keepers(self.run_id) | known).values())
         self.storage.shutdown(wait=True)
 
     def _send_places(self) -> None:
