@@ -62,7 +62,7 @@ def stuck_keepers(memory: Path, storage: Path) -> tuple[list[tuple[Any, ...]], f
     step: Any = SimpleNamespace(model=model, optimizer=optimizer)
     held: Any = SimpleNamespace(snapshots=snapshots)
     none: Any = None
-    hooks = generation._Hooks(job, GENERATION, step, mesh, none, held, none)
+    hooks = generation._Hooks(job, GENERATION, step, mesh, none, held, none, None)
 
     def keep(number: int, *, last: bool = False) -> float:
         progress = Progress(number, 0, 0)

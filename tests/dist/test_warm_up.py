@@ -25,6 +25,7 @@ PASS_SEQS = 2  # of a slice
 def warm_up_and_train(training: Training, store: str) -> tuple[int, int]:
     """Graphs traced in the warm-up, and in all with the steps of a group after it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # or one is gone while the other one is still connecting
     dist.destroy_process_group()
     warm_up(CPU, training.model, training.parallel, pass_seqs=PASS_SEQS, seq_len=training.seq_len)
     before = graphs_compiled()
