@@ -37,6 +37,7 @@ class Root:
         for handle, info in keepers.values():
             self.fleet.register(handle, info)
         self.fleet.begin(1, 0, list(keepers))
+        ray.get([handle.pulses.remote() for handle, _ in keepers.values()])  # asked after: they know their places
 
     def snapshots_sealed(self, reports: list[Sealed]) -> None:
         self.calls += 1
