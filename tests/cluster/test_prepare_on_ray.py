@@ -116,7 +116,7 @@ def test_killed_at_any_moment_it_goes_on_and_ends_with_the_same_bytes(
         if process.returncode == 0:  # it was quicker than the kills: begin again
             assert corpus_of(tmp_path) == expected
             shutil.rmtree(tmp_path / "data")
-    assert mid_way >= num_kills // 4
+    assert mid_way > num_kills // 4
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     assert corpus_of(tmp_path) == expected
     assert "left out, cannot be read: torn.parquet: " in done.stdout

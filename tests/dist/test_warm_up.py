@@ -1,4 +1,6 @@
-"""Before a process joins a group it has compiled what it will run; and what one has compiled no other one compiles."""
+"""A process that has warmed up has nothing left of it, and has compiled what its group will run; no other one compiles
+that again.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -50,15 +52,21 @@ def test_after_its_warm_up_a_rank_traces_no_graph_in_the_groups_steps(parallel, 
         assert (before, after) == (1, 1)
 
 
-def warm_up_without_compiling() -> bool:
-    """Whether a group is left."""
+def warm_up_alone(parallel: ParallelConfig, pass_seqs: int, seq_len: int) -> tuple[bool, bool]:
+    """Whether random numbers go on as if nothing had been, and whether a group is left."""
+    dist.barrier()
     dist.destroy_process_group()
-    warm_up(CPU, tiny_model(), ParallelConfig(), pass_seqs=10**9, seq_len=10**9)
-    return dist.is_initialized()
+    state = torch.get_rng_state()
+    warm_up(CPU, tiny_model(), parallel, pass_seqs=pass_seqs, seq_len=seq_len)
+    return torch.equal(torch.get_rng_state(), state), dist.is_initialized()
 
 
-def test_without_compiling_the_warm_up_is_small_whatever_the_model(tmp_path):
-    assert run_ranks(warm_up_without_compiling, 1) == [False]
+def test_nothing_is_left_of_it():
+    assert run_ranks(warm_up_alone, 2, TRACED, PASS_SEQS, 16) == [(True, False)] * 2
+
+
+def test_without_compiling_it_is_small_whatever_the_model():
+    assert run_ranks(warm_up_alone, 2, ParallelConfig(), 10**9, 10**9) == [(True, False)] * 2
 
 
 def train_with(cache: str, training: Training) -> dict[str, int]:
