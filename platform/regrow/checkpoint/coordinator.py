@@ -25,6 +25,7 @@ from regrow.config.schema import PretrainConfig
 from regrow.errors import ResumeError
 from regrow.observe.metrics import RunMetrics
 from regrow.observe.pulse import Pulse
+from regrow.observe.roll_call import RollCall
 from regrow.observe.run_log import RunLog, next_generation, read_events, read_metrics
 from regrow.observe.stalls import Stalls
 from regrow.observe.tensorboard import TensorBoard
@@ -38,7 +39,7 @@ STACKS = "stacks"  # folder, of what everyone did while a group stood still
 LOCK_WAIT_S = 30.0
 UNSAFE_S = 120.0  # without a commit in memory: worth a word
 ADOPT_S = 30.0  # for the keepers of an earlier coordinator
-HUNG, DARK = "worker_hung", "node_silent"
+HUNG, DARK, DEAD = "worker_hung", "node_silent", "worker_died"
 NOT_FINITE = "nonfinite"
 UNKNOWN = "worker_failed"  # until something else is known of the generation that is running
 GROW, DRAIN = "grow", "drain"  # why a group leaves in good order: for a larger one, or without some nodes
@@ -135,6 +136,7 @@ class Coordinator:
         self.stalls = Stalls(cluster.silence_s, config.train.collective_timeout_s)
         self.watch = Watch(self.stalls, save=self._save_stacks, slow=self._name_stragglers)
         self.probe_every_steps = cluster.probe_every_steps
+        self.roll_call = RollCall()
         self.failed_in: dict[str, int] = {}  # the newest generation in which a node's failure was counted
         self.missed_rows = _is_restarted()  # those that the coordinator before had and did not write
         self.complaints: set[str] = set()  # about snapshots, in this generation
@@ -243,6 +245,7 @@ class Coordinator:
         )
         self.cause = UNKNOWN
         self.stalls.begin(time.monotonic())
+        self.roll_call.meet(self.membership.current)
 
     def adopt_keepers(self) -> None:
         """Keepers that outlived an earlier coordinator of this run hold what it had committed."""
@@ -375,6 +378,7 @@ class Coordinator:
         """Write the last event and flush everything."""
         self.generation += 1  # whoever still writes is fenced off
         self.fleet.close()
+        self.roll_call.close()
         self._event("stopped", step=step, reason=reason, detail=detail)
         self.log.close()
         if self.tensorboard:
@@ -389,6 +393,12 @@ class Coordinator:
         lost = self.membership.died(suspect.member.id for suspect in suspects)
         details = dict.fromkeys(f"node {each.member.node[:12]}: {each.detail}" for each in suspects)
         self._lost(lost, DARK if dark else HUNG, "; ".join(details))
+
+    def _miss(self, dead: list[Member]) -> None:
+        """These do not come, for they are dead; Ray Train finds it later."""
+        lost = self.membership.died(member.id for member in dead)
+        gone = ", ".join(f"process {member.pid} on node {member.node[:12]}" for member in lost)
+        self._lost(lost, DEAD, f"{gone}: gone, its port refuses connections")
 
     def _lost(self, members: list[Member], cause: str, detail: str) -> None:
         """Members of the current group are gone: the others, who may wait for them in a collective, are told."""
@@ -439,6 +449,8 @@ class Coordinator:
         """Number a new group if one can be formed; from here on older ones are fenced off."""
         ranks = {member.id: rank for rank, member in enumerate(self.membership.current)}
         self.membership.avoided = self.notices.avoided(time.time())
+        if any(member.id in self.membership.waiting for member in self.membership.survivors):
+            self._miss(self.roll_call.gone(self.membership.missing, now))
         formation = self.membership.form(now)
         for member in self.membership.left_out:
             self.fleet.end_process(member.node, member.pid)  # Ray Train finds it dead, and fills its place
@@ -480,6 +492,7 @@ class Coordinator:
         )
         self.cause = UNKNOWN
         self.stalls.begin(time.monotonic())
+        self.roll_call.meet(self.membership.current)
 
     def _commit(self, step_folder: str, pointer: bytes) -> None:
         self.log.flush()  # a committed step's row is never missing

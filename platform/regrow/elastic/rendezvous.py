@@ -46,16 +46,24 @@ class Joined:
 
 
 def join_generation(
-    coordinator: Any, *, member_id: str, after: int, expected: int, device_type: str, timeout_s: float
+    coordinator: Any,
+    *,
+    member_id: str,
+    lifeline: int,
+    after: int,
+    expected: int,
+    device_type: str,
+    timeout_s: float,
 ) -> Joined | None:
     """Form the default process group of the next generation after `after`; None where the run is over.
 
-    Collective. `expected` are the processes that started together. Every later collective fails after `timeout_s`.
+    Collective. `lifeline` is the port of this process' (`observe.roll_call`); `expected` are the processes that started
+    together. Every later collective fails after `timeout_s`.
     Raises RegrowError if the run was given up, and what forming a group raises where a member dies meanwhile.
     """
     host = ray.util.get_node_ip_address()
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=STORE_S))
-    member = Member(member_id, ray.get_runtime_context().get_node_id(), host, store.port, os.getpid())
+    member = Member(member_id, ray.get_runtime_context().get_node_id(), host, store.port, os.getpid(), lifeline)
     ray.get(coordinator.join.remote(member, expected), timeout=CALL_TIMEOUT_S)
     while True:
         answer = ray.get(coordinator.formation.remote(member_id, after), timeout=CALL_TIMEOUT_S)

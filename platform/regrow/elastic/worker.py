@@ -14,6 +14,7 @@ import uuid
 
 import ray
 import ray.train
+import ray.util
 import torch
 
 from regrow.config.schema import PretrainConfig
@@ -23,6 +24,7 @@ from regrow.elastic.job import CALL_TIMEOUT_S, Job
 from regrow.elastic.memory_tier import MemoryTier
 from regrow.elastic.rendezvous import Joined, join_generation, leave_generation
 from regrow.errors import RegrowError, first_line
+from regrow.observe.roll_call import Lifeline
 from regrow.parallel.compile_cache import CompileCache
 from regrow.plan.batch import plan_batch
 from regrow.storage import Storage
@@ -36,6 +38,7 @@ def run_worker(job: Job) -> None:
     """Train as long as the run lasts. Raises RegrowError for what another attempt would meet again."""
     config, expected = job.config, ray.train.get_context().get_world_size()
     device, member_id, after, entered = _device(config), uuid.uuid4().hex[:12], 0, time.time()
+    lifeline = Lifeline(ray.util.get_node_ip_address())
     prober = _fit(job, device)
     memory = MemoryTier(job) if config.snapshot.every_steps else None  # its keeper starts beside what follows
     compiled = _compiled_before(job, device)
@@ -48,6 +51,7 @@ def run_worker(job: Job) -> None:
             joined = join_generation(
                 job.coordinator,
                 member_id=member_id,
+                lifeline=lifeline.port,
                 after=after,
                 expected=expected,
                 device_type=device.type,

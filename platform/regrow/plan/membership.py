@@ -20,6 +20,7 @@ class Member:
     host: str  # where its store listens, should it be rank 0
     port: int
     pid: int
+    lifeline: int = 0  # the port at which the process listens while it lives; 0: nowhere
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,11 @@ class Membership:
     def survivors(self) -> list[Member]:
         return [member for member in self.current if member.id not in self.dead]
 
+    @property
+    def missing(self) -> list[Member]:
+        """Members of the current group that are not known to be dead, while others of it wait for the next one."""
+        return [member for member in self.survivors if member.id not in self.waiting]
+
     def wants_to_grow(self, now: float) -> bool:
         """Whether those that wait, and have stopped coming, make a larger group than the current one."""
         if not self.waiting or now - self._last_at < self.settle_s:
@@ -101,8 +107,7 @@ class Membership:
         """The next generation, if it can be formed now."""
         if not self.waiting:
             return None
-        missing = [member for member in self.survivors if member.id not in self.waiting]
-        if missing:
+        if missing := self.missing:
             if now - self._first_at < self.patience_s:
                 return None
             self.left_out += missing

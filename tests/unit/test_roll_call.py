@@ -1,0 +1,125 @@
+"""Who is dead is known from refused connections: real processes and real sockets."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+import regrow
+from regrow.checkpoint.coordinator import Coordinator
+from regrow.config.schema import ClusterConfig, ObserveConfig, PretrainConfig
+from regrow.observe.roll_call import ANSWER_S, RollCall
+from regrow.plan.membership import Member
+
+HOST = "127.0.0.1"
+LISTEN = f"from regrow.observe.roll_call import Lifeline; print(Lifeline({HOST!r}).port, flush=True); input()"
+
+
+class Process:
+    """A process with a lifeline, and nothing else."""
+
+    def __init__(self, name: str) -> None:
+        path = str(Path(regrow.__file__).parents[1])
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LISTEN],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={"PYTHONPATH": path},
+        )
+        assert self.process.stdout is not None
+        port = int(self.process.stdout.readline())
+        self.member = Member(name, f"node of {name}", HOST, 1, self.process.pid, port)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def processes() -> Iterator[list[Process]]:
+    started = [Process(name) for name in "abc"]
+    yield started
+    for each in started:
+        each.kill()
+
+
+def roll_call_of(members: Sequence[Member]) -> RollCall:
+    """That has met them."""
+    roll_call = RollCall()
+    roll_call.meet(members)
+    roll_call._thread.submit(int).result(10)  # whatever comes after it is asked by the same thread
+    return roll_call
+
+
+def ask(roll_call: RollCall, missing: Sequence[Member]) -> list[str]:
+    """What one roll call finds."""
+    roll_call._ask_at = 0.0
+    roll_call.gone(missing, time.monotonic())
+    roll_call._thread.submit(int).result(10)
+    return [member.id for member in roll_call.gone(missing, time.monotonic())]
+
+
+def test_a_process_that_was_killed_is_gone_at_once_and_one_that_is_stopped_is_not(processes: list[Process]) -> None:
+    members = [each.member for each in processes]
+    roll_call = roll_call_of(members)
+    assert ask(roll_call, members) == []
+    processes[0].process.send_signal(19)  # SIGSTOP: the kernel takes connections still
+    processes[1].kill()
+    assert ask(roll_call, members) == ["b"]
+
+
+def test_whoever_was_never_reached_is_not_missed(processes: list[Process]) -> None:
+    """As behind a firewall that refuses connections in the place of the hosts behind it."""
+    members = [each.member for each in processes]
+    processes[1].kill()
+    roll_call = roll_call_of(members)
+    processes[2].kill()
+    assert ask(roll_call, members) == ["c"]
+    roll_call.meet([])  # another group, of others
+    assert ask(roll_call, members) == []
+
+
+def test_a_host_that_does_not_answer_proves_nothing() -> None:
+    with contextlib.ExitStack() as stack:
+        full = stack.enter_context(socket.create_server((HOST, 0), backlog=0))
+        member = Member("m", "node", HOST, 1, 1, full.getsockname()[1])
+        roll_call = roll_call_of([member])
+        for _ in range(3):  # nobody takes them: the kernel lets further ones wait
+            connection = stack.enter_context(socket.socket())
+            connection.setblocking(False)
+            connection.connect_ex((HOST, member.lifeline))
+        begun = time.monotonic()
+        assert ask(roll_call, [member]) == []
+        assert time.monotonic() - begun >= ANSWER_S  # it was indeed not answered
+
+
+def test_a_group_forms_without_the_dead_before_anybody_says_that_they_are(
+    tmp_path: Path, processes: list[Process]
+) -> None:
+    config = PretrainConfig(cluster=ClusterConfig(max_workers=8), observe=ObserveConfig(tensorboard=False))
+    made = Coordinator(
+        str(tmp_path), "run", secret=b"", checkpoints="checkpoints", config=config, submitted={"time": time.time()}
+    )
+    members = [each.member for each in processes]
+    for member in members:
+        made.join(member, 3)
+    assert made.formation("a", 0).formation is not None
+    made.start_training(1, 0, {"workers": [{"node": member.node} for member in members]})
+    processes[2].kill()
+    made.join(members[0], 3)
+    made.join(members[1], 3)
+    give_up_at = time.monotonic() + 10
+    while (formation := made.formation("a", 1).formation) is None and time.monotonic() < give_up_at:
+        time.sleep(0.01)
+    assert formation is not None
+    assert [member.id for member in formation.members] == ["a", "b"]
+    made.members_died([("node of c", members[2].pid)], 2, "worker_died", "Ray says it too")
+    failures = [update.content for update in made.updates if update.content["event"] == "failure"]
+    assert [(failure["cause"], failure["ranks"]) for failure in failures] == [("worker_died", [2])]
+    made.roll_call.close()
