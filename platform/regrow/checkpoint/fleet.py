@@ -26,7 +26,8 @@ from regrow.plan.cadence import Cadence
 from regrow.plan.peers import plan_peers, plan_tree
 from regrow.storage import Storage
 
-ANSWER_S, SOON_S = 10.0, 0.5  # for keepers to answer a small question; for most of them
+ANSWER_S = 10.0  # for keepers to answer a small question
+ENOUGH_S = 0.05  # between looks whether those that have are enough
 RETRY_S = 30.0  # from a checkpoint that failed to the next one
 
 
@@ -120,13 +121,13 @@ class Fleet:
         asked = [(handle, info) for node, (handle, info) in self.known.items() if node in alive]
         calls = {handle.holdings.remote(moment): info for handle, info in asked}
         holders: list[Holder] = []
-        for wait_s in (SOON_S, ANSWER_S - SOON_S):  # a node that has just gone dark is not waited for if it need not be
-            for call in _answered(calls, wait_s):
+        give_up_at = time.monotonic() + ANSWER_S
+        # a node that has just died, which Ray may not know, is not waited for if it need not be
+        while calls and not is_whole(moment, [holder.held for holder in holders]) and time.monotonic() < give_up_at:
+            for call in _answered(calls, ENOUGH_S):
                 info = calls.pop(call)
                 with contextlib.suppress(ray.exceptions.RayError):
                     holders += [Holder(info.node, info.address, held) for held in ray.get(call)]
-            if is_whole(moment, [holder.held for holder in holders]):
-                break
         return moment.step, holders
 
     def discard(self) -> None:
