@@ -99,6 +99,29 @@ def test_two_nodes_of_two_workers_lose_one_and_get_it_back(undisturbed: Job, sto
 
 
 @pytest.mark.long
+def test_units_of_tensor_parallel_ranks_are_lost_and_come_back_whole(undisturbed: Job, storage: Path) -> None:
+    with local_nodes(2, cpus=4) as nodes, start(storage, "units", nodes, 2, 4, "parallel.tp=2") as job:
+        job.wait_for(lambda: job.last_step() >= 15, 240)
+        (first,) = job.events("generation")
+        assert first["world_size"] == 4
+        os.kill(job.workers()[1], signal.SIGKILL)  # the other one of its unit has nobody to work with
+        second = wait_for_generation(job, 2)
+        assert (second["world_size"], second["source"]) == (2, "snapshot")
+        assert len({worker["node"] for worker in second["workers"]}) == 1
+        assert any("wait: parallel.tp=2" in note["text"] for note in job.events("note"))
+        third = wait_for_generation(job, 3)
+        assert third["world_size"] == 4
+        assert len(pids(third) & pids(first)) == 3
+        nodes.kill(0)
+        assert wait_for_generation(job, 4)["world_size"] == 2
+        nodes.add()
+        job.wait_for(lambda: job.events("generation")[-1]["world_size"] == 4, 150)
+        assert job.wait(300) == 0, job.printed()
+        assert all(event["recomputed_steps"] <= 1 for event in job.events("generation"))
+        assert_same_run(job, undisturbed)
+
+
+@pytest.mark.long
 def test_a_stopped_worker_is_ended_and_replaced(undisturbed: Job, storage: Path) -> None:
     with local_nodes(3, cpus=2) as nodes, start(storage, "stopped", nodes, 2, 3) as job:
         job.wait_for(lambda: job.last_step() >= 15, 240)

@@ -12,6 +12,7 @@ from regrow.checkpoint import catalog, store
 from regrow.checkpoint.format import COMMIT
 from regrow.checkpoint.layout import Span
 from regrow.checkpoint.state import Entry, training_entries
+from regrow.checkpoint.tensors import CheckpointTensors
 from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.errors import CheckpointError
 from regrow.optim.adamw import build_optimizer
@@ -20,13 +21,13 @@ from regrow.parallel.float8 import inner_tensor
 from regrow.storage import Storage
 from regrow.testing.gloo import RankError, run_ranks
 from regrow.testing.state import entries_after, whole
-from regrow.testing.tiny import ragged_model
+from regrow.testing.tiny import ragged_model, tiny_model
 
 RUN = "0123456789abcdef"
 
 
-def save_on_ranks(folder: str, replicas: int, tied: bool, float8: bool) -> dict[str, torch.Tensor]:
-    entries, part, _ = entries_after(2, replicas=replicas, tied=tied, float8=float8, seed=1)
+def save_on_ranks(folder: str, replicas: int, tied: bool, float8: bool, tp: int = 1) -> dict[str, torch.Tensor]:
+    entries, part, _ = entries_after(2, replicas=replicas, tp=tp, tied=tied, float8=float8, seed=1)
     store.save(
         Storage.at(folder),
         entries,
@@ -38,9 +39,11 @@ def save_on_ranks(folder: str, replicas: int, tied: bool, float8: bool) -> dict[
     return whole(entries)
 
 
-def restore_on_ranks(folder: str, replicas: int, tied: bool, float8: bool) -> tuple[dict[str, torch.Tensor], int]:
+def restore_on_ranks(
+    folder: str, replicas: int, tied: bool, float8: bool, tp: int = 1
+) -> tuple[dict[str, torch.Tensor], int]:
     entries, part, group = entries_after(
-        1, replicas=replicas, tied=tied, float8=float8, seed=2
+        1, replicas=replicas, tp=tp, tied=tied, float8=float8, seed=2
     )  # another state, to be overwritten whole
     index = catalog.open_checkpoint(Storage.at(folder), 2, run_id=RUN)
     assert index.scalars == {"step": 2, "cursor": 48, "tokens_seen": 96}
@@ -70,6 +73,34 @@ def test_float8_all_gather_weights_are_saved_in_high_precision_and_restored_bitw
     restored, _ = run_ranks(restore_on_ranks, 2, str(tmp_path), 1, False, True)[0]
     for name, tensor in saved.items():
         assert torch.equal(restored[name], tensor), name
+
+
+def in_rows(name: str, tensor: torch.Tensor, tp: int) -> torch.Tensor:
+    """A tensor in its own order, of which `entries` hold blocks of columns."""
+    if tp == 1 or not name.endswith((".wo.weight", ".w2.weight")):
+        return tensor
+    num_rows = tiny_model(dim=64).dim
+    return tensor.view(tp, num_rows, -1).transpose(0, 1).flatten()
+
+
+@pytest.mark.parametrize(("before", "replicas", "tp"), [(6, 1, 2), (8, 2, 2), (1, 1, 1)])
+def test_state_cut_by_tensor_parallelism_is_restored_however_it_is_cut(
+    tmp_path: Path, before: int, replicas: int, tp: int
+) -> None:
+    saved = run_ranks(save_on_ranks, before, str(tmp_path), replicas, False, True, tp)[0]
+    assert all(not tensor.isnan().any() for tensor in saved.values())
+    index = catalog.open_checkpoint(Storage.at(tmp_path), 2)
+    assert index.num_bytes - sum(file.header_bytes for file in index.files) == sum(t.nbytes for t in saved.values())
+    assert set(index.column_blocks.values()) == ({tp} if tp > 1 else set())
+    tensors = CheckpointTensors(Storage.at(tmp_path), index, lambda num_bytes: None)
+    for name, tensor in saved.items():
+        assert torch.equal(tensors.whole(name).flatten(), in_rows(name, tensor, tp)), name
+    for after, replicas_after, tp_after in [(3, 1, 1), (4, 1, 2)]:
+        restored, _ = run_ranks(restore_on_ranks, after, str(tmp_path), replicas_after, False, True, tp_after)[0]
+        assert restored.keys() == saved.keys()
+        for name, tensor in saved.items():
+            got = in_rows(name, restored[name], tp_after)
+            assert torch.equal(got, in_rows(name, tensor, tp)), f"{name} {before}x{tp} -> {after}x{tp_after}"
 
 
 def test_each_element_is_stored_once_even_with_replicas(tmp_path: Path) -> None:

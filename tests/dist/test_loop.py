@@ -19,7 +19,7 @@ from regrow.data.batch import RankBatch
 from regrow.observe.run_log import METRIC_KEYS
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
-from regrow.parallel.fsdp import build_mesh, data_parallel_group, shard_group
+from regrow.parallel.fsdp import build_mesh, everyone, shard_group
 from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
 from regrow.testing.gloo import RankError, run_ranks
@@ -119,7 +119,7 @@ def loop(
         model,
         build_optimizer(model, optim),
         max_grad_norm=1.0,
-        group=data_parallel_group(mesh),
+        group=everyone(mesh),
         shard_group=shard_group(mesh),
         loss_function=poisoned_loss if poisoned else None,
     )

@@ -62,11 +62,11 @@ class Nodes:
 
 
 def take(
-    folders: list[str], generation: int, replicas: int, float8: bool, holders: list[Holder]
+    folders: list[str], generation: int, replicas: int, tp: int, float8: bool, holders: list[Holder]
 ) -> dict[str, torch.Tensor]:
     """Some ranks' state: of two real steps, or restored from holders; its snapshot is taken. The whole of it."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    entries, part, _ = entries_after(1 if holders else 2, replicas=replicas, float8=float8, seed=generation)
+    entries, part, _ = entries_after(1 if holders else 2, replicas=replicas, tp=tp, float8=float8, seed=generation)
     folder = Path(folders[rank % len(folders)])
     if holders:
         result = restore_snapshot(
@@ -83,21 +83,23 @@ def take(
 
 
 @pytest.mark.parametrize(
-    ("float8", "layouts"),
+    ("tp", "float8", "layouts"),
     [
-        (True, [(3, 1), (2, 1), (3, 1)]),
-        (False, [(4, 2), (5, 1), (4, 2)]),
+        (1, True, [(3, 1), (2, 1), (3, 1)]),
+        (1, False, [(4, 2), (5, 1), (4, 2)]),
+        (2, True, [(6, 1), (4, 1), (6, 1)]),
+        (2, False, [(4, 1), (8, 2)]),
     ],
 )
 def test_state_moves_from_layout_to_layout_and_back_without_storage_and_with_a_node_lost_each_time(
-    tmp_path: Path, float8: bool, layouts: list[tuple[int, int]]
+    tmp_path: Path, tp: int, float8: bool, layouts: list[tuple[int, int]]
 ) -> None:
     first: dict[str, torch.Tensor] = {}
     holders: list[Holder] = []
     nodes = Nodes(tmp_path, 4)
     try:
         for generation, (ranks, replicas) in enumerate(layouts, start=1):
-            saved = run_ranks(take, ranks, nodes.folders()[:ranks], generation, replicas, float8, holders)[0]
+            saved = run_ranks(take, ranks, nodes.folders()[:ranks], generation, replicas, tp, float8, holders)[0]
             first = first or saved
             assert saved.keys() == first.keys()
             for name, tensor in first.items():

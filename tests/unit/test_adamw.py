@@ -46,7 +46,7 @@ def test_clipping_equals_torchs_to_float32_and_returns_the_norm_in_float64(max_n
         mine.grad = torch.randn(mine.shape, generator=generator)
         other.grad = mine.grad.clone()
     exact = torch.cat([p.grad.double().flatten() for p in ours if p.grad is not None]).norm()
-    norm = clip_grad_norm_float64(ours, max_norm, None)
+    norm = clip_grad_norm_float64(ours, max_norm, ())
     torch.nn.utils.clip_grad_norm_(theirs, max_norm)
     assert norm.dtype is torch.float64
     assert norm.item() == pytest.approx(exact.item(), rel=1e-14)
@@ -59,7 +59,7 @@ def test_the_norm_of_millions_of_small_values_is_exact_to_float64():
     parameter.grad = torch.full_like(parameter, 1e-4)
     want = float(torch.tensor(1e-4)) * 2**11
     # one by one, 2**22 additions round by at most 2**22 * 2**-53 = 5e-10; in float32 the sum stalls far below
-    assert clip_grad_norm_float64([parameter], 1e9, None).item() == pytest.approx(want, rel=5e-10)
+    assert clip_grad_norm_float64([parameter], 1e9, ()).item() == pytest.approx(want, rel=5e-10)
 
 
 def test_a_skipped_step_changes_nothing_but_the_count():

@@ -98,6 +98,55 @@ def test_ranks_of_a_node_stand_together() -> None:
     assert names(made.form(0.0)) == "acbd"
 
 
+def on_nodes(made: Membership, layout: dict[str, str], now: float, expected: int = 1) -> Formation | None:
+    """Members by the letters of their names, the nodes that they are on."""
+    for node, of_node in layout.items():
+        for name in of_node:
+            made.join(member(name, node), expected=expected, now=now)
+    return made.form(now)
+
+
+def test_a_unit_is_whole_and_on_one_node() -> None:
+    made = Membership(range(2, 9), unit=2)
+    assert names(on_nodes(made, {"x": "abc", "y": "de"}, 0.0, expected=5)) == "abde"
+    assert [each.id for each in made.without_unit] == ["c"]
+    assert not made.wants_to_grow(100.0)  # one alone is no unit
+    made.join(member("f", "x"), expected=1, now=100.0)
+    assert made.wants_to_grow(102.0)
+    assert names(on_nodes(made, {"x": "abcf", "y": "de"}, 103.0)) == "abcfde"
+
+
+def test_the_rest_of_a_broken_unit_waits_until_its_node_has_another() -> None:
+    made = Membership(range(2, 9), unit=2)
+    on_nodes(made, {"x": "ab", "y": "cd"}, 0.0, expected=4)
+    made.died(["c"])
+    assert names(on_nodes(made, {"x": "ab", "y": "d"}, 5.0)) == "ab"
+    assert [each.id for each in made.without_unit] == ["d"]
+    made.join(member("e", "z"), expected=1, now=6.0)
+    assert not made.wants_to_grow(10.0)  # on another node
+    made.join(member("f", "y"), expected=1, now=11.0)
+    assert made.wants_to_grow(13.0)
+
+
+def test_too_few_for_a_unit_wait() -> None:
+    made = Membership(range(2, 9), unit=2)
+    assert on_nodes(made, {"x": "a", "y": "b"}, 0.0, expected=2) is None
+
+
+@given(st.dictionaries(st.sampled_from("xyz"), st.integers(0, 9)), st.integers(1, 4), st.integers(1, 20))
+def test_any_nodes_make_the_largest_group_of_whole_units(nodes: dict[str, int], unit: int, most: int) -> None:
+    made = Membership(range(1, most + 1), unit=unit, settle_s=0, patience_s=0)
+    for node, count in nodes.items():
+        for number in range(count):
+            made.join(member(f"{node}{number}", node), expected=1, now=0.0)
+    formation = made.form(0.0)
+    members = formation.members if formation else ()
+    units = sum(count // unit for count in nodes.values())
+    assert len(members) == min(units, most // unit) * unit
+    for first in range(0, len(members), unit):
+        assert len({each.node for each in members[first : first + unit]}) == 1
+
+
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from("jdf"), st.sampled_from("abcdef")), max_size=60))
 def test_a_generation_never_holds_the_dead_and_numbers_only_grow(steps: list[tuple[str, str]]) -> None:

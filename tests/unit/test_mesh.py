@@ -4,11 +4,11 @@ from hypothesis import strategies as st
 from regrow.plan.mesh import MeshShape, plan_mesh
 
 
-@given(world_size=st.integers(1, 16384), dp_replicate=st.integers(1, 64))
-def test_the_mesh_has_every_rank_once_at_any_world_size(world_size, dp_replicate):
-    shape = plan_mesh(world_size, dp_replicate)
-    assert shape.world_size == world_size
-    assert shape.dp_replicate == (dp_replicate if world_size % dp_replicate == 0 else 1)
+@given(num_units=st.integers(1, 16384), dp_replicate=st.integers(1, 64), tp=st.integers(1, 8))
+def test_the_mesh_has_every_rank_once_at_any_world_size(num_units, dp_replicate, tp):
+    shape = plan_mesh(num_units * tp, dp_replicate, tp)
+    assert (shape.world_size, shape.num_units, shape.tp) == (num_units * tp, num_units, tp)
+    assert shape.dp_replicate == (dp_replicate if num_units % dp_replicate == 0 else 1)
 
 
 def test_replicas_that_do_not_divide_the_world_size_fall_back_to_plain_fsdp():
@@ -18,3 +18,8 @@ def test_replicas_that_do_not_divide_the_world_size_fall_back_to_plain_fsdp():
 
 def test_hsdp_puts_neighbouring_ranks_into_one_replica():
     assert list(plan_mesh(8, 2).axes.items()) == [("dp_replicate", 2), ("dp_shard", 4)]
+
+
+def test_the_ranks_of_a_unit_are_neighbours():
+    assert list(plan_mesh(8, 2, 2).axes.items()) == [("dp_replicate", 2), ("dp_shard", 2), ("tp", 2)]
+    assert list(plan_mesh(6, 2, 2).axes.items()) == [("dp_shard", 3), ("tp", 2)]

@@ -72,6 +72,7 @@ class SnapshotBoard:
 
 
 def is_whole(moment: Moment, held: Iterable[Held]) -> bool:
-    """Whether every shard of a step is there."""
+    """Whether every shard of every block of a step is there."""
     parts = [each.part for each in held if each.moment == moment]
-    return bool(parts) and {part.shard for part in parts} >= set(range(parts[0].num_shards))
+    held_of = {(part.block, part.shard) for part in parts}
+    return bool(parts) and len(held_of) == parts[0].num_blocks * parts[0].num_shards

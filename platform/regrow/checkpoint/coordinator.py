@@ -99,7 +99,7 @@ class Coordinator:
         events = read_events(self.folder)
         self.generation = next_generation(events) - 1
         sizes = range(cluster.min_workers, cluster.max_workers + 1)
-        self.membership = Membership(sizes, generation=self.generation)
+        self.membership = Membership(sizes, config.parallel.tp, generation=self.generation)
         self.notices = Notices(cluster.quarantine_failures, QUARANTINE_WITHIN_S, cluster.quarantine_s)
         self.formed: Formation | None = None
         self.most_rollbacks, self.rollbacks, self.not_finite_at = config.train.nonfinite_rollbacks, 0, 0
@@ -467,6 +467,13 @@ class Coordinator:
         self.generation, self.formed, self.too_few_since = formation.generation, formation, 0.0
         self.leaving_step, self.form_at = 0, 0.0
         self._event("forming", generation=self.generation, members=[asdict(each) for each in formation.members])
+        if apart := self.membership.without_unit:
+            nodes = ", ".join(dict.fromkeys(member.node[:12] for member in apart))
+            self._event(
+                "note",
+                text=f"{len(apart)} of the workers of node {nodes} wait: parallel.tp={self.membership.unit} takes as "
+                "many of a node at a time",
+            )
         return formation
 
     def _take_up_again(self, events: list[dict[str, Any]]) -> None:

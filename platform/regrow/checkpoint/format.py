@@ -20,6 +20,7 @@ from regrow.checkpoint.layout import ITEM_BYTES, Span
 from regrow.errors import CheckpointError
 
 FORMAT, VERSION = "regrow-checkpoint", 2
+VERSION_WITH_BLOCKS = 3  # of an index that has `column_blocks`, and is otherwise the same
 COMMIT = "COMMIT"
 SAFETENSORS_DTYPES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16", "int64": "I64"}
 TORCH_DTYPES = {code: name for name, code in SAFETENSORS_DTYPES.items()}
@@ -46,6 +47,7 @@ class Index:
     tensors: dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape
     files: tuple[DataFile, ...]
     information: dict[str, Any] = field(default_factory=dict)  # world size, time: read by people only
+    column_blocks: dict[str, int] = field(default_factory=dict)  # tensors stored as so many blocks of columns, by name
 
     @property
     def num_bytes(self) -> int:
@@ -59,7 +61,7 @@ class Index:
     def to_json(self) -> bytes:
         content = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION_WITH_BLOCKS if self.column_blocks else VERSION,
             "run_id": self.run_id,
             "generation": self.generation,
             "step": self.step,
@@ -67,7 +69,7 @@ class Index:
             "tensors": {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in self.tensors.items()},
             "files": [vars(file) for file in self.files],
             "information": self.information,
-        }
+        } | ({"column_blocks": self.column_blocks} if self.column_blocks else {})
         return json.dumps(content, indent=1).encode()
 
     @staticmethod
@@ -75,9 +77,10 @@ class Index:
         """Raises CheckpointError where `data` is not an index of a version that this code reads."""
         try:
             content = json.loads(data)
-            if (content["format"], content["version"]) != (FORMAT, VERSION):
+            if content["format"] != FORMAT or content["version"] not in (VERSION, VERSION_WITH_BLOCKS):
                 raise CheckpointError(
-                    f"{where} is {content['format']} version {content['version']}; this regrow reads {FORMAT} {VERSION}"
+                    f"{where} is {content['format']} version {content['version']}; this regrow reads {FORMAT} "
+                    f"{VERSION} and {VERSION_WITH_BLOCKS}"
                 )
             return Index(
                 run_id=content["run_id"],
@@ -87,6 +90,7 @@ class Index:
                 tensors={name: (t["dtype"], tuple(t["shape"])) for name, t in content["tensors"].items()},
                 files=tuple(DataFile(**file) for file in content["files"]),
                 information=content["information"],
+                column_blocks=content.get("column_blocks", {}),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{where} is not a checkpoint index: {type(error).__name__}: {error}") from error

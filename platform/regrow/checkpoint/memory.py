@@ -15,7 +15,7 @@ import numpy as np
 
 from regrow.checkpoint.checksums import CHUNK_BYTES, Crc, checksums, whole_chunks
 from regrow.checkpoint.held import Holder, Snapshot, open_snapshot
-from regrow.checkpoint.layout import ITEM_BYTES, Span, shard_span, shards_that_hold
+from regrow.checkpoint.layout import ITEM_BYTES, Span, parts_that_hold, shard_span
 from regrow.checkpoint.ranges import Connection, Ranges, connected
 from regrow.checkpoint.reshard import Read, Source, nearest, plan_reads
 from regrow.checkpoint.slots import SlotHeader
@@ -78,25 +78,26 @@ def restore_snapshot(
             return restored
 
 
-def _choose(holders: Sequence[Holder], node: str, reader: int) -> dict[int, Holder]:
-    """For each shard of the old layout the copy that this reader takes."""
-    copies: dict[int, list[tuple[int, Holder]]] = defaultdict(list)
+def _choose(holders: Sequence[Holder], node: str, reader: int) -> dict[tuple[int, int], Holder]:
+    """For each (block, shard) of the old layout the copy that this reader takes."""
+    copies: dict[tuple[int, int], list[tuple[int, Holder]]] = defaultdict(list)
     for holder in sorted(holders, key=lambda holder: holder.name):
-        copies[holder.held.part.shard].append((OWN if holder.node == node else PEER, holder))
-    return {shard: nearest(same, reader=reader + shard) for shard, same in copies.items()}
+        part = holder.held.part
+        copies[part.block, part.shard].append((OWN if holder.node == node else PEER, holder))
+    return {place: nearest(same, reader=reader + place[1]) for place, same in copies.items()}
 
 
-def _plan(entries: Sequence[Entry], chosen: dict[int, Holder]) -> dict[Holder, list[Read]]:
+def _plan(entries: Sequence[Entry], chosen: dict[tuple[int, int], Holder]) -> dict[Holder, list[Read]]:
     """What to read from whom. Raises CheckpointError where a shard is missing."""
     if not chosen:
         raise CheckpointError("no snapshot can be read: nobody holds one")
     num_shards = next(iter(chosen.values())).held.part.num_shards
     by_name = {holder.name: holder for holder in chosen.values()}
     sources = [
-        Source(chosen[shard].name, shard_span(entry.span, shard, num_shards))
+        Source(chosen[place].name, shard_span(entry.span, chosen[place].held.part))
         for entry in entries
-        for shard in shards_that_hold(entry.span, num_shards)
-        if shard in chosen
+        for place in parts_that_hold(entry.span, num_shards)
+        if place in chosen
     ]
     by_holder: dict[Holder, list[Read]] = defaultdict(list)
     for read in plan_reads(sources, [entry.span for entry in entries]):
@@ -206,7 +207,7 @@ def _check(snapshot: Snapshot, holder: Holder, entries: Sequence[Entry]) -> None
         raise CheckpointError("it is not the snapshot that was committed")
     have = {span.name: span for span in snapshot.header.spans}
     part = holder.held.part
-    want = {entry.span.name: shard_span(entry.span, part.shard, part.num_shards) for entry in entries}
+    want = {entry.span.name: shard_span(entry.span, part) for entry in entries}
     for name in sorted(have.keys() | want.keys()):
         if have.get(name) != want.get(name):
             raise CheckpointError(

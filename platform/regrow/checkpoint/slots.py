@@ -73,7 +73,7 @@ class SlotHeader:
         content: dict[str, Any] = {
             **vars(self),
             "part": vars(self.part),
-            "spans": [[span.name, span.shape, span.dtype, span.start, span.stop] for span in self.spans],
+            "spans": [[span.name, span.shape, span.dtype, span.start, span.stop, span.blocks] for span in self.spans],
         }
         return json.dumps(content, separators=(",", ":")).encode()
 
@@ -82,7 +82,8 @@ class SlotHeader:
         content = json.loads(data)
         content["part"] = Part(**content["part"])
         content["spans"] = tuple(
-            Span(name, tuple(shape), dtype, start, stop) for name, shape, dtype, start, stop in content["spans"]
+            Span(name, tuple(shape), dtype, start, stop, tuple(blocks))
+            for name, shape, dtype, start, stop, blocks in content["spans"]
         )
         return SlotHeader(**content)
 

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from regrow.checkpoint.layout import WHOLE, Part, Span, shard_rows
+from regrow.checkpoint.layout import WHOLE, Part, Span, shard_span
+from regrow.model.cut import WHOLE as NOT_CUT
+from regrow.model.cut import Cut
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -48,11 +50,12 @@ def training_entries(
     """
     _create_moments(optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    entries = [_entry(f"model/{name}", parameter, inner_tensor) for name, parameter in model.named_parameters()]
+    cuts: dict[str, Cut] = getattr(model, "cuts", {})
+    tensors = [(f"model/{name}", name, parameter) for name, parameter in model.named_parameters()]
     for parameter in _parameters(optimizer):
-        for moment in MOMENTS:
-            tensor = optimizer.state[parameter][moment]
-            entries.append(_entry(f"optim/{moment}/{names[id(parameter)]}", tensor, inner_tensor))
+        name = names[id(parameter)]
+        tensors += [(f"optim/{moment}/{name}", name, optimizer.state[parameter][moment]) for moment in MOMENTS]
+    entries = [_entry(key, tensor, cuts.get(name, NOT_CUT), inner_tensor) for key, name, tensor in tensors]
     return sorted(entries, key=lambda entry: entry.span.name)
 
 
@@ -60,9 +63,9 @@ def part_of(mesh: DeviceMesh | None) -> Part:
     """The part of the state that this rank of a mesh holds, a mesh as `parallel.fsdp.build_mesh` makes it."""
     if mesh is None:
         return WHOLE
-    if mesh.ndim == 1:
-        return Part(mesh.get_local_rank(), mesh.size())
-    return Part(mesh.get_local_rank(1), mesh.size(1), mesh.get_local_rank(0), mesh.size(0))
+    assert mesh.mesh_dim_names is not None
+    axes = {name: (mesh.get_local_rank(name), mesh[name].size()) for name in mesh.mesh_dim_names}
+    return Part(*axes["dp_shard"], *axes.get("dp_replicate", (0, 1)), *axes.get("tp", (0, 1)))
 
 
 def set_optimizer_step(optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -90,24 +93,20 @@ def fill(target: Tensor, data: memoryview) -> None:
         target.view(torch.uint8).copy_(torch.from_numpy(source))
 
 
-def _entry(name: str, tensor: Tensor, inner_tensor: Callable[[Tensor], Tensor]) -> Entry:
-    shape = tuple(tensor.shape)
+def _entry(name: str, tensor: Tensor, cut: Cut, inner_tensor: Callable[[Tensor], Tensor]) -> Entry:
+    local, shard, num_shards = tensor, 0, 1
     if isinstance(tensor, DTensor):
         local, shards = tensor.to_local(), [p for p in tensor.placements if isinstance(p, Shard)]
         axis = next((i for i, placement in enumerate(tensor.placements) if isinstance(placement, Shard)), None)
-        assert [shard.dim for shard in shards] in ([], [0]), f"{name}: only dim 0 may be sharded, and once"
-        if axis is None:
-            rows = range(shape[0])
-        else:
-            mesh = tensor.device_mesh
-            rows = shard_rows(shape[0], mesh.get_local_rank(axis), mesh.size(axis))
-    else:
-        local, rows = tensor, range(shape[0])
+        assert [each.dim for each in shards] in ([], [0]), f"{name}: only dim 0 may be sharded, and once"
+        if axis is not None:
+            shard, num_shards = tensor.device_mesh.get_local_rank(axis), tensor.device_mesh.size(axis)
     memory = inner_tensor(local.detach())
-    row_elements = tensor.numel() // max(shape[0], 1)
-    assert memory.numel() == len(rows) * row_elements, f"{name}: holds {memory.numel()} elements, expected rows {rows}"
     dtype = str(memory.dtype).removeprefix("torch.")
-    return Entry(Span(name, shape, dtype, rows.start * row_elements, rows.stop * row_elements), memory.view(-1))
+    whole = Span(name, cut.whole_shape(tuple(tensor.shape)), dtype, 0, 0, cut.blocks)
+    span = shard_span(whole, Part(shard, num_shards, block=cut.block, num_blocks=cut.num_blocks))
+    assert memory.numel() == span.num_elements, f"{name}: holds {memory.numel()} elements, expected {span}"
+    return Entry(span, memory.view(-1))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

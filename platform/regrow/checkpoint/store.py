@@ -6,7 +6,8 @@ A file name is never written twice, so that neither a zombie nor an earlier atte
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -14,10 +15,10 @@ import torch.distributed as dist
 from regrow.checkpoint.catalog import step_folder
 from regrow.checkpoint.checksums import checksums
 from regrow.checkpoint.collective import gather, rank
-from regrow.checkpoint.format import COMMIT, DataFile, Index, encode_header
-from regrow.checkpoint.layout import WHOLE, Part, Span, replica_part
+from regrow.checkpoint.format import COMMIT, DataFile, Index, Stored, encode_header
+from regrow.checkpoint.layout import WHOLE, Part, Span, column_blocks, replica_part, written_part
 from regrow.checkpoint.read import read_elements, read_headers
-from regrow.checkpoint.reshard import plan_reads
+from regrow.checkpoint.reshard import Source, plan_reads
 from regrow.checkpoint.state import Entry, fill
 from regrow.checkpoint.upload import write_index
 from regrow.errors import CheckpointError
@@ -64,6 +65,7 @@ def save(
         tensors={entry.span.name: (entry.span.dtype, entry.span.shape) for entry in entries},
         files=tuple(outcome for outcome in outcomes if isinstance(outcome, DataFile)),
         information={"world_size": len(outcomes), "num_replicas": part.num_replicas, "written_at": time.time()},
+        column_blocks=column_blocks(entry.span for entry in entries),
     )
     problem = None
     if rank() == 0:
@@ -113,13 +115,45 @@ def restore(folder: Storage, index: Index, entries: Sequence[Entry], part: Part 
     _check_same(index, entries, folder)
     source = folder / step_folder(index.step)
     stored = read_headers(source, index)
-    wanted = [replica_part(entry.span, part.replica, part.num_replicas) for entry in entries]
+    blocks = [index.column_blocks.get(entry.span.name, 1) for entry in entries]
+    same = [entry for entry, stored_in in zip(entries, blocks, strict=True) if entry.span.blocks[1] == stored_in]
     num_bytes = 0
-    for read in plan_reads(stored, wanted):
+    for read in plan_reads(stored, [replica_part(entry.span, part.replica, part.num_replicas) for entry in same]):
         data = read_elements(source, read, stored[read.source])
-        entry = entries[read.want]
+        entry = same[read.want]
         fill(entry.memory[read.start - entry.span.start : read.stop - entry.span.start], data)
         num_bytes += len(data)
+    for entry, stored_in in zip(entries, blocks, strict=True):
+        if entry.span.blocks[1] != stored_in:
+            num_bytes += _restore_in_other_blocks(source, stored, entry, stored_in)
+    return num_bytes
+
+
+def _restore_in_other_blocks(source: Storage, stored: Mapping[Source, Stored], entry: Entry, num_blocks: int) -> int:
+    """Fill an entry of a tensor that is stored in another number of blocks of columns than it is held in here.
+
+    Its rows are read whole, from every block of theirs that has columns of the entry's; of replicas, each reads all.
+    """
+    span = entry.span
+    num_rows, num_columns = span.shape
+    width, stored_width = num_columns // span.blocks[1], num_columns // num_blocks
+    if not span.num_elements:
+        return 0
+    block, first = divmod(span.start, num_rows * width)
+    rows = range(first // width, first // width + span.num_elements // width)
+    columns = range(block * width, (block + 1) * width)
+    target, num_bytes = entry.memory.view(len(rows), width), 0
+    for number in range(columns.start // stored_width, -(-columns.stop // stored_width)):
+        begin = number * num_rows * stored_width
+        want = replace(span, start=begin + rows.start * stored_width, stop=begin + rows.stop * stored_width)
+        whole = torch.empty(want.num_elements, dtype=entry.memory.dtype)
+        for read in plan_reads([each for each in stored if each.span.name == span.name], [want]):
+            data = read_elements(source, read, stored[read.source])
+            fill(whole[read.start - want.start : read.stop - want.start], data)
+            num_bytes += len(data)
+        left, right = max(columns.start, number * stored_width), min(columns.stop, (number + 1) * stored_width)
+        taken = whole.view(len(rows), stored_width)[:, left - number * stored_width : right - number * stored_width]
+        target[:, left - columns.start : right - columns.start].copy_(taken)
     return num_bytes
 
 
@@ -153,7 +187,7 @@ def _write_file(
     """Write this rank's part; None where it has nothing to write."""
     parts: list[tuple[Span, memoryview]] = []
     for entry in entries:
-        span = replica_part(entry.span, part.replica, part.num_replicas)
+        span = written_part(entry.span, part)
         if span.num_elements:
             memory = entry.memory[span.start - entry.span.start : span.stop - entry.span.start]
             parts.append((span, memoryview(memory.cpu().contiguous().view(torch.uint8).numpy().data).cast("B")))

@@ -2,17 +2,17 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from regrow.checkpoint.catalog import step_folder
 from regrow.checkpoint.format import Index
+from regrow.checkpoint.layout import ITEM_BYTES, Span
 from regrow.checkpoint.read import read_elements, read_headers
 from regrow.checkpoint.reshard import Source, plan_reads
-from regrow.checkpoint.tools import Advance, pieces, whole_span
+from regrow.checkpoint.tools import PIECE_BYTES, Advance, pieces, whole_span
 from regrow.storage import Storage
 
 
@@ -33,16 +33,36 @@ class CheckpointTensors:
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The tensor, flat, piece after piece. Raises CheckpointError where its data is damaged."""
-        spans = list(pieces(whole_span(self.index, name)))
-        for want, reads in groupby(plan_reads(self._by_name[name], spans), key=lambda read: read.want):
-            span = spans[want]
-            piece = torch.empty(span.num_elements, dtype=getattr(torch, span.dtype))
-            for read in reads:
-                data = read_elements(self._source, read, self._stored[read.source])
-                target = piece[read.start - span.start : read.stop - span.start]
-                target.copy_(torch.frombuffer(bytearray(data), dtype=piece.dtype))
+        blocks = self.index.column_blocks.get(name, 1)
+        if blocks > 1:
+            yield from self._rows(name, blocks)
+            return
+        for span in pieces(whole_span(self.index, name)):
+            piece = self._read(span)
             self._advance(piece.nbytes)
             yield piece
+
+    def _rows(self, name: str, blocks: int) -> Iterator[Tensor]:
+        """The same of a tensor that is stored as blocks of columns, some whole rows at a time."""
+        dtype, (num_rows, num_columns) = self.index.tensors[name]
+        width, rows_at_once = num_columns // blocks, max(1, PIECE_BYTES // ITEM_BYTES[dtype] // num_columns)
+        for first in range(0, num_rows, rows_at_once):
+            last = min(first + rows_at_once, num_rows)
+            begins = [(block * num_rows + first) * width for block in range(blocks)]
+            spans = [replace(whole_span(self.index, name), start=b, stop=b + (last - first) * width) for b in begins]
+            columns = [self._read(span).view(last - first, width) for span in spans]
+            piece = torch.cat(columns, dim=1).flatten()
+            self._advance(piece.nbytes)
+            yield piece
+
+    def _read(self, span: Span) -> Tensor:
+        """Elements in the order in which they are stored."""
+        elements = torch.empty(span.num_elements, dtype=getattr(torch, span.dtype))
+        for read in plan_reads(self._by_name[span.name], [span]):
+            data = read_elements(self._source, read, self._stored[read.source])
+            target = elements[read.start - span.start : read.stop - span.start]
+            target.copy_(torch.frombuffer(bytearray(data), dtype=elements.dtype))
+        return elements
 
     def whole(self, name: str) -> Tensor:
         """The tensor in its shape."""

@@ -99,7 +99,7 @@ def pieces(span: Span) -> Iterator[Span]:
     """A span in pieces of PIECE_BYTES, which keeps them at the borders of chunks."""
     size = PIECE_BYTES // ITEM_BYTES[span.dtype]
     for start in range(span.start, span.stop, size):
-        yield Span(span.name, span.shape, span.dtype, start, min(start + size, span.stop))
+        yield replace(span, start=start, stop=min(start + size, span.stop))
 
 
 def _look(checkpoints: Storage, step: int, run_id: str | None) -> Found:

@@ -19,7 +19,7 @@ import numpy as np
 from regrow.checkpoint.checksums import CHUNK_BYTES, Crc, checksums
 from regrow.checkpoint.format import DataFile, Index, encode_header
 from regrow.checkpoint.held import Held, Snapshot, open_snapshot
-from regrow.checkpoint.layout import ITEM_BYTES, Span, replica_part
+from regrow.checkpoint.layout import ITEM_BYTES, Span, column_blocks, written_part
 from regrow.checkpoint.slots import Moment, SlotHeader
 from regrow.errors import CheckpointError
 from regrow.storage import Storage
@@ -50,6 +50,7 @@ class Written:
     scalars: dict[str, int]
     tensors_sha256: str
     tensors: Tensors | None  # where they were asked for
+    column_blocks: dict[str, int] = field(default_factory=dict)
 
 
 def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id: str) -> Written:
@@ -76,9 +77,10 @@ def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id
         outcomes = list(writers.map(write, range(len(mine)), mine))
     header = outcomes[0][1]
     tensors = {span.name: (span.dtype, span.shape) for span in header.spans}
-    digest = hashlib.sha256(json.dumps(sorted(tensors.items())).encode()).hexdigest()
+    blocks = column_blocks(header.spans)
+    digest = hashlib.sha256(json.dumps([sorted(tensors.items()), sorted(blocks.items())]).encode()).hexdigest()
     data_files = tuple(file for file, _ in outcomes if file is not None)
-    return Written(data_files, len(mine), header.scalars, digest, tensors if order.describe else None)
+    return Written(data_files, len(mine), header.scalars, digest, tensors if order.describe else None, blocks)
 
 
 def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> DataFile | None:
@@ -86,7 +88,7 @@ def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> 
     header = snapshot.header
     parts: list[tuple[Span, int, Crc]] = []  # what to write, its first byte in the slot, its checksums
     for span, offset, chunk in zip(header.spans, header.offsets, header.first_chunks, strict=False):
-        part = replica_part(span, header.part.replica, header.part.num_replicas)
+        part = written_part(span, header.part)
         if part.num_elements:
             begin = (part.start - span.start) * ITEM_BYTES[span.dtype]
             first = chunk + begin // CHUNK_BYTES
@@ -167,6 +169,7 @@ class Upload:
             tensors=first.tensors,
             files=files,
             information={"world_size": num_ranks, "written_at": time.time()},
+            column_blocks=first.column_blocks,
         )
 
     def _order(self, origin: str, *, copies: bool) -> WriteOrder:

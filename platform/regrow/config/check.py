@@ -2,6 +2,7 @@
 
 import re
 import textwrap
+from math import gcd
 
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, PlanJobConfig, PretrainConfig
 from regrow.errors import ConfigError
@@ -19,8 +20,9 @@ def check(config: PretrainConfig) -> list[BatchPlan]:
     return check_world_sizes(
         num_slices=config.optim.num_slices,
         global_batch_seqs=config.optim.global_batch_seqs,
-        min_workers=config.cluster.min_workers,
-        max_workers=config.cluster.max_workers,
+        min_workers=config.cluster.min_workers // config.parallel.tp,
+        max_workers=config.cluster.max_workers // config.parallel.tp,
+        tp=config.parallel.tp,
     )
 
 
@@ -42,7 +44,7 @@ def geometry(config: PretrainConfig, plans: list[BatchPlan]) -> list[str]:
     optim, data = config.optim, config.data
     batch_tokens = optim.global_batch_seqs * data.seq_len
     slice_seqs = optim.global_batch_seqs // optim.num_slices
-    shares = ", ".join(f"{plan.world_size}:{plan.idle_share:.1%}" for plan in plans)
+    shares = ", ".join(f"{plan.world_size * config.parallel.tp}:{plan.idle_share:.1%}" for plan in plans)
     return [
         f"global batch {optim.global_batch_seqs} sequences x {data.seq_len} tokens = {batch_tokens:,} tokens; "
         f"{config.train.steps:,} steps = {config.train.steps * batch_tokens:,} tokens",
@@ -186,10 +188,12 @@ def _optim(config: PretrainConfig) -> None:
 
 def _parallel(config: PretrainConfig) -> None:
     parallel = config.parallel
-    replicas, most = parallel.dp_replicate, config.cluster.max_workers
+    replicas, most, tp = parallel.dp_replicate, config.cluster.max_workers, parallel.tp
+    of_units = "" if tp == 1 else f"/parallel.tp={tp}"
+    _tensor_parallel(config)
     _need(
-        replicas >= 1 and most % replicas == 0,
-        f"parallel.dp_replicate={replicas} must divide cluster.max_workers={most}",
+        replicas >= 1 and most // tp % replicas == 0,
+        f"parallel.dp_replicate={replicas} must divide cluster.max_workers={most}{of_units}",
     )
     _need(
         parallel.float8 is Float8.none or parallel.dtype is Dtype.bfloat16,
@@ -207,6 +211,21 @@ def _parallel(config: PretrainConfig) -> None:
         parallel.loss_chunk_tokens >= 0,
         f"parallel.loss_chunk_tokens={parallel.loss_chunk_tokens} must not be negative; 0 holds all logits of a pass",
     )
+
+
+def _tensor_parallel(config: PretrainConfig) -> None:
+    tp, model, cluster = config.parallel.tp, config.model, config.cluster
+    _need(tp >= 1, f"parallel.tp={tp} must be at least 1")
+    for key, value in (
+        ("cluster.min_workers", cluster.min_workers),
+        ("cluster.max_workers", cluster.max_workers),
+        ("model.num_heads", model.num_heads),
+        ("model.num_kv_heads", model.num_kv_heads),
+        ("model.ffn_dim", model.ffn_dim),
+        ("model.vocab_size", model.vocab_size),
+        ("data.seq_len", config.data.seq_len),
+    ):
+        _need(value % tp == 0, f"parallel.tp={tp} must divide {key}={value}; set parallel.tp={gcd(tp, value)}")
 
 
 def _checkpoint(config: PretrainConfig) -> None:

@@ -194,6 +194,7 @@ class ParallelConfig:
 
     dtype: Dtype = Dtype.float32  # of compute and all-gathers; parameters, moments and reductions stay float32
     dp_replicate: int = 1  # HSDP replicas when they divide the world size, else 1; 1: FSDP over all ranks
+    tp: int = 1  # ranks of a node that share each block's arithmetic, and between blocks its tokens
     float8: Float8 = Float8.none  # recipe of the blocks' linear layers; emulated off-GPU
     compile: bool = False  # torch.compile each block
     compile_backend: str = "inductor"  # torch.compile backend

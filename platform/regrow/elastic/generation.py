@@ -76,13 +76,13 @@ def train_generation(
     """
     begun = time.time()
     config, generation, rank, world_size = job.config, joined.generation, joined.rank, joined.world_size
+    shape = plan_mesh(world_size, config.parallel.dp_replicate, config.parallel.tp)
     plan = plan_batch(
         num_slices=config.optim.num_slices,
-        world_size=world_size,
+        world_size=shape.num_units,
         slices_per_pass=config.parallel.slices_per_pass,
     )
-
-    shape = plan_mesh(world_size, config.parallel.dp_replicate)
+    slices = plan.ranges[rank // shape.tp]
     mesh = build_mesh(shape, device.type)
     eot_id = job.corpora.eot_id if config.model.document_attention else None
     step = build_step(config.model, config.parallel, config.optim, mesh=mesh, device=device, seed=None, eot_id=eot_id)
@@ -105,11 +105,11 @@ def train_generation(
     tokens_per_step = config.optim.global_batch_seqs * config.data.seq_len
     last_step = min(config.train.steps, config.train.stop_at_step or config.train.steps)
     batches = rank_batches(
-        _ways_to_ask(job, generation, plan.ranges[rank]),
+        _ways_to_ask(job, generation, slices),
         order,
         reader,
         layout_of(config),
-        slices=plan.ranges[rank],
+        slices=slices,
         start_step=progress.step,
         stop_step=last_step,
         stall_timeout_s=config.data.stall_timeout_s,
@@ -124,7 +124,16 @@ def train_generation(
         world_size=world_size,
         generation=generation,
     )
-    hooks = _Hooks(job, generation, step, mesh, _Validation(job, device, rank, world_size), memory, prober, compiled)
+    hooks = _Hooks(
+        job,
+        generation,
+        step,
+        mesh,
+        _Validation(job, device, rank // shape.tp, shape.num_units),
+        memory,
+        prober,
+        compiled,
+    )
     startup_s = {
         **(job.driver_s if generation == job.first_generation else {}),
         "workers": entered - (job.fit_at if generation == job.first_generation else entered),
@@ -189,16 +198,16 @@ def train_generation(
 class _Validation:
     """This rank's share of the first rows of the validation splits, the same rows whatever the world size."""
 
-    def __init__(self, job: Job, device: torch.device, rank: int, world_size: int) -> None:
+    def __init__(self, job: Job, device: torch.device, unit: int, num_units: int) -> None:
         config = job.config
         reader = job.corpora.reader("validation")
         rows = reader.first_rows(config.train.validation_seqs)
         size = config.optim.global_batch_seqs // config.optim.num_slices
         starts = range(0, len(rows), size)
-        self.num_batches = -(-len(starts) // world_size)
+        self.num_batches = -(-len(starts) // num_units)
         self.batches = [
             torch.from_numpy(reader.read(rows[start : start + size]).astype("int64")).to(device)
-            for start in starts[rank::world_size]
+            for start in starts[unit::num_units]
         ]
 
 
@@ -298,6 +307,7 @@ class _Hooks:
             self.validation.batches,
             num_batches=self.validation.num_batches,
             group=self.step.group,
+            tensor_group=self.step.tensor_group,
             loss_function=self.step.loss_function,
         )
         loss = loss_sum / max(num_tokens, 1)

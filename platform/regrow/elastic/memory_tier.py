@@ -4,6 +4,7 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +166,11 @@ class MemoryTier:
     def _shortage(self, entries: Sequence[Entry], part: Part, nodes: list[str]) -> str:
         """Why this node's memory does not do for the smallest group allowed, and for the one before it; or empty."""
         cluster = self.job.config.cluster
-        least_shards = max(1, cluster.min_workers // part.num_replicas)
+        least_shards = max(1, cluster.min_workers // part.num_replicas // part.num_blocks)
+        blocks = [prod(entry.span.blocks) for entry in entries]  # what is not cut, every rank of a unit has
+        sizes = [entry.span.whole_elements * entry.memory.element_size() for entry in entries]
         need = plan_snapshot_memory(
-            state_bytes=sum(entry.span.whole_elements * entry.memory.element_size() for entry in entries),
+            state_bytes=sum(size // of for size, of in zip(sizes, blocks, strict=True)),
             slots=self.config.slots,
             ranks_on_node=nodes.count(self.node),
             num_shards=part.num_shards,

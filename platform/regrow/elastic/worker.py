@@ -102,7 +102,7 @@ def _warm_up(config: PretrainConfig, device: torch.device, expected: int) -> Non
     """As for a group of so many."""
     plan = plan_batch(
         num_slices=config.optim.num_slices,
-        world_size=min(expected, config.cluster.max_workers, config.optim.num_slices),
+        world_size=max(1, min(expected, config.cluster.max_workers) // config.parallel.tp),
         slices_per_pass=config.parallel.slices_per_pass,
     )
     pass_seqs = plan.most_slices_of_a_pass * layout_of(config).slice_seqs

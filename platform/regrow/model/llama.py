@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from regrow.config.schema import ModelConfig, RopeScaling
 from regrow.model.attention import Mask, attend, document_mask, document_starts_BT
+from regrow.model.cut import WHOLE, Cut
 
 INIT_STD = 0.02
 TRUNCATE_AT = 3.0  # standard deviations
@@ -121,6 +122,7 @@ class Llama(nn.Module):
         assert config.document_attention == (eot_id is not None), f"{config.document_attention=} {eot_id=}"
         self.config = config
         self.eot_id = eot_id
+        self.cuts: dict[str, Cut] = {}  # by parameter, where tensor parallelism has left this rank a block of it
         self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -183,13 +185,14 @@ def init_weights(model: Llama, seed: int) -> None:
             if parameter.ndim == 1:
                 local.fill_(1.0)
                 continue
-            std = _init_std(name, model.config)
-            for block, rows in _blocks(parameter.shape, range(first_row, first_row + local.size(0))):
-                values = _truncated_normal(
-                    (len(block), *parameter.shape[1:]), std, f"{seed}:{name}:{block.start}", local.device
-                )
-                inside = values[rows.start - block.start : rows.stop - block.start]
-                local.narrow(0, rows.start - first_row, len(rows)).copy_(inside)
+            std, cut = _init_std(name, model.config), model.cuts.get(name, WHOLE)
+            shape = cut.whole_shape(tuple(parameter.shape))
+            first_row += cut.block * parameter.shape[0] if cut.by_rows else 0
+            columns = slice(None) if cut.by_rows else slice(cut.block * shape[1] // cut.num_blocks, None)
+            for block, rows in _blocks(shape, range(first_row, first_row + local.size(0))):
+                values = _truncated_normal((len(block), *shape[1:]), std, f"{seed}:{name}:{block.start}", local.device)
+                inside = values[rows.start - block.start : rows.stop - block.start, columns]
+                local.narrow(0, rows.start - first_row, len(rows)).copy_(inside[:, : local.size(1)])
 
 
 def _init_std(name: str, config: ModelConfig) -> float:
@@ -220,7 +223,7 @@ def _local_rows(parameter: Tensor) -> tuple[Tensor, int]:
     return local, first_row
 
 
-def _blocks(shape: torch.Size, shard: range) -> Iterator[tuple[range, range]]:
+def _blocks(shape: tuple[int, ...], shard: range) -> Iterator[tuple[range, range]]:
     """Blocks of rows that overlap `shard`, and the overlap."""
     if not shard:
         return

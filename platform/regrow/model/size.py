@@ -23,6 +23,16 @@ def num_matmul_params(config: ModelConfig) -> int:
     return num_params(config) - (0 if config.tied else config.vocab_size * config.dim)
 
 
-def state_bytes(config: ModelConfig) -> int:
-    """Bytes of what a snapshot or a checkpoint holds, over all ranks."""
-    return STATE_BYTES * num_params(config)
+def num_params_of_block(config: ModelConfig, tp: int) -> int:
+    """Parameters of one of `tp` blocks that tensor parallelism cuts the model into; norms are in each.
+
+    >>> num_params_of_block(ModelConfig(), 1) == num_params(ModelConfig())
+    True
+    """
+    norms = (2 * config.num_layers + 1) * config.dim
+    return (num_params(config) - norms) // tp + norms
+
+
+def state_bytes(config: ModelConfig, tp: int = 1) -> int:
+    """Bytes of what a snapshot or a checkpoint holds, over all ranks; with `tp`, over those that hold one block."""
+    return STATE_BYTES * num_params_of_block(config, tp)

@@ -139,13 +139,13 @@ def _stall(attempt: Attempt, before: Attempt | None, first_row: Row | None) -> d
 
 def _capacity_goodput(ledger: Ledger, metrics: Sequence[Row], config: Mapping[str, Any]) -> float | None:
     """Productive seconds weighted by the share of the ranks asked for that was there and not idle, over wall time."""
-    num_slices = config.get("optim", {}).get("num_slices")
+    num_slices, tp = config.get("optim", {}).get("num_slices"), config.get("parallel", {}).get("tp", 1)
     wall_s = ledger.end - ledger.begin
     if num_slices is None or wall_s <= 0:
         return None
     world_sizes = [row["world_size"] for row in metrics]
     most = max([config.get("cluster", {}).get("max_workers") or 1, *world_sizes])
-    share = {size: size / most * _busy_share(num_slices, size) for size in set(world_sizes)}
+    share = {size: size / most * _busy_share(num_slices, size // tp) for size in set(world_sizes)}
     useful = math.fsum(s * share[size] for s, size in zip(ledger.productive_s.tolist(), world_sizes, strict=True))
     return round(useful / wall_s, 6)
 

@@ -275,10 +275,10 @@ def _geometry(config: Mapping[str, Any], metrics: Sequence[Row], submitted: Mapp
         f"in {num_slices:,} slices.</p>"
     )
     sizes = {row["world_size"] for row in metrics} | {cluster.get("min_workers"), cluster.get("max_workers")}
-    rows = []
+    rows, tp = [], (config.get("parallel") or {}).get("tp", 1)
     for world_size in sorted(each for each in sizes if each):
         try:
-            plan = plan_batch(num_slices=num_slices, world_size=world_size)
+            plan = plan_batch(num_slices=num_slices, world_size=world_size // tp)
         except BatchError:
             continue
         fewest, most = min(map(len, plan.ranges)), max(map(len, plan.ranges))

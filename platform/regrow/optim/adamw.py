@@ -39,29 +39,34 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
 
 @torch.no_grad()
 def clip_grad_norm_float64(
-    parameters: Iterable[Tensor], max_norm: float, shard_group: dist.ProcessGroup | None
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    groups: Iterable[dist.ProcessGroup],
+    *,
+    counted_elsewhere: Iterable[Tensor] = (),
 ) -> Tensor:
     """Scale the gradients in place so that their global L2 norm is at most `max_norm`; return the norm before that.
 
-    Collective over `shard_group`, the ranks that hold different shards; replicas of HSDP are left out, as they hold the
-    same gradients. None: nothing is sharded. Accumulated in float64, so it agrees over shardings to float64 rounding
-    where a float32 norm does to 1e-4. Returns a float64 scalar on the device; the host waits for nothing.
+    Collective over `groups`, along each of which ranks hold different parts of the gradients; replicas of HSDP are left
+    out, as they hold the same. `counted_elsewhere` are parameters that another rank along them has as well, and counts.
+    Accumulated in float64, so it agrees over shardings to float64 rounding where a float32 norm does to 1e-4. Returns a
+    float64 scalar on the device; the host waits for nothing.
     """
-    grads = [
-        grad.to_local() if isinstance(grad, DTensor) else grad
-        for grad in (parameter.grad for parameter in parameters)
-        if grad is not None
-    ]
+    elsewhere = {id(parameter) for parameter in counted_elsewhere}
+    grads = [(_local(parameter.grad), id(parameter)) for parameter in parameters if parameter.grad is not None]
     assert grads, "no gradient to clip: run backward first"
-    held = [grad for grad in grads if grad.numel()]  # a small parameter leaves some ranks an empty shard
-    if held:
-        square = torch.stack(torch._foreach_norm(held, 2, dtype=torch.float64)).square().sum()
-    else:
-        square = torch.zeros((), dtype=torch.float64, device=grads[0].device)
-    if shard_group is not None:
-        dist.all_reduce(square, group=shard_group)
+    held = [(grad, of) for grad, of in grads if grad.numel()]  # a small parameter leaves some ranks an empty shard
+    square = torch.zeros((), dtype=torch.float64, device=grads[0][0].device)
+    if counted := [grad for grad, of in held if of not in elsewhere]:
+        square = torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float64)).square().sum()
+    for group in groups:
+        dist.all_reduce(square, group=group)
     norm = square.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if held:
-        torch._foreach_mul_(held, scale.to(held[0].dtype))
+        torch._foreach_mul_([grad for grad, _ in held], scale.to(held[0][0].dtype))
     return norm
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad.to_local() if isinstance(grad, DTensor) else grad

@@ -8,7 +8,8 @@ from regrow.model.llama import Llama, init_buffers, init_weights
 from regrow.parallel.activation_checkpoint import apply_activation_checkpoint
 from regrow.parallel.compile import apply_compile
 from regrow.parallel.float8 import apply_float8, refresh_float8_scales
-from regrow.parallel.fsdp import apply_fsdp, settle_shards
+from regrow.parallel.fsdp import apply_fsdp, data_parallel_mesh, settle_shards, tensor_group
+from regrow.parallel.tensor_parallel import apply_tensor_parallel
 
 
 def build_model(
@@ -29,6 +30,8 @@ def build_model(
     """
     with torch.device("meta"):
         model = Llama(model_config, eot_id)
+    if mesh is not None and (group := tensor_group(mesh)) is not None:
+        apply_tensor_parallel(model, group)
     if parallel_config.float8 is not Float8.none:
         apply_float8(model, parallel_config.float8, device=torch.device(device), gather=mesh is not None)
     apply_activation_checkpoint(model, parallel_config.activation_checkpoint)
@@ -37,7 +40,7 @@ def build_model(
     if mesh is not None:
         apply_fsdp(
             model,
-            mesh,
+            data_parallel_mesh(mesh),
             dtype=parallel_config.dtype,
             reshard_after_forward=parallel_config.reshard_after_forward,
         )

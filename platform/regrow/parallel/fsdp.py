@@ -20,14 +20,25 @@ def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, tuple(shape.axes.values()), mesh_dim_names=tuple(shape.axes))
 
 
-def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """All ranks that train on different rows."""
+def everyone(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """All ranks of the mesh."""
     if mesh.ndim == 1:
         return mesh.get_group()
-    assert mesh.size() == dist.get_world_size(), "the mesh has axes that are not data-parallel"
+    assert mesh.size() == dist.get_world_size(), "the mesh leaves ranks out"
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that hold the same blocks of what tensor parallelism cuts."""
+    names = axes_of(mesh)
+    return mesh if "tp" not in names else mesh[tuple(name for name in names if name != "tp")]
+
+
+def tensor_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks that share each block's arithmetic; None where each does its own."""
+    return mesh.get_group("tp") if "tp" in axes_of(mesh) else None
 
 
 def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -37,7 +48,12 @@ def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 def replica_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The ranks that hold the same shard, in the order of their replicas; None where there is one replica."""
-    return mesh.get_group("dp_replicate") if mesh.ndim == 2 else None
+    return mesh.get_group("dp_replicate") if "dp_replicate" in axes_of(mesh) else None
+
+
+def axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    assert mesh.mesh_dim_names is not None
+    return mesh.mesh_dim_names
 
 
 def apply_fsdp(model: Llama, mesh: DeviceMesh, *, dtype: Dtype, reshard_after_forward: bool) -> None:

@@ -13,7 +13,7 @@ class BatchPlan:
     """Who trains on which slices of every global batch at one world size."""
 
     num_slices: int
-    world_size: int
+    world_size: int  # data-parallel ranks: units of those that share the same rows
     ranges: tuple[range, ...]  # slices of each data-parallel rank, contiguous, in rank order
     slices_per_pass: int  # most slices of one micro-batch
 
@@ -64,16 +64,16 @@ def plan_batch(*, num_slices: int, world_size: int, slices_per_pass: int = 1) ->
 
 
 def check_world_sizes(
-    *, num_slices: int, global_batch_seqs: int, min_workers: int, max_workers: int
+    *, num_slices: int, global_batch_seqs: int, min_workers: int, max_workers: int, tp: int = 1
 ) -> list[BatchPlan]:
-    """Plan every world size from `min_workers` to `max_workers`.
+    """Plan every world size from `min_workers` to `max_workers`, counted in units of `tp` workers.
 
     Raises BatchError, naming a setting that works, if any of them is impossible or leaves ranks idle for more than
     15% of the passes, or if the slices do not divide the global batch.
     """
     if not 1 <= min_workers <= max_workers:
         raise BatchError(
-            f"cluster.min_workers={min_workers} and cluster.max_workers={max_workers}: "
+            f"cluster.min_workers={min_workers * tp} and cluster.max_workers={max_workers * tp}: "
             "need 1 <= min_workers <= max_workers"
         )
     if global_batch_seqs < 1 or num_slices < 1 or global_batch_seqs % num_slices:
@@ -96,7 +96,7 @@ def check_world_sizes(
         what = (
             f"gives 0 slices to {world_size - num_slices} of {world_size} ranks"
             if num_slices < world_size
-            else f"leaves ranks idle {share:.0%} of the passes at {world_size} workers (at most 15% allowed)"
+            else f"leaves ranks idle {share:.0%} of the passes at {world_size * tp} workers (at most 15% allowed)"
         )
         raise BatchError(
             f"optim.num_slices={num_slices} {what}; "

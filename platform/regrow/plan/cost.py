@@ -48,6 +48,7 @@ class Traffic:
     gathered: float  # parameters, over `dp_shard` ranks
     reduced: float  # gradients, over `dp_shard` ranks; where not every pass reduces, the last one
     copied: float  # shards of gradients, over `dp_replicate` ranks, with those
+    tensor: float = 0.0  # activations, over the `tp` ranks of a unit, which wait for them
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,18 @@ def step_time(
     shard_params: float,
     dp_shard: int,
     dp_replicate: int,
+    tp: int = 1,
     device: Device,
     network: Network,
 ) -> StepTime:
     """Of `num_passes` alike, and an update of `shard_params` parameters."""
-    compute = compute_s(work, device)
-    gather = traffic.gathered * seconds_per_byte(dp_shard, device, network)
+    compute = compute_s(work, device) + traffic.tensor * seconds_per_byte(tp, device, network)
+    # the shards of a block lie a unit's ranks apart
+    units = Network(max(1, network.ranks_per_node // tp), network.bytes_per_s)
+    gather = traffic.gathered * seconds_per_byte(dp_shard, device, units)
     # replicas of a shard lie a replica's ranks apart; an all-reduce is a reduce-scatter and an all-gather
-    spread = Network(max(1, network.ranks_per_node // dp_shard), network.bytes_per_s)
-    reduce = traffic.reduced * seconds_per_byte(dp_shard, device, network)
+    spread = Network(max(1, units.ranks_per_node // dp_shard), units.bytes_per_s)
+    reduce = traffic.reduced * seconds_per_byte(dp_shard, device, units)
     reduce += 2 * traffic.copied * seconds_per_byte(dp_replicate, device, spread)
     num_reducing = num_passes if reduce_every_pass else 1
     passes = num_reducing * max(compute, gather + reduce) + (num_passes - num_reducing) * max(compute, gather)

@@ -3,10 +3,12 @@
 A generation forms as soon as every living member of the one before has joined again, with whoever else has come by
 then; what dies while it forms voids it, and the next one forms. Whoever does not come within `patience_s` is left out.
 Members on nodes that are avoided wait, as do those that no allowed size has room for, unless it does not go without.
+Where ranks work in units, a unit's are on one node: who has no room in a whole one waits.
 At the start it waits as long for as many as were announced. Where nobody is left of the one before, and where a group
 could be larger, it waits until nobody else has come for `settle_s`.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -37,9 +39,10 @@ class Formation:
 
 @dataclass
 class Membership:
-    """The state of a run's membership. `sizes` are the world sizes that are allowed."""
+    """The state of a run's membership. `sizes` are the world sizes that are allowed, in whole units of `unit` ranks."""
 
     sizes: Sequence[int]
+    unit: int = 1
     settle_s: float = 2.0
     patience_s: float = 120.0
     generation: int = 0
@@ -86,6 +89,12 @@ class Membership:
         return [member for member in self.current if member.id not in self.dead]
 
     @property
+    def without_unit(self) -> list[Member]:
+        """Those that wait because too few of their node do."""
+        whole = {member.id for member in self._in_units(self.waiting.values())}
+        return [member for member in self.waiting.values() if member.id not in whole]
+
+    @property
     def missing(self) -> list[Member]:
         """Members of the current group that are not known to be dead, while others of it wait for the next one."""
         return [member for member in self.survivors if member.id not in self.waiting]
@@ -95,13 +104,13 @@ class Membership:
         if not self.waiting or now - self._last_at < self.settle_s:
             return False
         everyone = {member.id: member for member in [*self.survivors, *self.waiting.values()]}
-        return self._size(len(self._welcome(everyone.values()))) > len(self.current)
+        return self._size(self._welcome(everyone.values())) > len(self.current)
 
     def wants_to_leave_nodes(self) -> bool:
         """Whether the current group is on a node to be avoided, and can do without."""
-        staying = {member.id for member in self._welcome(self.survivors)}
-        rest = {member.id for member in self._welcome(self.waiting.values())}
-        return len(staying) < len(self.survivors) and self._size(len(staying | rest)) > 0
+        staying = {member.id: member for member in self._welcome(self.survivors)}
+        rest = {member.id: member for member in self._welcome(self.waiting.values())}
+        return len(staying) < len(self.survivors) and self._size((staying | rest).values()) > 0
 
     def form(self, now: float) -> Formation | None:
         """The next generation, if it can be formed now."""
@@ -117,14 +126,12 @@ class Membership:
         if self.current and not self.survivors and now - self._last_at < self.settle_s:
             return None  # those that take the places of the dead come one after another
         candidates = self._in_order()
-        size = self._size(len(self._welcome(candidates)))
-        if size:
-            candidates = self._welcome(candidates)
-        else:
-            size = self._size(len(candidates))
+        welcome = self._welcome(candidates)
+        candidates = welcome if self._size(welcome) else candidates
+        size = self._size(candidates)
         if not size:
             return None
-        chosen = candidates[:size]
+        chosen = self._in_units(candidates)[:size]
         self.generation += 1
         self.current = tuple(_node_by_node(chosen))
         for member in self.current:
@@ -136,8 +143,21 @@ class Membership:
     def _welcome(self, members: Iterable[Member]) -> list[Member]:
         return [member for member in members if member.node not in self.avoided]
 
-    def _size(self, count: int) -> int:
-        return max((size for size in self.sizes if size <= count), default=0)
+    def _size(self, members: Iterable[Member]) -> int:
+        """Of the largest group that these can form; 0: none."""
+        count = len(self._in_units(members))
+        return max((size for size in self.sizes if size <= count and size % self.unit == 0), default=0)
+
+    def _in_units(self, members: Iterable[Member]) -> list[Member]:
+        """Those that make up whole units, in the order of the units' first members."""
+        if self.unit == 1:
+            return list(members)
+        units: dict[tuple[str, int], list[Member]] = {}
+        so_far: Counter[str] = Counter()
+        for member in members:
+            units.setdefault((member.node, so_far[member.node] // self.unit), []).append(member)
+            so_far[member.node] += 1
+        return [member for unit in units.values() if len(unit) == self.unit for member in unit]
 
     def _in_order(self) -> list[Member]:
         """Those that wait, survivors first, in the order of their ranks: what they hold moves least."""

@@ -5,35 +5,43 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Ranks as a grid: `dp_replicate` copies of the model, each sharded over `dp_shard` ranks."""
+    """Ranks as a grid: `dp_replicate` copies of the model, each sharded over `dp_shard` units of `tp` ranks."""
 
     dp_replicate: int
     dp_shard: int
+    tp: int = 1
 
     @property
-    def world_size(self) -> int:
+    def num_units(self) -> int:
+        """Data-parallel ranks: those that train on different rows."""
         return self.dp_replicate * self.dp_shard
 
     @property
+    def world_size(self) -> int:
+        return self.num_units * self.tp
+
+    @property
     def axes(self) -> dict[str, int]:
-        """Mesh axes by name, outermost first; FSDP alone has one, HSDP two."""
-        if self.dp_replicate == 1:
-            return {"dp_shard": self.dp_shard}
-        return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
+        """Mesh axes by name, outermost first; FSDP alone has one, HSDP another, tensor parallelism its own."""
+        replicas = {"dp_replicate": self.dp_replicate} if self.dp_replicate > 1 else {}
+        return replicas | {"dp_shard": self.dp_shard} | ({"tp": self.tp} if self.tp > 1 else {})
 
 
-def plan_mesh(world_size: int, dp_replicate: int) -> MeshShape:
-    """Shape the mesh for a world size: HSDP where the replicas divide it, FSDP over all ranks where they do not.
+def plan_mesh(world_size: int, dp_replicate: int, tp: int = 1) -> MeshShape:
+    """Shape the mesh for a world size, whole units of `tp` ranks: HSDP where the replicas divide the number of units,
+    FSDP over all of them where they do not.
 
-    Neighbouring ranks share a replica, so that the heavy traffic of sharding stays within nodes.
+    Neighbouring ranks share a unit, and neighbouring units a replica, so that the heavy traffic stays within nodes.
 
     >>> plan_mesh(world_size=8, dp_replicate=2)
-    MeshShape(dp_replicate=2, dp_shard=4)
-    >>> plan_mesh(world_size=7, dp_replicate=2)
-    MeshShape(dp_replicate=1, dp_shard=7)
+    MeshShape(dp_replicate=2, dp_shard=4, tp=1)
+    >>> plan_mesh(world_size=14, dp_replicate=2, tp=2)
+    MeshShape(dp_replicate=1, dp_shard=7, tp=2)
     """
     assert world_size >= 1, f"{world_size=}"
     assert dp_replicate >= 1, f"{dp_replicate=}"
-    if world_size % dp_replicate:
-        return MeshShape(1, world_size)
-    return MeshShape(dp_replicate, world_size // dp_replicate)
+    assert world_size % tp == 0, f"{world_size=} {tp=}"
+    num_units = world_size // tp
+    if num_units % dp_replicate:
+        return MeshShape(1, num_units, tp)
+    return MeshShape(dp_replicate, num_units // dp_replicate, tp)

@@ -6,6 +6,7 @@ from math import ceil
 from regrow.config.schema import PretrainConfig, SubmitConfig
 from regrow.model.size import state_bytes
 from regrow.plan.memory import plan_snapshot_memory
+from regrow.plan.mesh import plan_mesh
 
 GIB = 2**30
 HEADERS = 1.02  # of snapshots, over their tensors: headers, checksums, pages
@@ -53,16 +54,16 @@ def snapshot_bytes(config: PretrainConfig, *, workers_per_node: int, has_peer: b
     """The most that a worker asks of its node's memory before it takes snapshots, over all feasible world sizes."""
     if config.snapshot.every_steps == 0:
         return 0
-    cluster, replicate = config.cluster, config.parallel.dp_replicate
+    cluster, parallel = config.cluster, config.parallel
     most = 0
-    for world_size in range(cluster.min_workers, cluster.max_workers + 1):
-        replicas = replicate if world_size % replicate == 0 else 1
+    for world_size in range(cluster.min_workers, cluster.max_workers + 1, parallel.tp):
+        mesh = plan_mesh(world_size, parallel.dp_replicate, parallel.tp)
         plan = plan_snapshot_memory(
-            state_bytes=state_bytes(config.model),
+            state_bytes=state_bytes(config.model, parallel.tp),
             slots=config.snapshot.slots,
             ranks_on_node=min(workers_per_node, world_size),
-            num_shards=world_size // replicas,
-            least_shards=max(1, cluster.min_workers // replicas),
+            num_shards=mesh.dp_shard,
+            least_shards=max(1, cluster.min_workers // parallel.tp // mesh.dp_replicate),
             has_peer=has_peer,
         )
         most = max(most, plan.total)

@@ -174,10 +174,12 @@ def make_entries(shard: int, num_shards: int) -> "list[Any]":
     """A rank's shards, zeros."""
     import torch
 
-    from regrow.checkpoint.layout import Span, shard_span
+    from regrow.checkpoint.layout import Part, Span, shard_span
     from regrow.checkpoint.state import Entry
 
-    spans = [shard_span(Span(name, shape, dtype, 0, 0), shard, num_shards) for name, (shape, dtype) in SHAPES.items()]
+    spans = [
+        shard_span(Span(name, shape, dtype, 0, 0), Part(shard, num_shards)) for name, (shape, dtype) in SHAPES.items()
+    ]
     return [Entry(span, torch.zeros(span.num_elements, dtype=getattr(torch, span.dtype))) for span in spans]
 
 

@@ -14,14 +14,14 @@ from regrow.train.build import build_step
 
 
 def entries_after(
-    steps: int, *, seed: int, replicas: int = 1, tied: bool = False, float8: bool = False
+    steps: int, *, seed: int, replicas: int = 1, tp: int = 1, tied: bool = False, float8: bool = False
 ) -> tuple[list[Entry], Part, dist.ProcessGroup | None]:
     """This rank's state after some real steps (moments and all), which part it is, and who else holds it."""
-    mesh = build_mesh(plan_mesh(world_size=dist.get_world_size(), dp_replicate=replicas), "cpu")
-    parallel = ParallelConfig()
+    mesh = build_mesh(plan_mesh(world_size=dist.get_world_size(), dp_replicate=replicas, tp=tp), "cpu")
+    parallel = ParallelConfig(tp=tp)
     if float8:
-        parallel = ParallelConfig(dtype=Dtype.bfloat16, float8=Float8.tensorwise_all_gather)
-    config = tiny_model(tied=tied) if float8 else ragged_model(tied=tied)
+        parallel = ParallelConfig(tp=tp, dtype=Dtype.bfloat16, float8=Float8.tensorwise_all_gather)
+    config = tiny_model(tied=tied, dim=64) if float8 or tp > 1 else ragged_model(tied=tied)
     step = build_step(config, parallel, OptimConfig(), mesh=mesh, device=torch.device("cpu"), seed=seed)
     for index in range(steps):
         rows = count_up_rows(index, num_rows=2, seq_len=8)

@@ -44,7 +44,7 @@ class Training:
 
 def build(training: Training) -> TrainStep:
     """Model, optimizer and step on this rank of the default group. Collective."""
-    mesh = build_mesh(plan_mesh(dist.get_world_size(), training.parallel.dp_replicate), "cpu")
+    mesh = build_mesh(plan_mesh(dist.get_world_size(), training.parallel.dp_replicate, training.parallel.tp), "cpu")
     return build_step(
         training.model,
         training.parallel,
@@ -59,10 +59,11 @@ def build(training: Training) -> TrainStep:
 def micro_batches(training: Training, step: int) -> tuple[list[Tensor], int]:
     """This rank's micro-batches, one a slice, of the global batch of `step`, and how many passes every rank runs."""
     optim = training.optim
-    plan = plan_batch(num_slices=optim.num_slices, world_size=dist.get_world_size())
+    tp = training.parallel.tp
+    plan = plan_batch(num_slices=optim.num_slices, world_size=dist.get_world_size() // tp)
     rows = training.rows(step)
     slices = rows.split(optim.global_batch_seqs // optim.num_slices)
-    return [slices[index] for index in plan.ranges[dist.get_rank()]], plan.num_micro_batches
+    return [slices[index] for index in plan.ranges[dist.get_rank() // tp]], plan.num_micro_batches
 
 
 def run_steps(step: TrainStep, training: Training, steps: range) -> list[StepResult]:

@@ -6,7 +6,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
-from regrow.parallel.fsdp import data_parallel_group, shard_group
+from regrow.parallel.fsdp import everyone, shard_group, tensor_group
 from regrow.train.step import TrainStep, build_loss
 
 
@@ -26,9 +26,10 @@ def build_step(
         built,
         build_optimizer(built, optim),
         max_grad_norm=optim.max_grad_norm,
-        group=data_parallel_group(mesh),
+        group=everyone(mesh),
         shard_group=shard_group(mesh),
+        tensor_group=tensor_group(mesh),
         sync_every_micro_batch=parallel.sync_every_micro_batch,
         keep_gathered=not parallel.reshard_after_forward,
-        loss_function=build_loss(parallel, device),
+        loss_function=build_loss(parallel, device, tensor_group(mesh)),
     )

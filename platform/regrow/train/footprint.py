@@ -30,7 +30,7 @@ class Rank:
 
     model: ModelConfig
     parallel: ParallelConfig
-    dp_shard: int
+    dp_shard: int  # units that share a copy of the model, of `parallel.tp` ranks each
     num_passes: int
     rows: int  # sequences of a pass
     seq_len: int
@@ -110,12 +110,12 @@ def footprint(rank: Rank) -> Footprint:
 
 def fsdp_groups(rank: Rank) -> tuple[Group | None, list[Group], Group]:
     """The embedding, the blocks, and the output; tied, the embedding belongs to the output, gathered first then."""
-    model, item = rank.model, rank.item_bytes
+    model, item, tp = rank.model, rank.item_bytes, rank.parallel.tp
     width = model.dim // model.num_heads
-    heads, kv_heads = model.num_heads * width, model.num_kv_heads * width
+    heads, kv_heads, ffn = model.num_heads * width // tp, model.num_kv_heads * width // tp, model.ffn_dim // tp
     linears = [(heads, model.dim), (kv_heads, model.dim), (kv_heads, model.dim), (model.dim, heads)]
-    linears += [(model.ffn_dim, model.dim), (model.ffn_dim, model.dim), (model.dim, model.ffn_dim)]
-    table, norm = (model.vocab_size, model.dim), (model.dim,)
+    linears += [(ffn, model.dim), (ffn, model.dim), (model.dim, ffn)]
+    table, norm = (model.vocab_size // tp, model.dim), (model.dim,)
     travels = 1 if rank.parallel.float8 is Float8.tensorwise_all_gather else item
 
     def group(*parts: tuple[tuple[int, ...], int]) -> Group:
@@ -140,25 +140,27 @@ def block_activations(rank: Rank) -> BlockActivations:
     Eager: the inputs of both norms and their outputs, q, k, v and the attention's output, and of the feed-forward gate,
     up, silu(gate) and the product. Compiled: norms' outputs, silu(gate) and the product are computed again. Selective
     checkpointing keeps the block's input and the results of matrix products and attention, eager also the last one's.
+    Under tensor parallelism the stream, heads and feed-forward are shared out; what is gathered and scattered is whole.
     """
-    model, item, mode = rank.model, rank.item_bytes, rank.parallel.activation_checkpoint
+    model, item, mode, tp = rank.model, rank.item_bytes, rank.parallel.activation_checkpoint, rank.parallel.tp
     compiled = rank.parallel.compile
-    dim, ffn, kv = model.dim, model.ffn_dim, model.num_kv_heads * (model.dim // model.num_heads)
+    dim, kv = model.dim, model.num_kv_heads * (model.dim // model.num_heads) / tp
+    ffn, mine = model.ffn_dim / tp, model.dim / tp
     # a CPU's norms are made of several operations, and keep both what they are given and what they scale in float32
-    norms = 2 * dim * (item if rank.on_gpu else 2 * FLOAT32)
-    sums = FLOAT32 * (model.num_heads + 2)  # of exponentials, and of squares
-    used = item * (4 * dim + 2 * kv + 4 * ffn) + norms + sums
+    norms = 2 * mine * (item if rank.on_gpu else 2 * FLOAT32)
+    sums = FLOAT32 * (model.num_heads + 2) / tp  # of exponentials, and of squares
+    used = item * (2 * dim + 2 * mine + 2 * kv + 4 * ffn) + norms + sums
     kept = {
-        ActivationCheckpoint.none: item * (4 * dim + 2 * kv + 2 * ffn) + sums if compiled else used,
-        ActivationCheckpoint.selective: item * ((4 if compiled else 5) * dim + 2 * kv + 2 * ffn) + sums,
-        ActivationCheckpoint.full: item * dim,
+        ActivationCheckpoint.none: item * (2 * dim + 2 * mine + 2 * kv + 2 * ffn) + sums if compiled else used,
+        ActivationCheckpoint.selective: item * ((1 if compiled else 2) * dim + 3 * mine + 2 * kv + 2 * ffn) + sums,
+        ActivationCheckpoint.full: item * mine,
     }[mode]
     again = used - kept if mode is not ActivationCheckpoint.none else 0
     if rank.parallel.activation_budget < 1:
-        whole, kept = kept, item * dim + round(rank.parallel.activation_budget * (kept - item * dim))
+        whole, kept = kept, item * mine + rank.parallel.activation_budget * (kept - item * mine)
         again = whole - kept
     backward = item * (dim + (4 if compiled else 2) * ffn)
-    return BlockActivations(kept * rank.tokens, max(0, again) * rank.tokens, backward * rank.tokens)
+    return BlockActivations(*(round(each * rank.tokens) for each in (kept, max(0, again), backward)))
 
 
 class _Step:
@@ -168,7 +170,8 @@ class _Step:
         self.rank, self.ledger = rank, Ledger()
         self.embed, self.blocks, self.output = fsdp_groups(rank)
         self.activations = block_activations(rank)
-        self.stream = rank.item_bytes * rank.tokens * rank.model.dim  # bytes of the residual stream, or its gradient
+        self.whole_stream = rank.item_bytes * rank.tokens * rank.model.dim  # bytes of the last norm's output, gathered
+        self.stream = self.whole_stream // rank.parallel.tp  # of the residual stream, or its gradient
         self.buffer = 0  # bytes that forward's newest gather went through
         self.reducing = 0  # bytes that backward's newest reduction goes through
 
@@ -208,25 +211,25 @@ class _Step:
     def loss(self) -> None:
         """Up to the gradients of the output weights and of the residual stream, which takes the stream's place."""
         rank, ledger, item = self.rank, self.ledger, self.rank.item_bytes
-        chunk = rank.parallel.loss_chunk_tokens
+        chunk = rank.parallel.loss_chunk_tokens or (rank.tokens if rank.parallel.tp > 1 else 0)
         # what the last norm gives, and keeps
-        norms = self.stream + (0 if rank.on_gpu else FLOAT32 * rank.tokens * rank.model.dim)
+        norms = self.whole_stream + (0 if rank.on_gpu else FLOAT32 * rank.tokens * rank.model.dim // rank.parallel.tp)
         ledger.take("activations", norms, "loss")
         num_chunks = max(1, math.ceil(rank.tokens / chunk)) if chunk else 1
-        logits = math.ceil(rank.tokens / num_chunks) * rank.model.vocab_size  # elements
+        logits = math.ceil(rank.tokens / num_chunks) * (rank.model.vocab_size // rank.parallel.tp)  # elements
         made = self.new_gradients(self.output)
         if chunk:  # within forward
             in_float32 = num_chunks > 1 and item < FLOAT32
             summed = FLOAT32 * self.output.largest if num_chunks > 1 else 0
             ledger.take("gradients", summed, "loss")
-            ledger.take("activations", self.stream, "loss")  # its gradient
+            ledger.take("activations", self.whole_stream, "loss")  # its gradient
             ledger.briefly("logits", logits * self.bytes_per_logit(), "loss")
             ledger.take("logits", logits * item, "loss")  # their gradient
             ledger.briefly("gradients", 0 if summed and not in_float32 else made, "loss")
             ledger.give("logits", logits * item)
             self.drop_buffer()
             ledger.briefly("gradients", made if in_float32 else 0, "loss")
-            ledger.give("activations", self.stream)
+            ledger.give("activations", self.whole_stream)
             ledger.give("gradients", summed)
         else:
             ledger.briefly("logits", logits * item, "loss")
@@ -258,7 +261,9 @@ class _Step:
             self.arrive(group)
             self.prefetch(following)
             if group is not self.embed:
-                down = min(self.new_gradients(group), rank.item_bytes * rank.model.dim * rank.model.ffn_dim)
+                down = min(
+                    self.new_gradients(group), rank.item_bytes * rank.model.dim * rank.model.ffn_dim // rank.parallel.tp
+                )
                 ledger.take("activations", used.again, "backward")
                 ledger.take("gradients", down, "backward")
                 ledger.briefly("activations", used.backward, "backward")

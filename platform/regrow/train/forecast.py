@@ -11,7 +11,7 @@ from typing import Any
 from regrow.config.schema import ActivationCheckpoint, Float8, PlanConfig, PretrainConfig
 from regrow.errors import ConfigError
 from regrow.model.flops import flops_per_token, peak_flops
-from regrow.model.size import num_params, state_bytes
+from regrow.model.size import num_params, num_params_of_block, state_bytes
 from regrow.plan.batch import BatchPlan, plan_batch
 from regrow.plan.cost import Network, PassWork, StepTime, Traffic, step_time
 from regrow.plan.devices import DEVICES, GIB, Device, find_device
@@ -47,9 +47,10 @@ class Forecast:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "world_size": self.batch.world_size,
+            "world_size": self.mesh.world_size,
             "dp_replicate": self.mesh.dp_replicate,
             "dp_shard": self.mesh.dp_shard,
+            "tp": self.mesh.tp,
             "passes": self.batch.num_micro_batches,
             "idle_share": self.batch.idle_share,
             "bytes": {**self.memory.kinds, "total": self.memory.total},
@@ -66,17 +67,17 @@ class Forecast:
 
 def forecasts(config: PretrainConfig, device: Device, network: Network) -> list[Forecast]:
     """Every world size from the smallest to the largest."""
-    sizes = range(config.cluster.min_workers, config.cluster.max_workers + 1)
+    sizes = range(config.cluster.min_workers, config.cluster.max_workers + 1, config.parallel.tp)
     return [forecast(config, world_size, device, network) for world_size in sizes]
 
 
 def forecast(config: PretrainConfig, world_size: int, device: Device, network: Network) -> Forecast:
+    mesh = plan_mesh(world_size, config.parallel.dp_replicate, config.parallel.tp)
     batch = plan_batch(
         num_slices=config.optim.num_slices,
-        world_size=world_size,
+        world_size=mesh.num_units,
         slices_per_pass=config.parallel.slices_per_pass,
     )
-    mesh = plan_mesh(world_size, config.parallel.dp_replicate)
     rank = rank_of(config, batch, mesh)
     work, traffic = pass_work(rank), pass_traffic(rank)
     time = step_time(
@@ -84,9 +85,10 @@ def forecast(config: PretrainConfig, world_size: int, device: Device, network: N
         traffic,
         num_passes=rank.num_passes,
         reduce_every_pass=config.parallel.sync_every_micro_batch,
-        shard_params=num_params(config.model) / mesh.dp_shard,
+        shard_params=num_params_of_block(config.model, mesh.tp) / mesh.dp_shard,
         dp_shard=mesh.dp_shard,
         dp_replicate=mesh.dp_replicate,
+        tp=mesh.tp,
         device=device,
         network=network,
     )
@@ -119,8 +121,11 @@ def rank_of(config: PretrainConfig, batch: BatchPlan, mesh: MeshShape) -> Rank:
 
 
 def pass_work(rank: Rank) -> PassWork:
-    """What the devices really do: what checkpointing repeats counts, what causality masks does not."""
-    model, parallel, tokens = rank.model, rank.parallel, rank.tokens
+    """What the devices really do: what checkpointing repeats counts, what causality masks does not.
+
+    Of one rank; those of a unit share all of it but what is gathered and reduced.
+    """
+    model, parallel, tokens = rank.model, rank.parallel, rank.tokens / rank.parallel.tp
     output = model.vocab_size * model.dim
     blocks = num_params(model) - output * (1 if model.tied else 2)
     times = 4 if parallel.activation_checkpoint is ActivationCheckpoint.full else 3  # forwards' worth of arithmetic
@@ -134,7 +139,9 @@ def pass_work(rank: Rank) -> PassWork:
         moved += 5 * (FLOAT8_MOVES[0] * model.dim + FLOAT8_MOVES[1] * model.ffn_dim)
     logits = LOSS_MOVES[parallel.compile] * rank.item_bytes * model.vocab_size
     # gathered parameters are copied once more, gradients copied to be reduced, or added to those of earlier passes
-    copied = num_params(model) * (2 * num_gathers(rank) * rank.item_bytes + rank.item_bytes + 2 * FLOAT32)
+    copied = num_params_of_block(model, parallel.tp) * (
+        2 * num_gathers(rank) * rank.item_bytes + rank.item_bytes + 2 * FLOAT32
+    )
     return PassWork(
         matmul_flops=6.0 * output * tokens + (0.0 if is_float8 else in_blocks),
         float8_flops=in_blocks if is_float8 else 0.0,
@@ -146,14 +153,17 @@ def pass_work(rank: Rank) -> PassWork:
 def pass_traffic(rank: Rank) -> Traffic:
     """Of one pass that reduces."""
     model, parallel = rank.model, rank.parallel
-    total = num_params(model)
-    tables = model.vocab_size * model.dim * (1 if model.tied else 2)
+    total = num_params_of_block(model, parallel.tp)
+    tables = model.vocab_size * model.dim * (1 if model.tied else 2) / parallel.tp
+    # each block gathers and scatters the sequence twice, the embedding scatters and the output gathers it
+    sequences = 4 * model.num_layers * (1 if parallel.activation_checkpoint is ActivationCheckpoint.none else 1.5) + 2
     in_blocks = 1 if parallel.float8 is Float8.tensorwise_all_gather else rank.item_bytes
     once = in_blocks * (total - tables) + rank.item_bytes * tables
     return Traffic(
         gathered=num_gathers(rank) * once,
         reduced=FLOAT32 * total,
         copied=FLOAT32 * total / rank.dp_shard,
+        tensor=2 * sequences * rank.item_bytes * rank.tokens * model.dim,
     )
 
 
@@ -231,10 +241,10 @@ def _snapshot_bytes(config: PretrainConfig, mesh: MeshShape, network: Network) -
         return 0
     cluster, world_size = config.cluster, mesh.world_size
     return plan_snapshot_memory(
-        state_bytes=state_bytes(config.model),
+        state_bytes=state_bytes(config.model, mesh.tp),
         slots=config.snapshot.slots,
         ranks_on_node=min(network.ranks_per_node, world_size),
         num_shards=mesh.dp_shard,
-        least_shards=max(1, cluster.min_workers // mesh.dp_replicate),
+        least_shards=max(1, cluster.min_workers // mesh.tp // mesh.dp_replicate),
         has_peer=world_size > network.ranks_per_node,
     ).total

@@ -33,7 +33,7 @@ def to_text(config: PretrainConfig, forecasts: Sequence[Forecast], device: Devic
 def chosen(forecasts: Sequence[Forecast], network: Network) -> list[Forecast]:
     """The smallest and the largest size and those of whole nodes between them, thinned out where they are many."""
     first, last = forecasts[0], forecasts[-1]
-    between = [each for each in forecasts[1:-1] if each.batch.world_size % network.ranks_per_node == 0]
+    between = [each for each in forecasts[1:-1] if each.mesh.world_size % network.ranks_per_node == 0]
     every = max(1, -(-len(between) // (MOST_ROWS - 2)))
     return [first, *between[::every], *([last] if last is not first else [])]
 
@@ -72,8 +72,8 @@ def _memory(forecasts: Sequence[Forecast], network: Network) -> list[str]:
         replicas = f"{each.mesh.dp_replicate}x" if each.mesh.dp_replicate > 1 else ""
         total, fits = f"{each.memory.total / GIB:.2f}", "yes" if each.fits else "NO"
         snapshots = f"{each.snapshot_bytes / GIB:.1f}"
-        size = str(each.batch.world_size)
-        rows.append([size, f"{replicas}{each.mesh.dp_shard}", *kinds, total, fits, each.memory.moment, snapshots])
+        size, unit = str(each.mesh.world_size), f"x{each.mesh.tp}" if each.mesh.tp > 1 else ""
+        rows.append([size, f"{replicas}{each.mesh.dp_shard}{unit}", *kinds, total, fits, each.memory.moment, snapshots])
     return ["GiB of a device at the fullest moment of a step; of snapshots, in a node's memory", *_columns(rows)]
 
 
@@ -86,7 +86,7 @@ def _time(forecasts: Sequence[Forecast], network: Network) -> list[str]:
         seconds = [f"{value:.3g}" for value in (time.compute_s, time.network_s, time.update_s, time.step_s)]
         rows.append(
             [
-                str(each.batch.world_size),
+                str(each.mesh.world_size),
                 str(each.batch.num_micro_batches),
                 f"{each.batch.idle_share:.1%}",
                 *seconds,
@@ -104,9 +104,9 @@ def _verdict(config: PretrainConfig, forecasts: Sequence[Forecast], device: Devi
     if not large:
         return [f"fits at every size: less than {usable}"]
     worst = max(large, key=lambda each: each.memory.total)
-    size = worst.batch.world_size
+    size = worst.mesh.world_size
     lines = [
-        f"does not fit at {spans([each.batch.world_size for each in large])} workers: at most {usable}, and at {size} "
+        f"does not fit at {spans([each.mesh.world_size for each in large])} workers: at most {usable}, and at {size} "
         f"it is {worst.memory.total / GIB:.1f}"
     ]
     found = remedy(config, size, device, network)

@@ -6,6 +6,7 @@ what it wants to know of step N, it reads after launching step N+1.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +20,7 @@ from regrow.model.loss import IGNORE_INDEX, ChunkLoss, chunked_cross_entropy, lo
 from regrow.optim.adamw import clip_grad_norm_float64, set_lr, step_unless
 from regrow.parallel.float8 import refresh_float8_scales
 from regrow.parallel.fsdp import free_gathered, prepare_pass
+from regrow.parallel.tensor_parallel import loss_and_gradient_of_cut, sum_uncut_gradients, uncut_parameters
 
 LIMB_BITS = 16  # a uint64 travels as four limbs, whose sums over 2**37 ranks float64 still holds exactly
 
@@ -70,9 +72,10 @@ class StepStats:
 class TrainStep:
     """Runs optimizer steps on a model that `build_model` made.
 
-    `group` are all ranks that train on different rows, `shard_group` those among which one copy of the model is
-    sharded; both None for one process without FSDP. `keep_gathered` gathers parameters once a step instead of twice a
-    micro-batch, for models built with `reshard_after_forward` off.
+    `group` are all ranks, `shard_group` those among which one copy of the model is sharded; both None for one process
+    without FSDP. `tensor_group` are those that share one rank's rows, and the arithmetic on them; None where each has
+    rows of its own. `keep_gathered` gathers parameters once a step instead of twice a micro-batch, for models built
+    with `reshard_after_forward` off.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class TrainStep:
         max_grad_norm: float,
         group: dist.ProcessGroup | None,
         shard_group: dist.ProcessGroup | None,
+        tensor_group: dist.ProcessGroup | None = None,
         sync_every_micro_batch: bool = False,
         keep_gathered: bool = False,
         loss_function: LossFunction | None = None,
@@ -91,7 +95,10 @@ class TrainStep:
         self.optimizer = optimizer
         self.max_grad_norm = max_grad_norm
         self.group = group
-        self.shard_group = shard_group
+        self.tensor_group = tensor_group
+        self.norm_groups = [each for each in (shard_group, tensor_group) if each is not None]
+        self.counts = _counts(tensor_group)
+        self.counted_elsewhere = [] if self.counts else uncut_parameters(model)
         self.sync_every_micro_batch = sync_every_micro_batch
         self.keep_gathered = keep_gathered
         self.loss_function = loss_function or whole_loss
@@ -123,7 +130,7 @@ class TrainStep:
     def accumulate(self, micro_batches: Sequence[Tensor], num_micro_batches: int) -> tuple[Tensor, Tensor]:
         """Forward and backward over the global batch; this rank's share of its mean loss, and its valid tokens."""
         pairs = [split_rows(rows) for rows in micro_batches]
-        num_tokens = torch.stack([(targets != IGNORE_INDEX).sum() for _, targets in pairs]).sum()
+        num_tokens = torch.stack([(targets != IGNORE_INDEX).sum() for _, targets in pairs]).sum() * self.counts
         _all_reduce(num_tokens, self.group)  # before the first backward, so that gradients need no second pass
         divisor = num_tokens.clamp(min=1)
         loss = torch.zeros((), dtype=torch.float64, device=num_tokens.device)
@@ -135,7 +142,9 @@ class TrainStep:
             prepare_pass(self.model, reduce=last or self.sync_every_micro_batch, free=last or not self.keep_gathered)
             share = self.loss_function(self.model, inputs, targets) / divisor
             share.backward()
-            loss += share.detach()
+            loss += share.detach() * self.counts
+        if self.tensor_group is not None:
+            sum_uncut_gradients(self.model, self.tensor_group)
         return loss, num_tokens
 
     def update(
@@ -145,12 +154,18 @@ class TrainStep:
 
         A gradient that is not finite changes nothing.
         """
-        grad_norm = clip_grad_norm_float64(self.model.parameters(), self.max_grad_norm, self.shard_group)
+        grad_norm = clip_grad_norm_float64(
+            self.model.parameters(),
+            self.max_grad_norm,
+            self.norm_groups,
+            counted_elsewhere=self.counted_elsewhere,
+        )
         set_lr(self.optimizer, lr)
         step_unless(self.optimizer, ~grad_norm.isfinite())
         self.optimizer.zero_grad(set_to_none=True)
         refresh_float8_scales(self.model)
         mask = (1 << LIMB_BITS) - 1
+        digest = digest if self.counts else 0
         limbs = [(digest >> (LIMB_BITS * i)) & mask for i in range(4)]
         host = torch.tensor([float(flag), float(blocked), *limbs], dtype=torch.float64, pin_memory=loss.is_cuda)
         packed = torch.cat([loss[None], host.to(loss.device, non_blocking=True)])
@@ -165,17 +180,20 @@ def evaluate(
     *,
     num_batches: int,
     group: dist.ProcessGroup | None,
+    tensor_group: dist.ProcessGroup | None = None,
     loss_function: LossFunction | None = None,
 ) -> tuple[float, int]:
     """Sum of the loss over all valid targets of all ranks, and their number. Collective over `group`; waits for it.
 
     `batches` are this rank's rows, int64 [m, T+1]; every rank runs `num_batches` passes, repeating its last batch with
-    every target ignored where it has fewer. A rank without any passes a batch of zeros that counts nothing.
+    every target ignored where it has fewer. A rank without any passes a batch of zeros that counts nothing. Those of a
+    `tensor_group` have the same rows.
     """
     assert len(batches) <= num_batches, f"{len(batches)=} {num_batches=}"
     loss_function = loss_function or whole_loss
     total = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
-    inputs, targets = torch.zeros((2, 1, 2), dtype=torch.int64, device=total.device)
+    least_tokens = tensor_group.size() if tensor_group is not None else 1
+    inputs, targets = torch.zeros((2, 1, least_tokens), dtype=torch.int64, device=total.device)
     for index in range(num_batches):
         if index < len(batches):
             inputs, targets = split_rows(batches[index])
@@ -184,6 +202,7 @@ def evaluate(
         loss = loss_function(model, inputs, targets)
         total += torch.stack([loss.double(), (targets != IGNORE_INDEX).sum().double()])
     free_gathered(model)
+    total *= _counts(tensor_group)
     _all_reduce(total, group)
     loss_sum, num_tokens = total.tolist()
     return loss_sum, int(num_tokens)
@@ -220,15 +239,27 @@ def chunked_loss(
     return loss
 
 
-def build_loss(parallel: ParallelConfig, device: torch.device) -> LossFunction:
+def build_loss(
+    parallel: ParallelConfig, device: torch.device, tensor_group: dist.ProcessGroup | None = None
+) -> LossFunction:
     """The loss for a model built so: compiled with it on a GPU, which then makes no float32 copy of the logits."""
-    cross_entropy, chunk_loss = sum_cross_entropy, loss_and_gradient
+    cross_entropy: Callable[[Tensor, Tensor], Tensor] = sum_cross_entropy
+    chunk_loss: ChunkLoss = loss_and_gradient
+    chunk_tokens = parallel.loss_chunk_tokens
+    if tensor_group is not None:
+        chunk_loss = partial(loss_and_gradient_of_cut, group=tensor_group)
+        chunk_tokens = chunk_tokens or sys.maxsize  # all logits at once are one chunk
     if parallel.compile and device.type == "cuda":  # which happens when they are first called
         compiled = partial(torch.compile, backend=parallel.compile_backend)
         cross_entropy, chunk_loss = compiled(cross_entropy), compiled(chunk_loss)
-    if parallel.loss_chunk_tokens == 0:
+    if chunk_tokens == 0:
         return partial(whole_loss, cross_entropy=cross_entropy)
-    return partial(chunked_loss, chunk_tokens=parallel.loss_chunk_tokens, chunk_loss=chunk_loss)
+    return partial(chunked_loss, chunk_tokens=chunk_tokens, chunk_loss=chunk_loss)
+
+
+def _counts(tensor_group: dist.ProcessGroup | None) -> bool:
+    """Whether what this rank computes counts: once for all that compute the same."""
+    return tensor_group is None or tensor_group.rank() == 0
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> None:

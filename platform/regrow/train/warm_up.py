@@ -20,9 +20,10 @@ def warm_up(
 
     A group that takes in a newcomer stands still until it has built its model and come through its first step: the
     first model of a process takes a second more, and compiling a block half a minute. So where blocks are compiled, one
-    block of `model` is, for a pass of `pass_seqs` rows; otherwise a very small model does.
+    block of `model` is, for a pass of `pass_seqs` rows; otherwise, and where several ranks compute a block together, a
+    very small model does.
     """
-    if parallel.compile:
+    if parallel.compile and parallel.tp == 1:
         model = replace(model, num_layers=1, vocab_size=MODEL.vocab_size)
     else:
         model, parallel, pass_seqs, seq_len = MODEL, ParallelConfig(), 1, 8

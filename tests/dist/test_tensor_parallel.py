@@ -1,0 +1,222 @@
+"""Tensor and sequence parallelism on gloo, with FSDP2, HSDP and float8: the same training, element by element."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
+from regrow.model.cut import WHOLE
+from regrow.model.llama import Llama
+from regrow.parallel.compile import graphs_compiled
+from regrow.testing.gloo import run_ranks
+from regrow.testing.reference_llama import reference_loss
+from regrow.testing.tiny import count_up_rows, tiny_model
+from regrow.testing.training import Training, build, micro_batches, plain_losses, run_steps, train, whole
+from regrow.train.step import evaluate
+
+torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save
+
+OPTIM = OptimConfig(lr=1e-2, global_batch_seqs=24, num_slices=12)
+# the rows of its blocks do not divide by three units
+MODEL = replace(tiny_model(dim=40, ffn_dim=50), vocab_size=98)
+TIED = replace(MODEL, tied=True)
+FLOAT8 = replace(tiny_model(dim=64, ffn_dim=96), vocab_size=96)
+BFLOAT16 = Dtype.bfloat16
+NUM_STEPS = 6
+
+
+def whole_of_cut(model: Llama, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter or gradient in full, from every rank's shard of its block. Collective."""
+    cut, block = model.cuts.get(name, WHOLE), whole(tensor.detach()).contiguous()
+    blocks = [torch.empty_like(block) for _ in range(dist.get_world_size())]
+    dist.all_gather(blocks, block)
+    return torch.cat(blocks[: cut.num_blocks], dim=0 if cut.by_rows else 1)
+
+
+def losses(training: Training) -> list[tuple[float, float, int]]:
+    return [(result.loss, result.grad_norm, result.num_tokens) for result in train(training)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "model", "parallel"),
+    [
+        (2, MODEL, ParallelConfig(tp=2)),
+        (2, TIED, ParallelConfig(tp=2, loss_chunk_tokens=0)),
+        (4, MODEL, ParallelConfig(tp=2, sync_every_micro_batch=True)),
+        (4, MODEL, ParallelConfig(tp=2, dp_replicate=2, activation_checkpoint=ActivationCheckpoint.selective)),
+        (6, MODEL, ParallelConfig(tp=2, loss_chunk_tokens=5, reshard_after_forward=False)),
+        (6, TIED, ParallelConfig(tp=2, activation_checkpoint=ActivationCheckpoint.full)),
+        (4, MODEL, ParallelConfig(tp=2, compile=True, compile_backend="aot_eager")),
+    ],
+    ids=[
+        "one unit",
+        "one unit, tied, all logits at once",
+        "2 units, reducing every micro-batch",
+        "HSDP, selective checkpointing",
+        "3 units, five tokens' logits at a time, gathering once a step",
+        "3 units, tied, full checkpointing",
+        "2 units, compiled",
+    ],
+)
+def test_losses_and_norms_equal_those_of_ranks_that_share_nothing(world_size, model, parallel):
+    training = Training(model, parallel, OPTIM, num_steps=NUM_STEPS)
+    want = plain_losses(training)
+    for_one = run_ranks(losses, 1, replace(training, parallel=ParallelConfig()))[0]
+    for got in run_ranks(losses, world_size, training):
+        assert [loss for loss, _, _ in got] == pytest.approx(want, abs=1e-5)
+        assert [norm for _, norm, _ in got] == pytest.approx([norm for _, norm, _ in for_one], rel=1e-5)
+        assert [tokens for _, _, tokens in got] == [tokens for _, _, tokens in for_one]
+
+
+def gradients(
+    training: Training,
+) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    step = build(training)
+    model = step.model
+    assert isinstance(model, Llama)
+    weights = {name: whole_of_cut(model, name, parameter) for name, parameter in model.named_parameters()}
+    loss, _ = step.accumulate(*micro_batches(training, 0))
+    dist.all_reduce(loss)
+    grads = {name: whole_of_cut(model, name, p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return loss.item(), weights, grads
+
+
+@pytest.mark.parametrize(
+    ("world_size", "model", "parallel"),
+    [
+        (2, MODEL, ParallelConfig(tp=2)),
+        (4, replace(MODEL, num_kv_heads=4), ParallelConfig(tp=4, loss_chunk_tokens=3)),
+        (6, TIED, ParallelConfig(tp=2)),
+        (8, MODEL, ParallelConfig(tp=2, dp_replicate=2)),
+    ],
+    ids=["one unit", "four ranks a unit", "3 units, tied", "HSDP 2x2x2"],
+)
+def test_gradients_equal_a_float64_reference(world_size, model, parallel):
+    model = replace(model, dim=40, ffn_dim=52, vocab_size=100)
+    training = Training(model, parallel, OPTIM, seq_len=8)
+    loss, weights, grads = run_ranks(gradients, world_size, training)[0]
+    exact = {name: weight.double().requires_grad_() for name, weight in weights.items()}
+    want = reference_loss(model, exact, count_up_rows(0, num_rows=24, seq_len=8, vocab_size=model.vocab_size))
+    want.backward()
+    assert loss == pytest.approx(want.item(), rel=1e-6)
+    assert grads.keys() == exact.keys()
+    for name, weight in exact.items():
+        assert weight.grad is not None
+        error = (grads[name].double() - weight.grad).norm() / weight.grad.norm()
+        assert error <= 1e-5, f"{name}: {error:.1e}"
+
+
+def initial_weights(model: ModelConfig, tp: int) -> dict[str, bytes]:
+    built = build(Training(model, ParallelConfig(tp=tp), seed=7)).model
+    assert isinstance(built, Llama)
+    return {name: whole_of_cut(built, name, p).numpy().tobytes() for name, p in built.named_parameters()}
+
+
+def test_initial_weights_are_bitwise_the_same_however_they_are_cut():
+    # one that takes several blocks of the initialisation
+    model = replace(MODEL, vocab_size=8192, ffn_dim=8000)
+    (first,) = run_ranks(initial_weights, 1, model, 1)
+    for world_size, tp in ((2, 2), (6, 2)):
+        for bits in run_ranks(initial_weights, world_size, model, tp):
+            assert bits == first
+
+
+def float8_losses(training: Training) -> tuple[list[float], int]:
+    return [result.loss for result in train(training)], graphs_compiled()
+
+
+@pytest.mark.parametrize("recipe", [Float8.tensorwise, Float8.tensorwise_all_gather, Float8.rowwise])
+def test_float8_trains_as_it_does_on_ranks_that_share_nothing(recipe):
+    compiled = recipe is Float8.tensorwise_all_gather
+    parallel = ParallelConfig(
+        tp=2, dtype=BFLOAT16, float8=recipe, compile=compiled, compile_backend="aot_eager"
+    )
+    training = Training(FLOAT8, parallel, OPTIM, num_steps=12)
+    apart = run_ranks(float8_losses, 2, replace(training, parallel=replace(parallel, tp=1)))[0][0]
+    results = run_ranks(float8_losses, 6, training)
+    assert all(result == results[0] for result in results)
+    got, graphs = results[0]
+    assert got[-1] < 0.2 * got[0]
+    assert got == pytest.approx(apart, rel=0.01)
+    assert graphs == (1 if compiled else 0)  # one for all blocks
+
+
+def validation(training: Training, num_rows: int) -> tuple[float, int]:
+    step, tp = build(training), training.parallel.tp
+    unit, num_units = dist.get_rank() // tp, dist.get_world_size() // tp
+    rows = count_up_rows(99, num_rows=num_rows, seq_len=training.seq_len, vocab_size=training.model.vocab_size)
+    mine = list(rows.split(2))[unit::num_units]
+    return evaluate(
+        step.model,
+        mine,
+        num_batches=-(-len(rows.split(2)) // num_units),
+        group=step.group,
+        tensor_group=step.tensor_group,
+        loss_function=step.loss_function,
+    )
+
+
+def test_validation_counts_each_row_once_also_where_a_unit_has_none():
+    training = Training(MODEL, optim=OPTIM)
+    for num_rows in (2, 7):
+        (want,) = run_ranks(validation, 1, training, num_rows)
+        for got in run_ranks(validation, 4, replace(training, parallel=ParallelConfig(tp=2)), num_rows):
+            assert got == (pytest.approx(want[0], rel=1e-6), want[1])
+
+
+def flags_and_digests(training: Training) -> list[tuple[bool, bool, int]]:
+    step, rank, seen = build(training), dist.get_rank(), []
+    for flagged in range(dist.get_world_size()):
+        mine, num_micro_batches = micro_batches(training, 0)
+        result = step.run(
+            mine,
+            num_micro_batches=num_micro_batches,
+            lr=0.0,
+            flag=rank == flagged,
+            blocked=rank == flagged,
+            digest=2**64 - 1 - rank // 2,
+        ).resolve()
+        seen.append((result.flag, result.blocked, result.digest))
+    return seen
+
+
+def test_every_rank_s_flags_count_and_a_unit_s_digest_counts_once():
+    training = Training(MODEL, ParallelConfig(tp=2), OPTIM)
+    for seen in run_ranks(flags_and_digests, 4, training):
+        assert seen == [(True, True, (2 * 2**64 - 3) % 2**64)] * 4
+
+
+def skipped(training: Training) -> list[bool]:
+    """A gradient of one rank's block alone is not finite."""
+    step = build(training)
+    model = step.model
+    assert isinstance(model, Llama)
+    results = []
+    for bad in (False, True):
+        mine, num_micro_batches = micro_batches(training, 0)
+        loss, num_tokens = step.accumulate(mine, num_micro_batches)
+        if bad and dist.get_rank() == 1:
+            grad = model.layers[0].attention.wo.weight.grad  # type: ignore[union-attr]
+            grad.to_local().view(-1)[0] = torch.inf  # type: ignore[union-attr, operator]
+        stats = step.update(loss, num_tokens, lr=0.0, flag=False, blocked=False, digest=0)
+        results.append(stats.resolve().skipped)
+    return results
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_of_a_unit_is_skipped_by_all():
+    training = Training(MODEL, ParallelConfig(tp=2), OPTIM)
+    assert run_ranks(skipped, 4, training) == [[False, True]] * 4
+
+
+def resumed(training: Training) -> list[float]:
+    """Steps after a few others, on the same model."""
+    step = build(training)
+    run_steps(step, training, range(2))
+    return [result.loss for result in run_steps(step, training, range(2, 4))]
+
+
+def test_ranks_agree_bit_for_bit():
+    results = run_ranks(resumed, 4, Training(MODEL, ParallelConfig(tp=2), OPTIM))
+    assert all(result == results[0] for result in results)
