@@ -37,12 +37,12 @@ def training(model: ModelConfig, parallel: ParallelConfig, slices: int, rows: in
 
 
 def rank_of(training: Training, world_size: int) -> Rank:
-    optim = training.optim
+    optim, tp = training.optim, training.parallel.tp
     return Rank(
         model=training.model,
         parallel=training.parallel,
-        dp_shard=plan_mesh(world_size, training.parallel.dp_replicate).dp_shard,
-        num_passes=plan_batch(num_slices=optim.num_slices, world_size=world_size).num_micro_batches,
+        dp_shard=plan_mesh(world_size, training.parallel.dp_replicate, tp).dp_shard,
+        num_passes=plan_batch(num_slices=optim.num_slices, world_size=world_size // tp).num_micro_batches,
         rows=optim.global_batch_seqs // optim.num_slices,
         seq_len=training.seq_len,
         on_gpu=False,
@@ -66,6 +66,11 @@ CASES = {
     "three passes, each reduced": (3, DEEP, ParallelConfig(sync_every_micro_batch=True), 9, 4),
     "two passes, gathered once": (2, WIDE, ParallelConfig(reshard_after_forward=False), 4, 4),
     "HSDP": (4, WIDE, ParallelConfig(dp_replicate=2), 4, 4),
+    "two share": (2, DEEP, ParallelConfig(tp=2), 1, 16),
+    "two units of two": (4, WIDE, ParallelConfig(tp=2), 2, 8),
+    "two share, selective": (2, DEEP, ParallelConfig(tp=2, activation_checkpoint=SELECTIVE), 1, 16),
+    "two share, full, two passes": (2, DEEP, ParallelConfig(tp=2, activation_checkpoint=FULL), 2, 16),
+    "two share a large vocabulary": (2, WORDY, ParallelConfig(tp=2, loss_chunk_tokens=100), 1, 8),
     "tied": (2, dataclasses.replace(WORDY, tied=True), ParallelConfig(loss_chunk_tokens=256), 2, 4),
     "selective": (2, DEEP, ParallelConfig(activation_checkpoint=SELECTIVE), 2, 16),
     "full": (2, DEEP, ParallelConfig(activation_checkpoint=FULL), 2, 16),

@@ -34,9 +34,10 @@ def peak_bytes(run: Callable[[], object], device: torch.device | None = None, *,
     held: dict[int, int] = {}
     total = peak = 0
     for each in sorted(_allocations(profiler), key=lambda each: each.time_ns):
+        total -= held.pop(each.address, 0)  # it is freed now, or was on a thread that the profiler does not see
         if each.num_bytes < 0:
-            total -= held.pop(each.address, 0)
-        elif leave_out is None or not any(name.startswith(leave_out) for name in each.operators):
+            continue
+        if leave_out is None or not any(name.startswith(leave_out) for name in each.operators):
             held[each.address] = each.num_bytes
             total += each.num_bytes
             peak = max(peak, total)
