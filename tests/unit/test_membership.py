@@ -76,6 +76,19 @@ def test_ranks_beyond_an_allowed_size_wait() -> None:
     assert names(joined(made, "ac", 103.0)) == "acde"
 
 
+def test_whoever_waits_beside_a_group_that_trains_does_not_make_it_late() -> None:
+    """A spare one, for hours; then one of the group dies."""
+    made = started("abc", range(1, 4))
+    made.join(member("s"), expected=1, now=1.0)
+    assert made.form(1.0 + 10 * made.patience_s) is None
+    assert made.left_out == []
+    made.died(["b"])
+    now = 1000 * made.patience_s
+    assert joined(made, "a", now) is None  # c has all its time
+    assert made.form(now + made.patience_s - 0.1) is None
+    assert names(joined(made, "c", now + made.patience_s - 0.05)) == "acs"
+
+
 def test_too_few_wait() -> None:
     made = started("abc", range(2, 4))
     made.died(["a", "b"])

@@ -449,7 +449,7 @@ class Coordinator:
         """Number a new group if one can be formed; from here on older ones are fenced off."""
         ranks = {member.id: rank for rank, member in enumerate(self.membership.current)}
         self.membership.avoided = self.notices.avoided(time.time())
-        if any(member.id in self.membership.waiting for member in self.membership.survivors):
+        if self.membership.is_breaking:
             self._miss(self.roll_call.gone(self.membership.missing, now))
         formation = self.membership.form(now)
         for member in self.membership.left_out:

@@ -52,7 +52,7 @@ class Membership:
     expected: int = 1  # announced for a start from nothing
     avoided: set[str] = field(default_factory=set)  # nodes
     left_out: list[Member] = field(default_factory=list)  # since this was last read: they live, and say nothing
-    _first_at: float = 0.0  # of those waiting
+    _first_at: float = 0.0  # of those waiting that the group is formed of: members of the current one, if any live
     _last_at: float = 0.0
 
     def join(self, member: Member, *, expected: int, now: float) -> None:
@@ -60,10 +60,12 @@ class Membership:
         if member.id in self.dead:
             self.current = tuple(each for each in self.current if each.id != member.id)
             self.dead.discard(member.id)
-        self._first_at = now if not self.waiting else self._first_at
         self._last_at = now
         self.expected = self.expected if self.current else expected
+        was_breaking = self.is_breaking
         self.waiting[member.id] = member
+        if self.is_breaking and not was_breaking:
+            self._first_at = now
 
     def died(self, member_ids: Iterable[str], *, left: int | None = None) -> list[Member]:
         """These processes are gone; those of them that were members of the current generation.
@@ -87,6 +89,12 @@ class Membership:
     @property
     def survivors(self) -> list[Member]:
         return [member for member in self.current if member.id not in self.dead]
+
+    @property
+    def is_breaking(self) -> bool:
+        """Whether the current group is over for some of it; without one, whether anybody waits for the next."""
+        survivors = self.survivors
+        return any(member.id in self.waiting for member in survivors) if survivors else bool(self.waiting)
 
     @property
     def without_unit(self) -> list[Member]:
@@ -117,7 +125,7 @@ class Membership:
         if not self.waiting:
             return None
         if missing := self.missing:
-            if now - self._first_at < self.patience_s:
+            if not self.is_breaking or now - self._first_at < self.patience_s:
                 return None
             self.left_out += missing
             self.died(member.id for member in missing)
