@@ -1,6 +1,7 @@
 """What the coordinator makes of keepers' answers, without keepers: the answers are put in Ray's place."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import ray
 
 from regrow.checkpoint import fleet as module
 from regrow.checkpoint.fleet import Fleet
+from regrow.checkpoint.keeper_node import Sealed
 from regrow.checkpoint.slots import Moment
 from regrow.checkpoint.upload import Upload
 from regrow.plan.cadence import Cadence
@@ -22,21 +24,25 @@ def keeper() -> Any:
     )
 
 
+def make(folder: Path, event: Callable[..., None] = lambda name, **fields: None) -> Fleet:
+    return Fleet(
+        "run",
+        b"",
+        Storage.at(folder),
+        Cadence(every_steps=10, every_minutes=None, automatic=False, mtbf_hours=0.0, now=time.time()),
+        keep=2,
+        upload_timeout_s=60.0,
+        commit=lambda folder, pointer: None,
+        event=event,
+    )
+
+
 def test_nodes_that_fail_at_once_cost_one_checkpoint_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first failure gives the checkpoint up, and with it what was asked of the others."""
     nodes, events = ["a", "b", "c"], []
-    fleet = Fleet(
-        "run",
-        b"",
-        Storage.at(tmp_path),
-        Cadence(every_steps=10, every_minutes=None, automatic=False, mtbf_hours=0.0, now=time.time()),
-        keep=2,
-        upload_timeout_s=60.0,
-        commit=lambda folder, pointer: None,
-        event=lambda name, **fields: events.append((name, fields["step"])),
-    )
+    fleet = make(tmp_path, lambda name, **fields: events.append((name, fields["step"])))
     fleet.known = {node: (keeper(), SimpleNamespace(address=("", 0))) for node in nodes}  # type: ignore[misc]
     fleet.peers = dict.fromkeys(nodes, "")  # no copies: nobody else can write what one could not
     fleet.upload = Upload(Moment(1, 10), dict(fleet.peers), fleet.checkpoints, "run")
@@ -52,4 +58,42 @@ def test_nodes_that_fail_at_once_cost_one_checkpoint_and_nothing_else(
     assert not fleet.busy
     assert not fleet.writing
     assert events == [("checkpoint_failed", 10)]
+    fleet.storage.shutdown()
+
+
+def test_a_group_on_one_node_has_its_copies_on_another_that_is_up_until_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive = ["a", "b", "c"]
+    monkeypatch.setattr(module.ray, "nodes", lambda: [{"NodeID": node, "Alive": True} for node in alive])
+    fleet, told = make(tmp_path), list[tuple[str, Any]]()
+
+    def handle(node: str) -> Any:
+        return SimpleNamespace(
+            take_place=SimpleNamespace(remote=lambda place: told.append((node, place.peer and place.peer.node))),
+            committed=SimpleNamespace(remote=lambda number, state: told.append((node, state.newest.step))),
+        )
+
+    domains = {"a": "rack 1", "b": "rack 1", "c": "rack 2"}
+    fleet.known = {  # type: ignore[assignment]
+        node: (handle(node), SimpleNamespace(address=("", 0), domain=domain)) for node, domain in domains.items()
+    }
+    fleet.begin(1, 0, ["a"])
+    assert told == [("a", "c")]  # of another rack
+    told.clear()
+    assert fleet.sealed([Sealed("a", Moment(1, 5), "c")])
+    assert told == [("a", 5), ("c", 5)]
+    fleet.check_peers()
+    assert fleet.peers == {"a": "c"}
+    alive.remove("c")
+    told.clear()
+    fleet.check_peers()
+    assert told == [("a", "b")]
+    assert not fleet.sealed([Sealed("a", Moment(1, 6), "c")])  # these copies went with it
+    assert fleet.sealed([Sealed("a", Moment(1, 6), "b")])
+    alive.remove("b")
+    fleet.check_peers()
+    assert fleet.sealed([Sealed("a", Moment(1, 7), "")])
+    fleet.begin(2, 7, ["a", "b"])
+    assert fleet.peers == {"a": "b", "b": "a"}
     fleet.storage.shutdown()

@@ -35,6 +35,11 @@ class SnapshotBoard:
         if self.newest is not None and self.newest.moment.step > start_step:
             self.newest = None
 
+    def replan(self, peers: Mapping[str, str]) -> None:
+        """The same generation's nodes have other peers: only copies that are with these count."""
+        self._peers = dict(peers)
+        self._reported.clear()
+
     def sealed(self, report: Sealed) -> SnapshotCommit | None:
         """Take a node's report; the commit that it completes, if it does."""
         moment = report.moment

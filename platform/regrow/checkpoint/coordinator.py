@@ -261,6 +261,7 @@ class Coordinator:
 
     def complaint(self, node: str, text: str) -> None:
         """A keeper cannot do what it is for. Said once a generation: it tries again and again."""
+        self.fleet.check_peers()
         if node not in self.complaints:
             self.complaints.add(node)
             self._event("snapshot_failed", detail=text)

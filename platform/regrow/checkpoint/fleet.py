@@ -52,7 +52,9 @@ class Fleet:
         self.known: dict[str, tuple[Any, KeeperInfo]] = {}  # node -> actor, what is known of it
         self.dark: set[str] = set()  # nodes that do not answer
         self.board = SnapshotBoard()
-        self.peers: dict[str, str] = {}  # of the current generation's nodes
+        self.peers: dict[
+            str, str
+        ] = {}  # of the current generation's nodes; one alone has another one, if that is up
         self.upload: Upload | None = None
         self.writing: dict[Any, tuple[str, WriteOrder]] = {}  # by the reference to what will come of it
         self.publishing: Future[bytes] | None = None
@@ -82,7 +84,7 @@ class Fleet:
     def greet(self, node: str, handle: Any, me: Any) -> None:
         """A keeper was restarted: it takes its old place."""
         self.register(handle, ray.get(handle.serve.remote(me, self.secret), timeout=ANSWER_S))
-        if node in self.peers:
+        if node in self.peers or node in self.peers.values():
             self._send_places()
             self._tell()
 
@@ -91,12 +93,20 @@ class Fleet:
         self.cadence.resumed(start_step, time.time())
         if not self.known.keys() >= set(nodes):
             nodes = []
-        self.peers = plan_peers([(node, self.known[node][1].domain) for node in nodes])
+        self.peers = self._plan_peers(nodes)
         self.board.begin(generation, start_step, self.peers)
         self.covered = min(self.covered, start_step)
         self._send_places()
         if self.upload is not None and self.upload.moment.step > start_step:
             self._end_upload(f"the run went back to step {start_step}")
+
+    def check_peers(self) -> None:
+        """Something keeps snapshots from being safe: is it a node outside the group that held its copies, and died?"""
+        outside = set(self.peers.values()) - self.peers.keys() - {""}
+        if outside - self._alive():
+            self.peers = self._plan_peers(list(self.peers))
+            self.board.replan(self.peers)
+            self._send_places()
 
     def sealed(self, reports: list[Sealed]) -> bool:
         """Nodes have a step safe; whether they were the last ones, and it is committed."""
@@ -117,7 +127,7 @@ class Fleet:
         if self.board.newest is None:
             return None
         moment = self.board.newest.moment
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} - self.dark
+        alive = self._alive()
         asked = [(handle, info) for node, (handle, info) in self.known.items() if node in alive]
         calls = {handle.holdings.remote(moment): info for handle, info in asked}
         holders: list[Holder] = []
@@ -190,6 +200,21 @@ class Fleet:
         end_keepers((running_keepers(self.run_id) | known).values())
         self.storage.shutdown(wait=True)
 
+    def _alive(self) -> set[str]:
+        """Nodes that Ray has not found dead, and that answer."""
+        return {node["NodeID"] for node in ray.nodes() if node["Alive"]} - self.dark
+
+    def _plan_peers(self, nodes: list[str]) -> dict[str, str]:
+        """Who holds whose copies; where a group is on one node, another one that has a keeper, and no rank of it."""
+        peers = plan_peers([(node, self.known[node][1].domain) for node in nodes])
+        if len(nodes) == 1 and len(self.known) > 1:
+            (alone,) = nodes
+            domain = self.known[alone][1].domain
+            others = [node for node in self.known if node != alone and node in self._alive()]
+            others.sort(key=lambda node: self.known[node][1].domain == domain)
+            peers[alone] = next(iter(others), "")
+        return peers
+
     def _send_places(self) -> None:
         for node, branch in plan_tree(list(self.peers), fan_out=FAN_OUT).items():
             leader = self.known[branch.leader][0] if branch.leader else None
@@ -206,7 +231,8 @@ class Fleet:
         newest = self.board.newest.moment if self.board.newest else Moment()
         state = Committed(newest, self.upload.moment if self.upload else Moment())
         self._messages += 1
-        for node in list(self.peers)[:FAN_OUT]:  # they tell the others
+        outside = set(self.peers.values()) - self.peers.keys() - {""}
+        for node in [*list(self.peers)[:FAN_OUT], *outside]:  # they tell the others
             self.known[node][0].committed.remote(self._messages, state)
 
     def _begin_upload_if_due(self) -> None:
