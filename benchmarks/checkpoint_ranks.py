@@ -22,9 +22,9 @@ from regrow.checkpoint.layout import Part
 from regrow.checkpoint.memory import restore_snapshot
 from regrow.checkpoint.slots import Committed
 from regrow.checkpoint.snapshot import Snapshots
-from regrow.checkpoint.state import MOMENTS, Entry, part_of, training_entries
+from regrow.checkpoint.state import Entry, part_of, training_entries
 from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
-from regrow.optim.adamw import build_optimizer
+from regrow.optim.adamw import MOMENTS, build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh, replica_group

@@ -13,7 +13,7 @@ from regrow.checkpoint.format import COMMIT
 from regrow.checkpoint.layout import Span
 from regrow.checkpoint.state import Entry, training_entries
 from regrow.checkpoint.tensors import CheckpointTensors
-from regrow.config.schema import OptimConfig, ParallelConfig
+from regrow.config.schema import Dtype, OptimConfig, ParallelConfig
 from regrow.errors import CheckpointError
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
@@ -72,6 +72,25 @@ def test_float8_all_gather_weights_are_saved_in_high_precision_and_restored_bitw
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     restored, _ = run_ranks(restore_on_ranks, 2, str(tmp_path), 1, False, True)[0]
     for name, tensor in saved.items():
+        assert torch.equal(restored[name], tensor), name
+
+
+def narrow_moments(folder: str, steps: int, seed: int) -> dict[str, torch.Tensor]:
+    """Saved after `steps` steps; with none, restored."""
+    entries, part, _ = entries_after(steps, float8=True, moments=Dtype.bfloat16, seed=seed)
+    if steps:
+        store.save(Storage.at(folder), entries, scalars={"step": 2}, run_id=RUN, generation=1, part=part)
+    else:
+        store.restore(Storage.at(folder), catalog.open_checkpoint(Storage.at(folder), 2), entries, part)
+    return whole(entries)
+
+
+def test_moments_in_bfloat16_are_saved_as_that_and_restored_bitwise(tmp_path: Path) -> None:
+    saved = run_ranks(narrow_moments, 3, str(tmp_path), 2, 1)[0]
+    restored = run_ranks(narrow_moments, 2, str(tmp_path), 0, 2)[0]
+    for name, tensor in saved.items():
+        assert tensor.dtype is (torch.bfloat16 if name.startswith("optim/") else torch.float32)
+        assert tensor.any()
         assert torch.equal(restored[name], tensor), name
 
 

@@ -1,5 +1,7 @@
 """Every float8 recipe, emulated, at world sizes that divide no width too."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,6 +91,18 @@ def test_float8_all_gather_works_under_hsdp_and_activation_checkpointing():
     first, *others = run_ranks(losses_of_layouts, 4, layouts)[0]
     for other in others:
         assert other == pytest.approx(first, rel=2e-3)
+
+
+def losses_of_moments(moments: Dtype) -> list[float]:
+    recipe = parallel(Float8.tensorwise_all_gather)
+    return [result.loss for result in train(Training(SMALL, recipe, replace(OPTIM, moments=moments), num_steps=20))]
+
+
+def test_moments_in_bfloat16_train_as_those_in_float32():
+    exact, narrow = (run_ranks(losses_of_moments, 3, moments)[0] for moments in Dtype)
+    assert narrow != exact
+    assert narrow == pytest.approx(exact, rel=0.02)
+    assert exact[-1] < 0.9 * exact[0]
 
 
 def stale_and_fresh() -> tuple[float, float, float]:

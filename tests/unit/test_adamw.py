@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from regrow.config.schema import ModelConfig, OptimConfig
+from regrow.config.schema import Dtype, ModelConfig, OptimConfig
 from regrow.model.llama import Llama, init_weights
-from regrow.optim.adamw import build_optimizer, clip_grad_norm_float64, set_lr, step_unless
+from regrow.optim.adamw import MOMENTS, build_optimizer, clip_grad_norm_float64, set_lr, step_unless
 from regrow.testing.tiny import tiny_model
 
 
@@ -62,9 +62,10 @@ def test_the_norm_of_millions_of_small_values_is_exact_to_float64():
     assert clip_grad_norm_float64([parameter], 1e9, ()).item() == pytest.approx(want, rel=5e-10)
 
 
-def test_a_skipped_step_changes_nothing_but_the_count():
+@pytest.mark.parametrize("moments", Dtype)
+def test_a_skipped_step_changes_nothing_but_the_count(moments):
     llama = model()
-    optimizer = build_optimizer(llama, OptimConfig(lr=0.1))
+    optimizer = build_optimizer(llama, OptimConfig(lr=0.1, moments=moments))
 
     def step(grad: float) -> None:
         for parameter in llama.parameters():
@@ -83,3 +84,23 @@ def test_a_skipped_step_changes_nothing_but_the_count():
     assert {float(each["step"]) for each in optimizer.state.values()} == {3.0}
     step(1.0)
     assert not any(torch.equal(now, then) for now, then in zip(state(), before, strict=True))
+
+
+def test_moments_in_bfloat16_are_those_of_float32_rounded_after_each_step():
+    narrow, wide = model(), model()
+    ours = build_optimizer(narrow, OptimConfig(lr=0.01, moments=Dtype.bfloat16))
+    theirs = build_optimizer(wide, OptimConfig(lr=0.01))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        for mine, other in zip(narrow.parameters(), wide.parameters(), strict=True):
+            mine.grad = torch.randn(mine.shape, generator=generator)
+            other.grad = mine.grad.clone()
+        ours.step()
+        theirs.step()
+        for mine, other in zip(narrow.parameters(), wide.parameters(), strict=True):
+            assert torch.equal(mine, other)
+            for moment in MOMENTS:
+                kept, exact = ours.state[mine][moment], theirs.state[other][moment]
+                assert kept.dtype is torch.bfloat16
+                exact.copy_(exact.bfloat16())
+                assert torch.equal(kept.float(), exact)

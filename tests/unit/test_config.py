@@ -12,7 +12,7 @@ import pytest
 from regrow.config.check import check
 from regrow.config.schema import Dtype, Float8, PretrainConfig
 from regrow.config.store import to_dict
-from regrow.errors import ConfigError
+from regrow.errors import BatchError, ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,6 +123,8 @@ def test_the_defaults_pass_every_rule() -> None:
         ("optim.warmup_fraction", 0.8),
         ("optim.beta2", 1.0),
         ("parallel.dp_replicate", 3),
+        ("parallel.tp", 0),
+        ("parallel.tp", 3),
         ("parallel.loss_chunk_tokens", -1),
         ("parallel.activation_budget", 1.5),
         ("parallel.activation_budget", 0.5),
@@ -132,6 +134,8 @@ def test_the_defaults_pass_every_rule() -> None:
         ("snapshot.slots", 1),
         ("checkpoint.mtbf_hours", -1.0),
         ("checkpoint.keep", 1),
+        ("observe.profile_at_step", 0),
+        ("observe.profile_steps", 0),
     ],
 )
 def test_each_rule_names_its_key_and_value(key: str, value: object) -> None:
@@ -161,6 +165,22 @@ def test_float8_needs_bfloat16() -> None:
         check(config)
     config.parallel.dtype = Dtype.bfloat16
     check(config)
+
+
+def test_ranks_that_share_their_arithmetic_divide_what_they_share() -> None:
+    config = PretrainConfig()
+    config.parallel.tp, config.cluster.min_workers, config.cluster.max_workers = 4, 4, 8
+    assert [plan.world_size for plan in check(config)] == [1, 2]  # units
+    config.model.num_kv_heads = 2
+    with pytest.raises(ConfigError, match=r"parallel\.tp=4 must divide model\.num_kv_heads=2; set parallel\.tp=2"):
+        check(config)
+    config.model.num_kv_heads, config.cluster.max_workers = 4, 6
+    with pytest.raises(ConfigError, match=r"cluster\.max_workers=6; set parallel\.tp=2"):
+        check(config)
+    config.cluster.max_workers, config.optim.num_slices = 40, 8
+    config.optim.global_batch_seqs = 8
+    with pytest.raises(BatchError, match=r"gives 0 slices to 2 of 10 ranks"):
+        check(config)
 
 
 def test_checkpoints_come_by_steps_by_time_or_automatically_but_not_never() -> None:

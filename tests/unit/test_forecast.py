@@ -73,6 +73,21 @@ def test_state_is_twelve_bytes_a_parameter_shared_by_the_ranks_that_shard_it():
     assert kinds["parameters"] + kinds["optimizer"] == pytest.approx(12 * num_params(EIGHT.model) / 8, rel=1e-3)
 
 
+def test_ranks_of_a_unit_share_state_activations_and_arithmetic_and_wait_for_each_other():
+    shared = with_parallel(EIGHT, tp=4)
+    alone, unit = at(EIGHT, 32), at(shared, 32)
+    assert (unit.mesh.dp_shard, unit.mesh.tp, unit.batch.world_size) == (8, 4, 8)
+    state = unit.memory.kinds["parameters"] + unit.memory.kinds["optimizer"]
+    assert state == pytest.approx(12 * num_params(EIGHT.model) / 32, rel=1e-3)  # norms, four times, are little
+    assert unit.memory.kinds["activations"] < 0.5 * alone.memory.kinds["activations"]
+    assert unit.memory.kinds["gathered"] < 0.3 * alone.memory.kinds["gathered"]
+    # as many passes a unit as four ranks have together, each of a quarter of the arithmetic, and the sequences' traffic
+    assert unit.batch.num_micro_batches == pytest.approx(4 * alone.batch.num_micro_batches, rel=0.15)
+    assert unit.time.compute_s > alone.time.compute_s
+    sizes = [each.mesh.world_size for each in forecasts(shared, H100, NETWORK)]
+    assert sizes == list(range(32, 65, 4))
+
+
 def test_gradients_of_several_passes_are_held_whole_in_float32_unless_each_pass_reduces_them():
     whole, reduced = at(EIGHT, 64), at(with_parallel(EIGHT, sync_every_micro_batch=True), 64)
     assert whole.batch.num_micro_batches == 7

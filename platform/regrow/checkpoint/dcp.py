@@ -25,10 +25,11 @@ from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from regrow.checkpoint.layout import Span
-from regrow.checkpoint.state import MOMENTS, Entry, Progress
+from regrow.checkpoint.state import Entry, Progress
 from regrow.checkpoint.tensors import CheckpointTensors
 from regrow.checkpoint.tools import Advance
 from regrow.errors import CheckpointError, first_line
+from regrow.optim.adamw import MOMENTS
 
 METADATA = ".metadata"
 

@@ -52,9 +52,7 @@ class Fleet:
         self.known: dict[str, tuple[Any, KeeperInfo]] = {}  # node -> actor, what is known of it
         self.dark: set[str] = set()  # nodes that do not answer
         self.board = SnapshotBoard()
-        self.peers: dict[
-            str, str
-        ] = {}  # of the current generation's nodes; one alone has another one, if that is up
+        self.peers: dict[str, str] = {}  # of the current generation's nodes; one alone has another one, if that is up
         self.upload: Upload | None = None
         self.writing: dict[Any, tuple[str, WriteOrder]] = {}  # by the reference to what will come of it
         self.publishing: Future[bytes] | None = None

@@ -13,12 +13,13 @@ import torch
 
 from regrow.checkpoint.format import SAFETENSORS_DTYPES, TORCH_DTYPES
 from regrow.checkpoint.layout import ITEM_BYTES, Span
-from regrow.checkpoint.state import MOMENTS, Entry
+from regrow.checkpoint.state import Entry
 from regrow.checkpoint.tensors import CheckpointTensors
 from regrow.checkpoint.tools import PIECE_BYTES, Advance
 from regrow.config.schema import Dtype, ModelConfig, RopeScaling
 from regrow.errors import CheckpointError
 from regrow.model.llama import Llama
+from regrow.optim.adamw import MOMENTS
 from regrow.storage import Storage
 
 CONFIG, ONE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from regrow.checkpoint.layout import WHOLE, Part, Span, shard_span
 from regrow.model.cut import WHOLE as NOT_CUT
 from regrow.model.cut import Cut
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from regrow.optim.adamw import MOMENTS, create_moments
 
 
 @dataclass
@@ -48,7 +47,7 @@ def training_entries(
 
     `inner_tensor` unwraps float8 parameters. Entries share memory with the live state: writing to them restores it.
     """
-    _create_moments(optimizer)
+    create_moments(optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     cuts: dict[str, Cut] = getattr(model, "cuts", {})
     tensors = [(f"model/{name}", name, parameter) for name, parameter in model.named_parameters()]
@@ -70,7 +69,7 @@ def part_of(mesh: DeviceMesh | None) -> Part:
 
 def set_optimizer_step(optimizer: torch.optim.Optimizer, step: int) -> None:
     """AdamW's step count, one number for all parameters, which its bias correction needs."""
-    _create_moments(optimizer)
+    create_moments(optimizer)
     for parameter in _parameters(optimizer):
         optimizer.state[parameter]["step"].fill_(float(step))
 
@@ -112,13 +111,3 @@ def _entry(name: str, tensor: Tensor, cut: Cut, inner_tensor: Callable[[Tensor],
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
-
-
-def _create_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Make the zero state that the first `optimizer.step` would make, so that there is something to restore into."""
-    for parameter in _parameters(optimizer):
-        if not optimizer.state[parameter]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                **{moment: torch.zeros_like(parameter, memory_format=torch.preserve_format) for moment in MOMENTS},
-            }

@@ -15,7 +15,7 @@ def check(config: PretrainConfig) -> list[BatchPlan]:
 
     Raises ConfigError (BatchError for the batch) for the first rule that is broken.
     """
-    for rule in (_run, _train, _cluster, _model, _data, _optim, _parallel, _checkpoint):
+    for rule in (_run, _train, _cluster, _model, _data, _optim, _parallel, _checkpoint, _observe):
         rule(config)
     return check_world_sizes(
         num_slices=config.optim.num_slices,
@@ -226,6 +226,12 @@ def _tensor_parallel(config: PretrainConfig) -> None:
         ("data.seq_len", config.data.seq_len),
     ):
         _need(value % tp == 0, f"parallel.tp={tp} must divide {key}={value}; set parallel.tp={gcd(tp, value)}")
+
+
+def _observe(config: PretrainConfig) -> None:
+    at, steps = config.observe.profile_at_step, config.observe.profile_steps
+    _need(at is None or at >= 1, f"observe.profile_at_step={at} must be at least 1, or null for no profile")
+    _need(1 <= steps <= 100, f"observe.profile_steps={steps} must be 1 to 100: a step's trace takes megabytes")
 
 
 def _checkpoint(config: PretrainConfig) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from regrow.config.schema import ModelConfig, PretrainConfig, RopeScaling
+from regrow.config.schema import Dtype, ModelConfig, PretrainConfig, RopeScaling
 
 DATA_KEYS = ("recipe", "vocab_size", "seq_len", "validation_fraction", "rows_per_group", "window_steps", "mixture")
 
@@ -20,6 +20,8 @@ def identity(config: PretrainConfig) -> dict[str, Any]:
     groups = {"model": model, "data": data, "optim": asdict(config.optim)}
     flat = {f"{group}.{key}": value for group, values in groups.items() for key, value in values.items()}
     flat["optim.schedule"] = config.optim.schedule.value
+    if flat.pop("optim.moments") is not Dtype.float32:  # as all were before there was a choice
+        flat["optim.moments"] = config.optim.moments.value
     return {"run.seed": config.run.seed, **flat}
 
 

@@ -182,6 +182,7 @@ class OptimConfig:
     beta2: float = 0.95  # AdamW
     eps: float = 1e-8  # AdamW
     weight_decay: float = 0.1  # decoupled, on matrices only
+    moments: Dtype = Dtype.float32  # as which AdamW's moments are kept between steps; bfloat16 takes half the memory
     max_grad_norm: float = 1.0  # global gradient norm is clipped to this
     schedule: Schedule = Schedule.wsd  # shape of the learning rate over tokens
     warmup_fraction: float = 0.1  # of all tokens
@@ -237,6 +238,8 @@ class ObserveConfig:
     tensorboard: bool = True  # write TensorBoard events into the run folder
     metrics: bool = True  # tell Prometheus of the run, through Ray's agents
     report_every_s: float = 30.0  # rewrite report.json and report.html this often while training
+    profile_at_step: int | None = None  # the first rank's steps from this one on go through torch's profiler
+    profile_steps: int = 3  # so many
     peak_tflops: float | None = None  # of one worker's device, for MFU; null: known per GPU, measured on CPU
 
 

@@ -132,6 +132,7 @@ class _Session:
             config=config,
             run_id=run.run_id,
             secret=secret,
+            folder=str(run.folder),
             checkpoints=str(run.folder / CHECKPOINTS),
             compile_cache=str(Storage.at(kept)) if (kept := config.parallel.compile_cache) else None,
             corpora=corpora,

@@ -53,6 +53,7 @@ from regrow.train.build import build_step
 from regrow.train.loop import LoopSettings, NotFinite, train
 from regrow.train.metrics import Meter
 from regrow.train.probe import Prober
+from regrow.train.profile import ProfileWindow
 from regrow.train.step import TrainStep, evaluate
 
 LAST_ROOM_S = 30.0  # that the snapshot of the last step waits for room; a node that is taken away gives little more
@@ -124,16 +125,9 @@ def train_generation(
         world_size=world_size,
         generation=generation,
     )
-    hooks = _Hooks(
-        job,
-        generation,
-        step,
-        mesh,
-        _Validation(job, device, rank // shape.tp, shape.num_units),
-        memory,
-        prober,
-        compiled,
-    )
+    validation = _Validation(job, device, rank // shape.tp, shape.num_units)
+    window = _profile_window(job, device) if rank == 0 else None
+    hooks = _Hooks(job, generation, step, mesh, validation, memory, prober, compiled, window)
     startup_s = {
         **(job.driver_s if generation == job.first_generation else {}),
         "workers": entered - (job.fit_at if generation == job.first_generation else entered),
@@ -173,6 +167,7 @@ def train_generation(
             validate_every_steps=config.train.validate_every_steps if config.train.validation_seqs else 0,
             nonfinite_skips=config.train.nonfinite_skips,
         )
+        hooks.profile(progress.step)
         try:
             left = train(
                 step,
@@ -187,6 +182,9 @@ def train_generation(
         except NotFinite as error:
             hooks.not_finite(progress.step, str(error))
             raise
+        finally:
+            if window is not None:
+                window.abandon()
     elif source == "snapshot":  # the run ended before this step was in storage
         hooks.snapshot(progress, blocked=False, last=True)
         hooks.confirm(progress.step)
@@ -224,7 +222,9 @@ class _Hooks:
         memory: MemoryTier | None,
         prober: Prober,
         compiled: CompileCache | None,
+        window: ProfileWindow | None = None,
     ) -> None:
+        self.window = window
         self.prober, self.probed = prober, 0
         self.memory, self.snapshots = memory, memory.snapshots if memory is not None else None
         self.job, self.generation, self.step = job, generation, step
@@ -238,9 +238,16 @@ class _Hooks:
     def log(self, row: dict[str, Any]) -> None:
         if self.rank == 0:
             self.replies.append(self.job.coordinator.row.remote(self.generation, row))
+            self.profile(row["step"])
             if self.compiled is not None:
                 threading.Thread(target=self.compiled.keep_new, name="compile-cache", daemon=True).start()
                 self.compiled = None
+
+    def profile(self, step: int) -> None:
+        """Training has come to the end of this step."""
+        written = self.window.after(step) if self.window is not None else None
+        if written is not None:
+            self.job.coordinator.note.remote("profile", {"step": step, "folder": written})
 
     def wants_to_leave(self) -> bool:
         ready, _ = ray.wait(list(self.replies), num_returns=len(self.replies), timeout=0) if self.replies else ([], [])
@@ -398,6 +405,13 @@ def _ways_to_ask(job: Job, generation: int, slices: range) -> list[Ask]:
         with contextlib.suppress(ray.exceptions.RayError):  # a stream that died comes back, without fetchers
             fetcher = ray.get(job.stream.fetcher.remote(node_id), timeout=job.config.data.stall_timeout_s)
     return ways_to_ask(job.stream, fetcher, layout_of(job.config), group=generation, slices_on_node=slices_on_node)
+
+
+def _profile_window(job: Job, device: torch.device) -> ProfileWindow | None:
+    observe = job.config.observe
+    if observe.profile_at_step is None:
+        return None
+    return ProfileWindow(Storage.at(job.folder), device, first=observe.profile_at_step, num_steps=observe.profile_steps)
 
 
 def _report_fallback(coordinator: Any, generation: int, rank: int, window: int, reason: str) -> None:

@@ -19,7 +19,8 @@ class Job:
     config: PretrainConfig
     run_id: str
     secret: bytes  # that keepers ask of those who want bytes
-    checkpoints: str  # folder
+    folder: str  # the run's
+    checkpoints: str  # folder in it
     compile_cache: str | None  # folder
     corpora: Corpora
     coordinator: Any  # actor handles

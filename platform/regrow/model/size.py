@@ -1,8 +1,8 @@
 """How many parameters a model has, and what its training state takes. Needs no torch."""
 
-from regrow.config.schema import ModelConfig
+from regrow.config.schema import Dtype, ModelConfig
 
-STATE_BYTES = 12  # of a parameter: itself and AdamW's two moments, float32 each
+PARAMETER_BYTES = 4  # float32
 
 
 def num_params(config: ModelConfig) -> int:
@@ -33,6 +33,11 @@ def num_params_of_block(config: ModelConfig, tp: int) -> int:
     return (num_params(config) - norms) // tp + norms
 
 
-def state_bytes(config: ModelConfig, tp: int = 1) -> int:
+def moment_bytes(moments: Dtype) -> int:
+    """Of AdamW's two moments of a parameter, as they are kept between steps."""
+    return 2 * (4 if moments is Dtype.float32 else 2)
+
+
+def state_bytes(config: ModelConfig, moments: Dtype = Dtype.float32, tp: int = 1) -> int:
     """Bytes of what a snapshot or a checkpoint holds, over all ranks; with `tp`, over those that hold one block."""
-    return STATE_BYTES * num_params_of_block(config, tp)
+    return (PARAMETER_BYTES + moment_bytes(moments)) * num_params_of_block(config, tp)

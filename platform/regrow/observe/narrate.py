@@ -69,6 +69,8 @@ def narrate(event: Mapping[str, Any]) -> str | None:
                 f"the token stream did not deliver window {event['window']} to rank {event['rank']} "
                 f"({event['reason']}); it reads the same rows directly"
             )
+        case "profile":
+            return f"profile of the steps up to {event['step']}: {event['folder']}/summary.md"
         case "note":
             return str(event["text"])
     return None

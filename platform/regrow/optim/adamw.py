@@ -1,16 +1,20 @@
 """AdamW with decoupled decay on matrices, and gradient clipping by a norm that does not depend on the sharding."""
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
 
-from regrow.config.schema import OptimConfig
+from regrow.config.schema import Dtype, OptimConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
     """Fused AdamW in two groups: matrices, the embedding among them, decay; norms do not. Set `lr` each step."""
     matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
@@ -18,7 +22,63 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    kind = AdamW if config.moments is Dtype.float32 else AdamWInBfloat16
+    return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+class AdamWInBfloat16(AdamW):
+    """Fused AdamW whose moments are bfloat16 between steps; a step computes with float32, a parameter at a time.
+
+    Rounded to nearest, as DeepSeek-V3's are (arXiv:2412.19437, 3.3.3). A second moment that would change by less than
+    one part in 512 stands still: keep `beta2` well below 0.998.
+    """
+
+    moments_dtype = torch.bfloat16
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        create_moments(self)
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state, local = self.state[parameter], _local(parameter.detach())
+                kept = [_local(state[moment]) for moment in MOMENTS]
+                exp_avg, exp_avg_sq = (moment.float() for moment in kept)
+                state["step"] += 1 if found_inf is None else 1 - found_inf.to(state["step"].device)
+                torch._fused_adamw_(
+                    [getattr(local, "_tensor", local)],  # float8 all-gather wraps it
+                    [_local(parameter.grad)],
+                    [exp_avg],
+                    [exp_avg_sq],
+                    [],
+                    [state["step"]],
+                    lr=group["lr"],
+                    beta1=beta1,
+                    beta2=beta2,
+                    weight_decay=group["weight_decay"],
+                    eps=group["eps"],
+                    amsgrad=False,
+                    maximize=False,
+                    grad_scale=None,
+                    found_inf=found_inf,
+                )
+                for target, moment in zip(kept, (exp_avg, exp_avg_sq), strict=True):
+                    target.copy_(moment)
+
+
+def create_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Make the zero state that the first step would make, where it is not there yet: something to restore into."""
+    dtype: torch.dtype | None = getattr(optimizer, "moments_dtype", None)  # None: the parameter's
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                zeros = partial(torch.zeros_like, parameter, dtype=dtype, memory_format=torch.preserve_format)
+                step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                optimizer.state[parameter] = {"step": step, **{moment: zeros() for moment in MOMENTS}}
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

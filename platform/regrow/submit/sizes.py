@@ -59,7 +59,7 @@ def snapshot_bytes(config: PretrainConfig, *, workers_per_node: int, has_peer: b
     for world_size in range(cluster.min_workers, cluster.max_workers + 1, parallel.tp):
         mesh = plan_mesh(world_size, parallel.dp_replicate, parallel.tp)
         plan = plan_snapshot_memory(
-            state_bytes=state_bytes(config.model, parallel.tp),
+            state_bytes=state_bytes(config.model, config.optim.moments, parallel.tp),
             slots=config.snapshot.slots,
             ranks_on_node=min(workers_per_node, world_size),
             num_shards=mesh.dp_shard,

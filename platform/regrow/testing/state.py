@@ -14,7 +14,14 @@ from regrow.train.build import build_step
 
 
 def entries_after(
-    steps: int, *, seed: int, replicas: int = 1, tp: int = 1, tied: bool = False, float8: bool = False
+    steps: int,
+    *,
+    seed: int,
+    replicas: int = 1,
+    tp: int = 1,
+    tied: bool = False,
+    float8: bool = False,
+    moments: Dtype = Dtype.float32,
 ) -> tuple[list[Entry], Part, dist.ProcessGroup | None]:
     """This rank's state after some real steps (moments and all), which part it is, and who else holds it."""
     mesh = build_mesh(plan_mesh(world_size=dist.get_world_size(), dp_replicate=replicas, tp=tp), "cpu")
@@ -22,7 +29,8 @@ def entries_after(
     if float8:
         parallel = ParallelConfig(tp=tp, dtype=Dtype.bfloat16, float8=Float8.tensorwise_all_gather)
     config = tiny_model(tied=tied, dim=64) if float8 or tp > 1 else ragged_model(tied=tied)
-    step = build_step(config, parallel, OptimConfig(), mesh=mesh, device=torch.device("cpu"), seed=seed)
+    optim = OptimConfig(moments=moments)
+    step = build_step(config, parallel, optim, mesh=mesh, device=torch.device("cpu"), seed=seed)
     for index in range(steps):
         rows = count_up_rows(index, num_rows=2, seq_len=8)
         step.run([rows], num_micro_batches=1, lr=1e-3)

@@ -17,9 +17,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, ParallelConfig
+from regrow.model.size import moment_bytes
 
 FLOAT32 = 4  # bytes
-MOMENTS = 2 * FLOAT32
 TOKEN_BYTES = 16  # ids of inputs and targets
 KINDS = ("parameters", "optimizer", "gradients", "activations", "logits", "gathered", "reduced")
 
@@ -35,6 +35,7 @@ class Rank:
     rows: int  # sequences of a pass
     seq_len: int
     on_gpu: bool
+    moments: Dtype = Dtype.float32
 
     @property
     def tokens(self) -> int:
@@ -180,7 +181,7 @@ class _Step:
         groups = [*([self.embed] if self.embed else []), *self.blocks, self.output]
         shards = sum(group.shard for group in groups)
         ledger.take("parameters", FLOAT32 * shards, "start")
-        ledger.take("optimizer", MOMENTS * shards, "start")
+        ledger.take("optimizer", moment_bytes(rank.moments) * shards, "start")
         ledger.take("activations", TOKEN_BYTES * rank.tokens * rank.num_passes, "start")
         num_passes = min(rank.num_passes, 3)  # those in the middle are all alike
         for number in range(num_passes):

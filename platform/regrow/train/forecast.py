@@ -117,6 +117,7 @@ def rank_of(config: PretrainConfig, batch: BatchPlan, mesh: MeshShape) -> Rank:
         rows=slice_seqs * math.ceil(batch.most_slices / batch.num_micro_batches),
         seq_len=config.data.seq_len,
         on_gpu=config.cluster.gpus_per_worker > 0,
+        moments=config.optim.moments,
     )
 
 
@@ -241,7 +242,7 @@ def _snapshot_bytes(config: PretrainConfig, mesh: MeshShape, network: Network) -
         return 0
     cluster, world_size = config.cluster, mesh.world_size
     return plan_snapshot_memory(
-        state_bytes=state_bytes(config.model, mesh.tp),
+        state_bytes=state_bytes(config.model, config.optim.moments, mesh.tp),
         slots=config.snapshot.slots,
         ranks_on_node=min(network.ranks_per_node, world_size),
         num_shards=mesh.dp_shard,
