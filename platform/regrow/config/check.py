@@ -49,7 +49,8 @@ def geometry(config: PretrainConfig, plans: list[BatchPlan]) -> list[str]:
         f"global batch {optim.global_batch_seqs} sequences x {data.seq_len} tokens = {batch_tokens:,} tokens; "
         f"{config.train.steps:,} steps = {config.train.steps * batch_tokens:,} tokens",
         f"{optim.num_slices} slices of {slice_seqs} sequences, at most {config.parallel.slices_per_pass} in a pass, "
-        f"for {_span(config.cluster.min_workers, config.cluster.max_workers)}",
+        f"for {_span(config.cluster.min_workers, config.cluster.max_workers)}"
+        + (f", {config.parallel.tp} together" if config.parallel.tp > 1 else ""),
         *textwrap.wrap(f"idle share by world size: {shares}", width=110, subsequent_indent="  "),
     ]
 
