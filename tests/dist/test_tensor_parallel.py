@@ -10,6 +10,7 @@ from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfi
 from regrow.model.cut import WHOLE
 from regrow.model.llama import Llama
 from regrow.parallel.compile import graphs_compiled
+from regrow.parallel.fsdp import let_go_of_meshes
 from regrow.testing.gloo import run_ranks
 from regrow.testing.reference_llama import reference_loss
 from regrow.testing.tiny import count_up_rows, tiny_model
@@ -141,6 +142,31 @@ def test_float8_trains_as_it_does_on_ranks_that_share_nothing(recipe):
     assert got[-1] < 0.2 * got[0]
     assert got == pytest.approx(apart, rel=0.01)
     assert graphs == (1 if compiled else 0)  # one for all blocks
+
+
+def graphs_of_groups(training: Training, sizes: list[int], folder: str) -> list[tuple[int, float]]:
+    """One group after another in the same processes: graphs traced so far, and the loss of each group's last step."""
+    rank, found = dist.get_rank(), []
+    for number, size in enumerate(sizes):
+        dist.barrier() if number == 0 else None
+        dist.destroy_process_group()
+        let_go_of_meshes()
+        if rank >= size:
+            break
+        store = dist.FileStore(f"{folder}/{number}", size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        found.append((0, train(training)[-1].loss))
+        found[-1] = (graphs_compiled(), found[-1][1])
+    return found
+
+
+@pytest.mark.parametrize("dp_replicate", [1, 2])
+def test_another_group_traces_nothing_again(tmp_path, dp_replicate):
+    parallel = ParallelConfig(tp=2, dp_replicate=dp_replicate, compile=True, compile_backend="aot_eager")
+    training = Training(MODEL, parallel, OPTIM, num_steps=3)
+    first = run_ranks(graphs_of_groups, 4, training, [4, 2], str(tmp_path))[0]
+    assert [graphs for graphs, _ in first] == [1, 1]
+    assert first[1][1] == pytest.approx(first[0][1], abs=1e-5)
 
 
 def validation(training: Training, num_rows: int) -> tuple[float, int]:

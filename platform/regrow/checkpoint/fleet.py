@@ -101,7 +101,7 @@ class Fleet:
     def check_peers(self) -> None:
         """Something keeps snapshots from being safe: is it a node outside the group that held its copies, and died?"""
         outside = set(self.peers.values()) - self.peers.keys() - {""}
-        if outside - self._alive():
+        if outside and outside - self._alive():
             self.peers = self._plan_peers(list(self.peers))
             self.board.replan(self.peers)
             self._send_places()

@@ -220,6 +220,7 @@ def _tensor_parallel(config: PretrainConfig) -> None:
     for key, value in (
         ("cluster.min_workers", cluster.min_workers),
         ("cluster.max_workers", cluster.max_workers),
+        ("cluster.spare_workers", cluster.spare_workers),
         ("model.num_heads", model.num_heads),
         ("model.num_kv_heads", model.num_kv_heads),
         ("model.ffn_dim", model.ffn_dim),

@@ -153,7 +153,10 @@ class _Session:
         config, generation = self.config, ray.get(self.coordinator.ready.remote()) + 1
         return build_trainer(
             config,
-            num_workers=min(config.cluster.max_workers + config.cluster.spare_workers, check_room(config.cluster)),
+            num_workers=min(
+                config.cluster.max_workers + config.cluster.spare_workers,
+                check_room(config.cluster, config.parallel.tp),
+            ),
             train_fn=train_fn,
             settings={"job": replace(self.job, first_generation=generation, fit_at=time.time())},
             storage=str(self.run.folder / "ray_train"),

@@ -77,16 +77,18 @@ def worker_resources(config: ClusterConfig) -> dict[str, float]:
     return resources
 
 
-def check_room(config: ClusterConfig) -> int:
-    """How many workers the cluster can hold now. Raises ClusterError below `min_workers`."""
+def check_room(config: ClusterConfig, unit: int = 1) -> int:
+    """How many workers the cluster can hold now, `unit` of them together. Raises ClusterError below `min_workers`."""
     needed = worker_resources(config)
     alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    room = sum(int(min(node.get(kind, 0.0) // amount for kind, amount in needed.items())) for node in alive)
+    on_nodes = [int(min(node.get(kind, 0.0) // amount for kind, amount in needed.items())) for node in alive]
+    room = sum(on_node // unit * unit for on_node in on_nodes)
     if room >= config.min_workers:
         return room
     kind, each = ("GPU", config.gpus_per_worker) if config.gpus_per_worker else ("CPU", config.cpus_per_worker)
     found = sum(node.get(kind, 0.0) for node in alive)
-    raise ClusterError(_too_small(config, f"{kind}s", each, f"found {found:g} with room for {room} workers"))
+    together = f", parallel.tp={unit} of them on a node" if unit > 1 else ""
+    raise ClusterError(_too_small(config, f"{kind}s", each, f"found {found:g} with room for {room} workers{together}"))
 
 
 def _too_small(config: ClusterConfig, unit: str, each: float, found: str) -> str:

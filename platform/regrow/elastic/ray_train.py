@@ -66,16 +66,19 @@ class InPlaceTrainer(DataParallelTrainer):
 class Places(PlacementGroupHandle):
     """Room for each worker there may be: a placement group a worker, in place of Ray Train's one for all of them.
 
+    Workers that compute together have one group together, on one node. Who is in a group on a node that is to be
+    avoided goes with it.
+
     Groups that nothing can be placed in yet are pending, which also is what an autoscaler sees. One that loses its node
     is given up for a new one: Ray 2.60 tries a group that it is to move again and again without a pause, which takes
     half a core of the head (ray-project/ray#65007).
     """
 
-    def __init__(self, run_id: str, bundle: dict[str, float], *, at_first: int, most: int) -> None:
-        self.run_id, self.bundle, self.at_first = run_id, bundle, at_first
+    def __init__(self, run_id: str, bundle: dict[str, float], *, at_first: int, most: int, unit: int) -> None:
+        self.run_id, self.bundle, self.at_first, self.unit = run_id, bundle, at_first, unit
         self.avoided: frozenset[str] = frozenset()  # nodes
-        self.groups = [self._group() for _ in range(most)]
-        self._chosen_without = [self.avoided] * most  # what was avoided when they were asked for
+        self.groups = [self._group() for _ in range(0, most, unit)]
+        self._chosen_without = [self.avoided] * len(self.groups)  # what was avoided when they were asked for
 
     @property
     def placement_group(self) -> Any:
@@ -86,28 +89,33 @@ class Places(PlacementGroupHandle):
 
     def wait(self, timeout_seconds: float = 30) -> bool:
         give_up_at = time.monotonic() + timeout_seconds
-        return all(group.wait(max(0.0, give_up_at - time.monotonic())) for group in self.groups[: self.at_first])
+        return all(
+            group.wait(max(0.0, give_up_at - time.monotonic()))
+            for group in self.groups[: -(-self.at_first // self.unit)]
+        )
 
     def has_room(self, place: int) -> bool:
         """Whether a worker could start there now; where the node is gone or avoided, another one is asked for."""
-        table = ray.util.placement_group_table(self.groups[place])
-        if table["state"] == "PENDING" and self._chosen_without[place] == self.avoided:
+        number = place // self.unit
+        table = ray.util.placement_group_table(self.groups[number])
+        if table["state"] == "PENDING" and self._chosen_without[number] == self.avoided:
             return False
         node = table["bundles_to_node_id"].get(0)
         usable = {each["NodeID"] for each in ray.nodes() if each["Alive"]} - self.avoided
         if table["state"] == "CREATED" and node in usable:
             return True
-        lost, self.groups[place] = self.groups[place], self._group()
-        self._chosen_without[place] = self.avoided
+        lost, self.groups[number] = self.groups[number], self._group()
+        self._chosen_without[number] = self.avoided
         ray.util.remove_placement_group(lost)
         return False
 
     def _group(self) -> Any:
         elsewhere = {"ray.io/node-id": f"!in({','.join(sorted(self.avoided))})"}
         return ray.util.placement_group(
-            [self.bundle],
+            [self.bundle] * self.unit,
+            strategy="STRICT_PACK" if self.unit > 1 else "PACK",
             name=f"{self.run_id}:{secrets.token_hex(8)}",
-            bundle_label_selector=[elsewhere] if self.avoided else None,
+            bundle_label_selector=[elsewhere] * self.unit if self.avoided else None,
         )
 
     def shutdown(self) -> None:
@@ -135,13 +143,16 @@ class InPlaceGroup(WorkerGroup):
         job = self._train_run_context.train_loop_config["job"]  # type: ignore[index]
         cluster, self._run_id = job.config.cluster, job.run_id
         self._coordinator, self._most = job.coordinator, cluster.max_workers + cluster.spare_workers
+        self._unit = job.config.parallel.tp
         self._avoided: Any = None  # an answer of the coordinator's, on its way
         self._draining: dict[str, float] = {}
         super()._start_impl(worker_group_state_builder)
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Places:
         context = worker_group_context
-        return Places(self._run_id, context.resources_per_worker, at_first=context.num_workers, most=self._most)
+        return Places(
+            self._run_id, context.resources_per_worker, at_first=context.num_workers, most=self._most, unit=self._unit
+        )
 
     def _create_workers(self, num_workers: int, placement_group: Any, *more: Any, **options: Any) -> list[Any]:
         if not isinstance(placement_group, Places):
@@ -152,9 +163,9 @@ class InPlaceGroup(WorkerGroup):
     def _worker_for(self, place: int, places: Places) -> Any:
         (worker,) = super()._create_workers(
             1,
-            places.groups[place],
+            places.groups[place // places.unit],
             places.bundle,
-            placement_group_bundle_indices=[0],
+            placement_group_bundle_indices=[place % places.unit],
             starting_world_rank=place,
             world_size=max(place + 1, self._worker_group_context.num_workers),
             replica_group_size=1,

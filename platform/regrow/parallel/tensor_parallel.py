@@ -10,12 +10,14 @@ compile with the block around them.
 Shape suffixes as in `model.llama`; P is T over the group's size.
 """
 
+import contextlib
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed import _functional_collectives as collectives
 
 from regrow.model.cut import Cut
@@ -23,6 +25,7 @@ from regrow.model.llama import Llama
 from regrow.model.loss import IGNORE_INDEX
 
 SEQUENCE = 1  # dim of activations
+GROUP: Any = "regrow_tp"  # the name by which collectives find this rank's group
 
 # their names from torch 2.13 on, which warns of the old ones
 _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
@@ -36,6 +39,7 @@ def apply_tensor_parallel(model: Llama, group: dist.ProcessGroup) -> None:
     size.
     """
     size, rank = group.size(), group.rank()
+    _give_name(group)
     by_rows, by_columns = Cut(size, rank), Cut(size, rank, by_rows=False)
     layer: Any
     for number, layer in enumerate(model.layers):
@@ -44,11 +48,11 @@ def apply_tensor_parallel(model: Llama, group: dist.ProcessGroup) -> None:
         for name in ("attention.wo", "ffn.w2"):
             _cut(model, f"layers.{number}.{name}", by_columns)
         for module in (layer.attention, layer.ffn):
-            module.register_forward_pre_hook(partial(_gather_input, group))
-            module.register_forward_hook(partial(_scatter_output, group))
+            module.register_forward_pre_hook(_gather_input)
+            module.register_forward_hook(_scatter_output)
     _cut(model, "embed", by_rows)
-    model.embed.forward = partial(_embed, model.embed, group)  # type: ignore[method-assign]
-    model.norm.register_forward_hook(partial(_gather_output, group))
+    model.embed.forward = partial(_embed, model.embed, rank)  # type: ignore[method-assign]
+    model.norm.register_forward_hook(_gather_output)
     if model.output is not None:
         _cut(model, "output", by_rows)
 
@@ -100,34 +104,41 @@ def _cut(model: Llama, name: str, cut: Cut) -> None:
     model.cuts[f"{name}.weight"] = cut
 
 
-def _gather_input(group: dist.ProcessGroup, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return _gather(inputs[0], group), *inputs[1:]
+def _give_name(group: dist.ProcessGroup) -> None:
+    """Have collectives find the group by a name that is the same in every generation: compiled code holds on to it."""
+    with contextlib.suppress(RuntimeError):  # there was none before
+        _unregister_process_group(GROUP)
+    _register_process_group(GROUP, group)
 
 
-def _gather_output(group: dist.ProcessGroup, module: nn.Module, inputs: Any, output_BPD: Tensor) -> Tensor:
-    return _gather(output_BPD, group)
+def _gather_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return _gather(inputs[0]), *inputs[1:]
 
 
-def _scatter_output(group: dist.ProcessGroup, module: nn.Module, inputs: Any, output_BTD: Tensor) -> Tensor:
-    return _scatter(output_BTD, group)
+def _gather_output(module: nn.Module, inputs: Any, output_BPD: Tensor) -> Tensor:
+    return _gather(output_BPD)
 
 
-def _embed(embed: nn.Embedding, group: dist.ProcessGroup, tokens_BT: Tensor) -> Tensor:
+def _scatter_output(module: nn.Module, inputs: Any, output_BTD: Tensor) -> Tensor:
+    return _scatter(output_BTD)
+
+
+def _embed(embed: nn.Embedding, rank: int, tokens_BT: Tensor) -> Tensor:
     """Look up the tokens that this rank has rows for; the others' come from the others. [B, P, D]."""
     rows = embed.weight.size(0)
-    index_BT = tokens_BT - group.rank() * rows
+    index_BT = tokens_BT - rank * rows
     here_BT = (index_BT >= 0) & (index_BT < rows)
     x_BTD = nn.functional.embedding(index_BT.clamp(0, rows - 1), embed.weight)
-    return _scatter(x_BTD.masked_fill(~here_BT[..., None], 0.0), group)
+    return _scatter(x_BTD.masked_fill(~here_BT[..., None], 0.0))
 
 
-def _gather(x_BPD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    gathered: Tensor = _Gather.apply(x_BPD, group.group_name)
+def _gather(x_BPD: Tensor) -> Tensor:
+    gathered: Tensor = _Gather.apply(x_BPD)
     return gathered
 
 
-def _scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    scattered: Tensor = _Scatter.apply(x_BTD, group.group_name)
+def _scatter(x_BTD: Tensor) -> Tensor:
+    scattered: Tensor = _Scatter.apply(x_BTD)
     return scattered
 
 
@@ -135,26 +146,24 @@ class _Gather(torch.autograd.Function):
     """[B, P, D] to [B, T, D]; backward adds up the ranks' gradients and leaves each its tokens'."""
 
     @staticmethod
-    def forward(ctx: Any, x_BPD: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return collectives.wait_tensor(_all_gather(x_BPD, SEQUENCE, group))
+    def forward(ctx: Any, x_BPD: Tensor) -> Tensor:
+        return collectives.wait_tensor(_all_gather(x_BPD, SEQUENCE, GROUP))
 
     @staticmethod
-    def backward(ctx: Any, gradient_BTD: Tensor) -> tuple[Tensor, None]:
-        return collectives.wait_tensor(_reduce_scatter(gradient_BTD, "sum", SEQUENCE, ctx.group)), None
+    def backward(ctx: Any, gradient_BTD: Tensor) -> Tensor:
+        return collectives.wait_tensor(_reduce_scatter(gradient_BTD, "sum", SEQUENCE, GROUP))
 
 
 class _Scatter(torch.autograd.Function):
     """[B, T, D] to this rank's [B, P, D] of the sum over the ranks; backward gathers."""
 
     @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return collectives.wait_tensor(_reduce_scatter(x_BTD, "sum", SEQUENCE, group))
+    def forward(ctx: Any, x_BTD: Tensor) -> Tensor:
+        return collectives.wait_tensor(_reduce_scatter(x_BTD, "sum", SEQUENCE, GROUP))
 
     @staticmethod
-    def backward(ctx: Any, gradient_BPD: Tensor) -> tuple[Tensor, None]:
-        return collectives.wait_tensor(_all_gather(gradient_BPD, SEQUENCE, ctx.group)), None
+    def backward(ctx: Any, gradient_BPD: Tensor) -> Tensor:
+        return collectives.wait_tensor(_all_gather(gradient_BPD, SEQUENCE, GROUP))
 
 
 def _local(tensor: Tensor) -> Tensor:
