@@ -72,21 +72,20 @@ def uncut_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for name, parameter in model.named_parameters() if name not in cuts]
 
 
-def loss_and_gradient_of_cut(
-    logits_CV: Tensor, targets_C: Tensor, *, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
+def loss_and_gradient_of_cut(logits_CV: Tensor, targets_C: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
     """As `model.loss.loss_and_gradient`, of logits of which each rank of a group holds its block of the vocabulary.
 
-    The loss is the whole one on every rank, the gradient that of the rank's own logits. Collective.
+    The loss is the whole one on every rank, the gradient that of the rank's own logits. Collective over the group that
+    a model was given to last.
     """
-    index_C = targets_C - group.rank() * logits_CV.size(-1)
+    index_C = targets_C - rank * logits_CV.size(-1)
     valid_C, here_C = targets_C != IGNORE_INDEX, (index_C >= 0) & (index_C < logits_CV.size(-1))
     index_C1 = index_C.clamp(0, logits_CV.size(-1) - 1)[:, None]
-    largest_C = collectives.all_reduce(logits_CV.amax(-1).float(), "max", group)
+    largest_C = collectives.all_reduce(logits_CV.amax(-1).float(), "max", GROUP)
     shifted_CV = logits_CV.float() - largest_C[:, None]
     mine_C = shifted_CV.gather(1, index_C1)[:, 0].masked_fill(~here_C, 0.0)
     gradient_CV = shifted_CV.exp_()
-    sum_C, target_C = collectives.all_reduce(torch.stack([gradient_CV.sum(-1), mine_C]), "sum", group)
+    sum_C, target_C = collectives.all_reduce(torch.stack([gradient_CV.sum(-1), mine_C]), "sum", GROUP)
     loss = (sum_C.log() - target_C).masked_fill(~valid_C, 0.0).sum()
     gradient_CV.mul_((valid_C / sum_C)[:, None])
     gradient_CV.scatter_add_(1, index_C1, -(here_C & valid_C)[:, None].float())

@@ -192,7 +192,7 @@ def evaluate(
     assert len(batches) <= num_batches, f"{len(batches)=} {num_batches=}"
     loss_function = loss_function or whole_loss
     total = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
-    least_tokens = tensor_group.size() if tensor_group is not None else 1
+    least_tokens = tensor_group.size() if tensor_group is not None else 2
     inputs, targets = torch.zeros((2, 1, least_tokens), dtype=torch.int64, device=total.device)
     for index in range(num_batches):
         if index < len(batches):
@@ -247,7 +247,7 @@ def build_loss(
     chunk_loss: ChunkLoss = loss_and_gradient
     chunk_tokens = parallel.loss_chunk_tokens
     if tensor_group is not None:
-        chunk_loss = partial(loss_and_gradient_of_cut, group=tensor_group)
+        chunk_loss = partial(loss_and_gradient_of_cut, rank=tensor_group.rank())
         chunk_tokens = chunk_tokens or sys.maxsize  # all logits at once are one chunk
     if parallel.compile and device.type == "cuda":  # which happens when they are first called
         compiled = partial(torch.compile, backend=parallel.compile_backend)
