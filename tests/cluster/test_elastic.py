@@ -75,10 +75,14 @@ def test_a_group_grows_past_the_size_it_started_with_and_shrinks_again(undisturb
         before = job.events("generation")[-1]
         assert pids(job.events("generation")[0]) < pids(before)
         nodes.kill(3)
+        job.wait_for(lambda: job.events("generation")[-1]["world_size"] == 3, 150)
+        survived = job.events("generation")[-1]["start_step"] + 5  # its own snapshots are safe
+        job.wait_for(lambda: job.last_step() >= survived, 150)
         nodes.kill(2)
         job.wait_for(lambda: job.events("generation")[-1]["world_size"] == 2, 150)
         assert pids(job.events("generation")[-1]) == pids(job.events("generation")[0])
         assert job.wait(300) == 0, job.printed()
+        assert all(event["recomputed_steps"] <= 1 for event in job.events("generation"))
         assert_same_run(job, undisturbed)
 
 
