@@ -45,6 +45,7 @@ UNKNOWN = "worker_failed"  # until something else is known of the generation tha
 GROW, DRAIN = "grow", "drain"  # why a group leaves in good order: for a larger one, or without some nodes
 FORM_POLL_S = 0.02  # at which a worker asks for its generation
 FORM_POLLS_PER_S = 2000.0  # of all workers together
+LOOK_AT_S = 1e-6  # a worker that waits, to see whether a group can be formed: not at every poll of thousands
 LEAST_PATIENCE_S, PATIENCE_STEPS = 10.0, 5  # for a survivor to find out that its group is broken
 LEAVING_S = 5.0  # for the last snapshot of a group that leaves in good order
 QUARANTINE_WITHIN_S = 3600.0  # failures of a node that count together
@@ -102,6 +103,7 @@ class Coordinator:
         self.membership = Membership(sizes, config.parallel.tp, generation=self.generation)
         self.notices = Notices(cluster.quarantine_failures, QUARANTINE_WITHIN_S, cluster.quarantine_s)
         self.formed: Formation | None = None
+        self.try_at = 0.0  # to form a group again
         self.most_rollbacks, self.rollbacks, self.not_finite_at = config.train.nonfinite_rollbacks, 0, 0
         self.reform = ""  # GROW or DRAIN, once the group was told to leave
         self.wait_for_workers_s, self.too_few_since = cluster.wait_for_workers_s, 0.0
@@ -164,7 +166,7 @@ class Coordinator:
         if formation is None or formation.generation <= after or formation.rank_of(member_id) is None:
             if now < self.form_at and not self.fleet.holds(self.leaving_step):
                 return Answer(wait_s=FORM_POLL_S)
-            formation = self._form(now)
+            formation = self._form(now) if now >= self.try_at else None
         if formation is None or formation.rank_of(member_id) is None:
             if member_id not in self.membership.waiting:
                 return Answer(join_again=True)
@@ -450,6 +452,7 @@ class Coordinator:
         """Number a new group if one can be formed; from here on older ones are fenced off."""
         ranks = {member.id: rank for rank, member in enumerate(self.membership.current)}
         self.membership.avoided = self.notices.avoided(time.time())
+        self.try_at = now + len(self.membership.waiting) * LOOK_AT_S
         if self.membership.is_breaking:
             self._miss(self.roll_call.gone(self.membership.missing, now))
         formation = self.membership.form(now)

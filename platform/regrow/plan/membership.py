@@ -54,6 +54,7 @@ class Membership:
     left_out: list[Member] = field(default_factory=list)  # since this was last read: they live, and say nothing
     _first_at: float = 0.0  # of those waiting that the group is formed of: members of the current one, if any live
     _last_at: float = 0.0
+    _broke: bool = False  # `is_breaking`, and since `_first_at`
 
     def join(self, member: Member, *, expected: int, now: float) -> None:
         """A process is ready for the next generation. One that was given up for dead comes as a newcomer."""
@@ -62,10 +63,9 @@ class Membership:
             self.dead.discard(member.id)
         self._last_at = now
         self.expected = self.expected if self.current else expected
-        was_breaking = self.is_breaking
         self.waiting[member.id] = member
-        if self.is_breaking and not was_breaking:
-            self._first_at = now
+        if not self._broke and self.is_breaking:  # thousands join: the others need not look again
+            self._broke, self._first_at = True, now
 
     def died(self, member_ids: Iterable[str], *, left: int | None = None) -> list[Member]:
         """These processes are gone; those of them that were members of the current generation.
@@ -78,11 +78,12 @@ class Membership:
         self.dead |= gone
         for member_id in gone:
             self.waiting.pop(member_id, None)
+        self._broke = self._broke and self.is_breaking
         return lost
 
     def dissolve(self) -> None:
         """All processes are ended, to be started anew: nobody is waited for."""
-        self.current = ()
+        self.current, self._broke = (), False
         self.waiting.clear()
         self.dead.clear()
 
@@ -144,7 +145,7 @@ class Membership:
         self.current = tuple(_node_by_node(chosen))
         for member in self.current:
             del self.waiting[member.id]
-        self._first_at = now
+        self._first_at, self._broke = now, False
         self.dead &= {member.id for member in self.current} | self.waiting.keys()
         return Formation(self.generation, self.current)
 
