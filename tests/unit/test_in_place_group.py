@@ -10,7 +10,9 @@ from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState
 
-from regrow.elastic.ray_train import InPlaceGroup
+from regrow.config.schema import ClusterConfig, PretrainConfig
+from regrow.elastic import ray_train
+from regrow.elastic.ray_train import InPlaceGroup, Places
 
 SIZE = 3
 
@@ -25,7 +27,7 @@ class Group(InPlaceGroup):
         self.meanwhile: list[tuple[int, Any]] = []  # what comes of starting workers while others are asked
         members_died = SimpleNamespace(remote=lambda processes, *_: self.told.extend(processes))
         job = SimpleNamespace(
-            config=SimpleNamespace(cluster=SimpleNamespace(max_workers=SIZE, spare_workers=0)),
+            config=PretrainConfig(cluster=ClusterConfig(max_workers=SIZE)),
             run_id="run",
             coordinator=SimpleNamespace(members_died=members_died),
         )
@@ -108,3 +110,33 @@ def test_one_more_comes_and_one_that_could_not_start_leaves_its_place_empty_for_
     group.poll()
     assert group.poll() == ([0, 1, 2, 3], True)
     assert group._empty[3] > died_at
+
+
+def test_workers_that_compute_together_have_room_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    removed: list[Any] = []
+    nodes = {0: "x", 1: "y", 2: "z"}  # of groups, in the order in which they are asked for
+    alive = {"x", "y", "z"}
+
+    def ask(bundles: list[Any], **options: Any) -> int:
+        asked.append({"bundles": bundles, **options})
+        return len(asked) - 1
+
+    monkeypatch.setattr(ray_train.ray.util, "placement_group", ask)
+    monkeypatch.setattr(ray_train.ray.util, "remove_placement_group", removed.append)
+    monkeypatch.setattr(ray_train.ray, "nodes", lambda: [{"NodeID": node, "Alive": True} for node in alive])
+    monkeypatch.setattr(
+        ray_train.ray.util,
+        "placement_group_table",
+        lambda group: {
+            "state": "CREATED" if group in nodes else "PENDING",
+            "bundles_to_node_id": {0: nodes.get(group)},
+        },
+    )
+    places = Places("run", {"CPU": 1.0}, at_first=2, most=4, unit=2)
+    assert [(each["bundles"], each["strategy"]) for each in asked] == [([{"CPU": 1.0}] * 2, "STRICT_PACK")] * 2
+    assert all(places.has_room(place) for place in range(4))
+    alive.remove("y")
+    assert [places.has_room(place) for place in range(4)] == [True, True, False, True]  # another group, once for both
+    assert removed == [1]
+    assert places.groups == [0, 2]

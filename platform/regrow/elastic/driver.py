@@ -20,7 +20,7 @@ import ray
 from regrow.checkpoint.catalog import committed_steps
 from regrow.checkpoint.coordinator import start_coordinator
 from regrow.config.check import check, geometry
-from regrow.config.schema import PretrainConfig
+from regrow.config.schema import Float8, PretrainConfig
 from regrow.config.store import STARTED_AT
 from regrow.data.corpora import Corpora, find_corpora, order_of
 from regrow.data.distribute import on_ray
@@ -29,6 +29,7 @@ from regrow.elastic.job import Job, train_fn
 from regrow.elastic.local_cluster import Connection, check_room, cluster_for, why_not_in_place
 from regrow.elastic.run_folder import CHECKPOINTS, Run, check_may_start, open_run
 from regrow.errors import RegrowError, first_line
+from regrow.model.linears import float8_line
 from regrow.observe.console import Console
 from regrow.observe.narrate import narrate, startup_line
 from regrow.observe.provenance import git_sha, versions
@@ -73,6 +74,8 @@ def pretrain(config: PretrainConfig) -> None:
             threading.Thread(target=importlib.import_module, args=(glue,), name="imports").start()
         with cluster_for(config.cluster) as connection:
             lines = geometry(config, plans)
+            if config.parallel.float8 is not Float8.none:
+                lines.append(float8_line(config.model, config.parallel.float8.value, config.parallel.tp))
             console.start(lines, steps=config.train.steps, stop_at_step=config.train.stop_at_step)
             if connection.dashboard:
                 console.message(connection.dashboard)

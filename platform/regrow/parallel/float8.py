@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from regrow.config.schema import Float8
 from regrow.errors import ConfigError
+from regrow.model.linears import why_not_float8
 from regrow.model.llama import Llama
 
 if TYPE_CHECKING:
@@ -39,8 +40,7 @@ def apply_float8(model: Llama, recipe: Float8, *, device: torch.device, gather: 
     torchao_float8.convert_to_float8_training(
         model.layers,
         config=_torchao_config(recipe, emulate=not has_float8(device)),
-        # scaled matrix products want multiples of 16
-        module_filter_fn=lambda module, _: module.in_features % 16 == 0 and module.out_features % 16 == 0,
+        module_filter_fn=lambda module, _: not why_not_float8(module.out_features, module.in_features),
     )
     if recipe is Float8.tensorwise_all_gather and gather:
         from regrow.parallel.float8_all_gather import gather_as_float8

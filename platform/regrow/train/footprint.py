@@ -17,6 +17,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, ParallelConfig
+from regrow.model.linears import block_linears
 from regrow.model.size import moment_bytes
 
 FLOAT32 = 4  # bytes
@@ -112,10 +113,7 @@ def footprint(rank: Rank) -> Footprint:
 def fsdp_groups(rank: Rank) -> tuple[Group | None, list[Group], Group]:
     """The embedding, the blocks, and the output; tied, the embedding belongs to the output, gathered first then."""
     model, item, tp = rank.model, rank.item_bytes, rank.parallel.tp
-    width = model.dim // model.num_heads
-    heads, kv_heads, ffn = model.num_heads * width // tp, model.num_kv_heads * width // tp, model.ffn_dim // tp
-    linears = [(heads, model.dim), (kv_heads, model.dim), (kv_heads, model.dim), (model.dim, heads)]
-    linears += [(ffn, model.dim), (ffn, model.dim), (model.dim, ffn)]
+    linears = block_linears(model, tp).values()
     table, norm = (model.vocab_size // tp, model.dim), (model.dim,)
     travels = 1 if rank.parallel.float8 is Float8.tensorwise_all_gather else item
 

@@ -1,0 +1,41 @@
+"""The linear layers of a block, and which of them are worth computing in float8. Needs no torch."""
+
+from regrow.config.schema import ModelConfig
+
+FLOAT8_MULTIPLE = 16  # rows and columns of what scaled matrix products multiply
+
+
+def block_linears(config: ModelConfig, tp: int = 1) -> dict[str, tuple[int, int]]:
+    """Rows and columns of each linear's weight, of the block that one of `tp` ranks holds.
+
+    >>> block_linears(ModelConfig(), tp=2)["wo"]
+    (256, 128)
+    """
+    width = config.dim // config.num_heads
+    heads, kv_heads, ffn = config.num_heads * width // tp, config.num_kv_heads * width // tp, config.ffn_dim // tp
+    inwards = {"wq": heads, "wk": kv_heads, "wv": kv_heads, "w1": ffn, "w3": ffn}
+    return {name: (rows, config.dim) for name, rows in inwards.items()} | {
+        "wo": (config.dim, heads),
+        "w2": (config.dim, ffn),
+    }
+
+
+def why_not_float8(rows: int, columns: int) -> str:
+    """Why a linear of this size stays as it is; empty where it becomes a float8 one.
+
+    >>> why_not_float8(24, 64)
+    '24 x 64: not multiples of 16'
+    """
+    if rows % FLOAT8_MULTIPLE or columns % FLOAT8_MULTIPLE:
+        return f"{rows} x {columns}: not multiples of {FLOAT8_MULTIPLE}"
+    return ""
+
+
+def float8_line(config: ModelConfig, recipe: str, tp: int = 1) -> str:
+    """Which layers a recipe is for, and why not the others, for a person."""
+    linears = block_linears(config, tp)
+    reasons = {name: why_not_float8(*shape) for name, shape in linears.items()}
+    chosen = [name for name, reason in reasons.items() if not reason]
+    left = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
+    where = f"in {', '.join(chosen)} of each block" if chosen else "nowhere"
+    return f"float8 {recipe} {where}; not in {', '.join([*left, 'embedding', 'output'])}"
