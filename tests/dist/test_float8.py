@@ -1,5 +1,6 @@
 """Every float8 recipe, emulated, at world sizes that divide no width too."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -103,6 +104,23 @@ def test_moments_in_bfloat16_train_as_those_in_float32():
     assert narrow != exact
     assert narrow == pytest.approx(exact, rel=0.02)
     assert exact[-1] < 0.9 * exact[0]
+
+
+def scales_and_losses(power_of_2: bool) -> tuple[list[float], list[float]]:
+    training = Training(SMALL, parallel(Float8.tensorwise_all_gather, float8_power_of_2=power_of_2), OPTIM)
+    step = build(training)
+    losses = [result.loss for result in run_steps(step, training, range(6))]
+    scales = [m.float8_gather_scale for m in step.model.modules() if hasattr(m, "float8_gather_scale")]
+    return [float(scale) for scale in scales], losses  # type: ignore[arg-type]
+
+
+def test_scales_can_be_powers_of_two():
+    scales, losses = run_ranks(scales_and_losses, 3, True)[0]
+    exact, others = run_ranks(scales_and_losses, 3, False)[0]
+    assert all(math.log2(scale).is_integer() for scale in scales)
+    assert not all(math.log2(scale).is_integer() for scale in exact)
+    assert losses != others
+    assert losses == pytest.approx(others, rel=0.01)
 
 
 def stale_and_fresh() -> tuple[float, float, float]:

@@ -33,7 +33,13 @@ def build_model(
     if mesh is not None and (group := tensor_group(mesh)) is not None:
         apply_tensor_parallel(model, group)
     if parallel_config.float8 is not Float8.none:
-        apply_float8(model, parallel_config.float8, device=torch.device(device), gather=mesh is not None)
+        apply_float8(
+            model,
+            parallel_config.float8,
+            device=torch.device(device),
+            gather=mesh is not None,
+            power_of_2=parallel_config.float8_power_of_2,
+        )
     apply_activation_checkpoint(model, parallel_config.activation_checkpoint)
     if parallel_config.compile:
         apply_compile(model, parallel_config.compile_backend, parallel_config.activation_budget)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 AMAX_FLOOR = 1e-12  # torchao's EPS: keeps the scale of an all-zero parameter finite
 
 
-def apply_float8(model: Llama, recipe: Float8, *, device: torch.device, gather: bool) -> None:
+def apply_float8(model: Llama, recipe: Float8, *, device: torch.device, gather: bool, power_of_2: bool = False) -> None:
     """Replace the blocks' linear layers by float8 ones. On meta, before everything else.
 
     `gather`: FSDP will shard the model, so that tensorwise_all_gather can apply; without it that is tensorwise. Raises
@@ -39,7 +39,7 @@ def apply_float8(model: Llama, recipe: Float8, *, device: torch.device, gather: 
         raise ConfigError(f"parallel.float8={recipe.value} needs torchao ({error}); install it or set none") from error
     torchao_float8.convert_to_float8_training(
         model.layers,
-        config=_torchao_config(recipe, emulate=not has_float8(device)),
+        config=_torchao_config(recipe, emulate=not has_float8(device), power_of_2=power_of_2),
         module_filter_fn=lambda module, _: not why_not_float8(module.out_features, module.in_features),
     )
     if recipe is Float8.tensorwise_all_gather and gather:
@@ -73,6 +73,8 @@ def refresh_float8_scales(model: nn.Module) -> None:
     largest = torch.finfo(linears[0].config.cast_config_weight.target_dtype).max
     # float64 as in torchao, where eager and compiled division of float32 disagree
     scales = (largest / amax.clamp(min=AMAX_FLOOR).double()).float()
+    if linears[0].config.round_scales_to_power_of_2:
+        scales = scales.log2().floor().exp2()
     for linear, scale in zip(linears, scales.unbind(), strict=True):
         linear.float8_gather_scale = scale
 
@@ -95,8 +97,10 @@ def import_torchao() -> ModuleType:
             logger.setLevel(level)
 
 
-def _torchao_config(recipe: Float8, *, emulate: bool) -> "Float8LinearConfig":
+def _torchao_config(recipe: Float8, *, emulate: bool, power_of_2: bool) -> "Float8LinearConfig":
     from torchao.float8 import Float8LinearConfig
 
     name = "tensorwise" if recipe is Float8.tensorwise_all_gather else recipe.value
-    return dataclasses.replace(Float8LinearConfig.from_recipe_name(name), emulate=emulate)
+    config = Float8LinearConfig.from_recipe_name(name)
+    rounds = power_of_2 or config.round_scales_to_power_of_2
+    return dataclasses.replace(config, emulate=emulate, round_scales_to_power_of_2=rounds)
