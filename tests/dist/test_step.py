@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
 from regrow.testing.gloo import run_ranks
-from regrow.testing.reference_llama import reference_loss
+from regrow.testing.reference_llama import assert_gradients
 from regrow.testing.tiny import count_up_rows, ragged_model, tiny_model
 from regrow.testing.training import Training, build, micro_batches, plain_losses, run_steps, train, whole
 from regrow.train.step import IGNORE_INDEX, evaluate
@@ -95,15 +95,8 @@ def test_gradients_equal_a_float64_reference_where_no_width_divides_by_the_ranks
     model = ragged_model(tied=tied)
     parallel = ParallelConfig(loss_chunk_tokens=loss_chunk_tokens)
     loss, weights, grads = run_ranks(gradients, world_size, model, parallel)[0]
-    exact = {name: weight.double().requires_grad_() for name, weight in weights.items()}
-    want = reference_loss(model, exact, count_up_rows(0, num_rows=24, seq_len=9, vocab_size=model.vocab_size))
-    want.backward()
-    assert loss == pytest.approx(want.item(), rel=1e-6)
-    assert grads.keys() == exact.keys()
-    for name, weight in exact.items():
-        assert weight.grad is not None
-        error = (grads[name].double() - weight.grad).norm() / weight.grad.norm()
-        assert error <= 1e-5, f"{name}: {error:.1e}"
+    rows = count_up_rows(0, num_rows=24, seq_len=9, vocab_size=model.vocab_size)
+    assert_gradients(model, weights, rows, loss, grads)
 
 
 def norms_flags_digests() -> list[tuple[float, bool, int]]:

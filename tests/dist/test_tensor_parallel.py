@@ -12,7 +12,7 @@ from regrow.model.llama import Llama
 from regrow.parallel.compile import graphs_compiled
 from regrow.parallel.fsdp import let_go_of_meshes
 from regrow.testing.gloo import run_ranks
-from regrow.testing.reference_llama import reference_loss
+from regrow.testing.reference_llama import assert_gradients
 from regrow.testing.tiny import count_up_rows, tiny_model
 from regrow.testing.training import Training, build, micro_batches, plain_losses, run_steps, train, whole
 from regrow.train.step import evaluate
@@ -98,15 +98,8 @@ def test_gradients_equal_a_float64_reference(world_size, model, parallel):
     model = replace(model, dim=40, ffn_dim=52, vocab_size=100)
     training = Training(model, parallel, OPTIM, seq_len=8)
     loss, weights, grads = run_ranks(gradients, world_size, training)[0]
-    exact = {name: weight.double().requires_grad_() for name, weight in weights.items()}
-    want = reference_loss(model, exact, count_up_rows(0, num_rows=24, seq_len=8, vocab_size=model.vocab_size))
-    want.backward()
-    assert loss == pytest.approx(want.item(), rel=1e-6)
-    assert grads.keys() == exact.keys()
-    for name, weight in exact.items():
-        assert weight.grad is not None
-        error = (grads[name].double() - weight.grad).norm() / weight.grad.norm()
-        assert error <= 1e-5, f"{name}: {error:.1e}"
+    rows = count_up_rows(0, num_rows=24, seq_len=8, vocab_size=model.vocab_size)
+    assert_gradients(model, weights, rows, loss, grads)
 
 
 def initial_weights(model: ModelConfig, tp: int) -> dict[str, bytes]:

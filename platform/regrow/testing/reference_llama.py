@@ -22,6 +22,21 @@ def reference_loss(config: ModelConfig, weights: Mapping[str, Tensor], rows: Ten
     return torch.cat(losses).mean()
 
 
+def assert_gradients(
+    config: ModelConfig, weights: Mapping[str, Tensor], rows: Tensor, loss: float, grads: Mapping[str, Tensor]
+) -> None:
+    """The loss of these weights on these rows, and every parameter's gradient, are right to 1e-5."""
+    exact = {name: weight.double().requires_grad_() for name, weight in weights.items()}
+    want = reference_loss(config, exact, rows)
+    want.backward()
+    assert math.isclose(loss, want.item(), rel_tol=1e-6), f"loss {loss}, expected {want.item()}"
+    assert grads.keys() == exact.keys()
+    for name, weight in exact.items():
+        assert weight.grad is not None
+        error = (grads[name].double() - weight.grad).norm() / weight.grad.norm()
+        assert error <= 1e-5, f"{name}: {error:.1e}"
+
+
 def reference_logits(config: ModelConfig, weights: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
     """Logits [T, V] of one sequence of tokens [T], float64."""
     head_dim, group = config.dim // config.num_heads, config.num_heads // config.num_kv_heads
