@@ -111,6 +111,7 @@ def test_a_group_forms_without_the_dead_before_anybody_says_that_they_are(
         made.join(member, 3)
     assert made.formation("a", 0).formation is not None
     made.start_training(1, 0, {"workers": [{"node": member.node} for member in members]})
+    made.roll_call._thread.submit(int).result(10)  # they have been met
     processes[2].kill()
     made.join(members[0], 3)
     made.join(members[1], 3)
