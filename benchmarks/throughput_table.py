@@ -7,9 +7,8 @@ and with `--recipe`, all else alike, in turn, on the offline corpus. More settin
 on this machine. Figures are per worker, of the steps after the first `WARM_UP`: `<model>_<recipe>_tokens_per_s`,
 `_mfu` (see `regrow.model.flops`), and `<model>_speedup`, the median over rounds and their range.
 
-Peers are the published figures, per GPU: H100s at a sequence length of 8,192; 1.8B on 128, 8B on 128, 70B on 256 and
-405B on 512 of them (pytorch.org, "Supercharging Training using float8 and FSDP2", November 2024). A run writes one
-checkpoint, at its end: the storage has to hold that of the largest model, three values a parameter.
+Peers are the figures that PyTorch and IBM published, tokens/s of a GPU. A run writes one checkpoint, at its end: the
+storage has to hold that of the largest model, three values a parameter.
 """
 
 import argparse

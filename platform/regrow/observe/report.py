@@ -145,7 +145,7 @@ def _capacity_goodput(ledger: Ledger, metrics: Sequence[Row], config: Mapping[st
         return None
     world_sizes = [row["world_size"] for row in metrics]
     most = max([config.get("cluster", {}).get("max_workers") or 1, *world_sizes])
-    share = {size: size / most * _busy_share(num_slices, size // tp) for size in set(world_sizes)}
+    share = {size: size / most * _busy_share(num_slices, max(1, size // tp)) for size in set(world_sizes)}
     useful = math.fsum(s * share[size] for s, size in zip(ledger.productive_s.tolist(), world_sizes, strict=True))
     return round(useful / wall_s, 6)
 

@@ -29,7 +29,7 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> AdamW:
 class AdamWInBfloat16(AdamW):
     """Fused AdamW whose moments are bfloat16 between steps; a step computes with float32, a parameter at a time.
 
-    Rounded to nearest, as DeepSeek-V3's are (arXiv:2412.19437, 3.3.3). A second moment that would change by less than
+    Rounded to nearest, as DeepSeek-V3's are (arXiv:2412.19437). A second moment that would change by less than
     one part in 512 stands still: keep `beta2` well below 0.998.
     """
 
