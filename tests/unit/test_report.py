@@ -334,6 +334,16 @@ def test_idle_passes_count_as_lost_capacity() -> None:
     assert report["capacity_goodput"] == pytest.approx(5 / 10 * 12 / 15)
 
 
+def test_idle_passes_are_counted_in_units_also_where_an_earlier_group_was_smaller_than_one() -> None:
+    events = [event("submitted", 0), event("stopped", 10, step=1, reason="finished")]
+    in_units = config(max_workers=10, num_slices=12)
+    in_units.parallel.tp = 2
+    for world_size, share in ((10, 10 / 10 * 12 / 15), (1, 1 / 10)):
+        metrics = [make_row(1, T0 + 10, 10.0, world_size=world_size)]
+        report = build_report(metrics, events, now=T0, config=in_units)
+        assert report["capacity_goodput"] == pytest.approx(share)
+
+
 @dataclass
 class Simulation:
     """A run that notes beside its logs what each second was, through the real writer."""
