@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from torch._dynamo.utils import counters
 
-from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, OptimConfig, ParallelConfig
+from regrow.config.schema import ActivationCheckpoint, AttentionKernel, Dtype, Float8, OptimConfig, ParallelConfig
 from regrow.testing.gloo import run_ranks
 from regrow.testing.tiny import tiny_model
-from regrow.testing.training import Training, train
+from regrow.testing.training import Training, plain_losses, train
 
 OPTIM = OptimConfig(lr=1e-2, global_batch_seqs=24, num_slices=12)
 # more layers than torch.compile would recompile for, so that one graph has to do for all
@@ -48,6 +48,14 @@ def test_all_blocks_share_one_graph_under_every_activation_checkpointing(mode):
     for (losses, num_graphs), (want, _) in zip(compiled, eager, strict=True):
         assert losses == pytest.approx(want, abs=1e-5)
         assert num_graphs == 1
+
+
+def test_a_block_compiles_with_its_attention_s_kernel():
+    parallel = ParallelConfig(compile=True, compile_backend="aot_eager", attention=AttentionKernel.flash)
+    training = Training(DEEP, parallel, OPTIM, num_steps=3)
+    ((losses, num_graphs),) = run_ranks(losses_and_graphs, 1, training)
+    assert losses == pytest.approx(plain_losses(training), abs=1e-5)
+    assert num_graphs == 1
 
 
 @pytest.mark.long

@@ -54,7 +54,7 @@ def measured(training: Training) -> int:
         step = build(training)
         run_steps(step, training, range(training.num_steps))
 
-    return peak_bytes(run, leave_out="c10d::")
+    return peak_bytes(run, leave_out=("c10d::", "gloo:"))
 
 
 CASES = {
@@ -65,6 +65,8 @@ CASES = {
     "three passes, rows that do not divide": (3, DEEP, ParallelConfig(), 9, 4),
     "three passes, each reduced": (3, DEEP, ParallelConfig(sync_every_micro_batch=True), 9, 4),
     "two passes, gathered once": (2, WIDE, ParallelConfig(reshard_after_forward=False), 4, 4),
+    "two ranks, three blocks ahead": (2, DEEP, ParallelConfig(prefetch_blocks=3), 2, 1),
+    "tied, two blocks ahead": (2, dataclasses.replace(DEEP, tied=True), ParallelConfig(prefetch_blocks=2), 4, 1),
     "HSDP": (4, WIDE, ParallelConfig(dp_replicate=2), 4, 4),
     "two share": (2, DEEP, ParallelConfig(tp=2), 1, 16),
     "two units of two": (4, WIDE, ParallelConfig(tp=2), 2, 8),

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
+from regrow.config.schema import ActivationCheckpoint, AttentionKernel, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
 from regrow.testing.gloo import run_ranks
 from regrow.testing.reference_llama import assert_gradients
 from regrow.testing.tiny import count_up_rows, ragged_model, tiny_model
@@ -43,6 +43,7 @@ def plain() -> dict[str, list[float]]:
         (2, ParallelConfig(loss_chunk_tokens=0)),
         (3, ParallelConfig(loss_chunk_tokens=5, sync_every_micro_batch=True)),
         (3, ParallelConfig(dp_replicate=2, activation_checkpoint=ActivationCheckpoint.selective)),
+        (3, ParallelConfig(prefetch_blocks=3, attention=AttentionKernel.flash)),
     ],
     ids=[
         "1",
@@ -54,6 +55,7 @@ def plain() -> dict[str, list[float]]:
         "2, all logits at once",
         "3, five tokens' logits at a time",
         "HSDP that falls back, checkpointing",
+        "3, three blocks ahead, flash attention",
     ],
 )
 def test_losses_equal_those_of_a_plain_loop_in_one_process(world_size, parallel, plain):

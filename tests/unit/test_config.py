@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from regrow.config.check import check
-from regrow.config.schema import Dtype, Float8, PretrainConfig
+from regrow.config.schema import AttentionKernel, CompileMode, Dtype, Float8, PretrainConfig
 from regrow.config.store import to_dict
 from regrow.errors import BatchError, ConfigError
 
@@ -128,6 +128,9 @@ def test_the_defaults_pass_every_rule() -> None:
         ("parallel.loss_chunk_tokens", -1),
         ("parallel.activation_budget", 1.5),
         ("parallel.activation_budget", 0.5),
+        ("parallel.prefetch_blocks", 0),
+        ("parallel.attention", AttentionKernel.cudnn),
+        ("parallel.compile_mode", CompileMode.max_autotune),
         ("checkpoint.every_steps", 0),
         ("checkpoint.every_minutes", 0.0),
         ("checkpoint.timeout_s", 0.0),
@@ -165,6 +168,15 @@ def test_float8_needs_bfloat16() -> None:
         check(config)
     config.parallel.dtype = Dtype.bfloat16
     check(config)
+
+
+def test_attention_within_documents_has_a_kernel_of_its_own() -> None:
+    config = PretrainConfig()
+    config.parallel.attention = AttentionKernel.flash
+    check(config)
+    config.model.document_attention = True
+    with pytest.raises(ConfigError, match=r"model\.document_attention=true: set parallel\.attention=auto"):
+        check(config)
 
 
 def test_ranks_that_share_their_arithmetic_divide_what_they_share() -> None:

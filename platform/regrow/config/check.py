@@ -4,7 +4,15 @@ import re
 import textwrap
 from math import gcd
 
-from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, PlanJobConfig, PretrainConfig
+from regrow.config.schema import (
+    ActivationCheckpoint,
+    AttentionKernel,
+    CompileMode,
+    Dtype,
+    Float8,
+    PlanJobConfig,
+    PretrainConfig,
+)
 from regrow.errors import ConfigError
 from regrow.plan.batch import BatchPlan, check_world_sizes
 from regrow.plan.mixture import plan_mixture
@@ -200,12 +208,32 @@ def _parallel(config: PretrainConfig) -> None:
         parallel.float8 is Float8.none or parallel.dtype is Dtype.bfloat16,
         f"parallel.float8={parallel.float8.value} needs parallel.dtype=bfloat16, not {parallel.dtype.value}",
     )
-    budget, mode = parallel.activation_budget, parallel.activation_checkpoint
+    budget, recomputed = parallel.activation_budget, parallel.activation_checkpoint
     _need(0 <= budget <= 1, f"parallel.activation_budget={budget} must be between 0 and 1")
     _need(
-        budget == 1 or (parallel.compile and mode is ActivationCheckpoint.none),
+        budget == 1 or (parallel.compile and recomputed is ActivationCheckpoint.none),
         f"parallel.activation_budget={budget} is torch.compile's to keep: it needs parallel.compile=true and "
-        f"parallel.activation_checkpoint=none, not {mode.value}",
+        f"parallel.activation_checkpoint=none, not {recomputed.value}",
+    )
+    _need(
+        parallel.prefetch_blocks >= 1,
+        f"parallel.prefetch_blocks={parallel.prefetch_blocks} must be at least 1: the next block is always on its way",
+    )
+    mode, backend = parallel.compile_mode, parallel.compile_backend
+    _need(
+        mode is CompileMode.default or (parallel.compile and backend == "inductor"),
+        f"parallel.compile_mode={mode.value} is inductor's: it needs parallel.compile=true and "
+        f"parallel.compile_backend=inductor, not {backend}",
+    )
+    on_cpu, kernel = config.cluster.gpus_per_worker == 0, parallel.attention
+    _need(
+        kernel in (AttentionKernel.auto, AttentionKernel.flash) or not on_cpu,
+        f"parallel.attention={kernel.value} is a GPU's, and cluster.gpus_per_worker=0; set parallel.attention=auto",
+    )
+    _need(
+        kernel is AttentionKernel.auto or not config.model.document_attention,
+        f"parallel.attention={kernel.value} is for attention over whole rows, and model.document_attention=true: set "
+        "parallel.attention=auto",
     )
     _need(parallel.slices_per_pass >= 1, f"parallel.slices_per_pass={parallel.slices_per_pass} must be at least 1")
     _need(

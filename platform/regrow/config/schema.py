@@ -24,6 +24,20 @@ class ActivationCheckpoint(StrEnum):
     full = "full"  # recompute each block from its input
 
 
+class AttentionKernel(StrEnum):
+    """What computes attention over whole rows; the names are torch's."""
+
+    auto = "auto"  # torch's choice
+    flash = "flash"  # also on a CPU
+    cudnn = "cudnn"
+    efficient = "efficient"
+
+
+class CompileMode(StrEnum):
+    default = "default"
+    max_autotune = "max_autotune"  # time several kernels of each matrix product: minutes, once
+
+
 class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -200,10 +214,13 @@ class ParallelConfig:
     float8_power_of_2: bool = False  # round float8's scales down to powers of two, as rowwise's always are
     compile: bool = False  # torch.compile each block
     compile_backend: str = "inductor"  # torch.compile backend
+    compile_mode: CompileMode = CompileMode.default  # how long inductor may look for fast kernels
     compile_cache: str | None = None  # folder, path or URI, with what was compiled; its writers can run code in workers
+    attention: AttentionKernel = AttentionKernel.auto  # kernel of attention over whole rows
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint.none  # what backward recomputes
     activation_budget: float = 1.0  # with compile: below 1, share of a block's activations that may be kept
     reshard_after_forward: bool = True  # free gathered parameters after each use; false: gather once a step
+    prefetch_blocks: int = 1  # blocks gathered ahead of the one that computes; more hides slow networks, takes memory
     slices_per_pass: int = 1  # most slices that a rank runs in one forward and backward: faster, more memory
     loss_chunk_tokens: int = 2048  # tokens of a pass whose logits are held at a time; 0: those of all
     sync_every_micro_batch: bool = False  # reduce gradients each micro-batch: more traffic, less memory

@@ -11,12 +11,14 @@ Shape suffixes as in `llama.py`.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 Mask = Tensor | BlockMask
@@ -56,12 +58,18 @@ def block_mask(starts_BT: Tensor) -> BlockMask:
     return create(sees, B, None, T, T, device=starts_BT.device)
 
 
-def attend(q_BHTQ: Tensor, k_BKTQ: Tensor, v_BKTQ: Tensor, mask: Mask | None) -> Tensor:
-    """Attention's output [B, H, T, Q]; without a mask each token sees all tokens up to itself."""
+def attend(
+    q_BHTQ: Tensor, k_BKTQ: Tensor, v_BKTQ: Tensor, mask: Mask | None, kernel: SDPBackend | None = None
+) -> Tensor:
+    """Attention's output [B, H, T, Q]; without a mask each token sees all tokens up to itself.
+
+    By `kernel` where it is given, unless flex_attention computes it. Raises RuntimeError if that cannot.
+    """
     if not isinstance(mask, BlockMask):
-        return F.scaled_dot_product_attention(
-            q_BHTQ, k_BKTQ, v_BKTQ, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-        )
+        with nullcontext() if kernel is None else sdpa_kernel(kernel):
+            return F.scaled_dot_product_attention(
+                q_BHTQ, k_BKTQ, v_BKTQ, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+            )
     flex: Callable[..., Tensor] = flex_attention
     if q_BHTQ.is_cuda and not torch.compiler.is_compiling():  # uncompiled, it would hold all scores in memory
         flex = _compiled(flex)

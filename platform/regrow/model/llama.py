@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention import SDPBackend
 
 from regrow.config.schema import ModelConfig, RopeScaling
 from regrow.model.attention import Mask, attend, document_mask, document_starts_BT
@@ -60,6 +61,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.dim // config.num_heads
+        self.kernel: SDPBackend | None = None
         self.wq = nn.Linear(config.dim, config.num_heads * self.head_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.num_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.num_kv_heads * self.head_dim, bias=False)
@@ -70,7 +72,7 @@ class Attention(nn.Module):
             linear(x_BTD).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv)
         )
         q_BTHQ, k_BTKQ = rotate(q_BTHQ, cos_BTQ, sin_BTQ), rotate(k_BTKQ, cos_BTQ, sin_BTQ)
-        out_BHTQ = attend(q_BTHQ.transpose(1, 2), k_BTKQ.transpose(1, 2), v_BTKQ.transpose(1, 2), mask)
+        out_BHTQ = attend(q_BTHQ.transpose(1, 2), k_BTKQ.transpose(1, 2), v_BTKQ.transpose(1, 2), mask, self.kernel)
         return self.wo(out_BHTQ.transpose(1, 2).flatten(-2))
 
 
@@ -128,6 +130,12 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = None if config.tied else Output(config.dim, config.vocab_size, bias=False)
         self.register_buffer("rope_Q2", self.rope_frequencies_Q2(), persistent=False)
+
+    def use_attention_kernel(self, kernel: SDPBackend | None) -> None:
+        """For attention over whole rows; None leaves the choice to torch."""
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.kernel = kernel
 
     def rope_frequencies_Q2(self) -> Tensor:
         config = self.config

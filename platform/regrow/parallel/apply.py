@@ -2,14 +2,21 @@
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import SDPBackend
 
-from regrow.config.schema import Float8, ModelConfig, ParallelConfig
+from regrow.config.schema import AttentionKernel, Float8, ModelConfig, ParallelConfig
 from regrow.model.llama import Llama, init_buffers, init_weights
 from regrow.parallel.activation_checkpoint import apply_activation_checkpoint
 from regrow.parallel.compile import apply_compile
 from regrow.parallel.float8 import apply_float8, refresh_float8_scales
 from regrow.parallel.fsdp import apply_fsdp, data_parallel_mesh, settle_shards, tensor_group
 from regrow.parallel.tensor_parallel import apply_tensor_parallel
+
+KERNELS = {
+    AttentionKernel.flash: SDPBackend.FLASH_ATTENTION,
+    AttentionKernel.cudnn: SDPBackend.CUDNN_ATTENTION,
+    AttentionKernel.efficient: SDPBackend.EFFICIENT_ATTENTION,
+}
 
 
 def build_model(
@@ -30,6 +37,7 @@ def build_model(
     """
     with torch.device("meta"):
         model = Llama(model_config, eot_id)
+    model.use_attention_kernel(KERNELS.get(parallel_config.attention))
     if mesh is not None and (group := tensor_group(mesh)) is not None:
         apply_tensor_parallel(model, group)
     if parallel_config.float8 is not Float8.none:
@@ -42,13 +50,14 @@ def build_model(
         )
     apply_activation_checkpoint(model, parallel_config.activation_checkpoint)
     if parallel_config.compile:
-        apply_compile(model, parallel_config.compile_backend, parallel_config.activation_budget)
+        apply_compile(model, parallel_config)
     if mesh is not None:
         apply_fsdp(
             model,
             data_parallel_mesh(mesh),
             dtype=parallel_config.dtype,
             reshard_after_forward=parallel_config.reshard_after_forward,
+            prefetch_blocks=parallel_config.prefetch_blocks,
         )
     model.to_empty(device=device)
     if seed is None:

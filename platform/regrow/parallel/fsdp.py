@@ -1,6 +1,7 @@
 """FSDP2 and HSDP: parameters, gradients and moments sharded by rows over `dp_shard`, copied over `dp_replicate`."""
 
 import gc
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,9 +57,12 @@ def axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
     return mesh.mesh_dim_names
 
 
-def apply_fsdp(model: Llama, mesh: DeviceMesh, *, dtype: Dtype, reshard_after_forward: bool) -> None:
+def apply_fsdp(
+    model: Llama, mesh: DeviceMesh, *, dtype: Dtype, reshard_after_forward: bool, prefetch_blocks: int = 1
+) -> None:
     """Shard the embedding, each block and the output, each gathered as one; the rest belongs to the root.
 
+    While one computes, the next `prefetch_blocks` of them are on their way.
     Compute and all-gathers are in `dtype`, parameters and reductions in float32. Tied, the embedding belongs to the
     root, which gathers it once for both its uses.
     """
@@ -75,6 +79,17 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, *, dtype: Dtype, reshard_after_fo
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)  # the loss is divided by the global token count, so gradients add up
         module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    if prefetch_blocks > 1:
+        _prefetch(model, prefetch_blocks)
+
+
+def _prefetch(model: Llama, num_ahead: int) -> None:
+    """While one computes, have the next `num_ahead` on their way, not the next alone."""
+    untied = model.output is not None
+    order: list[Any] = [*([model.embed] if untied else []), *model.layers, *([model.output] if untied else [])]
+    for number, module in enumerate(order):
+        module.set_modules_to_forward_prefetch(order[number + 1 : number + 1 + num_ahead])
+        module.set_modules_to_backward_prefetch(order[max(0, number - num_ahead) : number][::-1])
 
 
 def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:

@@ -18,11 +18,13 @@ class Allocation:
     operators: tuple[str, ...]  # in which, outermost first
 
 
-def peak_bytes(run: Callable[[], object], device: torch.device | None = None, *, leave_out: str | None = None) -> int:
+def peak_bytes(
+    run: Callable[[], object], device: torch.device | None = None, *, leave_out: tuple[str, ...] = ()
+) -> int:
     """Bytes of tensors at the fullest moment of `run`, over what there was before it.
 
     On CPU what was allocated before is not known: freeing it in `run` counts for nothing. What operators allocate for
-    themselves whose names begin with `leave_out` can be left out there.
+    themselves whose names begin with one of `leave_out` can be left out there.
     """
     if device is not None and device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -37,7 +39,7 @@ def peak_bytes(run: Callable[[], object], device: torch.device | None = None, *,
         total -= held.pop(each.address, 0)  # it is freed now, or was on a thread that the profiler does not see
         if each.num_bytes < 0:
             continue
-        if leave_out is None or not any(name.startswith(leave_out) for name in each.operators):
+        if not any(name.startswith(leave_out) for name in each.operators):
             held[each.address] = each.num_bytes
             total += each.num_bytes
             peak = max(peak, total)

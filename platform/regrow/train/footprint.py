@@ -14,6 +14,7 @@ CPU, eager, in tests/dist/test_footprint.py.
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, ParallelConfig
@@ -193,14 +194,15 @@ class _Step:
         return ledger.fullest
 
     def forward(self) -> None:
-        ledger = self.ledger
+        ledger, ahead = self.ledger, self.rank.parallel.prefetch_blocks
+        following = self.blocks if self.embed is None else [*self.blocks, self.output]
         if self.embed is None:
             self.gather(self.output)
         else:
-            self.gather(self.embed)
+            self.gather(self.embed, following[:ahead])
             self.release(self.embed)
-        for block in self.blocks:
-            self.gather(block)
+        for number, block in enumerate(self.blocks, 1):
+            self.gather(block, following[number : number + ahead])
             ledger.take("activations", self.activations.kept, "forward")
             self.release(block)
         ledger.take("activations", self.stream, "forward")
@@ -253,12 +255,13 @@ class _Step:
     def backward(self, *, reduce: bool, free: bool) -> None:
         rank, ledger, used = self.rank, self.ledger, self.activations
         queue = [*reversed(self.blocks), *([self.embed] if self.embed else [])]
-        self.prefetch(queue[0])
+        ahead = rank.parallel.prefetch_blocks
+        self.prefetch(queue[:ahead], "backward")
         if self.embed is not None:
             self.finish(self.output, reduce=reduce, free=free)
-        for group, following in zip(queue, [*queue[1:], None], strict=True):
+        for number, group in enumerate(queue, 1):
             self.arrive(group)
-            self.prefetch(following)
+            self.prefetch(queue[number : number + ahead], "backward")
             if group is not self.embed:
                 down = min(
                     self.new_gradients(group), rank.item_bytes * rank.model.dim * rank.model.ffn_dim // rank.parallel.tp
@@ -277,16 +280,16 @@ class _Step:
         ledger.give("reduced", self.reducing)
         self.reducing = 0
 
-    def gather(self, group: Group) -> None:
+    def gather(self, group: Group, following: Sequence[Group] = ()) -> None:
         """For forward, whose buffer stays until the next group is there."""
-        if group.is_whole:
-            return
-        if self.rank.dp_shard > 1:
-            self.ledger.take("gathered", group.whole_bytes, "forward")
+        if not group.is_whole:
+            self.prefetch([group], "forward")
             self.drop_buffer()
-            self.buffer = group.whole_bytes
-        self.ledger.take("gathered", group.whole_bytes, "forward")
-        group.is_whole = True
+            self.buffer, group.arriving = group.arriving, 0
+            self.ledger.take("gathered", group.whole_bytes, "forward")
+            group.is_whole = True
+        if self.rank.parallel.prefetch_blocks > 1:  # else the next one's gather begins when its forward does
+            self.prefetch(following, "forward")
 
     def drop_buffer(self) -> None:
         self.ledger.give("gathered", self.buffer)
@@ -297,10 +300,11 @@ class _Step:
             self.ledger.give("gathered", group.whole_bytes)
             group.is_whole = False
 
-    def prefetch(self, group: Group | None) -> None:
-        if group is not None and not group.is_whole and self.rank.dp_shard > 1:
-            group.arriving = group.whole_bytes
-            self.ledger.take("gathered", group.arriving, "backward")
+    def prefetch(self, groups: Sequence[Group], moment: str) -> None:
+        for group in groups:
+            if not group.is_whole and not group.arriving and self.rank.dp_shard > 1:
+                group.arriving = group.whole_bytes
+                self.ledger.take("gathered", group.arriving, moment)
 
     def arrive(self, group: Group) -> None:
         if not group.is_whole:
