@@ -147,3 +147,28 @@ def test_a_group_that_is_restarted_as_a_whole_waits_for_none_of_the_one_before(t
     assert [update.content["cause"] for update in made.updates if update.content["event"] == "failure"] == [
         "worker_died"
     ]
+
+
+def test_a_group_that_could_not_be_formed_is_not_given_out_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, over = make(tmp_path), []
+    monkeypatch.setattr(made.fleet, "over", over.append)
+    members = [Member(f"m{pid}", "node", "127.0.0.1", pid, pid) for pid in (1, 2, 3)]
+    for member in members:
+        made.join(member, 3)
+    first = generation_of(made.formation("m1", 0))
+    assert generation_of(made.formation("m2", 0)) == first  # as often as it is asked for
+    made.join(members[0], 3)  # it waited for the others in vain, and did not learn which generation that was
+    assert over == [first]  # nor will the others
+    assert made.formation("m1", 0).formation is None  # they have not come back yet
+    made.members_died([("node", 3)], 2, "worker_died", "gone")
+    made.join(members[1], 3)
+    answer = made.formation("m2", 0)
+    assert answer.formation is not None
+    assert generation_of(answer) > first
+    assert [member.id for member in answer.formation.members] == ["m1", "m2"]
+    made.log.begin(generation_of(answer), 0)
+    made.stalls.begin(0.0)  # it trains
+    made.join(members[0], 2)
+    assert over == [first, first]  # one for the death; who trains finds out by itself

@@ -46,6 +46,18 @@ def test_a_stopped_process_is_to_blame_at_once_and_a_busy_one_only_after_long_si
         assert stalls.hung([pulse(31.0, state)])
 
 
+def test_a_group_that_forms_is_watched_for_those_that_are_stopped_and_may_take_long() -> None:
+    stalls = watching()
+    stalls.begin(10.0, forming=True)
+    assert stalls.forming
+    assert not stalls.training
+    assert stalls.stalled_s(11.0) == 1.0
+    assert not stalls.wants_a_look(1e9)
+    stalls.begin(20.0)
+    assert stalls.training
+    assert not stalls.forming
+
+
 def test_a_look_at_where_everyone_is_comes_once_a_stall() -> None:
     stalls = watching()
     late = 9 * 0.2 + STUCK_SHARE * 600.0

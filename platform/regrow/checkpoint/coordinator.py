@@ -155,6 +155,9 @@ class Coordinator:
     def join(self, member: Member, expected: int) -> None:
         """A worker is ready for the next generation; see `Membership.join`."""
         self.membership.join(member, expected=expected, now=time.monotonic())
+        if self.stalls.forming and self.membership.is_breaking:  # it could not be formed: nobody need wait for more
+            self.stalls.end()
+            self.fleet.over(self.generation)
 
     def formation(self, member_id: str, after: int) -> Answer:
         """The generation that a worker is in, the first one after `after`; asked until it is there."""
@@ -163,7 +166,8 @@ class Coordinator:
             return Answer(given_up=self.fatal)
         if self.stop_reason:
             return Answer(over=True)
-        if formation is None or formation.generation <= after or formation.rank_of(member_id) is None:
+        again = member_id in self.membership.waiting  # it is back from what it was given
+        if formation is None or formation.generation <= after or formation.rank_of(member_id) is None or again:
             if now < self.form_at and not self.fleet.holds(self.leaving_step):
                 return Answer(wait_s=FORM_POLL_S)
             formation = self._form(now) if now >= self.try_at else None
@@ -470,6 +474,7 @@ class Coordinator:
             )
         self.generation, self.formed, self.too_few_since = formation.generation, formation, 0.0
         self.leaving_step, self.form_at = 0, 0.0
+        self.stalls.begin(now, forming=True)
         self._event("forming", generation=self.generation, members=[asdict(each) for each in formation.members])
         if apart := self.membership.without_unit:
             nodes = ", ".join(dict.fromkeys(member.node[:12] for member in apart))
@@ -491,6 +496,7 @@ class Coordinator:
         self.formed, self.membership.current = Formation(self.generation, members), members
         self.adopt_keepers()
         if not begun or begun[0]["generation"] != self.generation:
+            self.stalls.begin(time.monotonic(), forming=True)
             return
         rows = read_metrics(self.folder)
         last = max(begun[0]["start_step"], rows[-1]["step"] if rows else 0)

@@ -84,7 +84,7 @@ def train_generation(
         slices_per_pass=config.parallel.slices_per_pass,
     )
     slices = plan.ranges[rank // shape.tp]
-    mesh = build_mesh(shape, device.type)
+    mesh = build_mesh(shape, device.type, timeout_s=config.train.collective_timeout_s)
     eot_id = job.corpora.eot_id if config.model.document_attention else None
     step = build_step(config.model, config.parallel, config.optim, mesh=mesh, device=device, seed=None, eot_id=eot_id)
     model, optimizer = cast(Llama, step.model), step.optimizer

@@ -25,17 +25,17 @@ class Heartbeat:
         """`folder` is the node's keeper's."""
         self._folder, self._pulse = folder, PulseFile(folder)
         self._generation, self._step = NOTHING, NOTHING
-        self._gloo: set[Address] = set()
+        self._listeners: set[Address] = set()
         self._probe_s = 0.0
         self._lock = threading.Lock()
         self._stacks = open(folder / f"{STACKS}-{os.getpid()}", "w")  # noqa: SIM115 (the signal writes to it)
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
-    def enter(self, generation: int, gloo: set[Address]) -> None:
-        """This process is in a generation, whose ranks' gloo listens at these addresses."""
+    def enter(self, generation: int, listeners: set[Address]) -> None:
+        """This process is in a generation, whose ranks' gloo, or whose store, listens at these addresses."""
         with self._lock:
-            self._generation, self._step, self._gloo = generation, NOTHING, gloo
+            self._generation, self._step, self._listeners = generation, NOTHING, listeners
 
     def stepped(self, step: int) -> None:
         self._step = step
@@ -61,5 +61,5 @@ class Heartbeat:
             with self._lock:
                 if NOTHING < self._generation <= word.over:
                     self._generation = NOTHING
-                    break_off(self._gloo)
+                    break_off(self._listeners)
             time.sleep(BEAT_S)

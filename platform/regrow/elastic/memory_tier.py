@@ -46,6 +46,14 @@ class MemoryTier:
         self._serving = self._serve()
         self._heartbeat: Heartbeat | None = None
 
+    def waiting(self, generation: int, listeners: set[Address]) -> None:
+        """This process waits at these addresses to form a generation, and is to be broken off if that is over. Local.
+
+        But in its first one: then it waits until the deadline.
+        """
+        if self._heartbeat is not None:
+            self._heartbeat.enter(generation, listeners)
+
     def join(self, generation: int, gloo: set[Address]) -> None:
         """Wait for the keepers of all nodes to be up and known to the coordinator. From here on this rank is watched.
 

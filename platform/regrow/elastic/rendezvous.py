@@ -7,6 +7,7 @@ import contextlib
 import datetime
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,13 @@ import torch.distributed as dist
 from regrow.elastic.job import CALL_TIMEOUT_S
 from regrow.errors import RegrowError
 from regrow.parallel.break_off import Address, listening
-from regrow.parallel.fsdp import BACKENDS, let_go_of_meshes
+from regrow.parallel.fsdp import BACKENDS, let_go_of_meshes, set_timeout
 from regrow.plan.membership import Formation, Member
 
-STORE_S = 10.0  # for the others to come to the store, once the generation is known
+STORE_S = 10.0  # for the leader's store to be there, once the generation is known
+FORM_S, FORM_S_PER_RANK = 30.0, 0.05  # for all to come to it, and to each other
+
+Waiting = Callable[[int, set[Address]], None]  # this process is about to wait, for a generation, at these addresses
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,13 @@ def join_generation(
     expected: int,
     device_type: str,
     timeout_s: float,
+    waiting: Waiting,
 ) -> Joined | None:
     """Form the default process group of the next generation after `after`; None where the run is over.
 
     Collective. `lifeline` is the port of this process' (`observe.roll_call`); `expected` are the processes that started
-    together. Every later collective fails after `timeout_s`.
-    Raises RegrowError if the run was given up, and what forming a group raises where a member dies meanwhile.
+    together. Every later collective fails after `timeout_s`. `waiting` and what else is raised: as for `form_group`.
+    Raises RegrowError if the run was given up.
     """
     host = ray.util.get_node_ip_address()
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=STORE_S))
@@ -79,22 +84,35 @@ def join_generation(
     formation: Formation = answer.formation
     rank = formation.rank_of(member_id)
     assert rank is not None
-    joined, leader = Joined(formation, rank, frozenset(listening())), formation.members[0]
-    if rank:
+    joined = Joined(formation, rank, frozenset(listening()))
+    form_group(joined, store, device_type=device_type, timeout_s=timeout_s, waiting=waiting)
+    return joined
+
+
+def form_group(joined: Joined, store: dist.TCPStore, *, device_type: str, timeout_s: float, waiting: Waiting) -> None:
+    """Form the default process group of this generation. Collective. `store` is this process' own.
+
+    Raises what torch raises where a member does not come: after a while, or when what `waiting` was told of is broken
+    off from another thread.
+    """
+    leader, world_size = joined.formation.members[0], joined.world_size
+    waiting(joined.generation, {(leader.host, leader.port)})
+    if joined.rank:
         store = dist.TCPStore(
             leader.host, leader.port, wait_for_workers=False, timeout=datetime.timedelta(seconds=STORE_S)
         )
     if device_type == "cuda":
         # a collective that fails must fail the process: nothing on the device could be trusted
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    form_s = min(timeout_s, FORM_S + FORM_S_PER_RANK * world_size)
     dist.init_process_group(
         BACKENDS[device_type],
         store=dist.PrefixStore(f"generation-{joined.generation}", store),
-        rank=rank,
-        world_size=joined.world_size,
-        timeout=datetime.timedelta(seconds=timeout_s),
+        rank=joined.rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=form_s),
     )
-    return joined
+    set_timeout(timeout_s)
 
 
 def leave_generation() -> None:

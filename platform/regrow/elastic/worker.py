@@ -25,6 +25,7 @@ from regrow.elastic.memory_tier import MemoryTier
 from regrow.elastic.rendezvous import Joined, join_generation, leave_generation
 from regrow.errors import RegrowError, first_line
 from regrow.observe.roll_call import Lifeline
+from regrow.parallel.break_off import Address
 from regrow.parallel.compile_cache import CompileCache
 from regrow.plan.batch import plan_batch
 from regrow.storage import Storage
@@ -56,6 +57,7 @@ def run_worker(job: Job) -> None:
                 expected=expected,
                 device_type=device.type,
                 timeout_s=config.train.collective_timeout_s,
+                waiting=memory.waiting if memory is not None else _until_the_deadline,
             )
             if joined is None:
                 return
@@ -77,6 +79,10 @@ def run_worker(job: Job) -> None:
             leave_generation()
         after, entered = joined.generation if joined else after, time.time()
         gc.collect()
+
+
+def _until_the_deadline(generation: int, listeners: set[Address]) -> None:
+    """Without a keeper, nobody tells a process that the others will not come."""
 
 
 def _fit(job: Job, device: torch.device) -> Prober:

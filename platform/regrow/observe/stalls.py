@@ -1,7 +1,8 @@
 """When a group that stands still is worth asking about, and what to make of the answers. Pure; time is an argument.
 
-A group stands still because one of its processes does: the others wait for it. Which one, its node's keeper knows,
-for it sees who is stopped, or has not run for long; a keeper that does not answer is on a node that has gone dark.
+A group stands still, while it trains or while it forms, because one of its processes does: the others wait for it.
+Which one, its node's keeper knows, for it sees who is stopped, or has not run for long; a keeper that does not answer
+is on a node that has gone dark.
 Somebody who runs and does not get on, as one that compiles, is left to the collectives' own timeout.
 """
 
@@ -26,25 +27,27 @@ class Stalls:
     silence_s: float  # that a process is allowed, whatever keeps it
     timeout_s: float  # of a collective
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
-    _since: float | None = None  # the last progress; None: no group is training
+    forming: bool = False  # the group does not train yet
+    _since: float | None = None  # the last progress; None: there is no group
     _looked: bool = False  # in this stall
 
-    def begin(self, now: float) -> None:
-        """A generation begins to train."""
-        self._since, self._looked = now, False
+    def begin(self, now: float, *, forming: bool = False) -> None:
+        """A generation begins to train, or to form: whoever is stopped then keeps the others waiting too, but that it
+        takes long says nothing."""
+        self._since, self._looked, self.forming = now, forming, forming
 
     def stepped(self, step_s: float, now: float) -> None:
         self._step_s.append(step_s)
         self.begin(now)
 
     def end(self) -> None:
-        """No group is training."""
-        self._since = None
+        """There is no group."""
+        self._since, self.forming = None, False
 
     @property
     def training(self) -> bool:
-        """Whether there is a group that is to make progress."""
-        return self._since is not None
+        """Whether there is a group that trains."""
+        return self._since is not None and not self.forming
 
     @property
     def patience_s(self) -> float:

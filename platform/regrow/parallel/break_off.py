@@ -2,7 +2,8 @@
 
 NCCL can be told. Gloo cannot (torch 2.13: `abort` returns and the collective goes on waiting), so its connections are
 shut down underneath it. They are found by the addresses that gloo listens at, which every rank learns from the others:
-nothing else of the process, Ray's connections neither, is touched.
+nothing else of the process, Ray's connections neither, is touched. Who waits for another one to form a group with waits
+at the group's store.
 """
 
 import contextlib
@@ -37,8 +38,8 @@ def listening() -> set[Address]:
     return found
 
 
-def break_off(gloo: set[Address]) -> None:
-    """End all process groups of this process, whose ranks' gloo listens there. From any thread."""
+def break_off(listeners: set[Address]) -> None:
+    """End all process groups of this process, whose ranks' gloo, or whose store, listens there. From any thread."""
     for group in list(distributed_c10d._world.pg_map):
         if "nccl" in dist.get_backend(group):
             with contextlib.suppress(Exception):  # another thread has given it up meanwhile
@@ -46,16 +47,21 @@ def break_off(gloo: set[Address]) -> None:
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile, or no connection
             if os.readlink(entry.path).startswith("socket:"):
-                _shut_down(int(entry.name), gloo)
+                _shut_down(int(entry.name), listeners)
 
 
-def _shut_down(descriptor: int, gloo: set[Address]) -> None:
+def _shut_down(descriptor: int, listeners: set[Address]) -> None:
     with socket.socket(fileno=os.dup(descriptor)) as connection:
         if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
             return
-        ends = {connection.getsockname()[:2], connection.getpeername()[:2]}
-        if ends & gloo:
+        ends = {_plain(*connection.getsockname()[:2]), _plain(*connection.getpeername()[:2])}
+        if not ends.isdisjoint(_plain(*address) for address in listeners):
             connection.shutdown(socket.SHUT_RDWR)
+
+
+def _plain(host: str, port: int) -> Address:
+    """A socket for both of IPv6 and IPv4 shows the latter's addresses within the former's."""
+    return host.removeprefix("::ffff:"), port
 
 
 def _host(words: str) -> str:

@@ -1,10 +1,12 @@
 """FSDP2 and HSDP: parameters, gradients and moments sharded by rows over `dp_shard`, copied over `dp_replicate`."""
 
+import datetime
 import gc
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -16,9 +18,21 @@ from regrow.plan.mesh import MeshShape
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by device type, for init_process_group
 
 
-def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
-    """The device mesh over all ranks of the default group. Collective: every rank calls it."""
-    return init_device_mesh(device_type, tuple(shape.axes.values()), mesh_dim_names=tuple(shape.axes))
+def build_mesh(shape: MeshShape, device_type: str, *, timeout_s: float | None = None) -> DeviceMesh:
+    """The device mesh over all ranks of the default group. Collective: every rank calls it.
+
+    Collectives of its groups fail after `timeout_s`, or torch's default, whatever is the default group's.
+    """
+    mesh = init_device_mesh(device_type, tuple(shape.axes.values()), mesh_dim_names=tuple(shape.axes))
+    if timeout_s is not None:
+        for group in mesh.get_all_groups():
+            set_timeout(timeout_s, group)
+    return mesh
+
+
+def set_timeout(timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
+    """Let later collectives of a group, or the default one, fail after so long."""
+    distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
 
 
 def everyone(mesh: DeviceMesh) -> dist.ProcessGroup:
