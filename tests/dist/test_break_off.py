@@ -5,6 +5,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -44,33 +45,38 @@ def test_waiting_ranks_get_an_error_and_other_connections_stay(tmp_path: Path) -
     assert found == ["still connected", "still connected", "never came"]
 
 
-def wait_to_form_with_one_that_never_comes() -> float:
-    """Of three, one never comes. Seconds until this rank heard that it need not wait."""
+def wait_for_a_third_then_form_without_the_second() -> tuple[float, float]:
+    """Seconds until this rank heard that it need not wait for the third one; how many were in its group afterwards."""
     rank = dist.get_rank()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ports = gather(store.port)
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
+    ports = gather([store.port for store in stores])
     dist.barrier()
     leave_generation()
-    if rank == 2:
-        return 0.0
-    members = [Member(f"m{each}", "node", "127.0.0.1", port, each) for each, port in enumerate(ports)]
-    joined = Joined(Formation(1, tuple(members)), rank, frozenset())
-    begun = time.monotonic()
-    try:
+
+    def form(generation: int, ranks: list[int]) -> None:
+        members = [Member(f"m{each}", "node", "127.0.0.1", ports[each][generation], each) for each in ranks]
         form_group(
-            joined,
-            store,
+            Joined(Formation(generation, tuple(members)), ranks.index(rank), frozenset()),
+            stores[generation],
             device_type="cpu",
             timeout_s=600.0,
             waiting=lambda _, listeners: threading.Timer(1.0, break_off, [listeners]).start(),
         )
-    except RuntimeError:
-        return time.monotonic() - begun
-    raise AssertionError("a group of two instead of three was formed")
+
+    begun = time.monotonic()
+    if rank != 2:
+        with pytest.raises(RuntimeError):
+            form(0, [0, 1, 2])
+    waited_s = time.monotonic() - begun
+    if rank != 1:
+        form(1, [0, 2])
+    return waited_s, sum(gather(1)) if dist.is_initialized() else 0
 
 
-def test_who_waits_for_others_to_form_a_group_is_broken_off_too() -> None:
-    assert max(run_ranks(wait_to_form_with_one_that_never_comes, 3, deadline_s=60.0)) < FORM_S
+def test_who_waits_for_others_to_form_a_group_is_broken_off_and_forms_another() -> None:
+    waited_s, in_group = zip(*run_ranks(wait_for_a_third_then_form_without_the_second, 3, deadline_s=60.0), strict=True)
+    assert max(waited_s) < FORM_S
+    assert in_group == (2, 0, 2)
 
 
 def test_an_address_reads_as_sockets_have_it() -> None:

@@ -10,7 +10,8 @@ from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfi
 from regrow.model.cut import WHOLE
 from regrow.model.llama import Llama
 from regrow.parallel.compile import graphs_compiled
-from regrow.parallel.fsdp import let_go_of_meshes
+from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
+from regrow.plan.mesh import plan_mesh
 from regrow.testing.gloo import run_ranks
 from regrow.testing.reference_llama import assert_gradients
 from regrow.testing.tiny import count_up_rows, tiny_model
@@ -100,6 +101,20 @@ def test_gradients_equal_a_float64_reference(world_size, model, parallel):
     loss, weights, grads = run_ranks(gradients, world_size, training)[0]
     rows = count_up_rows(0, num_rows=24, seq_len=8, vocab_size=model.vocab_size)
     assert_gradients(model, weights, rows, loss, grads)
+
+
+def timeouts_s() -> set[float]:
+    mesh = build_mesh(plan_mesh(4, 2, 2), "cpu", timeout_s=77.0)
+    groups = [dist.group.WORLD, *mesh.get_all_groups()]
+    assert len(set(groups)) == 4  # of all, and along each axis
+    return {
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds()  # type: ignore[union-attr]
+        for group in groups[1:]
+    }
+
+
+def test_collectives_along_every_axis_end_when_they_are_told_to():
+    assert run_ranks(timeouts_s, 4) == [{77.0}] * 4
 
 
 def initial_weights(model: ModelConfig, tp: int) -> dict[str, bytes]:

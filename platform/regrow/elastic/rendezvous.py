@@ -14,6 +14,7 @@ from typing import Any
 import ray
 import ray.util
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from regrow.elastic.job import CALL_TIMEOUT_S
 from regrow.errors import RegrowError
@@ -104,6 +105,8 @@ def form_group(joined: Joined, store: dist.TCPStore, *, device_type: str, timeou
     if device_type == "cuda":
         # a collective that fails must fail the process: nothing on the device could be trusted
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    # torch numbers groups, and members meet under that number: one that failed to form a group has used one up
+    distributed_c10d._world.group_count = 0
     form_s = min(timeout_s, FORM_S + FORM_S_PER_RANK * world_size)
     dist.init_process_group(
         BACKENDS[device_type],
