@@ -80,6 +80,22 @@ def test_a_worker_killed_midway_is_replaced_and_the_run_finishes_unchanged(stora
     assert "a worker died" in job.printed()
 
 
+@pytest.mark.long
+def test_a_run_in_float8_ends_in_bfloat16_as_one_that_is_stopped_there_and_goes_on_without(
+    storage: Path, undisturbed: Job
+) -> None:
+    arguments = [*SMALL, *workers(2), "train.steps=40", "parallel.dtype=bfloat16"]
+    float8 = "parallel.float8=tensorwise_all_gather"
+    run_to_end(storage, "by-hand", *arguments, float8, "train.stop_at_step=30")
+    by_hand = run_to_end(storage, "by-hand", *arguments)
+    job = run_to_end(storage, "tail", *arguments, float8, "parallel.bfloat16_tail=0.25")
+    first, second = job.events("generation")
+    assert (second["start_step"], second["cause"], second["recomputed_steps"]) == (30, "end_of_float8", 0)
+    assert [worker["pid"] for worker in second["workers"]] == [worker["pid"] for worker in first["workers"]]
+    assert digests(job) == digests(by_hand) == digests(undisturbed)
+    assert losses(job) == losses(by_hand)  # bitwise
+
+
 def test_ctrl_c_commits_a_checkpoint_says_how_to_resume_and_leaves_no_process(storage: Path, undisturbed: Job) -> None:
     arguments = [*SMALL, *workers(2), "train.steps=40", "checkpoint.every_steps=1000"]
     with Job(storage, "interrupted", *arguments) as job:

@@ -129,6 +129,7 @@ def test_the_defaults_pass_every_rule() -> None:
         ("parallel.activation_budget", 1.5),
         ("parallel.activation_budget", 0.5),
         ("parallel.prefetch_blocks", 0),
+        ("parallel.bfloat16_tail", 1.5),
         ("parallel.attention", AttentionKernel.cudnn),
         ("parallel.compile_mode", CompileMode.max_autotune),
         ("checkpoint.every_steps", 0),

@@ -493,7 +493,7 @@ def test_labels_know_every_cause_and_incident_beforehand() -> None:
     """A value that is not known beforehand is counted all the same, but rate() misses the first one."""
     causes = {coordinator.HUNG, coordinator.DARK, coordinator.NOT_FINITE, coordinator.UNKNOWN, driver.CONTROLLER_DIED}
     assert causes | {"worker_died"} == set(FAMILIES["regrow_failures_total"].values)
-    moved = {coordinator.GROW, coordinator.DRAIN, "resume"}
+    moved = {coordinator.GROW, coordinator.DRAIN, coordinator.END_OF_FLOAT8, "resume"}
     assert causes | {"worker_died"} | moved == set(FAMILIES["regrow_restarts_total"].values)
     events = set(re.findall(r"^\| `([a-z_]+)` \|", (ROOT / "docs/file-formats.md").read_text(), re.MULTILINE))
     assert set(INCIDENTS) <= events

@@ -42,7 +42,8 @@ ADOPT_S = 30.0  # for the keepers of an earlier coordinator
 HUNG, DARK, DEAD = "worker_hung", "node_silent", "worker_died"
 NOT_FINITE = "nonfinite"
 UNKNOWN = "worker_failed"  # until something else is known of the generation that is running
-GROW, DRAIN = "grow", "drain"  # why a group leaves in good order: for a larger one, or without some nodes
+# why a group leaves in good order: for a larger one, without some nodes, or to go on in bfloat16
+GROW, DRAIN, END_OF_FLOAT8 = "grow", "drain", "end_of_float8"
 FORM_POLL_S = 0.02  # at which a worker asks for its generation
 FORM_POLLS_PER_S = 2000.0  # of all workers together
 LOOK_AT_S = 1e-6  # a worker that waits, to see whether a group can be formed: not at every poll of thousands
@@ -178,10 +179,17 @@ class Coordinator:
             return Answer(wait_s=max(poll_s, len(self.membership.waiting) / FORM_POLLS_PER_S))
         return Answer(given_up=self.fatal) if self.fatal else Answer(formation)
 
-    def leaving(self, generation: int, step: int) -> None:
-        """The whole group leaves after this step, to form anew: its snapshot is worth a moment's wait."""
+    def next_step(self) -> int:
+        """The step, counted from 1, that has no row yet."""
+        return self.log.next_step
+
+    def leaving(self, generation: int, step: int, cause: str) -> None:
+        """The whole group leaves after this step, to form anew: its snapshot is worth a moment's wait.
+
+        `cause` is the group's own, or empty where it was told to.
+        """
         self._fence(generation)
-        self.leaving_step, self.form_at, self.cause = step, time.monotonic() + LEAVING_S, self.reform
+        self.leaving_step, self.form_at, self.cause = step, time.monotonic() + LEAVING_S, cause or self.reform
         self.stalls.end()
 
     def done(self) -> None:

@@ -208,6 +208,8 @@ def _parallel(config: PretrainConfig) -> None:
         parallel.float8 is Float8.none or parallel.dtype is Dtype.bfloat16,
         f"parallel.float8={parallel.float8.value} needs parallel.dtype=bfloat16, not {parallel.dtype.value}",
     )
+    tail = parallel.bfloat16_tail
+    _need(0 <= tail <= 1, f"parallel.bfloat16_tail={tail} must be between 0 and 1, a share of train.steps")
     budget, recomputed = parallel.activation_budget, parallel.activation_checkpoint
     _need(0 <= budget <= 1, f"parallel.activation_budget={budget} must be between 0 and 1")
     _need(

@@ -211,6 +211,7 @@ class ParallelConfig:
     dp_replicate: int = 1  # HSDP replicas when they divide the world size, else 1; 1: FSDP over all ranks
     tp: int = 1  # ranks of a node that share each block's arithmetic, and between blocks its tokens
     float8: Float8 = Float8.none  # recipe of the blocks' linear layers; emulated off-GPU
+    bfloat16_tail: float = 0.0  # with float8: share of train.steps, the last ones, that are trained without
     float8_power_of_2: bool = False  # round float8's scales down to powers of two, as rowwise's always are
     compile: bool = False  # torch.compile each block
     compile_backend: str = "inductor"  # torch.compile backend

@@ -34,6 +34,7 @@ from regrow.observe.console import Console
 from regrow.observe.narrate import narrate, startup_line
 from regrow.observe.provenance import git_sha, versions
 from regrow.observe.report import write_report
+from regrow.plan.recipe import float8_steps
 from regrow.storage import Storage
 
 POLL_S = 0.2
@@ -76,6 +77,8 @@ def pretrain(config: PretrainConfig) -> None:
             lines = geometry(config, plans)
             if config.parallel.float8 is not Float8.none:
                 lines.append(float8_line(config.model, config.parallel.float8.value, config.parallel.tp))
+                if (last := float8_steps(config.parallel, config.train.steps)) < config.train.steps:
+                    lines.append(f"float8 up to step {last:,}, then bfloat16")
             console.start(lines, steps=config.train.steps, stop_at_step=config.train.stop_at_step)
             if connection.dashboard:
                 console.message(connection.dashboard)

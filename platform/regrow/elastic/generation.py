@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import regrow
 from regrow.checkpoint import catalog, store
 from regrow.checkpoint.collective import from_rank_0, gather
-from regrow.checkpoint.coordinator import DRAIN, GROW
+from regrow.checkpoint.coordinator import DRAIN, END_OF_FLOAT8, GROW
 from regrow.checkpoint.state import (
     Entry,
     Progress,
@@ -32,6 +31,7 @@ from regrow.checkpoint.state import (
     set_optimizer_step,
     training_entries,
 )
+from regrow.config.schema import ParallelConfig, PretrainConfig
 from regrow.data.batch import layout_of
 from regrow.data.corpora import order_of
 from regrow.data.stream import Ask, rank_batches, ways_to_ask
@@ -48,6 +48,7 @@ from regrow.parallel.float8 import inner_tensor, refresh_float8_scales
 from regrow.parallel.fsdp import build_mesh, replica_group
 from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
+from regrow.plan.recipe import float8_steps, recipe_after
 from regrow.storage import Storage
 from regrow.train.build import build_step
 from regrow.train.loop import LoopSettings, NotFinite, train
@@ -85,26 +86,29 @@ def train_generation(
     )
     slices = plan.ranges[rank // shape.tp]
     mesh = build_mesh(shape, device.type, timeout_s=config.train.collective_timeout_s)
-    eot_id = job.corpora.eot_id if config.model.document_attention else None
-    step = build_step(config.model, config.parallel, config.optim, mesh=mesh, device=device, seed=None, eot_id=eot_id)
-    model, optimizer = cast(Llama, step.model), step.optimizer
+    expected = _expected_step(job)
+    step, entries = _build(job, mesh, device, after=expected)
     built = time.time()
-    entries = training_entries(model, optimizer, inner_tensor=inner_tensor)
     if memory is not None:
         memory.join(generation, listening() - joined.listened)
     has_keeper = time.time()
-    from_seed = partial(_from_seed, model, optimizer, config.run.seed)
-    progress, source = _restore(job, generation, entries, mesh, memory, from_seed)
+    progress, source = _restore(job, generation, step, entries, mesh, memory)
+    if _recipe(config, progress.step) != _recipe(config, expected):  # it went back to before the end of float8
+        del step, entries
+        step, entries = _build(job, mesh, device, after=progress.step)
+        progress, source = _restore(job, generation, step, entries, mesh, memory)
     filled = time.time()
     if memory is not None:
         memory.start(entries, part_of(mesh), generation, progress.step)
-    set_optimizer_step(optimizer, progress.step)
-    refresh_float8_scales(model)
+    set_optimizer_step(step.optimizer, progress.step)
+    refresh_float8_scales(step.model)
     restored = time.time()
 
     reader, order = job.corpora.reader("train"), order_of(config, job.corpora)
     tokens_per_step = config.optim.global_batch_seqs * config.data.seq_len
     last_step = min(config.train.steps, config.train.stop_at_step or config.train.steps)
+    end_of_float8 = float8_steps(config.parallel, config.train.steps)
+    until = min(last_step, end_of_float8) if progress.step < end_of_float8 else last_step  # this generation
     batches = rank_batches(
         _ways_to_ask(job, generation, slices),
         order,
@@ -112,7 +116,7 @@ def train_generation(
         layout_of(config),
         slices=slices,
         start_step=progress.step,
-        stop_step=last_step,
+        stop_step=until,
         stall_timeout_s=config.data.stall_timeout_s,
         has_fed=generation > job.first_generation,
         on_fallback=partial(_report_fallback, job.coordinator, generation, rank),
@@ -156,7 +160,7 @@ def train_generation(
     left = False
     if progress.step < last_step:
         settings = LoopSettings(
-            last_step=last_step,
+            last_step=until,
             total_tokens=config.train.steps * tokens_per_step,
             tokens_per_step=tokens_per_step,
             seqs_per_step=config.optim.global_batch_seqs,
@@ -189,7 +193,9 @@ def train_generation(
         hooks.snapshot(progress, blocked=False, last=True)
         hooks.confirm(progress.step)
         hooks.save(progress, last=True)
-    hooks.close(left_at=progress.step if left else None)
+    cause = "" if left or until == last_step else END_OF_FLOAT8
+    left = left or until < last_step
+    hooks.close(left_at=progress.step if left else None, cause=cause)
     return not left
 
 
@@ -329,14 +335,15 @@ class _Hooks:
             call = self.job.coordinator.not_finite.remote(self.generation, step, detail)
             ray.get([*self.replies, call], timeout=CALL_TIMEOUT_S)
 
-    def close(self, *, left_at: int | None) -> None:
-        """Wait until the coordinator has everything; say that the group left after a step, or has finished."""
+    def close(self, *, left_at: int | None, cause: str) -> None:
+        """Wait until the coordinator has everything; say that the group left after a step, and why if it was not told
+        to, or that it has finished."""
         if self.snapshots is not None:
             self.snapshots.close()
         if self.rank == 0:
             coordinator = self.job.coordinator
             left = left_at is not None
-            over = coordinator.leaving.remote(self.generation, left_at) if left else coordinator.done.remote()
+            over = coordinator.leaving.remote(self.generation, left_at, cause) if left else coordinator.done.remote()
             self.replies.append(over)
         ray.get(list(self.replies), timeout=CALL_TIMEOUT_S)
         self.replies.clear()
@@ -345,18 +352,41 @@ class _Hooks:
         ray.get(self.job.coordinator.commit.remote(self.generation, step_folder, pointer), timeout=CALL_TIMEOUT_S)
 
 
+def _recipe(config: PretrainConfig, step: int) -> ParallelConfig:
+    """What the step after this one is trained with."""
+    return recipe_after(config.parallel, config.train.steps, step)
+
+
+def _expected_step(job: Job) -> int:
+    """After which step the group will most likely go on, where that makes a difference to what is built. Collective."""
+    config = job.config
+    if _recipe(config, 0) == _recipe(config, config.train.steps):
+        return 0
+    asked = dist.get_rank() == 0
+    return from_rank_0(ray.get(job.coordinator.next_step.remote(), timeout=CALL_TIMEOUT_S) - 1 if asked else 0)
+
+
+def _build(job: Job, mesh: DeviceMesh, device: torch.device, *, after: int) -> tuple[TrainStep, list[Entry]]:
+    """A step, and what its state is made of, to go on after this one; nothing is filled yet. Collective."""
+    config = job.config
+    eot_id = job.corpora.eot_id if config.model.document_attention else None
+    recipe = _recipe(config, after)
+    step = build_step(config.model, recipe, config.optim, mesh=mesh, device=device, seed=None, eot_id=eot_id)
+    return step, training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
+
+
 def _restore(
     job: Job,
     generation: int,
+    built: TrainStep,
     entries: list[Entry],
     mesh: DeviceMesh,
     memory: MemoryTier | None,
-    from_seed: Callable[[], None],
 ) -> tuple[Progress, str]:
     """Load the newest committed state that is sound, on all ranks the same one; from seed if there is none.
 
     Collective. From the nodes' memory, where that holds it, else from storage. A damaged checkpoint is reported and the
-    one before it taken. `from_seed` makes the entries what they are in a new run.
+    one before it taken. `entries` are those of `built`.
     Raises CheckpointError if all checkpoints are damaged.
     """
     folder, part = Storage.at(job.checkpoints), part_of(mesh)
@@ -386,14 +416,9 @@ def _restore(
             f"none of the checkpoints at {folder} (steps {', '.join(map(str, steps))}) can be restored; {problems[0]}; "
             "choose another run.name to start over"
         )
-    from_seed()
+    init_weights(cast(Llama, built.model), job.config.run.seed)
+    reset_moments(built.optimizer)
     return Progress(), "seed"
-
-
-def _from_seed(model: Llama, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """Weights and moments as in a run that has not begun."""
-    init_weights(model, seed)
-    reset_moments(optimizer)
 
 
 def _ways_to_ask(job: Job, generation: int, slices: range) -> list[Ask]:

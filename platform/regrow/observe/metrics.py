@@ -25,7 +25,7 @@ PUBLISH_S = 1.0  # Ray collects every ten seconds, and never more often than thi
 RUN = "run"  # label of every figure
 # A counter is there before it first grows, or rate() would miss that. Ray refuses 0; this is lost in whatever comes.
 NOTHING = sys.float_info.min
-MOVED = ("grow", "drain")  # causes of groups that left in good order
+MOVED = ("grow", "drain", "end_of_float8")  # causes of groups that left in good order
 INCIDENTS = (
     "stalled",
     "straggler",

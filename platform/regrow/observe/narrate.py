@@ -14,6 +14,7 @@ CAUSES = {
     "nonfinite": "gradients are not finite",
     "grow": "larger",
     "drain": "nodes are to be taken away",
+    "end_of_float8": "on in bfloat16",
 }
 
 

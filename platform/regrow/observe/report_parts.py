@@ -26,7 +26,7 @@ STATE_HELP = {
     "validation": "scoring the validation split",
     "other": "between steps, and not explained by any event",
 }
-WORDS = {"unfinished": "not yet back", "grow": "grew", "drain": "left nodes in time"}
+WORDS = {"unfinished": "not yet back", "grow": "grew", "drain": "left nodes in time", "end_of_float8": "on in bfloat16"}
 
 
 def page(title: str, body: str) -> str:

@@ -172,7 +172,12 @@ def _interruption(each: Interruption) -> str:
 
 def cause_text(cause: str) -> str:
     """A cause of events.jsonl, or one of ours, in words."""
-    words = {DRIVER_DIED: "the job ended without a word", "grow": "grew", "drain": "left nodes in time"}
+    words = {
+        DRIVER_DIED: "the job ended without a word",
+        "grow": "grew",
+        "drain": "left nodes in time",
+        "end_of_float8": "on in bfloat16",
+    }
     return words.get(cause) or CAUSES.get(cause) or cause.replace("_", " ")
 
 
