@@ -23,7 +23,7 @@ from regrow.parallel.fsdp import BACKENDS, let_go_of_meshes, set_timeout
 from regrow.plan.membership import Formation, Member
 
 STORE_S = 10.0  # for the leader's store to be there, once the generation is known
-FORM_S, FORM_S_PER_RANK = 30.0, 0.05  # for all to come to it, and to each other
+FORM_S, FORM_S_PER_RANK = 60.0, 0.05  # for all to come to it, and to each other
 
 Waiting = Callable[[int, set[Address]], None]  # this process is about to wait, for a generation, at these addresses
 
