@@ -19,6 +19,13 @@ def main() -> None:
         command.set_defaults(run=run, command=name)
         if name == "import":
             command.add_argument("--from", dest="source", required=True, metavar="FOLDER")
+            command.add_argument(
+                "--moments",
+                type=Dtype,
+                choices=list(Dtype),
+                default=Dtype.float32,
+                help="of hf: as optim.moments will be",
+            )
         else:
             command.add_argument("run_folder", help="<run.storage_path>/<run.name>, a path or a URI")
         if name == "diff":
@@ -96,7 +103,7 @@ def export(options: argparse.Namespace, start: tools.Start) -> int:
 def import_(options: argparse.Namespace, start: tools.Start) -> int:
     from regrow.elastic.exchange import import_run
 
-    print(import_run(options.format, options.source, options.to, start=start))
+    print(import_run(options.format, options.source, options.to, moments=options.moments, start=start))
     return 0
 
 

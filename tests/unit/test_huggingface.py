@@ -153,6 +153,19 @@ def test_bfloat16_files_hold_the_nearest_values_and_can_be_imported(tmp_path: Pa
             assert torch.equal(again.whole(name), tensor.bfloat16().float()), name
 
 
+def test_moments_are_stored_as_the_run_will_keep_them(tmp_path: Path) -> None:
+    save_run(tmp_path / "run", tiny_model())
+    export(tmp_path / "run", tmp_path / "hf")
+    source, bfloat16 = str(tmp_path / "hf"), Dtype.bfloat16
+    told = import_run("hf", source, str(tmp_path / "again"), moments=bfloat16, start=quiet)
+    assert told.endswith(" optim.moments=bfloat16")
+    again = tensors_of(tmp_path / "again")
+    for name in again.index.tensors:
+        assert again.whole(name).dtype is (torch.float32 if name.startswith("model/") else torch.bfloat16), name
+    with pytest.raises(CheckpointError, match="leave out --moments bfloat16"):
+        import_run("dcp", source, str(tmp_path / "other"), moments=bfloat16, start=quiet)
+
+
 def test_the_tokenizer_of_the_runs_corpus_goes_with_it(tmp_path: Path) -> None:
     config = DataConfig(vocab_size=512, seq_len=8, validation_fraction=0.2)
     (tmp_path / "data" / "unfinished").mkdir(parents=True)

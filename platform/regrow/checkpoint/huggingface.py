@@ -129,8 +129,10 @@ def read_model(source: Storage) -> ModelConfig:
     return model
 
 
-def import_entries(source: Storage, model: ModelConfig, advance: Advance) -> Iterator[Entry]:
-    """The weights as float32, one after another, each with AdamW's moments at zero.
+def import_entries(
+    source: Storage, model: ModelConfig, advance: Advance, *, moments: Dtype = Dtype.float32
+) -> Iterator[Entry]:
+    """The weights as float32, one after another, each with AdamW's moments at zero, as `moments`.
 
     Raises CheckpointError for a tensor that is missing, left over, damaged or of another shape.
     """
@@ -150,9 +152,9 @@ def import_entries(source: Storage, model: ModelConfig, advance: Advance) -> Ite
             raise CheckpointError(f"{tensor}: {published} is {list(tensor.shape)}, its {CONFIG} says {list(shape)}")
         weight = _load(tensor)
         advance(tensor.num_bytes)
-        zeros = torch.zeros_like(weight)
+        zeros = torch.zeros_like(weight, dtype=getattr(torch, moments.value))
         for prefix, memory in (("model", weight), *((f"optim/{moment}", zeros) for moment in MOMENTS)):
-            yield Entry(Span(f"{prefix}/{name}", shape, "float32", 0, memory.numel()), memory)
+            yield Entry(Span(f"{prefix}/{name}", shape, str(memory.dtype)[6:], 0, memory.numel()), memory)
 
 
 def weight_bytes(source: Storage) -> int:

@@ -43,15 +43,19 @@ def export_run(form: str, run_folder: str, index: Index, to: str, *, dtype: Dtyp
     return f"step {index.step} of {run} is at {target}, {written}"
 
 
-def import_run(form: str, source: str, run_folder: str, *, start: Start) -> str:
+def import_run(form: str, source: str, run_folder: str, *, moments: Dtype = Dtype.float32, start: Start) -> str:
     """Make a run of what lies in a folder in the form `hf` or `dcp`; says how to start it.
 
+    AdamW's moments, which `hf` does not have, begin at zero, kept as `moments`.
     Raises RegrowError where the run's folder is not empty, or the source is damaged, or no such model or state.
     """
     run = Storage.at(run_folder)
     _check_empty(run)
-    take = _import_weights if form == "hf" else _import_state
-    return "\n".join(take(Storage.at(source), run, start))
+    if form == "hf":
+        return "\n".join(_import_weights(Storage.at(source), run, moments, start))
+    if moments is not Dtype.float32:
+        raise CheckpointError(f"dcp holds moments, kept as they are; leave out --moments {moments}")
+    return "\n".join(_import_state(Storage.at(source), run, start))
 
 
 def _export_weights(run: Storage, index: Index, target: Storage, dtype: Dtype, start: Start) -> str:
@@ -87,7 +91,7 @@ def _export_state(run: Storage, index: Index, target: Storage, start: Start) -> 
     return "with AdamW's moments"
 
 
-def _import_weights(source: Storage, run: Storage, start: Start) -> list[str]:
+def _import_weights(source: Storage, run: Storage, moments: Dtype, start: Start) -> list[str]:
     """A run that begins with these weights at step 0.
 
     The model's settings are fixed by that; all others, and the corpus, are those of the run's first attempt.
@@ -95,7 +99,8 @@ def _import_weights(source: Storage, run: Storage, start: Start) -> list[str]:
     model = huggingface.read_model(source)
     settings = {key: value for key, value in asdict(model).items() if key not in NOT_TOLD}
     identity = {f"model.{key}": value for key, value in settings.items()}
-    entries = huggingface.import_entries(source, model, start(huggingface.weight_bytes(source)))
+    advance = start(huggingface.weight_bytes(source))
+    entries = huggingface.import_entries(source, model, advance, moments=moments)
     _create(run, entries, Progress(), identity, None)
     return [
         f"{run} begins with the weights of {source}. With these settings as conf/model/imported.yaml,",
@@ -104,7 +109,8 @@ def _import_weights(source: Storage, run: Storage, start: Start) -> list[str]:
         "",
         "and a corpus prepared with the same tokenizer, start it with",
         "",
-        f"    python -m jobs.pretrain {_named(run)} model=imported",
+        f"    python -m jobs.pretrain {_named(run)} model=imported"
+        + ("" if moments is Dtype.float32 else f" optim.moments={moments}"),
     ]
 
 
