@@ -10,8 +10,11 @@ import pytest
 import ray
 
 from regrow.checkpoint import fleet as module
+from regrow.checkpoint.commits import SnapshotCommit
 from regrow.checkpoint.fleet import Fleet
+from regrow.checkpoint.held import Held
 from regrow.checkpoint.keeper_node import Sealed
+from regrow.checkpoint.layout import Part
 from regrow.checkpoint.slots import Moment
 from regrow.checkpoint.upload import Upload
 from regrow.plan.cadence import Cadence
@@ -96,4 +99,38 @@ def test_a_group_on_one_node_has_its_copies_on_another_that_is_up_until_that_is_
     assert fleet.sealed([Sealed("a", Moment(1, 7), "")])
     fleet.begin(2, 7, ["a", "b"])
     assert fleet.peers == {"a": "b", "b": "a"}
+    fleet.storage.shutdown()
+
+
+def test_of_the_newest_step_enough_is_known_at_once_and_all_where_that_is_not_sound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of three nodes has its own snapshot and the one before it's; the third answers last."""
+    nodes, moment, asked = ["a", "b", "c"], Moment(1, 10), list[str]()
+
+    def held(node: str) -> list[Held]:
+        shard = nodes.index(node)
+        return [Held(f"{node}{each}", moment, Part(each, 3), 1, "") for each in (shard, (shard - 1) % 3)]
+
+    def handle(node: str) -> Any:
+        return SimpleNamespace(holdings=SimpleNamespace(remote=lambda moment: node))
+
+    def wait(calls: list[str], **options: Any) -> tuple[list[str], list[str]]:
+        asked.append("".join(calls))
+        return calls[:1], calls[1:]
+
+    monkeypatch.setattr(module.ray, "nodes", lambda: [{"NodeID": node, "Alive": True} for node in nodes])
+    monkeypatch.setattr(module.ray, "wait", wait)
+    monkeypatch.setattr(module.ray, "get", held)
+    fleet = make(tmp_path)
+    fleet.known = {node: (handle(node), SimpleNamespace(node=node, address=("", 0))) for node in nodes}  # type: ignore[misc]
+    assert fleet.newest(everyone=False) is None
+    fleet.board.newest = SnapshotCommit(moment, dict.fromkeys(nodes, ""))
+    first = fleet.newest(everyone=False)
+    assert first is not None
+    assert {holder.node for holder in first[1]} == {"a", "b"}
+    assert asked == ["abc", "bc"]
+    every = fleet.newest(everyone=True)
+    assert every is not None
+    assert sorted(holder.held.part.shard for holder in every[1]) == [0, 0, 1, 1, 2, 2]
     fleet.storage.shutdown()

@@ -280,9 +280,9 @@ class Coordinator:
             self.complaints.add(node)
             self._event("snapshot_failed", detail=text)
 
-    def newest_snapshot(self) -> tuple[int, list[Holder]] | None:
-        """The newest committed step that is held in memory, and where its files are; None where there is none."""
-        return self.fleet.newest()
+    def newest_snapshot(self, everyone: bool = False) -> tuple[int, list[Holder]] | None:
+        """The newest committed step that is held in memory, and where its files are; see `Fleet.newest`."""
+        return self.fleet.newest(everyone=everyone)
 
     def snapshots_sealed(self, reports: list[Sealed]) -> None:
         """All of some nodes' snapshots of a step are sealed and copied."""

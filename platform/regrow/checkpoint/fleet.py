@@ -120,8 +120,11 @@ class Fleet:
             self.wanted, self.wanted_at = step, time.time()
             self._begin_upload_if_due()
 
-    def newest(self) -> tuple[int, list[Holder]] | None:
-        """The newest committed step that is held in memory, and where its files are; None where there is none."""
+    def newest(self, *, everyone: bool) -> tuple[int, list[Holder]] | None:
+        """The newest committed step that is held in memory, and where its files are; None where there is none.
+
+        Enough of them for one whole state, or those of `everyone` who answers.
+        """
         if self.board.newest is None:
             return None
         moment = self.board.newest.moment
@@ -130,8 +133,9 @@ class Fleet:
         calls = {handle.holdings.remote(moment): info for handle, info in asked}
         holders: list[Holder] = []
         give_up_at = time.monotonic() + ANSWER_S
-        # a node that has just died, which Ray may not know, is not waited for if it need not be
-        while calls and not is_whole(moment, [holder.held for holder in holders]) and time.monotonic() < give_up_at:
+        while calls and time.monotonic() < give_up_at:
+            if not everyone and is_whole(moment, [holder.held for holder in holders]):
+                break  # a node that has just died, which Ray may not know, is not waited for if it need not be
             for call in _answered(calls, ENOUGH_S):
                 info = calls.pop(call)
                 with contextlib.suppress(ray.exceptions.RayError):

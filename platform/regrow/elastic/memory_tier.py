@@ -14,7 +14,7 @@ import torch.distributed as dist
 from regrow.checkpoint.collective import from_rank_0, gather
 from regrow.checkpoint.keeper import KeeperInfo, start_keeper
 from regrow.checkpoint.layout import Part
-from regrow.checkpoint.memory import Unrestorable, restore_snapshot
+from regrow.checkpoint.memory import Holder, Restored, Unrestorable, restore_snapshot
 from regrow.checkpoint.snapshot import Snapshots
 from regrow.checkpoint.state import Entry, Progress
 from regrow.elastic.heartbeat import Heartbeat
@@ -79,33 +79,35 @@ class MemoryTier:
         None where there is no snapshot of step `at_least` or later, and where some rank could not read it: what the
         entries hold then is nothing to go by.
         """
-        newest = from_rank_0(
-            ray.get(self.job.coordinator.newest_snapshot.remote(), timeout=CALL_TIMEOUT_S)
-            if dist.get_rank() == 0
-            else None
-        )
-        if newest is None or newest[0] < at_least:
-            return None
-        problem, scalars = "", {}
+        step, problem = 0, ""
+        for everyone in (False, True):  # who answers first has a whole state; where that is damaged, others have more
+            newest = self._newest(everyone=everyone)
+            if newest is None or newest[0] < at_least:
+                return None
+            step, holders = newest
+            restored, mine = self._read(entries, holders)
+            problem = next(filter(None, gather(mine)), "")
+            if restored is not None and not problem:
+                for refused in restored.problems:
+                    self.job.coordinator.note.remote("snapshot_damaged", {"step": step, "detail": refused})
+                return Progress(**restored.scalars)
+        self._note({"step": step, "detail": problem})
+        return None
+
+    def _newest(self, *, everyone: bool) -> tuple[int, list[Holder]] | None:
+        """The newest committed step and who holds it, as the coordinator knows; see `Fleet.newest`."""
+        call = self.job.coordinator.newest_snapshot.remote(everyone) if dist.get_rank() == 0 else None
+        return from_rank_0(ray.get(call, timeout=CALL_TIMEOUT_S) if call is not None else None)
+
+    def _read(self, entries: Sequence[Entry], holders: list[Holder]) -> tuple[Restored | None, str]:
+        """What this rank needs, or why it cannot be had. Local."""
         try:
             restored = restore_snapshot(
-                entries,
-                newest[1],
-                node=self.node,
-                folder=self.folder,
-                secret=self.job.secret,
-                reader=dist.get_rank(),
+                entries, holders, node=self.node, folder=self.folder, secret=self.job.secret, reader=dist.get_rank()
             )
-            scalars = restored.scalars
-            for refused in restored.problems:
-                self.job.coordinator.note.remote("snapshot_damaged", {"step": newest[0], "detail": refused})
         except Unrestorable as error:
-            problem = str(error)
-        problems = [found for found in gather(problem) if found]
-        if problems:
-            self._note({"step": newest[0], "detail": problems[0]})
-            return None
-        return Progress(**scalars)
+            return None, str(error)
+        return restored, ""
 
     def start(self, entries: Sequence[Entry], part: Part, generation: int, start_step: int) -> None:
         """Make this rank's slots for what follows `start_step`.
