@@ -4,6 +4,7 @@ import errno
 import itertools
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from regrow.checkpoint.held import Held
 from regrow.checkpoint.keeper_node import KeeperNode, Peer, Sealed
 from regrow.checkpoint.layout import WHOLE, Span
 from regrow.checkpoint.memory import restore_snapshot
+from regrow.checkpoint.ranges import TIMEOUT_S
 from regrow.checkpoint.slots import SLOT, Committed, Moment
 from regrow.checkpoint.snapshot import Snapshots
 from regrow.checkpoint.state import Entry
@@ -192,6 +194,23 @@ def test_a_keeper_that_could_not_reach_its_peer_tries_again(tmp_path: Path) -> N
         wait_until(lambda: bool(nodes[0].reports))
         assert nodes[0].reports == [Sealed("node-0", Moment(1, 1), "node-1")]
         assert [held.is_copy for held in nodes[1].keeper.holdings()] == [True]
+
+
+def test_a_peer_that_says_nothing_keeps_nothing_from_the_next_one(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as nodes, socket.create_server(("127.0.0.1", 0)) as silent:
+        complaints: list[str] = []
+        nodes[0].keeper.complain = complaints.append
+        nodes[0].keeper.set_peer(Peer("node-1", silent.getsockname()))
+        writer = Snapshots(
+            nodes[0].keeper.folder, entries_of(0, 1, state(1)), part=WHOLE, run_id=RUN, generation=1, num_slots=2
+        )
+        assert take(writer, 1)
+        connection, _ = silent.accept()
+        with connection:
+            nodes[0].keeper.set_peer(Peer("node-1", nodes[1].keeper.address))
+            wait_until(lambda: bool(nodes[0].reports), TIMEOUT_S / 2)
+        assert nodes[0].reports == [Sealed("node-0", Moment(1, 1), "node-1")]
+        assert not complaints
 
 
 def test_a_copy_that_is_there_is_left_alone_when_the_keeper_looks_again(tmp_path: Path) -> None:

@@ -29,6 +29,8 @@ from regrow.errors import CheckpointError, first_line
 LOCK = "lock"  # held by the folder's keeper
 RETRY_S = 2.0  # after a snapshot could not be copied to the peer
 
+Work = queue.Queue[str | None]  # names of slots that were sealed; None: no more
+
 log = logging.getLogger(__name__)
 
 
@@ -69,10 +71,11 @@ class KeeperNode:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.server = RangeServer(host, lambda: self.secret, self._answer)
         self._peer: Peer | None = None
-        self._work: queue.Queue[str | None] = queue.Queue()  # names of slots that were sealed
+        self._work: Work = queue.Queue()  # of the thread that copies to the peer
         self._ready: dict[Moment, dict[str, Held]] = {}  # checked and copied
         self._failed = False  # something waits to be tried again
-        self._lock, self._receiving = threading.Lock(), threading.Lock()
+        self._running = False
+        self._lock, self._receiving, self._checking = threading.Lock(), threading.Lock(), threading.Lock()
         self._serving = open(folder / LOCK, "wb")  # noqa: SIM115 (held open for as long as the lock is)
         fcntl.flock(self._serving, fcntl.LOCK_SH)
         notices = folder / NOTICES
@@ -82,12 +85,15 @@ class KeeperNode:
         self._notices.settimeout(RETRY_S)
         self._threads = [
             threading.Thread(target=target, name=f"keeper-{target.__name__}", daemon=True)
-            for target in (self.server.serve, self._listen, self._process)
+            for target in (self.server.serve, self._listen)
         ]
 
     def start(self) -> None:
         for thread in self._threads:
             thread.start()
+        with self._lock:
+            self._running = True
+            self._start_to_process()
 
     @property
     def address(self) -> Address:
@@ -96,6 +102,11 @@ class KeeperNode:
     def set_peer(self, peer: Peer | None) -> None:
         """Copy to this one from now on, and what was sealed and is not committed again."""
         with self._lock:
+            if peer != self._peer and self._running:
+                # the one before may have gone dark, and the thread wait for it: let it
+                self._work.put(None)
+                self._work = queue.Queue()
+                self._start_to_process()
             self._peer = peer
             self._ready.clear()
         self._look_again()
@@ -121,7 +132,7 @@ class KeeperNode:
 
     def close(self, *, delete: bool) -> None:
         """End; `delete`: leave nothing in memory."""
-        self._work.put(None)
+        self._put(None)
         self.server.close()
         with contextlib.suppress(OSError):
             self._notices.shutdown(socket.SHUT_RDWR)
@@ -143,7 +154,7 @@ class KeeperNode:
                 return
             if not data:
                 return
-            self._work.put(data.decode())
+            self._put(data.decode())
 
     def _look_again(self) -> None:
         """Take up what is sealed and not committed, as if it had been sealed just now."""
@@ -153,19 +164,28 @@ class KeeperNode:
             with contextlib.suppress(CheckpointError):
                 header = open_slot(path)
                 if header is not None and Moment(header.generation, header.step) > newest:
-                    self._work.put(path.name)
+                    self._put(path.name)
 
-    def _process(self) -> None:
-        while (name := self._work.get()) is not None:
+    def _put(self, name: str | None) -> None:
+        with self._lock:
+            self._work.put(name)
+
+    def _start_to_process(self) -> None:
+        threading.Thread(target=self._process, args=(self._work,), name="keeper-_process", daemon=True).start()
+
+    def _process(self, work: Work) -> None:
+        while (name := work.get()) is not None and work is self._work:
             try:
                 self._take(self.folder / Path(name).name)
             except Exception as error:  # of one snapshot; the keeper goes on with the next
-                self._failed = True
-                self.complain(f"the snapshot in {name} on node {self.node[:12]} is not safe: {first_line(error)}")
+                if work is self._work:
+                    self._failed = True
+                    self.complain(f"the snapshot in {name} on node {self.node[:12]} is not safe: {first_line(error)}")
 
     def _take(self, path: Path) -> None:
         """Check a slot that was sealed, copy it to the peer, and report the node's step once all its ranks' are."""
-        snapshot = files.take_checksums(path)
+        with self._checking:
+            snapshot = files.take_checksums(path)
         if snapshot is None or snapshot.header.run_id != self.run_id:  # overwritten meanwhile
             return
         held = snapshot.held
