@@ -255,7 +255,7 @@ def strike(made: World, kill: Kill, victim: Process) -> set[str]:
 def check_memory(made: World, floor: Moment, *, without: str = "") -> None:
     """The newest snapshot is whole, of one step, not before `floor`, in another layout."""
     get(made.actor.begin_generation.remote())  # as the next group does: late reports of the one before count no more
-    found = get(made.actor.newest_snapshot.remote(True))
+    found = get(made.actor.committed_snapshot.remote())
     if floor == Moment() and found is None:
         return
     assert found is not None, f"nothing is left of {floor}"

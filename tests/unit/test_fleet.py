@@ -102,35 +102,70 @@ def test_a_group_on_one_node_has_its_copies_on_another_that_is_up_until_that_is_
     fleet.storage.shutdown()
 
 
-def test_of_the_newest_step_enough_is_known_at_once_and_all_where_that_is_not_sound(
+class Holders:
+    """Three nodes in Ray's place; each has its own snapshots, and copies of another's."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.nodes, self.answered = ["a", "b", "c"], list[str]()
+        self.held: dict[str, list[Held]] = {node: [] for node in self.nodes}
+        monkeypatch.setattr(module.ray, "nodes", lambda: [{"NodeID": node, "Alive": True} for node in self.nodes])
+        monkeypatch.setattr(module.ray, "wait", lambda calls, **options: (calls[:1], calls[1:]))
+        monkeypatch.setattr(module.ray, "get", self._get)
+        self.fleet = make(folder)
+        self.fleet.known = {
+            node: (self._handle(node), SimpleNamespace(node=node, address=("", 0)))  # type: ignore[misc]
+            for node in self.nodes
+        }
+
+    def hold(self, moment: Moment, *, copies: bool) -> None:
+        for shard, node in enumerate(self.nodes):
+            for each in (shard, (shard - 1) % 3) if copies else (shard,):
+                self.held[node].append(Held(f"{node}{each}", moment, Part(each, 3), 1, ""))
+
+    def _handle(self, node: str) -> Any:
+        return SimpleNamespace(holdings=SimpleNamespace(remote=lambda since: (node, since)))
+
+    def _get(self, call: tuple[str, Moment]) -> list[Held]:
+        node, since = call
+        self.answered.append(node)
+        return [held for held in self.held[node] if held.moment >= since]
+
+
+def test_of_the_newest_step_those_who_ask_and_enough_others_are_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of three nodes has its own snapshot and the one before it's; the third answers last."""
-    nodes, moment, asked = ["a", "b", "c"], Moment(1, 10), list[str]()
+    made = Holders(tmp_path, monkeypatch)
+    fleet, moment = made.fleet, Moment(1, 10)
+    made.hold(moment, copies=True)
+    assert fleet.newest(group=["a"], logged=10) is None
+    assert fleet.committed() is None
+    fleet.board.newest = SnapshotCommit(moment, dict.fromkeys(made.nodes, ""))
+    for group, answered in ((["a"], ["a", "b"]), (["a", "c"], ["a", "b", "c"])):
+        made.answered.clear()
+        found = fleet.newest(group=group, logged=10)
+        assert found is not None
+        assert found[0] == 10
+        assert made.answered == answered
+    found = fleet.committed()
+    assert found is not None
+    assert sorted(holder.held.part.shard for holder in found[1]) == [0, 0, 1, 1, 2, 2]
+    fleet.storage.shutdown()
 
-    def held(node: str) -> list[Held]:
-        shard = nodes.index(node)
-        return [Held(f"{node}{each}", moment, Part(each, 3), 1, "") for each in (shard, (shard - 1) % 3)]
 
-    def handle(node: str) -> Any:
-        return SimpleNamespace(holdings=SimpleNamespace(remote=lambda moment: node))
-
-    def wait(calls: list[str], **options: Any) -> tuple[list[str], list[str]]:
-        asked.append("".join(calls))
-        return calls[:1], calls[1:]
-
-    monkeypatch.setattr(module.ray, "nodes", lambda: [{"NodeID": node, "Alive": True} for node in nodes])
-    monkeypatch.setattr(module.ray, "wait", wait)
-    monkeypatch.setattr(module.ray, "get", held)
-    fleet = make(tmp_path)
-    fleet.known = {node: (handle(node), SimpleNamespace(node=node, address=("", 0))) for node in nodes}  # type: ignore[misc]
-    assert fleet.newest(everyone=False) is None
-    fleet.board.newest = SnapshotCommit(moment, dict.fromkeys(nodes, ""))
-    first = fleet.newest(everyone=False)
-    assert first is not None
-    assert {holder.node for holder in first[1]} == {"a", "b"}
-    assert asked == ["abc", "bc"]
-    every = fleet.newest(everyone=True)
-    assert every is not None
-    assert sorted(holder.held.part.shard for holder in every[1]) == [0, 0, 1, 1, 2, 2]
+def test_a_step_that_survivors_have_all_of_needs_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Holders(tmp_path, monkeypatch)
+    fleet = made.fleet
+    fleet.begin(2, 10, [])
+    fleet.board.newest = SnapshotCommit(Moment(2, 10), dict.fromkeys(made.nodes, ""))
+    for moment in (Moment(2, 10), Moment(2, 11), Moment(1, 13), Moment(2, 13)):
+        made.hold(moment, copies=moment.step == 10)
+    made.held["b"].append(Held("torn", Moment(2, 12), Part(1, 3), 1, ""))  # by one of three
+    for logged, step in ((10, 10), (11, 11), (12, 11), (13, 13)):  # a step without a row is none to begin from
+        found = fleet.newest(group=made.nodes, logged=logged)
+        assert found is not None
+        assert found[0] == step
+        assert {holder.held.moment for holder in found[1]} == {Moment(2, step)}
+    found = fleet.committed()
+    assert found is not None
+    assert found[0] == 10
     fleet.storage.shutdown()

@@ -56,6 +56,22 @@ class SnapshotBoard:
             del self._reported[done]
         return self.newest
 
+    def newest_whole(self, held: Iterable[Held], logged: int) -> Moment:
+        """The newest step that is whole in what is held. Raises AssertionError where nothing was committed.
+
+        The committed one, or a later one of the newest generation that not all of its nodes have reported: ranks seal a
+        step once all its collectives have succeeded, so where they have all of it between them, as a replica has that
+        survived, it is as good. Not after `logged`, the last step that has a row.
+        """
+        assert self.newest is not None
+        committed, held = self.newest.moment, list(held)
+        later = {
+            each.moment
+            for each in held
+            if each.moment > committed and each.moment.generation == self._generation and each.moment.step <= logged
+        }
+        return max((moment for moment in later if is_whole(moment, held)), default=committed)
+
     def rebuild(self, known: Iterable[tuple[str, Moment, Iterable[Held]]]) -> None:
         """After the coordinator was lost: from each keeper's (node, newest commit it knows, what it holds).
 

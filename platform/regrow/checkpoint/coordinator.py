@@ -280,9 +280,14 @@ class Coordinator:
             self.complaints.add(node)
             self._event("snapshot_failed", detail=text)
 
-    def newest_snapshot(self, everyone: bool = False) -> tuple[int, list[Holder]] | None:
-        """The newest committed step that is held in memory, and where its files are; see `Fleet.newest`."""
-        return self.fleet.newest(everyone=everyone)
+    def newest_snapshot(self) -> tuple[int, list[Holder]] | None:
+        """What the group that forms should begin from: a step, and where its files are; see `Fleet.newest`."""
+        group = {member.node for member in self.membership.current}
+        return self.fleet.newest(group=group, logged=self.log.next_step - 1)
+
+    def committed_snapshot(self) -> tuple[int, list[Holder]] | None:
+        """What it should begin from where that could not be read; see `Fleet.committed`."""
+        return self.fleet.committed()
 
     def snapshots_sealed(self, reports: list[Sealed]) -> None:
         """All of some nodes' snapshots of a step are sealed and copied."""

@@ -7,7 +7,7 @@ Nothing here waits for storage or for a keeper: `tick`, called often, takes what
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -120,27 +120,40 @@ class Fleet:
             self.wanted, self.wanted_at = step, time.time()
             self._begin_upload_if_due()
 
-    def newest(self, *, everyone: bool) -> tuple[int, list[Holder]] | None:
-        """The newest committed step that is held in memory, and where its files are; None where there is none.
+    def newest(self, *, group: Collection[str], logged: int) -> tuple[int, list[Holder]] | None:
+        """The newest step that is whole in memory, and where its files are; None where nothing was committed.
 
-        Enough of them for one whole state, or those of `everyone` who answers.
+        `group` are the nodes of those who ask, which answer soon; whose copies are nearest to them. `logged`: as for
+        `SnapshotBoard.newest_whole`.
         """
         if self.board.newest is None:
             return None
+        holders = self._ask_holders(self.board.newest.moment, group)
+        moment = self.board.newest_whole((holder.held for holder in holders), logged)
+        return moment.step, [holder for holder in holders if holder.held.moment == moment]
+
+    def committed(self) -> tuple[int, list[Holder]] | None:
+        """The newest committed step, and all its files that anybody has, where what `newest` gave is not sound."""
+        if self.board.newest is None:
+            return None
         moment = self.board.newest.moment
+        return moment.step, [holder for holder in self._ask_holders(moment) if holder.held.moment == moment]
+
+    def _ask_holders(self, since: Moment, group: Collection[str] | None = None) -> list[Holder]:
+        """Who holds what of this step and later ones: a group's nodes, and others until the step is whole; or all."""
         alive = self._alive()
-        asked = [(handle, info) for node, (handle, info) in self.known.items() if node in alive]
-        calls = {handle.holdings.remote(moment): info for handle, info in asked}
+        calls = {handle.holdings.remote(since): info for node, (handle, info) in self.known.items() if node in alive}
         holders: list[Holder] = []
         give_up_at = time.monotonic() + ANSWER_S
         while calls and time.monotonic() < give_up_at:
-            if not everyone and is_whole(moment, [holder.held for holder in holders]):
+            waiting = {info.node for info in calls.values()}
+            if group is not None and waiting.isdisjoint(group) and is_whole(since, [each.held for each in holders]):
                 break  # a node that has just died, which Ray may not know, is not waited for if it need not be
             for call in _answered(calls, ENOUGH_S):
                 info = calls.pop(call)
                 with contextlib.suppress(ray.exceptions.RayError):
                     holders += [Holder(info.node, info.address, held) for held in ray.get(call)]
-        return moment.step, holders
+        return holders
 
     def discard(self) -> None:
         """What is in memory is not to be used: the state itself went wrong."""

@@ -130,9 +130,9 @@ class Keeper:
                 self.newest_message = number
                 self._keeper.committed(state)
 
-    def holdings(self, moment: Moment) -> list[Held]:
-        """What this keeper holds of a step."""
-        return [held for held in self._keeper.holdings() if held.moment == moment]
+    def holdings(self, since: Moment) -> list[Held]:
+        """What this keeper holds of a step and of later ones."""
+        return [held for held in self._keeper.holdings() if held.moment >= since]
 
     def write(self, order: WriteOrder) -> Written:
         """Write what the node holds of a step to storage."""

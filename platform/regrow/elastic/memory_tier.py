@@ -74,14 +74,15 @@ class MemoryTier:
         self._heartbeat.enter(generation, gloo)
 
     def restore(self, entries: Sequence[Entry], *, at_least: int) -> Progress | None:
-        """Fill the entries from the newest committed snapshot.
+        """Fill the entries from the newest snapshot that is whole.
 
         None where there is no snapshot of step `at_least` or later, and where some rank could not read it: what the
         entries hold then is nothing to go by.
         """
         step, problem = 0, ""
-        for everyone in (False, True):  # who answers first has a whole state; where that is damaged, others have more
-            newest = self._newest(everyone=everyone)
+        coordinator = self.job.coordinator
+        for ask in (coordinator.newest_snapshot, coordinator.committed_snapshot):
+            newest = from_rank_0(ray.get(ask.remote(), timeout=CALL_TIMEOUT_S) if dist.get_rank() == 0 else None)
             if newest is None or newest[0] < at_least:
                 return None
             step, holders = newest
@@ -93,11 +94,6 @@ class MemoryTier:
                 return Progress(**restored.scalars)
         self._note({"step": step, "detail": problem})
         return None
-
-    def _newest(self, *, everyone: bool) -> tuple[int, list[Holder]] | None:
-        """The newest committed step and who holds it, as the coordinator knows; see `Fleet.newest`."""
-        call = self.job.coordinator.newest_snapshot.remote(everyone) if dist.get_rank() == 0 else None
-        return from_rank_0(ray.get(call, timeout=CALL_TIMEOUT_S) if call is not None else None)
 
     def _read(self, entries: Sequence[Entry], holders: list[Holder]) -> tuple[Restored | None, str]:
         """What this rank needs, or why it cannot be had. Local."""
