@@ -94,11 +94,14 @@ def reference_rows(config: DrillJobConfig, console: Console) -> list[dict[str, A
     }
     settings["run"] = {"seed": config.run.seed, "steps": config.train.steps}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    alone = replace(config.cluster, address=None, local_nodes=0, min_workers=1, max_workers=1, dashboard=False)
+    alone = replace(
+        config.cluster, address=None, local_nodes=0, min_workers=1, max_workers=1, spare_workers=0, dashboard=False
+    )
     undisturbed: PretrainConfig = replace(
         config,
         run=replace(config.run, name=f"drill-reference-{digest}"),
         cluster=alone,
+        parallel=replace(config.parallel, dp_replicate=1, tp=1),
         train=replace(config.train, stop_at_step=steps),
     )
     folder = run_folder(undisturbed).local_path
