@@ -87,8 +87,13 @@ def test_a_group_grows_past_the_size_it_started_with_and_shrinks_again(undisturb
 
 
 @pytest.mark.long
-def test_two_nodes_of_two_workers_lose_one_and_get_it_back(undisturbed: Job, storage: Path) -> None:
-    with local_nodes(2, cpus=4) as nodes, start(storage, "pairs", nodes, 2, 4) as job:
+@pytest.mark.parametrize(("replicas", "lost_steps"), [(1, 1), (2, 0)])
+def test_two_nodes_of_two_workers_lose_one_and_get_it_back(
+    undisturbed: Job, storage: Path, replicas: int, lost_steps: int
+) -> None:
+    """Where each node has a replica, the survivors have all of the newest step between them."""
+    layout = f"parallel.dp_replicate={replicas}"
+    with local_nodes(2, cpus=4) as nodes, start(storage, f"pairs-{replicas}", nodes, 2, 4, layout) as job:
         job.wait_for(lambda: job.last_step() >= 15, 240)
         (first,) = job.events("generation")
         assert first["world_size"] == 4
@@ -98,7 +103,7 @@ def test_two_nodes_of_two_workers_lose_one_and_get_it_back(undisturbed: Job, sto
         nodes.add()
         job.wait_for(lambda: job.events("generation")[-1]["world_size"] == 4, 150)
         assert job.wait(300) == 0, job.printed()
-        assert all(event["recomputed_steps"] <= 1 for event in job.events("generation"))
+        assert all(event["recomputed_steps"] <= lost_steps for event in job.events("generation"))
         assert_same_run(job, undisturbed)
 
 
