@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from regrow.checkpoint.collective import gather
 from regrow.elastic.rendezvous import FORM_S, Joined, form_group, leave_generation
-from regrow.parallel.break_off import break_off, listening
+from regrow.parallel.break_off import Address, break_off, listening
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.membership import Formation, Member
 from regrow.plan.mesh import plan_mesh
@@ -53,6 +53,9 @@ def wait_for_a_third_then_form_without_the_second() -> tuple[float, float]:
     dist.barrier()
     leave_generation()
 
+    def break_off_soon(generation: int, listeners: set[Address]) -> None:
+        threading.Timer(1.0, break_off, [listeners]).start()
+
     def form(generation: int, ranks: list[int]) -> None:
         members = [Member(f"m{each}", "node", "127.0.0.1", ports[each][generation], each) for each in ranks]
         form_group(
@@ -60,7 +63,7 @@ def wait_for_a_third_then_form_without_the_second() -> tuple[float, float]:
             stores[generation],
             device_type="cpu",
             timeout_s=600.0,
-            waiting=lambda _, listeners: threading.Timer(1.0, break_off, [listeners]).start(),
+            waiting=break_off_soon if generation == 0 else lambda generation, listeners: None,
         )
 
     begun = time.monotonic()

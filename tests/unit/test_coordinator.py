@@ -103,6 +103,25 @@ def test_a_node_whose_workers_die_one_by_one_has_failed_once_in_each_generation(
     assert made.notices.avoided(time.time()) == {"node 1"}
 
 
+def test_a_node_that_failed_again_and_again_is_used_where_too_few_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(tmp_path)
+    made.notices.barred_until = {"barred": time.time() + 3600}
+    made.notices.deadlines = {"leaving": time.time()}
+    made.join(Member("m", "node", "127.0.0.1", 1, 1), 1)
+    made.formation("m", 0)
+    assert made.avoided_nodes() == {"barred", "leaving"}
+    made.members_died([("node", 1)], 0, "worker_died", "gone")
+    assert made.avoided_nodes() == {"barred", "leaving"}  # others may come yet
+    monkeypatch.setattr(module, "YIELD_S", 0.0)
+    assert made.avoided_nodes() == {"leaving"}
+    made.join(Member("other", "barred", "127.0.0.1", 2, 2), 1)
+    made.membership.settle_s = 0.0
+    assert made.formation("other", 1).formation is not None
+    assert made.avoided_nodes() == {"barred", "leaving"}
+
+
 def test_rows_may_be_missing_only_where_the_coordinator_was_restarted(tmp_path: Path) -> None:
     made = make(tmp_path)
     generation = generation_of(form(made))

@@ -44,6 +44,7 @@ NOT_FINITE = "nonfinite"
 UNKNOWN = "worker_failed"  # until something else is known of the generation that is running
 # why a group leaves in good order: for a larger one, without some nodes, or to go on in bfloat16
 GROW, DRAIN, END_OF_FLOAT8 = "grow", "drain", "end_of_float8"
+YIELD_S = 10.0  # that too few wait for workers elsewhere before nodes are used that failed again and again
 FORM_POLL_S = 0.02  # at which a worker asks for its generation
 FORM_POLLS_PER_S = 2000.0  # of all workers together
 LOOK_AT_S = 1e-6  # a worker that waits, to see whether a group can be formed: not at every poll of thousands
@@ -337,7 +338,9 @@ class Coordinator:
             self._event("drain", node=node, deadline=deadlines[node])
 
     def avoided_nodes(self) -> set[str]:
-        """Where no worker is to be started."""
+        """Where no worker is to be started: not on nodes that fail again and again, unless too few are left."""
+        if self.too_few_since and time.monotonic() - self.too_few_since > YIELD_S:
+            return self.notices.leaving(time.time())
         return self.notices.avoided(time.time())
 
     def event(self, generation: int, event: str, fields: dict[str, Any]) -> None:

@@ -42,4 +42,8 @@ class Notices:
     def avoided(self, now: float) -> set[str]:
         """Nodes that no group is to be on."""
         self.barred_until = {node: until for node, until in self.barred_until.items() if until > now}
-        return self.barred_until.keys() | {node for node, at in self.deadlines.items() if now > at - MARGIN_S}
+        return self.barred_until.keys() | self.leaving(now)
+
+    def leaving(self, now: float) -> set[str]:
+        """Nodes that are about to be taken away."""
+        return {node for node, at in self.deadlines.items() if now > at - MARGIN_S}
