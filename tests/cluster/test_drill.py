@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,22 @@ def test_a_killed_worker_breaks_no_promise(storage: Path) -> None:
     assert any("each step is there once" in claim for claim in broken)
 
 
-def test_sigterm_stays_the_drills_own_when_a_node_is_added() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with local_nodes(1, cpus=1):
-        assert signal.getsignal(signal.SIGTERM) is before
+def test_sigterm_stays_the_drills_own_while_nodes_are_added() -> None:
+    before, seen, done = signal.getsignal(signal.SIGTERM), set(), threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.01):
+            seen.add(signal.getsignal(signal.SIGTERM))
+
+    watch = threading.Thread(target=look)
+    watch.start()
+    try:
+        with local_nodes(1, cpus=1):
+            pass
+    finally:
+        done.set()
+        watch.join()
+    assert seen == {before}
 
 
 def test_a_mistake_is_one_line_before_anything_starts(storage: Path) -> None:

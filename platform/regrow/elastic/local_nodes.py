@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,14 +110,15 @@ class LocalNodes:
 
     @contextmanager
     def _starting(self) -> Iterator[None]:
-        """Ray's folder is ours, and SIGTERM stays what it was: with each node Ray takes it, to drain that one."""
-        before, on_sigterm = os.environ.get("RAY_TMPDIR"), signal.getsignal(signal.SIGTERM)
-        os.environ["RAY_TMPDIR"] = self.folder
+        """Ray's folder is ours, and SIGTERM stays what it is: with each node Ray would take it, to drain that one."""
+        from ray._private import utils
+
+        before, take_sigterm = os.environ.get("RAY_TMPDIR"), utils.set_sigterm_handler
+        os.environ["RAY_TMPDIR"], utils.set_sigterm_handler = self.folder, lambda handler: None
         try:
             yield
         finally:
-            if threading.current_thread() is threading.main_thread():  # Ray sets none elsewhere
-                signal.signal(signal.SIGTERM, on_sigterm)
+            utils.set_sigterm_handler = take_sigterm
             if before is None:
                 del os.environ["RAY_TMPDIR"]
             else:
