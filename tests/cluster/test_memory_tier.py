@@ -32,6 +32,7 @@ def assert_same_run(job: Job, undisturbed: Job, unreadable: int = 0) -> None:
     assert len(job.events("snapshot_unreadable")) == unreadable
 
 
+@pytest.mark.long
 def test_dead_workers_and_a_nodes_memory_gone_cost_at_most_a_step_and_no_storage(
     undisturbed: Job, storage: Path
 ) -> None:
