@@ -154,7 +154,8 @@ def import_entries(
         advance(tensor.num_bytes)
         zeros = torch.zeros_like(weight, dtype=getattr(torch, moments.value))
         for prefix, memory in (("model", weight), *((f"optim/{moment}", zeros) for moment in MOMENTS)):
-            yield Entry(Span(f"{prefix}/{name}", shape, str(memory.dtype)[6:], 0, memory.numel()), memory)
+            dtype = str(memory.dtype).removeprefix("torch.")
+            yield Entry(Span(f"{prefix}/{name}", shape, dtype, 0, memory.numel()), memory)
 
 
 def weight_bytes(source: Storage) -> int:

@@ -21,7 +21,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by device type, for 
 def build_mesh(shape: MeshShape, device_type: str, *, timeout_s: float | None = None) -> DeviceMesh:
     """The device mesh over all ranks of the default group. Collective: every rank calls it.
 
-    Collectives of its groups fail after `timeout_s`, or torch's default, whatever is the default group's.
+    Collectives of its groups fail after `timeout_s`; where it is None, those of groups that are not the default one
+    after torch's default, whatever that one's is.
     """
     mesh = init_device_mesh(device_type, tuple(shape.axes.values()), mesh_dim_names=tuple(shape.axes))
     if timeout_s is not None:
