@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from torch._dynamo.utils import counters
 
-from regrow.config.schema import ActivationCheckpoint, AttentionKernel, Dtype, Float8, OptimConfig, ParallelConfig
+from regrow.config.schema import ActivationCheckpoint, AttentionKernel, CompileMode, Dtype, Float8, OptimConfig, ParallelConfig
 from regrow.testing.gloo import run_ranks
 from regrow.testing.tiny import tiny_model
 from regrow.testing.training import Training, plain_losses, train
@@ -56,6 +56,15 @@ def test_a_block_compiles_with_its_attention_s_kernel():
     ((losses, num_graphs),) = run_ranks(losses_and_graphs, 1, training)
     assert losses == pytest.approx(plain_losses(training), abs=1e-5)
     assert num_graphs == 1
+
+
+@pytest.mark.long
+def test_inductor_may_look_for_fast_kernels(cache):
+    parallel = ParallelConfig(compile=True, compile_mode=CompileMode.max_autotune)
+    training = Training(tiny_model(), parallel, OPTIM, num_steps=3)
+    for losses, num_graphs in run_ranks(losses_and_graphs, 2, training, deadline_s=280, env=cache):
+        assert losses == pytest.approx(plain_losses(training), abs=1e-5)
+        assert num_graphs == 1
 
 
 @pytest.mark.long
