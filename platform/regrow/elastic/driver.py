@@ -34,7 +34,7 @@ from regrow.observe.console import Console
 from regrow.observe.narrate import narrate, startup_line
 from regrow.observe.provenance import git_sha, versions
 from regrow.observe.report import write_report
-from regrow.plan.recipe import float8_steps
+from regrow.parallel.recipe import float8_steps
 from regrow.storage import Storage
 
 POLL_S = 0.2

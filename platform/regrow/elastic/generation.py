@@ -46,9 +46,9 @@ from regrow.parallel.compile import graphs_compiled, graphs_lowered
 from regrow.parallel.compile_cache import CompileCache
 from regrow.parallel.float8 import inner_tensor, refresh_float8_scales
 from regrow.parallel.fsdp import build_mesh, replica_group
+from regrow.parallel.recipe import float8_steps, recipe_after
 from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
-from regrow.plan.recipe import float8_steps, recipe_after
 from regrow.storage import Storage
 from regrow.train.build import build_step
 from regrow.train.loop import LoopSettings, NotFinite, train
