@@ -103,6 +103,22 @@ def test_a_node_whose_workers_die_one_by_one_has_failed_once_in_each_generation(
     assert made.notices.avoided(time.time()) == {"node 1"}
 
 
+def test_a_failure_says_how_the_gpus_of_its_nodes_were_and_their_errors_count_as_failures(tmp_path: Path) -> None:
+    made = make(tmp_path)
+    for pid in range(4):
+        made.join(Member(f"m{pid}", f"node {pid}", "127.0.0.1", pid, pid), 4)
+    made.formation("m0", 0)
+    made.watch.gpus = {f"node {number}": [f"H100 GPU-{number}: 90 C"] for number in (1, 2)}
+    made.members_died([("node 1", 1), ("node 3", 3)], 2, "worker_died", "gone")
+    (failure,) = [update.content for update in made.updates if update.content["event"] == "failure"]
+    assert failure["gpus"] == {"node 1": ["H100 GPU-1: 90 C"]}
+    for xid in (13, 31, 79, 79):  # programs' faults do not count, and the same node's failure counts once a generation
+        made.gpu_error("node 2", "GPU-2", xid)
+    errors = [update.content for update in made.updates if update.content["event"] == "gpu_error"]
+    assert [error["meaning"] for error in errors] == ["", "", "fell off the bus", "fell off the bus"]
+    assert [len(made.notices._failed_at[f"node {number}"]) for number in range(4)] == [0, 1, 1, 1]
+
+
 def test_a_node_that_failed_again_and_again_is_used_where_too_few_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -169,3 +169,30 @@ def test_a_step_that_survivors_have_all_of_needs_no_commit(tmp_path: Path, monke
     assert found is not None
     assert found[0] == 10
     fleet.storage.shutdown()
+
+
+def test_a_newcomer_is_given_nodes_that_train_else_those_that_came_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet, alive = make(tmp_path), ["a", "b", "c", "d", "e", "f"]
+    monkeypatch.setattr(module.ray, "nodes", lambda: [{"NodeID": node, "Alive": True} for node in alive])
+    infos: dict[str, Any] = {node: SimpleNamespace(node=node, address=(node, 1)) for node in alive}
+
+    def given(node: str) -> list[str]:
+        peers = fleet.neighbours(infos[node])
+        assert all(peer.address == (peer.node, 1) for peer in peers)
+        return [peer.node for peer in peers]
+
+    assert given("a") == []
+    assert given("b") == ["a"]
+    assert given("a") == ["b"]  # another rank of it asks
+    assert given("c") == ["a", "b"]
+    alive.remove("c")
+    assert given("d") == ["a", "b"]
+    fleet.known = {node: (None, infos[node]) for node in "ab"}
+    fleet.peers = {"a": "b", "b": "a"}
+    found = given("e")
+    assert sorted(found[:2]) == ["a", "b"]
+    assert found[2:] == ["d"]
+    assert given("a") == ["b", "e", "d"]
+    fleet.storage.shutdown()

@@ -19,10 +19,11 @@ from regrow.checkpoint.fleet import Fleet
 from regrow.checkpoint.format import COMMIT
 from regrow.checkpoint.held import Holder
 from regrow.checkpoint.keeper import COORDINATOR, NAMESPACE, KeeperInfo
-from regrow.checkpoint.keeper_node import Sealed
+from regrow.checkpoint.keeper_node import Peer, Sealed
 from regrow.checkpoint.watch import Suspect, Watch
 from regrow.config.schema import PretrainConfig
 from regrow.errors import ResumeError
+from regrow.observe.gpus import HARDWARE_XIDS
 from regrow.observe.metrics import RunMetrics
 from regrow.observe.pulse import Pulse
 from regrow.observe.roll_call import RollCall
@@ -139,7 +140,7 @@ class Coordinator:
         )
         self.stalls = Stalls(cluster.silence_s, config.train.collective_timeout_s)
         self.watch = Watch(self.stalls, save=self._save_stacks, slow=self._name_stragglers)
-        self.probe_every_steps = cluster.probe_every_steps
+        self.probe_every_steps, self.on_gpus = cluster.probe_every_steps, cluster.gpus_per_worker > 0
         self.roll_call = RollCall()
         self.failed_in: dict[str, int] = {}  # the newest generation in which a node's failure was counted
         self.missed_rows = _is_restarted()  # those that the coordinator before had and did not write
@@ -222,6 +223,17 @@ class Coordinator:
         self._event("unfit", node=node, pid=pid, detail=detail)
         self._count_failure(node)
 
+    def gpu_error(self, node: str, gpu: str, xid: int) -> None:
+        """The driver of a node's GPU reports an error. The process that meets it fails by itself, if it does."""
+        meaning = HARDWARE_XIDS.get(xid, "")
+        self._event("gpu_error", node=node, gpu=gpu, xid=xid, meaning=meaning)
+        if meaning and self.failed_in.get(node) != self.generation:
+            self._count_failure(node)
+
+    def neighbours(self, info: KeeperInfo) -> list[Peer]:
+        """For a keeper that is new to measure its links to; see `Fleet.neighbours`."""
+        return self.fleet.neighbours(info)
+
     def not_finite(self, generation: int, step: int, detail: str) -> None:
         """The whole group leaves, for gradients are not finite: back to storage, or to the end."""
         self._fence(generation)
@@ -261,6 +273,7 @@ class Coordinator:
         self.cause = UNKNOWN
         self.stalls.begin(time.monotonic())
         self.roll_call.meet(self.membership.current)
+        self._read_gpus(time.monotonic())
 
     def adopt_keepers(self) -> None:
         """Keepers that outlived an earlier coordinator of this run hold what it had committed."""
@@ -330,6 +343,7 @@ class Coordinator:
         self.updates.append(Update("row", row))
         if self.probe_every_steps and (row["step"] - 1) % self.probe_every_steps == 0:  # all have, a step before
             self.watch.check_up(now, self.fleet.keepers())
+            self._read_gpus(now)
         return self.stop_reason or self._why_reform(now)
 
     def draining(self, deadlines: dict[str, float]) -> None:
@@ -360,7 +374,16 @@ class Coordinator:
         """Record why a group broke; the next generation carries the cause."""
         self.cause, self.last_failure = cause, detail
         self.fleet.cadence.failed()
-        self._event("failure", cause=cause, detail=detail, ranks=ranks, generation=self.generation)
+        nodes = {self.membership.current[rank].node for rank in ranks if rank < len(self.membership.current)}
+        gpus = {node: self.watch.gpus[node] for node in nodes if node in self.watch.gpus}
+        self._event(
+            "failure",
+            cause=cause,
+            detail=detail,
+            ranks=ranks,
+            generation=self.generation,
+            **({"gpus": gpus} if gpus else {}),
+        )
 
     def group_failed(self, cause: str, detail: str, ranks: list[int]) -> None:
         """Ray Train ends the whole group and starts another one. Called by its controller."""
@@ -454,6 +477,10 @@ class Coordinator:
             reason = GROW if self.membership.wants_to_grow(now) else ""
         self.reform = reason or self.reform  # the group may be on its way already
         return reason
+
+    def _read_gpus(self, now: float) -> None:
+        if self.on_gpus:
+            self.watch.read_gpus(now, self.fleet.keepers())
 
     def _name_stragglers(self, found: list[tuple[str, Pulse, float]]) -> None:
         for node, pulse, factor in found:

@@ -6,6 +6,7 @@ Nothing here waits for storage or for a keeper: `tick`, called often, takes what
 """
 
 import contextlib
+import random
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,7 @@ from regrow.storage import Storage
 
 ANSWER_S = 10.0  # for keepers to answer a small question
 ENOUGH_S = 0.05  # between looks whether those that have are enough
+NEIGHBOURS = 3  # that a newcomer may try to measure its link to
 RETRY_S = 30.0  # from a checkpoint that failed to the next one
 
 
@@ -51,6 +53,7 @@ class Fleet:
         self.keep, self.upload_timeout_s, self.commit, self.event = keep, upload_timeout_s, commit, event
         self.known: dict[str, tuple[Any, KeeperInfo]] = {}  # node -> actor, what is known of it
         self.dark: set[str] = set()  # nodes that do not answer
+        self.newcomers: dict[str, Peer] = {}  # that are not known yet, in the order of their coming
         self.board = SnapshotBoard()
         self.peers: dict[str, str] = {}  # of the current generation's nodes; one alone has another one, if that is up
         self.upload: Upload | None = None
@@ -78,6 +81,15 @@ class Fleet:
         """A node's keeper is up, or is up again."""
         self.known[info.node] = (handle, info)
         self.dark.discard(info.node)
+
+    def neighbours(self, info: KeeperInfo) -> list[Peer]:
+        """Other nodes, those that train before others that came lately, for a newcomer to measure its links to."""
+        self.newcomers.pop(info.node, None)
+        here, alive = [node for node in self.peers if node != info.node], self._alive()
+        found = [Peer(node, self.known[node][1].address) for node in random.sample(here, min(len(here), NEIGHBOURS))]
+        found += [peer for node, peer in reversed(self.newcomers.items()) if node not in self.peers]
+        self.newcomers[info.node] = Peer(info.node, info.address)
+        return [peer for peer in found if peer.node in alive][:NEIGHBOURS]
 
     def greet(self, node: str, handle: Any, me: Any) -> None:
         """A keeper was restarted: it takes its old place."""

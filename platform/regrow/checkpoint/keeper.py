@@ -22,9 +22,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from regrow.checkpoint.held import Held
 from regrow.checkpoint.keeper_node import KeeperNode, Peer, Sealed, is_served, last_used
+from regrow.checkpoint.link import Damaged, Link, measure
 from regrow.checkpoint.ranges import Address
 from regrow.checkpoint.slots import Committed, Moment
 from regrow.checkpoint.upload import WriteOrder, Written
+from regrow.errors import CheckpointError
+from regrow.observe.gpus import XidWatch, read_gpus
 from regrow.observe.pulse import Pulse, Word, look, read_pulses
 
 NAMESPACE = "regrow"
@@ -74,7 +77,10 @@ class Keeper:
         self.newest_message = -1
         self.reports: dict[Moment, list[Sealed]] = {}  # of the nodes that this keeper speaks for
         self.heard_at = time.monotonic()
+        self.checking_link = threading.Lock()
+        self.link: Link | None = None  # to one other node
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        self.xids = XidWatch(self._tell_xid)
 
     def serve(self, coordinator: Any, secret: bytes) -> KeeperInfo:
         """Work for this coordinator from now on; the same again, or another one after the first was lost."""
@@ -142,12 +148,37 @@ class Keeper:
         """Of the workers of this node."""
         return read_pulses(self.folder)
 
+    def check_link(self, neighbours: Sequence[Peer], least_bytes_per_s: float) -> str:
+        """Before workers of this node join a group: measure what it is joined to one of these by, once. Why they should
+        not, or empty; a neighbour that does not answer is its own affair."""
+        with self.checking_link:  # every rank of the node asks
+            for peer in neighbours if self.link is None else ():
+                try:
+                    self.link = measure(peer.node, peer.address, self._keeper.secret)
+                except Damaged as error:
+                    return f"its link to node {peer.node[:12]}: {error}"
+                except CheckpointError as error:
+                    self._note("link_failed", to=peer.node, detail=str(error))
+                    continue
+                self._note("link", to=peer.node, sent=self.link.sent, received=self.link.received)
+                break
+            if self.link is None or min(self.link.sent, self.link.received) >= least_bytes_per_s:
+                return ""
+            return (
+                f"its link to node {self.link.node[:12]} carries {self.link.sent / 1e9:.2g} GB/s there and "
+                f"{self.link.received / 1e9:.2g} back; cluster.least_link_gb_per_s={least_bytes_per_s / 1e9:g}"
+            )
+
+    def gpus(self) -> list[str]:
+        """What the GPUs of this node tell of themselves."""
+        return [str(gpu) for gpu in read_gpus()]
+
     def look(self) -> str:
-        """Where each worker of this node is."""
+        """Where each worker of this node is, and what its GPUs tell."""
         with self.lock:
             self.word = replace(self.word, traces=self.word.traces + 1)
             word = self.word
-        return look(self.folder, word)
+        return look(self.folder, word) + "".join(f"{gpu}\n" for gpu in self.gpus())
 
     def over(self, generation: int) -> None:
         """Tell the workers of this node that a generation is over, whoever still waits in one of its collectives."""
@@ -162,6 +193,7 @@ class Keeper:
 
     def close(self) -> None:
         """Delete everything, what an earlier keeper left there too."""
+        self.xids.close()
         if self.keeper is not None:
             self.keeper.close(delete=True)
             self.keeper = None
@@ -171,6 +203,13 @@ class Keeper:
     def _keeper(self) -> KeeperNode:
         assert self.keeper is not None, "it serves nobody yet"
         return self.keeper
+
+    def _note(self, event: str, **fields: Any) -> None:
+        self.coordinator.note.remote(event, {"node": self.node_id} | fields)
+
+    def _tell_xid(self, uuid: str, xid: int) -> None:
+        if self.coordinator is not None:
+            self.coordinator.gpu_error.remote(self.node_id, uuid, xid)
 
     def _watch(self) -> None:
         """Find the coordinator again after this actor was restarted; end where none answers any more.

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from regrow.checkpoint import held as files
+from regrow.checkpoint import link
 from regrow.checkpoint.held import COPY, Held, open_snapshot
 from regrow.checkpoint.ranges import BLOCK, Address, Connection, RangeServer, connected
 from regrow.checkpoint.slots import MAGIC, NOTICES, SLOT, Committed, Moment, open_slot
@@ -221,7 +222,10 @@ class KeeperNode:
                 raise CheckpointError(f"the peer refused it: {answer.get('error', 'it is gone')}")
 
     def _answer(self, request: dict[str, Any], connection: Connection) -> None:
-        """One request of a peer or of a rank that restores."""
+        """One request of a peer, of a newcomer or of a rank that restores."""
+        if request["op"] == link.OP:
+            link.answer(request, connection)
+            return
         path = self.folder / Path(request["file"]).name
         if request["op"] == "put":
             self._receive(path, request, connection)

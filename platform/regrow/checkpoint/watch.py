@@ -60,6 +60,8 @@ class Watch:
         self.stalls, self.save, self.slow = stalls, save, slow
         self._stragglers = Stragglers()
         self._check_up: _Asked | None = None
+        self._hardware: _Asked | None = None
+        self.gpus: dict[str, list[str]] = {}  # by node, what they told when they were asked last
         self._pulses: _Asked | None = None
         self._look: _Asked | None = None
         self._suspects: list[Suspect] = []
@@ -69,6 +71,10 @@ class Watch:
         """All ranks have probed their devices: how fast are they?"""
         self._check_up = _Asked({keeper.pulses.remote(): node for node, keeper in keepers.items()}, now)
 
+    def read_gpus(self, now: float, keepers: Mapping[str, Any]) -> None:
+        """Ask how all GPUs are: of those that fail, nobody can ask any more."""
+        self._hardware = _Asked({keeper.gpus.remote(): node for node, keeper in keepers.items()}, now)
+
     def tick(self, now: float, members: Iterable[Member], keepers: Mapping[str, Any]) -> list[Suspect]:
         """The members of the current group that are to be given up; `keepers` are those of its nodes.
 
@@ -76,6 +82,11 @@ class Watch:
         """
         if self._check_up is not None:
             self._finish_check_up(self._check_up)
+        if self._hardware is not None:
+            self._hardware.collect()
+            self.gpus |= {node: answer for node, answer in self._hardware.answers.items() if answer}
+            if not self._hardware.calls:
+                self._hardware = None
         if not keepers or not self.stalls.stalled_s(now):
             self._pulses, self._look, self._suspects = None, None, []
             return []

@@ -126,6 +126,12 @@ def _cluster(config: PretrainConfig) -> None:
     for name, none in (("quarantine_failures", "leaves no node alone"), ("probe_every_steps", "probes never")):
         value = getattr(cluster, name)
         _need(value >= 0, f"cluster.{name}={value} must not be negative; 0 {none}")
+    link = cluster.least_link_gb_per_s
+    _need(
+        link == 0 or (link > 0 and cluster.check_hardware and config.snapshot.every_steps > 0),
+        f"cluster.least_link_gb_per_s={link} must not be negative; above 0 it needs cluster.check_hardware=true and "
+        "snapshot.every_steps above 0, as keepers measure links",
+    )
     for name, least in (("silence_s", 5.0), ("wait_for_workers_s", 0.0), ("quarantine_s", 0.0)):
         value = getattr(cluster, name)
         _need(value >= least, f"cluster.{name}={value} must be at least {least:g} seconds")

@@ -114,6 +114,8 @@ class ClusterConfig:
     silence_s: float = 30.0  # a worker that does not answer for this long is ended
     wait_for_workers_s: float = 3600.0  # below min_workers: how long to keep the state and wait for nodes
     probe_every_steps: int = 100  # each rank checks and times a short matrix product: who is slow, or wrong? 0: never
+    check_hardware: bool = True  # a worker whose GPU (by NVML) or whose node's link is broken does not join
+    least_link_gb_per_s: float = 0.0  # a node that reaches others slower does not join; one TCP connection's GB/s
     quarantine_failures: int = 3  # of one node within an hour: it is left alone; 0: never
     quarantine_s: float = 3600.0  # for so long
     max_failures: int = 1000  # group restarts before the run gives up

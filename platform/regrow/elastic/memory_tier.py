@@ -46,6 +46,19 @@ class MemoryTier:
         self._serving = self._serve()
         self._heartbeat: Heartbeat | None = None
 
+    def why_unfit(self) -> str:
+        """What this node is joined to the others by should not be trained with, and why; or empty. Local.
+
+        Waits for the keeper. One that does not come, or cannot work, is for `join` to tell.
+        """
+        least, serving = self.job.config.cluster.least_link_gb_per_s, self._serving
+        with contextlib.suppress(ray.exceptions.RayError):
+            info: KeeperInfo = ray.get(serving, timeout=CALL_TIMEOUT_S)
+            neighbours = ray.get(self.job.coordinator.neighbours.remote(info), timeout=CALL_TIMEOUT_S)
+            problem: str = ray.get(self.keeper.check_link.remote(neighbours, least * 1e9), timeout=CALL_TIMEOUT_S)
+            return problem
+        return ""
+
     def waiting(self, generation: int, listeners: set[Address]) -> None:
         """This process waits at these addresses to form a generation, and is to be broken off if that is over. Local.
 

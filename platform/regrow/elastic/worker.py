@@ -11,6 +11,7 @@ import os
 import time
 import traceback
 import uuid
+from typing import NoReturn
 
 import ray
 import ray.train
@@ -29,7 +30,7 @@ from regrow.parallel.break_off import Address
 from regrow.parallel.compile_cache import CompileCache
 from regrow.plan.batch import plan_batch
 from regrow.storage import Storage
-from regrow.train.probe import Prober, Unfit
+from regrow.train.probe import Prober, Unfit, check_gpu
 from regrow.train.warm_up import warm_up
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of mallopt(3)
@@ -44,6 +45,8 @@ def run_worker(job: Job) -> None:
     memory = MemoryTier(job) if config.snapshot.every_steps else None  # its keeper starts beside what follows
     compiled = _compiled_before(job, device)
     _warm_up(config, device, expected)
+    if memory is not None and config.cluster.check_hardware and (problem := memory.why_unfit()):
+        _end(job, problem)
     gc.collect()
     gc.freeze()  # what is imported stays: collections between generations, and in steps, need not look at it
     while True:
@@ -67,7 +70,7 @@ def run_worker(job: Job) -> None:
         except RegrowError:
             raise
         except Unfit as error:
-            _end(job, error)
+            _end(job, str(error))
         except Exception as error:
             if not config.cluster.in_place:
                 raise
@@ -87,11 +90,13 @@ def _until_the_deadline(generation: int, listeners: set[Address]) -> None:
 
 def _fit(job: Job, device: torch.device) -> Prober:
     """What this process is to be probed with, now and while it trains; one whose device is not fit does not get on."""
-    prober = Prober(device)
     try:
+        if job.config.cluster.check_hardware:
+            check_gpu(device)
+        prober = Prober(device)
         prober.probe()
     except Unfit as error:
-        _end(job, error)
+        _end(job, str(error))
     return prober
 
 
@@ -115,11 +120,11 @@ def _warm_up(config: PretrainConfig, device: torch.device, expected: int) -> Non
     warm_up(device, config.model, config.parallel, pass_seqs=pass_seqs, seq_len=config.data.seq_len)
 
 
-def _end(job: Job, error: Unfit) -> None:
-    """End this process, whose device computes wrong numbers: nothing of it may get any further."""
+def _end(job: Job, problem: str) -> NoReturn:
+    """End this process, whose device or link cannot be trusted: nothing of it may get any further."""
     node = ray.get_runtime_context().get_node_id()
     with contextlib.suppress(ray.exceptions.RayError):
-        ray.get(job.coordinator.unfit.remote(node, os.getpid(), str(error)), timeout=CALL_TIMEOUT_S)
+        ray.get(job.coordinator.unfit.remote(node, os.getpid(), problem), timeout=CALL_TIMEOUT_S)
     os._exit(1)
 
 

@@ -30,6 +30,8 @@ INCIDENTS = (
     "stalled",
     "straggler",
     "unfit",
+    "gpu_error",
+    "link_failed",
     "quarantine",
     "drain",
     "data_fallback",

@@ -54,6 +54,11 @@ def narrate(event: Mapping[str, Any]) -> str | None:
             )
         case "unfit":
             return f"process {event['pid']} on node {event['node'][:12]} was ended: {event['detail']}"
+        case "gpu_error":
+            known = f" ({event['meaning']})" if event["meaning"] else ""
+            return f"node {event['node'][:12]}, {event['gpu']}: Xid {event['xid']}{known}"
+        case "link_failed":
+            return f"node {event['node'][:12]} did not reach node {event['to'][:12]}: {event['detail']}"
         case "quarantine":
             return (
                 f"node {event['node'][:12]} failed again and again: it is left alone for {event['seconds']:.0f} s "

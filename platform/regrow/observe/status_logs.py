@@ -25,6 +25,8 @@ SPEED_ROWS, PACE_ROWS = 50, 200  # newest rows, of one generation, that the spee
 WORTH_A_WARNING = (
     "straggler",
     "unfit",
+    "gpu_error",
+    "link_failed",
     "stalled",
     "snapshot_failed",
     "snapshot_damaged",

@@ -8,13 +8,25 @@ import time
 import torch
 from torch import Tensor
 
+from regrow.observe.gpus import problem, read_gpus
+
 SIZE = {"cpu": 384, "cuda": 4096}  # on CUDA, the most whose sums bfloat16 still holds
 TRIES = 3
 CHECKS = 16  # vectors: one wrong element is overseen with probability 2 ** -CHECKS
 
 
 class Unfit(Exception):
-    """The device computes wrong numbers."""
+    """The device computes wrong numbers, or is known to be broken."""
+
+
+def check_gpu(device: torch.device) -> None:
+    """Raises Unfit where NVML knows something against a GPU. A part of one, which NVML knows nothing of, passes."""
+    if device.type != "cuda":
+        return
+    gpus, uuid = read_gpus(), f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    for gpu in gpus:
+        if gpu.uuid == uuid and (found := problem(gpu, gpus)):
+            raise Unfit(found)
 
 
 class Prober:

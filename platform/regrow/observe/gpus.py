@@ -1,0 +1,162 @@
+"""What NVML says of a machine's GPUs: how hot, fast and busy they are, and what shows that one is broken.
+
+By NVIDIA's own binding (nvidia-ml-py). A machine without its driver has no GPUs. Nothing here needs CUDA: a process
+that has no GPU reads all of them.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pynvml
+
+# NVIDIA's "XID Errors": those that are the hardware's, not a program's
+HARDWARE_XIDS = {
+    48: "double-bit ECC error",
+    62: "internal micro-controller halt",
+    64: "row remapping failed",
+    74: "NVLink error",
+    79: "fell off the bus",
+    94: "contained memory error",
+    95: "uncontained memory error",
+    119: "GSP timeout",
+    120: "GSP error",
+    140: "unrecovered ECC error",
+}
+SLOWDOWNS = {
+    "power cap": pynvml.nvmlClocksEventReasonSwPowerCap,
+    "hardware": pynvml.nvmlClocksEventReasonHwSlowdown,
+    "heat": pynvml.nvmlClocksEventReasonSwThermalSlowdown,
+    "heat, by hardware": pynvml.nvmlClocksEventReasonHwThermalSlowdown,
+    "power brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
+}
+_WAIT_MS = 1000
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. What it does not tell is None."""
+
+    uuid: str
+    name: str
+    temperature_c: int | None
+    power_w: float | None
+    sm_mhz: int | None
+    slowed_by: tuple[str, ...]
+    uncorrected: int | None  # ECC errors since its driver was loaded
+    remap_pending: bool  # memory was found bad, and is replaced at the next reset
+    remap_failed: bool
+    nvlinks: int  # that are up
+
+    def __str__(self) -> str:
+        told = [
+            f"{value:.0f} {unit}"
+            for value, unit in ((self.temperature_c, "C"), (self.power_w, "W"), (self.sm_mhz, "MHz"))
+            if value is not None
+        ]
+        slowed = [f"slowed down by {' and '.join(self.slowed_by)}"] if self.slowed_by else []
+        return f"{self.name} {self.uuid}: {', '.join([*told, *slowed]) or 'tells nothing'}"
+
+
+def read_gpus() -> list[Gpu]:
+    """All of this machine."""
+    with _nvml() as handles:
+        return [_read(handle) for handle in handles]
+
+
+def problem(gpu: Gpu, gpus: Sequence[Gpu]) -> str:
+    """Why one of a machine's GPUs should not be trained on, or empty."""
+    most_links = max((each.nvlinks for each in gpus if each.name == gpu.name), default=0)
+    for is_so, text in (
+        (bool(gpu.uncorrected), f"{gpu.uncorrected} uncorrected ECC errors since its driver was loaded; reset it"),
+        (gpu.remap_failed, "bad memory could not be replaced: it is worn out"),
+        (gpu.remap_pending, "bad memory waits to be replaced; reset it"),
+        (gpu.nvlinks < most_links, f"{gpu.nvlinks} of its NVLinks are up, {most_links} of its neighbours'"),
+    ):
+        if is_so:
+            return f"{gpu.name} {gpu.uuid}: {text}"
+    return ""
+
+
+class XidWatch:
+    """Calls `seen(uuid, xid)` for every error that a driver reports from now on, on a thread of its own."""
+
+    def __init__(self, seen: Callable[[str, int], None]) -> None:
+        self._seen, self._over = seen, threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="xids", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        with _nvml() as handles:
+            if not handles:
+                return
+            events = pynvml.nvmlEventSetCreate()
+            for handle in handles:
+                with contextlib.suppress(pynvml.NVMLError):  # a kind that reports none
+                    pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
+            while not self._over.is_set():
+                try:
+                    data = pynvml.nvmlEventSetWait_v2(events, _WAIT_MS)
+                    self._seen(_text(pynvml.nvmlDeviceGetUUID(data.device)), int(data.eventData))
+                except pynvml.NVMLError_Timeout:
+                    continue
+                except pynvml.NVMLError:  # a GPU is gone: wait for what the others say
+                    self._over.wait(_WAIT_MS / 1000)
+            pynvml.nvmlEventSetFree(events)
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[list[Any]]:
+    """Handles of all GPUs, for a while; one that is lost is left out."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:  # no driver, or one that does not answer
+        yield []
+        return
+    try:
+        numbers = range(pynvml.nvmlDeviceGetCount())
+        yield [handle for number in numbers if (handle := _ask(pynvml.nvmlDeviceGetHandleByIndex, number)) is not None]
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _read(handle: Any) -> Gpu:
+    reasons = _ask(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle) or 0
+    power = _ask(pynvml.nvmlDeviceGetPowerUsage, handle)
+    uncorrected = _ask(
+        pynvml.nvmlDeviceGetTotalEccErrors, handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
+    )
+    _, _, pending, failed = _ask(pynvml.nvmlDeviceGetRemappedRows, handle) or (0, 0, 0, 0)
+    retiring = _ask(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)  # of kinds that replace no rows
+    links = (_ask(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS))
+    return Gpu(
+        uuid=_text(_ask(pynvml.nvmlDeviceGetUUID, handle) or ""),
+        name=_text(_ask(pynvml.nvmlDeviceGetName, handle) or "a GPU"),
+        temperature_c=_ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+        power_w=power / 1000 if power is not None else None,
+        sm_mhz=_ask(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM),
+        slowed_by=tuple(name for name, bit in SLOWDOWNS.items() if reasons & bit),
+        uncorrected=uncorrected,
+        remap_pending=bool(pending or retiring),
+        remap_failed=bool(failed),
+        nvlinks=sum(link == pynvml.NVML_FEATURE_ENABLED for link in links),
+    )
+
+
+def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
+    """None where the GPU does not know, or does not answer."""
+    try:
+        return question(*arguments)
+    except pynvml.NVMLError:
+        return None
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

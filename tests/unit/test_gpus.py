@@ -1,0 +1,91 @@
+"""What NVML tells is read and judged: by NVIDIA's binding, from a library in the driver's place."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regrow.observe.gpus import HARDWARE_XIDS, XidWatch, read_gpus
+
+SOURCE = Path(__file__).parent / "nvml" / "nvml.c"
+READ = """
+import dataclasses, json
+from regrow.observe.gpus import problem, read_gpus
+gpus = read_gpus()
+print(json.dumps([[dataclasses.asdict(gpu), str(gpu), problem(gpu, gpus)] for gpu in gpus]))
+"""
+WATCH = """
+import json, queue
+from regrow.observe.gpus import XidWatch
+seen = queue.Queue()
+watch = XidWatch(lambda *told: seen.put(told))
+print(json.dumps(seen.get(timeout=30)))
+watch.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    folder = tmp_path_factory.mktemp("driver")
+    subprocess.run([compiler, "-shared", "-fPIC", SOURCE, "-o", folder / "libnvidia-ml.so.1"], check=True)
+    return folder
+
+
+def ask(driver: Path, program: str, **tells: str) -> Any:
+    """What a process says where this driver is, and the second GPU tells this."""
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(driver), **tells}
+    said = subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True)
+    return json.loads(said.stdout)
+
+
+def test_a_machine_without_a_driver_has_no_gpus(driver: Path) -> None:
+    assert ask(driver, READ, NO_DRIVER="1") == []
+    assert read_gpus() == [] or Path("/proc/driver/nvidia").exists()
+    XidWatch(lambda uuid, xid: None).close()
+
+
+def test_what_a_gpu_tells_is_in_its_units(driver: Path) -> None:
+    (_, _, nothing), (fields, text, _) = ask(
+        driver, READ, CELSIUS="84", MILLIWATTS="698500", SM_MHZ="1755", REASONS="36"
+    )
+    assert nothing == ""
+    assert text == "NVIDIA H100 GPU-1: 84 C, 698 W, 1755 MHz, slowed down by power cap and heat"
+    assert fields["slowed_by"] == ["power cap", "heat"]
+    assert fields["nvlinks"] == 18
+
+
+def test_what_a_gpu_does_not_tell_is_left_out(driver: Path) -> None:
+    _, (fields, text, problem) = ask(driver, READ, MILLIWATTS="0")
+    assert fields["power_w"] is None
+    assert text == "NVIDIA H100 GPU-1: 50 C, 1980 MHz"
+    assert problem == ""
+    assert [fields["uuid"] for fields, *_ in ask(driver, READ, LOST="1")] == ["GPU-0"]
+
+
+@pytest.mark.parametrize(
+    ("tells", "expected"),
+    [
+        ({"UNCORRECTED": "2"}, "2 uncorrected ECC errors"),
+        ({"PENDING": "1"}, "waits to be replaced; reset it"),
+        ({"FAILED": "1"}, "could not be replaced"),
+        ({"NVLINKS": "17"}, "17 of its NVLinks are up, 18 of its neighbours'"),
+    ],
+)
+def test_a_broken_gpu_is_found_and_its_neighbour_is_not(driver: Path, tells: dict[str, str], expected: str) -> None:
+    (_, _, neighbour), (_, _, broken) = ask(driver, READ, **tells)
+    assert neighbour == ""
+    assert broken.startswith("NVIDIA H100 GPU-1: ")
+    assert expected in broken
+
+
+def test_an_error_that_a_driver_reports_is_told(driver: Path) -> None:
+    assert 79 in HARDWARE_XIDS
+    assert ask(driver, WATCH, XID="79") == ["GPU-1", 79]
