@@ -44,6 +44,7 @@ def plain() -> dict[str, list[float]]:
         (3, ParallelConfig(loss_chunk_tokens=5, sync_every_micro_batch=True)),
         (3, ParallelConfig(dp_replicate=2, activation_checkpoint=ActivationCheckpoint.selective)),
         (3, ParallelConfig(prefetch_blocks=3, attention=AttentionKernel.flash)),
+        (4, ParallelConfig(dp_replicate=2, cpu_offload=True, sync_every_micro_batch=True)),
     ],
     ids=[
         "1",
@@ -56,6 +57,7 @@ def plain() -> dict[str, list[float]]:
         "3, five tokens' logits at a time",
         "HSDP that falls back, checkpointing",
         "3, three blocks ahead, flash attention",
+        "HSDP 2x2, offloaded to where it is",
     ],
 )
 def test_losses_equal_those_of_a_plain_loop_in_one_process(world_size, parallel, plain):

@@ -172,6 +172,18 @@ def test_float8_needs_bfloat16() -> None:
     check(config)
 
 
+def test_what_is_on_the_host_is_not_gathered_as_float8() -> None:
+    config = PretrainConfig()
+    config.parallel.cpu_offload, config.parallel.dtype = True, Dtype.bfloat16
+    for recipe in Float8:
+        config.parallel.float8 = recipe
+        if recipe is not Float8.tensorwise_all_gather:
+            check(config)
+    config.parallel.float8 = Float8.tensorwise_all_gather
+    with pytest.raises(ConfigError, match=r"set parallel\.float8=tensorwise$"):
+        check(config)
+
+
 def test_attention_within_documents_has_a_kernel_of_its_own() -> None:
     config = PretrainConfig()
     config.parallel.attention = AttentionKernel.flash

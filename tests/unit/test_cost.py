@@ -5,6 +5,8 @@ import pytest
 from regrow.plan.cost import (
     ATTENTION_SHARE,
     FLOAT8_SHARE,
+    HOST_LINK_BYTES_PER_S,
+    HOST_MEMORY_BYTES_PER_S,
     MATMUL_SHARE,
     MEMORY_SHARE,
     NETWORK_SHARE,
@@ -40,7 +42,15 @@ def test_within_a_node_links_count_and_between_nodes_the_network_of_all_of_a_nod
     assert seconds_per_byte(16, DEVICE, fast) == pytest.approx(15 / 16 / 1e8 / NETWORK_SHARE)
 
 
-def step(work: PassWork, traffic: Traffic, passes: int = 3, every: bool = False, shard: int = 4, replicas: int = 1):
+def step(
+    work: PassWork,
+    traffic: Traffic,
+    passes: int = 3,
+    every: bool = False,
+    shard: int = 4,
+    replicas: int = 1,
+    on_host: bool = False,
+):
     return step_time(
         work,
         traffic,
@@ -49,6 +59,7 @@ def step(work: PassWork, traffic: Traffic, passes: int = 3, every: bool = False,
         shard_params=1e6,
         dp_shard=shard,
         dp_replicate=replicas,
+        on_host=on_host,
         device=DEVICE,
         network=NETWORK,
     )
@@ -74,6 +85,13 @@ def test_replicas_copy_shards_over_the_network_each_rank_by_itself_where_a_shard
     want = 2 * 1e6 * 0.5 / 1e7 / NETWORK_SHARE
     assert step(idle, copied, shard=8, replicas=2).network_s == pytest.approx(want)
     assert step(idle, copied, shard=4, replicas=2).network_s == pytest.approx(2 * 1e6 * 0.5 / 1e8 / NETWORK_SHARE)
+
+
+def test_what_is_on_the_host_travels_over_its_link_and_is_updated_with_a_share_of_its_memorys_speed():
+    idle, link = PassWork(0.0, 0.0, 0.0, 0.0), HOST_LINK_BYTES_PER_S * NETWORK_SHARE
+    found = step(idle, Traffic(0.0, 0.0, 0.0, from_host=2 * link, to_host=link), shard=1, on_host=True)
+    assert found.network_s == pytest.approx(3 * 2 + 1)
+    assert found.update_s == pytest.approx(UPDATE_BYTES * 1e6 / (HOST_MEMORY_BYTES_PER_S / 8) / MEMORY_SHARE)
 
 
 def test_a_device_is_found_by_its_longest_name():

@@ -88,6 +88,20 @@ def test_ranks_of_a_unit_share_state_activations_and_arithmetic_and_wait_for_eac
     assert sizes == list(range(32, 65, 4))
 
 
+def test_what_is_offloaded_is_not_on_the_device_and_costs_time():
+    eager = with_parallel(EIGHT, float8=Float8.tensorwise)
+    here, away = at(eager, 64), at(with_parallel(eager, cpu_offload=True), 64)
+    kinds = away.memory.kinds
+    assert kinds["parameters"] == kinds["optimizer"] == 0
+    assert away.offloaded_bytes == pytest.approx(8 * 16 * num_params(EIGHT.model) / 64, rel=1e-3)
+    assert here.offloaded_bytes == 0
+    assert away.memory.total < here.memory.total - 12 * num_params(EIGHT.model) / 64 + GIB
+    assert away.time.network_s > here.time.network_s
+    assert away.time.update_s > 5 * here.time.update_s
+    on_cpu = dataclasses.replace(eager, cluster=dataclasses.replace(eager.cluster, gpus_per_worker=0))
+    assert at(with_parallel(on_cpu, cpu_offload=True), 64).memory == at(on_cpu, 64).memory
+
+
 def test_gradients_of_several_passes_are_held_whole_in_float32_unless_each_pass_reduces_them():
     whole, reduced = at(EIGHT, 64), at(with_parallel(EIGHT, sync_every_micro_batch=True), 64)
     assert whole.batch.num_micro_batches == 7
@@ -141,6 +155,10 @@ def test_a_model_that_does_not_fit_is_said_not_to_and_the_setting_that_helps_is_
     assert settings == "parallel.sync_every_micro_batch=true parallel.activation_checkpoint=full"
     assert then.fits
     assert settings in text
+    tiny = dataclasses.replace(H100, memory_bytes=10 * GIB)
+    settings, then = remedy(config, 32, tiny, NETWORK) or ("", found[0])
+    assert settings.endswith("parallel.cpu_offload=true parallel.float8=tensorwise")
+    assert then.fits
     assert remedy(config, 32, dataclasses.replace(H100, memory_bytes=GIB), NETWORK) is None
     nothing = dataclasses.replace(H100, memory_bytes=GIB)
     assert "no setting of `parallel`" in to_text(config, forecasts(config, nothing, NETWORK), nothing, NETWORK)
@@ -160,6 +178,7 @@ def test_what_is_held_adds_up_to_nothing_negative_for_every_combination():
                                 loss_chunk_tokens=chunk,
                                 reshard_after_forward=dp_shard != 2,
                                 sync_every_micro_batch=chunk == 1,
+                                cpu_offload=chunk == 300,
                             ),
                             dp_shard=dp_shard,
                             num_passes=passes,
@@ -170,7 +189,7 @@ def test_what_is_held_adds_up_to_nothing_negative_for_every_combination():
                         found = footprint(rank)
                         assert set(found.kinds) == set(KINDS)
                         assert all(value >= 0 for value in found.kinds.values())
-                        assert found.total > 12 * num_params(rank.model) // dp_shard
+                        assert found.total > (0 if rank.offloads else 12 * num_params(rank.model) // dp_shard)
 
 
 def test_the_device_is_what_the_clusters_name_says_or_what_is_given():

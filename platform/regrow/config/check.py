@@ -227,6 +227,11 @@ def _parallel(config: PretrainConfig) -> None:
         parallel.prefetch_blocks >= 1,
         f"parallel.prefetch_blocks={parallel.prefetch_blocks} must be at least 1: the next block is always on its way",
     )
+    _need(
+        not (parallel.cpu_offload and parallel.float8 is Float8.tensorwise_all_gather),
+        "parallel.cpu_offload=true keeps on the host what parallel.float8=tensorwise_all_gather scales on the device; "
+        "set parallel.float8=tensorwise",
+    )
     mode, backend = parallel.compile_mode, parallel.compile_backend
     _need(
         mode is CompileMode.default or (parallel.compile and backend == "inductor"),

@@ -223,6 +223,7 @@ class ParallelConfig:
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint.none  # what backward recomputes
     activation_budget: float = 1.0  # with compile: below 1, share of a block's activations that may be kept
     reshard_after_forward: bool = True  # free gathered parameters after each use; false: gather once a step
+    cpu_offload: bool = False  # parameters, gradients and moments in the host's memory, and updated there: slow
     prefetch_blocks: int = 1  # blocks gathered ahead of the one that computes; more hides slow networks, takes memory
     slices_per_pass: int = 1  # most slices that a rank runs in one forward and backward: faster, more memory
     loss_chunk_tokens: int = 2048  # tokens of a pass whose logits are held at a time; 0: those of all

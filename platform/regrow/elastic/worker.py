@@ -159,6 +159,6 @@ def _keep_freed_memory() -> None:
 
 
 def _share_cores(config: PretrainConfig, device: torch.device, ranks_on_host: int) -> None:
-    """On CPU, this rank's number of threads."""
-    if device.type == "cpu":
+    """This rank's number of threads, where the host computes."""
+    if device.type == "cpu" or config.parallel.cpu_offload:
         torch.set_num_threads(config.cluster.threads_per_worker or max(1, (os.cpu_count() or 1) // ranks_on_host))

@@ -57,13 +57,16 @@ def build_model(
             data_parallel_mesh(mesh),
             dtype=parallel_config.dtype,
             reshard_after_forward=parallel_config.reshard_after_forward,
+            cpu_offload=parallel_config.cpu_offload,
             prefetch_blocks=parallel_config.prefetch_blocks,
         )
-    model.to_empty(device=device)
+    offloads = mesh is not None and parallel_config.cpu_offload
+    model.to_empty(device="cpu" if offloads else device)
     if seed is None:
         init_buffers(model)
     else:
         init_weights(model, seed)
+    model.rope_Q2 = model.rope_Q2.to(device)
     refresh_float8_scales(model)
     if mesh is not None and parallel_config.float8 is Float8.tensorwise_all_gather:
         settle_shards(model)

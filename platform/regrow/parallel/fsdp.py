@@ -2,13 +2,14 @@
 
 import datetime
 import gc
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from regrow.config.schema import Dtype
@@ -73,24 +74,33 @@ def axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
 
 
 def apply_fsdp(
-    model: Llama, mesh: DeviceMesh, *, dtype: Dtype, reshard_after_forward: bool, prefetch_blocks: int = 1
+    model: Llama,
+    mesh: DeviceMesh,
+    *,
+    dtype: Dtype,
+    reshard_after_forward: bool,
+    cpu_offload: bool = False,
+    prefetch_blocks: int = 1,
 ) -> None:
     """Shard the embedding, each block and the output, each gathered as one; the rest belongs to the root.
 
     While one computes, the next `prefetch_blocks` of them are on their way.
     Compute and all-gathers are in `dtype`, parameters and reductions in float32. Tied, the embedding belongs to the
-    root, which gathers it once for both its uses.
+    root, which gathers it once for both its uses. With `cpu_offload`, shards and their gradients stay on the host: the
+    parameters are to be made there.
     """
-    policy = MixedPrecisionPolicy()
+    precision = MixedPrecisionPolicy()
     if dtype is Dtype.bfloat16:
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    home = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
+    shard = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=home)
     if model.output is not None:
-        fully_shard(model.embed, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+        shard(model.embed, reshard_after_forward=reshard_after_forward)
         # backward begins here: freeing these at the end of forward would only gather them again
-        fully_shard([model.norm, model.output], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        shard([model.norm, model.output], reshard_after_forward=False)
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        shard(layer, reshard_after_forward=reshard_after_forward)
+    shard(model)
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)  # the loss is divided by the global token count, so gradients add up
         module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM

@@ -13,12 +13,16 @@ FLOAT8_SHARE = 0.55  # and those in float8, of theirs
 ATTENTION_SHARE = 0.4  # and fused attention, forward and backward
 MEMORY_SHARE = 0.8
 NETWORK_SHARE = 0.8
+HOST_LINK_BYTES_PER_S = 50e9  # between a GPU and its host, one way: PCIe 5, 16 lanes
+HOST_MEMORY_BYTES_PER_S = 400e9  # of a node, which its ranks share
 UPDATE_BYTES = 40  # of a parameter: AdamW reads and writes value and moments and reads the gradient, clipping all of it
 
 ASSUMPTIONS = (
     f"{MATMUL_SHARE:.0%} of peak arithmetic in matrix products, {FLOAT8_SHARE:.0%} in float8, {ATTENTION_SHARE:.0%} in "
     f"attention, which skips what is masked; {MEMORY_SHARE:.0%} of memory bandwidth; {NETWORK_SHARE:.0%} of links",
     "collectives run beside arithmetic, a pass takes as long as the longer of the two; nodes are as full as can be",
+    f"with parallel.cpu_offload, {HOST_LINK_BYTES_PER_S / 1e9:.0f} GB/s each way between a GPU and its host, and "
+    f"{HOST_MEMORY_BYTES_PER_S / 1e9:.0f} of the host's memory for all of its ranks",
     "no waiting for data, hosts, stragglers, validation or checkpoints",
 )
 
@@ -48,6 +52,8 @@ class Traffic:
     gathered: float  # parameters, over `dp_shard` ranks
     reduced: float  # gradients, over `dp_shard` ranks; where not every pass reduces, the last one
     copied: float  # shards of gradients, over `dp_replicate` ranks, with those
+    from_host: float = 0.0  # of this rank's shards, which it gathers from there
+    to_host: float = 0.0  # of their gradients
     tensor: float = 0.0  # activations, over the `tp` ranks of a unit, which wait for them
 
 
@@ -75,21 +81,24 @@ def step_time(
     dp_shard: int,
     dp_replicate: int,
     tp: int = 1,
+    on_host: bool = False,
     device: Device,
     network: Network,
 ) -> StepTime:
-    """Of `num_passes` alike, and an update of `shard_params` parameters."""
+    """Of `num_passes` alike, and an update of `shard_params` parameters, `on_host` or on the device."""
     compute = compute_s(work, device) + traffic.tensor * seconds_per_byte(tp, device, network)
     # the shards of a block lie a unit's ranks apart
     units = Network(max(1, network.ranks_per_node // tp), network.bytes_per_s)
-    gather = traffic.gathered * seconds_per_byte(dp_shard, device, units)
+    host_link = HOST_LINK_BYTES_PER_S * NETWORK_SHARE
+    gather = traffic.gathered * seconds_per_byte(dp_shard, device, units) + traffic.from_host / host_link
     # replicas of a shard lie a replica's ranks apart; an all-reduce is a reduce-scatter and an all-gather
     spread = Network(max(1, units.ranks_per_node // dp_shard), units.bytes_per_s)
-    reduce = traffic.reduced * seconds_per_byte(dp_shard, device, units)
+    reduce = traffic.reduced * seconds_per_byte(dp_shard, device, units) + traffic.to_host / host_link
     reduce += 2 * traffic.copied * seconds_per_byte(dp_replicate, device, spread)
     num_reducing = num_passes if reduce_every_pass else 1
     passes = num_reducing * max(compute, gather + reduce) + (num_passes - num_reducing) * max(compute, gather)
-    update = UPDATE_BYTES * shard_params / device.memory_bytes_per_s / MEMORY_SHARE
+    memory = HOST_MEMORY_BYTES_PER_S / network.ranks_per_node if on_host else device.memory_bytes_per_s
+    update = UPDATE_BYTES * shard_params / memory / MEMORY_SHARE
     return StepTime(num_passes * compute, num_passes * gather + num_reducing * reduce, update, passes + update)
 
 

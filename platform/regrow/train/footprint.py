@@ -45,6 +45,11 @@ class Rank:
         return self.rows * self.seq_len
 
     @property
+    def offloads(self) -> bool:
+        """Whether shards, gradients and moments are not on the device; off a GPU there is nowhere else."""
+        return self.parallel.cpu_offload and self.on_gpu
+
+    @property
     def item_bytes(self) -> int:
         """Of an element in compute."""
         return 2 if self.parallel.dtype is Dtype.bfloat16 else 4
@@ -179,8 +184,9 @@ class _Step:
         rank, ledger = self.rank, self.ledger
         groups = [*([self.embed] if self.embed else []), *self.blocks, self.output]
         shards = sum(group.shard for group in groups)
-        ledger.take("parameters", FLOAT32 * shards, "start")
-        ledger.take("optimizer", moment_bytes(rank.moments) * shards, "start")
+        if not rank.offloads:
+            ledger.take("parameters", FLOAT32 * shards, "start")
+            ledger.take("optimizer", moment_bytes(rank.moments) * shards, "start")
         ledger.take("activations", TOKEN_BYTES * rank.tokens * rank.num_passes, "start")
         num_passes = min(rank.num_passes, 3)  # those in the middle are all alike
         for number in range(num_passes):
@@ -305,6 +311,8 @@ class _Step:
             if not group.is_whole and not group.arriving and self.rank.dp_shard > 1:
                 group.arriving = group.whole_bytes
                 self.ledger.take("gathered", group.arriving, moment)
+                if self.rank.offloads:  # its shards, from the host
+                    self.ledger.briefly("gathered", (FLOAT32 + self.rank.item_bytes) * group.shard, moment)
 
     def arrive(self, group: Group) -> None:
         if not group.is_whole:
@@ -345,6 +353,6 @@ class _Step:
         ledger.take("gradients", shard, "backward")
         if rank.dp_shard == 1:  # divided into another tensor
             ledger.briefly("reduced", whole, "backward")
-        if group.is_reduced:  # added to that of earlier passes
+        if group.is_reduced or rank.offloads:  # added to that of earlier passes, or gone to the host
             ledger.give("gradients", shard)
         group.is_reduced = True

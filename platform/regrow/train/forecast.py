@@ -11,13 +11,13 @@ from typing import Any
 from regrow.config.schema import ActivationCheckpoint, Float8, PlanConfig, PretrainConfig
 from regrow.errors import ConfigError
 from regrow.model.flops import flops_per_token, peak_flops
-from regrow.model.size import num_params, num_params_of_block, state_bytes
+from regrow.model.size import moment_bytes, num_params, num_params_of_block, state_bytes
 from regrow.plan.batch import BatchPlan, plan_batch
 from regrow.plan.cost import Network, PassWork, StepTime, Traffic, step_time
 from regrow.plan.devices import DEVICES, GIB, Device, find_device
 from regrow.plan.memory import plan_snapshot_memory
 from regrow.plan.mesh import MeshShape, plan_mesh
-from regrow.train.footprint import FLOAT32, Footprint, Rank, footprint
+from regrow.train.footprint import FLOAT32, Footprint, Rank, footprint, fsdp_groups
 
 USABLE_SHARE = 0.92  # of a device's memory; the rest is for its context, collectives and what lies between allocations
 # elementwise operations of a block, forward and backward: how often they read or write all of a token's activations of
@@ -38,6 +38,7 @@ class Forecast:
     time: StepTime
     usable_bytes: int
     snapshot_bytes: int  # the most that a node's snapshots take of its memory
+    offloaded_bytes: int  # and its ranks' parameters, gradients and moments, where they are not on the devices
     tokens_per_s: float
     mfu: float
 
@@ -58,6 +59,7 @@ class Forecast:
             "usable_bytes": self.usable_bytes,
             "fits": self.fits,
             "snapshot_bytes_per_node": self.snapshot_bytes,
+            "offloaded_bytes_per_node": self.offloaded_bytes,
             **asdict(self.time),
             "bound_by": self.time.bound_by,
             "tokens_per_s": self.tokens_per_s,
@@ -89,6 +91,7 @@ def forecast(config: PretrainConfig, world_size: int, device: Device, network: N
         dp_shard=mesh.dp_shard,
         dp_replicate=mesh.dp_replicate,
         tp=mesh.tp,
+        on_host=rank.offloads,
         device=device,
         network=network,
     )
@@ -101,6 +104,7 @@ def forecast(config: PretrainConfig, world_size: int, device: Device, network: N
         time=time,
         usable_bytes=int(device.memory_bytes * USABLE_SHARE),
         snapshot_bytes=_snapshot_bytes(config, mesh, network),
+        offloaded_bytes=_offloaded_bytes(rank, network) if rank.offloads else 0,
         tokens_per_s=tokens / time.step_s,
         mfu=flops / time.step_s / (world_size * device.flops),
     )
@@ -160,10 +164,13 @@ def pass_traffic(rank: Rank) -> Traffic:
     sequences = 4 * model.num_layers * (1 if parallel.activation_checkpoint is ActivationCheckpoint.none else 1.5) + 2
     in_blocks = 1 if parallel.float8 is Float8.tensorwise_all_gather else rank.item_bytes
     once = in_blocks * (total - tables) + rank.item_bytes * tables
+    shard = FLOAT32 * total / rank.dp_shard
     return Traffic(
         gathered=num_gathers(rank) * once,
         reduced=FLOAT32 * total,
-        copied=FLOAT32 * total / rank.dp_shard,
+        copied=shard,
+        from_host=num_gathers(rank) * shard if rank.offloads else 0.0,
+        to_host=shard if rank.offloads else 0.0,
         tensor=2 * sequences * rank.item_bytes * rank.tokens * model.dim,
     )
 
@@ -183,6 +190,11 @@ def remedy(config: PretrainConfig, world_size: int, device: Device, network: Net
     ]
     for mode in modes[modes.index(parallel.activation_checkpoint) + 1 :]:
         tries.append((f"activation_checkpoint={mode.value}", {"activation_checkpoint": mode}))
+    if config.cluster.gpus_per_worker and parallel.float8 is Float8.tensorwise_all_gather:
+        both = {"cpu_offload": True, "float8": Float8.tensorwise}
+        tries.append(("cpu_offload=true parallel.float8=tensorwise", both))
+    elif config.cluster.gpus_per_worker:
+        tries.append(("cpu_offload=true", {"cpu_offload": True}))
     settings: dict[str, str] = {}
     for text, values in tries:
         changed = replace(parallel, **values)
@@ -235,6 +247,13 @@ def network_of(config: PretrainConfig, plan: PlanConfig) -> Network:
     if cluster.address is None:  # on this machine
         on_node = math.ceil(cluster.max_workers / max(1, cluster.local_nodes))
     return Network(on_node, plan.network_gb_per_s * 1e9)
+
+
+def _offloaded_bytes(rank: Rank, network: Network) -> int:
+    """Of the ranks of a node, what they train and its gradients in float32, and the moments."""
+    embed, blocks, output = fsdp_groups(rank)
+    shards = sum(group.shard for group in [*([embed] if embed else []), *blocks, output])
+    return network.ranks_per_node * shards * (2 * FLOAT32 + moment_bytes(rank.moments))
 
 
 def _snapshot_bytes(config: PretrainConfig, mesh: MeshShape, network: Network) -> int:

@@ -66,15 +66,19 @@ def _heading(config: PretrainConfig, device: Device, network: Network) -> list[s
 
 
 def _memory(forecasts: Sequence[Forecast], network: Network) -> list[str]:
-    rows = [["workers", "mesh", *KINDS, "all", "fits", "when", "snapshots"]]
+    on_nodes = ["snapshots", *(["offloaded"] if any(each.offloaded_bytes for each in forecasts) else [])]
+    rows = [["workers", "mesh", *KINDS, "all", "fits", "when", *on_nodes]]
     for each in chosen(forecasts, network):
         kinds = [f"{each.memory.kinds[kind] / GIB:.2f}" for kind in KINDS]
         replicas = f"{each.mesh.dp_replicate}x" if each.mesh.dp_replicate > 1 else ""
         total, fits = f"{each.memory.total / GIB:.2f}", "yes" if each.fits else "NO"
-        snapshots = f"{each.snapshot_bytes / GIB:.1f}"
+        in_memory = [f"{size / GIB:.1f}" for size in (each.snapshot_bytes, each.offloaded_bytes)][: len(on_nodes)]
         size, unit = str(each.mesh.world_size), f"x{each.mesh.tp}" if each.mesh.tp > 1 else ""
-        rows.append([size, f"{replicas}{each.mesh.dp_shard}{unit}", *kinds, total, fits, each.memory.moment, snapshots])
-    return ["GiB of a device at the fullest moment of a step; of snapshots, in a node's memory", *_columns(rows)]
+        rows.append(
+            [size, f"{replicas}{each.mesh.dp_shard}{unit}", *kinds, total, fits, each.memory.moment, *in_memory]
+        )
+    heading = f"GiB of a device at the fullest moment of a step; {' and '.join(on_nodes)}, in a node's memory"
+    return [heading, *_columns(rows)]
 
 
 def _time(forecasts: Sequence[Forecast], network: Network) -> list[str]:

@@ -170,6 +170,7 @@ class TrainStep:
         host = torch.tensor([float(flag), float(blocked), *limbs], dtype=torch.float64, pin_memory=loss.is_cuda)
         packed = torch.cat([loss[None], host.to(loss.device, non_blocking=True)])
         _all_reduce(packed, self.group)
+        grad_norm = grad_norm.to(packed.device)  # it is computed where the gradients are
         return StepStats(torch.cat([packed, grad_norm[None], num_tokens.double()[None]]))
 
 
@@ -191,7 +192,7 @@ def evaluate(
     """
     assert len(batches) <= num_batches, f"{len(batches)=} {num_batches=}"
     loss_function = loss_function or whole_loss
-    total = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
+    total = torch.zeros(2, dtype=torch.float64, device=next(model.buffers()).device)  # parameters may be offloaded
     least_tokens = tensor_group.size() if tensor_group is not None else 2
     inputs, targets = torch.zeros((2, 1, least_tokens), dtype=torch.int64, device=total.device)
     for index in range(num_batches):
