@@ -1,8 +1,11 @@
 """A device that computes wrong numbers is found out, and one that is slow is named."""
 
+from typing import Any
+
 import pytest
 import torch
 
+from regrow.elastic import worker
 from regrow.observe.pulse import Pulse
 from regrow.observe.stragglers import FACTOR, Stragglers
 from regrow.train.probe import SIZE, Prober, Unfit
@@ -23,6 +26,24 @@ def test_one_wrong_element_is_found(seed: int) -> None:
     product[row, column] += 1
     with pytest.raises(Unfit, match="1 of 384 rows of a matrix product are wrong on cpu"):
         prober._check(product)
+
+
+@pytest.mark.parametrize("error", [Unfit("wrong"), RuntimeError("CUDA error: an illegal memory access\nCompile with")])
+def test_a_process_whose_device_fails_it_ends(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of CUDA's stays with the process: every later call fails, and so would every group that it joins."""
+    ended: list[str] = []
+    monkeypatch.setattr(worker, "_end", lambda job, problem: ended.append(problem))
+    prober = Prober(torch.device("cpu"))
+    job: Any = None
+    worker._probe(job, prober)
+    assert ended == []
+
+    def fail(product: torch.Tensor) -> None:
+        raise error
+
+    monkeypatch.setattr(prober, "_check", fail)
+    worker._probe(job, prober)
+    assert ended in (["wrong"], ["cpu does not answer: CUDA error: an illegal memory access"])
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16)])

@@ -51,6 +51,7 @@ def run_worker(job: Job) -> None:
     gc.freeze()  # what is imported stays: collections between generations, and in steps, need not look at it
     while True:
         joined: Joined | None = None
+        broken = False
         try:
             joined = join_generation(
                 job.coordinator,
@@ -74,6 +75,7 @@ def run_worker(job: Job) -> None:
         except Exception as error:
             if not config.cluster.in_place:
                 raise
+            broken = True
             _report(job, joined, error)
             traceback.clear_frames(error.__traceback__)  # they hold the model
         finally:
@@ -82,6 +84,8 @@ def run_worker(job: Job) -> None:
             leave_generation()
         after, entered = joined.generation if joined else after, time.time()
         gc.collect()
+        if broken:
+            _probe(job, prober)
 
 
 def _until_the_deadline(generation: int, listeners: set[Address]) -> None:
@@ -93,11 +97,21 @@ def _fit(job: Job, device: torch.device) -> Prober:
     try:
         if job.config.cluster.check_hardware:
             check_gpu(device)
-        prober = Prober(device)
+    except Unfit as error:
+        _end(job, str(error))
+    prober = Prober(device)
+    _probe(job, prober)
+    return prober
+
+
+def _probe(job: Job, prober: Prober) -> None:
+    """Get on only with a device that computes right, and at all: some errors stay with a CUDA process to its end."""
+    try:
         prober.probe()
     except Unfit as error:
         _end(job, str(error))
-    return prober
+    except RuntimeError as error:
+        _end(job, f"{prober.device} does not answer: {first_line(error)}")
 
 
 def _compiled_before(job: Job, device: torch.device) -> CompileCache | None:
