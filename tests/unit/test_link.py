@@ -60,17 +60,23 @@ def test_a_slow_link_is_measured_within_its_time(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("way", "expected"), [("there", "on the way there"), ("back", "on the way back")])
-def test_one_damaged_byte_is_found(way: str, expected: str) -> None:
-    def damage(data: memoryview) -> memoryview:
-        damaged = bytearray(data)
-        damaged[BLOCK // 2] ^= 1
-        return memoryview(damaged)
-
+def test_one_damaged_byte_is_found(way: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(request: dict[str, Any], connection: Connection) -> None:
+        receive, send = connection.receive_into, connection.send_bytes
+
+        def receive_damaged(target: memoryview) -> None:
+            receive(target)
+            target[BLOCK // 2] ^= 1
+
+        def send_damaged(data: bytes | memoryview) -> None:
+            damaged = bytearray(data)
+            damaged[BLOCK // 2] ^= 1
+            send(damaged)
+
         if way == "there":
-            connection.receive_view = lambda size, receive=connection.receive_view: damage(receive(size))  # type: ignore[method-assign,misc]
+            monkeypatch.setattr(connection, "receive_into", receive_damaged)
         else:
-            connection.send_bytes = lambda data, send=connection.send_bytes: send(damage(data))  # type: ignore[method-assign,misc]
+            monkeypatch.setattr(connection, "send_bytes", send_damaged)
         module.answer(request, connection)
 
     with neighbour(answer) as address, pytest.raises(Damaged, match=expected):

@@ -49,7 +49,7 @@ def answer(request: dict[str, Any], connection: Connection) -> None:
     """A keeper's side of an exchange."""
     connection.send({"sound": _receive(connection, request["blocks"])})
     for _ in range(request["blocks"]):
-        connection.send_bytes(_block())
+        connection.send_bytes(_block().data)
 
 
 def _exchange(connection: Connection, num_blocks: int) -> tuple[float, float]:
@@ -57,7 +57,7 @@ def _exchange(connection: Connection, num_blocks: int) -> tuple[float, float]:
     times = [time.perf_counter()]
     connection.send({"op": OP, "blocks": num_blocks})
     for _ in range(num_blocks):
-        connection.send_bytes(_block())
+        connection.send_bytes(_block().data)
     there = connection.receive().get("sound")
     times.append(time.perf_counter())
     if there is None:
@@ -72,9 +72,13 @@ def _exchange(connection: Connection, num_blocks: int) -> tuple[float, float]:
 
 def _receive(connection: Connection, num_blocks: int) -> bool:
     """All of them; whether they are sound."""
-    return not sum(connection.receive_view(BLOCK) != _block() for _ in range(num_blocks))
+    received, sound = np.empty_like(_block()), True
+    for _ in range(num_blocks):
+        connection.receive_into(received.data)
+        sound = sound and np.array_equal(received, _block())  # memoryviews compare ten times as slowly
+    return sound
 
 
 @cache
-def _block() -> memoryview:
-    return memoryview(np.random.default_rng(0).bytes(BLOCK))
+def _block() -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(np.random.default_rng(0).bytes(BLOCK), np.uint8)
