@@ -68,6 +68,7 @@ def test_after_kill_9_at_step_20_the_run_goes_on_as_if_nothing_had_happened(
     assert resumed.report()["restarts"] == {"resume": 1}
 
 
+@pytest.mark.long  # test_drill kills workers too
 def test_a_worker_killed_midway_is_replaced_and_the_run_finishes_unchanged(storage: Path, undisturbed: Job) -> None:
     arguments = [*SMALL, *workers(2), "train.steps=40", "checkpoint.every_steps=10"]
     with Job(storage, "worker-killed", *arguments) as job:
