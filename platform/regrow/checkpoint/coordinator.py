@@ -9,6 +9,7 @@ import fcntl
 import os
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -370,11 +371,10 @@ class Coordinator:
         self._fence(generation)
         self._commit(step_folder, pointer)
 
-    def failure(self, cause: str, detail: str, ranks: list[int]) -> None:
-        """Record why a group broke; the next generation carries the cause."""
+    def failure(self, cause: str, detail: str, ranks: list[int], nodes: Iterable[str] = ()) -> None:
+        """Record why a group broke, and how the GPUs of these nodes were; the next generation carries the cause."""
         self.cause, self.last_failure = cause, detail
         self.fleet.cadence.failed()
-        nodes = {self.membership.current[rank].node for rank in ranks if rank < len(self.membership.current)}
         gpus = {node: self.watch.gpus[node] for node in nodes if node in self.watch.gpus}
         self._event(
             "failure",
@@ -387,9 +387,10 @@ class Coordinator:
 
     def group_failed(self, cause: str, detail: str, ranks: list[int]) -> None:
         """Ray Train ends the whole group and starts another one. Called by its controller."""
+        nodes = {self.membership.current[rank].node for rank in ranks if rank < len(self.membership.current)}
         self.membership.dissolve()
         self.stalls.end()
-        self.failure(cause, detail, ranks)
+        self.failure(cause, detail, ranks, nodes)
 
     def fail(self, message: str) -> None:
         """End the run for a reason that another attempt would meet again."""
@@ -450,8 +451,9 @@ class Coordinator:
         """Members of the current group are gone: the others, who may wait for them in a collective, are told."""
         if members:
             ranks = [rank for rank, member in enumerate(self.membership.current) if member in members]
-            self.failure(cause, detail, ranks)
-            for node in dict.fromkeys(member.node for member in members):
+            nodes = list(dict.fromkeys(member.node for member in members))
+            self.failure(cause, detail, ranks, nodes)
+            for node in nodes:
                 if self.failed_in.get(node) != self.generation:  # its workers die one by one, which is one failure
                     self._count_failure(node)
             self.stalls.end()
@@ -505,7 +507,8 @@ class Coordinator:
         formation = self.membership.form(now)
         for member in self.membership.left_out:
             self.fleet.end_process(member.node, member.pid)  # Ray Train finds it dead, and fills its place
-            self.failure(HUNG, f"{self.membership.patience_s:.0f} s without a word, ended", [ranks[member.id]])
+            detail = f"{self.membership.patience_s:.0f} s without a word, ended"
+            self.failure(HUNG, detail, [ranks[member.id]], [member.node])
         self.membership.left_out.clear()
         if formation is None:
             return None

@@ -149,8 +149,10 @@ class Keeper:
         return read_pulses(self.folder)
 
     def check_link(self, neighbours: Sequence[Peer], least_bytes_per_s: float) -> str:
-        """Before workers of this node join a group: measure what it is joined to one of these by, once. Why they should
-        not, or empty; a neighbour that does not answer is its own affair."""
+        """Why workers of this node should not join a group for what joins it to one of these, or empty.
+
+        Measured once. A neighbour that does not answer says nothing of this node.
+        """
         with self.checking_link:  # every rank of the node asks
             for peer in neighbours if self.link is None else ():
                 try:
