@@ -119,6 +119,21 @@ def test_a_failure_says_how_the_gpus_of_its_nodes_were_and_their_errors_count_as
     assert [len(made.notices._failed_at[f"node {number}"]) for number in range(4)] == [0, 1, 1, 1]
 
 
+def test_gpus_are_asked_with_a_groups_first_step_and_at_every_check_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, asked_at = make(tmp_path), list[int]()
+    made.on_gpus, made.probe_every_steps = True, 4
+    monkeypatch.setattr(made.watch, "read_gpus", lambda now, keepers: asked_at.append(made.log.next_step - 1))
+    for steps in (range(1, 8), range(8, 12)):
+        generation = generation_of(form(made))
+        made.log.begin(generation, steps.start - 1)
+        for step in steps:
+            row = dict.fromkeys(METRIC_KEYS, 0.5) | {"generation": generation, "step": step, "batch_digest": 1}
+            made.row(generation, row)
+    assert asked_at == [1, 5, 8, 9]
+
+
 def test_a_node_that_failed_again_and_again_is_used_where_too_few_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

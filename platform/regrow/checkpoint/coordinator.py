@@ -142,6 +142,7 @@ class Coordinator:
         self.stalls = Stalls(cluster.silence_s, config.train.collective_timeout_s)
         self.watch = Watch(self.stalls, save=self._save_stacks, slow=self._name_stragglers)
         self.probe_every_steps, self.on_gpus = cluster.probe_every_steps, cluster.gpus_per_worker > 0
+        self.gpus_read_in = 0  # the newest generation
         self.roll_call = RollCall()
         self.failed_in: dict[str, int] = {}  # the newest generation in which a node's failure was counted
         self.missed_rows = _is_restarted()  # those that the coordinator before had and did not write
@@ -274,7 +275,6 @@ class Coordinator:
         self.cause = UNKNOWN
         self.stalls.begin(time.monotonic())
         self.roll_call.meet(self.membership.current)
-        self._read_gpus(time.monotonic())
 
     def adopt_keepers(self) -> None:
         """Keepers that outlived an earlier coordinator of this run hold what it had committed."""
@@ -342,9 +342,12 @@ class Coordinator:
             self.tensorboard.row(row)
         self.metrics.row(row)
         self.updates.append(Update("row", row))
-        if self.probe_every_steps and (row["step"] - 1) % self.probe_every_steps == 0:  # all have, a step before
+        probed = self.probe_every_steps and (row["step"] - 1) % self.probe_every_steps == 0  # all have, a step before
+        if probed:
             self.watch.check_up(now, self.fleet.keepers())
-            self._read_gpus(now)
+        if self.on_gpus and (probed or self.gpus_read_in != generation):  # not where a group waits to begin
+            self.gpus_read_in = generation
+            self.watch.read_gpus(now, self.fleet.keepers())
         return self.stop_reason or self._why_reform(now)
 
     def draining(self, deadlines: dict[str, float]) -> None:
@@ -479,10 +482,6 @@ class Coordinator:
             reason = GROW if self.membership.wants_to_grow(now) else ""
         self.reform = reason or self.reform  # the group may be on its way already
         return reason
-
-    def _read_gpus(self, now: float) -> None:
-        if self.on_gpus:
-            self.watch.read_gpus(now, self.fleet.keepers())
 
     def _name_stragglers(self, found: list[tuple[str, Pulse, float]]) -> None:
         for node, pulse, factor in found:

@@ -53,7 +53,7 @@ class Fleet:
         self.keep, self.upload_timeout_s, self.commit, self.event = keep, upload_timeout_s, commit, event
         self.known: dict[str, tuple[Any, KeeperInfo]] = {}  # node -> actor, what is known of it
         self.dark: set[str] = set()  # nodes that do not answer
-        self.newcomers: dict[str, Peer] = {}  # that are not known yet, in the order of their coming
+        self.newcomers: dict[str, Peer] = {}  # whose keepers asked for neighbours, in the order of their coming
         self.board = SnapshotBoard()
         self.peers: dict[str, str] = {}  # of the current generation's nodes; one alone has another one, if that is up
         self.upload: Upload | None = None

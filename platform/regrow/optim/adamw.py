@@ -110,7 +110,7 @@ def clip_grad_norm_float64(
     Collective over `groups`, along each of which ranks hold different parts of the gradients; replicas of HSDP are left
     out, as they hold the same. `counted_elsewhere` are parameters that another rank along them has as well, and counts.
     Accumulated in float64, so it agrees over shardings to float64 rounding where a float32 norm does to 1e-4. Returns a
-    float64 scalar on the device; the host waits for nothing.
+    float64 scalar where the gradients are; the host waits for nothing.
     """
     elsewhere = {id(parameter) for parameter in counted_elsewhere}
     grads = [(_local(parameter.grad), id(parameter)) for parameter in parameters if parameter.grad is not None]

@@ -139,6 +139,12 @@ def fsdp_groups(rank: Rank) -> tuple[Group | None, list[Group], Group]:
     return None if model.tied else group((table, item)), blocks, group((table, item), (norm, item))
 
 
+def num_in_shards(rank: Rank) -> int:
+    """Elements of all shards of a rank."""
+    embed, blocks, output = fsdp_groups(rank)
+    return sum(group.shard for group in [*([embed] if embed else []), *blocks, output])
+
+
 def block_activations(rank: Rank) -> BlockActivations:
     """What a block's backward needs, and when it is there.
 
@@ -182,8 +188,7 @@ class _Step:
 
     def walk(self) -> Footprint:
         rank, ledger = self.rank, self.ledger
-        groups = [*([self.embed] if self.embed else []), *self.blocks, self.output]
-        shards = sum(group.shard for group in groups)
+        shards = num_in_shards(rank)
         if not rank.offloads:
             ledger.take("parameters", FLOAT32 * shards, "start")
             ledger.take("optimizer", moment_bytes(rank.moments) * shards, "start")

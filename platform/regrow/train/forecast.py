@@ -17,7 +17,7 @@ from regrow.plan.cost import Network, PassWork, StepTime, Traffic, step_time
 from regrow.plan.devices import DEVICES, GIB, Device, find_device
 from regrow.plan.memory import plan_snapshot_memory
 from regrow.plan.mesh import MeshShape, plan_mesh
-from regrow.train.footprint import FLOAT32, Footprint, Rank, footprint, fsdp_groups
+from regrow.train.footprint import FLOAT32, Footprint, Rank, footprint, num_in_shards
 
 USABLE_SHARE = 0.92  # of a device's memory; the rest is for its context, collectives and what lies between allocations
 # elementwise operations of a block, forward and backward: how often they read or write all of a token's activations of
@@ -251,9 +251,7 @@ def network_of(config: PretrainConfig, plan: PlanConfig) -> Network:
 
 def _offloaded_bytes(rank: Rank, network: Network) -> int:
     """Of the ranks of a node, what they train and its gradients in float32, and the moments."""
-    embed, blocks, output = fsdp_groups(rank)
-    shards = sum(group.shard for group in [*([embed] if embed else []), *blocks, output])
-    return network.ranks_per_node * shards * (2 * FLOAT32 + moment_bytes(rank.moments))
+    return network.ranks_per_node * num_in_shards(rank) * (2 * FLOAT32 + moment_bytes(rank.moments))
 
 
 def _snapshot_bytes(config: PretrainConfig, mesh: MeshShape, network: Network) -> int:
