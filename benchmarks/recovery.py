@@ -53,7 +53,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "platform"), str(ROOT)]
 
 from benchmarks.measure import write_result  # noqa: E402
-from benchmarks.recovery_cluster import Cluster, kill  # noqa: E402
+from benchmarks.recovery_cluster import Cluster  # noqa: E402
 from benchmarks.recovery_faults import RESUME_S, Trial, wait_until_settled  # noqa: E402
 from benchmarks.recovery_samples import (  # noqa: E402
     DEFAULT,
@@ -83,6 +83,8 @@ from benchmarks.recovery_sides import (  # noqa: E402
     write_config,
 )
 from benchmarks.recovery_steps import resumption  # noqa: E402
+
+from regrow.elastic.processes import send  # noqa: E402
 
 ROUNDS = 5
 QUICK_ROUNDS = {DEFAULT: 1, TUNED: 3, OURS: 5}
@@ -176,7 +178,7 @@ def count_recompiles(place: Place) -> list[int]:
         try:
             for _ in range(2):
                 group = wait_until_settled(side, place.settled_steps, world_size=MOST_WORKERS)
-                kill(side.workers()[-1].pid)
+                send(signal.SIGKILL, [side.workers()[-1].pid])
                 wait_for(partial(goes_on, side, group), side, RESUME_S, "a step on two ranks")
         except Exception:
             keep_logs(cluster)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from regrow.elastic.processes import of_ray, send, tree, wait_until_gone
+
 LOOK_S = 0.02
 MEMORY = Path("/dev/shm")
 HEAD_CPUS, WORKER_CPUS = 1, 2  # logical ones: the head's do not do for a worker, a node's for one
@@ -62,12 +64,10 @@ class Cluster:
 
         node = self._nodes.pop(node_id)
         raylet = node.all_processes[PROCESS_TYPE_RAYLET][0].process
-        processes = [raylet.pid, *descendants(raylet.pid)]
-        for pid in processes:
-            kill(pid)
+        processes = send(signal.SIGKILL, tree(raylet.pid))
         killed_at = time.time()
         raylet.wait(GONE_S)
-        wait_until_gone(processes)
+        wait_until_gone(processes, GONE_S)
         for folder in MEMORY.glob(f"regrow-*-{node_id[:12]}"):
             shutil.rmtree(folder, ignore_errors=True)
         self._killed.append(node)
@@ -90,11 +90,7 @@ class Cluster:
         if raylets is not None:
             with contextlib.suppress(Exception):  # a process that Ray finds hard to end is ended below
                 raylets.shutdown()
-        marker = f"RAY_TMPDIR={self.folder}".encode()
-        left = [pid for pid in all_processes() if marker in _environment(pid)]
-        for pid in left:
-            kill(pid)
-        wait_until_gone(left)
+        wait_until_gone(send(signal.SIGKILL, of_ray(str(self.folder))), GONE_S)
         if not self.keep:
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -127,36 +123,6 @@ class Watch(threading.Thread):
         self.join()
 
 
-def all_processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def descendants(ancestor: int) -> list[int]:
-    """The live processes that it started, and those that they did."""
-    parents = {pid: stat[1] for pid in all_processes() if (stat := _stat(pid)) and stat[0] not in "ZX"}
-    found: set[int] = set()
-    while more := {pid for pid, parent in parents.items() if int(parent) in found | {ancestor}} - found:
-        found |= more
-    return sorted(found)
-
-
-def is_gone(pid: int) -> bool:
-    """Dead, whether or not its parent has taken note."""
-    stat = _stat(pid)
-    return not stat or stat[0] in "ZX"
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    give_up_at = time.monotonic() + GONE_S
-    while not all(map(is_gone, pids)) and time.monotonic() < give_up_at:
-        time.sleep(LOOK_S)
-
-
-def kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
 @contextlib.contextmanager
 def set_in_environment(values: Mapping[str, str]) -> Iterator[None]:
     """For what is started meanwhile. Ray's own answer to SIGTERM, half a minute's drain, is not taken over."""
@@ -168,18 +134,3 @@ def set_in_environment(values: Mapping[str, str]) -> Iterator[None]:
         os.environ.clear()
         os.environ.update(before)
         signal.signal(signal.SIGTERM, on_sigterm)
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/<pid>/stat from the state on; empty where there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def _environment(pid: int) -> list[bytes]:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return []

@@ -5,10 +5,12 @@ import random
 import signal
 import time
 
-from benchmarks.recovery_cluster import Watch, is_gone, kill
+from benchmarks.recovery_cluster import Watch
 from benchmarks.recovery_samples import HANG, NODE, OURS, REGROW, WORKER, Sample
 from benchmarks.recovery_sides import CHECKPOINT_EVERY_STEPS, MOST_WORKERS, Side, SideFailed, Worker, wait_for
 from benchmarks.recovery_steps import Resumption, median_step_s, newest_group, of_group, resumption
+
+from regrow.elastic.processes import is_alive, send
 
 START_S, RESUME_S = 300.0, 300.0  # deadlines: for a group of the size that is wanted, and for what follows a fault
 
@@ -57,7 +59,7 @@ class Trial:
         """For the moment from which a side could know."""
         if fault == NODE:
             return Watch(lambda: self.side.cluster.knows_dead(victim.node))
-        return Watch(lambda: is_gone(victim.pid)) if fault == WORKER else None
+        return Watch(lambda: not is_alive(victim.pid)) if fault == WORKER else None
 
     def _do(self, fault: str, victim: Worker) -> float:
         """When it was done."""
@@ -66,9 +68,9 @@ class Trial:
         if fault == REGROW:
             return self.side.cluster.add_node()
         if fault == WORKER:
-            kill(victim.pid)
+            send(signal.SIGKILL, [victim.pid])
         else:
-            os.kill(victim.pid, signal.SIGSTOP)
+            send(signal.SIGSTOP, [victim.pid])
         return time.time()
 
     def _wait(self, fault: str, group: int, at: float) -> tuple[Resumption | None, float]:

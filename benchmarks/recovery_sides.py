@@ -6,6 +6,7 @@ model and step, with its default settings, or tuned.
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -14,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.recovery_cluster import LOOK_S, WORKER_CPUS, Cluster, kill, set_in_environment
+from benchmarks.recovery_cluster import LOOK_S, WORKER_CPUS, Cluster, set_in_environment
 from benchmarks.recovery_samples import DEFAULT, OURS, TUNED
 from benchmarks.recovery_steps import Step, Trail
 
+from regrow.elastic.processes import send
 from regrow.testing.cluster import ROOT, Job
 
 STOCK = str(Path(__file__).parent / "recovery_stock.py")
@@ -112,7 +114,7 @@ class Ours:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        kill(self.job.process.pid)
+        send(signal.SIGKILL, [self.job.process.pid])
         self.cluster.close()  # before what its keepers hold is removed
         self.job.__exit__(*exception)
 
@@ -164,7 +166,7 @@ class Stock:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        kill(self.process.pid)
+        send(signal.SIGKILL, [self.process.pid])
         self.process.wait()
         self.cluster.close()
 

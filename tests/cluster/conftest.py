@@ -1,5 +1,7 @@
 """Corpora are prepared once for all tests here: half a minute each on two cores."""
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,3 +18,11 @@ def storage(tmp_path_factory: pytest.TempPathFactory, corpora: Path) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     (folder / "data").symlink_to(corpora)
     return folder
+
+
+@pytest.fixture
+def ray_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where a Ray that a test starts keeps all it writes, its address too: short, as sockets have their names below."""
+    with tempfile.TemporaryDirectory(prefix="rgc", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        yield Path(folder) / "ray"

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -95,26 +94,25 @@ def test_a_keeper_that_was_killed_takes_its_place_again(storage: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("ray_folder")
 def test_a_new_driver_finds_the_snapshots_of_the_one_that_died(undisturbed: Job, storage: Path) -> None:
     from ray.cluster_utils import Cluster
 
-    with tempfile.TemporaryDirectory(prefix="rgc", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        head = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder}
-        nodes = Cluster(initialize_head=True, head_node_args=head)
-        try:
-            for _ in range(3):
-                nodes.add_node(num_cpus=1, resources={"regrow_worker": 1}, wait=True)
-            arguments = [*BASE, "cluster.local_nodes=0", f"cluster.address={nodes.address}"]
-            with Job(storage, "driver", *arguments) as job:
-                job.wait_for(lambda: job.last_step() >= 20)
-                job.kill_driver_and_workers()
-                assert len(job.memory()) == 3
-                again = Job(storage, "driver", *arguments)
-                with again:
-                    assert again.wait() == 0, again.printed()
-                    generations = again.events("generation")
-                    assert generations[-1]["source"] == "snapshot"
-                    assert generations[-1]["start_step"] >= 19
-                    assert_same_run(again, undisturbed)
-        finally:
-            nodes.shutdown()
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        for _ in range(3):
+            nodes.add_node(num_cpus=1, resources={"regrow_worker": 1}, wait=True)
+        arguments = [*BASE, "cluster.local_nodes=0", f"cluster.address={nodes.address}"]
+        with Job(storage, "driver", *arguments) as job:
+            job.wait_for(lambda: job.last_step() >= 20)
+            job.kill_driver_and_workers()
+            assert len(job.memory()) == 3
+            again = Job(storage, "driver", *arguments)
+            with again:
+                assert again.wait() == 0, again.printed()
+                generations = again.events("generation")
+                assert generations[-1]["source"] == "snapshot"
+                assert generations[-1]["start_step"] >= 19
+                assert_same_run(again, undisturbed)
+    finally:
+        nodes.shutdown()

@@ -1,7 +1,6 @@
 """`python -m jobs.pretrain` on real raylets: the same batches at every world size, and no sample lost to a kill."""
 
 import os
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -157,22 +156,19 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_used(storage
     assert losses(second) == losses(undisturbed)
 
 
+@pytest.mark.usefixtures("ray_folder")
 def test_a_job_joins_a_running_cluster_with_the_checkouts_code_or_says_what_is_missing(storage: Path) -> None:
     from ray.cluster_utils import Cluster
 
-    with tempfile.TemporaryDirectory(prefix="rgc", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        nodes = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 3, "include_dashboard": False, "temp_dir": folder},
-        )
-        try:
-            address = f"cluster.address={nodes.address}"
-            job = run_to_end(storage, "joined", *SMALL, *workers(2), address, "train.steps=6")
-            assert job.last_step() == 6
-            shipped = job.events("generation")[-1]["regrow"]
-            assert "py_modules" in shipped, f"workers ran {shipped}, not what the driver shipped"
-            with Job(storage, "too-large", "+cluster=h100x64", address) as refused:
-                assert refused.wait() == 1
-            assert "needs 64 GPUs (at least 32), found 0 with room for 0 workers" in refused.printed()
-        finally:
-            nodes.shutdown()
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+    try:
+        address = f"cluster.address={nodes.address}"
+        job = run_to_end(storage, "joined", *SMALL, *workers(2), address, "train.steps=6")
+        assert job.last_step() == 6
+        shipped = job.events("generation")[-1]["regrow"]
+        assert "py_modules" in shipped, f"workers ran {shipped}, not what the driver shipped"
+        with Job(storage, "too-large", "+cluster=h100x64", address) as refused:
+            assert refused.wait() == 1
+        assert "needs 64 GPUs (at least 32), found 0 with room for 0 workers" in refused.printed()
+    finally:
+        nodes.shutdown()

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,24 +49,19 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture
-def ray_with_dashboard(_every_two_seconds: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Path]]:
+def ray_with_dashboard(_every_two_seconds: None, ray_folder: Path) -> Iterator[tuple[str, Path]]:
     """A Ray that outlives the jobs on it: its address, and the file that its dashboard keeps for Prometheus."""
     from ray.cluster_utils import Cluster
 
-    with tempfile.TemporaryDirectory(prefix="rgp", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        monkeypatch.setenv("RAY_TMPDIR", folder)  # where Ray notes the address
-        (Path(folder) / "ray").mkdir()
-        nodes = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 2, "include_dashboard": True, "dashboard_port": port, "temp_dir": folder},
-        )
-        try:
-            yield nodes.address, Path(folder) / "prom_metrics_service_discovery.json"
-        finally:
-            nodes.shutdown()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    head = {"num_cpus": 2, "include_dashboard": True, "dashboard_port": port}
+    nodes = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        yield nodes.address, ray_folder / "prom_metrics_service_discovery.json"
+    finally:
+        nodes.shutdown()
 
 
 def test_dashboard_and_rules_speak_of_a_run_that_is_scraped_and_no_alert_fires_when_it_stops(

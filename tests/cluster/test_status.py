@@ -98,7 +98,9 @@ def test_a_run_is_seen_from_its_folder_and_from_its_cluster_until_it_is_killed(w
         printed = subprocess.run([sys.executable, *program], cwd=ROOT, capture_output=True, text=True, timeout=240)
         assert printed.returncode == 0, printed.stderr
         seen = Status.from_dict(json.loads(printed.stdout))
-        assert (seen.run, seen.state, seen.folder, seen.world_size) == ("watched", "training", str(storage), 2)
+        assert (seen.run, seen.state, seen.folder, seen.world_size) == ("watched", "training", str(storage), 2), (
+            printed.stdout
+        )
         assert "RUNNING" in seen.job[0]
         assert seen.step >= found.step
 

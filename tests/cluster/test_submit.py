@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from regrow.elastic.processes import send, with_environment
+from regrow.elastic.processes import of_ray, send
 from regrow.observe.run_log import read_events, read_metrics
 from regrow.storage import Storage
 from regrow.submit.ray_jobs import AGENT_S, LEFT_OUT, NO_AGENT
@@ -53,7 +53,7 @@ class Place:
             [
                 *(str(BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats", "--num-cpus=4"),
                 *("--node-ip-address=127.0.0.1", f"--port={self.port}", f"--dashboard-port={self.dashboard}"),
-                *(f"--temp-dir={folder / 'r'}", f"--ray-client-server-port={ports[0]}"),
+                f"--ray-client-server-port={ports[0]}",
                 *(f"--dashboard-agent-listen-port={ports[1]}", f"--metrics-export-port={ports[2]}"),
             ],
             output=folder / "head.out",
@@ -67,7 +67,7 @@ class Place:
             "PYTHONPATH": str(ROOT / "platform"),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.folder / token),
-            "REGROW_TEST": str(self.folder),
+            "RAY_TMPDIR": str(self.folder),
         }
 
     def start(self, command: list[str], *, output: Path, token: str = "token") -> "subprocess.Popen[bytes]":
@@ -109,10 +109,9 @@ class Place:
         return [event for event in read_events(Storage.at(self.folder / "runs" / name)) if event["event"] == kind]
 
     def end(self) -> None:
-        marker = f"REGROW_TEST={self.folder}"
         send(signal.SIGTERM, [self.head.pid])
-        with_deadline(lambda: not with_environment(marker), 20.0)
-        send(signal.SIGKILL, with_environment(marker))
+        with_deadline(lambda: not of_ray(str(self.folder)), 20.0)
+        send(signal.SIGKILL, of_ray(str(self.folder)))
         self.head.wait()
 
 

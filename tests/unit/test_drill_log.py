@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from regrow.elastic.drill_log import Record, RunFollower
-from regrow.elastic.processes import is_alive, send, title, tree, wait_until_gone, with_environment
+from regrow.elastic.processes import is_alive, of_ray, send, title, tree, wait_until_gone
 from regrow.observe.run_log import METRIC_KEYS, RunLog
 from regrow.storage import Storage
 
@@ -64,19 +64,17 @@ def test_a_record_goes_on_where_an_earlier_drill_left_it(tmp_path: Path) -> None
     assert again.read()[1]["time"] == 5.0
 
 
-def test_processes_are_found_by_environment_and_by_descent_and_can_be_stopped() -> None:
-    marker = f"REGROW_TEST={os.getpid()}-{time.time_ns()}"
-    name, _, value = marker.partition("=")
+def test_processes_are_found_by_their_ray_and_by_descent_and_can_be_stopped(tmp_path: Path) -> None:
     sleep = "import time; time.sleep(60)"
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleep!r}]); {sleep}"
-    process = subprocess.Popen([sys.executable, "-c", parent], env={**os.environ, name: value})
+    process = subprocess.Popen([sys.executable, "-c", parent], env={**os.environ, "RAY_TMPDIR": str(tmp_path)})
     try:
         give_up_at = time.monotonic() + 20
         while len(tree(process.pid)) < 2 and time.monotonic() < give_up_at:
             time.sleep(0.02)
         family = tree(process.pid)
         assert family[0] == process.pid
-        assert sorted(with_environment(marker)) == sorted(family)
+        assert sorted(of_ray(str(tmp_path))) == sorted(family)
         assert "time.sleep(60)" in title(family[1])
         assert send(signal.SIGSTOP, family) == family
         assert all(map(is_alive, family))  # stopped is not dead
@@ -88,3 +86,18 @@ def test_processes_are_found_by_environment_and_by_descent_and_can_be_stopped() 
     process.wait()
     assert title(process.pid) == ""
     assert send(signal.SIGKILL, [process.pid]) == []
+
+
+def test_a_process_that_wrote_over_its_environment_is_known_by_its_open_files(tmp_path: Path) -> None:
+    inside, beside = tmp_path / "ray", tmp_path / "ray-2"
+    inside.mkdir(), beside.mkdir()
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with open(inside / "log", "wb") as ours, open(beside / "log", "wb") as other:
+        agent, stranger = subprocess.Popen(sleep, stdout=ours), subprocess.Popen(sleep, stdout=other)
+    try:
+        assert of_ray(str(inside)) == [agent.pid]
+    finally:
+        for each in (agent, stranger):
+            each.kill()
+            each.wait()
+    assert of_ray(str(inside)) == []

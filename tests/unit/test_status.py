@@ -457,8 +457,8 @@ def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def has_job(cluster: Path, storage_path: Path, **status: Any) -> None:
-    entrypoint = f"python -m jobs.pretrain +cluster=cpu3 run.name=mine 'run.storage_path={storage_path}'"
+def has_job(cluster: Path, storage_path: Path, *, run: str = "mine", **status: Any) -> None:
+    entrypoint = f"python -m jobs.pretrain +cluster=cpu3 run.name={run} 'run.storage_path={storage_path}'"
     metadata = {"name": "mine", "annotations": {"regrow/run-name": "mine", "regrow/git-sha": "0123456789ab"}}
     store(
         cluster, "rayjobs.ray.io", "mine", {"metadata": metadata, "spec": {"entrypoint": entrypoint}, "status": status}
@@ -485,12 +485,23 @@ def test_a_job_of_kubernetes_is_asked_through_its_head(kubernetes: Path) -> None
     assert found.job[0] == "Running (RUNNING)"
 
     has_job(kubernetes, kubernetes / "empty", jobDeploymentStatus="Running", rayClusterName="mine-c1")
-    assert look().detail == "nothing is logged yet"
+    assert (look().state, look().detail) == (State.starting, "nothing is logged yet")
+    (kubernetes / "damaged").mkdir()
+    (kubernetes / "damaged" / "config.yaml").write_text("run: [")
+    (kubernetes / "damaged" / "events.jsonl").write_text("")
+    has_job(kubernetes, kubernetes, jobDeploymentStatus="Running", rayClusterName="mine-c1", run="damaged")
+    assert look().state is State.unseen
+    assert "config.yaml is damaged" in look().detail
+    assert describe(look())[0] == "damaged: unseen"
+    has_job(kubernetes, kubernetes / "empty", jobDeploymentStatus="Running", rayClusterName="mine-c1")
 
     (kubernetes / "objects" / "pods.head-1.json").unlink()
     assert look().detail == "its cluster has no head yet"
     has_job(kubernetes, kubernetes, jobDeploymentStatus="Complete", rayClusterName="mine-c1")
-    assert look().detail == f"its cluster is gone; the run itself is in {kubernetes / 'mine'}"
+    assert (look().state, look().detail) == (
+        State.unseen,
+        f"its cluster is gone; the run itself is in {kubernetes / 'mine'}",
+    )
 
 
 def test_a_job_that_trains_nothing_or_has_other_settings_is_one_line(kubernetes: Path) -> None:

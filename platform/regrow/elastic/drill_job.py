@@ -19,7 +19,7 @@ from regrow.config.schema import DrillJobConfig, PretrainConfig
 from regrow.config.store import pretrain_overrides, to_dict
 from regrow.elastic.drill_log import RunFollower
 from regrow.elastic.local_nodes import LocalNodes
-from regrow.elastic.processes import send, wait_until_gone, with_environment
+from regrow.elastic.processes import of_ray, send, wait_until_gone
 from regrow.elastic.run_folder import run_folder
 from regrow.errors import ConfigError, RegrowError
 from regrow.observe.console import Console
@@ -123,7 +123,7 @@ def reference_rows(config: DrillJobConfig, console: Console) -> list[dict[str, A
                     console.row(watch.rows[-1])
         finally:
             process.kill()
-            wait_until_gone(send(signal.SIGKILL, with_environment(f"RAY_TMPDIR={ray_folder}")), GONE_S)
+            wait_until_gone(send(signal.SIGKILL, of_ray(ray_folder)), GONE_S)
             process.wait()
     watch.poll()
     if watch.step < steps:

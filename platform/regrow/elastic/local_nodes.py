@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from regrow.elastic.processes import send, title, tree, wait_until_gone, with_environment
+from regrow.elastic.processes import of_ray, send, title, tree, wait_until_gone
 
 GONE_S = 20.0  # for killed processes to be gone
 DRAIN_REASON = 2  # DRAIN_NODE_REASON_PREEMPTION of Ray's autoscaler.proto
@@ -37,11 +37,6 @@ class LocalNodes:
     @property
     def address(self) -> str:
         return str(self._raylets.address)
-
-    @property
-    def marker(self) -> str:
-        """What every process of these nodes, and of a job on them, has in its environment."""
-        return f"RAY_TMPDIR={self.folder}"
 
     def add(self) -> str:
         """Start one more; its id."""
@@ -95,7 +90,7 @@ class LocalNodes:
 
     def processes(self) -> list[int]:
         """Every process of these nodes and of jobs on them."""
-        return with_environment(self.marker)
+        return of_ray(self.folder)
 
     def titles(self) -> list[tuple[int, str]]:
         """Every process of these nodes and of jobs on them, with what it calls itself."""

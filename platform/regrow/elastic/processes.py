@@ -1,4 +1,4 @@
-"""Processes of this machine by what `/proc` tells: whose child, with what environment, alive or not."""
+"""Processes of this machine by what `/proc` tells: whose child, of which Ray, alive or not."""
 
 import contextlib
 import os
@@ -10,14 +10,30 @@ from pathlib import Path
 _PROC = Path("/proc")
 
 
-def with_environment(marker: str) -> list[int]:
-    """Live processes that were started with `NAME=value` in their environment."""
-    wanted, found = marker.encode(), []
-    for pid in _pids():
-        with contextlib.suppress(OSError):  # gone, or not ours
-            if wanted in (_PROC / str(pid) / "environ").read_bytes().split(b"\0") and is_alive(pid):
-                found.append(pid)
-    return found
+def of_ray(folder: str) -> list[int]:
+    """Live processes of the Ray that was started with RAY_TMPDIR=`folder`, and of the jobs started with it.
+
+    They have it in their environment, or a file below it open: Ray's agents write their titles over the environment,
+    and outlive a killed raylet by up to a minute.
+    """
+    return [pid for pid in _pids() if is_alive(pid) and (_was_told(pid, folder) or _has_open(pid, folder))]
+
+
+def _was_told(pid: int, folder: str) -> bool:
+    try:
+        return f"RAY_TMPDIR={folder}".encode() in (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:  # gone, or not ours
+        return False
+
+
+def _has_open(pid: int, folder: str) -> bool:
+    below = folder.rstrip("/") + "/"
+    with contextlib.suppress(OSError):
+        for each in (_PROC / str(pid) / "fd").iterdir():
+            with contextlib.suppress(OSError):  # closed since
+                if os.readlink(each).startswith(below):
+                    return True
+    return False
 
 
 def tree(pid: int) -> list[int]:

@@ -17,6 +17,7 @@ class State(StrEnum):
     stalled = "stalled"  # no step for long, though the run's coordinator is there
     silent = "silent"  # nothing was heard for long
     gone = "gone"  # nobody is there: it ended without a word
+    unseen = "unseen"  # a job of a cluster over which its folder cannot be read; `detail` says why
     stopped = "stopped"  # in good order, before its last step
     finished = "finished"
     failed = "failed"

@@ -49,12 +49,14 @@ def on_kubernetes(name: str, *, namespace: str, context: str | None) -> Look:
         up = [pod for pod in heads if (pod.get("status") or {}).get("phase", "Running") == "Running"]
         if not up:
             ended = status.get("jobDeploymentStatus") in ENDED
-            why = f"its cluster is gone; the run itself is in {folder}" if ended else "its cluster has no head yet"
-            return _not_seen(run, folder, lines, why)
+            if ended:
+                why = f"its cluster is gone; the run itself is in {folder}"
+                return _without_logs(State.unseen, run, folder, lines, why)
+            return _without_logs(State.starting, run, folder, lines, "its cluster has no head yet")
         try:
             text = kubectl.exec(up[0]["metadata"]["name"], "ray-head", _command(folder))
         except ClusterError as error:
-            return _not_seen(run, folder, lines, _why(str(error)))
+            return _not_read(run, folder, lines, str(error))
         return replace(_parse(text), job=lines)
 
     return look
@@ -88,7 +90,7 @@ def on_ray(address: str, *, run: str | None) -> Look:
             try:
                 return replace(_parse(_ask(client, found, folder)), job=lines)
             except RegrowError as error:
-                return _not_seen(name, folder, lines, _why(str(error)))
+                return _not_read(name, folder, lines, str(error))
         except (RuntimeError, OSError) as error:  # of Ray's client
             raise ClusterError(f"{address} does not answer: {first_line(error)}") from error
 
@@ -127,7 +129,7 @@ def _newest(jobs: Sequence[Any], run: str | None, address: str) -> tuple[Any, tu
 
 def _describe(job: Any) -> list[str]:
     metadata = job.metadata or {}
-    started, ended = (None if each is None else when(each / 1000) for each in (job.start_time, job.end_time))
+    started, ended = (when(each / 1000) if each else None for each in (job.start_time, job.end_time))
     return [
         f"{job.submission_id or job.job_id}: {job.status.value}, commit {metadata.get('git_sha', '?')}, "
         f"started {started or 'not yet'}{f', ended {ended}' if ended else ''}",
@@ -188,9 +190,11 @@ def _parse(text: str) -> Status:
     raise ClusterError(f"the run's folder cannot be read over there: {lines[-1] if lines else 'no answer'}")
 
 
-def _not_seen(run: str, folder: str, lines: list[str], why: str) -> Status:
-    return Status(run, folder, time.time(), State.starting, detail=why, job=lines)
+def _not_read(run: str, folder: str, lines: list[str], error: str) -> Status:
+    if NOT_BEGUN in error:
+        return _without_logs(State.starting, run, folder, lines, "nothing is logged yet")
+    return _without_logs(State.unseen, run, folder, lines, error)
 
 
-def _why(error: str) -> str:
-    return "nothing is logged yet" if NOT_BEGUN in error else error
+def _without_logs(state: State, run: str, folder: str, lines: list[str], why: str) -> Status:
+    return Status(run, folder, time.time(), state, detail=why, job=lines)

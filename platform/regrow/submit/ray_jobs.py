@@ -21,6 +21,7 @@ POLL_S = 1.0
 STOPPING_S = 60.0
 AGENT_S = 60.0  # a head that has just started, or is very busy, has no agent for jobs for a while
 NO_AGENT = "No available agent"
+AGENT_PORT = " Another Ray on the head's machine may have its agent's port (--dashboard-agent-listen-port of ray start)"
 ALIVE = (JobStatus.PENDING, JobStatus.RUNNING)
 
 
@@ -50,7 +51,8 @@ def submit_job(client: JobSubmissionClient, **spec: Any) -> str:
             return client.submit_job(**spec)
         except RuntimeError as error:
             if NO_AGENT not in str(error) or time.monotonic() > give_up_at:
-                raise ClusterError(f"the cluster did not take the job: {first_line(error)}") from error
+                taken = "" if NO_AGENT not in str(error) else AGENT_PORT
+                raise ClusterError(f"the cluster did not take the job: {first_line(error)}{taken}") from error
         time.sleep(POLL_S)
 
 

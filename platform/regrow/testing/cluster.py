@@ -1,6 +1,5 @@
 """The real job as a real process, for tests and benchmarks that stop, kill and resume it."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -13,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from regrow.elastic.processes import of_ray, send, wait_until_gone
 from regrow.observe.run_log import read_events, read_metrics
 from regrow.storage import Storage
 
 ROOT = Path(__file__).parents[3]
+GONE_S = 20.0  # for killed processes to be gone
 SMALL = [  # a model whose step takes milliseconds, so that starting and stopping is what takes time
     "model.dim=64",
     "model.num_layers=2",
@@ -96,30 +97,18 @@ class Job:
 
     def kill_driver_and_workers(self) -> None:
         """kill -9, the driver first."""
-        for pid in [self.process.pid, *self.workers()]:
-            _kill(pid)
+        send(signal.SIGKILL, [self.process.pid, *self.workers()])
         self.process.wait()
 
     def processes(self) -> list[int]:
-        """Every live process that this job started, by the Ray folder in its environment."""
-        marker = f"RAY_TMPDIR={self._ray_folder.name}".encode()
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    alive = b"State:\tZ" not in (entry / "status").read_bytes()
-                    if alive and marker in (entry / "environ").read_bytes().split(b"\0"):
-                        found.append(int(entry.name))
-                except OSError:
-                    continue  # gone, or not ours
-        return found
+        """Every live process that this job started."""
+        return of_ray(self._ray_folder.name)
 
     def __enter__(self) -> "Job":
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for pid in self.processes():
-            _kill(pid)
+        wait_until_gone(send(signal.SIGKILL, self.processes()), GONE_S)
         self.process.wait()
         self._ray_folder.cleanup()
         for folder in self.memory():
@@ -132,8 +121,3 @@ def run_to_end(storage: Path, name: str, *overrides: str, timeout_s: float = 180
         status = job.wait(timeout_s)
         assert status == 0, f"exit status {status}:\n{job.printed()}"
     return job
-
-
-def _kill(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
