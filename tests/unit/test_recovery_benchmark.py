@@ -3,10 +3,8 @@
 import dataclasses
 import importlib.util
 import json
-import os
-import signal
-import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import ModuleType
@@ -41,7 +39,7 @@ def samples(benchmark: ModuleType) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def processes(benchmark: ModuleType) -> ModuleType:
+def cluster(benchmark: ModuleType) -> ModuleType:
     return sys.modules["benchmarks.recovery_cluster"]
 
 
@@ -221,23 +219,12 @@ def test_a_process_counts_the_graphs_that_it_compiles() -> None:
     assert graphs_compiled() == before + 2
 
 
-def test_a_killed_process_is_gone_though_nobody_has_waited_for_it(processes: ModuleType) -> None:
-    script = (
-        "import subprocess, sys; child = subprocess.Popen(['sleep', '60']); print(child.pid, flush=True); child.wait()"
-    )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        assert processes.descendants(parent.pid) == [child]
-        watch = processes.Watch(lambda: processes.is_gone(parent.pid))
-        assert not processes.is_gone(parent.pid)
-        os.kill(child, signal.SIGSTOP)
-        killed_at = time.time()
-        for pid in (parent.pid, child):
-            processes.kill(pid)
-        processes.wait_until_gone([parent.pid, child])
-        assert processes.is_gone(parent.pid)
-        assert processes.is_gone(child)
-        watch.join(5)
-        assert watch.at is not None
-        assert watch.at - killed_at < 5
+def test_it_is_noted_when_something_is_first_so(cluster: ModuleType) -> None:
+    so = threading.Event()
+    watch = cluster.Watch(so.is_set)
+    assert watch.at is None
+    began_at = time.time()
+    so.set()
+    watch.join(5)
+    assert watch.at is not None
+    assert 0 <= watch.at - began_at < 5
