@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from typing import Any
 import ray
 
 from regrow.config.schema import ClusterConfig
-from regrow.errors import ClusterError
+from regrow.errors import ClusterError, first_line
 
 CONNECT_S = 10.0  # Ray itself waits for ever for a head that does not answer, such as yesterday's
 KNOWN_RAY = "2.60."  # whose insides `elastic.ray_train` knows, as tests/unit/test_ray_contract.py makes sure of
@@ -134,13 +135,14 @@ def _start_one(config: ClusterConfig) -> Any:
     # logical CPUs beyond the workers' own, for the tasks that feed them
     workers = config.max_workers + config.spare_workers
     num_cpus = max(os.cpu_count() or 1, int(-(-workers * config.cpus_per_worker // 1))) + 1
-    return ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        include_dashboard=config.dashboard,
-        dashboard_port=config.dashboard_port if config.dashboard else None,
-        **_quiet(),
-    )
+    with _one_line():
+        return ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=config.dashboard,
+            dashboard_port=config.dashboard_port if config.dashboard else None,
+            **_quiet(),
+        )
 
 
 def _start_several(config: ClusterConfig) -> tuple[Any, Any]:
@@ -152,15 +154,29 @@ def _start_several(config: ClusterConfig) -> tuple[Any, Any]:
         "include_dashboard": config.dashboard,
         **({"dashboard_port": config.dashboard_port} if config.dashboard else {}),
     }
-    nodes = Cluster(initialize_head=True, head_node_args=head)
+    with _one_line():
+        nodes = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            per_node = -(-(config.max_workers + config.spare_workers) // config.local_nodes)
+            for _ in range(config.local_nodes):
+                add_local_node(nodes, config, num_workers=per_node)
+            return ray.init(address=nodes.address, **_quiet()), nodes
+        except BaseException:
+            nodes.shutdown()
+            raise
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Whatever keeps Ray from starting here is a ClusterError: Ray raises many kinds, plain Exception among them."""
     try:
-        per_node = -(-(config.max_workers + config.spare_workers) // config.local_nodes)
-        for _ in range(config.local_nodes):
-            add_local_node(nodes, config, num_workers=per_node)
-        return ray.init(address=nodes.address, **_quiet()), nodes
-    except BaseException:
-        nodes.shutdown()
-        raise
+        yield
+    except Exception as error:
+        folder = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray"
+        raise ClusterError(
+            f"Ray did not start on this machine: {first_line(error)}; its logs are in {folder}/session_latest/logs. Is "
+            "the machine very busy, or does that folder have a long name or no room (RAY_TMPDIR chooses another one)?"
+        ) from error
 
 
 def add_local_node(nodes: Any, config: ClusterConfig, *, num_workers: int = 1) -> Any:
