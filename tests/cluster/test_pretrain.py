@@ -28,21 +28,29 @@ def undisturbed(storage: Path) -> Job:
     return run_to_end(storage, "undisturbed", *SMALL, *workers(2), "train.steps=40", "checkpoint.every_steps=10")
 
 
-def test_30_steps_at_1_2_and_3_ranks_see_the_same_batches_and_losses(storage: Path, undisturbed: Job) -> None:
+@pytest.mark.parametrize(
+    ("count", "settings", "validated"),
+    [
+        pytest.param(1, [], [], marks=pytest.mark.long, id="1"),  # of two, of three and of one in test_elastic too
+        pytest.param(
+            3, ["+cluster=cpu3", "train.validate_every_steps=20", "train.validation_seqs=30"], [20, 30], id="3 nodes"
+        ),
+    ],
+)
+def test_30_steps_are_those_of_two_ranks(
+    storage: Path, undisturbed: Job, count: int, settings: list[str], validated: list[int]
+) -> None:
     """Three ranks are three nodes here, each a raylet of its own, and validate midway."""
-    until_30 = ["train.steps=40", "train.stop_at_step=30"]
-    alone = run_to_end(storage, "w1", *SMALL, *workers(1), *until_30)
-    validating = ["train.validate_every_steps=20", "train.validation_seqs=30"]
-    three = run_to_end(storage, "w3", "+cluster=cpu3", *SMALL, *workers(3), *until_30, *validating)
-    for job, count in ((alone, 1), (three, 3)):
-        rows = job.metrics()
-        assert [row["step"] for row in rows] == list(range(1, 31))
-        assert {row["world_size"] for row in rows} == {count}
-        assert digests(job) == digests(undisturbed)[:30]
-        assert losses(job) == pytest.approx(losses(undisturbed)[:30], abs=TOLERANCE)
+    until_30 = [*SMALL, *workers(count), "train.steps=40", "train.stop_at_step=30"]
+    job = run_to_end(storage, f"w{count}", *settings, *until_30)
+    rows = job.metrics()
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    assert {row["world_size"] for row in rows} == {count}
+    assert digests(job) == digests(undisturbed)[:30]
+    assert losses(job) == pytest.approx(losses(undisturbed)[:30], abs=TOLERANCE)
     assert len(set(digests(undisturbed))) == 40
     assert losses(undisturbed)[-1] < losses(undisturbed)[0] - 0.5  # it learns
-    assert [row["step"] for row in three.metrics() if row.get("validation_loss")] == [20, 30]
+    assert [row["step"] for row in rows if row.get("validation_loss")] == validated
 
 
 @pytest.mark.parametrize("resumed_at", [2, pytest.param(3, marks=pytest.mark.long)])

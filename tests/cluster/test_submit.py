@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from regrow.elastic.processes import of_ray, send
+from regrow.elastic.processes import of_ray, send, wait_until_gone
 from regrow.observe.run_log import read_events, read_metrics
 from regrow.storage import Storage
 from regrow.submit.ray_jobs import AGENT_S, LEFT_OUT, NO_AGENT
@@ -109,9 +109,7 @@ class Place:
         return [event for event in read_events(Storage.at(self.folder / "runs" / name)) if event["event"] == kind]
 
     def end(self) -> None:
-        send(signal.SIGTERM, [self.head.pid])
-        with_deadline(lambda: not of_ray(str(self.folder)), 20.0)
-        send(signal.SIGKILL, of_ray(str(self.folder)))
+        wait_until_gone(send(signal.SIGKILL, of_ray(str(self.folder))), 20.0)
         self.head.wait()
 
 

@@ -2,7 +2,7 @@
 
 Real keepers, a real coordinator and trainers that take real snapshots, each a process (`regrow.testing.crashing`).
 Instants come two ways: a random time after a victim was seen in a phase, and a random line of Python within it.
-`CRASH_KILLS` says how many (60), `CRASH_SEED` which; 200 take some minutes.
+`CRASH_KILLS` says how many (40), `CRASH_SEED` which; 200 take some minutes.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ from regrow.testing.crashing import (
 from regrow.testing.gloo import PRELOAD
 from regrow.testing.stand_in_ray import NAMES, NODES, Handle, RayError, call_it, get
 
-NUM_KILLS = int(os.environ.get("CRASH_KILLS", "60"))
+NUM_KILLS = int(os.environ.get("CRASH_KILLS", "40"))
 SEED = int(os.environ.get("CRASH_SEED", "1"))
 DEADLINE_S = 30.0
 LATER_S = (0.001, 0.005, 0.03)  # at most one of these, from when a phase is seen to the kill

@@ -151,7 +151,7 @@ def test_float8_trains_as_it_does_on_ranks_that_share_nothing(recipe):
     )
     training = Training(FLOAT8, parallel, OPTIM, num_steps=12)
     apart = run_ranks(float8_losses, 2, replace(training, parallel=replace(parallel, tp=1)))[0][0]
-    results = run_ranks(float8_losses, 6, training)
+    results = run_ranks(float8_losses, 4 if compiled else 6, training)  # each compiles
     assert all(result == results[0] for result in results)
     got, graphs = results[0]
     assert got[-1] < 0.2 * got[0]

@@ -119,7 +119,7 @@ def short_folder() -> Iterator[Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["ours", "dcp_async_process"])
 def test_a_side_saves_every_step_and_leaves_nothing_behind(side: str, short_folder: Path) -> None:
-    settings = {"side": side, "model": "debug", "world_size": 4, "memory": str(short_folder)}
+    settings = {"side": side, "model": "debug", "world_size": 2, "memory": str(short_folder)}
     command = [sys.executable, str(ROOT / "benchmarks" / "checkpoint_sides.py"), "steps"]
     done = subprocess.run(
         [*command, json.dumps({**settings, "step_s": 1.0, "num_steps": 2})],
