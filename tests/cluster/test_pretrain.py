@@ -42,7 +42,7 @@ def test_30_steps_are_those_of_two_ranks(
 ) -> None:
     """Three ranks are three nodes here, each a raylet of its own, and validate midway."""
     until_30 = [*SMALL, *workers(count), "train.steps=40", "train.stop_at_step=30"]
-    job = run_to_end(storage, f"w{count}", *settings, *until_30)
+    job = run_to_end(storage, f"w{count}", *until_30, *settings)
     rows = job.metrics()
     assert [row["step"] for row in rows] == list(range(1, 31))
     assert {row["world_size"] for row in rows} == {count}
