@@ -31,7 +31,7 @@ def undisturbed(storage: Path) -> Job:
 @pytest.mark.parametrize(
     ("count", "settings", "validated"),
     [
-        pytest.param(1, [], [], marks=pytest.mark.long, id="1"),  # of two, of three and of one in test_elastic too
+        pytest.param(1, [], [], marks=pytest.mark.long, id="1"),  # test_elastic compares one and three
         pytest.param(
             3, ["+cluster=cpu3", "train.validate_every_steps=20", "train.validation_seqs=30"], [20, 30], id="3 nodes"
         ),

@@ -29,7 +29,7 @@ NARROW = ModelConfig(num_layers=8, dim=64, num_heads=4, num_kv_heads=2, ffn_dim=
 SMALL = ModelConfig(num_layers=2, dim=64, num_heads=4, num_kv_heads=2, ffn_dim=176, vocab_size=16384)
 NONE, SELECTIVE, FULL = ActivationCheckpoint
 BFLOAT16 = Dtype.bfloat16
-LOOKS = 3
+LOOKS = 3  # at most
 
 
 def training(model: ModelConfig, parallel: ParallelConfig, slices: int, rows: int) -> Training:

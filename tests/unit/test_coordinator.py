@@ -153,6 +153,23 @@ def test_a_node_that_failed_again_and_again_is_used_where_too_few_are_left(
     assert made.avoided_nodes() == {"barred", "leaving"}
 
 
+@pytest.mark.parametrize("restarted", [True, False])
+def test_old_checkpoints_are_deleted_by_a_coordinator_that_was_restarted_not_by_a_new_jobs(
+    restarted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one before may have died doing so; a new job may need what `checkpoint.keep` would now delete."""
+    first = make(tmp_path)
+    first.lock.close()  # as the process' end does
+    retained_in: list[str] = []
+    monkeypatch.setattr(module, "_is_restarted", lambda: restarted)
+    monkeypatch.setattr(
+        "regrow.checkpoint.fleet.retain", lambda folder, keep: retained_in.append(f"{folder}, all but {keep}")
+    )
+    again = make(tmp_path)
+    again.fleet.storage.shutdown(wait=True)
+    assert retained_in == ([f"{tmp_path}/checkpoints, all but 2"] if restarted else [])
+
+
 def test_rows_may_be_missing_only_where_the_coordinator_was_restarted(tmp_path: Path) -> None:
     made = make(tmp_path)
     generation = generation_of(form(made))

@@ -533,6 +533,7 @@ class Coordinator:
     def _take_up_again(self, events: list[dict[str, Any]]) -> None:
         """This actor was restarted: go on with the group that trains, which may not even have noticed."""
         self._event("coordinator_restarted", generation=self.generation)
+        self.fleet.retain()  # the one before it may have died doing so
         forming = [event for event in events if event["event"] == "forming"][-1:]
         begun = [event for event in events if event["event"] == "generation"][-1:]
         if not forming or forming[0]["generation"] != self.generation:

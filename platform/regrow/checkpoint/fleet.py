@@ -70,16 +70,12 @@ class Fleet:
         self._messages = time.time_ns()  # above all that a coordinator before this one sent
 
     def adopt(self, me: Any) -> None:
-        """Keepers that outlived an earlier coordinator of this run hold what it had committed.
-
-        Checkpoints that it was about to delete are deleted.
-        """
+        """Keepers that outlived an earlier coordinator of this run hold what it had committed."""
         calls = {handle.serve.remote(me, self.secret): handle for handle in running_keepers(self.run_id).values()}
         for call in _answered(calls):
             with contextlib.suppress(ray.exceptions.RayError):  # its node is gone
                 self.register(calls[call], ray.get(call))
         self.board.rebuild((info.node, info.newest, info.held) for _, info in self.known.values())
-        self.storage.submit(self._retain)
 
     def register(self, handle: Any, info: KeeperInfo) -> None:
         """A node's keeper is up, or is up again."""
@@ -332,6 +328,10 @@ class Fleet:
         self.cadence.written(took_s=seconds)
         self.event("checkpoint", step=index.step, seconds=seconds, bytes=index.num_bytes, reason=self.reason)
         self._end_upload("")
+        self.retain()
+
+    def retain(self) -> None:
+        """Have checkpoints deleted that are more than is kept."""
         self.storage.submit(self._retain)
 
     def _retain(self) -> None:
