@@ -140,8 +140,10 @@ class World:
         for each in self.started:
             each.process.join(DEADLINE_S)
 
-    def start(self, main: Callable[..., None], node: str, address: str, *args: Any) -> Process:
-        member = Member(self.folder, node, address, self.folder / f"beacon-{next(self.num)}")
+    def start(
+        self, main: Callable[..., None], node: str, address: str, *args: Any, restarted: bool = False
+    ) -> Process:
+        member = Member(self.folder, node, address, self.folder / f"beacon-{next(self.num)}", restarted)
         beacon = Beacon(member.beacon, create=True)
         process = self.context.Process(target=main, args=(member, *args), daemon=True)
         made = Process(process, beacon, node)
@@ -151,7 +153,8 @@ class World:
 
     def start_coordinator(self) -> None:
         address = str(self.folder / f"coordinator-{next(self.num)}")
-        self.coordinator = self.start(coordinator_main, "head", address)
+        restarted = self.coordinator is not None
+        self.coordinator = self.start(coordinator_main, "head", address, restarted=restarted)
         self.actor = Handle(address)
         wait_for_actor(self.actor)
         call_it(self.folder, f"{RUN}:coordinator", address)
@@ -161,7 +164,7 @@ class World:
         """A node's first keeper, or another one in the place of one that died."""
         address = str(self.folder / f"keeper-{node}")
         (self.folder / NODES / node).touch()
-        self.keepers[node] = self.start(keeper_main, node, address)
+        self.keepers[node] = self.start(keeper_main, node, address, restarted=node in self.keepers)
         wait_for_actor(Handle(address))
         call_it(self.folder, f"{RUN}:{node}", address)
 
@@ -402,6 +405,24 @@ def end(made: World) -> None:
     assert rows.issuperset(committed_steps(made.checkpoints))
     get(made.actor.close.remote(0, "finished", ""))
     assert not list(made.folder.glob("regrow-*"))
+
+
+@pytest.mark.timeout(120)
+def test_what_a_coordinator_died_deleting_is_deleted_though_no_checkpoint_follows() -> None:
+    with world(SEED) as made:
+        made.start_coordinator()
+        made.start_keeper("node-a")
+        made.start_group(2, 1)
+        wait_until(lambda: committed_steps(made.checkpoints))
+        first = committed_steps(made.checkpoints)[-1]
+        wait_until(lambda: first not in committed_steps(made.checkpoints))  # from here on each new one retires another
+        kill = Kill("coordinator", "retain", 1)
+        victim = prepare(made, kill)
+        wait_until(lambda: not victim.alive, poll_s=0.005)
+        assert "retain" in victim.beacon.doing()
+        assert len(committed_steps(made.checkpoints)) > KEEP
+        clean_up_after(made, kill, victim, redundant=False)
+        end(made)
 
 
 @pytest.mark.timeout(120)

@@ -38,6 +38,7 @@ class Member:
     node: str
     address: str  # of its socket; trainers have none
     beacon: Path
+    restarted: bool  # in the place of one that died
 
     def enter(self) -> Beacon:
         """What every process does first. It does not outlive the process that it was forked from."""
@@ -45,7 +46,7 @@ class Member:
         log = os.open(self.world / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        install(self.world, self.node, Handle(self.address) if self.address else None)
+        install(self.world, self.node, Handle(self.address) if self.address else None, restarted=self.restarted)
         regrow.storage.LocalStorage = _SlowStorage  # type: ignore[misc]
         return Beacon(self.beacon)
 

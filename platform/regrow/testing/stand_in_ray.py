@@ -124,10 +124,15 @@ def _wait(calls: "list[Future[Any]]", num_returns: int, timeout: float) -> tuple
     return [call for call in calls if call.done()], [call for call in calls if not call.done()]
 
 
-def install(world: Path, node: str, me: Handle | None) -> None:
-    """Put in Ray's place what the coordinator and keepers ask of it."""
+def install(world: Path, node: str, me: Handle | None, *, restarted: bool) -> None:
+    """Put in Ray's place what the coordinator and keepers ask of it. `restarted`: in place of an actor that died."""
     assert "ray" not in sys.modules
-    context = types.SimpleNamespace(get_node_labels=dict, get_node_id=lambda: node, current_actor=me)
+    context = types.SimpleNamespace(
+        get_node_labels=dict,
+        get_node_id=lambda: node,
+        current_actor=me,
+        was_current_actor_reconstructed=restarted,
+    )
     ray, util = types.ModuleType("ray"), types.ModuleType("ray.util")
     strategies, metrics = (types.ModuleType(f"ray.util.{name}") for name in ("scheduling_strategies", "metrics"))
     vars(strategies)["NodeAffinitySchedulingStrategy"] = None
@@ -150,7 +155,7 @@ def install(world: Path, node: str, me: Handle | None) -> None:
         nodes=lambda: [{"NodeID": path.name, "Alive": True} for path in (world / NODES).iterdir()],
         get_actor=lambda name, namespace: find(world, name),
         get_runtime_context=lambda: context,
-        is_initialized=lambda: False,
+        is_initialized=lambda: True,
     )
     sys.modules.update({module.__name__: module for module in (ray, util, strategies, metrics)})
 
