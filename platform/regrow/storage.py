@@ -5,6 +5,7 @@ alone; URIs go through `pyarrow.fs`, and through `fsspec` for schemes that Arrow
 remote stores are retried with backoff until a deadline; what remains is an OSError that names the file.
 """
 
+import contextlib
 import os
 import shutil
 import time
@@ -131,10 +132,10 @@ class LocalStorage(Storage):
 
     def delete(self, name: str) -> None:
         path = self.root / name
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        while path.is_dir():
+            with contextlib.suppress(FileNotFoundError):  # another one deletes in it too
+                shutil.rmtree(path)
+        path.unlink(missing_ok=True)
 
 
 class RemoteStorage(Storage):

@@ -163,7 +163,7 @@ def test_old_checkpoints_are_deleted_by_a_coordinator_that_was_restarted_not_by_
     retained_in: list[str] = []
     monkeypatch.setattr(module, "_is_restarted", lambda: restarted)
     monkeypatch.setattr(
-        "regrow.checkpoint.fleet.retain", lambda folder, keep: retained_in.append(f"{folder}, all but {keep}")
+        "regrow.checkpoint.catalog.retain", lambda folder, keep: retained_in.append(f"{folder}, all but {keep}")
     )
     again = make(tmp_path)
     again.fleet.storage.shutdown(wait=True)

@@ -1,7 +1,9 @@
 """What the coordinator makes of keepers' answers, without keepers: the answers are put in Ray's place."""
 
+import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,6 +64,36 @@ def test_nodes_that_fail_at_once_cost_one_checkpoint_and_nothing_else(
     assert not fleet.writing
     assert events == [("checkpoint_failed", 10)]
     fleet.storage.shutdown()
+
+
+def test_checkpoints_that_cannot_be_deleted_are_told_of_and_stop_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes, rmtree = list[str](), shutil.rmtree
+    fleet = make(tmp_path, lambda name, text: notes.append(f"{name}: {text}"))
+    for number in range(1, 5):  # uncommitted leftovers are deleted too, once there are enough that are whole
+        (fleet.checkpoints / f"step-0000000{number}").write_bytes("part", b"")
+    monkeypatch.setattr("regrow.checkpoint.catalog.committed_steps", lambda folder: [4, 3])
+    monkeypatch.setattr("regrow.checkpoint.catalog.open_checkpoint", lambda folder, step: SimpleNamespace(files=()))
+
+    def refuse(path: Path) -> None:
+        if path.name.endswith("1"):
+            raise PermissionError(13, "Permission denied", "part")
+        rmtree(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("shutil.rmtree", refuse)
+        fleet.retain()
+        wait([fleet.deleting])  # type: ignore[list-item]
+    fleet.tick()
+    assert len(notes) == 1
+    assert fleet.checkpoints.list() == ["step-00000001", "step-00000003", "step-00000004"]
+    assert "next one tries again: [Errno 13] Permission denied: 'part'" in notes[0]
+    fleet.retain()
+    fleet.storage.shutdown(wait=True)
+    fleet.tick()
+    assert len(notes) == 1
+    assert fleet.checkpoints.list() == ["step-00000003", "step-00000004"]
 
 
 def test_a_group_on_one_node_has_its_copies_on_another_that_is_up_until_that_is_gone(

@@ -8,7 +8,7 @@ import json
 
 from regrow.checkpoint.format import COMMIT, Index
 from regrow.checkpoint.read import check_size
-from regrow.errors import CheckpointError
+from regrow.errors import CheckpointError, first_line
 from regrow.storage import Storage
 
 
@@ -45,6 +45,7 @@ def retain(folder: Storage, *, keep: int) -> list[int]:
     """Delete what is older than the newest `keep` checkpoints that are whole, uncommitted leftovers included.
 
     COMMIT goes first, so that a deletion cut short leaves nothing that looks whole. Returns the steps deleted.
+    Raises OSError where something could not be deleted; the rest is.
     """
     sound: list[int] = []
     for step in committed_steps(folder):
@@ -57,10 +58,24 @@ def retain(folder: Storage, *, keep: int) -> list[int]:
         sound.append(step)
     if len(sound) < keep:
         return []
-    oldest_kept, deleted = sound[keep - 1], []
+    oldest_kept, deleted, problems = sound[keep - 1], [], []
     for name in folder.list():
         if name.startswith("step-") and name[5:].isdigit() and int(name[5:]) < oldest_kept:
-            folder.delete(f"{name}/{COMMIT}")
-            folder.delete(name)
-            deleted.append(int(name[5:]))
+            try:
+                folder.delete(f"{name}/{COMMIT}")
+                folder.delete(name)
+                deleted.append(int(name[5:]))
+            except OSError as error:
+                problems.append(error)
+    if problems:
+        raise problems[0]
     return deleted
+
+
+def try_retain(folder: Storage, *, keep: int) -> str:
+    """`retain`, which training does not depend on: what to tell the user, or nothing."""
+    try:
+        retain(folder, keep=keep)
+    except OSError as error:
+        return f"old checkpoints were not all deleted, the next one tries again: {first_line(error)}"
+    return ""

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from regrow.checkpoint.catalog import retain, step_folder
+from regrow.checkpoint.catalog import step_folder, try_retain
 from regrow.checkpoint.commits import SnapshotBoard, is_whole
 from regrow.checkpoint.format import Index
 from regrow.checkpoint.held import Holder
@@ -60,6 +60,7 @@ class Fleet:
         self.writing: dict[Any, tuple[str, WriteOrder]] = {}  # by the reference to what will come of it
         self.publishing: Future[bytes] | None = None
         self.index: Index | None = None  # of what is published
+        self.deleting: Future[str] | None = None  # what is not kept
         self.wanted: int | None = None  # a step that is to be a checkpoint, or one after it
         self.wanted_at = 0.0
         self.covered = -1  # the newest step that a checkpoint was begun of
@@ -207,6 +208,10 @@ class Fleet:
                 self._take(call)
         if self.publishing is not None and self.publishing.done():
             self._publish(self.publishing)
+        if self.deleting is not None and self.deleting.done():
+            problem, self.deleting = self.deleting.result(), None
+            if problem:
+                self.event("note", text=problem)
         late = time.time() - self.upload_timeout_s
         if self.upload is not None and self.upload.begun_at < late:
             nodes = sorted({node[:12] for node, _ in self.writing.values()})
@@ -332,11 +337,7 @@ class Fleet:
 
     def retain(self) -> None:
         """Have checkpoints deleted that are more than is kept."""
-        self.storage.submit(self._retain)
-
-    def _retain(self) -> None:
-        with contextlib.suppress(OSError):  # the next one tries again
-            retain(self.checkpoints, keep=self.keep)
+        self.deleting = self.storage.submit(try_retain, self.checkpoints, keep=self.keep)
 
     def _end_upload(self, problem: str) -> None:
         """The checkpoint is committed, or given up for a reason."""

@@ -311,7 +311,8 @@ class _Hooks:
         if self.rank == 0:
             fields = {"step": progress.step, "seconds": stall_s, "stall_s": stall_s, "bytes": index.num_bytes}
             self.replies.append(self.job.coordinator.event.remote(self.generation, "checkpoint", fields))
-            catalog.retain(folder, keep=config.keep)
+            if problem := catalog.try_retain(folder, keep=config.keep):
+                self.replies.append(self.job.coordinator.event.remote(self.generation, "note", {"text": problem}))
 
     def validate(self, step: int) -> float:
         begun = time.perf_counter()

@@ -94,7 +94,7 @@ def keeper_main(member: Member) -> None:
 
 def coordinator_main(member: Member) -> None:
     beacon = member.enter()
-    from regrow.checkpoint import coordinator, fleet
+    from regrow.checkpoint import catalog, coordinator, fleet
     from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig
 
     fleet.RETRY_S = 0.0
@@ -102,7 +102,7 @@ def coordinator_main(member: Member) -> None:
     beacon.mark(coordinator.Coordinator, "snapshots_sealed", "commit")
     beacon.mark(coordinator.Coordinator, "_commit", "COMMIT")
     beacon.mark(fleet, "write_index", "index")
-    beacon.mark(fleet, "retain", "retain")
+    beacon.mark(catalog, "retain", "retain")
     server = Server(member.address, 1)
 
     class Numbering(coordinator.Coordinator):
