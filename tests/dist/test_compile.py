@@ -10,7 +10,7 @@ from regrow.testing.gloo import run_ranks
 from regrow.testing.tiny import tiny_model
 from regrow.testing.training import Training, plain_losses, train
 
-OPTIM = OptimConfig(lr=1e-2, global_batch_seqs=24, num_slices=12)
+OPTIM = OptimConfig(lr=1e-2, global_batch_seqs=12, num_slices=6)
 # more layers than torch.compile would recompile for, so that one graph has to do for all
 DEEP = tiny_model(num_layers=10)
 # what the claim about float8 is made on: large enough that rounding is not the smallest of its worries

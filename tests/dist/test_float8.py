@@ -14,7 +14,7 @@ from regrow.testing.tiny import tiny_model
 from regrow.testing.training import Training, build, micro_batches, run_steps, train
 
 RECIPES = [recipe for recipe in Float8 if recipe is not Float8.none]
-OPTIM = OptimConfig(lr=1e-2, global_batch_seqs=24, num_slices=12)
+OPTIM = OptimConfig(lr=1e-2, global_batch_seqs=12, num_slices=6)
 SMALL = tiny_model()
 # 16 rows of a key projection over 5 ranks: 4 + 4 + 4 + 4 + 0
 UNEVEN = ModelConfig(vocab_size=96, dim=64, num_layers=1, num_heads=4, num_kv_heads=1, ffn_dim=48, tied=True)

@@ -14,7 +14,7 @@ from regrow.train.step import IGNORE_INDEX, evaluate
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save
 
 MODELS = {"tiny": tiny_model(), "ragged": ragged_model(), "ragged, tied": ragged_model(tied=True)}
-OPTIM = OptimConfig(lr=1e-2, global_batch_seqs=24, num_slices=12)
+OPTIM = OptimConfig(lr=1e-2, global_batch_seqs=12, num_slices=6)
 # a model of which one parameter takes several blocks of the initialisation, cut inside blocks by 2, 3 and 4 ranks
 LARGE = ModelConfig(vocab_size=5003, dim=80, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=64)
 
@@ -99,7 +99,7 @@ def test_gradients_equal_a_float64_reference_where_no_width_divides_by_the_ranks
     model = ragged_model(tied=tied)
     parallel = ParallelConfig(loss_chunk_tokens=loss_chunk_tokens)
     loss, weights, grads = run_ranks(gradients, world_size, model, parallel)[0]
-    rows = count_up_rows(0, num_rows=24, seq_len=9, vocab_size=model.vocab_size)
+    rows = count_up_rows(0, num_rows=OPTIM.global_batch_seqs, seq_len=9, vocab_size=model.vocab_size)
     assert_gradients(model, weights, rows, loss, grads)
 
 

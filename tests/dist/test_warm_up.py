@@ -19,7 +19,7 @@ from regrow.testing.training import Training, train
 from regrow.train.warm_up import warm_up
 
 CPU = torch.device("cpu")
-OPTIM = OptimConfig(lr=1e-2, global_batch_seqs=24, num_slices=12)
+OPTIM = OptimConfig(lr=1e-2, global_batch_seqs=12, num_slices=6)
 TRACED = ParallelConfig(compile=True, compile_backend="aot_eager")
 PASS_SEQS = 2  # of a slice
 

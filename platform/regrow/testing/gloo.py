@@ -1,5 +1,6 @@
 """Run a function on several gloo ranks, in real processes of this machine, for tests and benchmarks."""
 
+import faulthandler
 import importlib
 import importlib.util
 import inspect
@@ -73,6 +74,7 @@ def _rank_main(
     call: tuple[str, str | None, str, bytes],
 ) -> None:
     rank, world_size, store, deadline_s = ranks
+    faulthandler.enable()  # a crash in C says where
     try:
         os.environ.update(env)
         if sys.platform == "linux":
