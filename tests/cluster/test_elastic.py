@@ -1,14 +1,19 @@
 """Nodes and workers die and come back under the real job: survivors stay, batches and losses are what they would be."""
 
+import contextlib
 import os
 import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from regrow.elastic.local_nodes import LocalNodes, local_nodes
+from regrow.observe.pulse import read_pulses
 from regrow.testing.cluster import SMALL, Job, run_to_end
+from regrow.testing.hold import busiest_thread, held
 
 pytestmark = pytest.mark.timeout(600)  # a step of a third of a second, on machines that do other things too
 STEPS, COMPARED = 160, 100  # losses are compared over so many: beyond, the order of additions tells
@@ -149,6 +154,43 @@ def test_a_stopped_worker_is_ended_and_replaced(undisturbed: Job, storage: Path)
         assert victim not in pids(third)
         assert job.wait(300) == 0, job.printed()
         assert_same_run(job, undisturbed)
+
+
+@pytest.mark.long
+def test_a_worker_that_runs_and_never_arrives_is_ended_and_replaced(undisturbed: Job, storage: Path) -> None:
+    with local_nodes(3, cpus=2) as nodes, start(storage, "stuck", nodes, 2, 3, "cluster.stuck_s=6") as job:
+        job.wait_for(lambda: job.last_step() >= 15, 240)
+        victim = job.workers()[2]
+        with held_and_beating(job, victim):
+            second = wait_for_generation(job, 2)
+        assert (second["world_size"], second["cause"]) == (2, "worker_hung")
+        assert victim not in pids(second)
+        (failure,) = job.events("failure")
+        assert f"process {victim} runs, and is not in the collective that others wait in" in failure["detail"]
+        third = wait_for_generation(job, 3)
+        assert third["world_size"] == 3
+        assert all(event["recomputed_steps"] <= 1 for event in job.events("generation"))
+        assert job.wait(300) == 0, job.printed()
+        assert_same_run(job, undisturbed)
+
+
+@contextlib.contextmanager
+def held_and_beating(job: Job, pid: int) -> Iterator[None]:
+    """The thread that trains is held; not where it has the interpreter's lock, which would stop the others, too."""
+    with contextlib.ExitStack() as holding:
+        for _ in range(30):
+            try:
+                holding.enter_context(held(busiest_thread(pid)))
+            except PermissionError as error:
+                pytest.skip(f"{error}: a process of the same user may not be traced here")
+            time.sleep(1.0)
+            (pulse,) = (pulse for folder in job.memory() for pulse in read_pulses(folder) if pulse.pid == pid)
+            if pulse.silent_s < 0.5:
+                yield
+                return
+            holding.close()
+            time.sleep(0.5)
+        raise AssertionError("it always had the lock")
 
 
 @pytest.mark.long

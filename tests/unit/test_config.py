@@ -111,6 +111,7 @@ def test_the_defaults_pass_every_rule() -> None:
         ("cluster.probe_every_steps", -1),
         ("cluster.least_link_gb_per_s", -1),
         ("cluster.silence_s", 1.0),
+        ("cluster.stuck_s", 1.0),
         ("cluster.wait_for_workers_s", -1.0),
         ("cluster.gpus_per_worker", 2),
         ("cluster.cpus_per_worker", 0),

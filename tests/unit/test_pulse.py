@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from regrow.observe.pulse import NOTHING, Word, look, process_state, read_pulses
+from regrow.observe.pulse import NOTHING, Word, look, process_state, read_pulses, where
 
 WORKER = """
 import sys, time
@@ -62,16 +62,34 @@ def test_a_look_shows_what_each_thread_does_and_which_process_is_stopped(
     worker: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     time.sleep(0.5)  # for the next beat
-    text = look(tmp_path, Word(traces=1))
+    Word(traces=1).write(tmp_path)
+    text = look(tmp_path)
     assert "where_it_waits" in text
     assert f"process {worker.pid}" in text
     assert "generation 3, finished step 7" in text
     assert f"collectives of {worker.pid}: " in text
     os.kill(worker.pid, signal.SIGSTOP)
     time.sleep(0.2)
-    again = look(tmp_path, Word(traces=2))
+    Word(traces=2).write(tmp_path)
+    again = look(tmp_path)
     assert f"process {worker.pid}, state T" in again
     assert "where_it_waits" not in again
+
+
+def test_a_process_says_where_it_is_when_it_is_asked_and_one_that_is_stopped_keeps_nobody_waiting(
+    worker: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    time.sleep(0.5)
+    (pulse,) = read_pulses(tmp_path)
+    assert (pulse.asked, pulse.collectives, pulse.waits) == (0, NOTHING, False)
+    Word(traces=4).write(tmp_path)
+    (pulse,) = where(tmp_path, 4)
+    assert (pulse.asked, pulse.collectives, pulse.waits) == (4, 0, False)
+    os.kill(worker.pid, signal.SIGSTOP)
+    Word(traces=5).write(tmp_path)
+    (pulse,) = where(tmp_path, 5)
+    assert pulse.stopped
+    assert pulse.asked == 4
 
 
 def test_a_word_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """When a group counts as standing still, and which of its processes are to blame."""
 
+from dataclasses import replace
+
 import numpy as np
+import pytest
 
 from regrow.observe.pulse import Pulse
-from regrow.observe.stalls import SECONDS, STEPS, STOPPED_S, STUCK_SHARE, Stalls
+from regrow.observe.stalls import SECONDS, STEPS, STOPPED_S, STUCK_SHARE, Stalls, Worker, left_behind
 
 
 def watching(step_s: float = 0.2) -> Stalls:
-    stalls = Stalls(silence_s=30.0, timeout_s=600.0)
+    stalls = Stalls(silence_s=30.0, timeout_s=600.0, stuck_s=180.0)
     stalls.begin(0.0)
     for step in range(10):
         stalls.stepped(step_s, step * step_s)
@@ -28,7 +31,7 @@ def test_a_group_stands_still_after_a_few_of_its_own_steps() -> None:
 
 
 def test_nobody_is_asked_about_before_the_first_step_is_overdue_or_after_the_group_has_ended() -> None:
-    stalls = Stalls(silence_s=30.0, timeout_s=600.0)
+    stalls = Stalls(silence_s=30.0, timeout_s=600.0, stuck_s=180.0)
     assert stalls.stalled_s(1e9) == 0.0
     stalls.begin(0.0)
     assert stalls.stalled_s(29.0) == 0.0  # compiling, reading: no step tells how long one takes
@@ -68,11 +71,68 @@ def test_a_look_at_where_everyone_is_comes_once_a_stall() -> None:
     assert stalls.wants_a_look(late + 3 + late)
 
 
+def test_who_runs_is_asked_where_it_is_after_long_and_not_before_a_generations_first_step() -> None:
+    stalls = watching()
+    last = 9 * 0.2
+    assert not stalls.stuck(last + 179.0)
+    assert stalls.stuck(last + 181.0)
+    assert not replace(stalls, stuck_s=0.0).stuck(last + 1e9)
+    stalls.begin(10.0)
+    assert not stalls.stuck(1e9)  # all compile, which may take as long as it likes
+    slow = Stalls(silence_s=30.0, timeout_s=600.0, stuck_s=5.0)
+    slow.stepped(100.0, 0.0)
+    assert not slow.stuck(STEPS * 100.0)
+    assert slow.stuck(STEPS * 100.0 + SECONDS + 0.1)
+
+
+def answer(asked: int, collectives: int, *, waits: bool) -> Pulse:
+    return replace(pulse(0.0, "R"), asked=asked, collectives=collectives, waits=waits)
+
+
+A, B, C = (("a", 1), ("a", 2), ("b", 1))  # workers
+WAITING = {A: answer(3, 70, waits=True), C: answer(3, 70, waits=True)}
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "found"),
+    [
+        (answer(2, 69, waits=False), answer(3, 69, waits=False), [B]),
+        (answer(2, 68, waits=False), answer(3, 69, waits=False), []),  # it gets on
+        (answer(2, 69, waits=True), answer(3, 69, waits=False), []),  # its collective has just ended
+        (answer(2, 69, waits=False), answer(3, 70, waits=True), []),  # it has arrived
+        (answer(3, 69, waits=False), answer(3, 69, waits=False), []),  # it has not answered again
+        (None, answer(3, 69, waits=False), []),
+        (answer(2, 69, waits=False), None, []),  # nor can it be asked
+    ],
+)
+def test_who_waits_in_no_collective_and_begins_none_is_left_behind(
+    before: Pulse | None, now: Pulse | None, found: list[Worker]
+) -> None:
+    earlier = {worker: replace(each, asked=2) for worker, each in WAITING.items()}
+    first = earlier | ({B: before} if before else {})
+    second = WAITING | ({B: now} if now else {})
+    assert left_behind(first, second) == found
+
+
+def test_where_most_are_left_behind_or_nobody_waits_it_is_not_theirs() -> None:
+    """But of two, one may be: the other one waits for it."""
+    idle = answer(2, 69, waits=False), answer(3, 69, waits=False)
+    waiting = answer(2, 70, waits=True), answer(3, 70, waits=True)
+    for first, second, third, found in (
+        (idle, idle, waiting, []),
+        (idle, idle, idle, []),
+        (idle, waiting, waiting, [A]),
+    ):
+        before, now = (dict(zip((A, B, C), each, strict=True)) for each in zip(first, second, third, strict=True))
+        assert left_behind(before, now) == found
+    assert left_behind({A: idle[0], B: waiting[0]}, {A: idle[1], B: waiting[1]}) == [A]
+
+
 def test_jittered_steps_are_never_taken_for_a_hang() -> None:
     """10,000 steps of log-normal length, one in a hundred five times as long, processes that are silent as a busy
     machine makes them."""
     random = np.random.default_rng(0)
-    stalls, now = Stalls(silence_s=30.0, timeout_s=600.0), 0.0
+    stalls, now = Stalls(silence_s=30.0, timeout_s=600.0, stuck_s=180.0), 0.0
     stalls.begin(now)
     asked = 0
     for _ in range(10_000):

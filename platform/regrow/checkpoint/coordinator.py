@@ -139,7 +139,7 @@ class Coordinator:
             instruments=ray_metrics if config.observe.metrics else None,
             note=lambda text: self._event("note", text=text),
         )
-        self.stalls = Stalls(cluster.silence_s, config.train.collective_timeout_s)
+        self.stalls = Stalls(cluster.silence_s, config.train.collective_timeout_s, cluster.stuck_s)
         self.watch = Watch(self.stalls, save=self._save_stacks, slow=self._name_stragglers)
         self.probe_every_steps, self.on_gpus = cluster.probe_every_steps, cluster.gpus_per_worker > 0
         self.gpus_read_in = 0  # the newest generation

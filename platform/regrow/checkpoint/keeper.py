@@ -28,7 +28,7 @@ from regrow.checkpoint.slots import Committed, Moment
 from regrow.checkpoint.upload import WriteOrder, Written
 from regrow.errors import CheckpointError
 from regrow.observe.gpus import XidWatch, read_gpus
-from regrow.observe.pulse import Pulse, Word, look, read_pulses
+from regrow.observe.pulse import Pulse, Word, look, read_pulses, where
 
 NAMESPACE = "regrow"
 COORDINATOR = "coordinator"  # its name is this after the run's id, a keeper's the node's id
@@ -148,6 +148,10 @@ class Keeper:
         """Of the workers of this node."""
         return read_pulses(self.folder)
 
+    def where(self) -> list[Pulse]:
+        """The same, once they have said whether they wait for others."""
+        return where(self.folder, self._ask_where())
+
     def check_link(self, neighbours: Sequence[Peer], least_bytes_per_s: float) -> str:
         """Why workers of this node should not join a group for what joins it to one of these, or empty.
 
@@ -177,10 +181,8 @@ class Keeper:
 
     def look(self) -> str:
         """Where each worker of this node is, and what its GPUs tell."""
-        with self.lock:
-            self.word = replace(self.word, traces=self.word.traces + 1)
-            word = self.word
-        return look(self.folder, word) + "".join(f"{gpu}\n" for gpu in self.gpus())
+        self._ask_where()
+        return look(self.folder) + "".join(f"{gpu}\n" for gpu in self.gpus())
 
     def over(self, generation: int) -> None:
         """Tell the workers of this node that a generation is over, whoever still waits in one of its collectives."""
@@ -200,6 +202,12 @@ class Keeper:
             self.keeper.close(delete=True)
             self.keeper = None
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _ask_where(self) -> int:
+        with self.lock:
+            self.word = replace(self.word, traces=self.word.traces + 1)
+            self.word.write(self.folder)
+            return self.word.traces
 
     @property
     def _keeper(self) -> KeeperNode:

@@ -10,11 +10,12 @@ from typing import Any
 import ray
 
 from regrow.observe.pulse import Pulse
-from regrow.observe.stalls import DARK_S, Stalls
+from regrow.observe.stalls import DARK_S, Stalls, Worker, left_behind
 from regrow.observe.stragglers import Stragglers
 from regrow.plan.membership import Member
 
 ASK_AGAIN_S, ASKED_PER_S = 0.2, 2000.0  # between questions, and more where there are more keepers
+WHERE_AGAIN_S = 5.0  # between questions where everyone is: so long somebody must have begun no collective
 LOOK_S = 1.5  # for keepers to say where everyone is
 LOOKED_AT = 64  # nodes, at most: stacks are read by people
 
@@ -34,6 +35,7 @@ class _Asked:
 
     calls: dict[Any, str]  # to whom
     at: float
+    where: bool = False  # whether pulses say where everyone is
     answers: dict[str, Any] = field(default_factory=dict)
 
     def collect(self) -> None:
@@ -64,6 +66,7 @@ class Watch:
         self.gpus: dict[str, list[str]] = {}  # by node, what they told when they were asked last
         self._pulses: _Asked | None = None
         self._look: _Asked | None = None
+        self._where: dict[Worker, Pulse] = {}  # when that was asked before
         self._suspects: list[Suspect] = []
         self._ask_at = 0.0
 
@@ -89,6 +92,7 @@ class Watch:
                 self._hardware = None
         if not keepers or not self.stalls.stalled_s(now):
             self._pulses, self._look, self._suspects = None, None, []
+            self._where.clear()
             return []
         if self._look is not None:
             return self._finish_look(now)
@@ -96,7 +100,12 @@ class Watch:
             self._begin_look(now, keepers)
             return []
         if self._pulses is None and now > self._ask_at:
-            self._pulses = _Asked({keeper.pulses.remote(): node for node, keeper in keepers.items()}, now)
+            where = self.stalls.stuck(now)
+            self._pulses = _Asked(
+                {(keeper.where if where else keeper.pulses).remote(): node for node, keeper in keepers.items()},
+                now,
+                where,
+            )
         if self._pulses is not None:
             self._suspects = self._found(now, list(members))
             if self._suspects:
@@ -121,10 +130,22 @@ class Watch:
             dark = set(asked.calls.values())
             said = f"nothing was heard of the node for {waited:.1f} s"
             suspects += [Suspect(member, True, said) for member in members if member.node in dark]
+        if not asked.calls and asked.where:
+            suspects += self._left_behind(asked.answers, members)
         if not asked.calls or waited > DARK_S:
-            self._ask_at = now + max(ASK_AGAIN_S, len(asked.answers) / ASKED_PER_S)
+            again_s = WHERE_AGAIN_S if asked.where else ASK_AGAIN_S
+            self._ask_at = now + max(again_s, len(asked.answers) / ASKED_PER_S)
             self._pulses = None
         return suspects
+
+    def _left_behind(self, answers: Mapping[str, list[Pulse] | None], members: list[Member]) -> list[Suspect]:
+        pulses = {(node, pulse.pid): pulse for node, answer in answers.items() for pulse in answer or []}
+        found = {(each.node, each.pid): each for each in members}
+        before, self._where = self._where, {worker: pulses[worker] for worker in found if worker in pulses}
+        return [
+            Suspect(found[worker], False, f"process {worker[1]} runs, and is not in the collective that others wait in")
+            for worker in left_behind(before, self._where)
+        ]
 
     def _finish_check_up(self, asked: _Asked) -> None:
         asked.collect()

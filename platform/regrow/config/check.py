@@ -132,6 +132,8 @@ def _cluster(config: PretrainConfig) -> None:
         f"cluster.least_link_gb_per_s={link} must not be negative; above 0 it needs cluster.check_hardware=true and "
         "snapshot.every_steps above 0, as keepers measure links",
     )
+    stuck_s = cluster.stuck_s
+    _need(stuck_s == 0 or stuck_s >= 5, f"cluster.stuck_s={stuck_s} must be at least 5 seconds, or 0: never")
     for name, least in (("silence_s", 5.0), ("wait_for_workers_s", 0.0), ("quarantine_s", 0.0)):
         value = getattr(cluster, name)
         _need(value >= least, f"cluster.{name}={value} must be at least {least:g} seconds")

@@ -251,7 +251,8 @@ class _Hooks:
 
     def profile(self, step: int) -> None:
         """Training has come to the end of this step."""
-        written = self.window.after(step) if self.window is not None else None
+        with self._at_length():
+            written = self.window.after(step) if self.window is not None else None
         if written is not None:
             self.job.coordinator.note.remote("profile", {"step": step, "folder": written})
 
@@ -268,7 +269,8 @@ class _Hooks:
     def snapshot(self, progress: Progress, *, blocked: bool, last: bool) -> float:
         begun = time.perf_counter()
         if self.snapshots is not None and self.snapshots.begun != progress.step:
-            room = not blocked or all(gather(self.snapshots.await_room(LAST_ROOM_S if last else SAFE_S)))
+            with self._at_length():
+                room = not blocked or all(gather(self.snapshots.await_room(LAST_ROOM_S if last else SAFE_S)))
             if room and not self.snapshots.begin(progress.step, progress.to_dict()):
                 raise RuntimeError(f"the room for the snapshot of step {progress.step} is gone")
         return time.perf_counter() - begun
@@ -289,7 +291,8 @@ class _Hooks:
     def save(self, progress: Progress, *, last: bool) -> float:
         begun = time.perf_counter()
         if self.snapshots is None or (last and self.snapshots.begun != progress.step):
-            self._save_here(progress)
+            with self._at_length():
+                self._save_here(progress)
         elif self.rank == 0 and self.stop not in (GROW, DRAIN):  # keepers write it, from memory
             self.replies.append(self.job.coordinator.want_checkpoint.remote(self.generation, progress.step))
         return time.perf_counter() - begun
@@ -316,14 +319,15 @@ class _Hooks:
 
     def validate(self, step: int) -> float:
         begun = time.perf_counter()
-        loss_sum, num_tokens = evaluate(
-            self.step.model,
-            self.validation.batches,
-            num_batches=self.validation.num_batches,
-            group=self.step.group,
-            tensor_group=self.step.tensor_group,
-            loss_function=self.step.loss_function,
-        )
+        with self._at_length():  # the first one compiles
+            loss_sum, num_tokens = evaluate(
+                self.step.model,
+                self.validation.batches,
+                num_batches=self.validation.num_batches,
+                group=self.step.group,
+                tensor_group=self.step.tensor_group,
+                loss_function=self.step.loss_function,
+            )
         loss = loss_sum / max(num_tokens, 1)
         if self.rank == 0:
             fields = {"step": step, "loss": loss, "seconds": time.perf_counter() - begun}
@@ -348,6 +352,10 @@ class _Hooks:
             self.replies.append(over)
         ray.get(list(self.replies), timeout=CALL_TIMEOUT_S)
         self.replies.clear()
+
+    def _at_length(self) -> contextlib.AbstractContextManager[None]:
+        """Nobody is to be given up for what takes long here."""
+        return self.memory.at_length() if self.memory is not None else contextlib.nullcontext()
 
     def _commit(self, step_folder: str, pointer: bytes) -> None:
         ray.get(self.job.coordinator.commit.remote(self.generation, step_folder, pointer), timeout=CALL_TIMEOUT_S)

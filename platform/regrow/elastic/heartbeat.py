@@ -5,9 +5,11 @@ The thread that trains may wait in a collective for somebody who is never coming
 
 import contextlib
 import faulthandler
+import json
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -27,6 +29,7 @@ class Heartbeat:
         self._generation, self._step = NOTHING, NOTHING
         self._listeners: set[Address] = set()
         self._probe_s = 0.0
+        self._at_length = False
         self._lock = threading.Lock()
         self._stacks = open(folder / f"{STACKS}-{os.getpid()}", "w")  # noqa: SIM115 (the signal writes to it)
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
@@ -43,6 +46,15 @@ class Heartbeat:
     def probed(self, probe_s: float) -> None:
         self._probe_s = probe_s
 
+    @contextlib.contextmanager
+    def at_length(self) -> Iterator[None]:
+        """What this process does now may take long, and keep the others waiting."""
+        self._at_length = True
+        try:
+            yield
+        finally:
+            self._at_length = False
+
     def leave(self) -> None:
         """The generation is over for this process: nothing of it is left to break off."""
         with self._lock:
@@ -55,11 +67,27 @@ class Heartbeat:
             word = Word.read(self._folder)
             if word.traces != traces:
                 traces = word.traces
-                with contextlib.suppress(OSError):
-                    dump = torch._C._distributed_c10d._dump_fr_trace_json(True, False)  # type: ignore[attr-defined]
-                    (self._folder / f"{TRACE}-{os.getpid()}").write_bytes(dump)
+                self._say_where(traces)
             with self._lock:
                 if NOTHING < self._generation <= word.over:
                     self._generation = NOTHING
                     break_off(self._listeners)
             time.sleep(BEAT_S)
+
+    def _say_where(self, asked: int) -> None:
+        """As torch's flight recorder knows; what it kept is for people, too."""
+        dump = torch._C._distributed_c10d._dump_fr_trace_json(True, False)  # type: ignore[attr-defined]
+        with contextlib.suppress(OSError):
+            (self._folder / f"{TRACE}-{os.getpid()}").write_bytes(dump)
+        begun, waits = newest_collective(dump)
+        self._pulse.answer(asked, begun, waits or self._at_length)
+
+
+def newest_collective(dump: bytes) -> tuple[int, bool]:
+    """How many collectives a process has begun, and whether one has not ended, by torch's flight recorder (JSON)."""
+    entries = json.loads(dump).get("entries", [])
+    if not entries:
+        return 0, False
+    # gloo's are retired as they end; NCCL's state is that of the device's events
+    waits = any(not entry["retired"] and entry["state"] != "completed" for entry in entries)
+    return 1 + max(entry["record_id"] for entry in entries), waits

@@ -170,6 +170,10 @@ class MemoryTier:
         assert self._heartbeat is not None
         self._heartbeat.probed(probe_s)
 
+    def at_length(self) -> contextlib.AbstractContextManager[None]:
+        """What this rank does now may take long, and keep the others waiting. Local."""
+        return self._heartbeat.at_length() if self._heartbeat is not None else contextlib.nullcontext()
+
     def leave(self) -> None:
         """The generation is over, however it ended: nothing that is not sealed will be. Local."""
         if self._heartbeat is not None:

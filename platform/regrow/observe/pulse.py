@@ -17,7 +17,9 @@ WORD = "word"
 STACKS, TRACE = "stacks", "collectives"  # what a worker leaves when it is asked where it is
 STACKS_SIGNAL = signal.SIGUSR2  # has it write down where each of its threads is
 LOOK_S = 0.2  # for workers to do so
-_PULSE = struct.Struct("<qqqd")  # generation, step, nanoseconds of the machine's monotonic clock, seconds of a probe
+WHERE_S = 1.0  # for workers to say whether they wait for others
+_BEAT = struct.Struct("<qqqd")  # generation, step, nanoseconds of the machine's monotonic clock, seconds of a probe
+_WHERE = struct.Struct("<qqq")  # the question that is answered, collectives begun, whether one has not ended
 _WORD = struct.Struct("<qq")
 NOTHING = -1
 
@@ -32,6 +34,9 @@ class Pulse:
     silent_s: float  # since it last ran
     probe_s: float  # of its newest probe (`train.probe`); 0 before the first
     state: str  # of the process, as the kernel says: R, S and D run or wait, T is stopped; empty: it is gone
+    asked: int = 0  # the newest question where it is (`Word.traces`) that it has answered; 0: none
+    collectives: int = NOTHING  # at that time: begun since the process began
+    waits: bool = False  # at that time: one of them had not ended, or what it does may take long
 
     @property
     def stopped(self) -> bool:
@@ -44,13 +49,19 @@ class PulseFile:
     def __init__(self, folder: Path) -> None:
         self.path = folder / f"pulse-{os.getpid()}"
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.truncate(descriptor, _PULSE.size)
-        self._map = mmap.mmap(descriptor, _PULSE.size)
+        size = _BEAT.size + _WHERE.size
+        os.truncate(descriptor, size)
+        self._map = mmap.mmap(descriptor, size)
         os.close(descriptor)
         self.beat(NOTHING, NOTHING, 0.0)
+        self.answer(0, NOTHING, False)
 
     def beat(self, generation: int, step: int, probe_s: float) -> None:
-        _PULSE.pack_into(self._map, 0, generation, step, time.monotonic_ns(), probe_s)
+        _BEAT.pack_into(self._map, 0, generation, step, time.monotonic_ns(), probe_s)
+
+    def answer(self, asked: int, collectives: int, waits: bool) -> None:
+        """Where this process is."""
+        _WHERE.pack_into(self._map, _BEAT.size, asked, collectives, waits)
 
 
 def read_pulses(folder: Path) -> list[Pulse]:
@@ -58,9 +69,12 @@ def read_pulses(folder: Path) -> list[Pulse]:
     pulses = []
     for path in folder.glob("pulse-*"):
         with contextlib.suppress(OSError, struct.error):  # it is just being made
-            generation, step, beat, probe_s = _PULSE.unpack(path.read_bytes())
+            content = path.read_bytes()
+            generation, step, beat, probe_s = _BEAT.unpack_from(content)
+            asked, collectives, waits = _WHERE.unpack_from(content, _BEAT.size)
             pid, silent_s = int(path.name.partition("-")[2]), (time.monotonic_ns() - beat) / 1e9
-            pulses.append(Pulse(pid, generation, step, silent_s, probe_s, process_state(pid)))
+            state = process_state(pid)
+            pulses.append(Pulse(pid, generation, step, silent_s, probe_s, state, asked, collectives, bool(waits)))
             if not pulses[-1].state:
                 for each in folder.glob(f"*-{pid}"):
                     each.unlink(missing_ok=True)
@@ -82,7 +96,7 @@ class Word:
     """What a keeper has to say to its node's workers."""
 
     over: int = NOTHING  # this generation and all before it are over, whoever still waits in one
-    traces: int = 0  # how often it has asked where everyone is
+    traces: int = 0  # how often it has asked where everyone is, in which collectives
 
     @staticmethod
     def read(folder: Path) -> "Word":
@@ -97,13 +111,23 @@ class Word:
         os.replace(temporary, folder / WORD)
 
 
-def look(folder: Path, word: Word) -> str:
+def where(folder: Path, asked: int) -> list[Pulse]:
+    """The pulses once all that run have answered the question of this number, just asked; or after a while."""
+    give_up_at = time.monotonic() + WHERE_S
+    while True:
+        pulses = read_pulses(folder)
+        late = any(pulse.state and not pulse.stopped and pulse.asked != asked for pulse in pulses)
+        if not late or time.monotonic() > give_up_at:
+            return pulses
+        time.sleep(0.02)
+
+
+def look(folder: Path) -> str:
     """Where each worker of the node is: the stacks of its threads, and its newest collectives as torch recorded them.
 
-    `word` is a new one that asks for it. A process that is stopped says nothing but that.
+    A `Word` has just asked for these. A process that is stopped says nothing but that.
     """
     pulses = [pulse for pulse in read_pulses(folder) if pulse.state]
-    word.write(folder)
     answers = {pulse.pid: folder / f"{STACKS}-{pulse.pid}" for pulse in pulses}
     begins = {pid: path.stat().st_size if path.exists() else None for pid, path in answers.items()}
     for pid, begin in begins.items():

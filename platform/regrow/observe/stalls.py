@@ -3,11 +3,12 @@
 A group stands still, while it trains or while it forms, because one of its processes does: the others wait for it.
 Which one, its node's keeper knows, for it sees who is stopped, or has not run for long; a keeper that does not answer
 is on a node that has gone dark.
-Somebody who runs and does not get on, as one that compiles, is left to the collectives' own timeout.
+Somebody who runs and does not get on is left in peace for long, and then compared with the others: whoever waits in no
+collective, as they do, and begins none, is the one they wait for.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -19,6 +20,8 @@ DARK_S = 5.0  # for a keeper to answer
 STUCK_SHARE = 0.25  # of a collective's timeout without a step: worth a look at where everyone is
 WINDOW = 50  # steps that the median is of
 
+Worker = tuple[str, int]  # node, pid
+
 
 @dataclass
 class Stalls:
@@ -26,19 +29,22 @@ class Stalls:
 
     silence_s: float  # that a process is allowed, whatever keeps it
     timeout_s: float  # of a collective
+    stuck_s: float  # without a step: who keeps the others waiting? 0: never asked
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     forming: bool = False  # the group does not train yet
     _since: float | None = None  # the last progress; None: there is no group
     _looked: bool = False  # in this stall
+    _has_stepped: bool = False  # in this generation
 
     def begin(self, now: float, *, forming: bool = False) -> None:
         """A generation begins to train, or to form: whoever is stopped then keeps the others waiting too, but that it
         takes long says nothing."""
-        self._since, self._looked, self.forming = now, forming, forming
+        self._since, self._looked, self.forming, self._has_stepped = now, forming, forming, False
 
     def stepped(self, step_s: float, now: float) -> None:
         self._step_s.append(step_s)
         self.begin(now)
+        self._has_stepped = True
 
     def end(self) -> None:
         """There is no group."""
@@ -67,6 +73,10 @@ class Stalls:
         self._looked = True
         return True
 
+    def stuck(self, now: float) -> bool:
+        """Whether it takes so long that somebody who runs must be to blame; a first step, in which all compile, may."""
+        return self.stuck_s > 0 and self._has_stepped and self.stalled_s(now) > self.stuck_s
+
     def hung(self, pulses: Sequence[Pulse]) -> list[Pulse]:
         """The processes that keep the others waiting."""
         return [
@@ -74,3 +84,21 @@ class Stalls:
             for pulse in pulses
             if pulse.silent_s > self.silence_s or (pulse.stopped and pulse.silent_s > STOPPED_S)
         ]
+
+
+def left_behind(before: Mapping[Worker, Pulse], now: Mapping[Worker, Pulse]) -> list[Worker]:
+    """Who runs and is not where the others wait: in no collective, and in none since `before`, while some wait in one.
+
+    Both are answers to the question where they are, of all of a group. Empty where it is most of them: then it is
+    something else that they lack.
+    """
+    found = [
+        worker
+        for worker, pulse in now.items()
+        if worker in before
+        and before[worker].asked < pulse.asked
+        and before[worker].collectives == pulse.collectives
+        and not pulse.waits
+        and not before[worker].waits
+    ]
+    return found if 2 * len(found) <= len(now) and any(pulse.waits for pulse in now.values()) else []

@@ -1,0 +1,59 @@
+"""What a rank's heartbeat says of the collectives that its training thread is in."""
+
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from regrow.elastic.heartbeat import Heartbeat
+from regrow.observe.pulse import Pulse, Word, where
+from regrow.observe.stalls import Worker, left_behind
+from regrow.testing.gloo import run_ranks
+
+
+def answers(folder: str, late: int) -> list[tuple[int, bool]]:
+    """Collectives begun, and whether one has not ended, when asked twice while one rank has not come yet."""
+    rank, pulses, mine = dist.get_rank(), list[Pulse](), Path(folder) / f"{dist.get_rank()}"
+    mine.mkdir()
+    heartbeat = Heartbeat(mine)
+    heartbeat.enter(1, set())
+    tensor = torch.zeros(3)
+    pair = dist.new_group([0, 1])
+    for _ in range(4):
+        dist.all_reduce(tensor)
+    if rank in (0, 1):
+        dist.all_reduce(tensor, group=pair)
+
+    def ask() -> None:
+        for asked in (1, 2):
+            time.sleep(0.5)
+            Word(traces=asked).write(mine)
+            pulses.extend(where(mine, asked))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    if rank == late:
+        asking.join()  # a process that runs
+    dist.all_reduce(tensor)
+    asking.join()
+    with heartbeat.at_length():
+        Word(traces=3).write(mine)
+        pulses.extend(where(mine, 3))
+    return [(pulse.collectives, pulse.waits) for pulse in pulses]
+
+
+def test_ranks_that_wait_say_so_and_the_one_that_they_wait_for_is_found(tmp_path):
+    of_ranks = run_ranks(answers, 3, str(tmp_path), 2)
+    (base, _), *_ = of_ranks[2]
+    assert of_ranks[2] == [(base, False), (base, False), (base + 1, True)]
+    assert of_ranks[:2] == [[(base + 2, True), (base + 2, True), (base + 2, True)]] * 2  # one more is that of the pair
+
+    def asked(number: int) -> dict[Worker, Pulse]:
+        return {
+            (f"node {rank}", rank): Pulse(rank, 1, 9, 0.0, 0.0, "S", number, *said[number])
+            for rank, said in enumerate(of_ranks)
+        }
+
+    assert left_behind(asked(0), asked(1)) == [("node 2", 2)]
