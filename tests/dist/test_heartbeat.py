@@ -1,13 +1,15 @@
 """What a rank's heartbeat says of the collectives that its training thread is in."""
 
+import json
 import threading
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
-from regrow.elastic.heartbeat import Heartbeat
+from regrow.elastic.heartbeat import RECORDERS, Heartbeat, newest_collective
 from regrow.observe.pulse import Pulse, Word, where
 from regrow.observe.stalls import Worker, left_behind
 from regrow.testing.gloo import run_ranks
@@ -57,3 +59,27 @@ def test_ranks_that_wait_say_so_and_the_one_that_they_wait_for_is_found(tmp_path
         }
 
     assert left_behind(asked(0), asked(1)) == [("node 2", 2)]
+
+
+@pytest.mark.parametrize(
+    ("newest", "waits"),
+    [
+        ({"state": "completed", "retired": False}, False),  # the device is done, torch has not looked
+        ({"state": "completed", "retired": True}, False),
+        ({"state": "scheduled", "retired": True}, False),  # gloo: retired as it ends
+        ({"state": "scheduled", "retired": False}, True),
+        ({"state": "started", "retired": False}, True),  # NCCL: its kernel waits for the others
+    ],
+)
+def test_what_a_recorder_tells_of_a_collectives_end(newest, waits):
+    """NCCL's is read by its format (version 2.x) alone: there is none here."""
+    ended = {"record_id": 2999, "state": "completed", "retired": True}
+    dump = json.dumps({"version": "2.10", "entries": [ended, {"record_id": 3000, **newest}]})
+    assert newest_collective(dump.encode()) == (3001, waits)
+    assert newest_collective(b'{"version": "2.10"}') == (0, False)
+
+
+def test_torch_has_the_recorder_that_is_asked():
+    torch_c = torch._C._distributed_c10d
+    assert hasattr(torch_c, RECORDERS[0])
+    assert hasattr(torch_c, RECORDERS[1]) == dist.is_nccl_available()

@@ -18,6 +18,8 @@ from regrow.observe.pulse import NOTHING, STACKS, STACKS_SIGNAL, TRACE, PulseFil
 from regrow.parallel.break_off import Address, break_off
 
 BEAT_S = 0.1
+# torch's flight recorders: of gloo and others, and, where torch was built with it, of NCCL
+RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 class Heartbeat:
@@ -75,19 +77,22 @@ class Heartbeat:
             time.sleep(BEAT_S)
 
     def _say_where(self, asked: int) -> None:
-        """As torch's flight recorder knows; what it kept is for people, too."""
-        dump = torch._C._distributed_c10d._dump_fr_trace_json(True, False)  # type: ignore[attr-defined]
+        """As torch's flight recorder knows; what it kept is for people, too.
+
+        Its format is torch's own: where it is not as we know it nothing is said, and so nobody given up.
+        """
+        torch_c = torch._C._distributed_c10d
+        dumps = [getattr(torch_c, name)(True, False) for name in RECORDERS if hasattr(torch_c, name)]
         with contextlib.suppress(OSError):
-            (self._folder / f"{TRACE}-{os.getpid()}").write_bytes(dump)
-        begun, waits = newest_collective(dump)
-        self._pulse.answer(asked, begun, waits or self._at_length)
+            (self._folder / f"{TRACE}-{os.getpid()}").write_bytes(b"\n".join(dumps))
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            begun, waits = zip(*map(newest_collective, dumps), strict=True)
+            self._pulse.answer(asked, sum(begun), any(waits) or self._at_length)
 
 
 def newest_collective(dump: bytes) -> tuple[int, bool]:
     """How many collectives a process has begun, and whether one has not ended, by torch's flight recorder (JSON)."""
-    entries = json.loads(dump).get("entries", [])
-    if not entries:
-        return 0, False
+    entries = json.loads(dump).get("entries", [])  # none where there was no collective yet
     # gloo's are retired as they end; NCCL's state is that of the device's events
     waits = any(not entry["retired"] and entry["state"] != "completed" for entry in entries)
-    return 1 + max(entry["record_id"] for entry in entries), waits
+    return 1 + max((entry["record_id"] for entry in entries), default=NOTHING), waits
