@@ -112,7 +112,7 @@ class ClusterConfig:
     gpus_per_worker: int = 0  # 0: train on CPU with gloo; 1: on CUDA with NCCL
     in_place: bool = True  # survivors keep their processes when ranks are lost or come back; false: all restart
     silence_s: float = 30.0  # a worker that does not answer for this long is ended
-    stuck_s: float = 180.0  # after so long without a step, a worker that runs and keeps others waiting is ended; 0: never
+    stuck_s: float = 180.0  # so long without a step: who runs and keeps the others waiting is ended; 0: never
     wait_for_workers_s: float = 3600.0  # below min_workers: how long to keep the state and wait for nodes
     probe_every_steps: int = 100  # each rank checks and times a short matrix product: who is slow, or wrong? 0: never
     check_hardware: bool = True  # a worker whose GPU (by NVML) or whose node's link is broken does not join
