@@ -73,10 +73,12 @@ def test_ranks_that_wait_say_so_and_the_one_that_they_wait_for_is_found(tmp_path
 )
 def test_what_a_recorder_tells_of_a_collectives_end(newest, waits):
     """NCCL's is read by its format (version 2.x) alone: there is none here."""
-    ended = {"record_id": 2999, "state": "completed", "retired": True}
-    dump = json.dumps({"version": "2.10", "entries": [ended, {"record_id": 3000, **newest}]})
-    assert newest_collective(dump.encode()) == (3001, waits)
-    assert newest_collective(b'{"version": "2.10"}') == (0, False)
+    broken_off = {"record_id": 2998, "state": "scheduled", "retired": False, "time_created_ns": 99}
+    ended = {"record_id": 2999, "state": "completed", "retired": True, "time_created_ns": 100}
+    entries = [broken_off, ended, {"record_id": 3000, "time_created_ns": 101, **newest}]
+    dump = json.dumps({"version": "2.10", "entries": entries})
+    assert newest_collective(dump.encode(), 100) == (3001, waits)
+    assert newest_collective(b'{"version": "2.10"}', 100) == (0, False)
 
 
 def test_torch_has_the_recorder_that_is_asked():

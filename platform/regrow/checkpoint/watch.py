@@ -15,7 +15,7 @@ from regrow.observe.stragglers import Stragglers
 from regrow.plan.membership import Member
 
 ASK_AGAIN_S, ASKED_PER_S = 0.2, 2000.0  # between questions, and more where there are more keepers
-WHERE_AGAIN_S = 5.0  # between questions where everyone is: so long somebody must have begun no collective
+WHERE_AGAIN_S = 5.0  # between questions where everyone is: who gets on has begun a collective meanwhile
 LOOK_S = 1.5  # for keepers to say where everyone is
 LOOKED_AT = 64  # nodes, at most: stacks are read by people
 

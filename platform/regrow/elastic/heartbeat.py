@@ -32,6 +32,7 @@ class Heartbeat:
         self._listeners: set[Address] = set()
         self._probe_s = 0.0
         self._at_length = False
+        self._entered_ns = 0  # the generation
         self._lock = threading.Lock()
         self._stacks = open(folder / f"{STACKS}-{os.getpid()}", "w")  # noqa: SIM115 (the signal writes to it)
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
@@ -41,6 +42,7 @@ class Heartbeat:
         """This process is in a generation, whose ranks' gloo, or whose store, listens at these addresses."""
         with self._lock:
             self._generation, self._step, self._listeners = generation, NOTHING, listeners
+            self._entered_ns = time.time_ns()
 
     def stepped(self, step: int) -> None:
         self._step = step
@@ -86,13 +88,15 @@ class Heartbeat:
         with contextlib.suppress(OSError):
             (self._folder / f"{TRACE}-{os.getpid()}").write_bytes(b"\n".join(dumps))
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            begun, waits = zip(*map(newest_collective, dumps), strict=True)
+            begun, waits = zip(*(newest_collective(dump, self._entered_ns) for dump in dumps), strict=True)
             self._pulse.answer(asked, sum(begun), any(waits) or self._at_length)
 
 
-def newest_collective(dump: bytes) -> tuple[int, bool]:
-    """How many collectives a process has begun, and whether one has not ended, by torch's flight recorder (JSON)."""
+def newest_collective(dump: bytes, since_ns: int) -> tuple[int, bool]:
+    """How many collectives a process has begun, and whether one has not ended of those since a time, by torch's flight
+    recorder (JSON): one of an earlier generation, which was broken off, never ends there."""
     entries = json.loads(dump).get("entries", [])  # none where there was no collective yet
     # gloo's are retired as they end; NCCL's state is that of the device's events
-    waits = any(not entry["retired"] and entry["state"] != "completed" for entry in entries)
-    return 1 + max((entry["record_id"] for entry in entries), default=NOTHING), waits
+    pending = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+    begun = 1 + max((entry["record_id"] for entry in entries), default=NOTHING)
+    return begun, any(entry["time_created_ns"] >= since_ns for entry in pending)
