@@ -33,11 +33,12 @@ def answers(folder: str, late: int) -> list[tuple[int, bool]]:
             time.sleep(0.5)
             Word(traces=asked).write(mine)
             pulses.extend(where(mine, asked))
+        (mine / "asked").touch()
 
     asking = threading.Thread(target=ask)
     asking.start()
-    if rank == late:
-        asking.join()  # a process that runs
+    while rank == late and len(list(Path(folder).glob("*/asked"))) < dist.get_world_size():
+        time.sleep(0.01)  # a process that runs
     dist.all_reduce(tensor)
     asking.join()
     with heartbeat.at_length():
