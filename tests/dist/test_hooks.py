@@ -1,5 +1,6 @@
 """What the job does for the loop where keepers stand still: slots fill up, nothing is committed, training goes on."""
 
+import contextlib
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,7 +61,7 @@ def stuck_keepers(memory: Path, storage: Path) -> tuple[list[tuple[Any, ...]], f
     coordinator = Coordinator(LocalStorage(storage))
     job: Any = SimpleNamespace(config=PretrainConfig(), coordinator=coordinator, checkpoints=str(storage), run_id=RUN)
     step: Any = SimpleNamespace(model=model, optimizer=optimizer)
-    held: Any = SimpleNamespace(snapshots=snapshots)
+    held: Any = SimpleNamespace(snapshots=snapshots, at_length=contextlib.nullcontext)
     none: Any = None
     hooks = generation._Hooks(job, GENERATION, step, mesh, none, held, none, None)
 
