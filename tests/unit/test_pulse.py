@@ -60,9 +60,9 @@ def test_a_process_that_runs_beats_and_one_that_is_stopped_falls_silent(
 
 
 def test_a_look_shows_what_each_thread_does_and_which_process_is_stopped(
-    worker: subprocess.Popen[str], tmp_path: Path
+    worker: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    time.sleep(0.5)  # for the next beat
+    monkeypatch.setattr(module, "LOOK_S", 2.0)  # on a busy machine
     Word(traces=1).write(tmp_path)
     text = look(tmp_path)
     assert "where_it_waits" in text

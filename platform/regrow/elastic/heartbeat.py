@@ -36,7 +36,8 @@ class Heartbeat:
         self._lock = threading.Lock()
         self._stacks = open(folder / f"{STACKS}-{os.getpid()}", "w")  # noqa: SIM115 (the signal writes to it)
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
-        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+        asked = Word.read(folder).traces  # of whom was there before
+        threading.Thread(target=self._run, args=(asked,), name="heartbeat", daemon=True).start()
 
     def enter(self, generation: int, listeners: set[Address]) -> None:
         """This process is in a generation, whose ranks' gloo, or whose store, listens at these addresses."""
@@ -64,14 +65,13 @@ class Heartbeat:
         with self._lock:
             self._generation = NOTHING
 
-    def _run(self) -> None:
-        traces = Word.read(self._folder).traces
+    def _run(self, asked: int) -> None:
         while True:
             self._pulse.beat(self._generation, self._step, self._probe_s)
             word = Word.read(self._folder)
-            if word.traces != traces:
-                traces = word.traces
-                self._say_where(traces)
+            if word.traces != asked:
+                asked = word.traces
+                self._say_where(asked)
             with self._lock:
                 if NOTHING < self._generation <= word.over:
                     self._generation = NOTHING
