@@ -32,6 +32,10 @@ def worker(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen([sys.executable, "-c", WORKER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
+    give_up_at = time.monotonic() + 60.0
+    while not any(pulse.step == 7 for pulse in read_pulses(tmp_path)):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
     yield process
     process.kill()
     process.wait()
@@ -40,7 +44,6 @@ def worker(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_process_that_runs_beats_and_one_that_is_stopped_falls_silent(
     worker: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    time.sleep(0.5)
     (pulse,) = read_pulses(tmp_path)
     assert (pulse.pid, pulse.generation, pulse.step, pulse.stopped) == (worker.pid, 3, 7, False)
     os.kill(worker.pid, signal.SIGSTOP)
@@ -81,7 +84,6 @@ def test_a_process_says_where_it_is_when_it_is_asked_and_one_that_is_stopped_kee
     worker: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "WHERE_S", 60.0)  # on a busy machine
-    time.sleep(0.5)
     (pulse,) = read_pulses(tmp_path)
     assert (pulse.asked, pulse.collectives, pulse.waits) == (0, NOTHING, False)
     Word(traces=4).write(tmp_path)
