@@ -232,9 +232,16 @@ class FaultyStream:
         return references
 
 
+def faulty_stream(data_dir: Path, faults: dict[int, str]) -> Any:
+    """One that is up: how long that takes is no fault."""
+    actor = FaultyStream.remote(data_dir, faults)
+    ray.get(actor.__ray_ready__.remote())
+    return actor
+
+
 def test_every_way_to_fail_costs_one_window_and_changes_no_batch(data_dir: Path) -> None:
     faults = {1: "refuse", 3: "raise", 5: "lie", 7: "lose", 9: "cut", 11: "hang"}
-    actor = FaultyStream.remote(data_dir, faults)
+    actor = faulty_stream(data_dir, faults)
     digests, fallbacks = in_process(actor, data_dir, 0, 52, stall_timeout_s=4.0)
     assert digests == expected_digests(data_dir, 0, 52)
     reasons = dict(fallbacks)
@@ -251,7 +258,7 @@ def test_what_was_wrong_with_a_window_is_told(data_dir: Path) -> None:
         9: ("cut", "other positions"),
         11: ("hang", "nothing for 4 s"),
     }
-    actor = FaultyStream.remote(data_dir, {window: fault for window, (fault, _) in told.items()})
+    actor = faulty_stream(data_dir, {window: fault for window, (fault, _) in told.items()})
     for window, (_, reason) in told.items():
         start = window * LAYOUT.window_steps
         digests, fallbacks = in_process(actor, data_dir, start, start + 1, stall_timeout_s=4.0)
@@ -261,7 +268,7 @@ def test_what_was_wrong_with_a_window_is_told(data_dir: Path) -> None:
 
 
 def test_a_group_that_goes_on_does_not_wait_long_for_a_window_that_a_lost_node_had(data_dir: Path) -> None:
-    actor = FaultyStream.remote(data_dir, {2: "hang"})
+    actor = faulty_stream(data_dir, {2: "hang"})
     digests, fallbacks = in_process(actor, data_dir, 10, 24, stall_timeout_s=60.0, has_fed=True)
     assert digests == expected_digests(data_dir, 10, 24)
     assert fallbacks[0] == (2, "TimeoutError: the stream delivered nothing for 1 s")
