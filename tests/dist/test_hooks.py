@@ -1,6 +1,7 @@
 """What the job does for the loop where keepers stand still: slots fill up, nothing is committed, training goes on."""
 
 import contextlib
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,14 @@ class Coordinator:
     def __init__(self, storage: LocalStorage) -> None:
         self.storage = storage
         self.calls: list[tuple[Any, ...]] = []
+        self.knows_it_takes_long = False
+
+    @contextlib.contextmanager
+    def at_length(self) -> Iterator[None]:
+        """In the heartbeat's place."""
+        self.knows_it_takes_long = True
+        yield
+        self.knows_it_takes_long = False
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=partial(self._called, name))
@@ -41,6 +50,7 @@ class Coordinator:
     def _called(self, name: str, *arguments: Any) -> None:
         self.calls.append((name, *arguments))
         if name == "commit":
+            assert self.knows_it_takes_long, "who writes a checkpoint would be given up as stuck"
             _, step_folder, pointer = arguments
             self.storage.write_bytes(f"{step_folder}/{COMMIT}", pointer)
 
@@ -61,7 +71,7 @@ def stuck_keepers(memory: Path, storage: Path) -> tuple[list[tuple[Any, ...]], f
     coordinator = Coordinator(LocalStorage(storage))
     job: Any = SimpleNamespace(config=PretrainConfig(), coordinator=coordinator, checkpoints=str(storage), run_id=RUN)
     step: Any = SimpleNamespace(model=model, optimizer=optimizer)
-    held: Any = SimpleNamespace(snapshots=snapshots, at_length=contextlib.nullcontext)
+    held: Any = SimpleNamespace(snapshots=snapshots, at_length=coordinator.at_length)
     none: Any = None
     hooks = generation._Hooks(job, GENERATION, step, mesh, none, held, none, None)
 
