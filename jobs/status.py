@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from regrow.config.schema import SubmitConfig
-from regrow.errors import ClusterError, RegrowError
+from regrow.errors import ClusterError, JobNotThereError, RegrowError
 from regrow.observe.status import State, Status
 from regrow.observe.status_folder import read_status
 from regrow.observe.status_screen import Screen
@@ -66,6 +66,8 @@ def show(look: Callable[[], Status], options: argparse.Namespace, every_s: float
             time.sleep(every_s)
             try:
                 status = look()
+            except JobNotThereError:
+                raise
             except (RegrowError, OSError) as error:  # the network, perhaps: it was there before
                 screen.say(f"cannot look: {error}")
                 continue

@@ -20,8 +20,16 @@ class ClusterError(RegrowError):
     """The cluster asked for is not there, or cannot hold the job."""
 
 
+class JobNotThereError(ClusterError):
+    """A job of a cluster is not, or no longer, there."""
+
+
 class DataError(RegrowError):
     """A corpus, tokenizer, shard or manifest is missing, damaged or does not fit the job."""
+
+
+class UnseenError(DataError):
+    """A source or tokenizer that cannot be reached from this machine, and perhaps from others."""
 
 
 class CheckpointError(RegrowError):

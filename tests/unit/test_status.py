@@ -479,7 +479,10 @@ def test_a_job_of_kubernetes_is_asked_through_its_head(kubernetes: Path) -> None
     assert "Initializing" in "\n".join(describe(found))
 
     has_job(kubernetes, kubernetes, jobDeploymentStatus="Running", jobStatus="RUNNING", rayClusterName="mine-c1")
-    store(kubernetes, "pods", "head-1", {"metadata": {"name": "head-1"}, "status": {"phase": "Running"}})
+    labels = {"ray.io/cluster": "mine-c1", "ray.io/node-type": "head"}
+    store(
+        kubernetes, "pods", "head-1", {"metadata": {"name": "head-1", "labels": labels}, "status": {"phase": "Running"}}
+    )
     found = look()
     assert (found.state, found.step, found.run) == (State.finished, 10, "mine")
     assert found.job[0] == "Running (RUNNING)"
@@ -497,11 +500,55 @@ def test_a_job_of_kubernetes_is_asked_through_its_head(kubernetes: Path) -> None
 
     (kubernetes / "objects" / "pods.head-1.json").unlink()
     assert look().detail == "its cluster has no head yet"
-    has_job(kubernetes, kubernetes, jobDeploymentStatus="Complete", rayClusterName="mine-c1")
-    assert (look().state, look().detail) == (
-        State.unseen,
-        f"its cluster is gone; the run itself is in {kubernetes / 'mine'}",
+    for job, state in (("SUCCEEDED", State.finished), ("STOPPED", State.stopped), ("FAILED", State.failed)):
+        has_job(kubernetes, kubernetes, jobDeploymentStatus="Complete", jobStatus=job, rayClusterName="mine-c1")
+        assert (look().state, look().detail) == (
+            state,
+            f"its cluster is gone; the run itself is in {kubernetes / 'mine'}",
+        )
+
+
+def test_what_kubernetes_knows_is_said_without_a_way_to_the_bucket(
+    kubernetes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_way(location: object) -> Storage:
+        raise AssertionError(f"{location} was opened")
+
+    monkeypatch.setattr(Storage, "at", no_way)
+    metadata = {"name": "mine"}
+    entrypoint = "python -m jobs.pretrain +cluster=cpu3 run.name=mine run.storage_path=s3://nowhere/runs/"
+    status = {"jobDeploymentStatus": "Initializing"}
+    store(
+        kubernetes,
+        "rayjobs.ray.io",
+        "mine",
+        {"metadata": metadata, "spec": {"entrypoint": entrypoint}, "status": status},
     )
+    found = on_kubernetes("mine", namespace="pretrain", context=None)()
+    assert (found.state, found.folder, found.job[0]) == (State.starting, "s3://nowhere/runs/mine", "Initializing")
+
+
+def test_watching_a_job_ends_with_it_or_when_it_is_deleted(kubernetes: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "jobs.status",
+        "rayjob/mine",
+        "--watch",
+        "--every",
+        "0.1",
+        "--namespace",
+        "pretrain",
+    ]
+    has_job(kubernetes, kubernetes, jobDeploymentStatus="Complete", jobStatus="SUCCEEDED", rayClusterName="mine-c1")
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "finished" in done.stdout
+    has_job(kubernetes, kubernetes, jobDeploymentStatus="Initializing")
+    (kubernetes / "script.json").write_text(json.dumps([{"jobDeploymentStatus": "Initializing"}, {"do": ["vanish"]}]))
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr == "error: no RayJob mine in namespace pretrain: not started, or removed after it had ended\n"
 
 
 def test_a_job_that_trains_nothing_or_has_other_settings_is_one_line(kubernetes: Path) -> None:

@@ -1,6 +1,5 @@
 """What kubectl is asked, in which order, and what becomes of its answers; a stand-in program writes it down."""
 
-import json
 import os
 import subprocess
 import sys
@@ -11,91 +10,33 @@ from typing import Any
 import pytest
 import yaml
 
-from regrow.config.schema import SubmitAction, SubmitJobConfig
+from regrow.config.schema import SubmitJobConfig
 from regrow.errors import ClusterError, ConfigError
 from regrow.submit import kuberay
 from regrow.submit.check import check_may_apply, check_submit
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.render import Code
-from regrow.submit.submit import submit
-from regrow.testing import stand_in_kubectl
-from regrow.testing.stand_in_kubectl import STATE, store
+from regrow.testing.kubernetes import FAILED, READY, RUNNING, STOPPED, SUCCEEDED, Cluster, act
 from regrow.testing.submission import CODE, compose
 
 ROOT = Path(__file__).parents[2]
-READY = (
-    "+cluster=h100x64",
-    "run.name=llama8b",
-    "run.storage_path=s3://llama/runs",
-    "+data.corpora.web=s3://llama/web",
-    "submit.image=registry.llama.dev/regrow",
-    "submit.context=east",
-    "submit.namespace=pretrain",
-)
-RUNNING = {
-    "jobDeploymentStatus": "Running",
-    "jobStatus": "RUNNING",
-    "jobId": "llama8b-x1",
-    "rayClusterName": "llama8b-c1",
-}
-SUCCEEDED = {"jobDeploymentStatus": "Complete", "jobStatus": "SUCCEEDED"}
-STOPPED = {"jobDeploymentStatus": "Complete", "jobStatus": "STOPPED"}
-FAILED = {"jobDeploymentStatus": "Failed", "jobStatus": "FAILED", "reason": "AppFailed", "message": "exit\n 1"}
-
-
-class Cluster:
-    """The stand-in's folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def will_be(self, *statuses: dict[str, Any]) -> None:
-        (self.folder / "script.json").write_text(json.dumps(statuses))
-
-    def has(self, kind: str, name: str, **content: Any) -> None:
-        store(self.folder, kind, name, {"metadata": {"name": name}} | content)
-
-    def has_job(self, *statuses: dict[str, Any]) -> None:
-        self.has("rayjobs.ray.io", "llama8b", spec={"backoffLimit": 10}, status={})
-        self.will_be(*statuses)
-
-    @property
-    def calls(self) -> list[dict[str, Any]]:
-        path = self.folder / "calls.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-    @property
-    def verbs(self) -> list[str]:
-        """What was asked, without looks at the job."""
-        found = [" ".join(call["arguments"][4:6]) for call in self.calls]
-        return [each for each in found if each != "get rayjobs.ray.io"]
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    program = programs / "kubectl"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{stand_in_kubectl.__file__}" "$@"\n')
-    program.chmod(0o755)
-    state = tmp_path / "cluster"
-    state.mkdir()
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    monkeypatch.setenv(STATE, str(state))
+    found = Cluster(tmp_path)
+    for name, value in found.environment.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(kuberay, "POLL_S", 0.01)
+    monkeypatch.setattr(kuberay, "REASONS_S", 0.0)
     monkeypatch.setattr("regrow.submit.submit.git_sha", lambda: CODE.git_sha)  # a checkout without changes
-    return Cluster(state)
-
-
-def act(action: str, *more: str) -> int:
-    config = compose([*READY, *more])
-    config.submit.action = SubmitAction(action)
-    return submit(config, [*READY, *more])
+    return found
 
 
 def test_apply_sends_what_render_prints_server_side_and_follows(
     cluster: Cluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    cluster.has_submitter("llama8b", "2026-01-01T00:00:00Z")
     assert act("render") == 0
     printed = capfd.readouterr().out
     cluster.will_be({"jobDeploymentStatus": "Initializing"}, RUNNING, RUNNING, SUCCEEDED)
@@ -109,11 +50,11 @@ def test_apply_sends_what_render_prints_server_side_and_follows(
     (manifest,) = yaml.safe_load_all(printed)
     assert manifest["spec"]["entrypoint"].endswith("cluster.address=auto")
     shown = capfd.readouterr()
-    assert "logs of job/llama8b" in shown.out
+    assert shown.out == "logs of pod/llama8b-abcde\n"
     for line in ("serverside-applied", "Initializing", "Running (RUNNING)", "Complete (SUCCEEDED)"):
         assert line in shown.err
     assert cluster.verbs[0] == "apply --server-side"
-    assert "logs --follow" in cluster.verbs
+    assert "logs pod/llama8b-abcde" in cluster.verbs
 
 
 def test_apply_does_not_follow_where_it_is_told_not_to(cluster: Cluster) -> None:
@@ -127,26 +68,25 @@ def test_a_failed_job_ends_in_status_1_with_the_reason(cluster: Cluster, capfd: 
     assert "Failed (FAILED): AppFailed: exit 1" in capfd.readouterr().err
 
 
-def test_logs_of_a_retried_job_go_on_with_the_new_attempt_and_without_the_old_lines(
+def test_logs_of_a_retried_job_go_on_with_the_new_attempts_pod(
     cluster: Cluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = (
-        {"name": "llama8b", "creationTimestamp": "2026-01-01T00:00:00Z"},
-        {"name": "llama8b-2", "creationTimestamp": "2026-01-02T00:00:00Z"},
-    )
-    cluster.has("jobs", "a", metadata=second)
-    cluster.has("jobs", "b", metadata=first)
+    cluster.has_submitter("llama8b-2", "2026-01-02T00:00:00Z")
+    cluster.has_submitter("llama8b", "2026-01-01T00:00:00Z")
     cluster.has_job(RUNNING, {"jobDeploymentStatus": "Retrying"}, RUNNING, SUCCEEDED)
     assert act("logs") == 0
     follows = [call["arguments"][4:] for call in cluster.calls if "logs" in call["arguments"]]
-    assert [each[:3] for each in follows] == [["logs", "--follow", "job/llama8b-2"]] * 2
-    assert len(follows[0]) == 3
-    assert follows[1][3].startswith("--since-time=20")
-    assert capfd.readouterr().out.count("logs of job/llama8b-2") == 2
+    assert follows == [
+        ["logs", "pod/llama8b-2-abcde", "--follow", "--timestamps"],
+        ["logs", "pod/llama8b-2-abcde", "--follow", "--timestamps", "--since-time=2026-01-01T00:00:00.5Z"],
+    ]
+    assert capfd.readouterr().out == "logs of pod/llama8b-2-abcde\n"
 
 
 def test_logs_of_a_job_that_is_not_there_say_so(cluster: Cluster) -> None:
-    with pytest.raises(ClusterError, match=r"no RayJob llama8b; start it with submit\.action=apply"):
+    with pytest.raises(
+        ClusterError, match=r"no RayJob llama8b in namespace pretrain: .*; start it with submit\.action=apply"
+    ):
         act("logs")
 
 
@@ -169,19 +109,19 @@ def test_apply_goes_on_with_a_run_whose_job_has_ended(
 
 def test_diff_shows_the_difference_and_changes_nothing(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
     assert act("diff") == 0
-    assert capfd.readouterr().out.startswith("+  entrypoint: ")
+    assert "entrypoint" in capfd.readouterr().out
     assert cluster.verbs == ["diff --server-side"]
 
 
 def test_stop_asks_ray_in_the_head_pod_and_waits_for_the_checkpoint(
     cluster: Cluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    cluster.has("pods", "llama8b-head")
+    cluster.has_head()
     cluster.has_job(RUNNING, RUNNING, RUNNING, STOPPED)
     assert act("stop") == 0
     (call,) = [call["arguments"] for call in cluster.calls if "exec" in call["arguments"]]
     assert call[4:] == [
-        *("exec", "llama8b-head", "--container=ray-head", "--"),
+        *("exec", "llama8b-c1-head", "--container=ray-head", "--"),
         *("ray", "job", "stop", "--no-wait", "--address", "http://127.0.0.1:8265", "llama8b-x1"),
     ]
     (select,) = [call["arguments"] for call in cluster.calls if "pods" in call["arguments"]]
@@ -205,7 +145,7 @@ def test_stop_of_a_job_that_does_not_run_does_nothing(cluster: Cluster, status: 
 
 def test_a_job_that_does_not_end_is_reported(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kuberay, "STOPPING_S", 0.05)
-    cluster.has("pods", "llama8b-head")
+    cluster.has_head()
     cluster.has_job(RUNNING)
     job = kuberay.KubeRay(Kubectl(namespace="pretrain", context="east"), "llama8b")
     with pytest.raises(ClusterError, match=r"has not ended .* submit\.action=logs"):
@@ -213,12 +153,8 @@ def test_a_job_that_does_not_end_is_reported(cluster: Cluster, monkeypatch: pyte
 
 
 def test_status_says_how_the_job_is_doing(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
-    cluster.has(
-        "rayjobs.ray.io",
-        "llama8b",
-        metadata={"name": "llama8b", "annotations": {"regrow/run-name": "llama8b", "regrow/git-sha": "0123456789ab"}},
-        spec={"backoffLimit": 10},
-    )
+    cluster.has_job(annotations={"regrow/run-name": "llama8b", "regrow/git-sha": "0123456789ab"})
+    cluster.has_head()
     workers = {"readyWorkerReplicas": 6, "desiredWorkerReplicas": 8, "minWorkerReplicas": 4, "maxWorkerReplicas": 8}
     cluster.will_be(RUNNING | {"failed": 2, "startTime": "2026-01-01T00:00:00Z", "rayClusterStatus": workers})
     assert act("status") == 0
@@ -226,7 +162,7 @@ def test_status_says_how_the_job_is_doing(cluster: Cluster, capfd: pytest.Captur
         "Running (RUNNING)",
         "run llama8b, commit 0123456789ab, started 2026-01-01T00:00:00Z",
         "worker pods: 6 ready, 8 desired, 4 min, 8 max",
-        "failed attempts: 2 of 10 that are retried",
+        "failed attempts: 2 of 11",
         "dashboard: kubectl --context east --namespace pretrain port-forward service/llama8b-c1-head-svc 8265, "
         "then http://127.0.0.1:8265",
     ]
@@ -289,6 +225,18 @@ def test_what_is_filled_in_is_not_refused() -> None:
         ("submit.redis_secret=redis", "submit.redis_secret=redis must name a Secret and its key: SECRET/KEY"),
         ("submit.redis_secret=redis/key", "submit.redis_secret=redis/key has no Redis; set submit.redis_address"),
         ("submit.volume_claim=runs", "which must be an absolute path, not s3://llama/runs"),
+        ("submit.topology_key='a b'", "submit.topology_key='a b' is no key of a label"),
+        ("submit.network_resource=rdma", "submit.network_resource=rdma must be the device plugin's full name"),
+        ("submit.env_secret=Bad_Name", "submit.env_secret='Bad_Name' is no name of a Kubernetes object"),
+        ("submit.service_account=Bad_Name", "submit.service_account='Bad_Name' is no name of a Kubernetes object"),
+        ("submit.priority_class=a..b", "submit.priority_class='a..b' is no name of a Kubernetes object"),
+        ("submit.tolerations=[{key: a, effect: Nope}]", "submit.tolerations[0].effect='Nope' must be NoSchedule, "),
+        ("submit.tolerations=[{key: a, operator: In}]", "submit.tolerations[0].operator='In' must be Exists or Equal"),
+        ("submit.tolerations=[{key: a, value: b}]", "submit.tolerations[0].value='b' has no use with Exists"),
+        ("submit.tolerations=[{key: a, operator: Equal, value: 'a b'}]", "value='a b' is no value of a taint"),
+        ("+submit.node_selector={zone: 'a b'}", "submit.node_selector.zone='a b' is no value of a label"),
+        ("+submit.node_selector={a-: c}", "submit.node_selector='a-' is no key of a label"),
+        ("+submit.env={1a: c}", "submit.env has '1a', which is no name of an environment variable"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(setting: str, line: str) -> None:
@@ -296,6 +244,13 @@ def test_settings_that_cannot_be_meant_are_refused(setting: str, line: str) -> N
     with pytest.raises(ConfigError) as caught:
         check_submit(compose([*READY, setting]))
     assert line in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["/tmp", "/dev/shm/", "//tmp", "/"])
+def test_storage_is_not_mounted_where_pods_have_something_else(path: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot be mounted at run.storage_path={path}, where the pods have"):
+        check_submit(compose([*READY, "submit.volume_claim=runs", f"run.storage_path={path}"]))
+    check_submit(compose([*READY, "submit.volume_claim=runs", "run.storage_path=/mnt/tmp"]))
 
 
 def test_an_interrupt_stops_following_and_not_the_job(
@@ -349,9 +304,11 @@ def test_the_command_prints_manifests_without_kubectl_torch_or_ray() -> None:
         capture_output=True,
         text=True,
         timeout=120,
-        env=os.environ | {"PATH": ""},
+        env=os.environ | {"PATH": "", "HF_ENDPOINT": "http://127.0.0.1:9"},
     )
-    assert done.stderr == "HEAVY []\n", done.stderr
+    note, heavy = done.stderr.splitlines()
+    assert note.startswith("note: the corpus was not looked at, the job will: data.source=hf://datasets/HuggingFaceFW/")
+    assert heavy == "HEAVY []"
     (manifest,) = yaml.safe_load_all(done.stdout)
     assert manifest["spec"]["entrypoint"] == (
         "python -m jobs.pretrain +cluster=h100x64 train.steps=7 cluster.address=auto"

@@ -72,8 +72,9 @@ def describe(status: Status, width: int = 110) -> list[str]:
 
 def one_line(status: Status) -> str:
     """The status in a line, for a log."""
-    steps = f"/{status.steps:,}" if status.steps else ""
-    parts = [f"{status.state.value}, step {status.step:,}{steps}"]
+    parts = [status.state.value]
+    if status.step or status.steps:  # a job's folder may be out of reach
+        parts.append(f"step {status.step:,}" + (f"/{status.steps:,}" if status.steps else ""))
     if status.state in (State.training, State.regrouping, State.stalled):
         parts += [f"loss {status.loss:.4f}"] if status.loss is not None else []
         if status.speed is not None and status.speed.tokens_per_s is not None:

@@ -11,10 +11,11 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from regrow.config.store import pretrain_config
-from regrow.errors import ClusterError, ConfigError, RegrowError, first_line
+from regrow.errors import ClusterError, ConfigError, JobNotThereError, RegrowError, first_line
 from regrow.observe.run_log import read_events
 from regrow.observe.status import State, Status
 from regrow.observe.status_folder import read_status
@@ -40,24 +41,27 @@ def on_kubernetes(name: str, *, namespace: str, context: str | None) -> Look:
     def look() -> Status:
         found = kubectl.get(KIND, name)
         if found is None:
-            raise ClusterError(f"no RayJob {name} in namespace {namespace}: not started, or removed after it had ended")
+            raise JobNotThereError(job.not_there())
         run, folder = _run_of(str(found["spec"].get("entrypoint", "")))
-        lines = job.describe()
+        lines = job.described(found)
         status = found.get("status") or {}
-        cluster = status.get("rayClusterName")
-        heads = kubectl.select("pods", f"ray.io/cluster={cluster},ray.io/node-type=head") if cluster else []
-        up = [pod for pod in heads if (pod.get("status") or {}).get("phase", "Running") == "Running"]
-        if not up:
-            ended = status.get("jobDeploymentStatus") in ENDED
-            if ended:
-                why = f"its cluster is gone; the run itself is in {folder}"
-                return _without_logs(State.unseen, run, folder, lines, why)
-            return _without_logs(State.starting, run, folder, lines, "its cluster has no head yet")
-        try:
-            text = kubectl.exec(up[0]["metadata"]["name"], "ray-head", _command(folder))
-        except ClusterError as error:
-            return _not_read(run, folder, lines, str(error))
-        return replace(_parse(text), job=lines)
+        head = job.head(status)
+        over = status.get("jobDeploymentStatus") in ENDED
+        ended = {"SUCCEEDED": State.finished, "STOPPED": State.stopped}.get(str(status.get("jobStatus")), State.failed)
+        why = "its cluster is gone" if over else "its cluster has no head yet"
+        if head is not None:
+            try:
+                read = _parse(kubectl.exec(head, "ray-head", _command(folder)))
+            except ClusterError as error:
+                why = str(error)
+            else:
+                known = not over or read.state in (State.finished, State.stopped, State.failed)
+                return replace(read, job=lines, state=read.state if known else ended)
+        if over:
+            return _without_logs(ended, run, folder, lines, f"{why}; the run itself is in {folder}")
+        if head is None:
+            return _without_logs(State.starting, run, folder, lines, why)
+        return _not_read(run, folder, lines, why)
 
     return look
 
@@ -110,7 +114,10 @@ def _run_of(entrypoint: str) -> tuple[str, str]:
             f"this checkout does not know the settings of the job ({error}); look from one that does, or name the "
             "run's folder"
         ) from error
-    return config.run.name, str(Storage.at(config.run.storage_path) / config.run.name)
+    path = config.run.storage_path  # never opened: this machine may have no way to it
+    if "://" in path:
+        return config.run.name, f"{path.rstrip('/')}/{config.run.name}"
+    return config.run.name, str(Path(path).expanduser().absolute() / config.run.name)
 
 
 def _newest(jobs: Sequence[Any], run: str | None, address: str) -> tuple[Any, tuple[str, str]]:
@@ -139,8 +146,10 @@ def _describe(job: Any) -> list[str]:
 
 def _is_here(folder: str, begun_at: float, ended_at: float) -> bool:
     """Whether this machine has the folder too, and it is the same run: one was submitted while the job ran."""
+    if "://" in folder and not folder.startswith("file://"):
+        return False
     storage = Storage.at(folder)
-    if not storage.is_local or not storage.exists("events.jsonl"):
+    if not storage.exists("events.jsonl"):
         return False
     times = [event["time"] for event in read_events(storage) if event["event"] == "submitted"]
     return any(begun_at - EARLIER_S <= each <= ended_at + EARLIER_S for each in times)

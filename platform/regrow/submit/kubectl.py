@@ -1,20 +1,33 @@
 """kubectl as a program: what it is asked, what it answers, and its failures as one line."""
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from regrow.errors import ClusterError
 
 TIMEOUT_S = 60.0
 FIELD_MANAGER = "regrow"
+LINES = 5  # of a refusal that are shown
+
+Object = dict[str, Any]
+
+
+class Unreachable(ClusterError):
+    """The API server gives no answer just now; the same question may have one later."""
 
 
 class Kubectl:
-    """One namespace of one cluster, through the user's own kubectl and its credentials."""
+    """One namespace of one cluster, through the user's own kubectl and its credentials.
+
+    Whatever is asked raises ClusterError with kubectl's reason in one line; Unreachable where none came.
+    """
 
     def __init__(self, *, namespace: str, context: str | None) -> None:
         """Raises ClusterError where there is no kubectl."""
@@ -24,6 +37,7 @@ class Kubectl:
                 "kubectl is not on PATH; install it, use submit.backend=ray, or take the manifests of "
                 "submit.action=render elsewhere"
             )
+        self.namespace, self.context = namespace, context
         self._options = [*(["--context", context] if context else []), "--namespace", namespace]
         self._command = [program, *self._options]
 
@@ -38,55 +52,145 @@ class Kubectl:
 
     def diff(self, manifests: str) -> str:
         """What applying would change, as a unified diff; empty where nothing would."""
-        options = ["--server-side", f"--field-manager={FIELD_MANAGER}"]
-        return self._ask(["diff", *options, "--filename=-"], manifests, fine=(0, 1))
+        # a dry run: fields that KubeRay, Kueue or another kubectl own are compared like the rest
+        options = ["--server-side", f"--field-manager={FIELD_MANAGER}", "--force-conflicts"]
+        return _without_noise(self._ask(["diff", *options, "--filename=-"], manifests, fine=(0, 1)))
 
-    def get(self, kind: str, name: str) -> dict[str, Any] | None:
+    def get(self, kind: str, name: str) -> Object | None:
         """An object; None where there is none."""
         text = self._ask(["get", kind, name, "--ignore-not-found", "--output=json"])
         return json.loads(text) if text.strip() else None
 
-    def select(self, kind: str, selector: str) -> list[dict[str, Any]]:
+    def select(self, kind: str, selector: str) -> list[Object]:
         """The objects that have these labels."""
-        text = self._ask(["get", kind, f"--selector={selector}", "--output=json"])
-        return list(json.loads(text)["items"])
+        return self._items(kind, f"--selector={selector}")
+
+    def warnings(self) -> list[Object]:
+        """The namespace's events of type Warning; the server forgets them after an hour."""
+        return self._items("events", "--field-selector=type=Warning")
 
     def delete(self, kind: str, name: str) -> None:
-        """Delete an object, and wait until it is gone."""
-        self._ask(["delete", kind, name, "--ignore-not-found", "--wait=true"], timeout_s=600.0)
+        """Ask for an object's deletion, which may wait for its finalizers."""
+        self._ask(["delete", kind, name, "--ignore-not-found", "--wait=false"])
 
     def exec(self, pod: str, container: str, command: list[str]) -> str:
         """What a command in a container prints."""
         return self._ask(["exec", pod, f"--container={container}", "--", *command])
 
-    def follow(self, what: str, *options: str) -> int:
-        """Pass an object's logs on to stdout until they end; kubectl's status."""
-        return subprocess.run(
-            [*self._command, "logs", "--follow", what, *options], stdin=subprocess.DEVNULL, check=False
-        ).returncode
+    def logs(self, what: str, show: Callable[[bytes], None], *, since: str | None = None) -> str | None:
+        """Pass each line of a pod's logs, with its time before it, on to `show` until they end.
 
-    def _ask(
-        self,
-        arguments: list[str],
-        text: str | None = None,
-        *,
-        fine: tuple[int, ...] = (0,),
-        timeout_s: float = TIMEOUT_S,
-    ) -> str:
+        Returns None where they ended, else why they broke off. A line that was cut off is left out.
+        """
+        options = ["--follow", "--timestamps", *([f"--since-time={since}"] if since else [])]
+        with tempfile.TemporaryFile() as errors:
+            process = subprocess.Popen(
+                [*self._command, "logs", what, *options],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
+            assert process.stdout is not None
+            try:
+                cut = b""
+                for line in process.stdout:
+                    if line.endswith(b"\n"):
+                        show(line)
+                    else:
+                        cut = line
+                status = process.wait()
+            finally:
+                process.kill()
+                process.wait()
+                process.stdout.close()
+            if status == 0:
+                if cut:
+                    show(cut + b"\n")
+                return None
+            errors.seek(0)
+            return str(_error("logs", status, errors.read().decode(errors="replace")))
+
+    def _items(self, kind: str, *options: str) -> list[Object]:
+        return list(json.loads(self._ask(["get", kind, *options, "--output=json"]))["items"])
+
+    def _ask(self, arguments: list[str], text: str = "", *, fine: Sequence[int] = (0,)) -> str:
         try:
             done = subprocess.run(
                 [*self._command, *arguments],
-                input=text if text is not None else "",
+                input=text,
                 capture_output=True,
                 text=True,
-                timeout=timeout_s,
+                timeout=TIMEOUT_S,
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise ClusterError(f"kubectl {arguments[0]} has not answered for {timeout_s:g} s") from error
+            raise Unreachable(f"kubectl {arguments[0]} has not answered for {TIMEOUT_S:g} s") from error
         if done.returncode not in fine or (done.returncode and not done.stdout):
-            lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-            raise ClusterError(f"kubectl {arguments[0]}: {' / '.join(lines[-3:]) or f'status {done.returncode}'}")
-        if done.stderr.strip():
-            print(done.stderr.rstrip(), file=sys.stderr)  # warnings
+            raise _error(arguments[0], done.returncode, done.stderr)
+        for line in _lines(done.stderr):
+            print(line, file=sys.stderr)  # warnings
         return done.stdout
+
+
+_NOISE = re.compile(r"[-+]  (generation: \d+|suspend: (true|false))$")  # the server's count of changes; Kueue's switch
+_LOG = re.compile(r"^[EWIF]\d{4} \d\d:")  # kubectl's own log, which repeats what its last line says
+_ADVICE = re.compile(r"^(Please review the fields above|See 'kubectl)")
+_NOT_NOW = re.compile(
+    r"""was\ refused|connection\ (refused|reset)|\bEOF\b|time(d\ )?\s?out|no\ such\ host|network\ is\ unreachable
+    |no\ route\ to\ host|context\ deadline\ exceeded|client\ connection\ lost|broken\ pipe|server\ closed
+    |temporary\ failure|currently\ unable\ to\ handle|too\ many\ requests|shutting\ down|etcdserver|leader\ changed
+    |\((ServiceUnavailable|InternalError|Timeout|ServerTimeout|TooManyRequests)\)|unexpected\ server\ response""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_HINTS = (
+    (
+        re.compile(r"have a resource type \"?ray|no matches for kind \"Ray"),
+        "is KubeRay installed in this cluster? k8s/README.md, 'Once per cluster'",
+    ),
+    (
+        re.compile(r"\(Unauthorized\)|to provide credentials"),
+        "the credentials of kubectl's context are not, or no longer, accepted",
+    ),
+)
+
+
+def _without_noise(diff: str) -> str:
+    """A unified diff without the changes that nobody made by a setting.
+
+    >>> _without_noise("--- a\\n+++ b\\n@@ -1 +1 @@\\n-  generation: 1\\n+  generation: 2\\n")
+    ''
+    """
+    heading, *hunks = re.split(r"^(?=@@ )", diff, flags=re.MULTILINE)
+    kept = []
+    for hunk in hunks:
+        lines = [line for line in hunk.splitlines(keepends=True) if not _NOISE.match(line.rstrip("\n"))]
+        if any(line[0] in "-+" for line in lines):
+            kept.append("".join(lines))
+    return heading + "".join(kept) if kept else ""
+
+
+def _lines(stderr: str) -> list[str]:
+    lines = [line.strip() for line in stderr.splitlines()]
+    return [line for line in lines if line and not _LOG.match(line)]
+
+
+def _error(verb: str, status: int, stderr: str) -> ClusterError:
+    """What kubectl says, its headline first.
+
+    >>> str(_error("get", 1, 'E1123 08:14:25 memcache.go:265] "Unhandled"\\nerror: context "nope" does not exist\\n'))
+    'kubectl get: context "nope" does not exist'
+    """
+    lines = _lines(stderr) or [stderr.strip().splitlines()[-1] if stderr.strip() else f"status {status}"]
+    kept: list[str] = []
+    for line in lines:
+        if _ADVICE.match(line):
+            break
+        kept.append(line.removeprefix("error: "))
+    shown = kept[-LINES:] if verb == "exec" else kept[:LINES]  # a traceback of the command ends with its reason
+    if len(kept) > LINES and verb != "exec":
+        shown.append(f"and {len(kept) - LINES} more lines")
+    text = f"kubectl {verb}: {' / '.join(shown)}"
+    for pattern, hint in _HINTS:
+        if pattern.search(text):
+            text += f"; {hint}"
+    return Unreachable(text) if _NOT_NOW.search(text) else ClusterError(text)

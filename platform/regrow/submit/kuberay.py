@@ -7,136 +7,354 @@ ended: to go on with a run, its RayJob is deleted first. The run itself lies in 
 import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from regrow.errors import ClusterError
-from regrow.submit.kubectl import Kubectl
+from regrow.observe.units import duration
+from regrow.submit.kubectl import Kubectl, Unreachable
+from regrow.submit.pod_logs import PodLogs
+from regrow.submit.reasons import Around, Reason, cause, reasons
+from regrow.submit.waiting import Waiting
 
 KIND = "rayjobs.ray.io"
 DASHBOARD = "http://127.0.0.1:8265"  # from the head pod
 POLL_S = 2.0
+REASONS_S = 5.0  # between looks at events
 ENDED = ("Complete", "Failed", "ValidationFailed")  # jobDeploymentStatus
 STOPPING_S = 120.0  # beyond the time that the job has for its checkpoint
+DELETING_S = 600.0
+UNREACHABLE_S = 6 * 3600.0  # for which an API server may be away while something waits
+SETTLING_S = 60.0  # after it was away: its answers may still be wrong, as "forbidden" before its rules are loaded
 
-Status = dict[str, Any]
+Object = dict[str, Any]
+Answer = TypeVar("Answer")
+
+
+class LostSight(ClusterError):
+    """The job was there, and nothing more can be said of it from here."""
 
 
 class KubeRay:
     """One RayJob, there or not."""
 
-    def __init__(self, kubectl: Kubectl, name: str, *, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, kubectl: Kubectl, name: str, *, waiting: Waiting | None = None) -> None:
         self.kubectl, self.name = kubectl, name
-        self.say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+        self.waiting = waiting or Waiting()
 
     def apply(self, manifests: str) -> None:
         """Start the job, or go on with the run of one that has ended. Raises ClusterError where it runs."""
-        status = self._status()
-        if status is not None:
-            state = status.get("jobDeploymentStatus") or "New"
-            if state not in ENDED:
-                raise ClusterError(
-                    f"RayJob {self.name} is there ({state}): one run has one job; stop it first "
-                    "(submit.action=stop), or choose another run.name"
-                )
-            self.say(f"RayJob {self.name} has ended ({state}); its successor goes on with the run")
-            difference = self.kubectl.diff(manifests)
-            if difference:
-                self.say(difference.rstrip())
-            self.kubectl.delete(KIND, self.name)
-        self.say(self.kubectl.apply(manifests).strip())
+        with self.waiting:
+            self.waiting.on("an answer of Kubernetes")
+            before = self.kubectl.get(KIND, self.name)
+            if before is not None:
+                self._make_room(before, manifests)
+            self.waiting.on("Kubernetes to take the job")
+            text = self._new(manifests) if before is not None else self.kubectl.apply(manifests)
+            self.waiting.say(text.strip())
 
     def follow(self) -> int:
-        """Show the job's logs and its states until it has ended; 0 where it succeeded or was stopped."""
-        shown, since = "", ""
+        """Show the job's logs and its states until it has ended; 0 where it succeeded or was stopped.
+
+        Raises LostSight where it was deleted, or the API server is away for too long.
+        """
+        with self.waiting:
+            self.waiting.on("an answer of Kubernetes")
+            job = self.kubectl.get(KIND, self.name)
+            if job is None:
+                raise ClusterError(f"{self.not_there()}; start it with submit.action=apply")
+            return self._follow(job)
+
+    def _follow(self, job: Object) -> int:
+        logs, shown, told, uid = _Logs(self), "", _Told(), job["metadata"].get("uid")
         while True:
-            status = self._status()
-            if status is None:
-                raise ClusterError(f"there is no RayJob {self.name}; start it with submit.action=apply")
+            status = job.get("status") or {}
             line = _state_line(status)
             if line != shown:
-                self.say(line)
+                self.waiting.say(line)
                 shown = line
-            state, job = status.get("jobDeploymentStatus"), status.get("jobStatus")
+            state, ray = status.get("jobDeploymentStatus"), status.get("jobStatus")
             if state in ENDED:
-                return 0 if job in ("SUCCEEDED", "STOPPED") else 1
-            if state == "Running" and job in ("PENDING", "RUNNING"):
-                options = [f"--since-time={since}"] if since else []
-                self.kubectl.follow(f"job/{self._submitter(status)}", *options)
-                since = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+                return 0 if ray in ("SUCCEEDED", "STOPPED") else 1
+            self.waiting.on(f"RayJob {self.name}, which is {state or 'new'}{f' ({ray})' if ray else ''}")
+            if state == "Running" and ray in ("PENDING", "RUNNING"):
+                logs.follow()
+            else:
+                self._tell(job, told)
             time.sleep(POLL_S)
+            try:
+                found = self._look("the job runs on")
+            except ClusterError as error:
+                raise LostSight(f"{error}; the job runs on, unseen from here") from error
+            if found is None or found["metadata"].get("uid") != uid:
+                raise LostSight(f"RayJob {self.name} was deleted while it was followed; last it was {shown}")
+            job = found
 
     def describe(self) -> list[str]:
-        """How the job is doing, a fact a line."""
-        found = self.kubectl.get(KIND, self.name)
-        if found is None:
-            return [f"no RayJob {self.name}: not started, or removed after it had ended"]
-        status = found.get("status") or {}
-        annotations = found["metadata"].get("annotations") or {}
+        """How the job is doing, a fact a line; what keeps it from training begins with an exclamation mark."""
+        with self.waiting:
+            self.waiting.on("an answer of Kubernetes")
+            job = self.kubectl.get(KIND, self.name)
+            return [self.not_there()] if job is None else self.described(job)
+
+    def described(self, job: Object) -> list[str]:
+        """The same for a job that was looked at."""
+        status = job.get("status") or {}
+        annotations = job["metadata"].get("annotations") or {}
         lines = [
             _state_line(status),
             f"run {annotations.get('regrow/run-name', '?')}, commit {annotations.get('regrow/git-sha', '?')}, "
             f"started {status.get('startTime', 'not yet')}",
         ]
+        lines += [f"! {reason}" for reason in self._reasons(job)]
         cluster = status.get("rayClusterStatus") or {}
         if cluster:
             counts = {key: cluster.get(f"{key}WorkerReplicas", 0) for key in ("ready", "desired", "min", "max")}
             lines.append("worker pods: " + ", ".join(f"{count} {key}" for key, count in counts.items()))
         if status.get("failed"):
-            lines.append(
-                f"failed attempts: {status['failed']} of {found['spec'].get('backoffLimit', 0)} that are retried"
-            )
-        if status.get("rayClusterName"):
+            lines.append(f"failed attempts: {status['failed']} of {job['spec'].get('backoffLimit', 0) + 1}")
+        if status.get("rayClusterName") and self.head(status) is not None:
             forward = self.kubectl.written("port-forward", f"service/{status['rayClusterName']}-head-svc", "8265")
             lines.append(f"dashboard: {forward}, then {DASHBOARD}")
         return lines
 
+    def head(self, status: Object) -> str | None:
+        """The running head pod of the job's cluster."""
+        cluster = status.get("rayClusterName")
+        pods = self.kubectl.select("pods", f"ray.io/cluster={cluster},ray.io/node-type=head") if cluster else []
+        up = [pod for pod in pods if (pod.get("status") or {}).get("phase", "Running") == "Running"]
+        return str(up[0]["metadata"]["name"]) if up else None
+
     def stop(self, *, wait_s: float) -> None:
         """Have the job commit a checkpoint and end; wait for that as long as it is given, 0: do not wait."""
-        status = self._status()
-        if status is None or status.get("jobDeploymentStatus") in ENDED:
-            self.say(f"RayJob {self.name} does not run")
+        with self.waiting:
+            self.waiting.on("an answer of Kubernetes")
+            self._stop(wait_s)
+
+    def _stop(self, wait_s: float) -> None:
+        job = self.kubectl.get(KIND, self.name)
+        status = (job or {}).get("status") or {}
+        if job is None:
+            self.waiting.say(self.not_there())
             return
-        job, cluster = status.get("jobId"), status.get("rayClusterName")
-        if not job or status.get("jobStatus") not in ("PENDING", "RUNNING"):
-            self.kubectl.delete(KIND, self.name)
-            self.say(f"RayJob {self.name} had not begun to train, and is deleted")
+        if status.get("jobDeploymentStatus") in ENDED:
+            self.waiting.say(f"RayJob {self.name} does not run: it is {_state_line(status)}")
             return
-        heads = self.kubectl.select("pods", f"ray.io/cluster={cluster},ray.io/node-type=head")
-        if not heads:
-            raise ClusterError(f"RayJob {self.name} runs, but its cluster {cluster} has no head pod; try again")
-        pod = heads[0]["metadata"]["name"]
-        self.kubectl.exec(pod, "ray-head", ["ray", "job", "stop", "--no-wait", "--address", DASHBOARD, job])
-        self.say(f"asked {job} to end after its step, with a checkpoint")
-        give_up_at = time.monotonic() + wait_s + STOPPING_S
-        while wait_s and time.monotonic() < give_up_at:
-            now = self._status()
-            if now is None or now.get("jobDeploymentStatus") in ENDED:
-                self.say(f"RayJob {self.name} has ended; submit.action=apply goes on with the run")
-                return
-            time.sleep(POLL_S)
-        if wait_s:
-            raise ClusterError(
-                f"RayJob {self.name} has not ended for {wait_s + STOPPING_S:g} s; see submit.action=logs"
+        ray, deleting = status.get("jobId"), job["metadata"].get("deletionTimestamp")
+        if deleting or not ray or status.get("jobStatus") not in ("PENDING", "RUNNING"):
+            if not deleting:
+                self.kubectl.delete(KIND, self.name)
+            self.waiting.say(
+                f"RayJob {self.name} {'is being' if deleting else 'had not begun to train, and is'} deleted"
             )
+            if wait_s:
+                self._until_gone(job, "nothing more has to be done: it goes by itself")
+            return
+        head = self.head(status)
+        if head is None:
+            raise ClusterError(
+                f"RayJob {self.name} runs, but its cluster {status.get('rayClusterName')} has no head pod; try again"
+            )
+        self.waiting.on("Ray to be told")
+        self.kubectl.exec(head, "ray-head", ["ray", "job", "stop", "--no-wait", "--address", DASHBOARD, ray])
+        self.waiting.say(f"asked {ray} to end after its step, with a checkpoint")
+        if wait_s:
+            try:
+                self._until_ended(wait_s + STOPPING_S)
+            except KeyboardInterrupt:
+                self.waiting.say(
+                    f"no longer waiting; {ray} was asked to end and does so by itself (submit.action=status)"
+                )
+                raise
 
-    def _status(self) -> Status | None:
-        """None where there is no such job; empty where KubeRay has not seen it yet."""
-        found = self.kubectl.get(KIND, self.name)
-        return None if found is None else found.get("status") or {}
+    def _until_ended(self, wait_s: float) -> None:
+        give_up_at = time.monotonic() + wait_s
+        while time.monotonic() < give_up_at:
+            job = self._look("what was asked of Ray is done all the same")
+            status = (job or {}).get("status") or {}
+            if job is None or status.get("jobDeploymentStatus") in ENDED:
+                self.waiting.say(f"RayJob {self.name} has ended; submit.action=apply goes on with the run")
+                return
+            self.waiting.on(f"the checkpoint of RayJob {self.name}, which is {_state_line(status)}")
+            time.sleep(POLL_S)
+        raise ClusterError(f"RayJob {self.name} has not ended for {wait_s:g} s; see submit.action=logs")
 
-    def _submitter(self, status: Status) -> str:
-        """The Kubernetes Job that follows the Ray job's logs."""
-        jobs = self.kubectl.select("jobs", f"ray.io/originated-from-cr-name={self.name}")
-        jobs.sort(key=lambda job: str(job["metadata"].get("creationTimestamp", "")))
-        return str(jobs[-1]["metadata"]["name"]) if jobs else self.name
+    def _make_room(self, job: Object, manifests: str) -> None:
+        """Delete a job that has ended, and wait until it is gone. Raises ClusterError where it has not."""
+        state = (job.get("status") or {}).get("jobDeploymentStatus") or "New"
+        if job["metadata"].get("deletionTimestamp"):
+            self.waiting.say(f"RayJob {self.name} is being deleted; a new one is made once it is gone")
+        elif state in ENDED:
+            self.waiting.say(f"RayJob {self.name} has ended ({state}); its successor goes on with the run")
+            try:
+                self.waiting.say(self.kubectl.diff(manifests).rstrip() or "nothing of the job has changed")
+            except ClusterError as error:  # it is shown, not needed
+                self.waiting.say(f"what has changed cannot be shown: {error}")
+            self.kubectl.delete(KIND, self.name)
+        else:
+            raise ClusterError(
+                f"RayJob {self.name} is there ({state}): one run has one job; stop it first "
+                "(submit.action=stop), or choose another run.name"
+            )
+        self._until_gone(job, "no new one was made: submit.action=apply again makes it and goes on with the run")
+
+    def _until_gone(self, job: Object, interrupted: str) -> None:
+        """Wait until this very object is no more, saying what holds it."""
+        uid, told = job["metadata"].get("uid"), _Told()
+        give_up_at = time.monotonic() + DELETING_S
+        self.waiting.on(f"RayJob {self.name} to be deleted")
+        try:
+            while True:
+                found = self._look("the deletion goes on")
+                if found is None or found["metadata"].get("uid") != uid:
+                    return
+                held = found["metadata"].get("finalizers") or []
+                if time.monotonic() > give_up_at:
+                    raise ClusterError(
+                        f"RayJob {self.name} is still being deleted after {DELETING_S:g} s, and waits for "
+                        f"{', '.join(held) or 'the API server'}: does KubeRay's operator run? {interrupted}"
+                    )
+                self._tell(found, told)
+                time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            self.waiting.say(f"no longer waiting; RayJob {self.name} is being deleted, and {interrupted}")
+            raise
+
+    def _new(self, manifests: str) -> str:
+        """Make the job, where there is none any more, however often the API server goes away meanwhile."""
+        asked = False
+
+        def make() -> str:
+            nonlocal asked
+            if asked and self.kubectl.get(KIND, self.name) is not None:
+                return f"{KIND}/{self.name} was made"
+            asked = True
+            return self.kubectl.apply(manifests)
+
+        return self._patiently(make, "no new job was made yet")
+
+    def not_there(self) -> str:
+        """What to say of a job that was not found. Raises ClusterError where there is no such namespace."""
+        namespace = self.kubectl.namespace
+        try:
+            known = self.kubectl.get("namespaces", namespace) is not None
+        except ClusterError:  # not everybody may look
+            known = True
+        if not known:
+            raise ClusterError(f"there is no namespace {namespace}; name another, or make it as k8s/README.md does")
+        return f"no RayJob {self.name} in namespace {namespace}: not started, or removed after it had ended"
+
+    def _reasons(self, job: Object) -> list[Reason]:
+        """Why nothing happens, as far as we may look."""
+        status = job.get("status") or {}
+        if status.get("jobDeploymentStatus") in ENDED and not job["metadata"].get("deletionTimestamp"):
+            return []
+        around = Around(events=self._optional(self.kubectl.warnings))
+        if job["spec"].get("suspend") and "kueue.x-k8s.io/queue-name" in (job["metadata"].get("labels") or {}):
+            selector = f"kueue.x-k8s.io/job-uid={job['metadata'].get('uid')}"
+            found = self._optional(lambda: self.kubectl.select("workloads.kueue.x-k8s.io", selector))
+            around = Around(around.events, found)
+        return reasons(job, around, now=time.time())
+
+    @staticmethod
+    def _optional(ask: Callable[[], list[Object]]) -> list[Object]:
+        try:
+            return ask()
+        except ClusterError:  # not allowed, or not there: the rest is said all the same
+            return []
+
+    def _tell(self, job: Object, told: "_Told") -> None:
+        """Say what is new of why nothing happens."""
+        if time.monotonic() < told.next_at:
+            return
+        told.next_at = time.monotonic() + REASONS_S
+        for reason in self._reasons(job):
+            if reason.text not in told.texts:
+                told.texts.add(reason.text)
+                self.waiting.say(f"  ! {reason}")
+
+    def _look(self, meanwhile: str) -> Object | None:
+        return self._patiently(lambda: self.kubectl.get(KIND, self.name), meanwhile)
+
+    def _patiently(self, ask: Callable[[], Answer], meanwhile: str) -> Answer:
+        """The answer, asked for again while the API server is away, for up to UNREACHABLE_S.
+
+        Raises ClusterError after that, and at once for what is refused, unless the server was away just now.
+        """
+        begun: float | None = None
+        last = 0.0
+        while True:
+            now = time.monotonic()
+            try:
+                answer = ask()
+            except ClusterError as error:
+                if isinstance(error, Unreachable):
+                    last = now
+                    if begun is None:
+                        begun = now
+                        self.waiting.say(f"{error}; {meanwhile}; asking again")
+                elif begun is None or now - last > SETTLING_S:
+                    raise
+                if now - begun > UNREACHABLE_S:
+                    raise
+                time.sleep(POLL_S)
+            else:
+                if begun is not None:
+                    self.waiting.say(f"Kubernetes answers again, after {duration(now - begun)}")
+                return answer
 
 
-def _state_line(status: Status) -> str:
+class _Told:
+    """Reasons that were said already."""
+
+    def __init__(self) -> None:
+        self.texts: set[str] = set()
+        self.next_at = 0.0
+
+
+class _Logs:
+    """The logs of a job's submitter, from pod to pod."""
+
+    def __init__(self, job: KubeRay) -> None:
+        self._job, self._pod, self._complaint = job, "", ""
+        self._lines = PodLogs(_to_stdout)
+
+    def follow(self) -> None:
+        """Pass lines on until they end or break off."""
+        kubectl, waiting = self._job.kubectl, self._job.waiting
+        try:
+            what = self._submitter(kubectl)
+        except ClusterError:  # whoever asks for the job next will tell
+            return
+        if what is None:
+            return
+        if what != self._pod:
+            self._pod, self._lines = what, PodLogs(_to_stdout)
+        self._lines.reconnect()
+        with waiting.paused():
+            complaint = kubectl.logs(what, self._lines.take, since=self._lines.since) or ""
+        if complaint and complaint != self._complaint:
+            waiting.say(f"{complaint}; asking again")
+        self._complaint = complaint
+
+    def _submitter(self, kubectl: Kubectl) -> str | None:
+        """The newest pod of the newest Kubernetes Job that follows the Ray job's logs."""
+        job = _newest(kubectl.select("jobs", f"ray.io/originated-from-cr-name={self._job.name}"))
+        pod = _newest(kubectl.select("pods", f"job-name={job or self._job.name}"))
+        return f"pod/{pod}" if pod else None
+
+
+def _newest(found: list[Object]) -> str | None:
+    found = sorted(found, key=lambda each: str(each["metadata"].get("creationTimestamp", "")))
+    return str(found[-1]["metadata"]["name"]) if found else None
+
+
+def _to_stdout(line: bytes) -> None:
+    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
+
+
+def _state_line(status: Object) -> str:
     state, job = status.get("jobDeploymentStatus") or "New", status.get("jobStatus")
     parts = [f"{state}{f' ({job})' if job else ''}"]
-    for key in ("reason", "message"):
-        text = " ".join(str(status.get(key) or "").split())
-        if text:
-            parts.append(text[:300])
+    parts += [cause(str(status[key])) for key in ("reason", "message") if status.get(key)]
     return ": ".join(parts)

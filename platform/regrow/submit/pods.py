@@ -1,9 +1,11 @@
 """The pods of a Ray cluster: a head that runs the driver, and workers that run ranks. Pure."""
 
+from math import ceil
 from typing import Any
 
 from regrow.config.schema import Network, PretrainConfig, SubmitConfig, Toleration
-from regrow.submit.sizes import Sizes
+from regrow.submit.manifest import binary_quantity, decimal_quantity
+from regrow.submit.sizes import GIB, Sizes
 
 USER, GROUP = 1000, 100  # as k8s/Dockerfile makes them
 HEAD_SHM_GIB = 8
@@ -19,7 +21,7 @@ NETWORK_ENV = {
     Network.efa: {"FI_PROVIDER": "efa"},
     Network.infiniband: {"NCCL_IB_HCA": "mlx5"},
 }
-HUGE_PAGES = {"hugepages-2Mi": "5120Mi"}  # that the EFA provider maps
+HUGE_PAGES = {"hugepages-2Mi": "5Gi"}  # that the EFA provider maps
 
 Fields = dict[str, Any]
 
@@ -35,7 +37,10 @@ def head_pod(config: PretrainConfig, submit: SubmitConfig, image: str, labels: d
         "RAY_JOB_STOP_WAIT_TIME_S": str(submit.stop_s),
         **submit.env,
     }
-    resources: Fields = {"cpu": _number(submit.head_cpus), "memory": f"{_gib(submit.head_memory_gb)}Gi"}
+    resources: Fields = {
+        "cpu": decimal_quantity(ceil(submit.head_cpus * 1000)),
+        "memory": _gib(round(submit.head_memory_gb * 1e9 / GIB)),
+    }
     container = {
         **_container("ray-head", submit, image, env),
         "ports": [
@@ -66,7 +71,7 @@ def head_pod(config: PretrainConfig, submit: SubmitConfig, image: str, labels: d
 
 def worker_pod(config: PretrainConfig, submit: SubmitConfig, size: Sizes, image: str, labels: dict[str, str]) -> Fields:
     """Pod template of a worker node: as many ranks as it has GPUs, drained before it is ended."""
-    resources: Fields = {"cpu": str(size.cpus), "memory": f"{size.memory_gib}Gi"}
+    resources: Fields = {"cpu": str(size.cpus), "memory": _gib(size.memory_gib)}
     env = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(LEAVE_S)}
     if size.gpus:
         resources[GPU] = str(size.gpus)
@@ -184,8 +189,8 @@ def _mounts(config: PretrainConfig, submit: SubmitConfig) -> list[Fields]:
 
 def _volumes(config: PretrainConfig, submit: SubmitConfig, shm_gib: int) -> list[Fields]:
     volumes: list[Fields] = [
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{shm_gib}Gi"}},
-        {"name": "tmp", "emptyDir": {"sizeLimit": f"{submit.disk_gb}G"}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _gib(shm_gib)}},
+        {"name": "tmp", "emptyDir": {"sizeLimit": decimal_quantity(submit.disk_gb * 10**12)}},
     ]
     if submit.volume_claim:
         volumes.append({"name": "storage", "persistentVolumeClaim": {"claimName": submit.volume_claim}})
@@ -203,9 +208,5 @@ def _toleration(toleration: Toleration) -> Fields:
     return {name: value for name, value in fields.items() if value not in (None, "")}
 
 
-def _gib(gigabytes: float) -> int:
-    return round(gigabytes * 1e9 / 2**30)
-
-
-def _number(value: float) -> str:
-    return f"{value:g}"
+def _gib(gibibytes: int) -> str:
+    return binary_quantity(gibibytes * GIB)

@@ -63,6 +63,7 @@ def render(config: SubmitJobConfig, code: Code, arguments: Sequence[str]) -> lis
         "minReplicas": size.least_nodes,
         "maxReplicas": size.most_nodes,
         "numOfHosts": 1,
+        "scaleStrategy": {},  # KubeRay's first write adds it, and would own the whole list from then on
         "rayStartParams": {"object-store-memory": str(round(submit.object_store_gb * 1e9))},
         "template": worker_pod(config, submit, size, image, labels),
     }
@@ -172,7 +173,7 @@ def _queue_labels(submit: SubmitConfig) -> dict[str, str]:
 
 
 class _Plain(yaml.SafeDumper):
-    """Writes what occurs twice twice, and lists under their key."""
+    """Writes what occurs twice twice, lists under their key, and quotes whatever is not plainly a word."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -180,8 +181,11 @@ class _Plain(yaml.SafeDumper):
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         return super().increase_indent(flow, False)
 
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        # kubectl's YAML reads 08, 0o17, 12e4, y and more as something else: only letters begin what is bare
+        bare = re.match(r"[A-Za-z/]", text) and text.lower() not in NOT_WORDS
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if bare else "'")
 
-# kubectl's YAML also reads 12e4 as a number: a commit may look like that
-_Plain.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+
+NOT_WORDS = ("y", "n", "yes", "no", "on", "off", "true", "false", "null")
+_Plain.add_representer(str, _Plain.represent_text)
