@@ -7,6 +7,7 @@ import pytest
 
 from regrow.testing.cluster import SMALL, Job, run_to_end
 
+FITS = ["data=python_docs", "data.seq_len=128"]  # a corpus that is large enough for the batch of any cluster
 TOLERANCE = 1e-5  # of losses near 8, over at most 40 steps: reduction order alone stays within 2e-6
 
 
@@ -175,7 +176,7 @@ def test_a_job_joins_a_running_cluster_with_the_checkouts_code_or_says_what_is_m
         assert job.last_step() == 6
         shipped = job.events("generation")[-1]["regrow"]
         assert "py_modules" in shipped, f"workers ran {shipped}, not what the driver shipped"
-        with Job(storage, "too-large", "+cluster=h100x64", address) as refused:
+        with Job(storage, "too-large", "+cluster=h100x64", *FITS, address) as refused:
             assert refused.wait() == 1
         assert "needs 64 GPUs (at least 32), found 0 with room for 0 workers" in refused.printed()
     finally:

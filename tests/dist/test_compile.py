@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 from torch._dynamo.utils import counters
 
 from regrow.config.schema import ActivationCheckpoint, AttentionKernel, CompileMode, Dtype, Float8, OptimConfig, ParallelConfig
+from regrow.parallel.apply import build_model
 from regrow.testing.gloo import run_ranks
 from regrow.testing.tiny import tiny_model
 from regrow.testing.training import Training, plain_losses, train
@@ -115,3 +117,22 @@ def test_float8_loss_is_within_a_hundredth_of_bfloat16s_after_50_steps(
     print(line, flush=True)
     assert 0.3 * want[0] < want[-1] < 0.8 * want[0], "there was nothing to learn, or nothing left"
     assert got[-1] == pytest.approx(want[-1], rel=0.01), line
+
+
+def graphs_of_many_shapes() -> int:
+    for dim in (16, 32):
+        model = tiny_model(dim=dim)
+        built = build_model(
+            model, ParallelConfig(compile=True, compile_backend="eager"), mesh=None, device="cpu", seed=0
+        )
+        for num_rows, seq_len in ((4, 16), (3, 16), (1, 16), (1, 2)):
+            tokens = torch.zeros(num_rows, seq_len, dtype=torch.int64)
+            built(tokens)
+            with torch.no_grad():
+                built(tokens)
+    return int(counters["stats"]["unique_graphs"])
+
+
+def test_a_process_may_meet_more_shapes_than_torchs_limit_of_eight():
+    (num_graphs,) = run_ranks(graphs_of_many_shapes, 1)
+    assert num_graphs > 8

@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from regrow.checkpoint.collective import gather
 from regrow.elastic.heartbeat import RECORDERS, Heartbeat, newest_collective
 from regrow.observe import pulse as pulse_module
 from regrow.observe.pulse import Pulse, Word, where
 from regrow.observe.stalls import Worker, left_behind
+from regrow.parallel.break_off import listening
 from regrow.testing.gloo import run_ranks
 
 
@@ -62,6 +64,36 @@ def test_ranks_that_wait_say_so_and_the_one_that_they_wait_for_is_found(tmp_path
         }
 
     assert left_behind(asked(0), asked(1)) == [("node 2", 2)]
+
+
+def wait_longer_than_a_collective_may_take(folder: str) -> str:
+    rank, mine = dist.get_rank(), Path(folder) / f"{dist.get_rank()}"
+    mine.mkdir()
+    gloo = set().union(*gather(listening()))
+    heartbeat = Heartbeat(mine, collective_timeout_s=0.5)
+    heartbeat.enter(1, gloo)
+    tensor = torch.zeros(3)
+    for step in range(3):
+        dist.all_reduce(tensor)
+        heartbeat.stepped(step)
+    time.sleep(2.0)  # in none: that may last
+    dist.all_reduce(tensor)
+    heartbeat.stepped(3)
+    if rank == 2:
+        while len(list(Path(folder).glob("*/broken_off"))) < 2:
+            time.sleep(0.01)
+        return "never came"
+    try:
+        dist.all_reduce(tensor)  # gloo's own timeout is far away
+    except RuntimeError:
+        (mine / "broken_off").touch()
+        return "broken off"
+    return "the collective came to an end"
+
+
+def test_a_collective_that_takes_too_long_is_broken_off_and_computing_for_long_is_not(tmp_path):
+    found = run_ranks(wait_longer_than_a_collective_may_take, 3, str(tmp_path), deadline_s=120.0)
+    assert found == ["broken off", "broken off", "never came"]
 
 
 @pytest.mark.parametrize(

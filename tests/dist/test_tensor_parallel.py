@@ -1,14 +1,18 @@
 """Tensor and sequence parallelism on gloo, with FSDP2, HSDP and float8: the same training, element by element."""
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
 from regrow.model.cut import WHOLE
 from regrow.model.llama import Llama
+from regrow.model.loss import IGNORE_INDEX
 from regrow.parallel.compile import graphs_compiled
 from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
 from regrow.plan.mesh import plan_mesh
@@ -146,9 +150,7 @@ def float8_losses(training: Training) -> tuple[list[float], int]:
 )
 def test_float8_trains_as_it_does_on_ranks_that_share_nothing(recipe):
     compiled = recipe is Float8.tensorwise_all_gather
-    parallel = ParallelConfig(
-        tp=2, dtype=BFLOAT16, float8=recipe, compile=compiled, compile_backend="aot_eager"
-    )
+    parallel = ParallelConfig(tp=2, dtype=BFLOAT16, float8=recipe, compile=compiled, compile_backend="aot_eager")
     training = Training(FLOAT8, parallel, OPTIM, num_steps=12)
     apart = run_ranks(float8_losses, 2, replace(training, parallel=replace(parallel, tp=1)))[0][0]
     results = run_ranks(float8_losses, 4 if compiled else 6, training)  # each compiles
@@ -184,11 +186,39 @@ def test_another_group_traces_nothing_again(tmp_path, dp_replicate):
     assert first[1][1] == pytest.approx(first[0][1], abs=1e-5)
 
 
+class _Counted(TorchDispatchMode):
+    """How often each collective between the ranks of a unit is begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "_c10d_functional":
+            self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def collectives_of_a_step(training: Training) -> dict[str, int]:
+    step = build(training)
+    with _Counted() as counted:
+        step.accumulate(*micro_batches(training, 0))
+    return dict(counted.counts)
+
+
+def test_selective_checkpointing_recomputes_no_sum_over_the_unit():
+    none, selective, full = (
+        run_ranks(collectives_of_a_step, 2, Training(MODEL, ParallelConfig(tp=2, activation_checkpoint=mode), OPTIM))[0]
+        for mode in (ActivationCheckpoint.none, ActivationCheckpoint.selective, ActivationCheckpoint.full)
+    )
+    assert selective["reduce_scatter_tensor"] == none["reduce_scatter_tensor"] < full["reduce_scatter_tensor"]
+
+
 def validation(training: Training, num_rows: int) -> tuple[float, int]:
     step, tp = build(training), training.parallel.tp
     unit, num_units = dist.get_rank() // tp, dist.get_world_size() // tp
     rows = count_up_rows(99, num_rows=num_rows, seq_len=training.seq_len, vocab_size=training.model.vocab_size)
-    mine = list(rows.split(2))[unit::num_units]
+    mine = list(rows.split(2))[unit::num_units] or [torch.full_like(rows[:2], IGNORE_INDEX)]
     return evaluate(
         step.model,
         mine,

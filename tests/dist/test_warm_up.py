@@ -4,6 +4,7 @@ that again.
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from regrow.storage import Storage
 from regrow.testing.gloo import run_ranks
 from regrow.testing.tiny import tiny_model
 from regrow.testing.training import Training, train
-from regrow.train.warm_up import warm_up
+from regrow.train.warm_up import warm_up, warm_up_loss
 
 CPU = torch.device("cpu")
 OPTIM = OptimConfig(lr=1e-2, global_batch_seqs=12, num_slices=6)
@@ -59,6 +60,26 @@ def warm_up_alone(parallel: ParallelConfig, pass_seqs: int, seq_len: int) -> tup
     state = torch.get_rng_state()
     warm_up(CPU, tiny_model(), parallel, pass_seqs=pass_seqs, seq_len=seq_len)
     return torch.equal(torch.get_rng_state(), state), dist.is_initialized()
+
+
+@pytest.mark.parametrize(("chunk_tokens", "rows"), [(24, [16, 16]), (10**6, [32])])
+def test_the_loss_is_warmed_up_in_the_shapes_and_the_dtype_of_a_pass(
+    chunk_tokens: int, rows: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def compile_it(function: Any, backend: str) -> Any:  # what happens on GPUs alone
+        def called(logits: torch.Tensor, targets: torch.Tensor) -> Any:
+            seen.append((tuple(logits.shape), logits.dtype))
+            return function(logits, targets)
+
+        return called
+
+    monkeypatch.setattr(torch, "compile", compile_it)
+    monkeypatch.setattr("regrow.train.step.compiles_loss", lambda parallel, device: True)
+    parallel = ParallelConfig(compile=True, dtype=Dtype.bfloat16, loss_chunk_tokens=chunk_tokens)
+    warm_up_loss(CPU, 5000, parallel, pass_seqs=2, seq_len=16)
+    assert seen == [((num, 5000), torch.bfloat16) for num in rows]
 
 
 def test_nothing_is_left_of_it():

@@ -18,7 +18,7 @@ from regrow.plan.cost import (
     seconds_per_byte,
     step_time,
 )
-from regrow.plan.devices import DEVICES, Device, find_device
+from regrow.plan.devices import DEVICES, GIB, Device, find_device
 
 DEVICE = Device("slow", 0, flops=1e12, float8_flops=2e12, memory_bytes_per_s=1e9, link_bytes_per_s=1e8)
 NETWORK = Network(ranks_per_node=8, bytes_per_s=1e7)
@@ -102,3 +102,7 @@ def test_a_device_is_found_by_its_longest_name():
         assert found.name == name
         assert not any(earlier in name for earlier in names[:index])
     assert find_device("RTX 3090") is None
+    for name, gib in (("NVIDIA GH200 480GB", 95), ("NVIDIA A100-SXM4-40GB", 39), ("NVIDIA A100-SXM4-80GB", 79)):
+        device = find_device(name)
+        assert device is not None
+        assert device.memory_bytes // GIB == gib

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from regrow.config.schema import Float8, ModelConfig
+from regrow.errors import ConfigError
 from regrow.model.linears import block_linears, float8_line
 from regrow.model.llama import Llama
 from regrow.parallel.float8 import apply_float8
@@ -39,3 +40,13 @@ def test_what_is_said_to_be_float8_is() -> None:
         "w2 (48 x 40: not multiples of 16), embedding, output"
     )
     assert float8_line(replace(UNEVEN, dim=40, num_heads=5), "rowwise").startswith("float8 rowwise nowhere; not in wq")
+
+
+def test_a_gpu_without_float8_is_refused_and_not_emulated_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    model = Llama(tiny_model())
+    with pytest.raises(
+        ConfigError, match=r"needs a GPU of compute capability 8\.9 or higher, and NVIDIA A100.* has 8\.0"
+    ):
+        apply_float8(model, Float8.tensorwise, device=torch.device("cuda", 0), gather=False)

@@ -1,7 +1,11 @@
+import re
+
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
 from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.model.loss import IGNORE_INDEX, chunked_cross_entropy, loss_and_gradient, sum_cross_entropy
@@ -122,6 +126,26 @@ def test_a_model_trains_the_same_however_its_loss_is_computed(model):
         assert other.keys() == grads.keys()
         for name, gradient in grads.items():
             assert error(other[name], gradient) <= 2e-6, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab_size", [128, 640])
+def test_the_compiled_loss_is_the_same_and_holds_no_float32_copy_of_the_logits(vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(48, vocab_size, generator=generator).bfloat16()
+    targets = torch.randint(vocab_size, (48,), generator=generator)
+    targets[::5] = IGNORE_INDEX
+    compiled = torch.compile(loss_and_gradient, dynamic=False)
+    with inductor_config.patch(compile_threads=1, fx_graph_cache=False):
+        (loss, gradient), codes = run_and_get_code(compiled, logits, targets)
+    want, wanted_gradient = loss_and_gradient(logits, targets)
+    assert loss.item() == pytest.approx(want.item(), rel=1e-6)
+    # in bfloat16, whose last bit another order of additions may flip
+    assert torch.allclose(gradient.float(), wanted_gradient.float(), atol=2**-9, rtol=2**-7)
+    (code,) = codes
+    made = re.findall(r"empty_strided\w*\(\((.*?)\), .*?, (torch\.\w+)\)", code)
+    assert (f"48, {vocab_size}", "torch.bfloat16") in made
+    assert (f"48, {vocab_size}", "torch.float32") not in made
 
 
 def test_evaluation_in_chunks_computes_no_gradient(monkeypatch):

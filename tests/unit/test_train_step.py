@@ -93,4 +93,5 @@ def test_evaluation_sums_over_all_targets_and_leaves_no_gradient():
     assert loss_sum == pytest.approx(want, rel=1e-6)
     assert num_tokens == 72
     assert all(parameter.grad is None for parameter in step.model.parameters())
-    assert evaluate(step.model, [], num_batches=2, group=None) == (0.0, 0)
+    filling = torch.full((4, 13), IGNORE_INDEX)
+    assert evaluate(step.model, [filling], num_batches=2, group=None) == (0.0, 0)

@@ -74,11 +74,11 @@ class Snapshots:
             for number in range(num_slots):
                 file = SlotFile(folder / slot_name(generation, token, number), header)
                 self._slots.append(_Slot(file, file.memory()))
+            on_device = any(entry.memory.is_cuda for entry in entries)
+            self._copier = _DeviceCopy([slot.file for slot in self._slots]) if on_device else _HostCopy()
         except CheckpointError:
-            self.discard()
+            self._unlink()
             raise
-        on_device = any(entry.memory.is_cuda for entry in entries)
-        self._copier = _DeviceCopy([slot.file for slot in self._slots]) if on_device else _HostCopy()
         self._pending: _Pending | None = None
         self._lock = threading.Lock()
         self._begun, self._closed = NOTHING, False
@@ -158,9 +158,10 @@ class Snapshots:
             time.sleep(COMMIT_POLL_S)
 
     def discard(self) -> None:
-        """Delete the slots, of which none was begun."""
-        for slot in self._slots:
-            slot.file.path.unlink()
+        """Delete the slots, of which none was begun, and let go of their pages."""
+        self._closed = True
+        self._copier.close()
+        self._unlink()
 
     def close(self) -> None:
         """Void what is not sealed. Sealed slots stay: they are what the next generation starts from."""
@@ -171,6 +172,10 @@ class Snapshots:
         if self._pending is not None:
             self._pending.slot.file.void()
             self._pending = None
+
+    def _unlink(self) -> None:
+        for slot in self._slots:
+            slot.file.path.unlink()
 
     def _seal(self, pending: _Pending, *, copied: bool = False, confirmed: bool = False) -> None:
         """Once it is both copied and confirmed, seal a snapshot and tell the keeper. On either thread."""
@@ -232,10 +237,17 @@ class _DeviceCopy:
     """Copies from a CUDA device on a stream of its own, into pages that are pinned once."""
 
     def __init__(self, files: Sequence[SlotFile]) -> None:
-        self._pinned = [file.pages() for file in files]
-        for pages in self._pinned:
-            outcome = torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0)
-            torch.cuda.check_error(int(outcome))
+        """Raises CheckpointError where the pages cannot be pinned, and then pins none."""
+        self._pinned: list[torch.Tensor] = []
+        for pages in (file.pages() for file in files):
+            outcome = int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0))
+            if outcome:
+                self._unpin()
+                raise CheckpointError(
+                    f"cannot pin {pages.nbytes / 1e9:.1f} GB of {files[0].path.parent} for snapshots "
+                    f"(cudaHostRegister: error {outcome}); give the node more memory, or lower snapshot.slots"
+                )
+            self._pinned.append(pages)
         self._stream, self._copied = torch.cuda.Stream(), torch.cuda.Event()
         self._done: Callable[[], None] | None = None
 
@@ -259,5 +271,9 @@ class _DeviceCopy:
 
     def close(self) -> None:
         self._copied.synchronize()
+        self._unpin()
+
+    def _unpin(self) -> None:
         for pages in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())
+        self._pinned = []

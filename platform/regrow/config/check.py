@@ -17,6 +17,8 @@ from regrow.errors import ConfigError
 from regrow.plan.batch import BatchPlan, check_world_sizes
 from regrow.plan.mixture import plan_mixture
 
+FLOAT8_MULTIPLE = 16  # of all dims of a float8 product on GPUs: torch._scaled_mm; emulated ones take any
+
 
 def check(config: PretrainConfig) -> list[BatchPlan]:
     """Check everything that can be checked before anything starts; the batch plan of every feasible world size.
@@ -249,6 +251,19 @@ def _parallel(config: PretrainConfig) -> None:
         kernel is AttentionKernel.auto or not config.model.document_attention,
         f"parallel.attention={kernel.value} is for attention over whole rows, and model.document_attention=true: set "
         "parallel.attention=auto",
+    )
+    model = config.model
+    _need(
+        kernel is not AttentionKernel.efficient or model.num_heads == model.num_kv_heads,
+        f"parallel.attention=efficient knows no grouped queries, and model.num_heads={model.num_heads} share "
+        f"model.num_kv_heads={model.num_kv_heads}; set parallel.attention=auto, cudnn or flash",
+    )
+    tokens = config.optim.global_batch_seqs // config.optim.num_slices * config.data.seq_len
+    _need(
+        parallel.float8 is Float8.none or on_cpu or tokens % FLOAT8_MULTIPLE == 0,
+        f"parallel.float8={parallel.float8.value} multiplies gradients over the tokens of a pass, which must be a "
+        f"multiple of {FLOAT8_MULTIPLE} on GPUs, and a slice has {tokens}; set data.seq_len to a multiple of "
+        f"{FLOAT8_MULTIPLE}",
     )
     _need(parallel.slices_per_pass >= 1, f"parallel.slices_per_pass={parallel.slices_per_pass} must be at least 1")
     _need(

@@ -24,6 +24,7 @@ from regrow.config.schema import Float8, PretrainConfig
 from regrow.config.store import STARTED_AT
 from regrow.data.corpora import Corpora, find_corpora, order_of
 from regrow.data.distribute import on_ray
+from regrow.data.preflight import check_corpus
 from regrow.data.stream import start_stream, stop_stream
 from regrow.elastic.job import Job, train_fn
 from regrow.elastic.local_cluster import Connection, check_room, cluster_for, why_not_in_place
@@ -68,6 +69,8 @@ def pretrain(config: PretrainConfig) -> None:
         if config.cluster.in_place and why_not_in_place():
             console.message(why_not_in_place())
             config = replace(config, cluster=replace(config.cluster, in_place=False, spare_workers=0))
+        expected = check_corpus(config).line()
+        startup.done("corpus")
         if config.cluster.address is None:
             console.message("starting Ray on this machine")
             # Ray Train takes seconds to import and Ray's own processes to start: both at once
@@ -82,6 +85,8 @@ def pretrain(config: PretrainConfig) -> None:
             console.start(lines, steps=config.train.steps, stop_at_step=config.train.stop_at_step)
             if connection.dashboard:
                 console.message(connection.dashboard)
+            if expected:
+                console.message(expected)
             startup.done("ray")
             corpora = find_corpora(config, progress=console.progress, distribute=on_ray)
             startup.done("data")

@@ -41,6 +41,7 @@ from regrow.elastic.rendezvous import Joined
 from regrow.errors import CheckpointError
 from regrow.model.flops import flops_per_token, peak_flops
 from regrow.model.llama import Llama, init_weights
+from regrow.model.loss import IGNORE_INDEX
 from regrow.parallel.break_off import listening
 from regrow.parallel.compile import graphs_compiled, graphs_lowered
 from regrow.parallel.compile_cache import CompileCache
@@ -51,6 +52,7 @@ from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
 from regrow.storage import Storage
 from regrow.train.build import build_step
+from regrow.train.certificate import Certificate
 from regrow.train.loop import LoopSettings, NotFinite, train
 from regrow.train.metrics import Meter
 from regrow.train.probe import Prober
@@ -89,8 +91,9 @@ def train_generation(
     expected = _expected_step(job)
     step, entries = _build(job, mesh, device, after=expected)
     built = time.time()
+    certificate = Certificate(generation, world_size, device)
     if memory is not None:
-        memory.join(generation, listening() - joined.listened)
+        memory.join(generation, listening() - joined.listened, certificate.clear)
     has_keeper = time.time()
     progress, source = _restore(job, generation, step, entries, mesh, memory)
     if _recipe(config, progress.step) != _recipe(config, expected):  # it went back to before the end of float8
@@ -100,6 +103,7 @@ def train_generation(
     filled = time.time()
     if memory is not None:
         memory.start(entries, part_of(mesh), generation, progress.step)
+    step.certificate = certificate
     set_optimizer_step(step.optimizer, progress.step)
     refresh_float8_scales(step.model)
     restored = time.time()
@@ -209,10 +213,12 @@ class _Validation:
         size = config.optim.global_batch_seqs // config.optim.num_slices
         starts = range(0, len(rows), size)
         self.num_batches = -(-len(starts) // num_units)
-        self.batches = [
-            torch.from_numpy(reader.read(rows[start : start + size]).astype("int64")).to(device)
-            for start in starts[unit::num_units]
-        ]
+        read = [reader.read(rows[start : start + size]).astype("int64") for start in starts[unit::num_units]]
+        # of one shape, which compiles once: the last one is filled up, and a rank without any has one of filling
+        full = torch.full((len(read) or 1, size, config.data.seq_len + 1), IGNORE_INDEX)
+        for batch, tokens in zip(full, read, strict=False):
+            batch[: len(tokens)] = torch.from_numpy(tokens)
+        self.batches = list(full.to(device))
 
 
 class _Hooks:
@@ -327,6 +333,8 @@ class _Hooks:
                 group=self.step.group,
                 tensor_group=self.step.tensor_group,
                 loss_function=self.step.loss_function,
+                certificate=self.step.certificate,
+                number=step,
             )
         loss = loss_sum / max(num_tokens, 1)
         if self.rank == 0:

@@ -6,11 +6,13 @@ The thread that trains may wait in a collective for somebody who is never coming
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +20,7 @@ from regrow.observe.pulse import NOTHING, STACKS, STACKS_SIGNAL, TRACE, PulseFil
 from regrow.parallel.break_off import Address, break_off
 
 BEAT_S = 0.1
+LOOK_S = 1.0  # between looks at what may be overdue
 # torch's flight recorders: of gloo and others, and, where torch was built with it, of NCCL
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
@@ -25,11 +28,17 @@ RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 class Heartbeat:
     """Beats from the moment it is made until the process ends."""
 
-    def __init__(self, folder: Path) -> None:
-        """`folder` is the node's keeper's."""
+    def __init__(self, folder: Path, *, collective_timeout_s: float = math.inf) -> None:
+        """`folder` is the node's keeper's. A generation that waits in a collective for so long is broken off.
+
+        Gloo does that by itself. NCCL's way would be to end the process.
+        """
+        self._collective_timeout_s = collective_timeout_s
+        self._look_at = math.inf  # of the monotonic clock: whether a collective is overdue
         self._folder, self._pulse = folder, PulseFile(folder)
         self._generation, self._step = NOTHING, NOTHING
         self._listeners: set[Address] = set()
+        self._before: Callable[[], None] = lambda: None
         self._probe_s = 0.0
         self._at_length = False
         self._entered_ns = 0  # the generation
@@ -39,14 +48,20 @@ class Heartbeat:
         asked = Word.read(folder).traces  # of whom was there before
         threading.Thread(target=self._run, args=(asked,), name="heartbeat", daemon=True).start()
 
-    def enter(self, generation: int, listeners: set[Address]) -> None:
-        """This process is in a generation, whose ranks' gloo, or whose store, listens at these addresses."""
+    def enter(self, generation: int, listeners: set[Address], before: Callable[[], None] = lambda: None) -> None:
+        """This process is in a generation, whose ranks' gloo, or whose store, listens at these addresses.
+
+        `before` is called, on the heartbeat's thread, before its collectives are broken off.
+        """
         with self._lock:
             self._generation, self._step, self._listeners = generation, NOTHING, listeners
+            self._before = before
             self._entered_ns = time.time_ns()
+            self._look_at = time.monotonic() + self._collective_timeout_s
 
     def stepped(self, step: int) -> None:
         self._step = step
+        self._look_at = time.monotonic() + self._collective_timeout_s
 
     def probed(self, probe_s: float) -> None:
         self._probe_s = probe_s
@@ -73,18 +88,29 @@ class Heartbeat:
                 asked = word.traces
                 self._say_where(asked)
             with self._lock:
-                if NOTHING < self._generation <= word.over:
+                if self._generation > NOTHING and (self._generation <= word.over or self._is_overdue()):
                     self._generation = NOTHING
+                    self._before()
                     break_off(self._listeners)
             time.sleep(BEAT_S)
+
+    def _is_overdue(self) -> bool:
+        """Whether this process has been in one collective for longer than any may take."""
+        if time.monotonic() < self._look_at:
+            return False
+        self._look_at = time.monotonic() + LOOK_S
+        begun_ns = time.time_ns() - self._collective_timeout_s * 1e9
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # of a format that is not as we know it
+            pending = [entry for dump in _recorded() for entry in pending_collectives(dump, self._entered_ns)]
+            return any(entry["time_created_ns"] < begun_ns for entry in pending)
+        return False
 
     def _say_where(self, asked: int) -> None:
         """As torch's flight recorder knows; what it kept is for people, too.
 
         Its format is torch's own: where it is not as we know it nothing is said, and so nobody given up.
         """
-        torch_c = torch._C._distributed_c10d
-        dumps = [getattr(torch_c, name)(True, False) for name in RECORDERS if hasattr(torch_c, name)]
+        dumps = _recorded()
         with contextlib.suppress(OSError):
             (self._folder / f"{TRACE}-{os.getpid()}").write_bytes(b"\n".join(dumps))
         with contextlib.suppress(KeyError, TypeError, ValueError):
@@ -92,11 +118,22 @@ class Heartbeat:
             self._pulse.answer(asked, sum(begun), any(waits) or self._at_length)
 
 
-def newest_collective(dump: bytes, since_ns: int) -> tuple[int, bool]:
-    """How many collectives a process has begun, and whether one has not ended of those since a time, by torch's flight
-    recorder (JSON): one of an earlier generation, which was broken off, never ends there."""
+def _recorded() -> list[bytes]:
+    torch_c = torch._C._distributed_c10d
+    return [getattr(torch_c, name)(True, False) for name in RECORDERS if hasattr(torch_c, name)]
+
+
+def pending_collectives(dump: bytes, since_ns: int) -> list[dict[str, Any]]:
+    """The collectives that were begun since a time and have not ended, by torch's flight recorder (JSON)."""
     entries = json.loads(dump).get("entries", [])  # none where there was no collective yet
     # gloo's are retired as they end; NCCL's state is that of the device's events
     pending = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+    return [entry for entry in pending if entry["time_created_ns"] >= since_ns]
+
+
+def newest_collective(dump: bytes, since_ns: int) -> tuple[int, bool]:
+    """How many collectives a process has begun, and whether one has not ended of those since a time, by torch's flight
+    recorder (JSON): one of an earlier generation, which was broken off, never ends there."""
+    entries = json.loads(dump).get("entries", [])
     begun = 1 + max((entry["record_id"] for entry in entries), default=NOTHING)
-    return begun, any(entry["time_created_ns"] >= since_ns for entry in pending)
+    return begun, bool(pending_collectives(dump, since_ns))

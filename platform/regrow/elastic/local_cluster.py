@@ -2,7 +2,6 @@
 
 import logging
 import os
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +12,9 @@ from typing import Any
 import ray
 
 from regrow.config.schema import ClusterConfig
+from regrow.elastic.head import answering_head
 from regrow.errors import ClusterError, first_line
 
-CONNECT_S = 10.0  # Ray itself waits for ever for a head that does not answer, such as yesterday's
 KNOWN_RAY = "2.60."  # whose insides `elastic.ray_train` knows, as tests/unit/test_ray_contract.py makes sure of
 WORKER_RESOURCE = "regrow_worker"  # what a node started here offers one of per worker it may hold
 
@@ -106,7 +105,7 @@ def _join(config: ClusterConfig) -> Any:
     package = Path(__file__).parents[1]
     runtime_env = {} if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else {"py_modules": [str(package)]}
     try:
-        address = _answering(str(config.address))
+        address = answering_head(str(config.address))
         return ray.init(address=address, runtime_env=runtime_env, **_quiet())
     except (OSError, RuntimeError, ValueError) as error:
         unit, each = ("GPUs", config.gpus_per_worker) if config.gpus_per_worker else ("CPUs", config.cpus_per_worker)
@@ -114,21 +113,6 @@ def _join(config: ClusterConfig) -> Any:
         raise ClusterError(
             _too_small(config, unit, each, f"found 0: no Ray cluster at {config.address!r} ({first})")
         ) from error
-
-
-def _answering(address: str) -> str:
-    """Where the cluster's head is, once something there has taken a connection. Raises OSError otherwise."""
-    from ray._private.services import canonicalize_bootstrap_address
-
-    found = canonicalize_bootstrap_address(address)
-    if found is None:
-        raise ConnectionError("none is running on this machine and RAY_ADDRESS is not set")
-    host, _, port = found.rpartition(":")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
-    except OSError as error:
-        raise ConnectionError(f"the head at {found} does not answer: {error}") from error
-    return found
 
 
 def _start_one(config: ClusterConfig) -> Any:

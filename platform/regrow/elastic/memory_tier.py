@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -67,10 +67,11 @@ class MemoryTier:
         if self._heartbeat is not None:
             self._heartbeat.enter(generation, listeners)
 
-    def join(self, generation: int, gloo: set[Address]) -> None:
+    def join(self, generation: int, gloo: set[Address], before: Callable[[], None]) -> None:
         """Wait for the keepers of all nodes to be up and known to the coordinator. From here on this rank is watched.
 
-        `gloo` is where this rank's gloo listens. Raises CheckpointError where a keeper cannot work on its node.
+        `gloo` is where this rank's gloo listens; `before` is called, on another thread, before anything is broken off.
+        Raises CheckpointError where a keeper cannot work on its node.
         """
         serving, self._serving = self._serving or self._serve(), None  # anew each time: it may have been restarted
         try:
@@ -83,8 +84,9 @@ class MemoryTier:
         self.folder = Path(info.folder)
         ray.get(self.job.coordinator.register_keeper.remote(self.keeper, info), timeout=CALL_TIMEOUT_S)
         gloo = set().union(*gather(gloo))
-        self._heartbeat = self._heartbeat or Heartbeat(self.folder)
-        self._heartbeat.enter(generation, gloo)
+        timeout_s = self.job.config.train.collective_timeout_s
+        self._heartbeat = self._heartbeat or Heartbeat(self.folder, collective_timeout_s=timeout_s)
+        self._heartbeat.enter(generation, gloo, before)
 
     def restore(self, entries: Sequence[Entry], *, at_least: int) -> Progress | None:
         """Fill the entries from the newest snapshot that is whole.

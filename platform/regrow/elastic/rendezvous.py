@@ -102,9 +102,6 @@ def form_group(joined: Joined, store: dist.TCPStore, *, device_type: str, timeou
         store = dist.TCPStore(
             leader.host, leader.port, wait_for_workers=False, timeout=datetime.timedelta(seconds=STORE_S)
         )
-    if device_type == "cuda":
-        # a collective that fails must fail the process: nothing on the device could be trusted
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     # torch numbers groups, and members meet under that number: one that failed to form a group has used one up
     distributed_c10d._world.group_count = 0
     form_s = min(timeout_s, FORM_S + FORM_S_PER_RANK * world_size)

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 import time
 import traceback
 import uuid
@@ -28,6 +29,8 @@ from regrow.errors import RegrowError, first_line
 from regrow.observe.roll_call import Lifeline
 from regrow.parallel.break_off import Address
 from regrow.parallel.compile_cache import CompileCache
+from regrow.parallel.device_settings import apply_device_settings
+from regrow.parallel.interfaces import meet_at
 from regrow.plan.batch import plan_batch
 from regrow.storage import Storage
 from regrow.train.probe import Prober, Unfit, check_gpu
@@ -39,6 +42,12 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of mallopt(3)
 def run_worker(job: Job) -> None:
     """Train as long as the run lasts. Raises RegrowError for what another attempt would meet again."""
     config, expected = job.config, ray.train.get_context().get_world_size()
+    meet_at(ray.util.get_node_ip_address(), os.environ)
+    _allow_descriptors()
+    if config.cluster.gpus_per_worker:
+        watched = config.cluster.in_place and config.snapshot.every_steps > 0  # by a heartbeat, which breaks groups off
+        threads = max(1, int(config.cluster.cpus_per_worker))
+        apply_device_settings(os.environ, in_place=watched, compile_threads=threads)
     device, member_id, after, entered = _device(config), uuid.uuid4().hex[:12], 0, time.time()
     lifeline = Lifeline(ray.util.get_node_ip_address())
     prober = _fit(job, device)
@@ -84,6 +93,8 @@ def run_worker(job: Job) -> None:
             leave_generation()
         after, entered = joined.generation if joined else after, time.time()
         gc.collect()
+        if device.type == "cuda":  # NCCL and the driver do not ask torch for what it keeps
+            torch.cuda.empty_cache()
         if broken:
             _probe(job, prober)
 
@@ -161,6 +172,13 @@ def _device(config: PretrainConfig) -> torch.device:
         return device
     _keep_freed_memory()
     return torch.device("cpu")
+
+
+def _allow_descriptors() -> None:
+    """As many open files as the system lets this user have: gloo and NCCL hold connections to every other rank."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _keep_freed_memory() -> None:

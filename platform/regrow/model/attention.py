@@ -10,7 +10,7 @@ other devices are given the whole matrix as a mask.
 Shape suffixes as in `llama.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -59,14 +59,15 @@ def block_mask(starts_BT: Tensor) -> BlockMask:
 
 
 def attend(
-    q_BHTQ: Tensor, k_BKTQ: Tensor, v_BKTQ: Tensor, mask: Mask | None, kernel: SDPBackend | None = None
+    q_BHTQ: Tensor, k_BKTQ: Tensor, v_BKTQ: Tensor, mask: Mask | None, kernels: Sequence[SDPBackend] = ()
 ) -> Tensor:
     """Attention's output [B, H, T, Q]; without a mask each token sees all tokens up to itself.
 
-    By `kernel` where it is given, unless flex_attention computes it. Raises RuntimeError if that cannot.
+    By the first of `kernels` that can, if any are given and flex_attention does not compute it. Raises RuntimeError
+    if none can.
     """
     if not isinstance(mask, BlockMask):
-        with nullcontext() if kernel is None else sdpa_kernel(kernel):
+        with sdpa_kernel(list(kernels), set_priority=len(kernels) > 1) if kernels else nullcontext():
             return F.scaled_dot_product_attention(
                 q_BHTQ, k_BKTQ, v_BKTQ, attn_mask=mask, is_causal=mask is None, enable_gqa=True
             )

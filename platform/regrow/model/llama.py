@@ -61,7 +61,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.dim // config.num_heads
-        self.kernel: SDPBackend | None = None
+        self.kernels: tuple[SDPBackend, ...] = ()
         self.wq = nn.Linear(config.dim, config.num_heads * self.head_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.num_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.num_kv_heads * self.head_dim, bias=False)
@@ -72,7 +72,7 @@ class Attention(nn.Module):
             linear(x_BTD).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv)
         )
         q_BTHQ, k_BTKQ = rotate(q_BTHQ, cos_BTQ, sin_BTQ), rotate(k_BTKQ, cos_BTQ, sin_BTQ)
-        out_BHTQ = attend(q_BTHQ.transpose(1, 2), k_BTKQ.transpose(1, 2), v_BTKQ.transpose(1, 2), mask, self.kernel)
+        out_BHTQ = attend(q_BTHQ.transpose(1, 2), k_BTKQ.transpose(1, 2), v_BTKQ.transpose(1, 2), mask, self.kernels)
         return self.wo(out_BHTQ.transpose(1, 2).flatten(-2))
 
 
@@ -131,11 +131,11 @@ class Llama(nn.Module):
         self.output = None if config.tied else Output(config.dim, config.vocab_size, bias=False)
         self.register_buffer("rope_Q2", self.rope_frequencies_Q2(), persistent=False)
 
-    def use_attention_kernel(self, kernel: SDPBackend | None) -> None:
-        """For attention over whole rows; None leaves the choice to torch."""
+    def use_attention_kernels(self, kernels: tuple[SDPBackend, ...]) -> None:
+        """For attention over whole rows, the first that can; none leaves the choice to torch."""
         for module in self.modules():
             if isinstance(module, Attention):
-                module.kernel = kernel
+                module.kernels = kernels
 
     def rope_frequencies_Q2(self) -> Tensor:
         config = self.config

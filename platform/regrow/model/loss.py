@@ -35,8 +35,12 @@ def loss_and_gradient(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Ten
     index_C1 = targets_C[:, None].clamp(min=0)
     log_probabilities_CV = F.log_softmax(logits_CV, dim=-1, dtype=torch.float32)
     loss = -log_probabilities_CV.gather(1, index_C1).masked_fill(~valid_C1, 0.0).sum()
-    gradient_CV = log_probabilities_CV.exp_().mul_(valid_C1)
-    gradient_CV.scatter_add_(1, index_C1, -valid_C1.float())
+    if torch.compiler.is_compiling():  # scatter_add_ would have inductor write the chunk in float32 first
+        is_target_CV = torch.arange(logits_CV.size(1), device=logits_CV.device) == index_C1
+        gradient_CV = (log_probabilities_CV.exp() - torch.where(is_target_CV, 1.0, 0.0)) * valid_C1
+    else:
+        gradient_CV = log_probabilities_CV.exp_().mul_(valid_C1)
+        gradient_CV.scatter_add_(1, index_C1, -valid_C1.float())
     return loss, gradient_CV.to(logits_CV.dtype)
 
 

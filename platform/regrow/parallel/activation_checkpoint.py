@@ -4,6 +4,7 @@ import types
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives  # registers its operators
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -22,6 +23,7 @@ SAVED_OPS = frozenset(
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
         torch.ops.higher_order.flex_attention,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,  # tensor parallelism's sums: all would wait again
         torch.ops.aten.max.default,  # float8's scales: a scalar that costs a pass over the activations
     }
 )

@@ -13,10 +13,12 @@ from regrow.parallel.fsdp import apply_fsdp, data_parallel_mesh, settle_shards, 
 from regrow.parallel.tensor_parallel import apply_tensor_parallel
 
 KERNELS = {
-    AttentionKernel.flash: SDPBackend.FLASH_ATTENTION,
-    AttentionKernel.cudnn: SDPBackend.CUDNN_ATTENTION,
-    AttentionKernel.efficient: SDPBackend.EFFICIENT_ATTENTION,
+    AttentionKernel.flash: (SDPBackend.FLASH_ATTENTION,),
+    AttentionKernel.cudnn: (SDPBackend.CUDNN_ATTENTION,),
+    AttentionKernel.efficient: (SDPBackend.EFFICIENT_ATTENTION,),
 }
+# torch's own order has FlashAttention 2 first, which does not use what Hopper brought; torchtitan's is this one
+ON_HOPPER = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)
 
 
 def build_model(
@@ -37,7 +39,7 @@ def build_model(
     """
     with torch.device("meta"):
         model = Llama(model_config, eot_id)
-    model.use_attention_kernel(KERNELS.get(parallel_config.attention))
+    model.use_attention_kernels(attention_kernels(parallel_config.attention, torch.device(device)))
     if mesh is not None and (group := tensor_group(mesh)) is not None:
         apply_tensor_parallel(model, group)
     if parallel_config.float8 is not Float8.none:
@@ -71,3 +73,11 @@ def build_model(
     if mesh is not None and parallel_config.float8 is Float8.tensorwise_all_gather:
         settle_shards(model)
     return model
+
+
+def attention_kernels(chosen: AttentionKernel, device: torch.device) -> tuple[SDPBackend, ...]:
+    """The kernels of attention over whole rows, the first that can is used; none: torch's own choice."""
+    if chosen is not AttentionKernel.auto:
+        return KERNELS[chosen]
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return ON_HOPPER if hopper else ()

@@ -4,13 +4,13 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
-import torch._functorch.config
-
-from regrow.config.schema import CompileMode, ParallelConfig
+from regrow.config.schema import CompileMode, Float8, ParallelConfig
 from regrow.model.llama import Llama
 
 # CUDA graphs are not among them: FSDP gathers parameters to new places, and each would be recorded again
 MODES = {CompileMode.default: None, CompileMode.max_autotune: "max-autotune-no-cudagraphs"}
+
+GRAPHS = 128  # of one function; torch's limit of 8 would end a run that has had many world sizes
 
 
 def apply_compile(model: Llama, config: ParallelConfig) -> None:
@@ -19,7 +19,16 @@ def apply_compile(model: Llama, config: ParallelConfig) -> None:
     Below 1, `activation_budget` is the share of its activations that a block may keep: torch.compile looks for what is
     cheapest to compute again in backward until the rest fits. It holds for all that this process compiles from here on.
     """
+    import torch._dynamo.config  # a second, which only those who compile have to spend
+    import torch._inductor.config
+
     torch._functorch.config.activation_memory_budget = config.activation_budget
+    # a graph for each number of rows of a pass, with gradients and without, by recipe; they add up over groups
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+    torch._dynamo.config.accumulated_recompile_limit = max(torch._dynamo.config.accumulated_recompile_limit, 8 * GRAPHS)
+    if config.float8 in (Float8.rowwise, Float8.rowwise_with_gw_hp):
+        # rowwise scales lose the rounding to bfloat16 between fused operators, to NaN: pytorch#150859, torchtitan#1056
+        torch._inductor.config.emulate_precision_casts = True
     for layer in model.layers:
         layer.compile(fullgraph=True, backend=config.compile_backend, mode=MODES[config.compile_mode])
 

@@ -31,8 +31,14 @@ def apply_float8(model: Llama, recipe: Float8, *, device: torch.device, gather: 
     """Replace the blocks' linear layers by float8 ones. On meta, before everything else.
 
     `gather`: FSDP will shard the model, so that tensorwise_all_gather can apply; without it that is tensorwise. Raises
-    ConfigError where torchao is missing.
+    ConfigError where torchao is missing, or for a GPU that has no float8: there it would be emulated, slowly.
     """
+    if device.type == "cuda" and not has_float8(device):
+        raise ConfigError(
+            f"parallel.float8={recipe.value} needs a GPU of compute capability 8.9 or higher, and "
+            f"{torch.cuda.get_device_name(device)} has {'.'.join(map(str, torch.cuda.get_device_capability(device)))}; "
+            "set parallel.float8=none"
+        )
     try:
         torchao_float8 = import_torchao()
     except ImportError as error:

@@ -99,7 +99,7 @@ def train(
 
     Returns whether it was asked to leave. On a device the host reads step N's loss after launching step N+1, so that
     it never waits for the device; a wish to leave then takes effect one step later, on all ranks at the same one.
-    Raises NotFinite, on all ranks at the same step.
+    Raises NotFinite, on all ranks at the same step, and BrokenStep for one that its certificate does not vouch for.
     """
     lag = 0 if device.type == "cpu" else 1
     launched: list[_Launched] = []
@@ -148,6 +148,7 @@ def train(
             # read `lag` steps later: this step's snapshot may have been begun by then
             blocked=not hooks.has_room(1 + (lag if _is_due(progress.step + 1, settings.snapshot_every_steps) else 0)),
             digest=batch.digest(),
+            number=progress.step + 1,
             before_update=await_snapshot,
         )
         progress.step += 1

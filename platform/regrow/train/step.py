@@ -21,6 +21,7 @@ from regrow.optim.adamw import clip_grad_norm_float64, set_lr, step_unless
 from regrow.parallel.float8 import refresh_float8_scales
 from regrow.parallel.fsdp import free_gathered, prepare_pass
 from regrow.parallel.tensor_parallel import loss_and_gradient_of_cut, sum_uncut_gradients, uncut_parameters
+from regrow.train.certificate import Certificate
 
 LIMB_BITS = 16  # a uint64 travels as four limbs, whose sums over 2**37 ranks float64 still holds exactly
 
@@ -47,7 +48,8 @@ class StepResult:
 class StepStats:
     """A step's result on its way to the host."""
 
-    def __init__(self, packed: Tensor) -> None:
+    def __init__(self, packed: Tensor, certificate: Certificate | None = None, number: int = 0) -> None:
+        self._certificate, self._number = certificate, number
         self._event: torch.cuda.Event | None = None
         self._host = packed
         if packed.is_cuda:
@@ -61,10 +63,15 @@ class StepStats:
         return self._event is None or self._event.query()
 
     def resolve(self) -> StepResult:
-        """The numbers; waits for the device to reach the end of this step, not further."""
+        """The numbers; waits for the device to reach the end of this step, not further.
+
+        Raises BrokenStep unless they are known to be those of the step: an event comes to pass after an abort, too.
+        """
         if self._event is not None:
             self._event.synchronize()
-        loss, flag, blocked, *limbs, grad_norm, num_tokens = self._host.tolist()
+        loss, flag, blocked, *limbs, certified, grad_norm, num_tokens = self._host.tolist()
+        if self._certificate is not None:
+            self._certificate.check(self._number, certified)
         digest = sum(int(limb) << (LIMB_BITS * i) for i, limb in enumerate(limbs)) % 2**64
         return StepResult(loss, grad_norm, int(num_tokens), flag > 0, blocked > 0, digest)
 
@@ -91,6 +98,7 @@ class TrainStep:
         keep_gathered: bool = False,
         loss_function: LossFunction | None = None,
     ) -> None:
+        self.certificate: Certificate | None = None  # of the generation whose steps these are
         self.model = model
         self.optimizer = optimizer
         self.max_grad_norm = max_grad_norm
@@ -112,9 +120,10 @@ class TrainStep:
         flag: bool = False,
         blocked: bool = False,
         digest: int = 0,
+        number: int = 0,
         before_update: Callable[[], None] | None = None,
     ) -> StepStats:
-        """Train on one global batch. Collective over `group`.
+        """Train on one global batch, in the step of this number. Collective over `group`.
 
         `micro_batches` are this rank's rows, int64 [m, T+1] each on the model's device, at least one and at most
         `num_micro_batches`, which is the same on every rank: a short rank repeats its last one with every target
@@ -125,7 +134,7 @@ class TrainStep:
         loss, num_tokens = self.accumulate(micro_batches, num_micro_batches)
         if before_update is not None:
             before_update()
-        return self.update(loss, num_tokens, lr=lr, flag=flag, blocked=blocked, digest=digest)
+        return self.update(loss, num_tokens, lr=lr, flag=flag, blocked=blocked, digest=digest, number=number)
 
     def accumulate(self, micro_batches: Sequence[Tensor], num_micro_batches: int) -> tuple[Tensor, Tensor]:
         """Forward and backward over the global batch; this rank's share of its mean loss, and its valid tokens."""
@@ -148,7 +157,7 @@ class TrainStep:
         return loss, num_tokens
 
     def update(
-        self, loss: Tensor, num_tokens: Tensor, *, lr: float, flag: bool, blocked: bool, digest: int
+        self, loss: Tensor, num_tokens: Tensor, *, lr: float, flag: bool, blocked: bool, digest: int, number: int = 0
     ) -> StepStats:
         """Clip, step the optimizer, and send the packed result off: one all-reduce for loss, flags and digest.
 
@@ -168,10 +177,11 @@ class TrainStep:
         digest = digest if self.counts else 0
         limbs = [(digest >> (LIMB_BITS * i)) & mask for i in range(4)]
         host = torch.tensor([float(flag), float(blocked), *limbs], dtype=torch.float64, pin_memory=loss.is_cuda)
-        packed = torch.cat([loss[None], host.to(loss.device, non_blocking=True)])
+        grad_norm = grad_norm.to(loss.device)  # it is computed where the gradients are
+        share = loss.new_zeros(1) if self.certificate is None else self.certificate.field(number)
+        packed = torch.cat([loss[None], host.to(loss.device, non_blocking=True), share])
         _all_reduce(packed, self.group)
-        grad_norm = grad_norm.to(packed.device)  # it is computed where the gradients are
-        return StepStats(torch.cat([packed, grad_norm[None], num_tokens.double()[None]]))
+        return StepStats(torch.cat([packed, grad_norm[None], num_tokens.double()[None]]), self.certificate, number)
 
 
 @torch.no_grad()
@@ -183,29 +193,32 @@ def evaluate(
     group: dist.ProcessGroup | None,
     tensor_group: dist.ProcessGroup | None = None,
     loss_function: LossFunction | None = None,
+    certificate: Certificate | None = None,
+    number: int = 0,
 ) -> tuple[float, int]:
     """Sum of the loss over all valid targets of all ranks, and their number. Collective over `group`; waits for it.
 
-    `batches` are this rank's rows, int64 [m, T+1]; every rank runs `num_batches` passes, repeating its last batch with
-    every target ignored where it has fewer. A rank without any passes a batch of zeros that counts nothing. Those of a
-    `tensor_group` have the same rows.
+    `batches` are this rank's rows, int64 [m, T+1] each, at least one; every rank runs `num_batches` passes, repeating
+    its last batch with every target ignored where it has fewer. Those of a `tensor_group` have the same rows. Of one
+    shape they compile once; rows of IGNORE_INDEX fill them up and count nothing. Raises BrokenStep where
+    the `certificate` does not vouch for the sums, by the step's number.
     """
-    assert len(batches) <= num_batches, f"{len(batches)=} {num_batches=}"
+    assert 1 <= len(batches) <= num_batches, f"{len(batches)=} {num_batches=}"
     loss_function = loss_function or whole_loss
     total = torch.zeros(2, dtype=torch.float64, device=next(model.buffers()).device)  # parameters may be offloaded
-    least_tokens = tensor_group.size() if tensor_group is not None else 2
-    inputs, targets = torch.zeros((2, 1, least_tokens), dtype=torch.int64, device=total.device)
     for index in range(num_batches):
-        if index < len(batches):
-            inputs, targets = split_rows(batches[index])
-        else:
+        inputs, targets = split_rows(batches[min(index, len(batches) - 1)])
+        if index >= len(batches):
             targets = torch.full_like(targets, IGNORE_INDEX)
         loss = loss_function(model, inputs, targets)
         total += torch.stack([loss.double(), (targets != IGNORE_INDEX).sum().double()])
     free_gathered(model)
-    total *= _counts(tensor_group)
+    share = total.new_zeros(1) if certificate is None else certificate.field(number)
+    total = torch.cat([total * _counts(tensor_group), share])
     _all_reduce(total, group)
-    loss_sum, num_tokens = total.tolist()
+    loss_sum, num_tokens, certified = total.tolist()
+    if certificate is not None:
+        certificate.check(number, certified)
     return loss_sum, int(num_tokens)
 
 
@@ -250,12 +263,17 @@ def build_loss(
     if tensor_group is not None:
         chunk_loss = partial(loss_and_gradient_of_cut, rank=tensor_group.rank())
         chunk_tokens = chunk_tokens or sys.maxsize  # all logits at once are one chunk
-    if parallel.compile and device.type == "cuda":  # which happens when they are first called
+    if compiles_loss(parallel, device):  # which happens when they are first called
         compiled = partial(torch.compile, backend=parallel.compile_backend)
         cross_entropy, chunk_loss = compiled(cross_entropy), compiled(chunk_loss)
     if chunk_tokens == 0:
         return partial(whole_loss, cross_entropy=cross_entropy)
     return partial(chunked_loss, chunk_tokens=chunk_tokens, chunk_loss=chunk_loss)
+
+
+def compiles_loss(parallel: ParallelConfig, device: torch.device) -> bool:
+    """On a CPU it takes longer than it saves."""
+    return parallel.compile and device.type == "cuda"
 
 
 def _counts(tensor_group: dist.ProcessGroup | None) -> bool:

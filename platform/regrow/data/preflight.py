@@ -1,0 +1,264 @@
+"""Will the corpus do? Its source, tokenizer and size, looked at before a cluster is joined or a job rendered.
+
+Exact where the corpus is prepared. Elsewhere rows are estimated from the sizes of files, the footers of some of them
+and, on a local disk, a few documents, or all of a small corpus where it is close. What only this machine cannot see is
+an UnseenError: another one may.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from regrow.config.schema import DataConfig, PretrainConfig
+from regrow.data.documents import DamagedPiece, Document, Piece, Recipe, load_recipe
+from regrow.data.hub import files_on_hub, is_hub
+from regrow.errors import DataError, UnseenError
+
+if TYPE_CHECKING:
+    from regrow.data.files import SourceFiles
+
+LOOK_S = 20.0  # for each place outside this machine: source, tokenizer, prepared corpora
+MARGIN = 1.25  # by which an estimate may be too low before a corpus is refused for it
+MOST_FOOTERS = 8  # read of a source's parquet files, evenly over them
+SAMPLE_BYTES, SAMPLE_DOCUMENTS = 1 << 20, 1000  # of text that is tokenized, of documents that are filtered
+CLOSE, READ_BYTES = 2.0, 64 << 20  # global batches below which all documents are read, of at most so many bytes
+# bytes a token where no tokenizer can be asked: of FineWeb-Edu GPT-2's 50k ids make 4.4 and dolma2's 100k 4.5; of the
+# default corpus its own 4,096 make 3.65
+BYTES_PER_TOKEN, FEW_IDS, BYTES_PER_TOKEN_OF_FEW = 4.5, 16384, 3.65
+GZIP_RATIO, PARQUET_RATIO = 2.7, 2.3  # bytes of English text in one of a file: as FineWeb-Edu's parquet has it
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The training rows that a run draws from, and how often."""
+
+    num_rows: int | None  # None: nothing tells
+    seq_len: int
+    steps: int  # of the run
+    global_batch_seqs: int
+    basis: str  # of an estimate, in words; empty where the rows are counted
+
+    @property
+    def epochs(self) -> float | None:
+        return self.steps * self.global_batch_seqs / self.num_rows if self.num_rows else None
+
+    def line(self) -> str:
+        """For a person; empty for a prepared corpus, of which the run itself says more."""
+        if not self.basis:
+            return ""
+        if self.epochs is None:
+            return f"data: to be prepared; {self.basis}"
+        return (
+            f"data: to be prepared; about {self.num_rows:,} rows of {self.seq_len:,} tokens ({self.basis}), "
+            f"{self.epochs:,.2f} epochs of them in train.steps={self.steps}"
+        )
+
+
+def check_corpus(config: PretrainConfig, *, deadline_s: float = LOOK_S, footers: bool = True) -> Outlook:
+    """Look at the corpus of a run, prepared or not: source, tokenizer, rows, in this order.
+
+    Raises DataError for what cannot work, its subclass UnseenError for what cannot be reached from here; each place
+    outside this machine has `deadline_s` to answer. Without `footers`, what is on a hub is judged by the sizes of its
+    files alone, which needs no Arrow.
+    """
+    data = config.data
+    for name, folder in data.corpora.items():
+        if not is_remote(folder) and not Path(folder.removeprefix("file://")).expanduser().exists():
+            raise UnseenError(f"data.corpora.{name}={folder} holds no finished corpus: there is no such folder")
+    if data.corpora:
+        return _look_at("data.corpora", ", ".join(data.corpora.values()), lambda: _counted(config), deadline_s)
+    recipe = load_recipe(data.recipe)
+    on_hub = {}  # asked first: what comes after is patient with it
+    for setting, location in (("data.source", data.source), ("data.tokenizer", data.tokenizer)):
+        if location is not None and is_hub(location):
+            on_hub[setting] = _look_at(setting, location, partial(files_on_hub, setting, location), deadline_s)
+    if "data.source" in on_hub and not footers:
+        num_bytes = PARQUET_RATIO * sum(on_hub["data.source"].values())
+        return _large_enough(
+            config, int(num_bytes / BYTES_PER_TOKEN / data.seq_len), "estimated from the sizes of its files"
+        )
+    described = _look_at("data.source", data.source, lambda: recipe.describe(data), deadline_s)
+    if data.tokenizer is not None:
+        tokenizer = _look_at("data.tokenizer", data.tokenizer, lambda: _tokenizer(config), deadline_s)
+    else:
+        tokenizer = None
+    if _is_prepared(config, recipe):
+        return _counted(config)
+    num_rows, basis = _look_at(
+        "data.source", data.source, lambda: _estimate(config, recipe, described, tokenizer), deadline_s
+    )
+    return _large_enough(config, num_rows, basis)
+
+
+def _large_enough(config: PretrainConfig, num_rows: int | None, basis: str) -> Outlook:
+    """Raises DataError for an estimate that is too low by more than it may err."""
+    data, least = config.data, config.optim.global_batch_seqs
+    if num_rows is not None and num_rows * MARGIN < least:
+        what, setting = (data.recipe, "recipe") if data.source is None else (f"data.source={data.source}", "source")
+        raise DataError(
+            f"{what} has about {num_rows:,} train rows of data.seq_len={data.seq_len} tokens ({basis}), fewer than one "
+            f"global batch of optim.global_batch_seqs={least}; choose a larger data.{setting}, or lower "
+            "optim.global_batch_seqs or data.seq_len"
+        )
+    return Outlook(num_rows, data.seq_len, config.train.steps, least, basis)
+
+
+def _counted(config: PretrainConfig) -> Outlook:
+    from regrow.data.corpora import find_corpora, order_of
+
+    corpora = find_corpora(config, progress=lambda stage, done, total: None)
+    order_of(config, corpora)  # raises where they cannot fill a batch
+    rows = sum(manifest.splits["train"].num_rows for manifest in corpora.manifests)
+    return Outlook(rows, config.data.seq_len, config.train.steps, config.optim.global_batch_seqs, "")
+
+
+def _is_prepared(config: PretrainConfig, recipe: Recipe) -> bool:
+    from regrow.data.manifest import MANIFEST
+    from regrow.data.prepare import corpus_folder
+
+    return (corpus_folder(config.data, config.run.storage_path, recipe) / MANIFEST).is_file()
+
+
+def _tokenizer(config: PretrainConfig) -> Any:
+    """The tokenizer that was asked for. Raises DataError for one that does not fit the run."""
+    from regrow.data.prepare import check_tokenizer, read_tokenizer
+    from regrow.data.tokenizer import parse_tokenizer
+
+    location = str(config.data.tokenizer)
+    tokenizer = parse_tokenizer(read_tokenizer(location), f"data.tokenizer={location}")
+    check_tokenizer(tokenizer, config.data)
+    return tokenizer
+
+
+def _estimate(
+    config: PretrainConfig, recipe: Recipe, described: dict[str, Any], tokenizer: Any
+) -> tuple[int | None, str]:
+    """About how many training rows the source makes, None where nothing tells; and what that is estimated from."""
+    data, pieces = config.data, [] if is_remote(config.data.source) else recipe.pieces(config.data)
+    bytes_per_token = BYTES_PER_TOKEN if data.vocab_size > FEW_IDS else BYTES_PER_TOKEN_OF_FEW
+    if data.source is not None and isinstance(described.get("files"), dict):
+        num_bytes, basis = _text_bytes(data.source, described["files"])
+    else:
+        num_bytes, basis = float(sum(piece.num_bytes for piece in pieces)), "estimated from the sizes of its files"
+        if num_bytes <= len(pieces):  # the recipe does not say
+            return None, "its recipe does not tell its size"
+
+    def rows(num_bytes: float, bytes_per_token: float) -> int:
+        num_tokens = num_bytes / bytes_per_token * (1 - data.validation_fraction)
+        return int(max(num_tokens - 1, 0) // data.seq_len)
+
+    if not pieces:
+        return rows(num_bytes, bytes_per_token), basis
+    sample = _read(data, recipe, pieces[:1], tokenizer, most_documents=SAMPLE_DOCUMENTS)
+    about = rows(num_bytes * sample.kept, sample.bytes_per_token or bytes_per_token)
+    if about > CLOSE * config.optim.global_batch_seqs or num_bytes > READ_BYTES:
+        return about, basis
+    whole = _read(data, recipe, pieces, tokenizer, most_documents=math.inf)
+    return rows(whole.num_bytes, whole.bytes_per_token or bytes_per_token), "estimated from its documents"
+
+
+def _text_bytes(source: str, sizes: dict[str, int]) -> tuple[float, str]:
+    """Bytes of text in files of these sizes: of parquet by the footers of some of them."""
+    from regrow.data.files import SourceFiles, kind_of
+
+    parquet = [name for name in sizes if kind_of(name) == "parquet"]
+    plain = sum(
+        size * (GZIP_RATIO if name.endswith(".gz") else 1) for name, size in sizes.items() if name not in parquet
+    )
+    if not parquet:
+        return plain, "estimated from the sizes of its files"
+    files = SourceFiles(source)
+    footers = [_in_footer(files, parquet[k * len(parquet) // MOST_FOOTERS]) for k in range(MOST_FOOTERS)]
+    read = {name: text for name, text in footers if text is not None}
+    if not read:
+        raise DataError(f"data.source={source}: none of its .parquet files can be read and has a column `text`")
+    ratio = sum(read.values()) / max(sum(sizes[name] for name in read), 1)
+    return plain + ratio * sum(sizes[name] for name in parquet), "estimated from parquet footers"
+
+
+def _in_footer(files: "SourceFiles", name: str) -> tuple[str, int | None]:
+    """The uncompressed bytes of a parquet file's texts; None for a damaged one, or one without."""
+    try:
+        footer = files.parquet(name).metadata
+    except DamagedPiece:
+        return name, None
+    columns = [
+        group.column(k)
+        for group in map(footer.row_group, range(footer.num_row_groups))
+        for k in range(footer.num_columns)
+    ]
+    texts = [column.total_uncompressed_size for column in columns if column.path_in_schema == "text"]
+    return name, sum(texts) if texts else None
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What some documents tell."""
+
+    num_bytes: int  # of text
+    kept: float  # share of documents that the filters keep
+    bytes_per_token: float | None  # where there is a tokenizer to ask
+
+
+def _read(data: DataConfig, recipe: Recipe, pieces: Sequence[Piece], tokenizer: Any, *, most_documents: float) -> _Read:
+    texts: list[str] = []
+    seen = num_bytes = 0
+    for piece in pieces:
+        try:
+            for document in recipe.documents(data, piece):
+                seen += 1
+                if isinstance(document, Document):
+                    texts.append(document.text)
+                    num_bytes += len(document.text.encode())
+                if seen >= most_documents:
+                    break
+        except DamagedPiece:
+            continue
+    bytes_per_token = None
+    if texts and tokenizer is not None:
+        from regrow.data.tokenizer import encode
+
+        sample = texts[:: -(-num_bytes // SAMPLE_BYTES)]
+        num_tokens = sum(len(ids) + 1 for ids in encode(tokenizer, sample))
+        bytes_per_token = sum(len(text.encode()) for text in sample) / num_tokens
+    return _Read(num_bytes, len(texts) / seen if seen else 1.0, bytes_per_token)
+
+
+def is_remote(location: str | None) -> bool:
+    """Whether a path or URI leads out of this machine's file system."""
+    return location is not None and "://" in location and not location.startswith("file://")
+
+
+def _look_at(setting: str, location: str | None, look: Callable[[], Result], deadline_s: float) -> Result:
+    """What `look` returns. A place outside this machine that does not answer in time is an UnseenError.
+
+    In a thread: neither name resolution nor Arrow's clients can be told a deadline. It is left behind.
+    """
+    if location is None or "://" not in location:
+        return look()
+    outcome: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(look())
+        except BaseException as error:  # carried over to the caller
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=f"look-at-{setting}", daemon=True)
+    thread.start()
+    thread.join(deadline_s)
+    if errors:
+        raise errors[0]
+    if not outcome:
+        raise UnseenError(
+            f"{setting}={location} did not answer within {deadline_s:g} s; check the network and the credentials of "
+            "this machine, or name a copy that it can reach"
+        )
+    return outcome[0]

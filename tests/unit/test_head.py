@@ -1,0 +1,143 @@
+"""An address where no Ray answers is one line, soon, and nothing of Ray's own."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from regrow.config.schema import ClusterConfig
+from regrow.elastic import local_cluster
+from regrow.elastic.head import answering_head
+from regrow.elastic.local_cluster import cluster_for
+from regrow.errors import ClusterError
+
+BIN = Path(sys.executable).parent
+
+
+@contextmanager
+def listener(answer: bytes | None) -> Iterator[int]:
+    """A port that takes connections and answers the first bytes with these: b"" hangs up, None says nothing."""
+    with socket.socket() as listening:
+        listening.bind(("0.0.0.0", 0))  # Ray takes this machine's own address for 127.0.0.1
+        listening.listen()
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listening.accept()
+                except OSError:  # closed
+                    return
+                with connection:
+                    connection.recv(4096)
+                    if answer is None:
+                        connection.recv(1)  # until the other side has gone
+                    else:
+                        connection.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield listening.getsockname()[1]
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join()
+
+
+def closed_port() -> int:
+    with socket.socket() as closed:
+        closed.bind(("0.0.0.0", 0))
+        return int(closed.getsockname()[1])
+
+
+def test_a_closed_port_is_no_head() -> None:
+    port = closed_port()
+    with pytest.raises(ConnectionError, match=rf"^the head at [\d.]+:{port} does not answer: .*refused"):
+        answering_head(f"127.0.0.1:{port}")
+
+
+def test_a_port_that_takes_connections_and_says_nothing_costs_the_deadline_and_no_more() -> None:
+    with listener(None) as port:
+        refused = pytest.raises(
+            ConnectionError, match=rf"^the head at .*:{port} does not answer: nothing within 0.3 s$"
+        )
+        begun = time.monotonic()
+        with refused:
+            answering_head(f"127.0.0.1:{port}", timeout_s=0.3)
+        assert time.monotonic() - begun >= 0.3
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b"", "hung up|reset"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", r"what listens there is no Ray head, it says b'HTTP/1.1 '"),
+    ],
+)
+def test_what_is_no_grpc_server_is_no_head(answer: bytes, why: str) -> None:
+    with listener(answer) as port, pytest.raises(ConnectionError, match=why):
+        answering_head(f"127.0.0.1:{port}", timeout_s=30)
+
+
+def test_a_cluster_that_does_not_answer_is_one_line_and_ray_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def asked(**_: object) -> None:
+        raise AssertionError("ray.init was called")
+
+    monkeypatch.setattr(local_cluster.ray, "init", asked)
+    with listener(b"") as port:
+        address = f"127.0.0.1:{port}"
+        refused = pytest.raises(
+            ClusterError, match=rf"needs 1 CPUs, found 0: no Ray cluster at '{address}' \(the head at"
+        )
+        with refused as caught, cluster_for(ClusterConfig(address=address)):
+            pass
+    assert "\n" not in str(caught.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_address_that_a_ray_left_behind_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = closed_port()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "ray").mkdir()
+        (Path(folder) / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{port}")
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)  # of other tests
+        with pytest.raises(ConnectionError, match=rf"the head at .*:{port} does not answer"):
+            answering_head("auto")
+
+
+def test_a_real_head_answers_until_it_is_stopped(tmp_path: Path) -> None:
+    """The GCS alone, which is a head for this: it takes a second to start, not ten."""
+    import ray
+
+    address, port = ray.util.get_node_ip_address(), closed_port()
+    server = Path(ray.__file__).parent / "core" / "src" / "ray" / "gcs" / "gcs_server"
+    arguments = [f"--gcs_server_port={port}", f"--log_dir={tmp_path}", "--config_list=", f"--node-ip-address={address}"]
+    with subprocess.Popen(
+        [server, *arguments, "--session-name=s"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as head:
+        try:
+            give_up_at = time.monotonic() + 60
+            while True:
+                try:
+                    assert answering_head(f"{address}:{port}") == f"{address}:{port}"
+                    break
+                except ConnectionError:
+                    assert head.poll() is None
+                    assert time.monotonic() < give_up_at
+                    time.sleep(0.1)
+            os.kill(head.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, head.pid, os.WSTOPPED)  # every thread of it, not only soon
+            with pytest.raises(ConnectionError, match=r"nothing within 0.5 s"):
+                answering_head(f"127.0.0.1:{port}", timeout_s=0.5)
+        finally:
+            head.kill()

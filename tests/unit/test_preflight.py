@@ -1,0 +1,339 @@
+"""A corpus that cannot do is one line before anything is joined or rendered."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from huggingface_hub import HfFileSystem
+from tokenizers import Tokenizer
+
+from regrow.config.check import check
+from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig, RunConfig
+from regrow.config.store import pretrain_config
+from regrow.data.corpora import find_corpora
+from regrow.data.preflight import MARGIN, Outlook, check_corpus
+from regrow.data.tokenizer import train_tokenizer
+from regrow.errors import DataError, UnseenError
+from regrow.submit.corpus import look_at_corpus
+from regrow.testing.hub import hub
+
+ROOT = Path(__file__).parents[2]
+SHARED = ROOT.parent / "shared"
+CORPUS, DOLMA2 = SHARED / "corpus", SHARED / "tokenizers" / "dolma2" / "tokenizer.json"
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+
+
+def config_of(folder: Path, batch: int = 12, **data: Any) -> PretrainConfig:
+    return PretrainConfig(
+        run=RunConfig(storage_path=str(folder)),
+        data=DataConfig(recipe="fineweb_edu", vocab_size=512, seq_len=64, validation_fraction=0.2, **data),
+        optim=OptimConfig(global_batch_seqs=batch, num_slices=batch),
+    )
+
+
+def texts(count: int, words: int = 60) -> list[str]:
+    random = Random(count)
+    return [" ".join(random.choices(WORDS, k=words)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("source")
+    for number in range(3):
+        pq.write_table(
+            pa.table({"text": texts(200 + number)[:200], "score": [float(n % 4) for n in range(200)]}),
+            folder / f"{number}.parquet",
+        )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    path.write_bytes(train_tokenizer(texts(50), vocab_size=512).to_str().encode())
+    return path
+
+
+@contextmanager
+def silent_port() -> Iterator[int]:
+    """A port that takes connections and never says a word."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield listening.getsockname()[1]
+
+
+def quiet(stage: str, done: float, total: float) -> None:
+    pass
+
+
+def test_rows_are_estimated_before_and_counted_after_the_preparation(
+    tmp_path: Path, source: Path, tokenizer: Path
+) -> None:
+    config = config_of(tmp_path, source=str(source), tokenizer=str(tokenizer))
+    before = check_corpus(config)
+    corpora = find_corpora(config, progress=quiet)
+    after = check_corpus(config)
+    counted = corpora.manifests[0].splits["train"].num_rows
+    assert (after.num_rows, after.basis, after.line()) == (counted, "", "")
+    assert before.num_rows is not None
+    assert counted / MARGIN < before.num_rows < counted * MARGIN
+    assert before.line() == (
+        f"data: to be prepared; about {before.num_rows:,} rows of 64 tokens (estimated from parquet footers), "
+        f"{320 * 12 / before.num_rows:.2f} epochs of them in train.steps=320"
+    )
+
+
+def test_filters_are_part_of_the_estimate(tmp_path: Path, source: Path, tokenizer: Path) -> None:
+    config = config_of(tmp_path, source=str(source), tokenizer=str(tokenizer))
+    everything, half = check_corpus(config), check_corpus(replace(config, data=replace(config.data, min_score=2.0)))
+    assert everything.num_rows is not None
+    assert half.num_rows == pytest.approx(everything.num_rows / 2, rel=0.05)
+
+
+def test_a_corpus_too_small_for_one_batch_is_refused_with_both_numbers(
+    tmp_path: Path, source: Path, tokenizer: Path
+) -> None:
+    config = config_of(tmp_path, source=str(source), tokenizer=str(tokenizer))
+    corpora = find_corpora(replace(config, run=RunConfig(storage_path=str(tmp_path / "counted"))), progress=quiet)
+    too_large = int(corpora.manifests[0].splits["train"].num_rows * MARGIN**2)
+    with pytest.raises(DataError) as refused:
+        check_corpus(config_of(tmp_path, too_large, source=str(source), tokenizer=str(tokenizer)))
+    assert re.sub(r"[\d,]+ train", "N train", str(refused.value)) == (
+        f"data.source={source} has about N train rows of data.seq_len=64 tokens (estimated from its "
+        f"documents), fewer than one global batch of optim.global_batch_seqs={too_large}; choose a larger data.source, "
+        "or lower optim.global_batch_seqs or data.seq_len"
+    )
+    find_corpora(config, progress=quiet)
+    with pytest.raises(DataError, match=rf"has \d+ train rows of 64 tokens, fewer than .*={too_large}; lower it"):
+        check_corpus(config_of(tmp_path, too_large, source=str(source), tokenizer=str(tokenizer)))
+
+
+def test_a_prepared_corpus_that_is_named_is_counted(tmp_path: Path, source: Path, tokenizer: Path) -> None:
+    config = config_of(tmp_path, source=str(source), tokenizer=str(tokenizer))
+    (folder,) = find_corpora(config, progress=quiet).folders
+    named = config_of(tmp_path / "elsewhere", corpora={"web": folder})
+    assert check_corpus(named).num_rows == check_corpus(config).num_rows
+    with pytest.raises(DataError, match=r"fewer than one global batch of optim.global_batch_seqs=100000"):
+        check_corpus(config_of(tmp_path, 100_000, corpora={"web": folder}))
+    with pytest.raises(DataError, match=r"nowhere holds no finished corpus"):
+        check_corpus(config_of(tmp_path, corpora={"web": str(tmp_path / "nowhere")}))
+
+
+def test_the_source_is_looked_at_first(tmp_path: Path, source: Path) -> None:
+    missing = {"source": str(tmp_path / "nowhere"), "tokenizer": str(tmp_path / "none.json")}
+    with pytest.raises(
+        UnseenError, match=rf"^data.source={tmp_path}/nowhere: there is no {tmp_path}/nowhere; give a file"
+    ):
+        check_corpus(config_of(tmp_path, **missing))
+    with pytest.raises(
+        UnseenError, match=rf"^data.tokenizer={tmp_path}/none.json cannot be read \(.*\); give the path"
+    ):
+        check_corpus(config_of(tmp_path, **missing | {"source": str(source)}))
+    with pytest.raises(DataError, match=r"^data.source is not set: give the file"):
+        check_corpus(config_of(tmp_path, tokenizer=missing["tokenizer"]))
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused_with_the_settings_that_do(
+    tmp_path: Path, source: Path, tokenizer: Path
+) -> None:
+    large = tmp_path / "large.json"
+    content = json.loads(tokenizer.read_text())
+    first = len(content["model"]["vocab"]) + len(content["added_tokens"])
+    content["model"]["vocab"] |= {f"word{number}": first + number for number in range(600)}
+    large.write_text(json.dumps(content))
+    ids = Tokenizer.from_file(str(large)).get_vocab_size()
+    with pytest.raises(
+        DataError, match=rf"{large} has {ids} ids, data.vocab_size=512; set data.vocab_size={-(-ids // 128) * 128}"
+    ):
+        check_corpus(config_of(tmp_path, source=str(source), tokenizer=str(large)))
+    with pytest.raises(
+        DataError, match=r"the tokenizer has no <eos>; name its end-of-text token with data.end_of_text"
+    ):
+        check_corpus(config_of(tmp_path, source=str(source), tokenizer=str(tokenizer), end_of_text="<eos>"))
+    torn = tmp_path / "torn.json"
+    torn.write_bytes(tokenizer.read_bytes()[:100])
+    with pytest.raises(DataError, match=rf"data.tokenizer={torn} is no tokenizer that can be read"):
+        check_corpus(config_of(tmp_path, source=str(source), tokenizer=str(torn)))
+
+
+def test_files_without_texts_are_refused(tmp_path: Path, tokenizer: Path) -> None:
+    pq.write_table(pa.table({"tokens": [1, 2]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"none of its .parquet files can be read and has a column `text`"):
+        check_corpus(config_of(tmp_path, source=str(tmp_path / "a.parquet"), tokenizer=str(tokenizer)))
+
+
+def test_a_store_that_takes_a_connection_and_says_nothing_costs_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    with silent_port() as port:
+        source = f"s3://bucket/folder?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
+        with pytest.raises(UnseenError, match=r"^data.source=s3://.* did not answer within 0.5 s; check the network"):
+            check_corpus(config_of(tmp_path, source=source), deadline_s=0.5)
+    assert any(thread.name == "look-at-data.source" for thread in threading.enumerate())  # it was not waited for
+
+
+@pytest.fixture
+def on_hub(source: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """Settings for a corpus on a hub of this machine."""
+    with hub({"datasets/us/web": source.parent, "models/us/bpe": tokenizer.parent}) as endpoint:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+        HfFileSystem.clear_instance_cache()
+        yield {"source": f"hf://datasets/us/web/{source.name}", "tokenizer": "hf://us/bpe/tokenizer.json"}
+    HfFileSystem.clear_instance_cache()
+
+
+def test_a_corpus_on_a_hub_is_estimated_and_prepared(tmp_path: Path, source: Path, on_hub: dict[str, str]) -> None:
+    config = config_of(tmp_path, **on_hub)
+    by_footers, by_sizes = check_corpus(config), check_corpus(config, footers=False)
+    assert by_footers.num_rows is not None
+    assert (by_footers.basis, by_sizes.basis) == (
+        "estimated from parquet footers",
+        "estimated from the sizes of its files",
+    )
+    all_three = check_corpus(config_of(tmp_path, **on_hub | {"source": f"{on_hub['source']}/*.parquet"}))
+    assert all_three.num_rows == by_footers.num_rows
+    corpora = find_corpora(config, progress=quiet)
+    assert check_corpus(config).num_rows == corpora.manifests[0].splits["train"].num_rows
+
+
+def test_what_a_hub_does_not_have_is_no_matter_of_reaching_it(tmp_path: Path, on_hub: dict[str, str]) -> None:
+    for change, line in (
+        (
+            {"source": "hf://datasets/us/none/x"},
+            r"^data.source=hf://datasets/us/none/x is not on the hub at http://127",
+        ),
+        (
+            {"source": "hf://datasets/us/web/none"},
+            r"^data.source=hf://datasets/us/web/none: the hub at .* no file there$",
+        ),
+        (
+            {"tokenizer": "hf://us/bpe/none.json"},
+            r"^data.tokenizer=hf://us/bpe/none.json: the hub at .* no file there$",
+        ),
+        (
+            {"tokenizer": "hf://us/none/tokenizer.json"},
+            r"^data.tokenizer=hf://us/none/tokenizer.json is not on the hub",
+        ),
+    ):
+        with pytest.raises(DataError, match=line) as refused:
+            check_corpus(config_of(tmp_path, **on_hub | change))
+        assert not isinstance(refused.value, UnseenError)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_hub_that_is_not_there_or_says_nothing_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = config_of(tmp_path, source="hf://datasets/us/web/x")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        with pytest.raises(
+            UnseenError, match=rf"^data.source=hf://.*: the hub at {endpoint} cannot be reached \(.*refused"
+        ):
+            check_corpus(config)
+    with silent_port() as port:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+        with pytest.raises(UnseenError, match=r"^data.source=hf://.* did not answer within 0.5 s"):
+            check_corpus(config, deadline_s=0.5)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "conf" / "cluster").glob("*.yaml")))
+def test_every_cluster_file_gives_the_job_a_corpus_that_is_looked_at_first(name: str, tmp_path: Path) -> None:
+    """Those of GPU clusters come from the hub, with a tokenizer that fits; the others' is here."""
+    config = pretrain_config([f"+cluster={name}", f"run.storage_path={tmp_path}"])
+    check(config)
+    if config.cluster.address is None:
+        outlook = check_corpus(config)
+        assert outlook.num_rows is not None
+        assert outlook.num_rows > config.optim.global_batch_seqs
+        return
+    assert config.data.source is not None
+    assert config.data.source.startswith("hf://datasets/HuggingFaceFW/fineweb-edu/")
+    assert config.data.tokenizer is not None
+    assert 100_278 <= config.data.vocab_size <= config.model.vocab_size  # dolma2's ids
+    sample = {"sample/100BT": 100e9, "sample/350BT": 350e9, "data": 1300e9}[config.data.source.split("edu/")[1]]
+    drawn = config.train.steps * config.optim.global_batch_seqs * config.data.seq_len
+    assert drawn < 0.97 * sample  # dolma2 makes 3% fewer tokens than GPT-2's tokenizer, which these are counted with
+
+
+def test_where_a_job_is_submitted_from_may_see_less_than_the_job(
+    tmp_path: Path, source: Path, tokenizer: Path, on_hub: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert look_at_corpus(config_of(tmp_path, **on_hub)) == ""
+    with pytest.raises(DataError, match=r"fewer than one global batch of optim.global_batch_seqs=100000"):
+        look_at_corpus(config_of(tmp_path, 100_000, **on_hub))
+    for unseen in ({"source": "/of/pods", "tokenizer": str(tokenizer)}, {"corpora": {"web": "/of/pods"}}):
+        note = look_at_corpus(config_of(tmp_path, **unseen))
+        assert note.startswith("the corpus was not looked at, the job will: data.")
+        assert "/of/pods" in note
+        assert "\n" not in note
+    with pytest.raises(DataError, match=r"has no <eos>"):
+        look_at_corpus(config_of(tmp_path, source=str(source), tokenizer=str(tokenizer), end_of_text="<eos>"))
+
+
+def test_an_outlook_without_rows_says_so() -> None:
+    assert Outlook(None, 64, 10, 12, "its recipe does not tell its size").line() == (
+        "data: to be prepared; its recipe does not tell its size"
+    )
+
+
+@pytest.mark.skipif(not CORPUS.is_dir() or not DOLMA2.is_file(), reason="no ../shared/corpus and tokenizers here")
+def test_fineweb_edu_is_estimated_within_the_margin(tmp_path: Path) -> None:
+    config = config_of(tmp_path, source=str(CORPUS), tokenizer=str(DOLMA2))
+    config.data.vocab_size, config.data.seq_len, config.data.validation_fraction = 100352, 2048, 0.005
+    measured = check_corpus(config).num_rows
+    config.data.tokenizer, config.data.vocab_size = None, 128256
+    assumed = check_corpus(config).num_rows
+    # all 2,068 documents: counted once with the tokenizer
+    texts = [
+        text for path in sorted(CORPUS.glob("*.parquet")) for text in pq.read_table(path)["text"].to_pylist()[::20]
+    ]
+    num_bytes = sum(len(text.encode()) for text in texts)
+    total = sum(
+        len(text.encode()) for path in CORPUS.glob("*.parquet") for text in pq.read_table(path)["text"].to_pylist()
+    )
+    encoded = Tokenizer.from_file(str(DOLMA2)).encode_batch_fast(texts, add_special_tokens=False)
+    rows = total * sum(len(each.ids) + 1 for each in encoded) / num_bytes * 0.995 / 2048
+    for estimate in (measured, assumed):
+        assert estimate is not None
+        assert rows / MARGIN < estimate < rows * MARGIN
+
+
+def test_the_job_says_so_before_it_joins_a_cluster(tmp_path: Path) -> None:
+    with socket.socket() as closed:  # no Ray answers there, which is looked at later
+        closed.bind(("127.0.0.1", 0))
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "jobs.pretrain", "+cluster=h100x64", "data=python_docs", "data.seq_len=8192"),
+                f"run.storage_path={tmp_path}",
+            ],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ | {"RAY_ADDRESS": f"127.0.0.1:{closed.getsockname()[1]}"},
+        )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: python_docs has about "), done.stderr
+    assert "of optim.global_batch_seqs=448; choose a larger data.recipe" in done.stderr
+    assert done.stderr.count("\n") == 1
