@@ -60,6 +60,11 @@ def test_cfg_job_prints_the_resolved_configuration() -> None:
         (["cluster.max_workers=5"], "set optim.num_slices="),
         (["cluster.max_workers=16"], "gives 0 slices to 4 of 16 ranks"),
         (["parallel.float8=rowwise"], "needs parallel.dtype=bfloat16"),
+        (
+            ["+cluster=gpu1", "model=8b", "parallel.attention=efficient"],
+            "knows no grouped queries, and model.num_heads=32 share model.num_kv_heads=8",
+        ),
+        (["+cluster=gpu1", "data.seq_len=1000", "parallel.float8=tensorwise"], "must be a multiple of 16 on GPUs"),
         (["run.name=../x"], "run.name='../x'"),
         (["train.steps"], "train.steps"),
     ],
@@ -157,7 +162,8 @@ def test_a_cluster_that_is_gone_is_not_waited_for() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
-        done = pretrain("+cluster=h100x64", "run.storage_path=/nowhere-that-matters", ray_address=address)
+        corpus = ["data=python_docs", "data.seq_len=128"]  # which is large enough
+        done = pretrain("+cluster=h100x64", *corpus, "run.storage_path=/nowhere-that-matters", ray_address=address)
     assert done.returncode == 1
     assert "needs 64 GPUs (at least 32), found 0: no Ray cluster at 'auto' (the head at" in done.stderr
     assert "does not answer" in done.stderr

@@ -185,8 +185,11 @@ def test_a_source_with_nothing_left_is_an_error_that_says_why(tmp_path: Path, to
     (tmp_path / "in" / "b.parquet").write_bytes(b"PAR1 torn")
     with pytest.raises(DataError, match=r"no document left.*b\.parquet.*3 empty"):
         prepared(tmp_path / "in", tokenizer, tmp_path / "out")
-    with pytest.raises(DataError, match=r"no file of a kind"):
+    with pytest.raises(DataError, match=r"there is no .*/nowhere"):
         prepared(tmp_path / "nowhere", tokenizer, tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"no file of a kind"):
+        prepared(tmp_path / "empty", tokenizer, tmp_path / "out")
     with pytest.raises(DataError, match=r"data=fineweb_edu"):
         prepared(tmp_path / "in", tokenizer, tmp_path / "out", replace(CONFIG, recipe="text_files"))
     with pytest.raises(DataError, match=r"data\.source is not set"):

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from regrow.data.documents import DamagedPiece, Document, Piece, Skipped
-from regrow.errors import DataError, first_line
+from regrow.errors import DataError, UnseenError, first_line
 from regrow.storage import RemoteStorage
 
 PIECE_BYTES = 64 << 20  # of text
@@ -47,7 +47,7 @@ class SourceFiles:
 
     def list(self) -> list[tuple[str, int]]:
         """(path, bytes) of every file of a kind that can be read, sorted by path. Raises DataError if there is none."""
-        from pyarrow.fs import FileSelector, FileType
+        from pyarrow.fs import FileSelector, FileType, LocalFileSystem
 
         head, _, _ = self.root.partition("*")
         folder = self.root if head == self.root else head.rpartition("/")[0]
@@ -60,7 +60,12 @@ class SourceFiles:
             else:
                 found = []
         except OSError as error:
-            raise DataError(f"data.source={self.source} cannot be listed: {first_line(error)}") from error
+            raise UnseenError(f"data.source={self.source} cannot be listed: {first_line(error)}") from error
+        if info.type == FileType.NotFound:
+            missing = UnseenError if isinstance(self.fs, LocalFileSystem) else DataError  # others may have that path
+            raise missing(
+                f"data.source={self.source}: there is no {folder}; give a file, folder, glob or URI that is there"
+            )
         files = sorted(
             (f.path, f.size)
             for f in found
@@ -108,11 +113,11 @@ class SourceFiles:
     def parse(self, name: str, parse: Callable[[], Result]) -> Result:
         """Tell what cannot be read from what cannot be fetched: Arrow raises OSError for both."""
         try:
-            return parse()
+            return _network_as_os(parse)
         except (OSError, pa.ArrowException, ValueError) as error:
             self.read(name, 0, 1)  # raises if it is the storage that fails
             try:
-                return parse()
+                return _network_as_os(parse)
             except (OSError, pa.ArrowException, ValueError):
                 raise DamagedPiece(first_line(error)) from error
 
@@ -238,12 +243,22 @@ def patiently(operation: Callable[[], Result]) -> Result:
     """Call, and call again with growing waits while storage fails. FileNotFoundError is final."""
     for wait_s in [FIRST_WAIT_S * 2**k for k in range(RETRIES)]:
         try:
-            return operation()
+            return _network_as_os(operation)
         except FileNotFoundError:
             raise
         except OSError:
             time.sleep(wait_s)
-    return operation()
+    return _network_as_os(operation)
+
+
+def _network_as_os(operation: Callable[[], Result]) -> Result:
+    """The hub's HTTP client raises errors that are no OSError for a network that fails."""
+    try:
+        return operation()
+    except Exception as error:
+        if any(each.__name__ in ("TransportError", "HTTPError") for each in type(error).__mro__):
+            raise OSError(first_line(error)) from error
+        raise
 
 
 def column(batch: pa.RecordBatch, name: str) -> list[Any]:

@@ -31,7 +31,7 @@ from regrow.data.manifest import MANIFEST, SPLITS, VERSION, Manifest, Shard, Spl
 from regrow.data.shards import file_sha256
 from regrow.data.spool import Spool, Spooled
 from regrow.data.tokenizer import end_of_text_id, load_tokenizer, train_tokenizer
-from regrow.errors import DataError
+from regrow.errors import DataError, UnseenError, first_line
 from regrow.observe.console import Stage
 from regrow.plan.order import ORDER_VERSION, derive_keys, permute
 from regrow.storage import Storage
@@ -70,16 +70,21 @@ def find_or_prepare(
 
     Raises DataError for an unknown recipe, a corpus too small for the settings, or storage that is no file system.
     """
+    recipe = load_recipe(config.recipe)
+    folder = corpus_folder(config, storage_path, recipe)
+    if (folder / MANIFEST).is_file():
+        return folder, Manifest.load(folder)
+    return folder, prepare(config, recipe, folder, progress=progress, distribute=distribute)
+
+
+def corpus_folder(config: DataConfig, storage_path: str, recipe: Recipe) -> Path:
+    """Where the corpus that the config describes is, or will be. Raises DataError where that is no file system."""
     if "://" in storage_path and not storage_path.startswith("file://"):
         raise DataError(
             f"run.storage_path={storage_path}: token shards are read from a file system; "
             "mount one that all nodes share and give its path"
         )
-    recipe = load_recipe(config.recipe)
-    folder = Storage.at(storage_path).local_path / "data" / cache_name(config, recipe)
-    if (folder / MANIFEST).is_file():
-        return folder, Manifest.load(folder)
-    return folder, prepare(config, recipe, folder, progress=progress, distribute=distribute)
+    return Storage.at(storage_path).local_path / "data" / cache_name(config, recipe)
 
 
 def cache_name(config: DataConfig, recipe: Recipe | None = None) -> str:
@@ -241,13 +246,19 @@ def _make_tokenizer(plan: _Plan) -> "BPE":
             Storage.at(plan.folder).write_bytes(TOKENIZER_FILE, tokenizer.to_str(pretty=True).encode())
             plan.progress(TRAINING, 1, 1)
     tokenizer = load_tokenizer(path)
+    check_tokenizer(tokenizer, config)
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: "BPE", config: DataConfig) -> None:
+    """Raises DataError for one with more ids than `data.vocab_size`, or without an end-of-text token."""
     if tokenizer.get_vocab_size() > config.vocab_size:
         raise DataError(
             f"the tokenizer {config.tokenizer} has {tokenizer.get_vocab_size()} ids, data.vocab_size="
             f"{config.vocab_size}; set data.vocab_size={-(-tokenizer.get_vocab_size() // 128) * 128} and "
             "model.vocab_size to at least that"
         )
-    return tokenizer
+    end_of_text_id(tokenizer, config.end_of_text)
 
 
 def read_tokenizer(location: str) -> bytes:
@@ -256,7 +267,9 @@ def read_tokenizer(location: str) -> bytes:
     try:
         return files.read(location.rpartition("/")[2])
     except OSError as error:
-        raise DataError(f"data.tokenizer={location} cannot be read: {error}") from error
+        raise UnseenError(
+            f"data.tokenizer={location} cannot be read ({first_line(error)}); give the path or URI of a tokenizer.json"
+        ) from error
 
 
 def _training_texts(plan: _Plan) -> Iterator[str]:

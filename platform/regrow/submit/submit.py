@@ -14,9 +14,10 @@ from regrow.errors import ConfigError
 from regrow.observe.provenance import git_sha
 from regrow.submit.arguments import pretrain_arguments
 from regrow.submit.check import check_may_apply, check_storage, check_submit
+from regrow.submit.corpus import look_at_corpus
 from regrow.submit.crd import load_schema, validate
 from regrow.submit.kubectl import Kubectl
-from regrow.submit.kuberay import KubeRay
+from regrow.submit.kuberay import KubeRay, LostSight
 from regrow.submit.lint import lint
 from regrow.submit.manifest import Finding, Manifest
 from regrow.submit.render import Code, job_name, render, to_yaml
@@ -27,6 +28,10 @@ def submit(config: SubmitJobConfig, given: Sequence[str]) -> int:
     """Carry out `submit.action` for a config and the arguments that it was composed from; the exit status."""
     check(config)
     check_submit(config)
+    if config.submit.action in (SubmitAction.render, SubmitAction.diff, SubmitAction.apply) and (
+        unseen := look_at_corpus(config)
+    ):
+        print(f"note: {unseen}", file=sys.stderr)
     code = Code(git_sha(), metadata.version("ray"))
     if config.submit.backend is SubmitBackend.ray:
         return _on_ray(config, code, given)
@@ -50,7 +55,10 @@ def _on_kuberay(config: SubmitJobConfig, code: Code, given: Sequence[str]) -> in
         check_may_apply(config, code)
     kubectl = Kubectl(namespace=options.namespace, context=options.context)
     if action is SubmitAction.diff:
-        sys.stdout.write(kubectl.diff(text))
+        difference = kubectl.diff(text)
+        sys.stdout.write(difference)
+        if not difference:
+            print(f"no difference: applying would change nothing of RayJob {job_name(config)}", file=sys.stderr)
         return 0
     job = KubeRay(kubectl, job_name(config))
     return _act(job, options, start=lambda: job.apply(text))
@@ -94,9 +102,15 @@ def _act(job: _Job, options: SubmitConfig, start: Callable[[], None]) -> int:
     return _until_the_end(job.follow) if options.follow else 0
 
 
+LOST_SIGHT = 3  # exit status: the job was there, and how it ends is not known here
+
+
 def _until_the_end(follow: Callable[[], int]) -> int:
     try:
         return follow()
+    except LostSight as error:
+        print(f"error: {error}", file=sys.stderr)
+        return LOST_SIGHT
     except KeyboardInterrupt:
         print("no longer following; the job runs on, and submit.action=stop ends it", file=sys.stderr)
         return 130
