@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -189,14 +189,25 @@ def test_a_store_that_takes_a_connection_and_says_nothing_costs_the_deadline(
 
 
 @pytest.fixture
-def on_hub(source: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """Settings for a corpus on a hub of this machine."""
-    with hub({"datasets/us/web": source.parent, "models/us/bpe": tokenizer.parent}) as endpoint:
-        monkeypatch.setenv("HF_ENDPOINT", endpoint)
-        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Sets what HF_ENDPOINT says to a process that starts: `huggingface_hub` reads it once."""
+
+    def set_endpoint(url: str) -> None:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", url)
+        template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
         HfFileSystem.clear_instance_cache()
-        yield {"source": f"hf://datasets/us/web/{source.name}", "tokenizer": "hf://us/bpe/tokenizer.json"}
+
+    yield set_endpoint
     HfFileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def on_hub(source: Path, tokenizer: Path, endpoint: Callable[[str], None]) -> Iterator[dict[str, str]]:
+    """Settings for a corpus on a hub of this machine."""
+    with hub({"datasets/us/web": source.parent, "models/us/bpe": tokenizer.parent}) as url:
+        endpoint(url)
+        yield {"source": f"hf://datasets/us/web/{source.name}", "tokenizer": "hf://us/bpe/tokenizer.json"}
 
 
 def test_a_corpus_on_a_hub_is_estimated_and_prepared(tmp_path: Path, source: Path, on_hub: dict[str, str]) -> None:
@@ -239,19 +250,19 @@ def test_what_a_hub_does_not_have_is_no_matter_of_reaching_it(tmp_path: Path, on
 
 
 def test_a_hub_that_is_not_there_or_says_nothing_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, endpoint: Callable[[str], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = config_of(tmp_path, source="hf://datasets/us/web/x")
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
-        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        endpoint(url)
         with pytest.raises(
-            UnseenError, match=rf"^data.source=hf://.*: the hub at {endpoint} cannot be reached \(.*refused"
+            UnseenError, match=rf"^data.source=hf://.*: the hub at {url} cannot be reached \(.*refused"
         ):
             check_corpus(config)
     with silent_port() as port:
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+        endpoint(f"http://127.0.0.1:{port}")
         with pytest.raises(UnseenError, match=r"^data.source=hf://.* did not answer within 0.5 s"):
             check_corpus(config, deadline_s=0.5)
     assert capfd.readouterr() == ("", "")
@@ -277,7 +288,7 @@ def test_every_cluster_file_gives_the_job_a_corpus_that_is_looked_at_first(name:
 
 
 def test_where_a_job_is_submitted_from_may_see_less_than_the_job(
-    tmp_path: Path, source: Path, tokenizer: Path, on_hub: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, source: Path, tokenizer: Path, on_hub: dict[str, str]
 ) -> None:
     assert look_at_corpus(config_of(tmp_path, **on_hub)) == ""
     with pytest.raises(DataError, match=r"fewer than one global batch of optim.global_batch_seqs=100000"):

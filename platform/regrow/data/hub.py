@@ -3,7 +3,6 @@
 HF_ENDPOINT, HF_TOKEN and HTTPS_PROXY mean what they mean to `huggingface_hub`, which is imported when it is needed.
 """
 
-import os
 from typing import Any
 
 from regrow.errors import DataError, UnseenError, first_line
@@ -20,8 +19,8 @@ def files_on_hub(setting: str, location: str) -> dict[str, int]:
     """
     from huggingface_hub import HfFileSystem, constants
 
-    endpoint = os.environ.get("HF_ENDPOINT", constants.ENDPOINT).rstrip("/")
-    hub, path = HfFileSystem(endpoint=endpoint), location.removeprefix("hf://")
+    endpoint, path = constants.ENDPOINT, location.removeprefix("hf://")
+    hub = HfFileSystem()  # as Arrow makes its own: what this one lists, that one need not ask for again
     found: Any  # by path
     try:
         found = hub.glob(path, detail=True) if "*" in path else hub.find(path, detail=True)

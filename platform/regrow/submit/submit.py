@@ -28,10 +28,6 @@ def submit(config: SubmitJobConfig, given: Sequence[str]) -> int:
     """Carry out `submit.action` for a config and the arguments that it was composed from; the exit status."""
     check(config)
     check_submit(config)
-    if config.submit.action in (SubmitAction.render, SubmitAction.diff, SubmitAction.apply) and (
-        unseen := look_at_corpus(config)
-    ):
-        print(f"note: {unseen}", file=sys.stderr)
     code = Code(git_sha(), metadata.version("ray"))
     if config.submit.backend is SubmitBackend.ray:
         return _on_ray(config, code, given)
@@ -47,12 +43,14 @@ def _on_kuberay(config: SubmitJobConfig, code: Code, given: Sequence[str]) -> in
             print(f"error: {finding}", file=sys.stderr)
         if findings:
             return 1
+        if action is SubmitAction.apply:
+            check_may_apply(config, code)
+        if action is not SubmitAction.diff:  # which starts nothing
+            _look_at_corpus(config)
         text = to_yaml(manifests)
         if action is SubmitAction.render:
             sys.stdout.write(text)
             return 0
-    if action is SubmitAction.apply:
-        check_may_apply(config, code)
     kubectl = Kubectl(namespace=options.namespace, context=options.context)
     if action is SubmitAction.diff:
         difference = kubectl.diff(text)
@@ -72,13 +70,21 @@ def _on_ray(config: SubmitJobConfig, code: Code, given: Sequence[str]) -> int:
     if action is SubmitAction.diff:
         raise ConfigError("submit.action=diff compares with Kubernetes; a Ray cluster keeps nothing to compare with")
     if action in (SubmitAction.render, SubmitAction.apply):
+        if action is SubmitAction.apply:
+            check_storage(config)
+        _look_at_corpus(config)
         spec = job_spec(config, code, pretrain_arguments(config, given))
         if action is SubmitAction.render:
             sys.stdout.write(yaml.safe_dump(spec, sort_keys=False, width=110))
             return 0
-        check_storage(config)
     jobs = RayJobs(options.address, config.run.name)
     return _act(jobs, options, start=lambda: jobs.apply(spec))
+
+
+def _look_at_corpus(config: SubmitJobConfig) -> None:
+    """After all that needs no network. Raises DataError for a corpus that cannot do."""
+    if unseen := look_at_corpus(config):
+        print(f"note: {unseen}", file=sys.stderr)
 
 
 class _Job(Protocol):
