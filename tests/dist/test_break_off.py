@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from regrow.checkpoint.collective import gather
 from regrow.elastic.rendezvous import FORM_S, Joined, form_group, leave_generation
-from regrow.parallel.break_off import Address, break_off, listening
+from regrow.parallel.break_off import Breaker, listening
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.membership import Formation, Member
 from regrow.plan.mesh import plan_mesh
@@ -29,13 +29,16 @@ def wait_for_one_that_never_comes(folder: str) -> str:
         while len(list(Path(folder).glob("left-*"))) < 2:
             time.sleep(0.05)
         return "never came"
-    threading.Timer(0.5, break_off, [gloo]).start()
+    breaker = Breaker()
+    breaker.watch(gloo)
+    threading.Timer(0.5, breaker.start).start()
     try:
         dist.all_reduce(torch.ones(4), group=mesh.get_group())
     except RuntimeError:
         client.sendall(b"still connected")
         said = server.recv(100).decode()
         left.with_name(f"left-{dist.get_rank()}").touch()
+        breaker.left()
         return said
     return "the collective came to an end"
 
@@ -53,17 +56,18 @@ def wait_for_a_third_then_form_without_the_second() -> tuple[float, float]:
     dist.barrier()
     leave_generation()
 
-    def break_off_soon(generation: int, listeners: set[Address]) -> None:
-        threading.Timer(1.0, break_off, [listeners]).start()
-
     def form(generation: int, ranks: list[int]) -> None:
+        def break_off_soon(generation: int, breaker: Breaker) -> None:
+            threading.Timer(1.0, breaker.start).start()
+
         members = [Member(f"m{each}", "node", "127.0.0.1", ports[each][generation], each) for each in ranks]
         form_group(
             Joined(Formation(generation, tuple(members)), ranks.index(rank), frozenset()),
             stores[generation],
-            device_type="cpu",
+            backend="gloo",
             timeout_s=600.0,
-            waiting=break_off_soon if generation == 0 else lambda generation, listeners: None,
+            breaker=Breaker(),
+            waiting=break_off_soon if generation == 0 else lambda generation, breaker: None,
         )
 
     begun = time.monotonic()

@@ -14,7 +14,7 @@ from regrow.elastic.heartbeat import RECORDERS, Heartbeat, newest_collective
 from regrow.observe import pulse as pulse_module
 from regrow.observe.pulse import Pulse, Word, where
 from regrow.observe.stalls import Worker, left_behind
-from regrow.parallel.break_off import listening
+from regrow.parallel.break_off import Breaker, listening
 from regrow.testing.gloo import run_ranks
 
 
@@ -24,7 +24,7 @@ def answers(folder: str, late: int) -> list[tuple[int, bool]]:
     rank, pulses, mine = dist.get_rank(), list[Pulse](), Path(folder) / f"{dist.get_rank()}"
     mine.mkdir()
     heartbeat = Heartbeat(mine)
-    heartbeat.enter(1, set())
+    heartbeat.enter(1, Breaker())
     tensor = torch.zeros(3)
     pair = dist.new_group([0, 1])
     for _ in range(4):
@@ -71,7 +71,9 @@ def wait_longer_than_a_collective_may_take(folder: str) -> str:
     mine.mkdir()
     gloo = set().union(*gather(listening()))
     heartbeat = Heartbeat(mine, collective_timeout_s=0.5)
-    heartbeat.enter(1, gloo)
+    breaker = Breaker()
+    breaker.watch(gloo)
+    heartbeat.enter(1, breaker)
     tensor = torch.zeros(3)
     for step in range(3):
         dist.all_reduce(tensor)

@@ -21,6 +21,7 @@ from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh
+from regrow.parallel.stream import HostStream
 from regrow.plan.mesh import plan_mesh
 from regrow.storage import LocalStorage
 from regrow.testing.gloo import run_ranks
@@ -73,7 +74,7 @@ def stuck_keepers(memory: Path, storage: Path) -> tuple[list[tuple[Any, ...]], f
     step: Any = SimpleNamespace(model=model, optimizer=optimizer)
     held: Any = SimpleNamespace(snapshots=snapshots, at_length=coordinator.at_length)
     none: Any = None
-    hooks = generation._Hooks(job, GENERATION, step, mesh, none, held, none, None)
+    hooks = generation._Hooks(job, GENERATION, step, HostStream(), mesh, none, held, none, None)
 
     def keep(number: int, *, last: bool = False) -> float:
         progress = Progress(number, 0, 0)

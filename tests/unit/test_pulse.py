@@ -17,8 +17,9 @@ WORKER = """
 import sys, time
 from pathlib import Path
 from regrow.elastic.heartbeat import Heartbeat
+from regrow.parallel.break_off import Breaker
 heartbeat = Heartbeat(Path(sys.argv[1]))
-heartbeat.enter(3, set())
+heartbeat.enter(3, Breaker())
 heartbeat.stepped(7)
 print("up", flush=True)
 def where_it_waits():

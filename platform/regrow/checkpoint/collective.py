@@ -3,6 +3,9 @@
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+HOST_GROUP = "host"  # description of the group for host tensors, where the default one's backend only enqueues
 
 Value = TypeVar("Value")
 
@@ -16,10 +19,15 @@ def gather(value: Value) -> list[Value]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=_host_group())
     return values
 
 
 def from_rank_0(value: Value) -> Value:
     """Rank 0's value on every rank. Collective."""
     return gather(value)[0]
+
+
+def _host_group() -> dist.ProcessGroup | None:
+    """The group whose collectives are done when they return; None for the default one."""
+    return next((each for each in distributed_c10d._world.pg_map if each.group_desc == HOST_GROUP), None)

@@ -29,6 +29,12 @@ from regrow.observe.pulse import Word
 
 POLL_S, COMMIT_POLL_S = 0.01, 0.003
 
+Submit = Callable[[Callable[[], None]], object]
+
+
+def _at_once(fn: Callable[[], None]) -> None:
+    fn()
+
 
 @dataclass
 class _Slot:
@@ -60,8 +66,10 @@ class Snapshots:
         generation: int,
         writers: int = 1,
         num_slots: int = 2,
+        submit: Submit = _at_once,
     ) -> None:
-        """`folder` is the keeper's; `writers` are the ranks that write there in this generation.
+        """`folder` is the keeper's; `writers` are the ranks that write there in this generation. What is given to
+        `submit` is called once the steps that were launched before are done.
 
         Raises CheckpointError where the node's memory does not hold the slots.
         """
@@ -75,7 +83,7 @@ class Snapshots:
                 file = SlotFile(folder / slot_name(generation, token, number), header)
                 self._slots.append(_Slot(file, file.memory()))
             on_device = any(entry.memory.is_cuda for entry in entries)
-            self._copier = _DeviceCopy([slot.file for slot in self._slots]) if on_device else _HostCopy()
+            self._copier = _DeviceCopy([slot.file for slot in self._slots]) if on_device else _HostCopy(submit)
         except CheckpointError:
             self._unlink()
             raise
@@ -208,7 +216,8 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (to, from)
 class _HostCopy:
     """Copies between host tensors on a thread; NumPy lets go of the interpreter meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, submit: Submit) -> None:
+        self._submit = submit
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._copy: Future[None] | None = None
 
@@ -220,9 +229,13 @@ class _HostCopy:
                 np.copyto(target, source)
             done()
 
-        self._copy = self._thread.submit(copy)
+        def begin() -> None:
+            self._copy = self._thread.submit(copy)
+
+        self._submit(begin)  # after the step whose state it is
 
     def wait(self) -> None:
+        """Called where steps run."""
         if self._copy is not None:
             self._copy.result()
 

@@ -7,6 +7,7 @@ from math import gcd
 from regrow.config.schema import (
     ActivationCheckpoint,
     AttentionKernel,
+    Backend,
     CompileMode,
     Dtype,
     Float8,
@@ -107,6 +108,12 @@ def _cluster(config: PretrainConfig) -> None:
     _need(
         cluster.gpus_per_worker in (0, 1),
         f"cluster.gpus_per_worker={cluster.gpus_per_worker}: a worker is one rank on one GPU (1) or on CPU (0)",
+    )
+    kinds = (Backend.auto, Backend.nccl) if cluster.gpus_per_worker else tuple(set(Backend) - {Backend.nccl})
+    _need(
+        cluster.backend in kinds,
+        f"cluster.backend={cluster.backend.value} with cluster.gpus_per_worker={cluster.gpus_per_worker}: nccl is for "
+        "GPUs, gloo and asynchronous are for CPUs; cluster.backend=auto chooses",
     )
     _need(cluster.cpus_per_worker > 0, f"cluster.cpus_per_worker={cluster.cpus_per_worker} must be positive")
     threads = cluster.threads_per_worker

@@ -42,12 +42,13 @@ from regrow.errors import CheckpointError
 from regrow.model.flops import flops_per_token, peak_flops
 from regrow.model.llama import Llama, init_weights
 from regrow.model.loss import IGNORE_INDEX
-from regrow.parallel.break_off import listening
+from regrow.parallel.break_off import Breaker, listening
 from regrow.parallel.compile import graphs_compiled, graphs_lowered
 from regrow.parallel.compile_cache import CompileCache
 from regrow.parallel.float8 import inner_tensor, refresh_float8_scales
 from regrow.parallel.fsdp import build_mesh, replica_group
 from regrow.parallel.recipe import float8_steps, recipe_after
+from regrow.parallel.stream import Stream
 from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
 from regrow.storage import Storage
@@ -68,15 +69,18 @@ def train_generation(
     memory: MemoryTier | None,
     prober: Prober,
     device: torch.device,
+    stream: Stream,
+    breaker: Breaker,
     compiled: CompileCache | None,
     *,
     entered: float,
 ) -> bool:
     """Train as one rank of a group until the run's end, or until the group leaves; whether it was the end.
 
-    `compiled` takes what the first step compiles. `entered` is when this process began, or began again after another
-    generation. Collective. Raises RegrowError for what another attempt would meet again, Unfit for a device that is
-    not; whatever a collective raises where a rank is lost.
+    Steps run on `stream`; `breaker` may end all of it from another thread. `compiled` takes what the first step
+    compiles. `entered` is when this process began, or began again after another generation. Collective. Raises
+    RegrowError for what another attempt would meet again, Unfit for a device that is not; whatever a collective raises
+    where a rank is lost.
     """
     begun = time.time()
     config, generation, rank, world_size = job.config, joined.generation, joined.rank, joined.world_size
@@ -89,23 +93,24 @@ def train_generation(
     slices = plan.ranges[rank // shape.tp]
     mesh = build_mesh(shape, device.type, timeout_s=config.train.collective_timeout_s)
     expected = _expected_step(job)
-    step, entries = _build(job, mesh, device, after=expected)
+    step, entries = stream.submit(partial(_build, job, mesh, device, after=expected)).result()
     built = time.time()
     certificate = Certificate(generation, world_size, device)
+    breaker.first(certificate.clear)
     if memory is not None:
-        memory.join(generation, listening() - joined.listened, certificate.clear)
+        memory.join(generation, listening() - joined.listened, breaker)
     has_keeper = time.time()
-    progress, source = _restore(job, generation, step, entries, mesh, memory)
+    progress, source = stream.submit(partial(_restore, job, generation, step, entries, mesh, memory)).result()
     if _recipe(config, progress.step) != _recipe(config, expected):  # it went back to before the end of float8
         del step, entries
-        step, entries = _build(job, mesh, device, after=progress.step)
-        progress, source = _restore(job, generation, step, entries, mesh, memory)
+        step, entries = stream.submit(partial(_build, job, mesh, device, after=progress.step)).result()
+        progress, source = stream.submit(partial(_restore, job, generation, step, entries, mesh, memory)).result()
     filled = time.time()
     if memory is not None:
-        memory.start(entries, part_of(mesh), generation, progress.step)
+        memory.start(entries, part_of(mesh), generation, progress.step, stream)
     step.certificate = certificate
     set_optimizer_step(step.optimizer, progress.step)
-    refresh_float8_scales(step.model)
+    stream.submit(partial(refresh_float8_scales, step.model)).result()
     restored = time.time()
 
     reader, order = job.corpora.reader("train"), order_of(config, job.corpora)
@@ -135,7 +140,7 @@ def train_generation(
     )
     validation = _Validation(job, device, rank // shape.tp, shape.num_units)
     window = _profile_window(job, device) if rank == 0 else None
-    hooks = _Hooks(job, generation, step, mesh, validation, memory, prober, compiled, window)
+    hooks = _Hooks(job, generation, step, stream, mesh, validation, memory, prober, compiled, window)
     startup_s = {
         **(job.driver_s if generation == job.first_generation else {}),
         "workers": entered - (job.fit_at if generation == job.first_generation else entered),
@@ -186,6 +191,7 @@ def train_generation(
                 meter=meter,
                 hooks=hooks,
                 device=device,
+                stream=stream,
             )
         except NotFinite as error:
             hooks.not_finite(progress.step, str(error))
@@ -229,6 +235,7 @@ class _Hooks:
         job: Job,
         generation: int,
         step: TrainStep,
+        stream: Stream,
         mesh: DeviceMesh,
         validation: _Validation,
         memory: MemoryTier | None,
@@ -239,7 +246,7 @@ class _Hooks:
         self.window = window
         self.prober, self.probed = prober, 0
         self.memory, self.snapshots = memory, memory.snapshots if memory is not None else None
-        self.job, self.generation, self.step = job, generation, step
+        self.job, self.generation, self.step, self.stream = job, generation, step, stream
         self.validation = validation
         self.rank = dist.get_rank()
         self.part = part_of(mesh)
@@ -326,7 +333,8 @@ class _Hooks:
     def validate(self, step: int) -> float:
         begun = time.perf_counter()
         with self._at_length():  # the first one compiles
-            loss_sum, num_tokens = evaluate(
+            score = partial(
+                evaluate,
                 self.step.model,
                 self.validation.batches,
                 num_batches=self.validation.num_batches,
@@ -336,6 +344,7 @@ class _Hooks:
                 certificate=self.step.certificate,
                 number=step,
             )
+            loss_sum, num_tokens = self.stream.submit(score).result()
         loss = loss_sum / max(num_tokens, 1)
         if self.rank == 0:
             fields = {"step": step, "loss": loss, "seconds": time.perf_counter() - begun}

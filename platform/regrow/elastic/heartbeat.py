@@ -10,14 +10,14 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from regrow.observe.pulse import NOTHING, STACKS, STACKS_SIGNAL, TRACE, PulseFile, Word
-from regrow.parallel.break_off import Address, break_off
+from regrow.parallel.break_off import Breaker
 
 BEAT_S = 0.1
 LOOK_S = 1.0  # between looks at what may be overdue
@@ -37,8 +37,7 @@ class Heartbeat:
         self._look_at = math.inf  # of the monotonic clock: whether a collective is overdue
         self._folder, self._pulse = folder, PulseFile(folder)
         self._generation, self._step = NOTHING, NOTHING
-        self._listeners: set[Address] = set()
-        self._before: Callable[[], None] = lambda: None
+        self._breaker = Breaker()
         self._probe_s = 0.0
         self._at_length = False
         self._entered_ns = 0  # the generation
@@ -48,14 +47,10 @@ class Heartbeat:
         asked = Word.read(folder).traces  # of whom was there before
         threading.Thread(target=self._run, args=(asked,), name="heartbeat", daemon=True).start()
 
-    def enter(self, generation: int, listeners: set[Address], before: Callable[[], None] = lambda: None) -> None:
-        """This process is in a generation, whose ranks' gloo, or whose store, listens at these addresses.
-
-        `before` is called, on the heartbeat's thread, before its collectives are broken off.
-        """
+    def enter(self, generation: int, breaker: Breaker) -> None:
+        """This process is in a generation, which `breaker` breaks off."""
         with self._lock:
-            self._generation, self._step, self._listeners = generation, NOTHING, listeners
-            self._before = before
+            self._generation, self._step, self._breaker = generation, NOTHING, breaker
             self._entered_ns = time.time_ns()
             self._look_at = time.monotonic() + self._collective_timeout_s
 
@@ -90,8 +85,7 @@ class Heartbeat:
             with self._lock:
                 if self._generation > NOTHING and (self._generation <= word.over or self._is_overdue()):
                     self._generation = NOTHING
-                    self._before()
-                    break_off(self._listeners)
+                    self._breaker.start()
             time.sleep(BEAT_S)
 
     def _is_overdue(self) -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from regrow.checkpoint.state import Entry, Progress
 from regrow.elastic.heartbeat import Heartbeat
 from regrow.elastic.job import CALL_TIMEOUT_S, Job
 from regrow.errors import CheckpointError, first_line
-from regrow.parallel.break_off import Address
+from regrow.parallel.break_off import Address, Breaker
+from regrow.parallel.stream import Stream
 from regrow.plan.memory import plan_snapshot_memory
 
 SAFE_S = 5.0  # that training waits for keepers which fall behind
@@ -59,19 +60,18 @@ class MemoryTier:
             return problem
         return ""
 
-    def waiting(self, generation: int, listeners: set[Address]) -> None:
-        """This process waits at these addresses to form a generation, and is to be broken off if that is over. Local.
+    def waiting(self, generation: int, breaker: Breaker) -> None:
+        """This process is about to form a generation, and is to be broken off if that is over. Local.
 
         But in its first one: then it waits until the deadline.
         """
         if self._heartbeat is not None:
-            self._heartbeat.enter(generation, listeners)
+            self._heartbeat.enter(generation, breaker)
 
-    def join(self, generation: int, gloo: set[Address], before: Callable[[], None]) -> None:
+    def join(self, generation: int, gloo: set[Address], breaker: Breaker) -> None:
         """Wait for the keepers of all nodes to be up and known to the coordinator. From here on this rank is watched.
 
-        `gloo` is where this rank's gloo listens; `before` is called, on another thread, before anything is broken off.
-        Raises CheckpointError where a keeper cannot work on its node.
+        `gloo` is where this rank's gloo listens. Raises CheckpointError where a keeper cannot work on its node.
         """
         serving, self._serving = self._serving or self._serve(), None  # anew each time: it may have been restarted
         try:
@@ -83,10 +83,10 @@ class MemoryTier:
             ) from error
         self.folder = Path(info.folder)
         ray.get(self.job.coordinator.register_keeper.remote(self.keeper, info), timeout=CALL_TIMEOUT_S)
-        gloo = set().union(*gather(gloo))
+        breaker.watch(set().union(*gather(gloo)))
         timeout_s = self.job.config.train.collective_timeout_s
         self._heartbeat = self._heartbeat or Heartbeat(self.folder, collective_timeout_s=timeout_s)
-        self._heartbeat.enter(generation, gloo, before)
+        self._heartbeat.enter(generation, breaker)
 
     def restore(self, entries: Sequence[Entry], *, at_least: int) -> Progress | None:
         """Fill the entries from the newest snapshot that is whole.
@@ -120,8 +120,8 @@ class MemoryTier:
             return None, str(error)
         return restored, ""
 
-    def start(self, entries: Sequence[Entry], part: Part, generation: int, start_step: int) -> None:
-        """Make this rank's slots for what follows `start_step`.
+    def start(self, entries: Sequence[Entry], part: Part, generation: int, start_step: int, stream: Stream) -> None:
+        """Make this rank's slots for what follows `start_step`, in steps that run on `stream`.
 
         Raises CheckpointError on every rank where one node's memory is too small: at once where the run begins, later
         once what has taken it did not go for `ROOM_S`.
@@ -140,6 +140,7 @@ class MemoryTier:
                         generation=generation,
                         writers=nodes.count(self.node),
                         num_slots=self.config.slots,
+                        submit=stream.submit,
                     )
                 except CheckpointError as error:
                     problem = str(error)
@@ -176,14 +177,17 @@ class MemoryTier:
         """What this rank does now may take long, and keep the others waiting. Local."""
         return self._heartbeat.at_length() if self._heartbeat is not None else contextlib.nullcontext()
 
-    def leave(self) -> None:
+    def close_snapshots(self) -> None:
         """The generation is over, however it ended: nothing that is not sealed will be. Local."""
-        if self._heartbeat is not None:
-            self._heartbeat.leave()
         if self.snapshots is not None:
             with contextlib.suppress(Exception):  # of a device that cannot be trusted
                 self.snapshots.close()
             self.snapshots = None
+
+    def leave(self) -> None:
+        """This process has left its group, and is in none. Local."""
+        if self._heartbeat is not None:
+            self._heartbeat.leave()
 
     def _serve(self) -> Any:
         return self.keeper.serve.remote(self.job.coordinator, self.job.secret)

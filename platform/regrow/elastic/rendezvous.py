@@ -16,16 +16,17 @@ import ray.util
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from regrow.checkpoint.collective import HOST_GROUP
 from regrow.elastic.job import CALL_TIMEOUT_S
 from regrow.errors import RegrowError
-from regrow.parallel.break_off import Address, listening
-from regrow.parallel.fsdp import BACKENDS, let_go_of_meshes, set_timeout
+from regrow.parallel.break_off import Address, Breaker, listening
+from regrow.parallel.fsdp import ASYNCHRONOUS, BACKENDS, let_go_of_meshes, set_timeout
 from regrow.plan.membership import Formation, Member
 
 STORE_S = 10.0  # for the leader's store to be there, once the generation is known
 FORM_S, FORM_S_PER_RANK = 60.0, 0.05  # for all to come to it, and to each other
 
-Waiting = Callable[[int, set[Address]], None]  # this process is about to wait, for a generation, at these addresses
+Waiting = Callable[[int, Breaker], None]  # this process is about to wait for the others of a generation
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,9 @@ def join_generation(
     lifeline: int,
     after: int,
     expected: int,
-    device_type: str,
+    backend: str,
     timeout_s: float,
+    breaker: Breaker,
     waiting: Waiting,
 ) -> Joined | None:
     """Form the default process group of the next generation after `after`; None where the run is over.
@@ -86,18 +88,21 @@ def join_generation(
     rank = formation.rank_of(member_id)
     assert rank is not None
     joined = Joined(formation, rank, frozenset(listening()))
-    form_group(joined, store, device_type=device_type, timeout_s=timeout_s, waiting=waiting)
+    form_group(joined, store, backend=backend, timeout_s=timeout_s, breaker=breaker, waiting=waiting)
     return joined
 
 
-def form_group(joined: Joined, store: dist.TCPStore, *, device_type: str, timeout_s: float, waiting: Waiting) -> None:
+def form_group(
+    joined: Joined, store: dist.TCPStore, *, backend: str, timeout_s: float, breaker: Breaker, waiting: Waiting
+) -> None:
     """Form the default process group of this generation. Collective. `store` is this process' own.
 
-    Raises what torch raises where a member does not come: after a while, or when what `waiting` was told of is broken
-    off from another thread.
+    Raises what torch raises where a member does not come: after a while, or once `breaker`, which `waiting` may
+    hand to another thread, breaks it off.
     """
     leader, world_size = joined.formation.members[0], joined.world_size
-    waiting(joined.generation, {(leader.host, leader.port)})
+    breaker.watch({(leader.host, leader.port)})
+    waiting(joined.generation, breaker)
     if joined.rank:
         store = dist.TCPStore(
             leader.host, leader.port, wait_for_workers=False, timeout=datetime.timedelta(seconds=STORE_S)
@@ -106,12 +111,14 @@ def form_group(joined: Joined, store: dist.TCPStore, *, device_type: str, timeou
     distributed_c10d._world.group_count = 0
     form_s = min(timeout_s, FORM_S + FORM_S_PER_RANK * world_size)
     dist.init_process_group(
-        BACKENDS[device_type],
+        backend,
         store=dist.PrefixStore(f"generation-{joined.generation}", store),
         rank=joined.rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=form_s),
     )
+    if backend == ASYNCHRONOUS:
+        dist.new_group(backend=BACKENDS["cpu"], group_desc=HOST_GROUP)
     set_timeout(timeout_s)
 
 

@@ -12,6 +12,7 @@ import resource
 import time
 import traceback
 import uuid
+from functools import partial
 from typing import NoReturn
 
 import ray
@@ -19,7 +20,7 @@ import ray.train
 import ray.util
 import torch
 
-from regrow.config.schema import PretrainConfig
+from regrow.config.schema import Backend, PretrainConfig
 from regrow.data.batch import layout_of
 from regrow.elastic.generation import train_generation
 from regrow.elastic.job import CALL_TIMEOUT_S, Job
@@ -27,15 +28,18 @@ from regrow.elastic.memory_tier import MemoryTier
 from regrow.elastic.rendezvous import Joined, join_generation, leave_generation
 from regrow.errors import RegrowError, first_line
 from regrow.observe.roll_call import Lifeline
-from regrow.parallel.break_off import Address
+from regrow.parallel.break_off import LEAVE_S, Breaker
 from regrow.parallel.compile_cache import CompileCache
 from regrow.parallel.device_settings import apply_device_settings
+from regrow.parallel.fsdp import BACKENDS
 from regrow.parallel.interfaces import meet_at
+from regrow.parallel.stream import Stream, stream_of
 from regrow.plan.batch import plan_batch
 from regrow.storage import Storage
 from regrow.train.probe import Prober, Unfit, check_gpu
 from regrow.train.warm_up import warm_up
 
+DRAIN_S = LEAVE_S * 2 / 3  # for a device to come to rest after its collectives were aborted
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of mallopt(3)
 
 
@@ -44,23 +48,24 @@ def run_worker(job: Job) -> None:
     config, expected = job.config, ray.train.get_context().get_world_size()
     meet_at(ray.util.get_node_ip_address(), os.environ)
     _allow_descriptors()
-    if config.cluster.gpus_per_worker:
+    if config.cluster.gpus_per_worker or config.cluster.backend is Backend.asynchronous:
         watched = config.cluster.in_place and config.snapshot.every_steps > 0  # by a heartbeat, which breaks groups off
         threads = max(1, int(config.cluster.cpus_per_worker))
         apply_device_settings(os.environ, in_place=watched, compile_threads=threads)
     device, member_id, after, entered = _device(config), uuid.uuid4().hex[:12], 0, time.time()
+    backend, stream = _backend(config, device)
     lifeline = Lifeline(ray.util.get_node_ip_address())
     prober = _fit(job, device)
     memory = MemoryTier(job) if config.snapshot.every_steps else None  # its keeper starts beside what follows
     compiled = _compiled_before(job, device)
-    _warm_up(config, device, expected)
+    stream.submit(partial(_warm_up, config, device, expected, backend)).result()
     if memory is not None and config.cluster.check_hardware and (problem := memory.why_unfit()):
         _end(job, problem)
     gc.collect()
     gc.freeze()  # what is imported stays: collections between generations, and in steps, need not look at it
     while True:
         joined: Joined | None = None
-        broken = False
+        breaker, broken = Breaker(), True
         try:
             joined = join_generation(
                 job.coordinator,
@@ -68,14 +73,18 @@ def run_worker(job: Job) -> None:
                 lifeline=lifeline.port,
                 after=after,
                 expected=expected,
-                device_type=device.type,
+                backend=backend,
                 timeout_s=config.train.collective_timeout_s,
+                breaker=breaker,
                 waiting=memory.waiting if memory is not None else _until_the_deadline,
             )
             if joined is None:
+                broken = False
                 return
-            _share_cores(config, device, joined.on_my_host)
-            if train_generation(job, joined, memory, prober, device, compiled, entered=entered):
+            stream.submit(partial(_share_cores, config, device, joined.on_my_host)).result()
+            over = train_generation(job, joined, memory, prober, device, stream, breaker, compiled, entered=entered)
+            broken = False
+            if over:
                 return
         except RegrowError:
             raise
@@ -84,13 +93,19 @@ def run_worker(job: Job) -> None:
         except Exception as error:
             if not config.cluster.in_place:
                 raise
-            broken = True
             _report(job, joined, error)
             traceback.clear_frames(error.__traceback__)  # they hold the model
         finally:
+            if broken:  # on every way out: what reads results is told before anything is aborted
+                breaker.start()
+                if not stream.drain(DRAIN_S):
+                    _end(job, f"{device} does not come to rest after its group was broken off")
+            if memory is not None:
+                memory.close_snapshots()
+            leave_generation()
+            breaker.left()
             if memory is not None:
                 memory.leave()
-            leave_generation()
         after, entered = joined.generation if joined else after, time.time()
         gc.collect()
         if device.type == "cuda":  # NCCL and the driver do not ask torch for what it keeps
@@ -99,7 +114,7 @@ def run_worker(job: Job) -> None:
             _probe(job, prober)
 
 
-def _until_the_deadline(generation: int, listeners: set[Address]) -> None:
+def _until_the_deadline(generation: int, breaker: Breaker) -> None:
     """Without a keeper, nobody tells a process that the others will not come."""
 
 
@@ -134,7 +149,7 @@ def _compiled_before(job: Job, device: torch.device) -> CompileCache | None:
     return cache
 
 
-def _warm_up(config: PretrainConfig, device: torch.device, expected: int) -> None:
+def _warm_up(config: PretrainConfig, device: torch.device, expected: int, backend: str) -> None:
     """As for a group of so many."""
     plan = plan_batch(
         num_slices=config.optim.num_slices,
@@ -142,7 +157,8 @@ def _warm_up(config: PretrainConfig, device: torch.device, expected: int) -> Non
         slices_per_pass=config.parallel.slices_per_pass,
     )
     pass_seqs = plan.most_slices_of_a_pass * layout_of(config).slice_seqs
-    warm_up(device, config.model, config.parallel, pass_seqs=pass_seqs, seq_len=config.data.seq_len)
+    seq_len = config.data.seq_len
+    warm_up(device, config.model, config.parallel, pass_seqs=pass_seqs, seq_len=seq_len, backend=backend)
 
 
 def _end(job: Job, problem: str) -> NoReturn:
@@ -172,6 +188,15 @@ def _device(config: PretrainConfig) -> torch.device:
         return device
     _keep_freed_memory()
     return torch.device("cpu")
+
+
+def _backend(config: PretrainConfig, device: torch.device) -> tuple[str, Stream]:
+    """What carries collectives, by its name in torch, and where steps run."""
+    if config.cluster.backend is Backend.asynchronous:
+        from regrow.parallel import asynchronous
+
+        return asynchronous.NAME, asynchronous.default_stream()
+    return BACKENDS[device.type], stream_of(device)
 
 
 def _allow_descriptors() -> None:

@@ -57,6 +57,8 @@ class Event(Future[Any]):
 class Stream:
     """A thread that stands for a device: it does what is submitted, in order. One that hangs keeps no process alive."""
 
+    num_ahead = 1  # as on a GPU, see `stream.Stream`
+
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[tuple[int, Callable[[], Any], Event]] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -77,6 +79,10 @@ class Stream:
 
     def synchronize(self) -> None:
         self.record().synchronize()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until everything is done; whether it was in time."""
+        return self.record().synchronize(timeout_s)
 
     def is_current(self) -> bool:
         """Whether the caller runs on the stream."""

@@ -1,23 +1,106 @@
 """Break a process' collectives off from another thread: whoever waits in one gets an error at once, not at a timeout.
 
-NCCL can be told. Gloo cannot (torch 2.13: `abort` returns and the collective goes on waiting), so its connections are
-shut down underneath it. They are found by the addresses that gloo listens at, which every rank learns from the others:
-nothing else of the process, Ray's connections neither, is touched. Who waits for another one to form a group with waits
-at the group's store.
+NCCL can be told to abort; what waits then completes with garbage and raises nothing, so whoever reads results must be
+told first (`train.certificate`). Gloo cannot be told (torch 2.13: `abort` returns and the collective goes on waiting),
+so its connections are shut down underneath it. They are found by the addresses that gloo listens at, which every rank
+learns from the others: nothing else of the process, Ray's connections neither, is touched. Who waits for another one to
+form a group with waits at the group's store.
 """
 
 import contextlib
+import datetime
 import os
 import socket
 import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 Address = tuple[str, int]  # host, port
 
+ABORT_S = 10.0  # for a communicator to be aborted, and for a process to come out of making one
+LEAVE_S = 90.0  # for a process to come out of a generation that was broken off
+LOOK_S = 0.5  # between looks for groups that were made meanwhile
+
 _LISTENING = "0A"  # in /proc/net/tcp
+_ABORTABLE = {"nccl": "cuda", "asynchronous": "cpu"}  # backends, and their devices
+
+
+class Breaker:
+    """Breaks off what this process waits for in one generation. From any thread; again is nothing."""
+
+    def __init__(self) -> None:
+        self._listeners: set[Address] = set()
+        self._first: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
+        self._begun = False
+        self._left = threading.Event()
+        self._connecting_since: float | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the generation is over."""
+        return self._begun
+
+    def watch(self, listeners: Iterable[Address]) -> None:
+        """Shut down connections to these addresses, where the ranks' gloo or the group's store listens, too."""
+        with self._lock:
+            self._listeners |= set(listeners)
+
+    def first(self, tell: Callable[[], None]) -> None:
+        """Have this called before anything is broken off; at once where that has begun."""
+        with self._lock:
+            if not self._begun:
+                self._first.append(tell)
+                return
+        tell()
+
+    @contextlib.contextmanager
+    def connecting(self) -> Iterator[None]:
+        """While communicators are made, which nothing can break off: a process that stays in that ends."""
+        self._connecting_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._connecting_since = None
+
+    def start(self) -> None:
+        """Break off. Returns before it is done; a process that does not come out, to `left`, ends."""
+        with self._lock:
+            if self._begun:
+                return
+            self._begun = True
+            for tell in self._first:
+                tell()
+        threading.Thread(target=self._run, name="break-off", daemon=True).start()
+
+    def left(self) -> None:
+        """This process has come out of the generation: nothing of it is left to break off."""
+        self._left.set()
+
+    def _run(self) -> None:
+        begun_at, known = time.monotonic(), set[int]()
+        while True:
+            for group in list(distributed_c10d._world.pg_map):
+                if id(group) not in known:
+                    known.add(id(group))
+                    # side by side: an abort may wait for a kernel that another group's abort ends (pytorch#119797)
+                    threading.Thread(target=_abort, args=(group,), name="abort", daemon=True).start()
+            _shut_down_all(self._listeners)
+            if self._left.wait(LOOK_S):
+                return
+            waited_s, connecting = time.monotonic() - begun_at, self._connecting_since is not None
+            if waited_s > (ABORT_S if connecting else LEAVE_S):
+                what = "making communicators" if connecting else "a collective or on its device"
+                print(f"regrow: {waited_s:.0f} s after its group was over it hangs in {what}: ends", file=sys.stderr)
+                os._exit(1)
 
 
 def listening() -> set[Address]:
@@ -38,16 +121,23 @@ def listening() -> set[Address]:
     return found
 
 
-def break_off(listeners: set[Address]) -> None:
-    """End all process groups of this process, whose ranks' gloo, or whose store, listens there. From any thread."""
-    for group in list(distributed_c10d._world.pg_map):
-        if "nccl" in dist.get_backend(group):
-            with contextlib.suppress(Exception):  # another thread has given it up meanwhile
-                group.abort()
+def _abort(group: Any) -> None:
+    with contextlib.suppress(Exception):  # another thread has given it up meanwhile, or it takes too long
+        names = dist.get_backend(group)
+        for name, device in _ABORTABLE.items():
+            if name in names:
+                backend = group._get_backend(torch.device(device))
+                backend._set_default_timeout(datetime.timedelta(seconds=ABORT_S))  # for which `abort` itself may wait
+                backend.abort()
+
+
+def _shut_down_all(listeners: set[Address]) -> None:
+    """Shut down this process' connections to and from these addresses."""
+    ends = {_plain(*address) for address in listeners}
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile, or no connection
             if os.readlink(entry.path).startswith("socket:"):
-                _shut_down(int(entry.name), listeners)
+                _shut_down(int(entry.name), ends)
 
 
 def _shut_down(descriptor: int, listeners: set[Address]) -> None:
@@ -55,7 +145,7 @@ def _shut_down(descriptor: int, listeners: set[Address]) -> None:
         if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
             return
         ends = {_plain(*connection.getsockname()[:2]), _plain(*connection.getpeername()[:2])}
-        if not ends.isdisjoint(_plain(*address) for address in listeners):
+        if not ends.isdisjoint(listeners):
             connection.shutdown(socket.SHUT_RDWR)
 
 

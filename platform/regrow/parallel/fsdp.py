@@ -17,6 +17,7 @@ from regrow.model.llama import Llama
 from regrow.plan.mesh import MeshShape
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by device type, for init_process_group
+ASYNCHRONOUS = "asynchronous"  # the backend of `parallel.asynchronous`
 
 
 def build_mesh(shape: MeshShape, device_type: str, *, timeout_s: float | None = None) -> DeviceMesh:

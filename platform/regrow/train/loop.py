@@ -5,7 +5,9 @@ Knows neither Ray nor Hydra nor storage: batches, the step and what to do with r
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,6 +16,7 @@ from regrow.checkpoint.state import Progress
 from regrow.config.schema import OptimConfig
 from regrow.data.batch import RankBatch
 from regrow.optim.schedule import lr_at
+from regrow.parallel.stream import Stream, stream_of
 from regrow.train.metrics import Meter
 from regrow.train.step import StepStats, TrainStep
 
@@ -80,7 +83,7 @@ class LoopSettings:
 class _Launched:
     """A step whose numbers the host has not read yet."""
 
-    stats: StepStats
+    stats: Future[StepStats]
     row: dict[str, object]
 
 
@@ -94,14 +97,17 @@ def train(
     meter: Meter,
     hooks: Hooks,
     device: torch.device,
+    stream: Stream | None = None,
 ) -> bool:
     """Train until `last_step`, or until a rank wants to leave; ends with a checkpoint of where it stands.
 
     Returns whether it was asked to leave. On a device the host reads step N's loss after launching step N+1, so that
     it never waits for the device; a wish to leave then takes effect one step later, on all ranks at the same one.
-    Raises NotFinite, on all ranks at the same step, and BrokenStep for one that its certificate does not vouch for.
+    `stream` is where steps run, the device's own where it is None. Raises NotFinite, on all ranks at the same step, and
+    BrokenStep for one that its certificate does not vouch for.
     """
-    lag = 0 if device.type == "cpu" else 1
+    stream = stream or stream_of(device)
+    lag = stream.num_ahead
     launched: list[_Launched] = []
     leaving = blocked = False
     saved_at, skipped = progress.step, 0
@@ -111,7 +117,7 @@ def train(
         nonlocal leaving, blocked, skipped
         while len(launched) > left:
             oldest = launched.pop(0)
-            result = oldest.stats.resolve()
+            result = oldest.stats.result().resolve()
             leaving, blocked = leaving or result.flag, result.blocked
             meter.snapshot_s += hooks.confirm(int(str(oldest.row["step"])))
             hooks.log(meter.finish(oldest.row, result))
@@ -140,7 +146,8 @@ def train(
         assert batch.step == progress.step, f"the stream gave step {batch.step}, training is at {progress.step}"
 
         lr = lr_at(progress.tokens_seen + settings.tokens_per_step, total_tokens=settings.total_tokens, config=optim)
-        stats = step.run(
+        run = partial(
+            step.run,
             _micro_batches(batch, settings, device),
             num_micro_batches=settings.num_micro_batches,
             lr=lr,
@@ -151,6 +158,7 @@ def train(
             number=progress.step + 1,
             before_update=await_snapshot,
         )
+        stats = stream.submit(run)
         progress.step += 1
         progress.cursor += settings.seqs_per_step
         progress.tokens_seen += settings.tokens_per_step
@@ -161,7 +169,7 @@ def train(
         validate_due = settings.validate_every_steps and (last or _is_due(progress.step, settings.validate_every_steps))
         if validate_due:
             settle(1)
-            launched[0].stats.resolve()  # the device is done with this step: what follows is timed on its own
+            launched[0].stats.result().resolve()  # the device is done with this step: what follows is timed on its own
             launched[0].row["validation_loss"] = meter.outside_steps(lambda: hooks.validate(progress.step))
         settle(0 if save_due else lag)
         if save_due or (_is_due(progress.step, settings.snapshot_every_steps) and not blocked):

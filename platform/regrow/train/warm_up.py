@@ -19,7 +19,13 @@ MODEL = ModelConfig(vocab_size=512, dim=64, num_layers=1, num_heads=2, num_kv_he
 
 
 def warm_up(
-    device: torch.device, model: ModelConfig, parallel: ParallelConfig, *, pass_seqs: int, seq_len: int
+    device: torch.device,
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    *,
+    pass_seqs: int,
+    seq_len: int,
+    backend: str | None = None,
 ) -> None:
     """Train for a step in a group of this process alone, which is given up again.
 
@@ -35,7 +41,7 @@ def warm_up(
         model = replace(model, num_layers=1, vocab_size=MODEL.vocab_size)
     else:
         model, parallel, pass_seqs, seq_len = MODEL, ParallelConfig(), 1, 8
-    dist.init_process_group(BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend or BACKENDS[device.type], store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = build_mesh(plan_mesh(1, 1), device.type)
         eot_id = 0 if model.document_attention else None
