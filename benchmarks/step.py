@@ -3,10 +3,11 @@
     python benchmarks/step.py --out FILE [--quick] [--device cpu|cuda] [--models 1_8b 8b-layers4] [--recipes ...]
 
 One process, FSDP over a group of one: what is measured is the compute path, with none of the traffic between ranks.
-The peer is `bare`, a plain `torch.nn` Llama of the same dims with AdamW in a plain loop, in the same run. Two more
-parts: our layers on FSDP2 against FSDP2 alone, on two ranks of a CPU (step_ranks.py), and the loss in chunks against
-all logits at once, at a vocabulary of 32k (step_loss.py). Needs torch alone, torchao for float8; runs from a checkout
-that is not installed.
+Peers in the same run: `bare`, a plain `torch.nn` Llama of the same dims with AdamW in a plain loop, and `torchtitan`,
+its own step at the default dtype, where it is installed (step_titan.py says how). Two more parts: our layers on FSDP2
+against FSDP2 alone and against torchtitan, on two ranks of a CPU (step_ranks.py), and the loss in chunks against all
+logits at once, at a vocabulary of 32k (step_loss.py). Needs torch alone, torchao for float8; runs from a checkout that
+is not installed.
 """
 
 import argparse
@@ -41,6 +42,8 @@ from benchmarks.bare_llama import BareLlama  # noqa: E402
 from benchmarks.parts import Part  # noqa: E402
 from benchmarks.step_loss import measure_loss  # noqa: E402
 from benchmarks.step_ranks import measure_ranks  # noqa: E402
+from benchmarks.step_titan import HOW_TO_GET_IT, is_installed, titan_step  # noqa: E402
+from benchmarks.step_titan import NAME as TORCHTITAN  # noqa: E402
 
 from regrow.config.schema import (  # noqa: E402
     ActivationCheckpoint,
@@ -60,6 +63,7 @@ from regrow.train.build import build_step  # noqa: E402
 GIB = 2**30
 LR = 1e-4
 COMPILED = "+compile"
+PEERS = ("bare", TORCHTITAN)
 DEFAULTS: dict[str, dict[str, list[str]]] = {
     "cpu": {"models": ["debug"], "recipes": ["bare", "float32"], "rank_models": ["debug", "150m"]},
     "cuda": {
@@ -67,6 +71,7 @@ DEFAULTS: dict[str, dict[str, list[str]]] = {
         "models": ["1_8b", "8b-layers4"],
         "recipes": [
             "bare+compile",
+            "torchtitan+compile",
             "bfloat16",
             "bfloat16+compile",
             "tensorwise+compile",
@@ -82,11 +87,11 @@ RunStep = Callable[[int], None]  # launches step number n; does not wait for the
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that is timed: a model under a recipe, which is bare, a dtype or a float8 recipe, perhaps compiled."""
+    """One thing that is timed: a model under a recipe: a peer, a dtype or a float8 recipe, perhaps compiled."""
 
     model: ModelConfig
     recipe: str
-    dtype: Dtype  # of `bare`; other recipes name theirs
+    dtype: Dtype  # of peers; other recipes name theirs
     micro_batch_seqs: int
     num_micro_batches: int
     seq_len: int
@@ -144,10 +149,10 @@ def main() -> None:
                         report.skip(case, f"not started within --budget-s {options.budget_s:.0f}")
         if options.loss and time.monotonic() - began < options.budget_s:
             report.add_part("loss", measure_loss(device, rounds=options.steps))
-    for name in options.rank_models:
+    for name, dtype in itertools.product(options.rank_models, options.rank_dtypes):
         if time.monotonic() - began < options.budget_s:
-            part = measure_ranks(read_model(name), rounds=options.rounds, steps=options.steps)
-            report.add_part(f"{name} on two ranks", part)
+            part = measure_ranks(read_model(name), dtype=Dtype(dtype), rounds=options.rank_rounds, steps=options.steps)
+            report.add_part(f"{name} on two ranks, {dtype}", part)
     report.finish()
 
 
@@ -179,7 +184,7 @@ def time_case(case: Case, device: torch.device, *, num_warmup: int, num_steps: i
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     batches = [token_rows(case, seed, device) for seed in range(4)]
-    build = bare_step if case.recipe.removesuffix(COMPILED) == "bare" else our_step
+    build = {"bare": bare_step, TORCHTITAN: their_step}.get(case.recipe.removesuffix(COMPILED), our_step)
     run = build(case, batches, device)
     for number in range(num_warmup):
         run(number)
@@ -254,6 +259,25 @@ def bare_step(case: Case, batches: Sequence[Tensor], device: torch.device) -> Ru
     return run
 
 
+def their_step(case: Case, batches: Sequence[Tensor], device: torch.device) -> RunStep:
+    """torchtitan's, of the group of one."""
+    if not is_installed():
+        raise ModuleNotFoundError(HOW_TO_GET_IT)
+    run = titan_step(
+        case.model,
+        device=device,
+        dtype=case.dtype,
+        seq_len=case.seq_len,
+        micro_batch_seqs=case.micro_batch_seqs,
+        num_micro_batches=case.num_micro_batches,
+        lr=LR,
+        compiled=case.recipe.endswith(COMPILED),
+        compile_backend=case.compile_backend,
+        activation_checkpoint=case.activation_checkpoint,
+    )
+    return lambda number: run(batches[number % len(batches)])
+
+
 class Report:
     """The JSON file, rewritten after every case so that an interrupted run leaves what it has."""
 
@@ -304,7 +328,7 @@ class Report:
             case = timings.case
             median = statistics.median(timings.step_s)
             slow, fast = max(timings.step_s), min(timings.step_s)
-            target = peers if case.recipe.startswith("bare") else figures
+            target = peers if case.recipe.startswith(PEERS) else figures
             key = f"{self.device.type}/{name}"
             target[f"{key}/tokens_per_s"] = case.tokens / median
             target[f"{key}/step_s"] = median
@@ -335,7 +359,7 @@ class Report:
         }
 
     def ratios(self, model_name: str) -> dict[str, float]:
-        """Our speed over the bare loop's at the same dtype, compiled if both are; float8's over bfloat16's."""
+        """Our speed over each peer's at the same dtype, compiled if both are; float8's over bfloat16's."""
         speed = {
             timings.case.recipe: timings.case.tokens / statistics.median(timings.step_s)
             for timings in self.timings.values()
@@ -344,8 +368,9 @@ class Report:
         prefix, found = f"{self.device.type}/{model_name}", {}
         dtype = default_dtype(self.device).value
         for suffix in ("", COMPILED):
-            if f"bare{suffix}" in speed and f"{dtype}{suffix}" in speed:
-                found[f"{prefix}/tokens_per_s_ratio_bare"] = speed[f"{dtype}{suffix}"] / speed[f"bare{suffix}"]
+            for peer in PEERS:
+                if f"{peer}{suffix}" in speed and f"{dtype}{suffix}" in speed:
+                    found[f"{prefix}/tokens_per_s_ratio_{peer}"] = speed[f"{dtype}{suffix}"] / speed[f"{peer}{suffix}"]
             base = speed.get(f"{Dtype.bfloat16.value}{suffix}")
             for recipe in Float8:
                 name = f"{recipe.value}{suffix}"
@@ -373,7 +398,7 @@ class Report:
             "warmup_steps": self.options.warmup,
             "activation_checkpoint": self.options.activation_checkpoint,
             "compile_backend": self.options.compile_backend,
-            "bare_dtype": default_dtype(self.device).value,
+            "peers_dtype": default_dtype(self.device).value,
             "torch_threads": torch.get_num_threads(),
             **{name: part.settings for name, part in self.parts.items()},
         }
@@ -383,7 +408,7 @@ def cases_of(model_name: str, options: argparse.Namespace, device: torch.device)
     """Every recipe of a model. Raises SystemExit for a recipe that there is not."""
     model = read_model(model_name)
     seq_len, micro_batch_seqs = batch_shape(model, options, device)
-    known = {"bare", *Dtype.__members__, *(recipe.value for recipe in Float8 if recipe is not Float8.none)}
+    known = {*PEERS, *Dtype.__members__, *(recipe.value for recipe in Float8 if recipe is not Float8.none)}
     for recipe in options.recipes:
         if recipe.removesuffix(COMPILED) not in known:
             sys.exit(f"unknown recipe {recipe!r}; one of {', '.join(sorted(known))}, perhaps with {COMPILED}")
@@ -514,8 +539,9 @@ def cpu_name() -> str:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__, "cuda": str(torch.version.cuda)}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        found["torchao"] = importlib.metadata.version("torchao")
+    for name in ("torchao", TORCHTITAN):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     return found
 
 
@@ -540,7 +566,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one round of few steps: minutes on 2 cores")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", help="names of conf/model, perhaps with -layersN (8b-layers4)")
-    parser.add_argument("--recipes", nargs="+", help="bare, a dtype or a float8 recipe, perhaps with +compile")
+    parser.add_argument("--recipes", nargs="+", help="a peer, a dtype or a float8 recipe, perhaps with +compile")
     parser.add_argument("--rounds", type=int, help="times each case is built and timed, round-robin")
     parser.add_argument("--steps", type=int, help="timed steps of a case in a round, at least 5")
     parser.add_argument("--warmup", type=int, default=3, help="steps before that, in which compiling happens")
@@ -552,6 +578,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--compile-backend", default="inductor")
     parser.add_argument("--loss", action=argparse.BooleanOptionalAction, default=True, help="measure the chunked loss")
     parser.add_argument("--rank-models", nargs="*", help="models to run on two ranks of a CPU; may be none")
+    parser.add_argument("--rank-dtypes", nargs="+", choices=list(Dtype.__members__), default=["float32"])
+    parser.add_argument("--rank-rounds", type=int, default=5, help="times each side of these is built and timed")
     parser.add_argument("--budget-s", type=float, default=540.0, help="start no further case after this long")
     options = parser.parse_args()
     defaults = DEFAULTS[options.device]

@@ -13,9 +13,15 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch.distributed.tensor import distribute_tensor
 
-from regrow.config.schema import ModelConfig
+from regrow.checkpoint.huggingface import hugging_face_name
+from regrow.config.schema import ActivationCheckpoint, Dtype, ModelConfig, OptimConfig, ParallelConfig
+from regrow.parallel.fsdp import build_mesh
+from regrow.plan.mesh import plan_mesh
 from regrow.testing.gloo import run_ranks
+from regrow.testing.tiny import count_up_rows
+from regrow.train.build import build_step
 
 ROOT = Path(__file__).parents[2]
 ABSENT = ["ray", "hydra", "omegaconf", "yaml", "pyarrow", "tokenizers", "fsspec"]
@@ -90,13 +96,89 @@ def measured_ranks() -> Any:
     from benchmarks import step_ranks
 
     model = ModelConfig(vocab_size=64, dim=32, num_layers=1, num_heads=2, num_kv_heads=1, ffn_dim=32)
-    return step_ranks.time_sides(model, 1, 1, 2)
+    return step_ranks.time_sides(model, Dtype.float32, 1, 2, 3, step_ranks.SIDES)
 
 
-def test_both_sides_take_the_same_steps_on_two_ranks():
+def test_all_sides_take_the_same_steps_on_two_ranks_in_every_round():
     for seconds in run_ranks(measured_ranks, 2):
-        assert [len(times) for times in seconds.values()] == [2, 2]
-        assert all(time > 0 for times in seconds.values() for time in times)
+        assert list(seconds) == ["ours", "fsdp"]
+        assert [[len(times) for times in rounds] for rounds in seconds.values()] == [[3, 3], [3, 3]]
+        assert all(time > 0 for rounds in seconds.values() for times in rounds for time in times)
+
+
+def test_without_torchtitan_one_line_says_how_to_get_it(benchmark, monkeypatch, capsys, tmp_path):
+    from benchmarks import step_ranks
+
+    took = {side: [[2.0, 1.0, 3.0], [4.0]] for side in step_ranks.SIDES}
+    monkeypatch.setattr(step_ranks, "is_installed", lambda: False)
+    monkeypatch.setattr(step_ranks, "run_ranks", lambda *arguments, **_: [took])
+    part = step_ranks.measure_ranks(ModelConfig(), dtype=Dtype.bfloat16, rounds=2, steps=3)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == part.settings["left_out"]
+    assert "pip install -e '.[benchmark]'" in line
+    assert part.figures["cpu/debug/2_ranks/bfloat16/tokens_per_s_ratio_fsdp"] == 1.0
+    assert part.spread["cpu/debug/2_ranks/bfloat16/tokens_per_s"] == [2048 / 4, 2048 / 2]
+    monkeypatch.setattr(benchmark, "is_installed", lambda: False)
+    out = tmp_path / "step.json"
+    small = ["--models", "debug-layers1", "--recipes", "torchtitan", "float32", "--seq-len", "32", "--quick"]
+    arguments = ["--out", str(out), *small, "--micro-batch-seqs", "1", "--no-loss", "--rank-models", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["step.py", *arguments])
+    benchmark.main()
+    assert "pip install" in json.loads(out.read_text())["skipped"]["debug-layers1/torchtitan"]
+
+
+def losses_of_torchtitan(model: ModelConfig) -> tuple[list[float], list[float]]:
+    """Of ours and theirs, from the same weights, on the same rows."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.step_titan import build_trainer, micro_batches
+
+    rows = count_up_rows(0, num_rows=4, seq_len=24, vocab_size=model.vocab_size)
+    cpu, lr = torch.device("cpu"), 1e-2
+    step = build_step(
+        model, ParallelConfig(), OptimConfig(), mesh=build_mesh(plan_mesh(1, 1), "cpu"), device=cpu, seed=0
+    )
+    names = {name: hugging_face_name(name) for name, _ in step.model.named_parameters()}
+    weights = {names[name]: value.full_tensor().detach().clone() for name, value in step.model.named_parameters()}
+    trainer = build_trainer(
+        model,
+        device=cpu,
+        dtype=Dtype.float32,
+        seq_len=24,
+        micro_batch_seqs=2,
+        num_micro_batches=2,
+        lr=lr,
+        compiled=False,
+        compile_backend="inductor",
+        activation_checkpoint=ActivationCheckpoint.none,
+    )
+    (theirs,) = trainer.model_parts
+    adapter = trainer.config.model_spec.state_dict_adapter(trainer.model_config, None)
+    sample = next(theirs.parameters())
+    theirs.load_state_dict(
+        {
+            name: distribute_tensor(value, sample.device_mesh, sample.placements)
+            for name, value in adapter.from_hf(weights).items()
+        },
+        strict=not model.tied,
+    )
+    logged: list[float] = []
+    trainer.metrics_processor.should_log = lambda _: True
+    trainer.metrics_processor.log = lambda _, loss, *rest, **more: logged.append(loss)
+    ours = []
+    for _ in range(3):
+        ours.append(step.run(list(rows.split(2)), num_micro_batches=2, lr=lr).resolve().loss)
+        trainer.step += 1
+        trainer.train_step(trainer.batch_generator(micro_batches(rows, 2)))
+    return ours, logged
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_torchtitan_takes_the_same_steps_of_the_same_model(tied):
+    pytest.importorskip("torchtitan")
+    model = ModelConfig(vocab_size=64, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=48, tied=tied)
+    ((ours, theirs),) = run_ranks(losses_of_torchtitan, 1, model)
+    assert ours[-1] < ours[0]
+    assert theirs == pytest.approx(ours, rel=1e-5)
 
 
 def test_model_files_read_without_pyyaml_are_those_that_hydra_reads(benchmark):
