@@ -1,6 +1,6 @@
 """What a run will need, before it starts: `python -m jobs.plan [--json] [+cluster=NAME] [model=NAME] [key=value ...]`.
 
-Bytes of a device by kind, whether they fit, arithmetic and the time of a step at best, for every world size allowed.
+Bytes of a device by kind, whether they fit, arithmetic and an estimate of a step's time, for every world size allowed.
 Starts nothing, and looks at no device but, where workers have no GPUs, this machine.
 """
 
@@ -14,7 +14,7 @@ from regrow.config.schema import PlanJobConfig
 from regrow.config.store import run_job
 from regrow.model.flops import flops_per_token
 from regrow.model.size import num_params
-from regrow.plan.cost import ASSUMPTIONS
+from regrow.plan.cost import assumptions
 from regrow.train.forecast import device_of, forecasts, network_of
 from regrow.train.forecast_text import to_text
 
@@ -35,7 +35,7 @@ def main(config: PlanJobConfig, *, as_json: bool) -> None:
         "flops_per_step": tokens * flops_per_token(config.model, config.data.seq_len),
         "device": asdict(device),
         "network": asdict(network),
-        "assumptions": ASSUMPTIONS,
+        "assumptions": assumptions(device),
         "world_sizes": [each.to_dict() for each in found],
     }
     print(json.dumps(result, indent=2))

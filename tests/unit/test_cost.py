@@ -3,12 +3,8 @@ import dataclasses
 import pytest
 
 from regrow.plan.cost import (
-    ATTENTION_SHARE,
-    FLOAT8_SHARE,
     HOST_LINK_BYTES_PER_S,
     HOST_MEMORY_BYTES_PER_S,
-    MATMUL_SHARE,
-    MEMORY_SHARE,
     NETWORK_SHARE,
     UPDATE_BYTES,
     Network,
@@ -22,12 +18,13 @@ from regrow.plan.devices import DEVICES, GIB, Device, find_device
 
 DEVICE = Device("slow", 0, flops=1e12, float8_flops=2e12, memory_bytes_per_s=1e9, link_bytes_per_s=1e8)
 NETWORK = Network(ranks_per_node=8, bytes_per_s=1e7)
+SHARES = DEVICE.shares
 
 
 def test_arithmetic_of_each_kind_and_memory_traffic_add_up():
     work = PassWork(matmul_flops=3e12, float8_flops=4e12, attention_flops=5e12, memory_bytes=6e9)
     assert compute_s(work, DEVICE) == pytest.approx(
-        3 / MATMUL_SHARE + 2 / FLOAT8_SHARE + 5 / ATTENTION_SHARE + 6 / MEMORY_SHARE
+        3 / SHARES.matmul + 2 / SHARES.float8 + 5 / SHARES.attention + 6 / SHARES.memory
     )
 
 
@@ -65,11 +62,11 @@ def step(
     )
 
 
-UPDATE = UPDATE_BYTES * 1e6 / 1e9 / MEMORY_SHARE
+UPDATE = UPDATE_BYTES * 1e6 / 1e9 / SHARES.memory
 
 
 def test_a_pass_takes_as_long_as_the_longer_of_computing_and_communicating():
-    work, second = PassWork(0.0, 0.0, 0.0, 1e9 * MEMORY_SHARE), 1 / seconds_per_byte(4, DEVICE, NETWORK)
+    work, second = PassWork(0.0, 0.0, 0.0, 1e9 * SHARES.memory), 1 / seconds_per_byte(4, DEVICE, NETWORK)
     little, much = Traffic(0.5 * second, 0.25 * second, 0.0), Traffic(2 * second, 3 * second, 0.0)
     quiet, busy = step(work, little), step(work, much)
     assert (quiet.compute_s, busy.compute_s) == (pytest.approx(3.0), pytest.approx(3.0))
@@ -91,7 +88,7 @@ def test_what_is_on_the_host_travels_over_its_link_and_is_updated_with_a_share_o
     idle, link = PassWork(0.0, 0.0, 0.0, 0.0), HOST_LINK_BYTES_PER_S * NETWORK_SHARE
     found = step(idle, Traffic(0.0, 0.0, 0.0, from_host=2 * link, to_host=link), shard=1, on_host=True)
     assert found.network_s == pytest.approx(3 * 2 + 1)
-    assert found.update_s == pytest.approx(UPDATE_BYTES * 1e6 / (HOST_MEMORY_BYTES_PER_S / 8) / MEMORY_SHARE)
+    assert found.update_s == pytest.approx(UPDATE_BYTES * 1e6 / (HOST_MEMORY_BYTES_PER_S / 8) / SHARES.memory)
 
 
 def test_a_device_is_found_by_its_longest_name():

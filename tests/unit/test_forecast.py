@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +22,9 @@ from regrow.config.schema import (
 from regrow.config.store import pretrain_config
 from regrow.errors import ConfigError
 from regrow.model.size import num_params
+from regrow.plan.calibration import CALIBRATED_ON, PUBLISHED, WITHIN, Published
 from regrow.plan.cost import Network
-from regrow.plan.devices import DEVICES, GIB, find_device
+from regrow.plan.devices import DEVICES, GIB, MEASURED_SHARES, find_device
 from regrow.train.footprint import KINDS, Rank, footprint
 from regrow.train.forecast import Forecast, device_of, forecast, forecasts, network_of, remedy
 from regrow.train.forecast_text import MOST_ROWS, chosen, spans, to_text
@@ -47,20 +49,43 @@ def with_parallel(config: PretrainConfig, **values: object) -> PretrainConfig:
 EIGHT = config_of("+cluster=h100x64")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "published"),
-    [
-        # torchtitan, 8 H100s, 8,192 tokens a sequence, one a GPU
-        (["parallel.float8=none", "parallel.compile=true"], 6667),
-        (["parallel.float8=none", "parallel.compile=false"], 5762),
-        (["parallel.float8=tensorwise_all_gather", "parallel.compile=true"], 8532),
-    ],
-)
-def test_an_8b_step_is_at_best_as_fast_as_published_ones_and_at_most_half_as_fast_again(overrides, published):
-    config = config_of("+cluster=h100x64", "optim.global_batch_seqs=64", "optim.num_slices=64", *overrides)
-    for_one = dataclasses.replace(config, optim=dataclasses.replace(config.optim, global_batch_seqs=8, num_slices=8))
-    per_gpu = forecast(for_one, 8, H100, NETWORK).tokens_per_s / 8
-    assert published <= per_gpu <= 1.5 * published
+def rate(run: Published) -> float:
+    """tokens/s of one GPU, as forecast."""
+    config = config_of(
+        "+cluster=h100x64",
+        f"model={run.model}",
+        f"data.seq_len={run.seq_len}",
+        f"optim.global_batch_seqs={run.gpus * run.seqs}",
+        f"optim.num_slices={run.gpus}",
+        f"parallel.compile={str(run.compiled).lower()}",
+        f"parallel.float8={'tensorwise_all_gather' if run.float8 else 'none'}",
+        f"parallel.activation_checkpoint={'selective' if run.checkpointed else 'none'}",
+    )
+    device = find_device(run.device)
+    assert device is not None
+    if run.memory_bytes_per_s is not None:
+        device = dataclasses.replace(device, memory_bytes_per_s=run.memory_bytes_per_s)
+    return forecast(config, run.gpus, device, NETWORK).tokens_per_s / run.gpus
+
+
+@pytest.mark.parametrize("run", PUBLISHED, ids=lambda run: f"{run.model}-{run.gpus}x{run.device}-{run.tokens_per_s}")
+def test_a_forecast_is_near_what_others_published(run: Published) -> None:
+    assert rate(run) == pytest.approx(run.tokens_per_s, rel=WITHIN)
+
+
+def test_forecasts_err_to_neither_side():
+    errors = [rate(run) / run.tokens_per_s for run in PUBLISHED]
+    assert 0.95 <= statistics.geometric_mean(errors) <= 1.05
+
+
+def test_a_forecast_says_what_it_is_calibrated_on_and_where_it_is_not():
+    text = to_text(EIGHT, forecasts(EIGHT, H100, NETWORK), H100, NETWORK)
+    assert "an estimate" in text
+    assert CALIBRATED_ON in text
+    local = config_of("observe.peak_tflops=0.3")
+    here = device_of(local, PlanConfig())
+    assert here.shares == MEASURED_SHARES
+    assert "not calibrated" in to_text(local, forecasts(local, here, NETWORK), here, NETWORK)
 
 
 def test_state_is_twelve_bytes_a_parameter_shared_by_the_ranks_that_shard_it():

@@ -1,30 +1,19 @@
-"""How long a step takes at best: arithmetic, memory traffic and collectives against what devices and links offer. Pure.
+"""How long a step takes: arithmetic, memory traffic and collectives against what devices and links offer. Pure.
 
 A roofline: in each pass a device computes, and gathers parameters and reduces gradients at the same time, whichever
-takes longer; then it updates its shard. The shares below, of what data sheets promise, are assumptions.
+takes longer; then it updates its shard. An estimate: what a step gets of a data sheet's promise, `Device.shares`, is
+fitted to published speeds (calibration.py).
 """
 
 from dataclasses import dataclass
 
-from regrow.plan.devices import Device
+from regrow.plan.calibration import CALIBRATED_ON
+from regrow.plan.devices import PUBLISHED_SHARES, Device
 
-MATMUL_SHARE = 0.62  # of the peak that large matrix products reach
-FLOAT8_SHARE = 0.55  # and those in float8, of theirs
-ATTENTION_SHARE = 0.4  # and fused attention, forward and backward
-MEMORY_SHARE = 0.8
 NETWORK_SHARE = 0.8
 HOST_LINK_BYTES_PER_S = 50e9  # between a GPU and its host, one way: PCIe 5, 16 lanes
 HOST_MEMORY_BYTES_PER_S = 400e9  # of a node, which its ranks share
 UPDATE_BYTES = 40  # of a parameter: AdamW reads and writes value and moments and reads the gradient, clipping all of it
-
-ASSUMPTIONS = (
-    f"{MATMUL_SHARE:.0%} of peak arithmetic in matrix products, {FLOAT8_SHARE:.0%} in float8, {ATTENTION_SHARE:.0%} in "
-    f"attention, which skips what is masked; {MEMORY_SHARE:.0%} of memory bandwidth; {NETWORK_SHARE:.0%} of links",
-    "collectives run beside arithmetic, a pass takes as long as the longer of the two; nodes are as full as can be",
-    f"with parallel.cpu_offload, {HOST_LINK_BYTES_PER_S / 1e9:.0f} GB/s each way between a GPU and its host, and "
-    f"{HOST_MEMORY_BYTES_PER_S / 1e9:.0f} of the host's memory for all of its ranks",
-    "no waiting for data, hosts, stragglers, validation or checkpoints",
-)
 
 
 @dataclass(frozen=True)
@@ -71,6 +60,22 @@ class StepTime:
         return "compute" if self.compute_s >= self.network_s else "network"
 
 
+def assumptions(device: Device) -> tuple[str, ...]:
+    """In words, for whoever reads a forecast."""
+    shares = device.shares
+    fitted = CALIBRATED_ON if shares == PUBLISHED_SHARES else "of a peak that was measured here; not calibrated"
+    return (
+        f"{shares.matmul:.0%} of peak arithmetic in matrix products, {shares.float8:.0%} in float8, "
+        f"{shares.attention:.0%} in attention, which skips what is masked; {shares.memory:.0%} of memory bandwidth; "
+        f"{NETWORK_SHARE:.0%} of links",
+        f"these shares are {fitted}",
+        "collectives run beside arithmetic, a pass takes as long as the longer of the two; nodes are as full as can be",
+        f"with parallel.cpu_offload, {HOST_LINK_BYTES_PER_S / 1e9:.0f} GB/s each way between a GPU and its host, and "
+        f"{HOST_MEMORY_BYTES_PER_S / 1e9:.0f} of the host's memory for all of its ranks",
+        "no waiting for data, stragglers, validation or checkpoints",
+    )
+
+
 def step_time(
     work: PassWork,
     traffic: Traffic,
@@ -98,21 +103,22 @@ def step_time(
     num_reducing = num_passes if reduce_every_pass else 1
     passes = num_reducing * max(compute, gather + reduce) + (num_passes - num_reducing) * max(compute, gather)
     memory = HOST_MEMORY_BYTES_PER_S / network.ranks_per_node if on_host else device.memory_bytes_per_s
-    update = UPDATE_BYTES * shard_params / memory / MEMORY_SHARE
+    update = UPDATE_BYTES * shard_params / memory / device.shares.memory
     return StepTime(num_passes * compute, num_passes * gather + num_reducing * reduce, update, passes + update)
 
 
 def compute_s(work: PassWork, device: Device) -> float:
     """One pass without collectives.
 
-    >>> compute_s(PassWork(620.0, 0.0, 0.0, 0.0), Device("", 0, 1000.0, 2000.0, 1.0, 1.0))
+    >>> compute_s(PassWork(450.0, 0.0, 0.0, 0.0), Device("", 0, 1000.0, 2000.0, 1.0, 1.0))
     1.0
     """
-    products = work.matmul_flops / device.flops / MATMUL_SHARE
-    products += work.float8_flops / device.float8_flops / FLOAT8_SHARE
+    shares = device.shares
+    products = work.matmul_flops / device.flops / shares.matmul
+    products += work.float8_flops / device.float8_flops / shares.float8
     attention = work.attention_flops / device.flops
     memory = work.memory_bytes / device.memory_bytes_per_s
-    return products + attention / ATTENTION_SHARE + memory / MEMORY_SHARE
+    return products + attention / shares.attention + memory / shares.memory
 
 
 def seconds_per_byte(num_ranks: int, device: Device, network: Network) -> float:

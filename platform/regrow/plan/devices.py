@@ -1,8 +1,24 @@
-"""What GPUs offer, from NVIDIA's data sheets: dense arithmetic, memory, links within a node. Pure."""
+"""What GPUs offer, from NVIDIA's data sheets: dense arithmetic, memory, links within a node; what steps get. Pure."""
 
 from dataclasses import dataclass
 
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of what a device offers, what a training step gets of it, all it waits for and launches included."""
+
+    matmul: float  # of the peak, by large matrix products
+    float8: float  # and by those in float8, of theirs
+    attention: float  # and by fused attention, forward and backward
+    memory: float
+
+
+# fitted to plan/calibration.py, attention held at what FlashAttention 2, which those ran, gets on Hopper
+PUBLISHED_SHARES = Shares(matmul=0.45, float8=0.38, attention=0.3, memory=0.65)
+# of a peak that is itself a measured matrix product; benchmarks/step.py's 5M parameters reached an MFU of 0.58
+MEASURED_SHARES = Shares(matmul=0.62, float8=0.55, attention=0.4, memory=0.8)
 
 
 @dataclass(frozen=True)
@@ -15,6 +31,7 @@ class Device:
     float8_flops: float  # a second; without float8 units as bfloat16
     memory_bytes_per_s: float
     link_bytes_per_s: float  # to the others of its node, one way
+    shares: Shares = PUBLISHED_SHARES
 
 
 # a name that contains another one stands before it

@@ -1,4 +1,4 @@
-"""Before anything starts: what a run will need and how fast it can be, at every world size that its cluster allows.
+"""Before anything starts: what a run will need and how fast it may be, at every world size that its cluster allows.
 
 Memory is `footprint`'s, time `plan.cost`'s roofline; here the configuration becomes what they ask for. Needs no torch.
 """
@@ -14,7 +14,7 @@ from regrow.model.flops import flops_per_token, peak_flops
 from regrow.model.size import moment_bytes, num_params, num_params_of_block, state_bytes
 from regrow.plan.batch import BatchPlan, plan_batch
 from regrow.plan.cost import Network, PassWork, StepTime, Traffic, step_time
-from regrow.plan.devices import DEVICES, GIB, Device, find_device
+from regrow.plan.devices import DEVICES, GIB, MEASURED_SHARES, Device, find_device
 from regrow.plan.memory import plan_snapshot_memory
 from regrow.plan.mesh import MeshShape, plan_mesh
 from regrow.train.footprint import FLOAT32, Footprint, Rank, footprint, num_in_shards
@@ -238,6 +238,7 @@ def _share_of_this_machine(config: PretrainConfig, plan: PlanConfig) -> Device:
         float8_flops=flops / workers,
         memory_bytes_per_s=CPU_BYTES_PER_S / workers,
         link_bytes_per_s=CPU_BYTES_PER_S / workers / 4,  # gloo copies in and out of sockets
+        shares=MEASURED_SHARES,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from regrow.config.schema import PretrainConfig
 from regrow.model.flops import flops_per_token
 from regrow.model.size import num_params
-from regrow.plan.cost import ASSUMPTIONS, Network
+from regrow.plan.cost import Network, assumptions
 from regrow.plan.devices import GIB, Device
 from regrow.train.footprint import KINDS
 from regrow.train.forecast import USABLE_SHARE, Forecast, remedy
@@ -25,7 +25,7 @@ def to_text(config: PretrainConfig, forecasts: Sequence[Forecast], device: Devic
             "",
             *_verdict(config, forecasts, device, network),
             "",
-            *(f"assumed: {assumption}" for assumption in ASSUMPTIONS),
+            *(f"assumed: {assumption}" for assumption in assumptions(device)),
         ]
     )
 
@@ -99,7 +99,7 @@ def _time(forecasts: Sequence[Forecast], network: Network) -> list[str]:
                 time.bound_by,
             ]
         )
-    return ["a step at best; compute and network run side by side", *_columns(rows)]
+    return ["a step, an estimate; compute and network run side by side", *_columns(rows)]
 
 
 def _verdict(config: PretrainConfig, forecasts: Sequence[Forecast], device: Device, network: Network) -> list[str]:
