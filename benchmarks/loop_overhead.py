@@ -74,7 +74,7 @@ def bare_loop(storage: Path, case: Case) -> float:
     config.data.rows_per_group = 16  # as conf/data/python_docs.yaml, so that both read the same shards
     config.data.validation_fraction = 0.03
     folder, _ = find_or_prepare(config.data, str(storage), progress=lambda stage, done, total: None)
-    reader = ShardReader(folder, "train")
+    reader = ShardReader(folder.local_path, "train")
     model = Llama(config.model)
     init_weights(model, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)

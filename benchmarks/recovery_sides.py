@@ -228,4 +228,4 @@ def prepare_corpus(config: Path, storage: Path) -> Path:
 
     with contextlib.redirect_stdout(None):
         corpus, _ = find_or_prepare(load_run_config(config).data, str(storage), progress=lambda *_: None)
-    return corpus
+    return corpus.local_path

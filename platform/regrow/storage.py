@@ -10,15 +10,18 @@ import os
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from regrow.direct_file import DirectFile
 from regrow.errors import RegrowError
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 RETRY_DEADLINE_S = 120.0
+REQUESTS = 16  # to a store at a time, by `in_threads`
 
 
 class StorageError(RegrowError):
@@ -32,11 +35,7 @@ class Storage(ABC):
     def at(location: str | os.PathLike[str]) -> "Storage":
         """Open a local path or a URI. Nothing is read or created yet; raises StorageError for an unusable URI."""
         text = os.fspath(location)
-        if "://" not in text:
-            return LocalStorage(Path(text))
-        if text.startswith("file://"):
-            return LocalStorage(Path(text.removeprefix("file://")))
-        return RemoteStorage.from_uri(text)
+        return RemoteStorage.from_uri(text) if is_remote(text) else LocalStorage(Path(text.removeprefix("file://")))
 
     is_local: bool = False
 
@@ -56,6 +55,10 @@ class Storage(ABC):
     @abstractmethod
     def read_range(self, name: str, offset: int, num_bytes: int) -> bytes:
         """`num_bytes` from `offset`; fewer where the file ends. Raises FileNotFoundError."""
+
+    @abstractmethod
+    def read_with(self, name: str, read: Callable[[Any], Result]) -> Result:
+        """What `read` returns of a file that is open and seekable. It may be called again where a store fails."""
 
     @abstractmethod
     def write_chunks(self, name: str, chunks: Iterable[Any]) -> int:
@@ -102,6 +105,10 @@ class LocalStorage(Storage):
     def read_range(self, name: str, offset: int, num_bytes: int) -> bytes:
         with open(self.root / name, "rb") as file:
             return os.pread(file.fileno(), num_bytes, offset)
+
+    def read_with(self, name: str, read: Callable[[Any], Result]) -> Result:
+        with open(self.root / name, "rb") as file:
+            return read(file)
 
     def write_chunks(self, name: str, chunks: Iterable[Any]) -> int:
         path = self.root / name
@@ -174,11 +181,15 @@ class RemoteStorage(Storage):
         return self._retry(name, lambda path: self._open(path).read())
 
     def read_range(self, name: str, offset: int, num_bytes: int) -> bytes:
-        def read(path: str) -> bytes:
-            with self._open(path) as file:
-                return file.read_at(num_bytes, min(offset, file.size()))  # past the end some stores raise an OSError
+        # past the end some stores raise an OSError
+        return self.read_with(name, lambda file: bytes(file.read_at(num_bytes, min(offset, file.size()))))
 
-        return self._retry(name, read)
+    def read_with(self, name: str, read: Callable[[Any], Result]) -> Result:
+        def opened(path: str) -> Result:
+            with self._open(path) as file:
+                return read(file)
+
+        return self._retry(name, opened)
 
     def write_chunks(self, name: str, chunks: Iterable[Any]) -> int:
         kept = list(chunks)  # so that a retry can send them again
@@ -232,3 +243,14 @@ class RemoteStorage(Storage):
                     ) from error
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, 15.0)
+
+
+def in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Results in the order of the items. For many small requests to a store, which takes its time to answer each."""
+    with ThreadPoolExecutor(REQUESTS) as threads:
+        return list(threads.map(function, items))
+
+
+def is_remote(location: str | None) -> bool:
+    """Whether a path or URI leads out of this machine's file system."""
+    return location is not None and "://" in location and not location.startswith("file://")

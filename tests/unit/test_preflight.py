@@ -257,9 +257,7 @@ def test_a_hub_that_is_not_there_or_says_nothing_is_one_line(
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
         endpoint(url)
-        with pytest.raises(
-            UnseenError, match=rf"^data.source=hf://.*: the hub at {url} cannot be reached \(.*refused"
-        ):
+        with pytest.raises(UnseenError, match=rf"^data.source=hf://.*: the hub at {url} cannot be reached \(.*refused"):
             check_corpus(config)
     with silent_port() as port:
         endpoint(f"http://127.0.0.1:{port}")

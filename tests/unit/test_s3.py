@@ -1,7 +1,8 @@
 """Storage, sources and corpora in S3, spoken to through pyarrow.fs at a server on this machine."""
 
+import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +10,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from regrow.config.schema import DataConfig
-from regrow.data.corpora import Corpora
-from regrow.data.documents import load_recipe
+from regrow.config.schema import DataConfig, PretrainConfig, RunConfig
+from regrow.data.corpora import Corpora, find_corpora
+from regrow.data.documents import Document, Piece, load_recipe
+from regrow.data.manifest import Manifest
+from regrow.data.preflight import check_corpus
 from regrow.data.prepare import prepare
+from regrow.data.shards import verify
+from regrow.data.tokenizer import train_tokenizer
 from regrow.errors import DataError
+from regrow.observe.console import Stage
 from regrow.storage import Storage
-from regrow.testing.corpus import write_rows
+from regrow.testing.corpus import WordRecipe, write_rows
 from regrow.testing.s3 import s3_server
 
 
@@ -64,6 +70,91 @@ def test_a_prepared_corpus_is_read_from_there(bucket: str, tmp_path: Path) -> No
 def test_a_folder_without_a_corpus_says_so(bucket: str) -> None:
     with pytest.raises(DataError, match="holds no finished corpus"):
         Corpora.of({"web": f"{bucket}/nothing"}, DataConfig()).reader("train")
+
+
+CONFIG = DataConfig(
+    recipe="text_files", vocab_size=512, seq_len=16, validation_fraction=0.2, rows_per_group=8, rows_per_shard=64
+)
+
+
+@dataclass(frozen=True)
+class Cut(WordRecipe):
+    """A recipe whose source fails once at the start of this piece: the file is there from then on."""
+
+    fails_at: int = -1
+    failed: str = ""
+
+    def documents(self, config: DataConfig, piece: Piece) -> Iterator[Document]:
+        if piece == self.pieces(config)[self.fails_at] and not Path(self.failed).exists():
+            Path(self.failed).touch()
+            raise OSError("the network is down")
+        yield from super().documents(config, piece)
+
+
+def content(folder: Storage) -> dict[str, bytes]:
+    return {name: folder.read_bytes(name) for name in folder.list()}
+
+
+def quiet(*update: object) -> None:
+    pass
+
+
+def test_a_corpus_is_prepared_there_as_on_a_disk_and_goes_on_after_a_failure(bucket: str, tmp_path: Path) -> None:
+    (tmp_path / "bpe.json").write_text(train_tokenizer(["abcdefgh " * 9], vocab_size=300).to_str())
+    config = replace(CONFIG, tokenizer=str(tmp_path / "bpe.json"))
+    local = prepare(config, WordRecipe(num_pieces=5), tmp_path / "words", progress=quiet)
+    place = Storage.at(f"{bucket}/prepared/words")
+    recipe = Cut(num_pieces=5, fails_at=3, failed=str(tmp_path / "failed"))
+    with pytest.raises(DataError, match=r"the network is down; run the same command again, it goes on"):
+        prepare(config, recipe, place, progress=quiet)
+    done = {name for name in (place / "spool").list() if name.endswith(".json")}
+    assert len(done) == 3
+    assert not place.exists("manifest.json")
+    seen: list[tuple[Stage, float, float]] = []
+    assert prepare(config, recipe, place, progress=lambda *update: seen.append(update)) == local
+    assert [done for stage, done, _ in seen if stage.name == "tokenizing"] == [3, 4, 5]
+    assert content(place) == content(Storage.at(tmp_path / "words"))
+    assert prepare(config, Cut(fails_at=0, failed="/nowhere/x"), place, progress=quiet) == local  # reads no document
+
+
+def test_a_job_killed_before_it_tidied_up_leaves_that_to_the_next(bucket: str, tmp_path: Path) -> None:
+    place = Storage.at(f"{bucket}/untidy/words")
+    manifest = prepare(CONFIG, WordRecipe(), place, progress=quiet)
+    whole = content(place)
+    for name in ("plan.json", "train-00000.record", "spool/000000.json", "train-00999.parquet"):
+        place.write_bytes(name, b"{}")
+    assert prepare(CONFIG, WordRecipe(), place, progress=quiet) == manifest
+    assert content(place) == whole
+
+
+def test_two_jobs_may_prepare_the_same_one_there(bucket: str, tmp_path: Path) -> None:
+    """The slower one finds its spool taken away, and the corpus that it was making finished."""
+    place = Storage.at(f"{bucket}/twice/words")
+    finished: list[Manifest] = []
+
+    def other_job(stage: Stage, done: float, total: float) -> None:
+        if stage.name == "writing" and not finished:
+            finished.append(prepare(CONFIG, WordRecipe(num_pieces=3), place, progress=quiet))
+
+    assert prepare(CONFIG, WordRecipe(num_pieces=3), place, progress=other_job) == finished[0]
+    assert not place.exists("plan.json")
+    list(verify(str(place)))
+
+
+def test_a_run_with_its_storage_there_prepares_and_reads_its_corpus_there(bucket: str, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    texts = [" ".join(f"word{(n * 7 + k) % 31}" for k in range(90)) for n in range(40)]
+    lines = [json.dumps({"text": text}) for text in texts]
+    (tmp_path / "in" / "a.jsonl").write_text("\n".join(lines))
+    config = PretrainConfig(
+        run=RunConfig(storage_path=f"{bucket}/runs"),
+        data=replace(CONFIG, source=str(tmp_path / "in"), cache_dir=str(tmp_path / "cache")),
+    )
+    assert check_corpus(config).basis
+    corpora = find_corpora(config, progress=quiet)
+    assert corpora.folders[0].startswith(f"{bucket}/runs/data/text_files-v512-l16-")
+    assert check_corpus(config).num_rows == corpora.manifests[0].splits["train"].num_rows
+    assert corpora.reader("train").read([0, 1]).shape == (2, 17)
 
 
 def test_a_source_there_gives_the_same_corpus_as_a_local_one(bucket: str, tmp_path: Path) -> None:

@@ -196,7 +196,6 @@ REFUSED = [
     (["run.storage_path=runs"], CODE, "run.storage_path=runs is relative to this checkout"),
     (["run.storage_path=s3://example.com/runs"], CODE, "is a placeholder"),
     (["run.storage_path=/mnt/runs"], CODE, "set submit.volume_claim"),
-    (["~data.corpora.web"], CODE, "prepare one with jobs.prepare_data"),
 ]
 
 

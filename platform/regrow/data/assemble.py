@@ -6,20 +6,18 @@ left of the stream behind the last row is dropped and counted.
 """
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from regrow.data.document_index import index_name, write_index
+from regrow.data.document_index import write_index
 from regrow.data.manifest import SPLITS, Shard
 from regrow.data.shards import write_shard
 from regrow.data.spool import Spool, Spooled
-from regrow.storage import Storage
+from regrow.storage import Storage, in_threads
 
 Section = tuple[int, int, int, int]  # first token of it in the stream, its tokens, group, bucket
 
@@ -70,7 +68,7 @@ def lay_out(
     )
 
 
-def assemble_shard(layout: Layout, spool: Spool, folder: Path, split: int, number: int) -> Shard:
+def assemble_shard(layout: Layout, spool: Spool, folder: Storage, split: int, number: int) -> Shard:
     """Write one shard and its document index. The same bytes however often it is done; done once there is a record."""
     first_row = number * layout.rows_per_shard
     num_rows = min(layout.rows_per_shard, layout.num_rows(split) - first_row)
@@ -92,22 +90,24 @@ def assemble_shard(layout: Layout, spool: Spool, folder: Path, split: int, numbe
             ids.append(part.ids.filter(pa.array(here)))
     rows = np.lib.stride_tricks.sliding_window_view(stream, layout.seq_len + 1)[:: layout.seq_len]
     name = shard_name(split, number)
-    temporary = folder / f".{name}.{os.getpid()}.tmp"
-    documents_sha256 = write_index(temporary, np.concatenate(begins), pa.concat_arrays(ids))
-    os.replace(temporary, folder / index_name(name))
-    shard = write_shard(temporary, name, rows, rows_per_group=layout.rows_per_group, documents_sha256=documents_sha256)
-    os.replace(temporary, folder / name)
-    Storage.at(folder).write_bytes(record_name(split, number), json.dumps(asdict(shard)).encode())
+    documents_sha256 = write_index(folder, name, np.concatenate(begins), pa.concat_arrays(ids))
+    shard = write_shard(folder, name, rows, rows_per_group=layout.rows_per_group, documents_sha256=documents_sha256)
+    folder.write_bytes(record_name(split, number), json.dumps(asdict(shard)).encode())
     return shard
 
 
-def finished_shard(folder: Path, split: int, number: int) -> Shard | None:
-    """A shard that an earlier attempt finished; None for one that it did not."""
-    try:
-        shard = Shard(**json.loads((folder / record_name(split, number)).read_bytes()))
-        return shard if (folder / shard.file).stat().st_size == shard.num_bytes else None
-    except FileNotFoundError:
-        return None
+def finished_shards(folder: Storage, names: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Shard]:
+    """Those of the shards, by split and number, that an earlier attempt finished."""
+    there = set(folder.list())
+
+    def load(name: tuple[int, int]) -> Shard | None:
+        shard = Shard(**json.loads(folder.read_bytes(record_name(*name))))
+        last = folder.read_range(shard.file, shard.num_bytes - 1, 2) if shard.file in there else b""
+        return shard if len(last) == 1 else None  # neither cut short nor another one
+
+    recorded = [name for name in names if record_name(*name) in there]
+    found = zip(recorded, in_threads(load, recorded), strict=True)
+    return {name: shard for name, shard in found if shard is not None}
 
 
 def shard_name(split: int, number: int) -> str:

@@ -109,7 +109,7 @@ def find_corpora(config: PretrainConfig, *, progress: Progress, distribute: Dist
         corpora = Corpora.of(config.data.corpora, config.data)
     else:
         folder, _ = find_or_prepare(config.data, config.run.storage_path, progress=progress, distribute=distribute)
-        corpora = Corpora.at(folder, config.data)
+        corpora = Corpora.at(str(folder), config.data)
     _check(config, corpora)
     return corpora
 

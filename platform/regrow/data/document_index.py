@@ -7,10 +7,9 @@ indexes of both.
 """
 
 import hashlib
-import os
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -43,13 +42,12 @@ def index_name(shard: str) -> str:
     return shard.removesuffix(".parquet") + ".documents.parquet"
 
 
-def write_index(path: Path, begins: NDArray[np.int64], ids: pa.Array | Sequence[str]) -> str:
-    """Write an index durably; returns its sha256."""
-    table = pa.table([pa.array(begins), pa.array(ids, pa.string())], schema=_SCHEMA)
-    pq.write_table(table, path, compression="zstd", use_dictionary=False)  # ids do not repeat
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def write_index(folder: Storage, shard: str, begins: NDArray[np.int64], ids: pa.Array | Sequence[str]) -> str:
+    """Write the index of the shard of this name, durably and whole or not at all; returns its sha256."""
+    table, file = pa.table([pa.array(begins), pa.array(ids, pa.string())], schema=_SCHEMA), io.BytesIO()
+    pq.write_table(table, file, compression="zstd", use_dictionary=False)  # ids do not repeat
+    folder.write_chunks(index_name(shard), [file.getbuffer()])
+    return hashlib.sha256(file.getbuffer()).hexdigest()
 
 
 def read_index(storage: Storage, shard: Shard) -> DocumentIndex:

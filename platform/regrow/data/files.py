@@ -4,6 +4,7 @@ Files are cut into pieces of about `PIECE_BYTES`, so that a task's memory does n
 for a while is asked again; what can be fetched but not be read is a `DamagedPiece`.
 """
 
+import contextlib
 import fnmatch
 import gzip
 import io
@@ -21,7 +22,7 @@ import pyarrow.parquet as pq
 
 from regrow.data.documents import DamagedPiece, Document, Piece, Skipped
 from regrow.errors import DataError, UnseenError, first_line
-from regrow.storage import RemoteStorage
+from regrow.storage import RemoteStorage, in_threads, is_remote
 
 PIECE_BYTES = 64 << 20  # of text
 SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".md": "text"}
@@ -41,7 +42,7 @@ class SourceFiles:
         self.source = source
         self.fs: Any = fs.LocalFileSystem()
         self.root = str(Path(source.removeprefix("file://")).expanduser().absolute())
-        if "://" in source and not source.startswith("file://"):
+        if is_remote(source):
             remote = RemoteStorage.from_uri(source)
             self.fs, self.root = remote.fs, remote.root
 
@@ -129,21 +130,20 @@ def kind_of(path: str) -> str:
 
 def cut_files(files: SourceFiles) -> list[Piece]:
     """All files as pieces. A parquet file whose footer cannot be read stays one piece, to be named when it is read."""
-    pieces: list[Piece] = []
-    for path, size in files.list():
-        name = files.name(path)
-        if kind_of(path) == "parquet":
-            try:
-                pieces += _cut_parquet(name, files.parquet(name).metadata)
-            except DamagedPiece:
-                pieces.append(Piece(name, num_bytes=max(size, 1)))
-        elif kind_of(path) == "jsonl" and not path.endswith(".gz"):
-            count = max(1, -(-size // PIECE_BYTES))
-            bounds = [size * k // count for k in range(count + 1)]
-            pieces += [Piece(name, a, b, max(b - a, 1)) for a, b in itertools.pairwise(bounds)]
-        else:
-            pieces.append(Piece(name, num_bytes=max(size, 1)))
-    return pieces
+    return [piece for pieces in in_threads(partial(_cut_file, files), files.list()) for piece in pieces]
+
+
+def _cut_file(files: SourceFiles, file: tuple[str, int]) -> list[Piece]:
+    path, size = file
+    name = files.name(path)
+    if kind_of(path) == "parquet":
+        with contextlib.suppress(DamagedPiece):
+            return list(_cut_parquet(name, files.parquet(name).metadata))
+    elif kind_of(path) == "jsonl" and not path.endswith(".gz"):
+        count = max(1, -(-size // PIECE_BYTES))
+        bounds = [size * k // count for k in range(count + 1)]
+        return [Piece(name, a, b, max(b - a, 1)) for a, b in itertools.pairwise(bounds)]
+    return [Piece(name, num_bytes=max(size, 1))]
 
 
 def _cut_parquet(name: str, metadata: Any) -> Iterator[Piece]:

@@ -79,7 +79,7 @@ class Manifest:
     def _content(self) -> dict[str, Any]:
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path | str) -> None:
         """Write `manifest.json` durably, whole or not at all."""
         Storage.at(folder).write_bytes(MANIFEST, self.to_json())
 

@@ -17,6 +17,7 @@ from regrow.config.schema import DataConfig, PretrainConfig
 from regrow.data.documents import DamagedPiece, Document, Piece, Recipe, load_recipe
 from regrow.data.hub import files_on_hub, is_hub
 from regrow.errors import DataError, UnseenError
+from regrow.storage import is_remote
 
 if TYPE_CHECKING:
     from regrow.data.files import SourceFiles
@@ -88,7 +89,7 @@ def check_corpus(config: PretrainConfig, *, deadline_s: float = LOOK_S, footers:
         tokenizer = _look_at("data.tokenizer", data.tokenizer, lambda: _tokenizer(config), deadline_s)
     else:
         tokenizer = None
-    if _is_prepared(config, recipe):
+    if _look_at("run.storage_path", config.run.storage_path, lambda: _is_prepared(config, recipe), deadline_s):
         return _counted(config)
     num_rows, basis = _look_at(
         "data.source", data.source, lambda: _estimate(config, recipe, described, tokenizer), deadline_s
@@ -122,7 +123,7 @@ def _is_prepared(config: PretrainConfig, recipe: Recipe) -> bool:
     from regrow.data.manifest import MANIFEST
     from regrow.data.prepare import corpus_folder
 
-    return (corpus_folder(config.data, config.run.storage_path, recipe) / MANIFEST).is_file()
+    return corpus_folder(config.data, config.run.storage_path, recipe).exists(MANIFEST)
 
 
 def _tokenizer(config: PretrainConfig) -> Any:
@@ -230,17 +231,12 @@ def _read(data: DataConfig, recipe: Recipe, pieces: Sequence[Piece], tokenizer: 
     return _Read(num_bytes, len(texts) / seen if seen else 1.0, bytes_per_token)
 
 
-def is_remote(location: str | None) -> bool:
-    """Whether a path or URI leads out of this machine's file system."""
-    return location is not None and "://" in location and not location.startswith("file://")
-
-
 def _look_at(setting: str, location: str | None, look: Callable[[], Result], deadline_s: float) -> Result:
     """What `look` returns. A place outside this machine that does not answer in time is an UnseenError.
 
     In a thread: neither name resolution nor Arrow's clients can be told a deadline. It is left behind.
     """
-    if location is None or "://" not in location:
+    if not is_remote(location):
         return look()
     outcome: list[Result] = []
     errors: list[BaseException] = []

@@ -3,19 +3,14 @@
     source -> pieces --tokenize--> spool --shuffle, cut into rows--> shards -> manifest.json
 
 Deterministic: the same source, settings and library versions give the same bytes, on one process or a cluster. Every
-piece and every shard is there whole or not at all, so that a preparation that was killed goes on where it stopped. It
-happens in a folder beside the final place, which is renamed with its manifest inside.
+piece and every shard is there whole or not at all, so that a preparation that was killed goes on where it stopped.
 """
 
-import fcntl
 import hashlib
 import importlib.metadata
 import json
-import os
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import lru_cache, partial
 from pathlib import Path
@@ -24,22 +19,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from regrow.config.schema import DataConfig
-from regrow.data.assemble import Layout, assemble_shard, finished_shard, lay_out
+from regrow.data.assemble import Layout, assemble_shard, finished_shards, lay_out
 from regrow.data.documents import Document, Piece, Recipe, content_hash, load_recipe
 from regrow.data.files import SourceFiles
 from regrow.data.manifest import MANIFEST, SPLITS, VERSION, Manifest, Shard, Split, Tokenizer
-from regrow.data.shards import file_sha256
+from regrow.data.site import PLAN_FILE, building_site
 from regrow.data.spool import Spool, Spooled
-from regrow.data.tokenizer import end_of_text_id, load_tokenizer, train_tokenizer
+from regrow.data.tokenizer import end_of_text_id, parse_tokenizer, train_tokenizer
 from regrow.errors import DataError, UnseenError, first_line
 from regrow.observe.console import Stage
 from regrow.plan.order import ORDER_VERSION, derive_keys, permute
-from regrow.storage import Storage
+from regrow.storage import Storage, is_remote
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as BPE
 
-TOKENIZER_FILE, PLAN_FILE, SPOOL = "tokenizer.json", "plan.json", "spool"
+TOKENIZER_FILE, SPOOL = "tokenizer.json", "spool"
 SHUFFLED_PIECES = 64  # whose documents are shuffled with each other
 LOCAL_BYTES = 64 << 20  # a source of less is prepared by this process: tasks would take longer to start
 TRAINING_CHARS = 200_000_000  # of text that a tokenizer is trained on
@@ -60,31 +55,27 @@ CONTENT_KEYS = (
 
 Distribute = Callable[[Callable[[int], Any], Sequence[int]], Iterator[Any]]  # calls it on each; results in any order
 Progress = Callable[[Stage, float, float], None]  # (stage, done, total); a stage ends when done == total
-TRAINING, TOKENIZING, WRITING = Stage("training the tokenizer"), Stage("tokenizing", "B"), Stage("writing", "shards")
+LOOKING, TRAINING = Stage("looking at the source"), Stage("training the tokenizer")
+TOKENIZING, WRITING = Stage("tokenizing", "B"), Stage("writing", "shards")
 
 
 def find_or_prepare(
     config: DataConfig, storage_path: str, *, progress: Progress, distribute: Distribute = map
-) -> tuple[Path, Manifest]:
+) -> tuple[Storage, Manifest]:
     """The folder and manifest of the corpus that the config describes; prepared now if it is not there yet.
 
-    Raises DataError for an unknown recipe, a corpus too small for the settings, or storage that is no file system.
+    Raises DataError for an unknown recipe, or a corpus too small for the settings.
     """
     recipe = load_recipe(config.recipe)
     folder = corpus_folder(config, storage_path, recipe)
-    if (folder / MANIFEST).is_file():
-        return folder, Manifest.load(folder)
+    if folder.is_local and folder.exists(MANIFEST):  # perhaps of others, to be read only
+        return folder, Manifest.load(str(folder))
     return folder, prepare(config, recipe, folder, progress=progress, distribute=distribute)
 
 
-def corpus_folder(config: DataConfig, storage_path: str, recipe: Recipe) -> Path:
-    """Where the corpus that the config describes is, or will be. Raises DataError where that is no file system."""
-    if "://" in storage_path and not storage_path.startswith("file://"):
-        raise DataError(
-            f"run.storage_path={storage_path}: token shards are read from a file system; "
-            "mount one that all nodes share and give its path"
-        )
-    return Storage.at(storage_path).local_path / "data" / cache_name(config, recipe)
+def corpus_folder(config: DataConfig, storage_path: str, recipe: Recipe) -> Storage:
+    """Where the corpus that the config describes is, or will be."""
+    return Storage.at(storage_path) / "data" / cache_name(config, recipe)
 
 
 def cache_name(config: DataConfig, recipe: Recipe | None = None) -> str:
@@ -95,37 +86,34 @@ def cache_name(config: DataConfig, recipe: Recipe | None = None) -> str:
 
 
 def prepare(
-    config: DataConfig, recipe: Recipe, folder: Path, *, progress: Progress, distribute: Distribute = map
+    config: DataConfig, recipe: Recipe, folder: Path | Storage, *, progress: Progress, distribute: Distribute = map
 ) -> Manifest:
     """Build the corpus at `folder` and return its manifest; goes on with what an earlier attempt left.
 
-    One process at a time builds, others wait for it. Raises DataError if a split has too few tokens for one row, or
-    if storage goes on failing.
+    Raises DataError if a split has too few tokens for one row, or if storage goes on failing.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    building = folder.with_name(f".{folder.name}.building")
-    with _lock(folder):
-        if not (folder / MANIFEST).is_file():
-            plan = _Plan(config, recipe, building, progress, distribute)
+    place = folder if isinstance(folder, Storage) else Storage.at(folder)
+    with building_site(place) as site:
+        if site is not None:
+            plan = _Plan(config, recipe, site, progress, distribute)
             if not plan.is_built():
-                _build(plan).save(building)
-            plan.tidy()
-            _sync(building)
-            if folder.exists():
-                shutil.rmtree(folder)  # left by something that did not finish
-            building.rename(folder)
-            _sync(folder.parent, files=False)
-    return Manifest.load(folder)
+                _build(plan).save(str(site))
+    return Manifest.load(str(place))
 
 
 class _Plan:
     """What one preparation works on."""
 
     def __init__(
-        self, config: DataConfig, recipe: Recipe, folder: Path, progress: Progress, distribute: Distribute
+        self, config: DataConfig, recipe: Recipe, folder: Storage, progress: Progress, distribute: Distribute
     ) -> None:
         self.config, self.recipe, self.folder = config, recipe, folder
-        self.progress, self.pieces = progress, recipe.pieces(config)
+        self.progress = progress
+        if is_remote(config.source):  # which may take a minute
+            progress(LOOKING, 0, 1)
+        self.pieces = recipe.pieces(config)
+        if is_remote(config.source):
+            progress(LOOKING, 1, 1)
         self.distribute = distribute if sum(piece.num_bytes for piece in self.pieces) > LOCAL_BYTES else map
         self.spool = Spool(folder / SPOOL)
         self.groups = shuffle_groups(len(self.pieces))
@@ -143,25 +131,25 @@ class _Plan:
 
     def is_built(self) -> bool:
         """Was an earlier attempt killed when only tidying up was left?"""
-        path = self.folder / PLAN_FILE
-        return (self.folder / MANIFEST).is_file() and (not path.is_file() or path.read_bytes() == self.content())
+        return self.folder.exists(MANIFEST) and self._kept() in (None, self.content())
+
+    def _kept(self) -> bytes | None:
+        """The content of an earlier attempt."""
+        try:
+            return self.folder.read_bytes(PLAN_FILE)
+        except FileNotFoundError:
+            return None
 
     def open_folder(self) -> None:
-        """Keep what an earlier attempt at the same corpus left there, and nothing else."""
-        path = self.folder / PLAN_FILE
-        if not path.is_file() or path.read_bytes() != self.content():
-            shutil.rmtree(self.folder, ignore_errors=True)
-        self.spool.folder.mkdir(parents=True, exist_ok=True)
-        Storage.at(self.folder).write_bytes(PLAN_FILE, self.content())
-        for left in [*self.folder.glob(".*.tmp"), *self.spool.folder.glob("*.tmp")]:
-            left.unlink(missing_ok=True)
+        """Keep what an earlier attempt at the same corpus left there, and nothing else that would be taken for ours.
 
-    def tidy(self) -> None:
-        """Leave what a finished corpus consists of; the plan goes last, for it tells whose leftovers these are."""
-        shutil.rmtree(self.spool.folder, ignore_errors=True)
-        for record in self.folder.glob("*.record"):
-            record.unlink()
-        (self.folder / PLAN_FILE).unlink(missing_ok=True)
+        Shards stay: they are written anew, and another job may have finished them a moment ago.
+        """
+        if self._kept() != self.content():
+            records = [name for name in self.folder.list() if name.endswith(".record")]
+            for name in [SPOOL, TOKENIZER_FILE, *records]:
+                self.folder.delete(name)
+            self.folder.write_bytes(PLAN_FILE, self.content())
 
 
 def shuffle_groups(num_pieces: int) -> list[list[int]]:
@@ -171,31 +159,31 @@ def shuffle_groups(num_pieces: int) -> list[list[int]]:
     return [order[k : k + SHUFFLED_PIECES] for k in range(0, num_pieces, SHUFFLED_PIECES)]
 
 
-def spool_piece(spool: Spool, pieces: Sequence[Piece], recipe: Recipe, config: DataConfig, index: int) -> Spooled:
-    """The task of one piece."""
+def spool_piece(
+    spool: Spool, pieces: Sequence[Piece], recipe: Recipe, config: DataConfig, tokenizer: tuple[str, str], index: int
+) -> Spooled:
+    """The task of one piece; `tokenizer` is the folder that has it, and the file's sha256."""
     group = next(group for group in shuffle_groups(len(pieces)) if index in group)
-    path = spool.folder.parent / TOKENIZER_FILE
-    tokenizer = _tokenizer(path, file_sha256(path))
-    return spool.write(index, pieces[index], recipe, config, tokenizer, num_buckets=len(group))
+    return spool.write(index, pieces[index], recipe, config, _tokenizer(*tokenizer), num_buckets=len(group))
 
 
-def make_shard(layout: Layout, spool: Spool, names: Sequence[tuple[int, int]], index: int) -> Shard:
+def make_shard(layout: Layout, spool: Spool, folder: Storage, names: Sequence[tuple[int, int]], index: int) -> Shard:
     """The task of one shard."""
-    return assemble_shard(layout, spool, spool.folder.parent, *names[index])
+    return assemble_shard(layout, spool, folder, *names[index])
 
 
 @lru_cache(1)
-def _tokenizer(path: Path, sha256: str) -> "BPE":
-    return load_tokenizer(path)
+def _tokenizer(folder: str, sha256: str) -> "BPE":
+    return parse_tokenizer(Storage.at(folder).read_bytes(TOKENIZER_FILE), f"{folder}/{TOKENIZER_FILE}")
 
 
 def _build(plan: _Plan) -> Manifest:
     config = plan.config
     try:
         plan.open_folder()
-        tokenizer = _make_tokenizer(plan)
+        tokenizer, sha256 = _make_tokenizer(plan)
         eot_id = end_of_text_id(tokenizer, config.end_of_text)
-        spooled = _tokenize(plan)
+        spooled = _tokenize(plan, sha256)
         layout = lay_out(
             plan.groups,
             spooled,
@@ -224,9 +212,7 @@ def _build(plan: _Plan) -> Manifest:
         num_tokens=sum(layout.num_tokens),
         counts=_counts(layout, spooled),
         damaged={_span(piece): s.damaged for piece, s in zip(plan.pieces, spooled, strict=True) if s.damaged},
-        tokenizer=Tokenizer(
-            TOKENIZER_FILE, file_sha256(plan.folder / TOKENIZER_FILE), tokenizer.get_vocab_size(), eot_id
-        ),
+        tokenizer=Tokenizer(TOKENIZER_FILE, sha256, tokenizer.get_vocab_size(), eot_id),
         splits={
             name: Split(layout.num_rows(split), tuple(shards[split, k] for k in range(layout.num_shards(split))))
             for split, name in enumerate(SPLITS)
@@ -234,20 +220,24 @@ def _build(plan: _Plan) -> Manifest:
     )
 
 
-def _make_tokenizer(plan: _Plan) -> "BPE":
-    """The tokenizer that was asked for, or one trained on the documents that are trained on; kept in the folder."""
-    path, config = plan.folder / TOKENIZER_FILE, plan.config
-    if not path.is_file():
+def _make_tokenizer(plan: _Plan) -> tuple["BPE", str]:
+    """The tokenizer that was asked for, or one trained on the documents that are trained on, kept in the folder.
+
+    With the file's sha256.
+    """
+    config = plan.config
+    if not plan.folder.exists(TOKENIZER_FILE):
         if config.tokenizer is not None:
-            Storage.at(plan.folder).write_bytes(TOKENIZER_FILE, read_tokenizer(config.tokenizer))
+            plan.folder.write_bytes(TOKENIZER_FILE, read_tokenizer(config.tokenizer))
         else:
             plan.progress(TRAINING, 0, 1)
-            tokenizer = train_tokenizer(_training_texts(plan), vocab_size=config.vocab_size)
-            Storage.at(plan.folder).write_bytes(TOKENIZER_FILE, tokenizer.to_str(pretty=True).encode())
+            trained = train_tokenizer(_training_texts(plan), vocab_size=config.vocab_size)
+            plan.folder.write_bytes(TOKENIZER_FILE, trained.to_str(pretty=True).encode())
             plan.progress(TRAINING, 1, 1)
-    tokenizer = load_tokenizer(path)
+    data = plan.folder.read_bytes(TOKENIZER_FILE)
+    tokenizer = parse_tokenizer(data, config.tokenizer or f"{plan.folder}/{TOKENIZER_FILE}")
     check_tokenizer(tokenizer, config)
-    return tokenizer
+    return tokenizer, hashlib.sha256(data).hexdigest()
 
 
 def check_tokenizer(tokenizer: "BPE", config: DataConfig) -> None:
@@ -284,37 +274,32 @@ def _training_texts(plan: _Plan) -> Iterator[str]:
                     return
 
 
-def _tokenize(plan: _Plan) -> list[Spooled]:
+def _tokenize(plan: _Plan, tokenizer_sha256: str) -> list[Spooled]:
+    spooled = plan.spool.load()
+    todo = [index for index in range(len(plan.pieces)) if index not in spooled]
     total = sum(piece.num_bytes for piece in plan.pieces)
-    todo = [index for index in range(len(plan.pieces)) if plan.spool.load(index) is None]
     done = total - sum(plan.pieces[index].num_bytes for index in todo)
-    if not todo:
-        return _all_spooled(plan)
-    plan.progress(TOKENIZING, done, total)
-    task = partial(_numbered, partial(spool_piece, plan.spool, plan.pieces, plan.recipe, plan.config))
-    for index, _ in plan.distribute(task, todo):
+    if todo:
+        plan.progress(TOKENIZING, done, total)
+    tokenizer = str(plan.folder), tokenizer_sha256
+    task = partial(spool_piece, plan.spool, plan.pieces, plan.recipe, plan.config, tokenizer)
+    for index, result in plan.distribute(partial(_numbered, task), todo):
+        spooled[index] = result
         done += plan.pieces[index].num_bytes
         plan.progress(TOKENIZING, done, total)
-    return _all_spooled(plan)
-
-
-def _all_spooled(plan: _Plan) -> list[Spooled]:
-    spooled = [plan.spool.load(index) for index in range(len(plan.pieces))]
-    assert None not in spooled
-    return [s for s in spooled if s is not None]
+    return [spooled[index] for index in range(len(plan.pieces))]
 
 
 def _write_shards(plan: _Plan, layout: Layout) -> dict[tuple[int, int], Shard]:
     names = [(split, number) for split in range(len(SPLITS)) for number in range(layout.num_shards(split))]
-    shards = {name: finished_shard(plan.folder, *name) for name in names}
-    todo = [index for index, name in enumerate(names) if shards[name] is None]
-    done = len(names) - len(todo)
-    plan.progress(WRITING, done, len(names))
-    for index, shard in plan.distribute(partial(_numbered, partial(make_shard, layout, plan.spool, names)), todo):
+    shards = finished_shards(plan.folder, names)
+    todo = [index for index, name in enumerate(names) if name not in shards]
+    plan.progress(WRITING, len(shards), len(names))
+    task = partial(make_shard, layout, plan.spool, plan.folder, names)
+    for index, shard in plan.distribute(partial(_numbered, task), todo):
         shards[names[index]] = shard
-        done += 1
-        plan.progress(WRITING, done, len(names))
-    return {name: shard for name, shard in shards.items() if shard is not None}
+        plan.progress(WRITING, len(shards), len(names))
+    return shards
 
 
 def _numbered(function: Callable[[int], Any], index: int) -> tuple[int, Any]:
@@ -365,20 +350,3 @@ def _fixed(config: DataConfig, recipe: Recipe) -> dict[str, Any]:
 
 def _span(piece: Piece) -> str:
     return piece.file if piece.stop is None else f"{piece.file}[{piece.start}:{piece.stop}]"
-
-
-@contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Hold the lock that guards what stands at `folder`; the kernel lets go of it with the process."""
-    with open(folder.with_name(f".{folder.name}.lock"), "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _sync(folder: Path, *, files: bool = True) -> None:
-    for path in [*(folder.iterdir() if files else ()), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

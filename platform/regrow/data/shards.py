@@ -173,8 +173,8 @@ class _Range(io.RawIOBase):
         return data
 
 
-def write_shard(path: Path, name: str, rows: Rows, *, rows_per_group: int, documents_sha256: str) -> Shard:
-    """Write rows, uint32[n, row_tokens], as the shard that will be called `name`, durably, in uniform row groups.
+def write_shard(folder: Storage, name: str, rows: Rows, *, rows_per_group: int, documents_sha256: str) -> Shard:
+    """Write rows, uint32[n, row_tokens], in uniform row groups, durably and whole or not at all.
 
     `documents_sha256` is that of its document index, which `document_index.write_index` writes.
     """
@@ -198,10 +198,7 @@ def write_shard(path: Path, name: str, rows: Rows, *, rows_per_group: int, docum
         writer.add_key_value_metadata({CHECKSUMS: b" ".join(checksums)})
     data = file.getvalue()
     footer_bytes = int.from_bytes(data[-8:-4], "little") + 8  # parquet: footer, its length, PAR1
-    with open(path, "wb") as shard:
-        shard.write(data)
-        shard.flush()
-        os.fsync(shard.fileno())
+    folder.write_bytes(name, data)
     footer_sha256 = hashlib.sha256(data[-footer_bytes:]).hexdigest()
     return Shard(
         name, len(rows), len(data), hashlib.sha256(data).hexdigest(), footer_bytes, footer_sha256, documents_sha256
@@ -230,12 +227,6 @@ def verify(folder: Path | str) -> Iterator[tuple[int, int]]:
             raise DataError(f"{storage}/{name} is {problem}; delete {storage} and run python -m jobs.prepare_data")
         done += num_bytes
         yield done, total
-
-
-def file_sha256(path: Path) -> str:
-    """Hex digest of a file's content."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _checksum(data: bytes) -> bytes:

@@ -8,11 +8,11 @@ part of the final token stream can be made from n small reads, by any task, in a
 import hashlib
 import itertools
 import json
-import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +23,7 @@ from regrow.config.schema import DataConfig
 from regrow.data.documents import DamagedPiece, Document, Piece, Recipe, Skipped, content_hash
 from regrow.data.manifest import SPLITS
 from regrow.data.tokenizer import encode, end_of_text_id
-from regrow.storage import Storage
+from regrow.storage import Storage, in_threads
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as BPE
@@ -33,6 +33,7 @@ _Entry = tuple[bytes, str, Tokens]  # of a document: key, id, tokens without end
 
 ENCODE_CHARS = 500_000  # text encoded at a time
 KEY_BYTES = 16
+_RECORD = re.compile(r"\d{6,}\.json")
 _SCHEMA = pa.schema([("key", pa.binary(KEY_BYTES)), ("id", pa.string()), ("tokens", pa.large_list(pa.uint32()))])
 
 
@@ -59,19 +60,17 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Spool:
-    """The folder of a corpus' spooled pieces."""
+    """The folder of a corpus' spooled pieces: of each its data, and then a record that it is done."""
 
-    folder: Path
+    folder: Storage
 
-    def data(self, index: int) -> Path:
-        return self.folder / f"{index:06d}.arrow"
+    def load(self) -> dict[int, Spooled]:
+        """The pieces that are done."""
+        indices = [int(name.removesuffix(".json")) for name in self.folder.list() if _RECORD.fullmatch(name)]
+        return dict(zip(indices, in_threads(self._load, indices), strict=True))
 
-    def load(self, index: int) -> Spooled | None:
-        """A piece that is done; None for one that is not."""
-        try:
-            content = json.loads((self.folder / f"{index:06d}.json").read_bytes())
-        except FileNotFoundError:
-            return None
+    def _load(self, index: int) -> Spooled:
+        content = json.loads(self.folder.read_bytes(f"{index:06d}.json"))
         content["num_tokens"] = tuple(map(tuple, content["num_tokens"]))
         content["num_documents"] = tuple(content["num_documents"])
         return Spooled(**content)
@@ -110,14 +109,12 @@ class Spool:
             ),
             tuple(sum(map(len, batches[s * num_buckets : (s + 1) * num_buckets])) for s in range(len(SPLITS))),
         )
-        temporary = self.data(index).with_suffix(f".{os.getpid()}.tmp")
-        with pa.ipc.new_file(temporary, _SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")) as file:
+        written = pa.BufferOutputStream()
+        with pa.ipc.new_file(written, _SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")) as file:
             for batch in batches:
                 file.write_batch(batch)
-        with open(temporary, "rb") as written:
-            os.fsync(written.fileno())  # the record below must not outlive it
-        os.replace(temporary, self.data(index))
-        Storage.at(self.folder).write_bytes(f"{index:06d}.json", json.dumps(asdict(spooled)).encode())
+        self.folder.write_chunks(f"{index:06d}.arrow", [written.getvalue()])
+        self.folder.write_bytes(f"{index:06d}.json", json.dumps(asdict(spooled)).encode())
         return spooled
 
     def read_bucket(self, pieces: Sequence[int], split: int, bucket: int) -> Bucket:
@@ -125,9 +122,8 @@ class Spool:
         keys: list[bytes] = []
         ids: list[pa.StringArray] = []
         documents: list[Tokens] = []
-        for index in pieces:
-            with pa.ipc.open_file(pa.memory_map(str(self.data(index)))) as file:
-                batch = file.get_batch(split * len(pieces) + bucket)
+        read = partial(self._read_batch, number=split * len(pieces) + bucket)
+        for batch in map(read, pieces) if self.folder.is_local else in_threads(read, pieces):
             keys += batch.column("key").to_pylist()
             ids.append(batch.column("id"))
             tokens = batch.column("tokens")
@@ -137,6 +133,9 @@ class Spool:
         in_order = [documents[k] for k in order]
         begins = np.cumsum([0, *map(len, in_order)], dtype=np.int64)[:-1]
         return Bucket(np.concatenate(in_order), begins, pa.concat_arrays(ids).take(pa.array(order)))
+
+    def _read_batch(self, index: int, *, number: int) -> pa.RecordBatch:
+        return self.folder.read_with(f"{index:06d}.arrow", lambda file: pa.ipc.open_file(file).get_batch(number))
 
 
 def document_key(content: bytes, piece: int, number: int) -> bytes:

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import yaml
@@ -114,6 +114,9 @@ class NewestRows(Storage):
 
     def read_range(self, name: str, offset: int, num_bytes: int) -> bytes:
         return self.storage.read_range(name, offset, num_bytes)
+
+    def read_with(self, name: str, read: Callable[[Any], Any]) -> Any:
+        return self.storage.read_with(name, read)
 
     def join(self, *names: str) -> Storage:
         raise io.UnsupportedOperation("one folder only")

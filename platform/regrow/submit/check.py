@@ -146,8 +146,3 @@ def check_storage(config: SubmitJobConfig) -> None:
             f"run.storage_path={path} is relative to this checkout; set it to a URI (s3://BUCKET/FOLDER) or to an "
             "absolute path that all nodes share"
         )
-    if "://" in path and not config.data.corpora:
-        raise ConfigError(
-            f"run.storage_path={path} cannot hold a corpus in the making; prepare one with jobs.prepare_data and name "
-            "it: +data.corpora.NAME=FOLDER_OR_URI"
-        )

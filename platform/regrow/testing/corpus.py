@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from regrow.config.schema import DataConfig
-from regrow.data.document_index import index_name, write_index
+from regrow.data.document_index import write_index
 from regrow.data.documents import Document, Piece
 from regrow.data.manifest import Manifest, Shard, Split, Tokenizer
 from regrow.data.shards import write_shard
 from regrow.plan.order import ORDER_VERSION
+from regrow.storage import Storage
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,13 @@ def write_rows(
 
 def write_corpus(folder: Path, rows: np.ndarray, *, rows_per_group: int, rows_per_shard: int) -> None:
     """Write rows, uint32[n, seq_len + 1], as a train split of no documents, with its manifest."""
-    folder.mkdir(parents=True, exist_ok=True)
-    shards: list[Shard] = []
+    storage, shards = Storage.at(folder), list[Shard]()
     for begin in range(0, len(rows), rows_per_shard):
         name = f"train-{len(shards):05d}.parquet"
         part = rows[begin : begin + rows_per_shard]
-        documents_sha256 = write_index(folder / index_name(name), np.empty(0, np.int64), [])
+        documents_sha256 = write_index(storage, name, np.empty(0, np.int64), [])
         shards.append(
-            write_shard(folder / name, name, part, rows_per_group=rows_per_group, documents_sha256=documents_sha256)
+            write_shard(storage, name, part, rows_per_group=rows_per_group, documents_sha256=documents_sha256)
         )
     Manifest(
         recipe="rows",
