@@ -17,14 +17,18 @@ from regrow.model.size import num_params
 from regrow.plan.cost import assumptions
 from regrow.train.forecast import device_of, forecasts, network_of
 from regrow.train.forecast_text import to_text
+from regrow.train.passes import settle_passes
 
 
 def main(config: PlanJobConfig, *, as_json: bool) -> None:
     check(config)
     check_plan(config)
     device, network = device_of(config, config.plan), network_of(config, config.plan)
+    config, why = settle_passes(config, device, network)
     found = forecasts(config, device, network)
     if not as_json:
+        if why:
+            print(why)
         print(to_text(config, found, device, network))
         return
     tokens = config.optim.global_batch_seqs * config.data.seq_len
@@ -35,6 +39,8 @@ def main(config: PlanJobConfig, *, as_json: bool) -> None:
         "flops_per_step": tokens * flops_per_token(config.model, config.data.seq_len),
         "device": asdict(device),
         "network": asdict(network),
+        "slices_per_pass": config.parallel.slices_per_pass,
+        "sync_every_micro_batch": config.parallel.sync_every_micro_batch,
         "assumptions": assumptions(device),
         "world_sizes": [each.to_dict() for each in found],
     }

@@ -54,14 +54,15 @@ def geometry(config: PretrainConfig, plans: list[BatchPlan]) -> list[str]:
     """What the batch looks like, for a person, a fact a line; with the idle share of every feasible world size."""
     optim, data = config.optim, config.data
     batch_tokens = optim.global_batch_seqs * data.seq_len
-    slice_seqs = optim.global_batch_seqs // optim.num_slices
+    slice_seqs, in_a_pass = optim.global_batch_seqs // optim.num_slices, config.parallel.slices_per_pass or 1
     shares = ", ".join(f"{plan.world_size * config.parallel.tp}:{plan.idle_share:.1%}" for plan in plans)
     return [
         f"global batch {optim.global_batch_seqs} sequences x {data.seq_len} tokens = {batch_tokens:,} tokens; "
         f"{config.train.steps:,} steps = {config.train.steps * batch_tokens:,} tokens",
-        f"{optim.num_slices} slices of {slice_seqs} sequences, at most {config.parallel.slices_per_pass} in a pass, "
+        f"{optim.num_slices} slices of {slice_seqs} sequences, at most {in_a_pass} in a pass, "
         f"for {_span(config.cluster.min_workers, config.cluster.max_workers)}"
-        + (f", {config.parallel.tp} together" if config.parallel.tp > 1 else ""),
+        + (f", {config.parallel.tp} together" if config.parallel.tp > 1 else "")
+        + ("; each pass reduces gradients" if config.parallel.sync_every_micro_batch else ""),
         *textwrap.wrap(f"idle share by world size: {shares}", width=110, subsequent_indent="  "),
     ]
 
@@ -272,7 +273,10 @@ def _parallel(config: PretrainConfig) -> None:
         f"multiple of {FLOAT8_MULTIPLE} on GPUs, and a slice has {tokens}; set data.seq_len to a multiple of "
         f"{FLOAT8_MULTIPLE}",
     )
-    _need(parallel.slices_per_pass >= 1, f"parallel.slices_per_pass={parallel.slices_per_pass} must be at least 1")
+    _need(
+        parallel.slices_per_pass >= 0,
+        f"parallel.slices_per_pass={parallel.slices_per_pass} must not be negative; 0 takes what a GPU has room for",
+    )
     _need(
         parallel.loss_chunk_tokens >= 0,
         f"parallel.loss_chunk_tokens={parallel.loss_chunk_tokens} must not be negative; 0 holds all logits of a pass",

@@ -45,7 +45,7 @@ class BatchPlan:
 def plan_batch(*, num_slices: int, world_size: int, slices_per_pass: int = 1) -> BatchPlan:
     """Give each rank a contiguous range of slices of the global batch.
 
-    Pure; the same on every rank. A rank shares its slices evenly among its passes, at most `slices_per_pass` in each.
+    Pure; the same on every rank. A rank shares its slices evenly among its passes, at most `slices_per_pass` in each, 0 for 1.
     Raises BatchError if a rank would get no slice.
 
     >>> plan_batch(num_slices=12, world_size=5).ranges[-1]
@@ -60,7 +60,7 @@ def plan_batch(*, num_slices: int, world_size: int, slices_per_pass: int = 1) ->
         )
     bounds = [rank * num_slices // world_size for rank in range(world_size + 1)]
     ranges = tuple(range(a, b) for a, b in itertools.pairwise(bounds))
-    return BatchPlan(num_slices, world_size, ranges, slices_per_pass)
+    return BatchPlan(num_slices, world_size, ranges, max(1, slices_per_pass))
 
 
 def check_world_sizes(

@@ -29,7 +29,7 @@ def build_step(
         group=everyone(mesh),
         shard_group=shard_group(mesh),
         tensor_group=tensor_group(mesh),
-        sync_every_micro_batch=parallel.sync_every_micro_batch,
+        sync_every_micro_batch=bool(parallel.sync_every_micro_batch),
         keep_gathered=not parallel.reshard_after_forward,
         loss_function=build_loss(parallel, device, tensor_group(mesh)),
     )

@@ -199,7 +199,7 @@ class _Step:
             self.forward()
             self.loss()
             self.backward(
-                reduce=last or rank.parallel.sync_every_micro_batch,
+                reduce=last or bool(rank.parallel.sync_every_micro_batch),
                 free=last or rank.parallel.reshard_after_forward,
             )
         return ledger.fullest

@@ -86,7 +86,7 @@ def forecast(config: PretrainConfig, world_size: int, device: Device, network: N
         work,
         traffic,
         num_passes=rank.num_passes,
-        reduce_every_pass=config.parallel.sync_every_micro_batch,
+        reduce_every_pass=bool(config.parallel.sync_every_micro_batch),
         shard_params=num_params_of_block(config.model, mesh.tp) / mesh.dp_shard,
         dp_shard=mesh.dp_shard,
         dp_replicate=mesh.dp_replicate,
@@ -184,7 +184,7 @@ def remedy(config: PretrainConfig, world_size: int, device: Device, network: Net
     """Settings with which a world size fits that does not, those that cost least speed first; None: there are none."""
     parallel, modes = config.parallel, list(ActivationCheckpoint)
     tries: list[tuple[str, dict[str, Any]]] = [
-        ("slices_per_pass=1", {"slices_per_pass": 1}),
+        *([("slices_per_pass=1", {"slices_per_pass": 1})] if parallel.slices_per_pass > 1 else []),
         ("reshard_after_forward=true", {"reshard_after_forward": True}),
         ("sync_every_micro_batch=true", {"sync_every_micro_batch": True}),
     ]

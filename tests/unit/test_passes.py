@@ -1,0 +1,97 @@
+"""Passes as few, and gradients reduced as late, as memory allows, where the configuration leaves both open."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from regrow.config.schema import PretrainConfig
+from regrow.config.store import pretrain_config
+from regrow.errors import RegrowError
+from regrow.plan.cost import Network
+from regrow.plan.devices import GIB, Device, find_device
+from regrow.train.forecast import forecast, forecasts
+from regrow.train.passes import ROOM_SHARE, settle_passes, settled
+
+ROOT = Path(__file__).parents[2]
+NETWORK = Network(8, 50e9)
+EIGHT_SLICES = ["optim.num_slices=512", "optim.global_batch_seqs=512"]  # of each of 64 ranks
+
+
+def gpu(name: str, **changed: object) -> Device:
+    found = find_device(name)
+    assert found is not None
+    return dataclasses.replace(found, **changed)  # type: ignore[arg-type]
+
+
+def chosen(*arguments: str, device: Device | None = None) -> tuple[int, bool | None]:
+    config, why = settle_passes(pretrain_config(arguments), device or gpu("H100"), NETWORK)
+    assert f"slices_per_pass={config.parallel.slices_per_pass}" in why
+    return config.parallel.slices_per_pass, config.parallel.sync_every_micro_batch
+
+
+def test_gradients_are_reduced_in_every_pass_where_whole_ones_would_not_fit():
+    arguments = ["+cluster=h100x64"]
+    assert chosen(*arguments) == (1, False)
+    small = gpu("H100", memory_bytes=60 * GIB)  # whole, 33 GiB of them would make it 61
+    assert chosen(*arguments, device=small) == (1, True)
+    config, _ = settle_passes(pretrain_config(arguments), small, NETWORK)
+    assert all(each.fits for each in forecasts(config, small, NETWORK))
+    assert not any(each.fits for each in forecasts(pretrain_config(arguments), small, NETWORK))
+    assert chosen("+cluster=h100x512", "parallel.sync_every_micro_batch=null") == (1, True)  # 70B
+
+
+def test_passes_are_larger_where_there_is_room_and_reducing_gradients_may_make_it():
+    assert chosen("+cluster=h100x64", *EIGHT_SLICES) == (2, True)
+    assert chosen("+cluster=h200x8", "optim.num_slices=64", "optim.global_batch_seqs=64", device=gpu("H200")) == (
+        2,
+        False,
+    )
+    passes, _ = chosen("+cluster=h100x64", "model=1_8b", "data.seq_len=4096", *EIGHT_SLICES)
+    assert passes == 8
+
+
+@pytest.mark.parametrize("model", ["8b", "1_8b"])
+def test_what_is_chosen_is_no_slower_by_forecast_and_leaves_room_at_every_size(model):
+    config = pretrain_config(["+cluster=h100x64", f"model={model}", *EIGHT_SLICES])
+    device = gpu("H100")
+    after, _ = settle_passes(config, device, NETWORK)
+    assert forecast(after, 64, device, NETWORK).time.step_s < forecast(config, 64, device, NETWORK).time.step_s
+    for each in forecasts(after, device, NETWORK):
+        assert each.memory.total <= ROOM_SHARE * each.usable_bytes
+
+
+def test_what_is_given_stays_and_passes_are_of_one_size_at_the_largest_world_size():
+    arguments = ["+cluster=h100x64", *EIGHT_SLICES]
+    assert chosen(*arguments, "parallel.sync_every_micro_batch=false") == (1, False)
+    assert chosen(*arguments, "parallel.slices_per_pass=1")[0] == 1
+    both = pretrain_config([*arguments, "parallel.slices_per_pass=4", "parallel.sync_every_micro_batch=true"])
+    assert settle_passes(both, gpu("H100"), NETWORK) == (both, "")
+    # 7 slices a rank: passes of 7 or of 1
+    assert chosen("+cluster=h100x64", "model=1_8b", "data.seq_len=4096")[0] == 7
+
+
+def test_without_a_gpu_that_is_known_a_pass_is_a_slice():
+    for arguments in (["+cluster=cpu3", "parallel.slices_per_pass=0"], ["+cluster=gpu1"]):
+        config, why = settled(pretrain_config([*arguments, "model=150m"]))
+        assert (config.parallel.slices_per_pass, config.parallel.sync_every_micro_batch, why) == (1, False, "")
+    named, why = settled(pretrain_config(["+cluster=h100x64", *EIGHT_SLICES]))
+    assert named.parallel.slices_per_pass == 2
+    assert why == (
+        "by forecast for H100: parallel.slices_per_pass=2 parallel.sync_every_micro_batch=true, "
+        "56 of 73 GiB at 32 workers"
+    )
+
+
+def test_what_is_refused_is_refused_first():
+    with pytest.raises(RegrowError, match="num_slices"):
+        settled(pretrain_config(["+cluster=h100x64", "optim.num_slices=7", "optim.global_batch_seqs=7"]))
+    assert PretrainConfig().parallel.slices_per_pass == 0
+
+
+def test_jobs_plan_shows_what_a_run_would_choose():
+    command = [sys.executable, "-m", "jobs.plan", "+cluster=h100x64", *EIGHT_SLICES]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("by forecast for H100: parallel.slices_per_pass=2 ")
