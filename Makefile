@@ -42,7 +42,7 @@ data: $(READY) ## prepare the corpus without training
 	$(BIN)/python -m jobs.prepare_data $(ARGS)
 
 test: $(DEV) ## what needs no GPU and is quick enough for every commit; ARGS='-k ...' to choose
-	$(BIN)/python -m pytest tests/unit tests/golden tests/dist -n auto -m 'not matrix and not long' $(ARGS) $(NONE_CHOSEN)
+	$(BIN)/python -m pytest tests/unit tests/golden tests/dist tests/gpu -n auto -m 'not matrix and not long' $(ARGS) $(NONE_CHOSEN)
 	$(BIN)/python -m pytest tests/cluster -m 'not matrix and not long' $(ARGS) $(NONE_CHOSEN)
 
 lint: $(DEV) ## format, lint, types, layers

@@ -1,0 +1,28 @@
+"""What of regrow holds on this machine, or on a Ray cluster: `python -m jobs.accept [accept.KEY=VALUE ...]`.
+
+Needs torch and a checkout, installed or not; neither Ray nor Hydra but with +cluster=NAME.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(1, str(Path(__file__).parents[1] / "platform"))
+
+from regrow.accept.arguments import help_text, parse
+from regrow.accept.main import accept
+from regrow.errors import RegrowError
+
+
+def main(arguments: list[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(help_text())
+        return 0
+    try:
+        return accept(parse(arguments), arguments)
+    except RegrowError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

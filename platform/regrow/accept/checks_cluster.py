@@ -1,0 +1,266 @@
+"""A Ray cluster: its hosts, and the real job on it with a worker and the driver killed. Only these need Ray."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from regrow.accept.claims import NotTested, Report
+from regrow.accept.runner import last_line
+from regrow.config.schema import PretrainConfig
+
+ROOT = Path(__file__).parents[3]
+STEPS = {True: 400, False: 60}  # on GPUs, and without
+START_S = 170.0  # for a job to come to a step
+GO_ON_S = 90.0  # for a group that lost a worker to come to one
+FIRST_STEP_S = 25.0
+POLL_S = 0.1
+LOSS = 1e-2  # relative; batches are compared bit for bit
+SMALL = ("model=debug", "data=python_docs", "data.seq_len=128", "parallel.float8=none", "parallel.compile=false",
+         "parallel.activation_checkpoint=none", "train.validate_every_steps=0", "cluster.dashboard=false")  # fmt: skip
+
+
+def arguments() -> list[str]:
+    """What was given: +cluster=NAME and settings of jobs.pretrain."""
+    given: list[str] = json.loads(os.environ.get("REGROW_ACCEPT_PRETRAIN", "[]"))
+    if not given:
+        raise NotTested("needs a Ray cluster: +cluster=NAME")
+    return given
+
+
+def config_of(more: list[str]) -> PretrainConfig:
+    from regrow.config.store import pretrain_config
+
+    return pretrain_config(more)
+
+
+class Job:
+    """`python -m jobs.pretrain`, and its run folder as anybody could read it."""
+
+    def __init__(self, name: str, given: list[str], config: PretrainConfig) -> None:
+        steps = STEPS[bool(config.cluster.gpus_per_worker)]
+        self.steps = steps
+        # what was given comes last, so that it wins
+        self.arguments = [*given[:1], *SMALL, f"run.name={name}", f"train.steps={steps}",
+                          f"checkpoint.every_steps={steps // 4}", *given[1:]]  # fmt: skip
+        self.folder = Path(config.run.storage_path, name)
+        self.output = Path(os.environ["REGROW_ACCEPT_FOLDER"], f"{name}.out")
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with open(self.output, "ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "jobs.pretrain", *self.arguments],
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+
+    def rows(self) -> dict[int, dict[str, Any]]:
+        """The newest row of each step."""
+        return {row["step"]: row for row in _lines(self.folder / "metrics.jsonl") if "step" in row}
+
+    def groups(self) -> list[dict[str, Any]]:
+        return [event for event in _lines(self.folder / "events.jsonl") if event.get("event") == "generation"]
+
+    def wait_for_step(self, step: int, timeout_s: float) -> None:
+        """Raises RuntimeError where the job does not come to it."""
+        assert self.process is not None
+        give_up_at = time.monotonic() + timeout_s
+        while max(self.rows(), default=0) < step:
+            if self.process.poll() is not None and max(self.rows(), default=0) < step:
+                raise RuntimeError(f"the job ended with status {self.process.returncode}: {last_line(self.output)}")
+            if time.monotonic() > give_up_at:
+                raise RuntimeError(f"no step {step} within {timeout_s:.0f} s: {last_line(self.output)}")
+            time.sleep(POLL_S)
+
+    def wait(self, timeout_s: float) -> None:
+        assert self.process is not None
+        try:
+            status = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"the job did not end within {timeout_s:.0f} s") from None
+        if status:
+            raise RuntimeError(f"the job ended with status {status}: {last_line(self.output)}")
+
+
+def train(report: Report) -> None:
+    """A job undisturbed; the same with a worker killed a third through it, and its driver two thirds."""
+    given = arguments()
+    config = config_of([*given[:1], *SMALL, *given[1:]])
+    if "://" in config.run.storage_path:
+        raise NotTested("run.storage_path has to be a folder that this process and all nodes reach")
+    token = uuid.uuid4().hex[:6]
+    undisturbed, disturbed = (Job(f"accept-{token}-{name}", given, config) for name in ("undisturbed", "disturbed"))
+    began = time.monotonic()
+    undisturbed.start()
+    undisturbed.wait_for_step(1, START_S)
+    first_s = time.monotonic() - began
+    undisturbed.wait(START_S)
+    expected = undisturbed.rows()
+    whole = sorted(expected) == list(range(1, undisturbed.steps + 1))
+    figure = f"{len(expected)} steps, the first after {first_s:.0f} s, {undisturbed.groups()[-1]['world_size']} workers"
+    report.found("cluster_trains", whole, figure, "steps are missing")
+
+    disturbed.start()
+    disturbed.wait_for_step(disturbed.steps // 3, START_S)
+    with report.about("cluster_worker_killed"):
+        kill_a_worker(report, disturbed, config, expected)
+    disturbed.wait_for_step(2 * disturbed.steps // 3, START_S)
+    assert disturbed.process is not None
+    disturbed.process.send_signal(signal.SIGKILL)
+    disturbed.process.wait()
+    killed_at = max(disturbed.rows())
+    began = time.monotonic()
+    disturbed.start()
+    disturbed.wait_for_step(killed_at + 1, START_S)
+    back_s = time.monotonic() - began
+    disturbed.wait(START_S)
+    again = disturbed.groups()[-1]
+    lost = killed_at - again["start_step"]
+    problem = differences(disturbed.rows(), expected)
+    if lost > disturbed.steps // 4:
+        problem = f"{lost} steps were lost; {problem}"
+    figure = f"past step {killed_at} after {back_s:.0f} s, {lost} steps again, from {again.get('source', '?')}"
+    report.found("cluster_driver_killed", not problem, figure, problem)
+
+
+def kill_a_worker(report: Report, job: Job, config: PretrainConfig, expected: dict[int, dict[str, Any]]) -> None:
+    group = job.groups()[-1]
+    workers = group["workers"]
+    if len(workers) < 2:
+        raise NotTested("the group has one worker only")
+    if not config.cluster.in_place:
+        raise NotTested("cluster.in_place=false restarts all workers")
+    at, step = time.time(), max(job.rows())
+    kill(workers[-1], config)
+    give_up_at = time.monotonic() + GO_ON_S
+    new: list[dict[str, Any]] = []
+    while not new and time.monotonic() < give_up_at:
+        time.sleep(POLL_S)
+        later = job.groups()[-1]
+        if later["generation"] > group["generation"]:
+            new = [row for row in job.rows().values() if row["generation"] >= later["generation"]]
+    if not new:
+        report.found("cluster_worker_killed", False, f"no step within {GO_ON_S:.0f} s", "the group did not go on")
+        return
+    later = next(each for each in job.groups() if each["generation"] > group["generation"])
+    first = min(new, key=lambda row: row["time"])
+    pids = {(worker["node"], worker["pid"]) for worker in later["workers"]}
+    kept = sum((worker["node"], worker["pid"]) in pids for worker in workers[:-1])
+    took_s = first["time"] - at
+    problems = [differences(job.rows(), expected)] if differences(job.rows(), expected) else []
+    problems += ["survivors were restarted"] if kept < len(workers) - 1 else []
+    problems += [f"it took longer than {FIRST_STEP_S:.0f} s"] if took_s > FIRST_STEP_S else []
+    figure = (
+        f"{kept} of {len(workers) - 1} survivors kept their processes; first new step after {took_s:.1f} s, "
+        f"{max(0, step - later['start_step'])} steps again"
+    )
+    report.found("cluster_worker_killed", not problems, figure, "; ".join(problems))
+
+
+def differences(rows: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]]) -> str:
+    """What is wrong about rows, against those of an undisturbed run; empty where nothing is."""
+    for step, row in sorted(rows.items()):
+        other = expected.get(step)
+        if other is None or row["batch_digest"] != other["batch_digest"]:
+            return f"step {step} trained on another batch"
+        if not abs(row["loss"] - other["loss"]) <= LOSS * abs(other["loss"]):
+            return f"step {step} has a loss of {row['loss']:.4f}, undisturbed {other['loss']:.4f}"
+    return ""
+
+
+def kill(worker: dict[str, Any], config: PretrainConfig) -> None:
+    """SIGKILL a worker, on whatever node it is."""
+    if config.cluster.address is None:
+        os.kill(worker["pid"], signal.SIGKILL)
+        return
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    _connect(config)
+    where: Any = NodeAffinitySchedulingStrategy(worker["node"], soft=False)
+    task = ray.remote(num_cpus=0, scheduling_strategy=where)(_kill)
+    ray.get(task.remote(worker["pid"]), timeout=60)
+
+
+def _kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def hosts(report: Report) -> None:
+    """Every node looked at by a task of its own."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    config = config_of(arguments())
+    if config.cluster.address is None:
+        raise NotTested("this cluster is started by the job, on this machine")
+    _connect(config)
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    places: list[Any] = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
+    tasks = [ray.remote(num_cpus=0, scheduling_strategy=place)(look).remote() for place in places]
+    found: list[dict[str, Any]] = ray.get(tasks, timeout=80)
+    versions = sorted({each["versions"] for each in found})
+    reason = f"differing versions: {'; '.join(versions)}"
+    report.found("cluster_versions", len(versions) == 1, f"{len(found)} nodes: {versions[0]}", reason)
+    problems = [f"{each['host']}: {problem}" for each in found for problem in each["problems"]]
+    figure = f"{len(found) - len({p.split(':')[0] for p in problems})} of {len(found)} nodes"
+    report.found("cluster_hosts", not problems, figure, "; ".join(problems[:4]))
+
+
+def look() -> dict[str, Any]:
+    """On a node: what is installed there, and what is wrong with it. Needs nothing but Ray there."""
+    import resource
+    import socket
+    from importlib import metadata
+
+    found = []
+    for package in ("torch", "ray", "torchao", "regrow"):
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    host, problems = socket.gethostname(), []
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if limit not in (resource.RLIM_INFINITY,) and limit < 65_536:
+        problems.append(f"{limit:,} open files at most")
+    try:
+        if socket.gethostbyname(host).startswith("127."):
+            problems.append("its name is an address of its own loopback")
+    except OSError:
+        problems.append("its name has no address")
+    stat = os.statvfs("/dev/shm")
+    if stat.f_bavail * stat.f_frsize < 8 << 30:
+        problems.append(f"{stat.f_bavail * stat.f_frsize / 2**30:.1f} GiB free in /dev/shm")
+    return {"host": host, "versions": ", ".join(found), "problems": problems}
+
+
+def _connect(config: PretrainConfig) -> None:
+    import cloudpickle
+    import ray
+
+    if not ray.is_initialized():
+        ray.init(address=config.cluster.address, log_to_driver=False, include_dashboard=False)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # nodes need no regrow for what is asked here
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """Whole lines of a log that is being written."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in data[: data.rfind(b"\n") + 1].splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # torn by a crash
+            continue
+    return found

@@ -1,0 +1,347 @@
+"""One GPU that trains: throughput and memory of a model of 1.8B, snapshot slots, and groups changed often."""
+
+import gc
+import importlib
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from regrow.accept.checks_cpu import Held, equal_bytes, judge_flat
+from regrow.accept.claims import NotTested, Report
+from regrow.accept.timing import Load, Loaded, Timed, group_alone, profile, read_model, rows_that_fit
+from regrow.checkpoint.layout import WHOLE
+from regrow.checkpoint.slots import SLOT
+from regrow.checkpoint.snapshot import Snapshots
+from regrow.checkpoint.state import Entry
+from regrow.config.schema import Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
+from regrow.parallel.break_off import Breaker
+from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
+from regrow.plan.mesh import plan_mesh
+from regrow.testing.tiny import count_up_rows
+from regrow.train.build import build_step
+from regrow.train.certificate import Certificate
+from regrow.train.step import evaluate
+
+GIB, MIB = 2**30, 2**20
+SEQ_LEN = 4096
+STEPS = 8
+KNOWN = {  # tokens/s that IBM's post has of 1.8B on an H100, 29k, less what one GPU's smaller batch costs
+    "1_8b": 24_000.0
+}
+SLOT_GIB = 12.0  # an eighth of 8B's state
+COMPILED = ParallelConfig(dtype=Dtype.bfloat16, compile=True, reshard_after_forward=False)
+
+
+def throughput(report: Report) -> None:
+    """A model in bfloat16, compiled: speed, memory against its forecast, host and device; then float8, then peers."""
+    device, model = group_alone(), read_model(os.environ.get("REGROW_ACCEPT_MODEL", "1_8b"))
+    name = torch.cuda.get_device_name(device)
+    load = Load(model, COMPILED, rows_that_fit(model, SEQ_LEN, device), SEQ_LEN)
+    loaded = Loaded(load, device)
+    loaded.warm_up()
+    timed = loaded.time(STEPS)
+    figure = f"{timed.tokens_per_s:,.0f} tokens/s of {load.rows} x {SEQ_LEN}, MFU {timed.mfu:.1%}"
+    least = KNOWN.get(model.name) if "H100" in name or "H200" in name else None
+    reason = "slower than others have published; jobs.pretrain observe.profile_at_step=20 says where the time goes"
+    report.found("throughput", least is None or timed.tokens_per_s >= least, figure, reason)
+    report.found("mfu", timed.mfu >= 0.45, figure, reason)
+    forecast = loaded.forecast_bytes()
+    ratio = timed.allocated / forecast
+    report.found(
+        "memory_forecast",
+        abs(ratio - 1) <= 0.05,
+        f"{timed.allocated / GIB:.1f} GiB allocated, {forecast / GIB:.1f} forecast",
+        f"jobs.plan is off by {ratio - 1:+.0%}",
+    )
+    share = timed.reserved / timed.allocated
+    report.found("fragmentation", share < 1.08, f"{share:.3f} of what is allocated is reserved", "memory in pieces")
+    no_sync(report, loaded)
+    shares = profile(loaded)
+    report.found("gpu_busy", shares.busy >= 0.97, f"{shares.busy:.1%} of three steps", "the device waits for the host")
+    report.found(
+        "host_ahead", shares.launching < 0.6, f"{shares.launching:.0%} of the step's time", "the host is too slow"
+    )
+    certificate_cost(report, loaded)
+    del loaded
+    _forget()
+    with report.about("float8_speedup"):
+        float8(report, load, timed, device)
+    with report.about("torchtitan"):
+        torchtitan(report, load, timed, device)
+
+
+def no_sync(report: Report, loaded: Loaded) -> None:
+    """torch raises where the host would wait for the device; the read of an earlier step's result is meant to."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        stats = [
+            loaded.step.run(loaded.rows, num_micro_batches=len(loaded.rows), lr=1e-4, number=number)
+            for number in range(3)
+        ]
+        found = ""
+    except RuntimeError as error:
+        found, stats = str(error).splitlines()[0], []
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for each in stats:
+        each.resolve()
+    report.found("no_sync", not found, "none in three steps" if not found else "one", found)
+
+
+def certificate_cost(report: Report, loaded: Loaded) -> None:
+    """Steps with and without the certificate, in turns."""
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(3):
+        for certified in (False, True):
+            loaded.settle()
+            loaded.step.certificate = Certificate(1, 1, loaded.device) if certified else None
+            seconds[certified].append(loaded.time(4).step_s)
+    loaded.step.certificate = None
+    added = min(seconds[True]) / min(seconds[False]) - 1
+    report.found("certificate_cost", added < 0.01, f"{added:+.2%} of a step", "more than eight bytes should cost")
+
+
+def float8(report: Report, load: Load, plain: Timed, device: torch.device) -> None:
+    loaded = Loaded(replace(load, parallel=replace(load.parallel, float8=Float8.tensorwise)), device)
+    loaded.warm_up()
+    timed = loaded.time(STEPS)
+    speedup = timed.tokens_per_s / plain.tokens_per_s
+    figure = f"{speedup:.2f} times, {timed.tokens_per_s:,.0f} tokens/s"
+    report.found("float8_speedup", speedup >= 1.15, figure, "float8 is not worth it here")
+    del loaded
+    _forget()
+
+
+def torchtitan(report: Report, load: Load, ours: Timed, device: torch.device) -> None:
+    """The same model, batch and recipe by torchtitan, where it is installed, in this process."""
+    try:
+        peer: Any = importlib.import_module("benchmarks.step_titan")
+    except ModuleNotFoundError as error:
+        raise NotTested(
+            f"needs {error.name}; benchmarks/step.py compares with it in an environment of its own"
+        ) from error
+    if not peer.is_installed():
+        raise NotTested("needs torchtitan, which is not installed")
+    run = peer.titan_step(
+        load.model,
+        device=device,
+        dtype=Dtype.bfloat16,
+        seq_len=load.seq_len,
+        micro_batch_seqs=load.rows,
+        lr=1e-4,
+        compiled=True,
+    )
+    rows = torch.randint(0, load.model.vocab_size, (load.rows, load.seq_len + 1), device=device)
+    for _ in range(4):
+        run(rows)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        run(rows)
+    torch.cuda.synchronize()
+    theirs = load.tokens * STEPS / (time.perf_counter() - began)
+    ratio = ours.tokens_per_s / theirs
+    report.found(
+        "torchtitan", ratio >= 1.0, f"{ratio:.2f} of its {theirs:,.0f} tokens/s", "benchmarks/step.py says where"
+    )
+
+
+def slots(report: Report) -> None:
+    """Snapshot slots of an eighth of 8B's state: made, pinned, copied into beside a step, equal, and let go of."""
+    device = group_alone()
+    free_gib = os.statvfs("/dev/shm").f_bavail * os.statvfs("/dev/shm").f_frsize / GIB
+    size_gib = min(SLOT_GIB, free_gib / 3)
+    if size_gib < 1:
+        raise NotTested(f"/dev/shm has {free_gib:.1f} GiB free, two slots of 1 GiB need 3")
+    folder = Path(tempfile.mkdtemp(prefix="regrow-accept-", dir="/dev/shm"))
+    try:
+        entries = state_of(int(size_gib * GIB), device)
+        cuda: Any = torch.cuda
+        counted = Counted(cuda.cudart())
+        cuda.cudart = lambda: counted
+        began = time.perf_counter()
+        snapshots = Snapshots(folder, entries, part=WHOLE, run_id="accept", generation=1)
+        made_s = time.perf_counter() - began
+        rate = 2 * size_gib * GIB / made_s / 1e9
+        figure = f"{rate:.1f} GB/s, two of {size_gib:.1f} GiB in {made_s:.1f} s"
+        report.found("slots_made", rate >= 0.85, figure, "a new group waits that long for its slots")
+        slots_copied(report, snapshots, entries, device)
+        slots_equal(report, snapshots, folder, entries)
+        slots_beside(report, snapshots, device)
+        slots_closed(report, snapshots)
+        again = Snapshots(folder, entries, part=WHOLE, run_id="accept", generation=2)
+        again.discard()
+        left = sum(counted.pinned.values())
+        report.found("slots_let_go", left == 0, f"{left:,} B are pinned still", "pinned memory leaks")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def state_of(num_bytes: int, device: torch.device) -> list[Entry]:
+    """Tensors of 256 MiB, as a sharded state's are."""
+    from regrow.checkpoint.layout import Span
+
+    count = 64 * MIB
+    entries = []
+    for number in range(max(1, num_bytes // (4 * count))):
+        span = Span(f"model/{number}", (count,), "float32", 0, count)
+        entries.append(Entry(span, torch.randn(count, device=device)))
+    return entries
+
+
+class Counted:
+    """CUDA's runtime, with what it pins counted."""
+
+    def __init__(self, runtime: Any) -> None:
+        self._runtime, self.pinned = runtime, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> Any:
+        outcome = self._runtime.cudaHostRegister(address, num_bytes, flags)
+        if int(outcome) == 0:
+            self.pinned[address] = num_bytes
+        return outcome
+
+    def cudaHostUnregister(self, address: int) -> Any:
+        outcome = self._runtime.cudaHostUnregister(address)
+        if int(outcome) == 0:
+            self.pinned.pop(address, None)
+        return outcome
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runtime, name)
+
+
+def slots_copied(report: Report, snapshots: Snapshots, entries: list[Entry], device: torch.device) -> None:
+    num_bytes = sum(entry.memory.nbytes for entry in entries)
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    snapshots.begin(1, {"step": 1})
+    snapshots.wait()
+    torch.cuda.synchronize()
+    rate = num_bytes / (time.perf_counter() - began) / 1e9
+    report.found(
+        "slots_copied", rate >= 45, f"{rate:.1f} GB/s to the host", "not pinned, the other socket, or a slow link"
+    )
+
+
+def slots_equal(report: Report, snapshots: Snapshots, folder: Path, entries: list[Entry]) -> None:
+    from regrow.checkpoint.slots import open_slot
+
+    snapshots.confirm(1)
+    sealed = [file for file in sorted(folder.glob(f"*{SLOT}")) if open_slot(file) is not None]
+    same, num_bytes = equal_bytes(sealed[0], entries) if sealed else (False, 0)
+    report.found("slots_equal", same, f"{num_bytes / 1e9:.1f} GB compared", "the slot differs from the state")
+
+
+def slots_beside(report: Report, snapshots: Snapshots, device: torch.device) -> None:
+    """Matrix products with and without a copy on its way."""
+    x = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+
+    def work() -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(200):
+            torch.mm(x, x)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    work()
+    alone = min(work() for _ in range(3))
+    if not snapshots.begin(2, {"step": 2}):
+        raise NotTested("no slot was free")
+    beside = work()
+    snapshots.wait()
+    snapshots.confirm(2)
+    added = beside / alone - 1
+    report.found(
+        "slots_beside", added <= 0.02, f"{added:+.1%} of matrix products' time", "the copy slows the step down"
+    )
+
+
+def slots_closed(report: Report, snapshots: Snapshots) -> None:
+    """While a kernel still runs: it waits for the copy, which waits for nothing that comes after it."""
+    torch.cuda._sleep(2_000_000_000)
+    began = time.perf_counter()
+    snapshots.close()
+    took_s = time.perf_counter() - began
+    torch.cuda.synchronize()
+    report.found("slots_closed", took_s < 5, f"{took_s:.2f} s beside a busy stream", "closing waits for the stream")
+
+
+def generations(report: Report) -> None:
+    """20 groups in one process: formed, trained in, aborted every other time, left."""
+    torch.cuda.set_device(0)
+    device = torch.device("cuda", 0)
+    from regrow.parallel.compile import graphs_compiled
+
+    held, graphs = [], []
+    for number in range(20):
+        held.append(_generation(number, device))
+        graphs.append(graphs_compiled())
+    report.found("generations", *judge_flat([held], 64.0, "memory of the device"))
+    new = graphs[-1] - graphs[1]
+    report.found("generations_compiled", new == 0, f"{new} graphs after the second group", "blocks are compiled again")
+
+
+def _generation(number: int, device: torch.device) -> Held:
+    began = time.monotonic()
+    distributed_c10d._world.group_count = 0
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = build_mesh(plan_mesh(1, 1), "cuda")
+    model, optim = ModelConfig(), OptimConfig(lr=1e-3)
+    parallel = ParallelConfig(dtype=Dtype.bfloat16, compile=True)
+    step = build_step(model, parallel, optim, mesh=mesh, device=device, seed=0)
+    form_s = time.monotonic() - began
+    rows = [count_up_rows(i, num_rows=8, seq_len=128, vocab_size=model.vocab_size).to(device) for i in range(2)]
+    for index in range(2):
+        step.run(rows, num_micro_batches=2, lr=1e-3, number=index).resolve()
+    evaluate(step.model, rows, num_batches=2, group=step.group, loss_function=step.loss_function)
+    torch.cuda.synchronize()
+    if number % 2:
+        breaker = Breaker()
+        breaker.start()
+        time.sleep(0.3)
+        breaker.left()
+    del step, mesh, rows
+    dist.destroy_process_group()
+    let_go_of_meshes()
+    _forget()
+    free, total = torch.cuda.mem_get_info(device)
+    return Held(form_s, (total - free) / MIB)
+
+
+def abort_often(report: Report) -> None:
+    """NCCL alone, a group of one: made, used, aborted, 50 times."""
+    torch.cuda.set_device(0)
+    device = torch.device("cuda", 0)
+    held = []
+    for _ in range(50):
+        began = time.monotonic()
+        distributed_c10d._world.group_count = 0
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+        form_s = time.monotonic() - began
+        tensor = torch.ones(1 << 20, device=device)
+        dist.all_reduce(tensor)
+        torch.cuda.synchronize()
+        group: Any = dist.group.WORLD
+        group._get_backend(device).abort()
+        dist.destroy_process_group()
+        del tensor, group
+        _forget()
+        free, total = torch.cuda.mem_get_info(device)
+        held.append(Held(form_s, (total - free) / MIB))
+    report.found("abort_often", *judge_flat([held], 64.0, "memory of the device"))
+
+
+def _forget() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -1,0 +1,114 @@
+"""What acceptance says of a machine: claims, each proved, refused or not tested here, figure beside expectation.
+
+Imports nothing but the standard library: the command that runs checks holds no device and loads no torch.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+
+class State(StrEnum):
+    proved = "proved"
+    refused = "refused"
+    not_tested = "not_tested"
+
+
+class Part(StrEnum):
+    """What a claim is about, in the order of running them; ten minutes each."""
+
+    one_process = "one_process"  # one GPU
+    one_node = "one_node"  # all GPUs of this machine
+    no_gpu = "no_gpu"  # what a CPU can show of the same
+    cluster = "cluster"  # a Ray cluster
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A line of the table, before anything was run."""
+
+    name: str
+    claim: str
+    expected: str  # and where that is from
+    advice: str  # what to do where it is refused
+
+
+@dataclass(frozen=True)
+class Check:
+    """What one child process runs, and what that may show."""
+
+    function: str  # module:function below this package, called with a Report
+    part: Part
+    deadline_s: float
+    claims: tuple[Claim, ...]
+    num_gpus: int = 0
+    memory_gib: float = 0.0  # of each GPU
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A claim, and what became of it."""
+
+    name: str
+    claim: str
+    state: State
+    figure: str | None  # what was measured; None where nothing was
+    expected: str
+    reason: str = ""  # for which it was refused or not tested
+    advice: str = ""
+    part: str = ""
+
+    @staticmethod
+    def of(check: Check, claim: Claim, state: State, figure: str | None = None, reason: str = "") -> "Finding":
+        return Finding(claim.name, claim.claim, state, figure, claim.expected, reason, claim.advice, check.part.value)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class NotTested(Exception):
+    """A check, or a claim of it, cannot be tested here; says why."""
+
+
+class Report:
+    """A check's own side: a line for each claim, in a file at once, so that it is there whatever happens next."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def found(self, name: str, holds: bool, figure: str, reason: str = "") -> None:
+        self._write(name, State.proved if holds else State.refused, figure, "" if holds else reason)
+
+    def not_tested(self, name: str, reason: str) -> None:
+        self._write(name, State.not_tested, None, reason)
+
+    @contextlib.contextmanager
+    def about(self, *names: str) -> Iterator[None]:
+        """What NotTested, or what a missing package raises in here, is said of these claims, and no more."""
+        try:
+            yield
+        except NotTested as error:
+            for name in names:
+                self.not_tested(name, str(error))
+        except ModuleNotFoundError as error:
+            for name in names:
+                self.not_tested(name, f"needs the package {error.name}, which is not installed")
+
+    def _write(self, name: str, state: State, figure: str | None, reason: str) -> None:
+        with open(self._path, "a") as file:
+            file.write(json.dumps({"name": name, "state": state.value, "figure": figure, "reason": reason}) + "\n")
+
+
+def read_report(path: Path) -> dict[str, dict[str, Any]]:
+    """The lines of a report by claim; the last one of each counts, and one that was torn does not."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                entry = json.loads(line)
+                found[entry["name"]] = entry
+    return found

@@ -1,0 +1,218 @@
+"""A model in this process' group, its steps timed as benchmarks/step.py does, and what profiler and allocator say."""
+
+import itertools
+import re
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig, RopeScaling
+from regrow.errors import ConfigError
+from regrow.model.flops import flops_per_token, peak_flops
+from regrow.parallel.fsdp import build_mesh
+from regrow.plan.mesh import plan_mesh
+from regrow.train.build import build_step
+from regrow.train.footprint import Rank, footprint
+from regrow.train.step import TrainStep
+
+MODELS = Path(__file__).parents[3] / "conf" / "model"
+WARM_UP = 4
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a rank does in a step."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    rows: int  # of a pass
+    seq_len: int
+    num_passes: int = 1
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.seq_len * self.num_passes
+
+
+@dataclass
+class Timed:
+    """What steps of a load came to on this rank."""
+
+    step_s: float  # median
+    tokens_per_s: float  # of this rank
+    mfu: float
+    allocated: int = 0  # bytes at most
+    reserved: int = 0
+
+
+class Loaded:
+    """A model that is built, and its rows."""
+
+    def __init__(self, load: Load, device: torch.device) -> None:
+        world_size = dist.get_world_size()
+        mesh = build_mesh(plan_mesh(world_size, load.parallel.dp_replicate, load.parallel.tp), device.type)
+        self.load, self.device, self.number = load, device, 0
+        self.step: TrainStep = build_step(load.model, load.parallel, load.optim, mesh=mesh, device=device, seed=0)
+        torch.manual_seed(dist.get_rank())
+        self.rows = [
+            torch.randint(0, load.model.vocab_size, (load.rows, load.seq_len + 1), device=device)
+            for _ in range(load.num_passes)
+        ]
+        self.before_update: Callable[[], None] | None = None
+        self._launched: list[Any] = []
+
+    def run(self) -> None:
+        """Launch a step; read the one before, as the loop does."""
+        self.number += 1
+        stats = self.step.run(
+            self.rows,
+            num_micro_batches=len(self.rows),
+            lr=1e-4,
+            digest=self.number,
+            number=self.number,
+            before_update=self.before_update,
+        )
+        self._launched.append(stats)
+        if len(self._launched) > 1:
+            self._launched.pop(0).resolve()
+
+    def settle(self) -> None:
+        while self._launched:
+            self._launched.pop(0).resolve()
+        torch.cuda.synchronize(self.device)
+
+    def warm_up(self) -> None:
+        for _ in range(WARM_UP):
+            self.run()
+        self.settle()
+
+    def time(self, num_steps: int, each: Callable[[], None] | None = None) -> Timed:
+        """`each` is called after every step was launched."""
+        torch.cuda.reset_peak_memory_stats(self.device)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
+        events[0].record()
+        for number in range(num_steps):
+            self.run()
+            if each is not None:
+                each()
+            events[number + 1].record()
+        self.settle()
+        step_s = statistics.median(a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(events))
+        tokens_per_s = self.load.tokens / step_s
+        peak = peak_flops(self.device, self.load.parallel.dtype)
+        memory = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+        mfu = tokens_per_s * flops_per_token(self.load.model, self.load.seq_len) / peak.flops
+        return Timed(step_s, tokens_per_s, mfu, *memory)
+
+    def forecast_bytes(self) -> int:
+        """What `jobs.plan` says that a step allocates at most."""
+        load, shape = self.load, plan_mesh(dist.get_world_size(), self.load.parallel.dp_replicate)
+        rank = Rank(
+            model=load.model,
+            parallel=load.parallel,
+            dp_shard=shape.dp_shard,
+            num_passes=load.num_passes,
+            rows=load.rows,
+            seq_len=load.seq_len,
+            on_gpu=True,
+            moments=load.optim.moments,
+        )
+        return footprint(rank).total
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """Shares of the wall time of some steps."""
+
+    busy: float  # of the device
+    launching: float  # of the host
+
+
+def profile(loaded: Loaded, num_steps: int = 3) -> Profiled:
+    """By torch's profiler: the union of the device's kernels, and how long the host took to launch a step."""
+    import time
+
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    loaded.settle()
+    began = time.perf_counter()
+    for _ in range(num_steps):
+        loaded.run()
+    launched_s = time.perf_counter() - began
+    loaded.settle()
+    host_s = time.perf_counter() - began
+    with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as running:
+        for _ in range(num_steps):
+            loaded.run()
+        loaded.settle()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in running.events() or []
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.time_range.end > event.time_range.start
+    )
+    covered, reached = 0.0, float("-inf")
+    for start, end in spans:
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    whole = (reached - spans[0][0]) if spans else 1.0
+    return Profiled(covered / whole, launched_s / host_s)
+
+
+def read_model(name: str) -> ModelConfig:
+    """A model of conf/model, whose YAML is of names, numbers and one level of nesting. Needs no YAML. Raises
+    ConfigError."""
+    path = MODELS / f"{name}.yaml"
+    if not path.exists():
+        known = ", ".join(sorted(each.stem for each in MODELS.glob("*.yaml")))
+        raise ConfigError(f"no model called {name!r}; available: {known}")
+    fields: dict[str, Any] = {}
+    scaling: dict[str, Any] | None = None
+    for line in path.read_text().splitlines():
+        key, _, value = line.partition("#")[0].partition(":")
+        if not key.strip():
+            continue
+        if not value.strip():
+            assert key.strip() == "rope_scaling", f"{path}: {line}"
+            scaling = {}
+        elif line.startswith(" "):
+            assert scaling is not None
+            scaling[key.strip()] = _scalar(value.strip())
+        else:
+            fields[key.strip()] = _scalar(value.strip())
+    return ModelConfig(**fields, rope_scaling=RopeScaling(**scaling) if scaling is not None else None)
+
+
+def _scalar(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    if re.fullmatch(r"-?\d+", text):
+        return int(text)
+    try:
+        return float(text)
+    except ValueError:
+        return text.strip("'\"")
+
+
+def group_alone() -> torch.device:
+    """The default group, of this process alone; its device."""
+    torch.cuda.set_device(0)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    return torch.device("cuda", 0)
+
+
+def rows_that_fit(model: ModelConfig, seq_len: int, device: torch.device) -> int:
+    """A power of two, by a generous estimate of what a compiled bfloat16 step holds (benchmarks/step.py)."""
+    from regrow.model.size import num_params
+
+    memory = torch.cuda.get_device_properties(device).total_memory
+    fixed = 18 * num_params(model)
+    per_row = seq_len * (16 * model.vocab_size + 2 * model.num_layers * (12 * model.dim + 4 * model.ffn_dim))
+    fits = int((0.85 * memory - fixed) // per_row)
+    return 2 ** min(3, max(0, fits.bit_length() - 1))

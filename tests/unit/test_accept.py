@@ -1,0 +1,345 @@
+"""Acceptance's runner: deadlines, crashes, interruptions, the form of its JSON; and its command line."""
+
+import importlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from regrow.accept.arguments import Options, help_text, parse
+from regrow.accept.catalog import CHECKS
+from regrow.accept.claims import Check, Claim, Finding, Part, State
+from regrow.accept.main import chosen, why_skipped
+from regrow.accept.report import cells, show, write_json
+from regrow.accept.runner import Machine, Outcome, members, run_check, run_checks
+from regrow.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+CLAIMS = tuple(Claim(name, f"that {name}", "so much", f"mend {name}") for name in ("first", "second"))
+
+
+@pytest.fixture
+def checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type:
+    """Makes a check of a function's body, which has `report` and a folder of the test's own."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    class Checks:
+        number = 0
+
+        @classmethod
+        def of(cls, body: str, deadline_s: float = 60.0, **needs: float) -> Check:
+            cls.number += 1
+            module = f"accept_test_{cls.number}"
+            code = f"import os, subprocess, sys, time\nHERE = {str(tmp_path)!r}\n\ndef check(report):\n"
+            (tmp_path / f"{module}.py").write_text(code + textwrap.indent(textwrap.dedent(body), "    "))
+            return Check(f"{module}:check", Part.no_gpu, deadline_s, CLAIMS, **needs)  # type: ignore[arg-type]
+
+    return Checks
+
+
+def states(found: list[Finding]) -> list[State]:
+    return [each.state for each in found]
+
+
+def run(*checks: Check, machine: Machine = Machine(), minutes: float = 10.0) -> Outcome:  # noqa: B008
+    return run_checks(checks, machine, minutes=minutes, tell=lambda now, found: None)
+
+
+def test_each_claim_is_in_the_state_that_its_check_found(checks: type) -> None:
+    found, broke = run_check(
+        checks.of("""
+            report.found("first", True, "3 s")
+            report.found("second", False, "9 s", "too slow")
+        """),
+        60,
+    )
+    assert [(each.state, each.figure, each.reason) for each in found] == [
+        (State.proved, "3 s", ""),
+        (State.refused, "9 s", "too slow"),
+    ]
+    assert broke == ""
+
+
+def test_a_deadline_kills_the_check_and_all_that_it_started_also_what_left_its_session(
+    checks: type, tmp_path: Path
+) -> None:
+    body = """
+        report.found("first", True, "3 s")
+        sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+        pids = [subprocess.Popen(sleep, start_new_session=apart).pid for apart in (False, True)]
+        open(os.path.join(HERE, "pids"), "w").write(f"{os.getpid()} {pids[0]} {pids[1]}")
+        time.sleep(600)
+    """
+    began = time.monotonic()
+    found, broke = run_check(checks.of(body), 8)
+    assert time.monotonic() - began < 40
+    assert states(found) == [State.proved, State.refused]
+    assert found[1].reason == "did not end within 8 s"
+    assert broke == ""  # a hang is a result
+    assert [_state(pid) for pid in map(int, (tmp_path / "pids").read_text().split())] == ["Z"] * 3
+
+
+def test_a_crash_is_refused_with_its_last_line_and_the_claims_behind_it_are_not_tested(checks: type) -> None:
+    body = """
+        print("the last thing it said", flush=True)
+        os.abort()
+    """
+    found, broke = run_check(checks.of(body), 60)
+    assert states(found) == [State.refused, State.not_tested]
+    assert found[0].reason.startswith("its process was ended by SIGABRT")
+    assert broke == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "state", "reason", "broke"),
+    [
+        (
+            'raise RuntimeError("CUDA error: out of memory\\nmore")',
+            State.refused,
+            "RuntimeError: CUDA error: out",
+            False,
+        ),
+        ("report.there_is_no_such_thing()", State.refused, "AttributeError: 'Report' object has no", True),
+        ("import there_is_no_such_package", State.not_tested, "needs the package there_is_no_such_package", False),
+    ],
+)
+def test_what_a_check_raises_is_its_machines_fault_or_its_own(
+    checks: type, line: str, state: State, reason: str, broke: bool
+) -> None:
+    found, problem = run_check(checks.of(line), 60)
+    assert found[0].state is state
+    assert found[0].reason.startswith(reason)
+    assert bool(problem) is broke
+
+
+def test_the_command_goes_on_after_each_of_them(checks: type) -> None:
+    outcome = run(
+        checks.of("os._exit(3)"),
+        checks.of('report.found("first", True, "")'),
+        checks.of("raise KeyError('ours')"),
+        checks.of('report.found("first", True, ""); report.found("second", True, "")'),
+    )
+    assert Counter(states(outcome.findings)) == {State.proved: 3, State.refused: 3, State.not_tested: 2}
+    assert len(outcome.broke) == 1
+
+
+def test_what_a_machine_lacks_is_not_tested_and_says_so(checks: type) -> None:
+    machine = Machine(gpus=("H100",), memory_gib=79)
+    outcome = run(checks.of("pass", num_gpus=2), checks.of("pass", num_gpus=1, memory_gib=100), machine=machine)
+    assert {each.reason for each in outcome.findings} == {
+        "needs 2 GPUs, 1 here",
+        "needs GPUs of 100 GiB, 79 here",
+    }
+    assert set(states(outcome.findings)) == {State.not_tested}
+
+
+def test_a_part_whose_minutes_are_over_begins_nothing_more(checks: type) -> None:
+    outcome = run(checks.of("time.sleep(600)"), checks.of("pass"), minutes=0.1)
+    assert outcome.findings[0].reason == "did not end within 6 s"
+    assert "accept.only=first runs it" in outcome.findings[2].reason
+
+
+def test_a_session_that_has_ended_has_no_members() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+    assert process.pid in members(process.pid)
+    process.kill()
+    process.wait()
+    assert members(process.pid) == []
+
+
+INTERRUPTED = """
+import sys
+sys.path[:0] = [{root!r} + "/platform"]
+import regrow.accept.main as main
+from regrow.accept.arguments import Options
+from regrow.accept.claims import Check, Claim, Part
+from pathlib import Path
+
+def check(name, module):
+    return Check(module + ":check", Part.no_gpu, 100, (Claim(name, "that " + name, "", ""),))
+
+main.CHECKS = (check("quick", "quick"), check("slow", "slow"), check("never", "quick"))
+sys.exit(main.accept(Options(out=Path({out!r})), []))
+"""
+
+
+def test_interrupted_halfway_what_was_found_stays_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    (tmp_path / "quick.py").write_text('def check(report):\n    report.found("quick", True, "1 s")\n')
+    pid_file = tmp_path / "pid"
+    (tmp_path / "slow.py").write_text(
+        "import os, time\n\ndef check(report):\n"
+        f"    open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n    time.sleep(600)\n"
+    )
+    code = INTERRUPTED.format(root=str(ROOT), out=str(tmp_path / "out"))
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    give_up_at = time.monotonic() + 120
+    while not pid_file.exists() and time.monotonic() < give_up_at:
+        time.sleep(0.05)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 0
+    content = json.loads((tmp_path / "out" / "accept.json").read_text())
+    assert [(each["name"], each["state"]) for each in content["checks"]] == [
+        ("quick", "proved"),
+        ("slow", "not_tested"),
+        ("never", "not_tested"),
+    ]
+    assert not Path(f"/proc/{pid_file.read_text()}").exists()
+
+
+def test_a_check_ends_with_the_command_that_started_it_however_that_ends(checks: type, tmp_path: Path) -> None:
+    check = checks.of("""
+        open(os.path.join(HERE, "pid"), "w").write(str(os.getpid()))
+        time.sleep(600)
+    """)
+    code = f"from regrow.accept.child import main; main({check.function!r}, '/dev/null', '/dev/null')"
+    outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {code!r}])"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'platform'}"}
+    process = subprocess.Popen([sys.executable, "-c", outer], env=environment, start_new_session=True)
+    give_up_at = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() and time.monotonic() < give_up_at:
+        time.sleep(0.05)
+    time.sleep(0.2)
+    process.kill()
+    process.wait()
+    pid = int((tmp_path / "pid").read_text())
+    while _state(pid) != "Z" and time.monotonic() < give_up_at:
+        time.sleep(0.05)
+    assert _state(pid) == "Z"
+
+
+def _state(pid: int) -> str:
+    """Of a process; Z also where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def finding(state: State, figure: str | None, reason: str = "", part: Part = Part.no_gpu) -> Finding:
+    return Finding("name", "a claim [22]", state, figure, "< 3", reason, "do this", part)
+
+
+def test_accept_json_has_the_form_that_others_rely_on(tmp_path: Path) -> None:
+    findings = [finding(State.proved, "2 s"), finding(State.not_tested, None, "no GPU here")]
+    content = json.loads(write_json(tmp_path / "new", findings, Machine(), arguments=["a=b"]).read_text())
+    for each in content["checks"]:
+        assert {"name", "claim", "state", "figure", "expected"} <= each.keys()
+        assert each["state"] in ("proved", "refused", "not_tested")
+    assert [each["figure"] for each in content["checks"]] == ["2 s", None]
+    assert content["counts"] == {"proved": 1, "not_tested": 1}
+    assert content["versions"]["python"]
+
+
+def test_the_table_says_what_to_do_where_a_claim_is_refused_and_only_there() -> None:
+    refused = finding(State.refused, "4 s", "too slow")
+    assert cells(refused) == ("a claim [22]", "refused", "4 s; too slow", "< 3", "do this")
+    assert cells(finding(State.proved, "2 s"))[-1] == ""
+    out = io.StringIO()
+    show([refused, finding(State.not_tested, None, "no GPU here", Part.one_node)], out)
+    assert "a claim [22]" in out.getvalue()
+    assert "All GPUs of this node: 1 claim not tested here, no GPU here" in out.getvalue()
+    assert "0 proved, 1 refused, 1 not tested here" in out.getvalue()
+
+
+def test_without_rich_there_is_a_table_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    out = io.StringIO()
+    show([finding(State.refused, "4 s", "too slow")], out)
+    assert "to do: do this" in out.getvalue()
+
+
+def test_every_check_has_a_function_and_every_claim_a_name_of_its_own() -> None:
+    names = [claim.name for check in CHECKS for claim in check.claims]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
+    for check in CHECKS:
+        module, _, function = check.function.partition(":")
+        assert callable(getattr(importlib.import_module(module), function)), check.function
+        assert all(claim.claim and claim.expected and claim.advice for claim in check.claims)
+
+
+def test_every_claim_is_reported_by_its_check() -> None:
+    """By name, somewhere in the module of its check."""
+    for check in CHECKS:
+        source = Path(importlib.import_module(check.function.partition(":")[0]).__file__ or "").read_text()
+        for claim in check.claims:
+            first = claim.name.partition("_")[0]
+            assert f'"{claim.name}"' in source or f'"{first}_{{' in source, claim.name
+
+
+def test_arguments_are_read_without_hydra() -> None:
+    options = parse(["accept.out=/tmp/x", "accept.only=probe,host_name", "accept.gpus=1", "accept.minutes=2.5"])
+    assert (options.out, options.only, options.gpus) == (Path("/tmp/x"), ("probe", "host_name"), 1)
+    assert options.minutes == 2.5
+    cluster = parse(["+cluster=cpu3", "run.storage_path=/shared"])
+    assert cluster.parts == (Part.cluster,)
+    assert cluster.pretrain == ("+cluster=cpu3", "run.storage_path=/shared")
+    for name in ("accept.out", "accept.only", "accept.parts", "accept.gpus", "accept.model", "accept.minutes"):
+        assert name in help_text()
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("accept.ot=x", "unknown setting 'accept.ot'; did you mean 'accept.out'?"),
+        ("out=x", "unknown setting 'out'; did you mean 'accept.out'?"),
+        ("train.steps=3", r"unknown setting 'train.steps'; settings of jobs.pretrain go with \+cluster=NAME only"),
+        ("--quick", "'--quick' is no key=value"),
+        ("accept.gpus=all", "accept.gpus=all: invalid literal"),
+        ("accept.parts=gpu", "accept.parts=gpu: .* one of one_process, one_node"),
+        ("accept.parts=cluster", r"needs \+cluster=NAME"),
+    ],
+)
+def test_a_mistake_in_the_arguments_is_one_line(argument: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as error:
+        parse([argument])
+    assert "\n" not in str(error.value)
+
+
+def test_a_claim_that_there_is_not_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'certificate_premise'"):
+        chosen(Options(only=("certificat_premise",)))
+    assert [check.function for check in chosen(Options(only=("host_nvml",)))] == [
+        "regrow.accept.checks_one_gpu:gpu_host"
+    ]
+
+
+def test_parts_that_are_not_run_say_why() -> None:
+    assert why_skipped(Part.cluster, Options(), Machine()) == "needs a Ray cluster: +cluster=NAME"
+    assert why_skipped(Part.no_gpu, Options(), Machine(gpus=("H100",)))
+    assert not why_skipped(Part.no_gpu, Options(), Machine())
+    assert "accept.parts=cluster" in why_skipped(Part.one_node, Options(parts=(Part.cluster,)), Machine())
+
+
+def test_one_machines_checks_import_neither_ray_nor_hydra() -> None:
+    modules = sorted({check.function.partition(":")[0] for check in CHECKS if check.part is not Part.cluster})
+    code = (
+        "import importlib, sys\n"
+        f"for name in {['regrow.accept.main', *modules]!r}: importlib.import_module(name)\n"
+        "sys.exit(', '.join(sorted({'ray', 'hydra', 'omegaconf'} & set(sys.modules))) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT / "platform")})
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys, jobs.accept as job; job.main(['--help']); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "accept.out" in done.stdout
+
+
+def test_runs_in_a_thread_too(checks: type) -> None:
+    """Where signals cannot be caught."""
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=lambda: outcomes.append(run(checks.of('report.found("first", True, "")'))))
+    thread.start()
+    thread.join()
+    assert outcomes[0].findings[0].state is State.proved
