@@ -28,6 +28,9 @@ from regrow.parallel.device_settings import apply_device_settings
 WAIT_S = 120.0  # of a store, for a word or a member
 PRELOAD = ["regrow.testing.preload"]
 LOOK_S = 0.02
+TOLD_S = 1.0  # from a death to the word of it: time for a watchdog to see what it would end a survivor for
+
+provide()  # before a process unpickles what a rank is to run
 
 
 class Member:
@@ -74,6 +77,7 @@ class Ranks:
         if device_type != "cuda":
             context.set_forkserver_preload(PRELOAD)
         self.processes: list[BaseProcess] = []
+        self._gone: dict[int, float] = {}  # since when
         self._told: set[int] = set()
         for rank in range(world_size):
             place = (rank, world_size, self.store.port, device_type)
@@ -92,7 +96,10 @@ class Ranks:
     def look(self) -> None:
         """Tell the others of who is gone: their generation is over."""
         for rank, process in enumerate(self.processes):
-            if rank not in self._told and (_is_stopped(process.pid) or (process.exitcode or 0) < 0):
+            if rank not in self._gone and (_is_stopped(process.pid) or (process.exitcode or 0) < 0):
+                self._gone[rank] = time.monotonic()
+        for rank, since in self._gone.items():
+            if rank not in self._told and time.monotonic() > since + TOLD_S:
                 self._told.add(rank)
                 generation = self.store.get("generation").decode() if self.store.check(["generation"]) else "0"
                 tell_over(self.store, int(generation))

@@ -64,25 +64,23 @@ def versions() -> dict[str, str]:
 
 
 def show(findings: Sequence[Finding], stream: TextIO = sys.stdout) -> None:
-    """The table, part by part; parts of which nothing could be tested, for one reason, are a line each."""
+    """The table, part by part; what was not tested is listed under it, by the reason."""
     for part in Part:
         rows = [each for each in findings if each.part == part]
-        reasons = {each.reason for each in rows}
-        if rows and all(each.state is State.not_tested for each in rows) and len(reasons) == 1:
-            claims = textwrap.fill(
-                "; ".join(each.claim for each in rows) + ".",
-                _width(stream),
-                initial_indent="  ",
-                subsequent_indent="  ",
-            )
+        tested = [each for each in rows if each.state is not State.not_tested]
+        if tested:
+            _table(TITLES[part], tested, stream)
+        reasons: dict[str, list[str]] = {}
+        for each in rows:
+            if each.state is State.not_tested:
+                reasons.setdefault(each.reason, []).append(each.claim)
+        for reason, claims in reasons.items():
+            title = "" if tested else f"{TITLES[part]}: "
+            print(f"\n{title}{len(claims)} claim{'s' * (len(claims) > 1)} not tested here, {reason}:", file=stream)
             print(
-                f"\n{TITLES[part]}: {len(rows)} claim{'s' * (len(rows) > 1)} not tested here, {reasons.pop()}:",
-                claims,
-                sep="\n",
+                textwrap.fill("; ".join(claims) + ".", _width(stream), initial_indent="  ", subsequent_indent="  "),
                 file=stream,
             )
-        elif rows:
-            _table(TITLES[part], rows, stream)
     print(f"\n{summary(findings)}", file=stream)
 
 
