@@ -77,6 +77,7 @@ def test_a_port_that_takes_connections_and_says_nothing_costs_the_deadline_and_n
     ("answer", "why"),
     [
         (b"", "hung up|reset"),
+        (bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]), "what listens there is no Ray head: "),  # SETTINGS, as a proxy does
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", r"what listens there is no Ray head, it says b'HTTP/1.1 '"),
     ],
 )
@@ -112,6 +113,15 @@ def test_the_address_that_a_ray_left_behind_is_named(monkeypatch: pytest.MonkeyP
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
         monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)  # of other tests
         with pytest.raises(ConnectionError, match=rf"the head at .*:{port} does not answer"):
+            answering_head("auto")
+
+
+def test_where_no_ray_was_ever_started_that_is_said_in_our_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)  # of other tests
+        with pytest.raises(ConnectionError, match=r"^none is running on this machine and RAY_ADDRESS is not set$"):
             answering_head("auto")
 
 

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -21,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from regrow.config.schema import DrillJobConfig, PlanJobConfig, PretrainConfig, SubmitJobConfig
+from regrow.deadline import leaving
 from regrow.errors import ConfigError, RegrowError
 
 STARTED_AT = time.time()  # of the program, but for the interpreter
@@ -47,10 +49,16 @@ def run_job(job: Callable[[Config], None], *, name: str, schema: type[Config] = 
         composed.append(config)
         _given[:] = HydraConfig.get().overrides.task
 
-    try:
+    with leaving(), _mistakes_in_one_line(schema):
         hydra.main(version_base="1.3", config_path=str(CONF_DIR), config_name=name)(compose)()
         for config in composed:
             job(to_dataclass(config, schema))
+
+
+@contextmanager
+def _mistakes_in_one_line(schema: type[PretrainConfig]) -> Iterator[None]:
+    try:
+        yield
     except RegrowError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:

@@ -5,8 +5,9 @@ and, on a local disk, a few documents, or all of a small corpus where it is clos
 an UnseenError: another one may.
 """
 
+import contextlib
 import math
-import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from regrow.config.schema import DataConfig, PretrainConfig
 from regrow.data.documents import DamagedPiece, Document, Piece, Recipe, load_recipe
 from regrow.data.hub import files_on_hub, is_hub
+from regrow.deadline import within
 from regrow.errors import DataError, UnseenError
-from regrow.storage import is_remote
+from regrow.storage import StorageError, in_threads, is_remote
 
 if TYPE_CHECKING:
     from regrow.data.files import SourceFiles
@@ -31,6 +33,7 @@ CLOSE, READ_BYTES = 2.0, 64 << 20  # global batches below which all documents ar
 # default corpus its own 4,096 make 3.65
 BYTES_PER_TOKEN, FEW_IDS, BYTES_PER_TOKEN_OF_FEW = 4.5, 16384, 3.65
 GZIP_RATIO, PARQUET_RATIO = 2.7, 2.3  # bytes of English text in one of a file: as FineWeb-Edu's parquet has it
+BY_SIZES, COUNTED = "estimated from the sizes of its files", "counted"
 
 Result = TypeVar("Result")
 
@@ -56,9 +59,13 @@ class Outlook:
         if self.epochs is None:
             return f"data: to be prepared; {self.basis}"
         return (
-            f"data: to be prepared; about {self.num_rows:,} rows of {self.seq_len:,} tokens ({self.basis}), "
-            f"{self.epochs:,.2f} epochs of them in train.steps={self.steps}"
+            f"data: to be prepared; {_about(self.basis)}{self.num_rows:,} rows of {self.seq_len:,} tokens "
+            f"({self.basis}), {self.epochs:,.2f} epochs of them in train.steps={self.steps}"
         )
+
+
+def _about(basis: str) -> str:
+    return "" if basis == COUNTED else "about "
 
 
 def check_corpus(config: PretrainConfig, *, deadline_s: float = LOOK_S, footers: bool = True) -> Outlook:
@@ -75,36 +82,44 @@ def check_corpus(config: PretrainConfig, *, deadline_s: float = LOOK_S, footers:
     if data.corpora:
         return _look_at("data.corpora", ", ".join(data.corpora.values()), lambda: _counted(config), deadline_s)
     recipe = load_recipe(data.recipe)
-    on_hub = {}  # asked first: what comes after is patient with it
-    for setting, location in (("data.source", data.source), ("data.tokenizer", data.tokenizer)):
-        if location is not None and is_hub(location):
-            on_hub[setting] = _look_at(setting, location, partial(files_on_hub, setting, location), deadline_s)
-    if "data.source" in on_hub and not footers:
-        num_bytes = PARQUET_RATIO * sum(on_hub["data.source"].values())
-        return _large_enough(
-            config, int(num_bytes / BYTES_PER_TOKEN / data.seq_len), "estimated from the sizes of its files"
-        )
-    described = _look_at("data.source", data.source, lambda: recipe.describe(data), deadline_s)
+    on_hub = _sizes_on_hub("data.source", data.source, deadline_s)
+    if on_hub is None or footers:
+        described = _look_at("data.source", data.source, lambda: recipe.describe(data), deadline_s)
+    _sizes_on_hub("data.tokenizer", data.tokenizer, deadline_s)
+    by_sizes = int(PARQUET_RATIO * sum((on_hub or {}).values()) / BYTES_PER_TOKEN / data.seq_len)
+    if on_hub is not None and not footers:
+        return _large_enough(config, by_sizes, BY_SIZES)
+    tokenizer = None
     if data.tokenizer is not None:
         tokenizer = _look_at("data.tokenizer", data.tokenizer, lambda: _tokenizer(config), deadline_s)
-    else:
-        tokenizer = None
     if _look_at("run.storage_path", config.run.storage_path, lambda: _is_prepared(config, recipe), deadline_s):
         return _counted(config)
-    num_rows, basis = _look_at(
-        "data.source", data.source, lambda: _estimate(config, recipe, described, tokenizer), deadline_s
-    )
+    try:
+        num_rows, basis = _look_at(
+            "data.source", data.source, lambda: _estimate(config, recipe, described, tokenizer), deadline_s
+        )
+    except UnseenError:
+        if on_hub is None:
+            raise
+        num_rows, basis = by_sizes, BY_SIZES  # it answers, slowly
     return _large_enough(config, num_rows, basis)
 
 
+def _sizes_on_hub(setting: str, location: str | None, deadline_s: float) -> dict[str, int] | None:
+    """The files of a location on a hub, asked before Arrow is, which is patient with one that does not answer."""
+    if location is None or not is_hub(location):
+        return None
+    return _look_at(setting, location, partial(files_on_hub, setting, location), deadline_s)
+
+
 def _large_enough(config: PretrainConfig, num_rows: int | None, basis: str) -> Outlook:
-    """Raises DataError for an estimate that is too low by more than it may err."""
+    """Raises DataError where there are too few rows, by more than an estimate may err."""
     data, least = config.data, config.optim.global_batch_seqs
-    if num_rows is not None and num_rows * MARGIN < least:
+    if num_rows is not None and num_rows * (1 if basis == COUNTED else MARGIN) < least:
         what, setting = (data.recipe, "recipe") if data.source is None else (f"data.source={data.source}", "source")
         raise DataError(
-            f"{what} has about {num_rows:,} train rows of data.seq_len={data.seq_len} tokens ({basis}), fewer than one "
-            f"global batch of optim.global_batch_seqs={least}; choose a larger data.{setting}, or lower "
+            f"{what} has {_about(basis)}{num_rows:,} train rows of data.seq_len={data.seq_len} tokens ({basis}), fewer "
+            f"than one global batch of optim.global_batch_seqs={least}; choose a larger data.{setting}, or lower "
             "optim.global_batch_seqs or data.seq_len"
         )
     return Outlook(num_rows, data.seq_len, config.train.steps, least, basis)
@@ -146,7 +161,7 @@ def _estimate(
     if data.source is not None and isinstance(described.get("files"), dict):
         num_bytes, basis = _text_bytes(data.source, described["files"])
     else:
-        num_bytes, basis = float(sum(piece.num_bytes for piece in pieces)), "estimated from the sizes of its files"
+        num_bytes, basis = float(sum(piece.num_bytes for piece in pieces)), BY_SIZES
         if num_bytes <= len(pieces):  # the recipe does not say
             return None, "its recipe does not tell its size"
 
@@ -160,8 +175,10 @@ def _estimate(
     about = rows(num_bytes * sample.kept, sample.bytes_per_token or bytes_per_token)
     if about > CLOSE * config.optim.global_batch_seqs or num_bytes > READ_BYTES:
         return about, basis
-    whole = _read(data, recipe, pieces, tokenizer, most_documents=math.inf)
-    return rows(whole.num_bytes, whole.bytes_per_token or bytes_per_token), "estimated from its documents"
+    if tokenizer is not None:
+        return _count(data, recipe, pieces, tokenizer), COUNTED
+    whole = _read(data, recipe, pieces, None, most_documents=math.inf)
+    return rows(whole.num_bytes, bytes_per_token), "estimated from its documents"
 
 
 def _text_bytes(source: str, sizes: dict[str, int]) -> tuple[float, str]:
@@ -173,9 +190,10 @@ def _text_bytes(source: str, sizes: dict[str, int]) -> tuple[float, str]:
         size * (GZIP_RATIO if name.endswith(".gz") else 1) for name, size in sizes.items() if name not in parquet
     )
     if not parquet:
-        return plain, "estimated from the sizes of its files"
+        return plain, BY_SIZES
     files = SourceFiles(source)
-    footers = [_in_footer(files, parquet[k * len(parquet) // MOST_FOOTERS]) for k in range(MOST_FOOTERS)]
+    some = sorted({parquet[k * len(parquet) // MOST_FOOTERS] for k in range(MOST_FOOTERS)})
+    footers = in_threads(partial(_in_footer, files), some)
     read = {name: text for name, text in footers if text is not None}
     if not read:
         raise DataError(f"data.source={source}: none of its .parquet files can be read and has a column `text`")
@@ -196,6 +214,18 @@ def _in_footer(files: "SourceFiles", name: str) -> tuple[str, int | None]:
     ]
     texts = [column.total_uncompressed_size for column in columns if column.path_in_schema == "text"]
     return name, sum(texts) if texts else None
+
+
+def _count(data: DataConfig, recipe: Recipe, pieces: Sequence[Piece], tokenizer: Any) -> int:
+    """The training rows that a preparation will make."""
+    from regrow.data.spool import tokenized
+
+    num_tokens = 1  # the end-of-text before the first document
+    for piece in pieces:
+        with contextlib.suppress(DamagedPiece):
+            found = tokenized(piece, recipe, data, tokenizer, Counter())
+            num_tokens += sum(len(ids) + 1 for _, _, split, ids in found if split == 0)
+    return (num_tokens - 1) // data.seq_len
 
 
 @dataclass(frozen=True)
@@ -232,29 +262,15 @@ def _read(data: DataConfig, recipe: Recipe, pieces: Sequence[Piece], tokenizer: 
 
 
 def _look_at(setting: str, location: str | None, look: Callable[[], Result], deadline_s: float) -> Result:
-    """What `look` returns. A place outside this machine that does not answer in time is an UnseenError.
-
-    In a thread: neither name resolution nor Arrow's clients can be told a deadline. It is left behind.
-    """
+    """What `look` returns. A place outside this machine that cannot be opened, or is not in time, is an UnseenError."""
     if not is_remote(location):
         return look()
-    outcome: list[Result] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(look())
-        except BaseException as error:  # carried over to the caller
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name=f"look-at-{setting}", daemon=True)
-    thread.start()
-    thread.join(deadline_s)
-    if errors:
-        raise errors[0]
-    if not outcome:
+    try:
+        return within(deadline_s, look)
+    except StorageError as error:
+        raise UnseenError(f"{setting}: {error}") from error
+    except TimeoutError as error:
         raise UnseenError(
             f"{setting}={location} did not answer within {deadline_s:g} s; check the network and the credentials of "
             "this machine, or name a copy that it can reach"
-        )
-    return outcome[0]
+        ) from error

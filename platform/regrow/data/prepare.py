@@ -256,6 +256,10 @@ def read_tokenizer(location: str) -> bytes:
     files = SourceFiles(location)
     try:
         return files.read(location.rpartition("/")[2])
+    except FileNotFoundError as error:
+        raise UnseenError(
+            f"data.tokenizer={location}: there is no {files.root}; give the path or URI of a tokenizer.json"
+        ) from error
     except OSError as error:
         raise UnseenError(
             f"data.tokenizer={location} cannot be read ({first_line(error)}); give the path or URI of a tokenizer.json"

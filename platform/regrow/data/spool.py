@@ -82,18 +82,14 @@ class Spool:
         buckets: dict[int, list[_Entry]] = {}
         skipped: Counter[str] = Counter()
         documents, characters, damaged = 0, 0, ""
-        limit = int(config.validation_fraction * 2**64)
         eot = np.array([end_of_text_id(tokenizer, config.end_of_text)], np.uint32)
         try:
-            for batch in _batches(recipe.documents(config, piece), skipped):
-                for document, ids in zip(batch, encode(tokenizer, [d.text for d in batch]), strict=True):
-                    content = content_hash(document.text)
-                    split = int(int.from_bytes(content[:8], "big") < limit)  # 0: train, 1: validation
-                    key = document_key(content, index, documents)
-                    bucket = split * num_buckets + bucket_of(key, num_buckets)
-                    buckets.setdefault(bucket, []).append((key, document.id, ids))
-                    documents += 1
-                    characters += len(document.text)
+            for document, content, split, ids in tokenized(piece, recipe, config, tokenizer, skipped):
+                key = document_key(content, index, documents)
+                bucket = split * num_buckets + bucket_of(key, num_buckets)
+                buckets.setdefault(bucket, []).append((key, document.id, ids))
+                documents += 1
+                characters += len(document.text)
         except DamagedPiece as error:  # half a piece is none: what was read before the damage may be wrong as well
             buckets, documents, characters, damaged = {}, 0, 0, str(error)
             skipped.clear()
@@ -136,6 +132,17 @@ class Spool:
 
     def _read_batch(self, index: int, *, number: int) -> pa.RecordBatch:
         return self.folder.read_with(f"{index:06d}.arrow", lambda file: pa.ipc.open_file(file).get_batch(number))
+
+
+def tokenized(
+    piece: Piece, recipe: Recipe, config: DataConfig, tokenizer: "BPE", skipped: Counter[str]
+) -> Iterator[tuple[Document, bytes, int, Tokens]]:
+    """A piece's documents: each with its text's hash, split and tokens without end-of-text. Others are counted."""
+    limit = int(config.validation_fraction * 2**64)
+    for batch in _batches(recipe.documents(config, piece), skipped):
+        for document, ids in zip(batch, encode(tokenizer, [d.text for d in batch]), strict=True):
+            content = content_hash(document.text)
+            yield document, content, int(int.from_bytes(content[:8], "big") < limit), ids  # 0: train, 1: validation
 
 
 def document_key(content: bytes, piece: int, number: int) -> bytes:

@@ -58,7 +58,9 @@ def write_rows(
     return rows
 
 
-def write_corpus(folder: Path, rows: np.ndarray, *, rows_per_group: int, rows_per_shard: int) -> None:
+def write_corpus(
+    folder: Path, rows: np.ndarray, *, rows_per_group: int, rows_per_shard: int, vocab_size: int = 2**32
+) -> None:
     """Write rows, uint32[n, seq_len + 1], as a train split of no documents, with its manifest."""
     storage, shards = Storage.at(folder), list[Shard]()
     for begin in range(0, len(rows), rows_per_shard):
@@ -73,7 +75,7 @@ def write_corpus(folder: Path, rows: np.ndarray, *, rows_per_group: int, rows_pe
         source={},
         filters=(),
         seq_len=rows.shape[1] - 1,
-        vocab_size=2**32,
+        vocab_size=vocab_size,
         validation_fraction=0.0,
         rows_per_group=rows_per_group,
         rows_per_shard=rows_per_shard,
@@ -81,6 +83,6 @@ def write_corpus(folder: Path, rows: np.ndarray, *, rows_per_group: int, rows_pe
         num_tokens=rows.size,
         counts={},
         damaged={},
-        tokenizer=Tokenizer("", "", 2**32, 0),
+        tokenizer=Tokenizer("", "", vocab_size, 0),
         splits={"train": Split(len(rows), tuple(shards))},
     ).save(folder)
