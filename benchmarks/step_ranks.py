@@ -4,7 +4,8 @@
 `torchtitan` is torchtitan's own step (step_titan.py), where it is installed; it reads the loss every tenth step. Ours
 counts every token of the global batch once, clips in float64, and reports loss, norm and digest of every step.
 All shard over the same two processes, with the same rows and dtype, all logits at once, one micro-batch a rank and
-step. Sides are built in turn, so that none finds the others' memory, each round in another order.
+step. Sides are built in turn, so that none finds the others' memory, each round in another order. Beside the time of a
+step, the CPU time of its rank: what a side has to compute, also where other programs keep it waiting.
 """
 
 import gc
@@ -37,6 +38,7 @@ DEADLINE_S = 3600.0
 SIDES = ("ours", "fsdp")
 
 Run = Callable[[Tensor], None]
+Rounds = dict[str, list[list[float]]]  # by side: of each round, a value a step
 
 
 def measure_ranks(model: ModelConfig, *, dtype: Dtype, rounds: int, steps: int) -> Part:
@@ -44,7 +46,7 @@ def measure_ranks(model: ModelConfig, *, dtype: Dtype, rounds: int, steps: int) 
     rows = rows_of(model)
     steps = steps if is_small(model) else -(-steps // 3)
     sides = [*SIDES, NAME] if is_installed() else list(SIDES)
-    seconds = run_ranks(time_sides, RANKS, model, dtype, rows, rounds, steps, sides, deadline_s=DEADLINE_S)[0]
+    seconds, cpu_s = run_ranks(time_sides, RANKS, model, dtype, rows, rounds, steps, sides, deadline_s=DEADLINE_S)[0]
     medians = {side: statistics.median(itertools.chain(*times)) for side, times in seconds.items()}
     tokens = RANKS * rows * SEQ_LEN
     key = f"cpu/{model.name}/{RANKS}_ranks" + ("" if dtype is Dtype.float32 else f"/{dtype.value}")
@@ -60,6 +62,7 @@ def measure_ranks(model: ModelConfig, *, dtype: Dtype, rounds: int, steps: int) 
             "steps_per_round": steps,
             "threads_per_rank": 1,
             "step_s": seconds,
+            "step_cpu_s": cpu_s,
         },
     )
     for side in sides[1:]:
@@ -70,6 +73,12 @@ def measure_ranks(model: ModelConfig, *, dtype: Dtype, rounds: int, steps: int) 
             for ours, theirs in zip(seconds["ours"], seconds[side], strict=True)
         )
         part.peers[f"{key}/{side}/tokens_per_s"] = tokens / medians[side]
+        name = f"{key}/tokens_per_cpu_s_ratio_{side}"
+        rounds_cpu_s = [
+            statistics.median(theirs) / statistics.median(ours)
+            for ours, theirs in zip(cpu_s["ours"], cpu_s[side], strict=True)
+        ]
+        part.figures[name], part.spread[name] = statistics.median(rounds_cpu_s), between(rounds_cpu_s)
     if NAME not in sides:
         part.settings["left_out"] = HOW_TO_GET_IT
         print(HOW_TO_GET_IT, flush=True)
@@ -93,26 +102,29 @@ def rows_of(model: ModelConfig) -> int:
 
 def time_sides(
     model: ModelConfig, dtype: Dtype, rows: int, rounds: int, steps: int, sides: Sequence[str]
-) -> dict[str, list[list[float]]]:
-    """Seconds of every timed step of this rank, by side and round."""
+) -> tuple[Rounds, Rounds]:
+    """Seconds of every timed step of this rank, and the CPU seconds of all its threads, by side and round."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     batch = torch.randint(model.vocab_size, (rows, SEQ_LEN + 1), generator=generator)
-    seconds: dict[str, list[list[float]]] = {side: [] for side in sides}
+    seconds: Rounds = {side: [] for side in sides}
+    cpu_s: Rounds = {side: [] for side in sides}
     for number in range(rounds):
         first = number % len(sides)
         for side in [*sides[first:], *sides[:first]]:
             run = build(side, model, dtype, rows)
-            times = []
+            times, cpu_times = [], []
             for _ in range(WARMUP_STEPS + steps):
                 dist.barrier()
-                began = time.perf_counter()
+                began, worked = time.perf_counter(), time.process_time()
                 run(batch)
                 times.append(time.perf_counter() - began)
+                cpu_times.append(time.process_time() - worked)
             seconds[side].append(times[WARMUP_STEPS:])
+            cpu_s[side].append(cpu_times[WARMUP_STEPS:])
             del run
             gc.enable()  # torchtitan collects when it wants to
             gc.collect()
-    return seconds
+    return seconds, cpu_s
 
 
 def build(side: str, model: ModelConfig, dtype: Dtype, rows: int) -> Run:

@@ -100,7 +100,7 @@ def measured_ranks() -> Any:
 
 
 def test_all_sides_take_the_same_steps_on_two_ranks_in_every_round():
-    for seconds in run_ranks(measured_ranks, 2):
+    for seconds in [each for of_rank in run_ranks(measured_ranks, 2) for each in of_rank]:
         assert list(seconds) == ["ours", "fsdp"]
         assert [[len(times) for times in rounds] for rounds in seconds.values()] == [[3, 3], [3, 3]]
         assert all(time > 0 for rounds in seconds.values() for times in rounds for time in times)
@@ -111,12 +111,13 @@ def test_without_torchtitan_one_line_says_how_to_get_it(benchmark, monkeypatch, 
 
     took = {side: [[2.0, 1.0, 3.0], [4.0]] for side in step_ranks.SIDES}
     monkeypatch.setattr(step_ranks, "is_installed", lambda: False)
-    monkeypatch.setattr(step_ranks, "run_ranks", lambda *arguments, **_: [took])
+    monkeypatch.setattr(step_ranks, "run_ranks", lambda *arguments, **_: [(took, took)])
     part = step_ranks.measure_ranks(ModelConfig(), dtype=Dtype.bfloat16, rounds=2, steps=3)
     (line,) = capsys.readouterr().out.splitlines()
     assert line == part.settings["left_out"]
     assert "pip install -e '.[benchmark]'" in line
     assert part.figures["cpu/debug/2_ranks/bfloat16/tokens_per_s_ratio_fsdp"] == 1.0
+    assert part.figures["cpu/debug/2_ranks/bfloat16/tokens_per_cpu_s_ratio_fsdp"] == 1.0
     assert part.spread["cpu/debug/2_ranks/bfloat16/tokens_per_s"] == [2048 / 4, 2048 / 2]
     monkeypatch.setattr(benchmark, "is_installed", lambda: False)
     out = tmp_path / "step.json"
