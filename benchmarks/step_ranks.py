@@ -4,8 +4,9 @@
 `torchtitan` is torchtitan's own step (step_titan.py), where it is installed; it reads the loss every tenth step. Ours
 counts every token of the global batch once, clips in float64, and reports loss, norm and digest of every step.
 All shard over the same two processes, with the same rows and dtype, all logits at once, one micro-batch a rank and
-step. Sides are built in turn, so that none finds the others' memory, each round in another order. Beside the time of a
-step, the CPU time of its rank: what a side has to compute, also where other programs keep it waiting.
+step. Sides take turns step by step, each time in another order, so that whatever else the machine does befalls all; a
+ratio is that of steps beside each other. Beside the time of a step, the CPU time of its rank: what a side has to
+compute, also where other programs keep it waiting. Each round builds all sides anew.
 """
 
 import gc
@@ -66,19 +67,15 @@ def measure_ranks(model: ModelConfig, *, dtype: Dtype, rounds: int, steps: int) 
         },
     )
     for side in sides[1:]:
-        name = f"{key}/tokens_per_s_ratio_{side}"
-        part.figures[name] = medians[side] / medians["ours"]
-        part.spread[name] = between(
-            statistics.median(theirs) / statistics.median(ours)
-            for ours, theirs in zip(seconds["ours"], seconds[side], strict=True)
-        )
+        for name, taken in (("tokens_per_s", seconds), ("tokens_per_cpu_s", cpu_s)):
+            ratios = [
+                [theirs / ours for ours, theirs in zip(*both, strict=True)]
+                for both in zip(taken["ours"], taken[side], strict=True)
+            ]
+            name = f"{key}/{name}_ratio_{side}"
+            part.figures[name] = statistics.median(itertools.chain(*ratios))
+            part.spread[name] = between(statistics.median(each) for each in ratios)
         part.peers[f"{key}/{side}/tokens_per_s"] = tokens / medians[side]
-        name = f"{key}/tokens_per_cpu_s_ratio_{side}"
-        rounds_cpu_s = [
-            statistics.median(theirs) / statistics.median(ours)
-            for ours, theirs in zip(cpu_s["ours"], cpu_s[side], strict=True)
-        ]
-        part.figures[name], part.spread[name] = statistics.median(rounds_cpu_s), between(rounds_cpu_s)
     if NAME not in sides:
         part.settings["left_out"] = HOW_TO_GET_IT
         print(HOW_TO_GET_IT, flush=True)
@@ -108,22 +105,24 @@ def time_sides(
     batch = torch.randint(model.vocab_size, (rows, SEQ_LEN + 1), generator=generator)
     seconds: Rounds = {side: [] for side in sides}
     cpu_s: Rounds = {side: [] for side in sides}
-    for number in range(rounds):
-        first = number % len(sides)
-        for side in [*sides[first:], *sides[:first]]:
-            run = build(side, model, dtype, rows)
-            times, cpu_times = [], []
-            for _ in range(WARMUP_STEPS + steps):
+    for _ in range(rounds):
+        runs = {side: build(side, model, dtype, rows) for side in sides}
+        for taken in (seconds, cpu_s):
+            for side in sides:
+                taken[side].append([])
+        for number in range(WARMUP_STEPS + steps):
+            first = number % len(sides)
+            for side in [*sides[first:], *sides[:first]]:
+                # torchtitan collects when it wants to
+                (gc.disable if side == NAME else gc.enable)()
                 dist.barrier()
                 began, worked = time.perf_counter(), time.process_time()
-                run(batch)
-                times.append(time.perf_counter() - began)
-                cpu_times.append(time.process_time() - worked)
-            seconds[side].append(times[WARMUP_STEPS:])
-            cpu_s[side].append(cpu_times[WARMUP_STEPS:])
-            del run
-            gc.enable()  # torchtitan collects when it wants to
-            gc.collect()
+                runs[side](batch)
+                if number >= WARMUP_STEPS:
+                    seconds[side][-1].append(time.perf_counter() - began)
+                    cpu_s[side][-1].append(time.process_time() - worked)
+        runs.clear()
+        gc.collect()
     return seconds, cpu_s
 
 
