@@ -8,6 +8,7 @@ import torch
 from regrow.elastic import worker
 from regrow.observe.pulse import Pulse
 from regrow.observe.stragglers import FACTOR, Stragglers
+from regrow.testing.peak_memory import peak_bytes
 from regrow.train.probe import SIZE, Prober, Unfit
 
 
@@ -79,3 +80,27 @@ def test_a_group_that_is_slow_as_a_whole_has_no_straggler() -> None:
     for _ in range(5):
         assert stragglers.found(pulses(1.0, 9.0)) == []  # of two, neither
         assert stragglers.found(pulses(1.0, 1.0, 0.0)) == []  # the third has not been probed
+
+
+def test_where_memory_is_full_a_probe_is_left_out_and_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    prober = Prober(torch.device("cpu"))
+    seconds = prober.probe()
+
+    def full(product: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(prober, "_check", full)
+    assert prober.probe() == seconds
+    ended: list[str] = []
+    monkeypatch.setattr(worker, "_end", lambda job, problem: ended.append(problem))
+    job: Any = None
+    worker._probe(job, prober)
+    assert ended == []
+
+
+def test_a_check_takes_little_memory_beside_the_product() -> None:
+    prober = Prober(torch.device("cpu"))
+    prober._left, prober._right = (torch.ones(2048, 64) for _ in range(2))
+    prober._expected = torch.zeros(2048, prober._vectors.size(1), dtype=torch.float64)
+    product = torch.zeros(2048, SIZE["cpu"])
+    assert peak_bytes(lambda: prober._check(product), torch.device("cpu")) < product.nbytes

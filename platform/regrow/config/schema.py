@@ -236,6 +236,7 @@ class ParallelConfig:
     reshard_after_forward: bool = True  # free gathered parameters after each use; false: gather once a step
     cpu_offload: bool = False  # parameters, gradients and moments in the host's memory, and updated there: slow
     prefetch_blocks: int = 1  # blocks gathered ahead of the one that computes; more hides slow networks, takes memory
+    separate_reduce: bool = False  # reduce gradients by a communicator of their own, beside the one that gathers
     slices_per_pass: int = 0  # most slices of one forward and backward; 0: what a GPU has room for, else 1
     loss_chunk_tokens: int = 2048  # tokens of a pass whose logits are held at a time; 0: those of all
     sync_every_micro_batch: bool | None = None  # reduce gradients each pass: less memory; null: where it must or pays

@@ -10,6 +10,7 @@ from regrow.parallel.activation_checkpoint import apply_activation_checkpoint
 from regrow.parallel.compile import apply_compile
 from regrow.parallel.float8 import apply_float8, refresh_float8_scales
 from regrow.parallel.fsdp import apply_fsdp, data_parallel_mesh, settle_shards, tensor_group
+from regrow.parallel.separate_reduce import reduce_separately
 from regrow.parallel.tensor_parallel import apply_tensor_parallel
 
 KERNELS = {
@@ -62,6 +63,8 @@ def build_model(
             cpu_offload=parallel_config.cpu_offload,
             prefetch_blocks=parallel_config.prefetch_blocks,
         )
+        if parallel_config.separate_reduce:
+            reduce_separately(model, mesh)
     offloads = mesh is not None and parallel_config.cpu_offload
     model.to_empty(device="cpu" if offloads else device)
     if seed is None:

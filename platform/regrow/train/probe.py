@@ -12,6 +12,7 @@ from regrow.observe.gpus import problem, read_gpus
 
 SIZE = {"cpu": 384, "cuda": 4096}  # on CUDA, the most whose sums bfloat16 still holds
 TRIES = 3
+ROWS = 512  # of a product, that are checked at a time: in float64, and in what training leaves of the memory
 CHECKS = 16  # vectors: one wrong element is overseen with probability 2 ** -CHECKS
 
 
@@ -34,6 +35,7 @@ class Prober:
 
     def __init__(self, device: torch.device) -> None:
         self.device, size = device, SIZE[device.type]
+        self._seconds = 0.0
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         generator = torch.Generator().manual_seed(0)
         # a third of them zero: every sum is an integer that the dtype holds exactly, in whatever order it is taken
@@ -44,22 +46,27 @@ class Prober:
         self._expected = self._left.double() @ (self._right.double() @ self._vectors)
 
     def probe(self) -> float:
-        """Seconds that one product takes, the fastest of a few.
+        """Seconds that one product takes, the fastest of a few; of the probe before, where the memory is full.
 
         Raises Unfit where it is wrong (Freivalds' check: `A (B x) = C x` for random x).
         """
         seconds, product = float("inf"), self._left
-        for _ in range(TRIES):
-            self._wait()
-            begun = time.perf_counter()
-            product = self._left @ self._right
-            self._wait()
-            seconds = min(seconds, time.perf_counter() - begun)
-        self._check(product)
+        try:
+            for _ in range(TRIES):
+                self._wait()
+                begun = time.perf_counter()
+                product = self._left @ self._right
+                self._wait()
+                seconds = min(seconds, time.perf_counter() - begun)
+            self._check(product)
+        except torch.OutOfMemoryError:  # nothing is wrong with the device, and the next step needs less than it had
+            return self._seconds
+        self._seconds = seconds
         return seconds
 
     def _check(self, product: Tensor) -> None:
-        wrong = (product.double() @ self._vectors != self._expected).any(dim=1)
+        pairs = zip(product.split(ROWS), self._expected.split(ROWS), strict=True)
+        wrong = torch.cat([(rows.double() @ self._vectors != expected).any(dim=1) for rows, expected in pairs])
         if wrong.any():
             raise Unfit(f"{int(wrong.sum())} of {len(product)} rows of a matrix product are wrong on {self.device}")
 
