@@ -32,6 +32,7 @@ from benchmarks.measure import Result, write_result  # noqa: E402
 
 from regrow.config.schema import Float8, PretrainConfig  # noqa: E402
 from regrow.config.store import pretrain_config  # noqa: E402
+from regrow.errors import RegrowError  # noqa: E402
 from regrow.testing.corpus import write_corpus  # noqa: E402
 
 PUBLISHED = {"1_8b": (29_000, 35_000), "8b": (8_000, 10_000), "70b": (956, 1_430), "405b": (149, 227)}  # tokens/s
@@ -62,7 +63,7 @@ def make_corpus(folder: Path, config: PretrainConfig) -> None:
     """Random tokens for two steps, drawn again and again."""
     rows, vocab_size = 2 * config.optim.global_batch_seqs, config.model.vocab_size
     tokens = np.random.default_rng(0).integers(0, vocab_size, (rows, config.data.seq_len + 1), np.uint32)
-    write_corpus(folder, tokens, rows_per_group=16, rows_per_shard=1024, vocab_size=vocab_size)
+    write_corpus(folder, tokens, rows_per_group=16, rows_per_shard=1024, vocab_size=vocab_size, validation=tokens[:1])
 
 
 def what_does_not_fit(settings: Sequence[str]) -> str:
@@ -107,14 +108,20 @@ def main() -> None:
     parser.add_argument("--recipe", choices=[r.value for r in Float8][1:], default="tensorwise_all_gather")
     parser.add_argument("--storage", type=Path, help="a folder that all nodes share; by default a temporary one here")
     options = parser.parse_intermixed_args()
-    if options.storage is None and pretrain_config(options.settings).cluster.address is not None:
+    options.settings += [each for each in options.models if "=" in each]  # argparse takes what follows for models
+    options.models = [each for each in options.models if "=" not in each]
+    try:
+        address = pretrain_config(options.settings).cluster.address
+        settings = {model: settings_of(model, options.settings) for model in options.models}
+    except RegrowError as error:
+        parser.error(str(error))
+    if options.storage is None and address is not None:
         parser.error("a running cluster's nodes have to share --storage FOLDER")
     rounds, steps = (QUICK_ROUNDS, QUICK_STEPS) if options.quick else (ROUNDS, STEPS)
     sides = {"bf16": "none", options.recipe: options.recipe}
     result, skipped = Result(), {}
     with tempfile.TemporaryDirectory(prefix="throughput-", dir=options.storage) as folder:
-        for model in options.models:
-            alike = settings_of(model, options.settings)
+        for model, alike in settings.items():
             reason = next(
                 filter(None, (what_does_not_fit([*alike, f"parallel.float8={r}"]) for r in sides.values())), ""
             )
@@ -126,8 +133,7 @@ def main() -> None:
             if reason:
                 skipped[model] = reason
                 print(f"{model} is left out: {reason}", flush=True)
-    used = {"rounds": rounds, "steps": steps, "recipe": options.recipe, "settings": options.settings}
-    used["models"] = {model: settings_of(model, options.settings) for model in options.models}
+    used = {"rounds": rounds, "steps": steps, "recipe": options.recipe, "settings": settings}
     write_result(options.out, result.figures, spread=result.spread, peers=result.peers, settings=used, skipped=skipped)
 
 

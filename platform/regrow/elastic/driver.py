@@ -69,8 +69,7 @@ def pretrain(config: PretrainConfig) -> None:
         if config.cluster.in_place and why_not_in_place():
             console.message(why_not_in_place())
             config = replace(config, cluster=replace(config.cluster, in_place=False, spare_workers=0))
-        if expected := check_corpus(config).line():
-            console.message(expected)
+        expected = check_corpus(config).line()
         startup.done("corpus")
         if config.cluster.address is None:
             console.message("starting Ray on this machine")
@@ -86,6 +85,8 @@ def pretrain(config: PretrainConfig) -> None:
             console.start(lines, steps=config.train.steps, stop_at_step=config.train.stop_at_step)
             if connection.dashboard:
                 console.message(connection.dashboard)
+            if expected:
+                console.message(expected)
             startup.done("ray")
             corpora = find_corpora(config, progress=console.progress, distribute=on_ray)
             startup.done("data")

@@ -59,17 +59,25 @@ def write_rows(
 
 
 def write_corpus(
-    folder: Path, rows: np.ndarray, *, rows_per_group: int, rows_per_shard: int, vocab_size: int = 2**32
+    folder: Path,
+    rows: np.ndarray,
+    *,
+    rows_per_group: int,
+    rows_per_shard: int,
+    vocab_size: int = 2**32,
+    validation: np.ndarray | None = None,
 ) -> None:
-    """Write rows, uint32[n, seq_len + 1], as a train split of no documents, with its manifest."""
-    storage, shards = Storage.at(folder), list[Shard]()
-    for begin in range(0, len(rows), rows_per_shard):
-        name = f"train-{len(shards):05d}.parquet"
-        part = rows[begin : begin + rows_per_shard]
-        documents_sha256 = write_index(storage, name, np.empty(0, np.int64), [])
-        shards.append(
-            write_shard(storage, name, part, rows_per_group=rows_per_group, documents_sha256=documents_sha256)
-        )
+    """Write rows, uint32[n, seq_len + 1], as splits of no documents, with their manifest."""
+    storage, splits = Storage.at(folder), {}
+    for split, its_rows in {"train": rows, "validation": validation}.items():
+        if its_rows is None:
+            continue
+        shards: list[Shard] = []
+        for begin in range(0, len(its_rows), rows_per_shard):
+            name, part = f"{split}-{len(shards):05d}.parquet", its_rows[begin : begin + rows_per_shard]
+            sha256 = write_index(storage, name, np.empty(0, np.int64), [])
+            shards.append(write_shard(storage, name, part, rows_per_group=rows_per_group, documents_sha256=sha256))
+        splits[split] = Split(len(its_rows), tuple(shards))
     Manifest(
         recipe="rows",
         source={},
@@ -84,5 +92,5 @@ def write_corpus(
         counts={},
         damaged={},
         tokenizer=Tokenizer("", "", vocab_size, 0),
-        splits={"train": Split(len(rows), tuple(shards))},
+        splits=splits,
     ).save(folder)
