@@ -4,6 +4,7 @@ import hashlib
 import multiprocessing
 import pickle
 import shutil
+import socket
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,12 +20,13 @@ from regrow.data import shards
 from regrow.data.corpora import Corpora, order_of
 from regrow.data.documents import Document, Piece, Skipped, clean_text, content_hash, load_recipe, unique
 from regrow.data.manifest import MANIFEST, Manifest
-from regrow.data.prepare import cache_name, find_or_prepare, prepare
+from regrow.data.prepare import cache_name, find_or_prepare, prepare, spool_piece
 from regrow.data.shards import ShardReader, verify
-from regrow.data.spool import document_key
+from regrow.data.spool import Spool, document_key
 from regrow.data.tokenizer import END_OF_TEXT, encode, load_tokenizer
 from regrow.errors import DataError
 from regrow.observe.console import Stage
+from regrow.storage import Storage
 from regrow.testing.corpus import WordRecipe, write_rows
 
 CONFIG = DataConfig(vocab_size=512, seq_len=16, validation_fraction=0.2, rows_per_group=8, rows_per_shard=64)
@@ -268,6 +270,13 @@ def test_unknown_recipes_and_empty_folders_are_one_clear_line(tmp_path: Path) ->
         load_recipe("python_dcos")
     with pytest.raises(DataError, match=r"jobs\.prepare_data"):
         ShardReader(tmp_path, "train")
+
+
+def test_a_node_that_does_not_see_the_storage_says_so(tmp_path: Path) -> None:
+    recipe, spool = WordRecipe(), Spool(Storage.at(tmp_path / "elsewhere" / "spool"))
+    with pytest.raises(DataError, match=rf"is not there on {socket.gethostname()}; set run.storage_path to a folder"):
+        spool_piece(spool, recipe.pieces(CONFIG), recipe, CONFIG, (str(tmp_path / "elsewhere"), "0"), 0)
+    assert not (tmp_path / "elsewhere").exists()
 
 
 def test_a_manifest_of_another_version_or_a_torn_one_is_refused(corpus: Path, tmp_path: Path) -> None:

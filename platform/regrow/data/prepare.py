@@ -9,6 +9,7 @@ piece and every shard is there whole or not at all, so that a preparation that w
 import hashlib
 import importlib.metadata
 import json
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -174,7 +175,14 @@ def make_shard(layout: Layout, spool: Spool, folder: Storage, names: Sequence[tu
 
 @lru_cache(1)
 def _tokenizer(folder: str, sha256: str) -> "BPE":
-    return parse_tokenizer(Storage.at(folder).read_bytes(TOKENIZER_FILE), f"{folder}/{TOKENIZER_FILE}")
+    try:
+        data = Storage.at(folder).read_bytes(TOKENIZER_FILE)
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{folder} is being prepared and is not there on {socket.gethostname()}; set run.storage_path to a folder "
+            "that all nodes share, or to a URI"
+        ) from error
+    return parse_tokenizer(data, f"{folder}/{TOKENIZER_FILE}")
 
 
 def _build(plan: _Plan) -> Manifest:
