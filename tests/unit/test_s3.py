@@ -1,9 +1,11 @@
 """Storage, sources and corpora in S3, spoken to through pyarrow.fs at a server on this machine."""
 
 import json
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -95,11 +97,19 @@ def content(folder: Storage) -> dict[str, bytes]:
     return {name: folder.read_bytes(name) for name in folder.list()}
 
 
+def travelled(function: Callable[[int], Any], numbers: Sequence[int]) -> Iterator[Any]:
+    """Calls it as a task of another process would."""
+    yield from map(pickle.loads(pickle.dumps(function)), numbers)
+
+
 def quiet(*update: object) -> None:
     pass
 
 
-def test_a_corpus_is_prepared_there_as_on_a_disk_and_goes_on_after_a_failure(bucket: str, tmp_path: Path) -> None:
+def test_a_corpus_is_prepared_there_as_on_a_disk_and_goes_on_after_a_failure(
+    bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("regrow.data.prepare.LOCAL_BYTES", 0)
     (tmp_path / "bpe.json").write_text(train_tokenizer(["abcdefgh " * 9], vocab_size=300).to_str())
     config = replace(CONFIG, tokenizer=str(tmp_path / "bpe.json"))
     local = prepare(config, WordRecipe(num_pieces=5), tmp_path / "words", progress=quiet)
@@ -111,7 +121,8 @@ def test_a_corpus_is_prepared_there_as_on_a_disk_and_goes_on_after_a_failure(buc
     assert len(done) == 3
     assert not place.exists("manifest.json")
     seen: list[tuple[Stage, float, float]] = []
-    assert prepare(config, recipe, place, progress=lambda *update: seen.append(update)) == local
+    again = prepare(config, recipe, place, progress=lambda *update: seen.append(update), distribute=travelled)
+    assert again == local
     assert [done for stage, done, _ in seen if stage.name == "tokenizing"] == [3, 4, 5]
     assert content(place) == content(Storage.at(tmp_path / "words"))
     assert prepare(config, Cut(fails_at=0, failed="/nowhere/x"), place, progress=quiet) == local  # reads no document
