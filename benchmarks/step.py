@@ -312,7 +312,7 @@ class Report:
     def finish(self) -> None:
         self.write()
         print(f"wrote {self.options.out}", flush=True)
-        if not self.timings:
+        if not self.timings and not self.parts:
             sys.exit("nothing could be measured")
 
     def write(self) -> None:
@@ -565,7 +565,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--out", required=True, help="JSON file, rewritten after every case")
     parser.add_argument("--quick", action="store_true", help="one round of few steps: minutes on 2 cores")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--models", nargs="+", help="names of conf/model, perhaps with -layersN (8b-layers4)")
+    parser.add_argument(
+        "--models", nargs="*", help="names of conf/model, perhaps with -layersN (8b-layers4); may be none"
+    )
     parser.add_argument("--recipes", nargs="+", help="a peer, a dtype or a float8 recipe, perhaps with +compile")
     parser.add_argument("--rounds", type=int, help="times each case is built and timed, round-robin")
     parser.add_argument("--steps", type=int, help="timed steps of a case in a round, at least 5")
@@ -583,7 +585,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=540.0, help="start no further case after this long")
     options = parser.parse_args()
     defaults = DEFAULTS[options.device]
-    options.models = options.models or defaults["models"]
+    options.models = defaults["models"] if options.models is None else options.models
     options.recipes = options.recipes or defaults["recipes"]
     if options.rank_models is None:
         options.rank_models = defaults["rank_models"] if not options.quick else defaults["rank_models"][:1]
