@@ -1,114 +1,29 @@
 """The asynchronous backend has NCCL's manners: enqueued, mute about the dead, garbage after aborts, late watchdogs."""
 
-import multiprocessing
 import os
-import pickle
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
-from regrow.checkpoint.state import Progress
 from regrow.config.schema import OptimConfig, ParallelConfig
-from regrow.data.batch import RankBatch
-from regrow.parallel.asynchronous import Work, default_stream
-from regrow.plan.batch import plan_batch
-from regrow.testing.gloo import PRELOAD, run_ranks
-from regrow.testing.tiny import count_up_rows, ragged_model, tiny_model
+from regrow.parallel.asynchronous import default_stream
+from regrow.testing.gloo import run_ranks
+from regrow.testing.members import DEADLINE_S, OFF, ON, Member, launch, run_members, until
+from regrow.testing.tiny import ragged_model, tiny_model
 from regrow.testing.training import Training, build, micro_batches, whole
-from regrow.train.loop import LoopSettings, train
-from regrow.train.metrics import Meter
-from regrow.train.step import StepResult, TrainStep
 
 torch.set_num_threads(1)
 
-DEADLINE_S = 90.0  # of what has hung for good
-OFF, ON = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "750"}
 FLOAT8 = torch.float8_e4m3fn
-
-
-class Member:
-    """A rank of a test: its default group, and a store that outlives every rank."""
-
-    def __init__(self, rank: int, world_size: int, port: int) -> None:
-        self.rank, self.world_size, self.port = rank, world_size, port
-        self.store, self.stream = self.connect(DEADLINE_S), default_stream()
-
-    def connect(self, timeout_s: float) -> dist.TCPStore:
-        return dist.TCPStore("127.0.0.1", self.port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-
-    def form(
-        self, generation: int = 0, *, timeout_s: float = DEADLINE_S, store_s: float = DEADLINE_S, **place: int
-    ) -> Any:
-        store = dist.PrefixStore(f"generation-{generation}", self.connect(store_s))
-        place = {"rank": self.rank, "world_size": self.world_size} | place
-        dist.init_process_group("asynchronous", store=store, timeout=timedelta(seconds=timeout_s), **place)
-        return dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
-
-    def say(self, word: str) -> None:
-        self.store.set(word, "")
-
-    def hear(self, *words: str) -> None:
-        self.store.wait(list(words))
-
-    def hold(self) -> Callable[[], None]:
-        """Stop the stream until what is returned is called."""
-        gate = threading.Event()
-        self.stream.submit(gate.wait)
-        return gate.set
-
-
-def run_members(fn: Callable[[Member], Any], world_size: int, folder: Path, env: dict[str, str]) -> tuple[list, list]:
-    """How each of the processes ended, and what those returned that came to their end."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    members = [
-        context.Process(target=be_member, args=(fn, (rank, world_size, store.port), str(folder), env), daemon=True)
-        for rank in range(world_size)
-    ]
-    try:
-        for member in members:
-            member.start()
-        for member in members:
-            member.join(DEADLINE_S)
-        ends = [member.exitcode for member in members]
-    finally:
-        for member in members:
-            member.kill()
-            member.join()
-    files = [folder / str(rank) for rank in range(world_size)]
-    return ends, [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
-
-
-def be_member(fn: Callable[[Member], Any], place: tuple[int, int, int], folder: str, env: dict[str, str]) -> None:
-    os.environ.update(env)
-    torch.set_num_threads(1)
-    result = pickle.dumps(fn(Member(*place)))
-    Path(folder, str(place[0])).write_bytes(result)
-    os._exit(0)
-
-
-def launch(group: Any, tensor: torch.Tensor, **options: Any) -> Work:
-    """An all-reduce that the host does not wait for."""
-    work: Any = dist.all_reduce(tensor, group=group, async_op=True, **options)
-    assert work.wait()
-    return work
-
-
-def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.01)
 
 
 def raises_aborted(group: Any) -> bool:
@@ -553,139 +468,3 @@ def test_fsdp_and_hsdp_are_bitwise_the_same_on_all_ranks_and_as_on_gloo(
 
 def test_tensor_parallelism_trains_as_on_gloo(tmp_path: Path) -> None:
     train_as_on_gloo(Training(tiny_model(), ParallelConfig(tp=2), OPTIM, num_steps=4), 2, tmp_path)
-
-
-# ---- what the product believes of it
-
-TRAINING = Training(tiny_model(), ParallelConfig(dp_replicate=2), OPTIM)
-TOKENS = TRAINING.seq_len * OPTIM.global_batch_seqs
-FATAL_STEP = 3
-
-
-class OnStream:
-    """A TrainStep whose steps are given to the stream, with results that come by way of an event, as on a GPU."""
-
-    def __init__(self, step: TrainStep, fault: Callable[[], None]) -> None:
-        self._step, self._event, self._num_launched = step, default_stream().record(), 0
-        step.loss_function = partial(self._loss, step.loss_function, fault)
-
-    def run(self, *args: Any, **options: Any) -> "OnStream":
-        self._num_launched += 1
-        self._event = default_stream().submit(partial(self._step.run, *args, **options))
-        return self
-
-    def resolve(self) -> StepResult:
-        return self._event.result().resolve()
-
-    def _loss(self, loss_function: Any, fault: Callable[[], None], *args: Any) -> torch.Tensor:
-        loss: torch.Tensor = loss_function(*args)
-        if self._num_launched == FATAL_STEP:
-            fault()
-        return loss
-
-
-class Believer:
-    """Hooks that keep which steps they were told."""
-
-    def __init__(self) -> None:
-        self.confirmed: list[int] = []
-        self.logged: list[int] = []
-
-    def log(self, row: dict[str, Any]) -> None:
-        self.logged.append(row["step"])
-
-    def confirm(self, step: int) -> float:
-        self.confirmed.append(step)
-        return 0.0
-
-    def wants_to_leave(self) -> bool:
-        return False
-
-    def has_room(self, num_snapshots: int) -> bool:
-        return True
-
-    def snapshot(self, progress: Progress, *, blocked: bool, last: bool) -> float:
-        return 0.0
-
-    def await_snapshot(self) -> float:
-        return 0.0
-
-    def save(self, progress: Progress, *, last: bool) -> float:
-        return 0.0
-
-    def validate(self, step: int) -> float:
-        return 0.0
-
-
-def abort_all_once_anybody_fails(member: Member) -> None:
-    """As a worker's heartbeat does that is told."""
-    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
-    until(lambda: member.store.check(["over"]) or any(each.get_error() != ErrorType.SUCCESS for each in groups))
-    member.say("over")
-    for group in groups:
-        threading.Thread(target=group.abort, daemon=True).start()
-
-
-def train_until_one_dies(member: Member) -> tuple[list[int], list[int], str]:
-    member.form()
-    plan = plan_batch(num_slices=OPTIM.num_slices, world_size=member.world_size)
-    size = OPTIM.global_batch_seqs // OPTIM.num_slices
-    mine = slice(plan.ranges[member.rank].start * size, plan.ranges[member.rank].stop * size)
-
-    def batches() -> Iterator[RankBatch]:
-        for step in range(TRAINING.num_steps):
-            rows = count_up_rows(step, num_rows=OPTIM.global_batch_seqs, seq_len=TRAINING.seq_len).numpy()
-            yield RankBatch(step, np.arange(len(rows))[mine], rows[mine].astype(np.uint32))
-
-    def fault() -> None:  # on the stream, between a forward and a backward
-        if member.rank == member.world_size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    step, hooks = OnStream(member.stream.submit(partial(build, TRAINING)).result(), fault), Believer()
-    threading.Thread(target=abort_all_once_anybody_fails, args=(member,), daemon=True).start()
-    try:
-        train(
-            step,  # type: ignore[arg-type]
-            batches(),
-            Progress(),
-            optim=OPTIM,
-            settings=LoopSettings(
-                last_step=TRAINING.num_steps,
-                total_tokens=TRAINING.num_steps * TOKENS,
-                tokens_per_step=TOKENS,
-                seqs_per_step=OPTIM.global_batch_seqs,
-                slice_seqs=size,
-                num_micro_batches=plan.num_micro_batches,
-                snapshot_every_steps=1,
-                checkpoint_every_steps=None,
-                validate_every_steps=0,
-                nonfinite_skips=2,
-            ),
-            meter=Meter(TOKENS, flops_per_token=1e6, peak_flops=1e9, world_size=member.world_size, generation=1),
-            hooks=hooks,
-            device=torch.device("cpu"),
-        )
-    except Exception as error:
-        return hooks.confirmed, hooks.logged, str(error)
-    return hooks.confirmed, hooks.logged, "came to its end"
-
-
-@pytest.fixture(scope="module")
-def survivors(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[list[int], list[int], str]]:
-    """What three of four ranks, two replicas, believed of a step in which the fourth died."""
-    ends, notes = run_members(train_until_one_dies, 4, tmp_path_factory.mktemp("train"), OFF)
-    assert ends == [0, 0, 0, -signal.SIGKILL]
-    return notes[:3]
-
-
-def test_steps_before_a_death_are_confirmed_and_the_one_after_it_is_not(survivors: list[Any]) -> None:
-    for confirmed, _, said in survivors:
-        assert set(range(1, FATAL_STEP)) <= set(confirmed) <= set(range(1, FATAL_STEP + 1))
-        assert said != "came to its end"
-
-
-@pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="the loop believes events: nobody asks whether they were aborted"
-)
-def test_a_step_in_which_a_peer_died_is_neither_confirmed_nor_logged(survivors: list[Any]) -> None:
-    assert [FATAL_STEP in each for confirmed, logged, _ in survivors for each in (confirmed, logged)] == [False] * 6

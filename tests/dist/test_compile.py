@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from regrow.config.schema import ActivationCheckpoint, AttentionKernel, CompileMode, Dtype, Float8, OptimConfig, ParallelConfig
+from regrow.config.schema import (
+    ActivationCheckpoint,
+    AttentionKernel,
+    CompileMode,
+    Dtype,
+    Float8,
+    OptimConfig,
+    ParallelConfig,
+)
 from regrow.parallel.apply import build_model
 from regrow.testing.gloo import run_ranks
 from regrow.testing.tiny import tiny_model

@@ -140,9 +140,7 @@ class World:
         for each in self.started:
             each.process.join(DEADLINE_S)
 
-    def start(
-        self, main: Callable[..., None], node: str, address: str, *args: Any, restarted: bool = False
-    ) -> Process:
+    def start(self, main: Callable[..., None], node: str, address: str, *args: Any, restarted: bool = False) -> Process:
         member = Member(self.folder, node, address, self.folder / f"beacon-{next(self.num)}", restarted)
         beacon = Beacon(member.beacon, create=True)
         process = self.context.Process(target=main, args=(member, *args), daemon=True)

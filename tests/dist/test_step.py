@@ -4,7 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from regrow.config.schema import ActivationCheckpoint, AttentionKernel, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
+from regrow.config.schema import (
+    ActivationCheckpoint,
+    AttentionKernel,
+    Dtype,
+    Float8,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+)
 from regrow.testing.gloo import run_ranks
 from regrow.testing.reference_llama import assert_gradients
 from regrow.testing.tiny import count_up_rows, ragged_model, tiny_model

@@ -11,6 +11,7 @@ from regrow.checkpoint.coordinator import Answer, Coordinator, Fenced
 from regrow.config.schema import ClusterConfig, ObserveConfig, PretrainConfig
 from regrow.errors import ResumeError
 from regrow.observe.run_log import METRIC_KEYS, read_metrics
+from regrow.parallel.break_off import LEAVE_S
 from regrow.plan.membership import Member
 from regrow.storage import Storage
 
@@ -239,3 +240,23 @@ def test_a_group_that_could_not_be_formed_is_not_given_out_again(
     made.stalls.begin(0.0)  # it trains
     made.join(members[0], 2)
     assert over == [first, first]  # one for the death; who trains finds out by itself
+
+
+def test_a_rank_that_fails_by_itself_has_the_others_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NCCL they wait for it in a kernel, and hear nothing."""
+    made, told = make(tmp_path), list[int]()
+    monkeypatch.setattr(made.fleet, "over", told.append)
+    old, new = generation_of(form(made)), generation_of(form(made))
+    told.clear()  # that it came back while the first was forming
+    made.broke(old, "rank 0: of a group that is over")
+    assert told == []
+    made.broke(new, "rank 3: OutOfMemoryError: CUDA out of memory")
+    made.broke(new, "rank 0: BrokenStep: broken off")
+    assert told == [new]
+    third = generation_of(form(made))
+    made.broke(third, "rank 1: DataError: a damaged shard")
+    assert told[-1] == third
+
+
+def test_who_ends_itself_because_its_device_hangs_does_so_before_it_is_ended() -> None:
+    assert LEAVE_S < module.DEVICE_PATIENCE_S

@@ -174,7 +174,7 @@ class Generation:
         store = dist.PrefixStore(f"generation-{self.number}", self._store())
         distributed_c10d._world.group_count = 0
         options: dict[str, Any] = {"device_id": self.device} if self.device.type == "cuda" else {}
-        with self.breaker.connecting():
+        with self.breaker.connecting(FORM_S):
             dist.init_process_group(
                 backend_for(self.device),
                 store=store,

@@ -22,7 +22,7 @@ from regrow.checkpoint.held import Holder
 from regrow.checkpoint.keeper import COORDINATOR, NAMESPACE, KeeperInfo
 from regrow.checkpoint.keeper_node import Peer, Sealed
 from regrow.checkpoint.watch import Suspect, Watch
-from regrow.config.schema import PretrainConfig
+from regrow.config.schema import Backend, PretrainConfig
 from regrow.errors import ResumeError
 from regrow.observe.gpus import HARDWARE_XIDS
 from regrow.observe.metrics import RunMetrics
@@ -51,6 +51,7 @@ FORM_POLL_S = 0.02  # at which a worker asks for its generation
 FORM_POLLS_PER_S = 2000.0  # of all workers together
 LOOK_AT_S = 1e-6  # a worker that waits, to see whether a group can be formed: not at every poll of thousands
 LEAST_PATIENCE_S, PATIENCE_STEPS = 10.0, 5  # for a survivor to find out that its group is broken
+DEVICE_PATIENCE_S = 50.0  # where a device has to come to rest first: a process that does not ends itself before
 LEAVING_S = 5.0  # for the last snapshot of a group that leaves in good order
 QUARANTINE_WITHIN_S = 3600.0  # failures of a node that count together
 WAITING_POLL_S = 0.1  # while a group trains, at which those who wait for a place in one ask
@@ -112,6 +113,9 @@ class Coordinator:
         self.reform = ""  # GROW or DRAIN, once the group was told to leave
         self.wait_for_workers_s, self.too_few_since = cluster.wait_for_workers_s, 0.0
         self.leaving_step, self.form_at = 0, 0.0  # a group that leaves in good order waits for its last snapshot
+        on_device = cluster.gpus_per_worker > 0 or cluster.backend is Backend.asynchronous
+        self.least_patience_s = DEVICE_PATIENCE_S if on_device else LEAST_PATIENCE_S
+        self.told_over = 0  # the newest generation whose ranks were told that it is over for one of them
         self.fruitless, self.stop_reason, self.fatal, self.last_failure = 0, "", "", ""
         self.cause = "resume" if self.generation else "start"
         self.updates: deque[Update] = deque(maxlen=10_000)
@@ -216,9 +220,15 @@ class Coordinator:
         self._lost(lost, cause, detail)
 
     def broke(self, generation: int, detail: str) -> None:
-        """A rank could not go on, because of a peer's death or by itself. Kept for the case that all of them cannot."""
+        """A rank could not go on, because of a peer's death or by itself: its peers may wait for it, and hear nothing.
+
+        What it says is kept for the case that all of them cannot go on.
+        """
         if generation == self.generation:
             self.last_failure = detail
+            if self.told_over < generation:  # all of them say so in the end
+                self.told_over = generation
+                self.fleet.over(generation)
 
     def unfit(self, node: str, pid: int, detail: str) -> None:
         """A process' device computes wrong numbers; it ends itself."""
@@ -334,7 +344,7 @@ class Coordinator:
         busy_s = max(row["step_s"] - row["data_wait_s"] - row["snapshot_s"], 1e-6)
         self.fleet.cadence.stepped(busy_s, writing=self.fleet.upload is not None)
         self.stalls.stepped(row["step_s"], now)
-        self.membership.patience_s = max(LEAST_PATIENCE_S, PATIENCE_STEPS * row["step_s"])
+        self.membership.patience_s = max(self.least_patience_s, PATIENCE_STEPS * row["step_s"])
         if self.fleet.peers and time.monotonic() - self.safe_at > UNSAFE_S:
             self.complaint("", f"no snapshot has been committed for {UNSAFE_S:.0f} s; a lost node would cost as much")
         self.log.row(row)

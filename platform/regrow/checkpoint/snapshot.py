@@ -32,10 +32,6 @@ POLL_S, COMMIT_POLL_S = 0.01, 0.003
 Submit = Callable[[Callable[[], None]], object]
 
 
-def _at_once(fn: Callable[[], None]) -> None:
-    fn()
-
-
 @dataclass
 class _Slot:
     file: SlotFile
@@ -66,10 +62,10 @@ class Snapshots:
         generation: int,
         writers: int = 1,
         num_slots: int = 2,
-        submit: Submit = _at_once,
+        submit: Submit | None = None,
     ) -> None:
         """`folder` is the keeper's; `writers` are the ranks that write there in this generation. What is given to
-        `submit` is called once the steps that were launched before are done.
+        `submit` is called once the steps that were launched before are done; None where they are done at once.
 
         Raises CheckpointError where the node's memory does not hold the slots.
         """
@@ -216,10 +212,12 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (to, from)
 class _HostCopy:
     """Copies between host tensors on a thread; NumPy lets go of the interpreter meanwhile."""
 
-    def __init__(self, submit: Submit) -> None:
+    def __init__(self, submit: Submit | None) -> None:
         self._submit = submit
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._copy: Future[None] | None = None
+        self._begun = threading.Event()  # the newest one
+        self._begun.set()
 
     def start(self, pairs: Pairs, done: Callable[[], None]) -> None:
         arrays = [(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy()) for target, source in pairs]
@@ -231,8 +229,13 @@ class _HostCopy:
 
         def begin() -> None:
             self._copy = self._thread.submit(copy)
+            self._begun.set()
 
-        self._submit(begin)  # after the step whose state it is
+        self._begun.clear()
+        if self._submit is None:
+            begin()
+        else:
+            self._submit(begin)  # after the step whose state it is
 
     def wait(self) -> None:
         """Called where steps run."""
@@ -240,9 +243,13 @@ class _HostCopy:
             self._copy.result()
 
     def poll(self) -> None:
-        pass
+        """Where steps run ahead of the host, the copy was launched before the one that is confirmed after it."""
+        if self._submit is not None:
+            self._begun.wait()
+            self.wait()
 
     def close(self) -> None:
+        self._begun.wait()
         self._thread.shutdown()
 
 

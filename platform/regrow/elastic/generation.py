@@ -37,7 +37,7 @@ from regrow.data.corpora import order_of
 from regrow.data.stream import Ask, rank_batches, ways_to_ask
 from regrow.elastic.job import CALL_TIMEOUT_S, Job
 from regrow.elastic.memory_tier import SAFE_S, MemoryTier
-from regrow.elastic.rendezvous import Joined
+from regrow.elastic.rendezvous import Joined, form_s
 from regrow.errors import CheckpointError
 from regrow.model.flops import flops_per_token, peak_flops
 from regrow.model.llama import Llama, init_weights
@@ -46,14 +46,14 @@ from regrow.parallel.break_off import Breaker, listening
 from regrow.parallel.compile import graphs_compiled, graphs_lowered
 from regrow.parallel.compile_cache import CompileCache
 from regrow.parallel.float8 import inner_tensor, refresh_float8_scales
-from regrow.parallel.fsdp import build_mesh, replica_group
+from regrow.parallel.fsdp import build_mesh, connect, replica_group
 from regrow.parallel.recipe import float8_steps, recipe_after
 from regrow.parallel.stream import Stream
 from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
 from regrow.storage import Storage
 from regrow.train.build import build_step
-from regrow.train.certificate import Certificate
+from regrow.train.certificate import BrokenStep, Certificate
 from regrow.train.loop import LoopSettings, NotFinite, train
 from regrow.train.metrics import Meter
 from regrow.train.probe import Prober
@@ -92,6 +92,11 @@ def train_generation(
     )
     slices = plan.ranges[rank // shape.tp]
     mesh = build_mesh(shape, device.type, timeout_s=config.train.collective_timeout_s)
+    with breaker.connecting(form_s(world_size, config.train.collective_timeout_s)):
+        connect(mesh)
+        connected = stream.drain(config.train.collective_timeout_s)
+    if breaker.begun or not connected:
+        raise BrokenStep(f"generation {generation} was over before its ranks were connected")
     expected = _expected_step(job)
     step, entries = stream.submit(partial(_build, job, mesh, device, after=expected)).result()
     built = time.time()

@@ -140,7 +140,7 @@ class MemoryTier:
                         generation=generation,
                         writers=nodes.count(self.node),
                         num_slots=self.config.slots,
-                        submit=stream.submit,
+                        submit=stream.submit if stream.num_ahead else None,
                     )
                 except CheckpointError as error:
                     problem = str(error)

@@ -107,19 +107,25 @@ def form_group(
         store = dist.TCPStore(
             leader.host, leader.port, wait_for_workers=False, timeout=datetime.timedelta(seconds=STORE_S)
         )
+    deadline_s = form_s(world_size, timeout_s)
+    store.set_timeout(datetime.timedelta(seconds=deadline_s))  # ids of communicators come by it, and a rank may be late
     # torch numbers groups, and members meet under that number: one that failed to form a group has used one up
     distributed_c10d._world.group_count = 0
-    form_s = min(timeout_s, FORM_S + FORM_S_PER_RANK * world_size)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore(f"generation-{joined.generation}", store),
         rank=joined.rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=form_s),
+        timeout=datetime.timedelta(seconds=deadline_s),
     )
     if backend == ASYNCHRONOUS:
         dist.new_group(backend=BACKENDS["cpu"], group_desc=HOST_GROUP)
     set_timeout(timeout_s)
+
+
+def form_s(world_size: int, timeout_s: float) -> float:
+    """How long so many ranks may take to form a group whose collectives may take `timeout_s`."""
+    return min(timeout_s, FORM_S + FORM_S_PER_RANK * world_size)
 
 
 def leave_generation() -> None:

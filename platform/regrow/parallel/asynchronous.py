@@ -246,6 +246,10 @@ class ProcessGroupAsynchronous(_ProcessGroup):
                 self._communicator.aborted = self._aborted_at is not None  # meanwhile
                 threading.Thread(target=self._watch, args=(self._communicator,), daemon=True).start()
 
+    @property
+    def is_aborted(self) -> bool:
+        return self._aborted_at is not None
+
     def get_error(self) -> ErrorType:
         """What the watchdog has seen."""
         return self._error

@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 Address = tuple[str, int]  # host, port
 
 ABORT_S = 10.0  # for a communicator to be aborted, and for a process to come out of making one
-LEAVE_S = 90.0  # for a process to come out of a generation that was broken off
+LEAVE_S = 45.0  # for a process to come out of a generation that was broken off
 LOOK_S = 0.5  # between looks for groups that were made meanwhile
 
 _LISTENING = "0A"  # in /proc/net/tcp
@@ -42,7 +42,7 @@ class Breaker:
         self._lock = threading.Lock()
         self._begun = False
         self._left = threading.Event()
-        self._connecting_since: float | None = None
+        self._is_connecting = False
 
     @property
     def begun(self) -> bool:
@@ -63,13 +63,17 @@ class Breaker:
         tell()
 
     @contextlib.contextmanager
-    def connecting(self) -> Iterator[None]:
-        """While communicators are made, which nothing can break off: a process that stays in that ends."""
-        self._connecting_since = time.monotonic()
+    def connecting(self, timeout_s: float) -> Iterator[None]:
+        """While communicators are made, which nothing can break off: a process that stays in that for so long ends."""
+        late = threading.Timer(timeout_s, self.start)
+        late.daemon = True
+        late.start()
+        self._is_connecting = True
         try:
             yield
         finally:
-            self._connecting_since = None
+            self._is_connecting = False
+            late.cancel()
 
     def start(self) -> None:
         """Break off. Returns before it is done; a process that does not come out, to `left`, ends."""
@@ -96,7 +100,7 @@ class Breaker:
             _shut_down_all(self._listeners)
             if self._left.wait(LOOK_S):
                 return
-            waited_s, connecting = time.monotonic() - begun_at, self._connecting_since is not None
+            waited_s, connecting = time.monotonic() - begun_at, self._is_connecting
             if waited_s > (ABORT_S if connecting else LEAVE_S):
                 what = "making communicators" if connecting else "a collective or on its device"
                 print(f"regrow: {waited_s:.0f} s after its group was over it hangs in {what}: ends", file=sys.stderr)

@@ -33,6 +33,17 @@ def build_mesh(shape: MeshShape, device_type: str, *, timeout_s: float | None = 
     return mesh
 
 
+def connect(mesh: DeviceMesh) -> None:
+    """Have the communicators of all groups of the mesh made, which backends for devices put off until they are used.
+
+    Collective: a first sum over each is on its way when this returns. A rank that is late for the first step, or dies
+    before it, would keep the others waiting for an id in the group's store, with the store's timeout.
+    """
+    for group in dict.fromkeys([everyone(mesh), *mesh.get_all_groups()]):
+        if dist.get_backend(group) != BACKENDS["cpu"]:  # whose groups are connected when they are made
+            dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
+
+
 def set_timeout(timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
     """Let later collectives of a group, or the default one, fail after so long."""
     distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)

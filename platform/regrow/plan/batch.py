@@ -45,8 +45,8 @@ class BatchPlan:
 def plan_batch(*, num_slices: int, world_size: int, slices_per_pass: int = 1) -> BatchPlan:
     """Give each rank a contiguous range of slices of the global batch.
 
-    Pure; the same on every rank. A rank shares its slices evenly among its passes, at most `slices_per_pass` in each, 0 for 1.
-    Raises BatchError if a rank would get no slice.
+    Pure; the same on every rank. A rank shares its slices evenly among its passes, at most `slices_per_pass` in each,
+    0 for 1. Raises BatchError if a rank would get no slice.
 
     >>> plan_batch(num_slices=12, world_size=5).ranges[-1]
     range(9, 12)
