@@ -10,7 +10,7 @@ from regrow.checkpoint.catalog import committed_steps
 from regrow.checkpoint.coordinator import Answer, Coordinator, Fenced
 from regrow.config.schema import ClusterConfig, ObserveConfig, PretrainConfig
 from regrow.errors import ResumeError
-from regrow.observe.run_log import METRIC_KEYS, read_metrics
+from regrow.observe.run_log import METRIC_KEYS, read_events, read_metrics
 from regrow.parallel.break_off import LEAVE_S
 from regrow.plan.membership import Member
 from regrow.storage import Storage
@@ -256,6 +256,22 @@ def test_a_rank_that_fails_by_itself_has_the_others_told_once(tmp_path: Path, mo
     third = generation_of(form(made))
     made.broke(third, "rank 1: DataError: a damaged shard")
     assert told[-1] == third
+
+
+def test_a_worker_that_its_node_saw_end_is_lost_at_once_and_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, told = make(tmp_path), list[int]()
+    generation = generation_of(form(made))
+    monkeypatch.setattr(made.fleet, "over", told.append)
+    made.gone("node", 99)  # of an earlier group
+    assert told == []
+    made.gone("node", 1)
+    made.gone("node", 1)
+    made.members_died([("node", 1)], 0, "worker_died", "says Ray, a second later")
+    assert told == [generation]
+    failures = [event for event in read_events(Storage.at(tmp_path)) if event["event"] == "failure"]
+    assert [(event["cause"], event["ranks"]) for event in failures] == [("worker_died", [0])]
 
 
 def test_who_ends_itself_because_its_device_hangs_does_so_before_it_is_ended() -> None:

@@ -115,6 +115,7 @@ class Coordinator:
         self.leaving_step, self.form_at = 0, 0.0  # a group that leaves in good order waits for its last snapshot
         on_device = cluster.gpus_per_worker > 0 or cluster.backend is Backend.asynchronous
         self.least_patience_s = DEVICE_PATIENCE_S if on_device else LEAST_PATIENCE_S
+        self.in_place = cluster.in_place
         self.told_over = 0  # the newest generation whose ranks were told that it is over for one of them
         self.fruitless, self.stop_reason, self.fatal, self.last_failure = 0, "", "", ""
         self.cause = "resume" if self.generation else "start"
@@ -218,6 +219,13 @@ class Coordinator:
         if len(self.membership.survivors) < min(self.membership.sizes):
             self.too_few_since = self.too_few_since or time.monotonic()
         self._lost(lost, cause, detail)
+
+    def gone(self, node: str, pid: int) -> None:
+        """A node's keeper has seen one of its workers end. Ray tells later, and of peers on NCCL nobody does."""
+        dead = [member for member in self.membership.survivors if (member.node, member.pid) == (node, pid)]
+        if dead and self.in_place and not self.stop_reason:  # where all restart, Ray Train says why
+            lost = self.membership.died(member.id for member in dead)
+            self._lost(lost, DEAD, f"process {pid} on node {node[:12]}: gone, says its node")
 
     def broke(self, generation: int, detail: str) -> None:
         """A rank could not go on, because of a peer's death or by itself: its peers may wait for it, and hear nothing.

@@ -27,6 +27,7 @@ from regrow.checkpoint.ranges import Address
 from regrow.checkpoint.slots import Committed, Moment
 from regrow.checkpoint.upload import WriteOrder, Written
 from regrow.errors import CheckpointError
+from regrow.observe.deaths import Deaths
 from regrow.observe.gpus import XidWatch, read_gpus
 from regrow.observe.pulse import Pulse, Word, look, read_pulses, where
 
@@ -81,6 +82,7 @@ class Keeper:
         self.link: Link | None = None  # to one other node
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         self.xids = XidWatch(self._tell_xid)
+        self.deaths = Deaths(self.folder, self._tell_gone)
 
     def serve(self, coordinator: Any, secret: bytes) -> KeeperInfo:
         """Work for this coordinator from now on; the same again, or another one after the first was lost."""
@@ -198,6 +200,7 @@ class Keeper:
     def close(self) -> None:
         """Delete everything, what an earlier keeper left there too."""
         self.xids.close()
+        self.deaths.close()
         if self.keeper is not None:
             self.keeper.close(delete=True)
             self.keeper = None
@@ -220,6 +223,10 @@ class Keeper:
     def _tell_xid(self, uuid: str, xid: int) -> None:
         if self.coordinator is not None:
             self.coordinator.gpu_error.remote(self.node_id, uuid, xid)
+
+    def _tell_gone(self, pid: int) -> None:
+        if self.coordinator is not None:
+            self.coordinator.gone.remote(self.node_id, pid)
 
     def _watch(self) -> None:
         """Find the coordinator again after this actor was restarted; end where none answers any more.

@@ -82,7 +82,7 @@ class Stalls:
         return [
             pulse
             for pulse in pulses
-            if pulse.silent_s > self.silence_s or (pulse.stopped and pulse.silent_s > STOPPED_S)
+            if not pulse.state or pulse.silent_s > self.silence_s or (pulse.stopped and pulse.silent_s > STOPPED_S)
         ]
 
 

@@ -1,0 +1,46 @@
+"""The deaths of a node's workers, known from its kernel at once, whoever waits for whom."""
+
+import contextlib
+import os
+import selectors
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+LOOK_S = 0.5  # between looks for workers that are new
+
+
+class Deaths:
+    """Watches the processes that have a pulse in a folder (`observe.pulse`), on a thread of its own."""
+
+    def __init__(self, folder: Path, tell: Callable[[int], None]) -> None:
+        """`tell` gets the pid of each that has died, once."""
+        self._folder, self._tell = folder, tell
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="deaths", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        known: set[int] = set()
+        with selectors.DefaultSelector() as waiting:
+            while not self._closed.is_set():
+                there = {int(path.name.partition("-")[2]) for path in self._folder.glob("pulse-*")}
+                for pid in there - known:
+                    try:
+                        waiting.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+                    except ProcessLookupError:  # it died before it was seen
+                        self._tell(pid)
+                    except OSError:  # a kernel without: others find out
+                        return
+                known |= there
+                for key, _ in waiting.select(LOOK_S):
+                    waiting.unregister(key.fileobj)
+                    os.close(key.fd)
+                    self._tell(key.data)
+            for key in list(waiting.get_map().values()):
+                with contextlib.suppress(OSError):
+                    os.close(key.fd)
