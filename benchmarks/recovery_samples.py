@@ -7,8 +7,8 @@ from typing import Any
 
 from benchmarks.measure import Result, summary
 
-OURS, TUNED, DEFAULT = "ours", "tuned", "default"
-SIDES = (DEFAULT, TUNED, OURS)  # in the order of a round
+OURS, ASYNCHRONOUS, TUNED, DEFAULT = "ours", "asynchronous", "tuned", "default"
+SIDES = (DEFAULT, TUNED, OURS, ASYNCHRONOUS)  # in the order of a round
 RECOMPILES = "recompiles"
 WORKER, NODE, REGROW, HANG = "worker_kill", "node_kill", "regrow", "hang"
 FAULTS = (WORKER, NODE, REGROW, HANG)  # in the order in which a run meets them
@@ -52,6 +52,7 @@ def summarize(samples: Sequence[Sample], recompiles: Sequence[int]) -> Result:
             add_peer(result, side, fault, theirs)
             if fault in (NODE, WORKER):
                 add_ratio(result, f"{fault}_vs_{kind}", seconds(ours, fault), seconds(theirs, fault))
+    add_asynchronous(result, ours, [sample for sample in samples if sample.side == ASYNCHRONOUS])
     visible = [sample for sample in of_fault(ours, NODE) if sample.new_step_s and sample.visible_s]
     add(result, "first_step_after_death_visible_s", [after_visible_s(sample) for sample in visible])
     hangs = [(sample.new_step_s, sample.step_s) for sample in of_fault(ours, HANG)]
@@ -100,6 +101,16 @@ def add_ratio(result: Result, name: str, ours: list[float], theirs: list[float])
     if ours and theirs:
         result.figures[name] = statistics.median(ours) / statistics.median(theirs)
         result.spread[name] = [min(ours) / max(theirs), max(ours) / min(theirs)]
+
+
+def add_asynchronous(result: Result, gloo: Sequence[Sample], theirs: Sequence[Sample]) -> None:
+    """Ours where a dead peer raises nothing, as on NCCL, against ours on gloo."""
+    for fault in (NODE, WORKER):
+        add(result, f"asynchronous_{fault}_s", seconds(theirs, fault))
+        add_ratio(result, f"asynchronous_vs_gloo_{fault}", seconds(theirs, fault), seconds(gloo, fault))
+    lost = [sample.lost_steps for sample in theirs if sample.lost_steps is not None]
+    if lost:
+        result.figures["asynchronous_lost_steps_max"] = max(lost)
 
 
 def add_peer(result: Result, side: str, fault: str, samples: Sequence[Sample]) -> None:

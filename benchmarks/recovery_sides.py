@@ -85,10 +85,10 @@ class Side(Protocol):
 
 
 class Ours:
-    name = OURS
-
-    def __init__(self, cluster: Cluster, storage: Path, run: str, overrides: Sequence[str] = ()) -> None:
-        self.cluster = cluster
+    def __init__(
+        self, cluster: Cluster, storage: Path, run: str, overrides: Sequence[str] = (), *, side: str = OURS
+    ) -> None:
+        self.cluster, self.name = cluster, side
         self.job = Job(storage, run, f"cluster.address={cluster.address}", *SETTINGS, *overrides)
         self.folder = self.job.folder
         self.trail = Trail(self.folder / "metrics.jsonl", step_of_ours)

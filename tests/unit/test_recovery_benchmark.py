@@ -190,7 +190,7 @@ def test_a_quick_run_has_the_rounds_that_it_promises(benchmark: ModuleType) -> N
         side: [number for run in runs if run.side == side for number, fault in run.faults if fault == "node_kill"]
         for side in benchmark.SIDES
     }
-    assert killed == {"default": [0], "tuned": [0, 1, 2], "ours": [0, 1, 2, 3, 4]}
+    assert killed == {"default": [0], "tuned": [0, 1, 2], "ours": [0, 1, 2, 3, 4], "asynchronous": [0, 1, 2, 3, 4]}
     ours = [[fault for _, fault in run.faults] for run in runs if run.side == "ours"]
     assert all(faults[-1] == "hang" and faults.count("hang") == 1 for faults in ours)
 
