@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +21,7 @@ from regrow.checkpoint.keeper_node import KeeperNode, Peer, Sealed
 from regrow.checkpoint.layout import WHOLE, Span
 from regrow.checkpoint.memory import restore_snapshot
 from regrow.checkpoint.ranges import TIMEOUT_S
-from regrow.checkpoint.slots import SLOT, Committed, Moment
+from regrow.checkpoint.slots import NOTHING, SLOT, Committed, Moment
 from regrow.checkpoint.snapshot import Snapshots
 from regrow.checkpoint.state import Entry
 from regrow.errors import CheckpointError
@@ -357,10 +358,40 @@ def test_training_waits_for_a_commit_that_is_late_but_not_for_ever(tmp_path: Pat
         later = threading.Timer(0.3, commit, (nodes[0], 1, 2))
         later.start()
         assert 0.2 < writer.await_commit(2, patience_s=60.0) < 30.0
+        assert not writer.is_late
         assert writer.await_commit(3, patience_s=0.1) >= 0.1
+        assert writer.is_late
         assert writer.await_commit(4, patience_s=60.0) < 30.0  # not again, until a commit has come
         commit(nodes[0], 1, 3)
+        assert not writer.is_late
         assert writer.await_commit(4, patience_s=0.1) >= 0.1
+
+
+def test_a_step_that_was_left_out_is_not_one_whose_commit_is_waited_for(tmp_path: Path) -> None:
+    """Steps are left out where a slot is missing: a group a step ahead stood still for five seconds after each."""
+    with cluster(tmp_path, 1) as nodes:
+        (writer,) = snapshot(nodes, 4, 1)
+        assert [writer.newest_begun(step) for step in (3, 4, 5, 6)] == [NOTHING, 4, 4, 4]
+
+
+def test_a_copy_is_made_in_its_place_among_the_steps_and_sealed_once_it_is_whole(tmp_path: Path) -> None:
+    """Where steps run ahead of the host: not when `begin` is called, and no sooner than it has been."""
+    launched: list[Callable[[], None]] = []
+    with cluster(tmp_path, 1) as nodes:
+        folder, entries = nodes[0].keeper.folder, entries_of(0, 1, state(1))
+        writer = Snapshots(folder, entries, part=WHOLE, run_id=RUN, generation=1, submit=launched.append)
+        assert writer.begin(1, {"step": 1, "cursor": 12})
+        for entry, later in zip(entries, entries_of(0, 1, state(2)), strict=True):
+            entry.memory.copy_(later.memory)  # by a step that was launched before
+        confirming = threading.Thread(target=writer.confirm, args=(1,))
+        confirming.start()
+        (copy,) = launched
+        copy()
+        confirming.join()
+        wait_until(lambda: bool(nodes[0].keeper.holdings()))
+        writer.close()
+        for entry, expected in zip(restored(nodes, nodes[0], 1, 0, 1), entries, strict=True):
+            assert torch.equal(entry.memory, expected.memory)
 
 
 def test_nobody_waits_for_the_commits_of_a_generation_that_is_over(tmp_path: Path) -> None:

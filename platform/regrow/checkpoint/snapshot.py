@@ -112,6 +112,15 @@ class Snapshots:
         """The newest step whose copy was begun."""
         return self._begun
 
+    @property
+    def is_late(self) -> bool:
+        """Whether a commit was waited for in vain that has not come since."""
+        return self._newest_committed() < self._late
+
+    def newest_begun(self, at_most: int) -> int:
+        """The newest step up to this one whose copy was begun; NOTHING where there is none."""
+        return max((slot.step for slot in self._slots if slot.step <= at_most), default=NOTHING)
+
     def begin(self, step: int, scalars: dict[str, int]) -> bool:
         """Start copying the state of `step`, on all ranks or on none. The optimizer must not step before `wait`.
 
@@ -151,8 +160,7 @@ class Snapshots:
         """
         begun = time.perf_counter()
         while True:
-            newest = Committed.read(self.folder).newest
-            reached = newest.step if newest.generation == self.generation else NOTHING
+            reached = self._newest_committed()
             waited_s = time.perf_counter() - begun
             if reached >= step or reached < self._late or Word.read(self.folder).over >= self.generation:
                 return waited_s
@@ -176,6 +184,11 @@ class Snapshots:
         if self._pending is not None:
             self._pending.slot.file.void()
             self._pending = None
+
+    def _newest_committed(self) -> int:
+        """Of this generation."""
+        newest = Committed.read(self.folder).newest
+        return newest.step if newest.generation == self.generation else NOTHING
 
     def _unlink(self) -> None:
         for slot in self._slots:

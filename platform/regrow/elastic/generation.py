@@ -282,13 +282,19 @@ class _Hooks:
         return bool(self.stop)
 
     def has_room(self, num_snapshots: int) -> bool:
-        return self.snapshots is None or self.snapshots.room() >= num_snapshots
+        if self.snapshots is None or self.snapshots.room() >= num_snapshots:
+            return True
+        # a step ahead, what is not committed now will be by then, unless keepers fall behind
+        return num_snapshots > 1 and not self.snapshots.is_late
 
     def snapshot(self, progress: Progress, *, blocked: bool, last: bool) -> float:
         begun = time.perf_counter()
         if self.snapshots is not None and self.snapshots.begun != progress.step:
             with self._at_length():
                 room = not blocked or all(gather(self.snapshots.await_room(LAST_ROOM_S if last else SAFE_S)))
+            if room and self.stream.num_ahead:
+                with self._at_length():
+                    self.snapshots.await_room(LAST_ROOM_S)
             if room and not self.snapshots.begin(progress.step, progress.to_dict()):
                 raise RuntimeError(f"the room for the snapshot of step {progress.step} is gone")
         return time.perf_counter() - begun

@@ -166,6 +166,7 @@ class MemoryTier:
         self.snapshots.confirm(step)
         self._heartbeat.stepped(step)
         safe = (step - 1) // self.config.every_steps * self.config.every_steps
+        safe = self.snapshots.newest_begun(safe)  # some are left out, where keepers fall behind
         return self.snapshots.await_commit(safe, patience_s=SAFE_S) if safe > self._start_step else 0.0
 
     def probed(self, probe_s: float) -> None:

@@ -119,7 +119,8 @@ def train(
             oldest = launched.pop(0)
             result = oldest.stats.result().resolve()
             leaving, blocked = leaving or result.flag, result.blocked
-            meter.snapshot_s += hooks.confirm(int(str(oldest.row["step"])))
+            waited_s = hooks.confirm(int(str(oldest.row["step"])))
+            meter.snapshot_s += 0.0 if launched else waited_s  # else the device trains meanwhile
             hooks.log(meter.finish(oldest.row, result))
             skipped = skipped + 1 if result.skipped else 0
             if skipped > settings.nonfinite_skips:
@@ -132,7 +133,8 @@ def train(
     def keep(*, save: bool, last: bool) -> None:
         """The state of this step is kept in memory, and in storage if it is to be saved."""
         nonlocal saved_at
-        meter.snapshot_s += hooks.snapshot(progress, blocked=blocked, last=last)
+        waited_s = hooks.snapshot(progress, blocked=blocked, last=last)
+        meter.snapshot_s += 0.0 if launched else waited_s
         if not launched:  # the host has seen this step succeed
             meter.snapshot_s += hooks.confirm(progress.step)
         if save:  # after its row is logged, so that a committed step's row is never missing
