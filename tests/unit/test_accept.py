@@ -295,6 +295,7 @@ def test_arguments_are_read_without_hydra() -> None:
         ("train.steps=3", r"unknown setting 'train.steps'; settings of jobs.pretrain go with \+cluster=NAME only"),
         ("--quick", "'--quick' is no key=value"),
         ("accept.gpus=all", "accept.gpus=all: invalid literal"),
+        ("accept.model=405b", "accept.model=405b: one of 150m, 1_8b, 1b, 3b, 8b"),
         ("accept.parts=gpu", "accept.parts=gpu: .* one of one_process, one_node"),
         ("accept.parts=cluster", r"needs \+cluster=NAME"),
     ],

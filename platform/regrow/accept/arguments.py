@@ -85,10 +85,18 @@ def _given(options: Options, name: str, value: str) -> Options:
             return replace(options, gpus=None if value == "null" else int(value))
         if name == "minutes":
             return replace(options, minutes=max(1.0, float(value)))
+        if value not in models():
+            raise ValueError(f"one of {', '.join(models())}")
         return replace(options, model=value)
     except ValueError as error:
         known = f"; one of {', '.join(Part)}" if name == "parts" else ""
         raise ConfigError(f"{PREFIX}{name}={value}: {error}{known}") from error
+
+
+def models() -> list[str]:
+    """Of conf/model, those that are sizes alone, and so of a size for one GPU."""
+    files = sorted((Path(__file__).parents[3] / "conf" / "model").glob("*.yaml"))
+    return [file.stem for file in files if "\nmodel:" not in file.read_text()]
 
 
 def _names() -> list[str]:

@@ -51,7 +51,10 @@ def throughput(report: Report) -> None:
     figure = f"{timed.tokens_per_s:,.0f} tokens/s of {load.rows} x {SEQ_LEN}, MFU {timed.mfu:.1%}"
     least = KNOWN.get(model.name) if "H100" in name or "H200" in name else None
     reason = "slower than others have published; jobs.pretrain observe.profile_at_step=20 says where the time goes"
-    report.found("throughput", least is None or timed.tokens_per_s >= least, figure, reason)
+    if least is None:
+        report.not_tested("throughput", f"{figure}; nobody has published what a {name} does with {model.name}")
+    else:
+        report.found("throughput", timed.tokens_per_s >= least, figure, reason)
     report.found("mfu", timed.mfu >= 0.45, figure, reason)
     forecast = loaded.forecast_bytes()
     ratio = timed.allocated / forecast

@@ -1,6 +1,6 @@
 """What acceptance says of a machine: claims, each proved, refused or not tested here, figure beside expectation.
 
-Imports nothing but the standard library: the command that runs checks holds no device and loads no torch.
+Imports no torch: the command that runs checks holds no device.
 """
 
 import contextlib
@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+from regrow.errors import ConfigError
 
 
 class State(StrEnum):
@@ -92,6 +94,9 @@ class Report:
         try:
             yield
         except NotTested as error:
+            for name in names:
+                self.not_tested(name, str(error))
+        except ConfigError as error:  # this machine, or what is installed there, cannot do that
             for name in names:
                 self.not_tested(name, str(error))
         except ModuleNotFoundError as error:

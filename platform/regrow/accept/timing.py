@@ -173,20 +173,18 @@ def read_model(name: str) -> ModelConfig:
         known = ", ".join(sorted(each.stem for each in MODELS.glob("*.yaml")))
         raise ConfigError(f"no model called {name!r}; available: {known}")
     fields: dict[str, Any] = {}
-    scaling: dict[str, Any] | None = None
+    part = fields
     for line in path.read_text().splitlines():
         key, _, value = line.partition("#")[0].partition(":")
-        if not key.strip():
-            continue
-        if not value.strip():
-            assert key.strip() == "rope_scaling", f"{path}: {line}"
-            scaling = {}
-        elif line.startswith(" "):
-            assert scaling is not None
-            scaling[key.strip()] = _scalar(value.strip())
-        else:
-            fields[key.strip()] = _scalar(value.strip())
-    return ModelConfig(**fields, rope_scaling=RopeScaling(**scaling) if scaling is not None else None)
+        if key.strip() and value.strip():
+            (part if line.startswith(" ") else fields)[key.strip()] = _scalar(value.strip())
+        elif key.strip() == "rope_scaling":
+            part = fields["rope_scaling"] = {}
+        elif key.strip():
+            raise ConfigError(f"{path} sets {key.strip()}, too: choose a model that is its sizes alone")
+    if "rope_scaling" in fields:
+        fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
+    return ModelConfig(**fields)
 
 
 def _scalar(text: str) -> Any:
