@@ -119,7 +119,7 @@ class ClusterConfig:
     cpus_per_worker: float = 1.0  # logical CPUs of a worker, by which Ray places it
     threads_per_worker: int | None = None  # torch's, on CPU; null: an equal share of the node's cores
     gpus_per_worker: int = 0  # 0: train on CPU with gloo; 1: on CUDA with NCCL
-    backend: Backend = Backend.auto  # of collectives
+    backend: Backend = Backend.auto  # of collectives: gloo, nccl, or asynchronous, on CPU with NCCL's behaviour
     in_place: bool = True  # survivors keep their processes when ranks are lost or come back; false: all restart
     silence_s: float = 30.0  # a worker that does not answer for this long is ended
     stuck_s: float = 180.0  # so long without a step: who runs and keeps the others waiting is ended; 0: never
