@@ -50,8 +50,11 @@ def assert_same_run(job: Job, undisturbed: Job) -> None:
     assert job.memory() == []
 
 
-def test_three_nodes_lose_one_with_its_memory_and_get_one_back(undisturbed: Job, storage: Path) -> None:
-    with local_nodes(3, cpus=2) as nodes, start(storage, "nodes", nodes, 2, 3) as job:
+@pytest.mark.parametrize("backend", ["gloo", "asynchronous"])
+def test_three_nodes_lose_one_with_its_memory_and_get_one_back(undisturbed: Job, storage: Path, backend: str) -> None:
+    """Also where a dead peer raises nothing, as on NCCL."""
+    chosen = f"cluster.backend={backend}"
+    with local_nodes(3, cpus=2) as nodes, start(storage, f"nodes-{backend}", nodes, 2, 3, chosen) as job:
         job.wait_for(lambda: job.last_step() >= 15, 240)
         (first,) = job.events("generation")
         assert first["world_size"] == 3
