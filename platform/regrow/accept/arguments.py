@@ -105,7 +105,8 @@ def _names() -> list[str]:
 
 def _near(key: str) -> str:
     known = [PREFIX + name for name in _names()]
-    nearest = difflib.get_close_matches(key if key.startswith(PREFIX) else PREFIX + key, known, n=1, cutoff=0.75)
+    own = key if key.startswith(PREFIX) else PREFIX + key
+    nearest = [] if "." in key and own != key else difflib.get_close_matches(own, known, n=1, cutoff=0.75)
     if nearest:
         return f"; did you mean {nearest[0]!r}?"
     return f"; settings of jobs.pretrain go with {CLUSTER}NAME only, --help lists what there is"
