@@ -19,6 +19,11 @@ from regrow.observe.gpus import problem, read_gpus
 gpus = read_gpus()
 print(json.dumps([[dataclasses.asdict(gpu), str(gpu), problem(gpu, gpus)] for gpu in gpus]))
 """
+NEAR = """
+import json
+from regrow.observe.gpus import cpus_near
+print(json.dumps([sorted(cpus_near(uuid)) for uuid in ("GPU-0", "GPU-1", "GPU-2")]))
+"""
 WATCH = """
 import json, queue
 from regrow.observe.gpus import XidWatch
@@ -50,6 +55,11 @@ def test_a_machine_without_a_driver_has_no_gpus(driver: Path) -> None:
     assert ask(driver, READ, NO_DRIVER="1") == []
     assert read_gpus() == [] or Path("/proc/driver/nvidia").exists()
     XidWatch(lambda uuid, xid: None).close()
+
+
+def test_the_cpus_of_a_gpus_socket_are_known_where_it_tells(driver: Path) -> None:
+    assert ask(driver, NEAR, SOCKET="1") == [[], [0, 126], []]
+    assert ask(driver, NEAR, NO_DRIVER="1") == [[], [], []]
 
 
 def test_what_a_gpu_tells_is_in_its_units(driver: Path) -> None:

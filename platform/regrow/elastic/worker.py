@@ -27,6 +27,7 @@ from regrow.elastic.job import CALL_TIMEOUT_S, Job
 from regrow.elastic.memory_tier import MemoryTier
 from regrow.elastic.rendezvous import Joined, join_generation, leave_generation
 from regrow.errors import RegrowError, first_line
+from regrow.observe.gpus import cpus_near
 from regrow.observe.roll_call import Lifeline
 from regrow.parallel.break_off import LEAVE_S, Breaker
 from regrow.parallel.compile_cache import CompileCache
@@ -185,6 +186,9 @@ def _device(config: PretrainConfig) -> torch.device:
 
         device = ray.train.torch.get_device()
         torch.cuda.set_device(device)
+        near = cpus_near(f"GPU-{torch.cuda.get_device_properties(device).uuid}") & os.sched_getaffinity(0)
+        if near:  # this thread, those that it starts, and the memory that they touch first
+            os.sched_setaffinity(0, near)
         return device
     _keep_freed_memory()
     return torch.device("cpu")

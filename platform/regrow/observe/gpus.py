@@ -33,6 +33,7 @@ SLOWDOWNS = {
     "power brake": pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown,
 }
 _WAIT_MS = 1000
+_MASK_WORDS = 64  # of 64 CPUs
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,16 @@ def read_gpus() -> list[Gpu]:
     """All of this machine."""
     with _nvml() as handles:
         return [_read(handle) for handle in handles]
+
+
+def cpus_near(uuid: str) -> set[int]:
+    """The CPUs of the socket that a GPU is attached to; empty where nobody tells."""
+    with _nvml() as handles:
+        for handle in handles:
+            if _text(_ask(pynvml.nvmlDeviceGetUUID, handle) or "") == uuid:
+                words = _ask(pynvml.nvmlDeviceGetCpuAffinity, handle, _MASK_WORDS) or []
+                return {64 * index + bit for index, word in enumerate(words) for bit in range(64) if word >> bit & 1}
+    return set()
 
 
 def problem(gpu: Gpu, gpus: Sequence[Gpu]) -> str:

@@ -27,6 +27,13 @@ int nvmlDeviceGetUUID(void *gpu, char *uuid, unsigned size) {
     snprintf(uuid, size, "GPU-%d", gpu == &gpus[1]);
     return SUCCESS;
 }
+int nvmlDeviceGetCpuAffinity(void *gpu, unsigned words, unsigned long long *mask) {
+    memset(mask, 0, words * sizeof *mask);
+    if (told(gpu, "SOCKET", -1) < 0)
+        return NOT_SUPPORTED;
+    mask[1] = 5ull << 62, mask[0] = 1; /* 0 and 126 */
+    return SUCCESS;
+}
 int nvmlDeviceGetTemperature(void *gpu, int sensor, unsigned *celsius) {
     *celsius = told(gpu, "CELSIUS", 50);
     return SUCCESS;
