@@ -75,6 +75,54 @@ def test_three_nodes_lose_one_with_its_memory_and_get_one_back(undisturbed: Job,
         assert_same_run(job, undisturbed)
 
 
+FAILS_ONCE = """
+import importlib.abc, importlib.util, os, pathlib, sys
+
+class Hook(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "regrow.train.step":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+        def exec_module(module):
+            load(module)
+            accumulate, victim = module.TrainStep.accumulate, pathlib.Path(__file__).parent / "victim"
+            def fail_once(self, *arguments):
+                if victim.exists() and victim.read_text() == str(os.getpid()):
+                    victim.unlink()
+                    raise module.torch.OutOfMemoryError("of this rank alone, says its test")
+                return accumulate(self, *arguments)
+            module.TrainStep.accumulate = fail_once
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Hook())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["gloo", "asynchronous"])
+def test_a_rank_that_fails_by_itself_costs_nobody_its_process(
+    undisturbed: Job, storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """As one that runs out of memory: where collectives raise nothing, nobody else would hear of it."""
+    (tmp_path / "sitecustomize.py").write_text(FAILS_ONCE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    chosen = f"cluster.backend={backend}"
+    with local_nodes(3, cpus=2) as nodes, start(storage, f"fails-{backend}", nodes, 2, 3, chosen) as job:
+        job.wait_for(lambda: job.last_step() >= 15, 240)
+        (tmp_path / "victim.new").write_text(str(job.workers()[1]))
+        (tmp_path / "victim.new").rename(tmp_path / "victim")
+        second = wait_for_generation(job, 2)
+        assert (second["world_size"], second["source"]) == (3, "snapshot")
+        assert second["recomputed_steps"] <= 1
+        assert pids(second) == pids(job.events("generation")[0])
+        assert job.wait(300) == 0, job.printed()
+        assert len(job.events("generation")) == 2
+        assert_same_run(job, undisturbed)
+
+
 @pytest.mark.long
 def test_a_group_grows_past_the_size_it_started_with_and_shrinks_again(undisturbed: Job, storage: Path) -> None:
     with local_nodes(2, cpus=2) as nodes, start(storage, "grow", nodes, 2, 4) as job:

@@ -24,13 +24,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    found = Cluster(tmp_path)
-    for name, value in found.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(kuberay, "POLL_S", 0.01)
-    monkeypatch.setattr(kuberay, "REASONS_S", 0.0)
-    monkeypatch.setattr("regrow.submit.submit.git_sha", lambda: CODE.git_sha)  # a checkout without changes
-    return found
+    return Cluster.on_path(tmp_path, monkeypatch)
 
 
 def test_apply_sends_what_render_prints_server_side_and_follows(

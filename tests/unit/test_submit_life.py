@@ -43,13 +43,7 @@ GONE = {"do": ["release"]}
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    found = Cluster(tmp_path)
-    for name, value in found.environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(kuberay, "POLL_S", 0.01)
-    monkeypatch.setattr(kuberay, "REASONS_S", 0.0)
-    monkeypatch.setattr("regrow.submit.submit.git_sha", lambda: CODE.git_sha)
-    return found
+    return Cluster.on_path(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("queue", [(), EFA, KUEUE, VOLCANO], ids=["plain", "fractions", "kueue", "volcano"])

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from regrow.config.schema import SubmitAction
+from regrow.submit import kuberay
 from regrow.submit.submit import submit
 from regrow.testing import stand_in_kubectl
 from regrow.testing.stand_in_kubectl import STATE, load, store
-from regrow.testing.submission import compose
+from regrow.testing.submission import CODE, compose
 
 KIND, NAME = "rayjobs.ray.io", "llama8b"
 READY = (
@@ -39,6 +40,17 @@ Object = dict[str, Any]
 
 class Cluster:
     """The stand-in's folder, and the environment in which it is kubectl."""
+
+    @classmethod
+    def on_path(cls, folder: Path, monkeypatch: Any) -> "Cluster":
+        """For a test, by its `monkeypatch`: asked without pauses, from a checkout without changes."""
+        found = cls(folder)
+        for name, value in found.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(kuberay, "POLL_S", 0.01)
+        monkeypatch.setattr(kuberay, "REASONS_S", 0.0)
+        monkeypatch.setattr("regrow.submit.submit.git_sha", lambda: CODE.git_sha)
+        return found
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "cluster"
