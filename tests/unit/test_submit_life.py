@@ -234,6 +234,7 @@ def test_a_deletion_that_does_not_end_is_given_up(cluster: Cluster, monkeypatch:
 
 def started(cluster: Cluster, *arguments: str) -> "subprocess.Popen[str]":
     code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background ignores it
         "import sys; from regrow.submit import kuberay, submit, waiting\n"
         "kuberay.POLL_S, kuberay.REASONS_S, waiting.QUIET_S = 0.05, 0.05, 0.3\n"
         f"submit.git_sha = lambda: {CODE.git_sha!r}\n"
@@ -289,7 +290,7 @@ def test_an_interrupt_says_what_goes_on_without_us_and_waiting_is_never_silent(
                 break
         process.send_signal(signal.SIGINT)
         lines += process.stderr.read().splitlines()
-        assert process.wait() == 130, lines
+        assert process.wait(60) == 130, lines
     assert last in lines
     assert "Traceback" not in "\n".join(lines)
 
