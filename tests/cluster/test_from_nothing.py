@@ -87,7 +87,9 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         tokenizer = folder / "bpe.json"
         tokenizer.write_text(train_tokenizer(texts, vocab_size=1000).to_str())
         files = [folder / "words"]
-        pq.write_table(pa.table({"text": [" ".join(texts)] * 50}), files[0], use_dictionary=False)
+        # each is another one: which split a document is in, its hash says
+        documents = [" ".join([str(number), *(texts[(number + k) % 200] for k in range(5))]) for number in range(2000)]
+        pq.write_table(pa.table({"text": documents}), files[0], use_dictionary=False)
     for number in range(FILES):
         (folder / f"{number:03d}.parquet").symlink_to(files[number % len(files)])
     return folder, tokenizer
