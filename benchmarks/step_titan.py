@@ -194,7 +194,7 @@ def built_as(thing: object) -> Any:
 
 
 def stand_in_for_cuda() -> None:
-    """Have torchtitan, which nobody has imported yet, take the CPU for its device; again is nothing."""
+    """Have torchtitan, which this process has not imported yet, take the CPU for its device; again is nothing."""
     from torchtitan.tools import utils
 
     if utils.device_type == "cpu":

@@ -23,6 +23,7 @@ from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.data.batch import RankBatch
 from regrow.elastic import rendezvous
 from regrow.elastic.rendezvous import Joined, form_group, leave_generation
+from regrow.parallel import asynchronous
 from regrow.parallel.break_off import Breaker
 from regrow.parallel.fsdp import build_mesh, connect
 from regrow.plan.batch import plan_batch
@@ -48,7 +49,6 @@ FATAL_STEP = 3
 class Believer:
     """Hooks that keep what they were told."""
 
-    member: Member
     confirmed: list[int]
     logged: list[int]
 
@@ -139,7 +139,7 @@ def train_through(fault: Fault, parallel: ParallelConfig, member: Member) -> tup
 
     threading.Thread(target=tell_once_anybody_is_seen_to_be_gone, daemon=True).start()
     step.loss_function = loss_function
-    tokens, hooks, said = training.seq_len * OPTIM.global_batch_seqs, Believer(member, [], []), "came to its end"
+    tokens, hooks, said = training.seq_len * OPTIM.global_batch_seqs, Believer([], []), "came to its end"
     try:
         train(
             step,
@@ -236,8 +236,6 @@ def come_late_to_the_first_step(store_s: float) -> float:
     places = tuple(Place(f"m{each}", "node", "127.0.0.1", port, each) for each, port in enumerate(gather(store.port)))
     dist.barrier()
     leave_generation()
-    from regrow.parallel import asynchronous
-
     joined = Joined(Formation(1, places), rank, frozenset())
     form_group(
         joined,

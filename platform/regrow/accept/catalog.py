@@ -86,7 +86,7 @@ ONE_PROCESS = (
         (
             Claim("host_nccl", "NCCL is recent", ">= 2.27 [22]", "a newer torch"),
             Claim("host_capability", "the GPUs have float8", ">= 8.9", "parallel.float8=none"),
-            Claim("host_memory", "the GPUs are free", ">= 95%", "nvidia-smi says who holds it"),
+            Claim("host_memory", "the GPUs are free", ">= 95%", "nvidia-smi says which process holds it"),
             Claim("host_nvml", "NVML knows the GPUs and nothing against them", "all, none", "take the GPU out"),
             Claim("host_triton", "Triton compiles", "what eager computes", "a C compiler and a driver that fits torch"),
         ),
@@ -111,9 +111,12 @@ ONE_PROCESS = (
         Part.one_process,
         120,
         (
-            Claim("event_wait_lets_run", "who waits for an event lets other threads run", "gaps <= 0.2 s", RESTART),
+            Claim("event_wait_lets_run", "a thread that waits for an event lets others run", "gaps <= 0.2 s", RESTART),
             Claim(
-                "full_queue_eager", "who launches into a full queue lets other threads run", "gaps <= 1 s [22]", RESTART
+                "full_queue_eager",
+                "a thread that launches into a full queue lets others run",
+                "gaps <= 1 s [22]",
+                RESTART,
             ),
             Claim(
                 "full_queue_compiled",
@@ -327,9 +330,12 @@ ONE_NODE = (
             _lives("stopped", "a rank is stopped: the other trains on", 90),
             _lives("endless_loop", "a rank's host hangs in a loop: the other trains on", 90),
             Claim(
-                "late_rank_0", "rank 0 comes 15 s late: nobody is lost", "all steps, all alive 90 s later [22]", RESTART
+                "late_rank_0",
+                "rank 0 comes 15 s late: no rank is lost",
+                "all steps, all alive 90 s later [22]",
+                RESTART,
             ),
-            _lives("one_aborts", "a rank aborts and tells nobody: the other believes nothing of it", 90, 12, 25),
+            _lives("one_aborts", "a rank aborts and tells no other: the other believes nothing of it", 90, 12, 25),
         ),
         num_gpus=2,
     ),
@@ -463,7 +469,7 @@ NO_GPU = (
             _lives("cpu_own_failure", "a rank fails by itself: it alone is lost", 4, 30, 60),
             _lives("cpu_stopped", "a rank is stopped: the other trains on", 4, 30, 60),
             _lives("cpu_endless_loop", "a rank's host hangs in a loop: the other trains on", 4, 30, 60),
-            _lives("cpu_one_aborts", "a rank aborts and tells nobody: the other believes nothing of it", 4, 30, 60),
+            _lives("cpu_one_aborts", "a rank aborts and tells no other: the other believes nothing of it", 4, 30, 60),
             Claim(
                 "cpu_late_rank_0",
                 "rank 0 comes 4 s late: nobody is lost",

@@ -28,7 +28,7 @@ def files_on_hub(setting: str, location: str) -> dict[str, int]:
         raise DataError(
             f"{setting}={location} is not on the hub at {endpoint}, or not for everyone (HF_TOKEN): {first_line(error)}"
         ) from error
-    except (ValueError, NotImplementedError) as error:  # no name of a repository
+    except (ValueError, NotImplementedError) as error:  # a location that names no repository
         raise DataError(f"{setting}={location} is no location on a hub: {first_line(error)}") from error
     except Exception as error:  # HTTP clients have classes of their own
         raise UnseenError(

@@ -31,7 +31,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ErrorType
 
-NAME = "asynchronous"
+from regrow.config.schema import Backend
+
+NAME = Backend.asynchronous.value
 ID_KEY = "unique id"
 SPIN_S = 0.01  # without a byte, before a kernel looks at the abort flag: 10,000 spins in primitives.h
 WATCH_S = 0.1  # between two looks of the watchdog, as torch's

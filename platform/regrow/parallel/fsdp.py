@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from regrow.config.schema import Dtype
+from regrow.config.schema import Backend, Dtype
 from regrow.model.llama import Llama
 from regrow.plan.mesh import MeshShape
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by device type, for init_process_group
-ASYNCHRONOUS = "asynchronous"  # the backend of `parallel.asynchronous`
+ASYNCHRONOUS = Backend.asynchronous.value  # the backend of `parallel.asynchronous`
 
 
 def build_mesh(shape: MeshShape, device_type: str, *, timeout_s: float | None = None) -> DeviceMesh:

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -45,24 +45,18 @@ class CudaStream(HostStream):
         self._device = device
 
     def drain(self, timeout_s: float) -> bool:
-        errors: list[Any] = [None]
+        at_rest = threading.Event()
 
         def synchronize() -> None:
-            for _ in range(2):  # kernels that a first one's end lets loose
-                torch.cuda.synchronize(self._device)
-            errors.clear()
+            try:
+                for _ in range(2):  # kernels that a first one's end lets loose
+                    torch.cuda.synchronize(self._device)
+                at_rest.set()
+            except RuntimeError as error:  # some errors stay with a CUDA process to its end
+                print(f"regrow: {self._device} does not come to rest: {error}")
 
-        thread = threading.Thread(target=_quietly, args=(synchronize,), name="drain", daemon=True)
-        thread.start()
-        thread.join(timeout_s)
-        return not errors
-
-
-def _quietly(fn: Callable[[], None]) -> None:
-    try:
-        fn()
-    except RuntimeError as error:  # some errors stay with a CUDA process to its end
-        print(f"regrow: the device does not come to rest: {error}")
+        threading.Thread(target=synchronize, name="drain", daemon=True).start()
+        return at_rest.wait(timeout_s)
 
 
 def stream_of(device: torch.device) -> Stream:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from regrow.parallel.asynchronous import Work, default_stream
+from regrow.parallel.asynchronous import NAME, Work, default_stream
 from regrow.testing.gloo import PRELOAD
 
 DEADLINE_S = 90.0  # of what has hung for good
@@ -41,7 +41,7 @@ class Member:
     ) -> Any:
         """The default group of a generation, of all ranks where nothing else is said."""
         dist.init_process_group(
-            "asynchronous",
+            NAME,
             store=dist.PrefixStore(f"generation-{generation}", self.connect(store_s)),
             timeout=timedelta(seconds=timeout_s),
             rank=self.rank if rank is None else rank,
