@@ -13,6 +13,7 @@ import pytest
 from regrow.elastic.local_nodes import LocalNodes, local_nodes
 from regrow.observe.pulse import read_pulses
 from regrow.testing.cluster import SMALL, Job, run_to_end
+from regrow.testing.fail_once import can_fail_once
 from regrow.testing.hold import busiest_thread, held
 
 pytestmark = pytest.mark.timeout(600)  # a step of a third of a second, on machines that do other things too
@@ -27,9 +28,16 @@ def undisturbed(storage: Path) -> Job:
     return run_to_end(storage, "undisturbed", *BASE, f"train.steps={STEPS}", timeout_s=400)
 
 
-def start(storage: Path, name: str, nodes: LocalNodes, least: int, most: int, *more: str) -> Job:
-    workers = [f"cluster.min_workers={least}", f"cluster.max_workers={most}"]
-    return Job(storage, name, *BASE, f"train.steps={STEPS}", f"cluster.address={nodes.address}", *workers, *more)
+@pytest.fixture(params=["gloo", "asynchronous"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """Also the one on which a dead peer raises nothing, as on NCCL."""
+    return str(request.param)
+
+
+def start(storage: Path, name: str, nodes: LocalNodes, backend: str, least: int, most: int, *more: str) -> Job:
+    settings = [f"cluster.address={nodes.address}", f"cluster.backend={backend}"]
+    settings += [f"cluster.min_workers={least}", f"cluster.max_workers={most}"]
+    return Job(storage, f"{name}-{backend}", *BASE, f"train.steps={STEPS}", *settings, *more)
 
 
 def wait_for_generation(job: Job, number: int) -> dict[str, Any]:
@@ -50,11 +58,8 @@ def assert_same_run(job: Job, undisturbed: Job) -> None:
     assert job.memory() == []
 
 
-@pytest.mark.parametrize("backend", ["gloo", "asynchronous"])
 def test_three_nodes_lose_one_with_its_memory_and_get_one_back(undisturbed: Job, storage: Path, backend: str) -> None:
-    """Also where a dead peer raises nothing, as on NCCL."""
-    chosen = f"cluster.backend={backend}"
-    with local_nodes(3, cpus=2) as nodes, start(storage, f"nodes-{backend}", nodes, 2, 3, chosen) as job:
+    with local_nodes(3, cpus=2) as nodes, start(storage, "nodes", nodes, backend, 2, 3) as job:
         job.wait_for(lambda: job.last_step() >= 15, 240)
         (first,) = job.events("generation")
         assert first["world_size"] == 3
@@ -75,45 +80,15 @@ def test_three_nodes_lose_one_with_its_memory_and_get_one_back(undisturbed: Job,
         assert_same_run(job, undisturbed)
 
 
-FAILS_ONCE = """
-import importlib.abc, importlib.util, os, pathlib, sys
-
-class Hook(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != "regrow.train.step":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        load = spec.loader.exec_module
-        def exec_module(module):
-            load(module)
-            accumulate, victim = module.TrainStep.accumulate, pathlib.Path(__file__).parent / "victim"
-            def fail_once(self, *arguments):
-                if victim.exists() and victim.read_text() == str(os.getpid()):
-                    victim.unlink()
-                    raise module.torch.OutOfMemoryError("of this rank alone, says its test")
-                return accumulate(self, *arguments)
-            module.TrainStep.accumulate = fail_once
-        spec.loader.exec_module = exec_module
-        return spec
-
-sys.meta_path.insert(0, Hook())
-"""
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("backend", ["gloo", "asynchronous"])
 def test_a_rank_that_fails_by_itself_costs_nobody_its_process(
     undisturbed: Job, storage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     """As one that runs out of memory: where collectives raise nothing, nobody else would hear of it."""
-    (tmp_path / "sitecustomize.py").write_text(FAILS_ONCE)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    chosen = f"cluster.backend={backend}"
-    with local_nodes(3, cpus=2) as nodes, start(storage, f"fails-{backend}", nodes, 2, 3, chosen) as job:
+    fail = can_fail_once(tmp_path, monkeypatch)
+    with local_nodes(3, cpus=2) as nodes, start(storage, "fails", nodes, backend, 2, 3) as job:
         job.wait_for(lambda: job.last_step() >= 15, 240)
-        (tmp_path / "victim.new").write_text(str(job.workers()[1]))
-        (tmp_path / "victim.new").rename(tmp_path / "victim")
+        fail(job.workers()[1])
         second = wait_for_generation(job, 2)
         assert (second["world_size"], second["source"]) == (3, "snapshot")
         assert second["recomputed_steps"] <= 1
@@ -124,8 +99,10 @@ def test_a_rank_that_fails_by_itself_costs_nobody_its_process(
 
 
 @pytest.mark.long
-def test_a_group_grows_past_the_size_it_started_with_and_shrinks_again(undisturbed: Job, storage: Path) -> None:
-    with local_nodes(2, cpus=2) as nodes, start(storage, "grow", nodes, 2, 4) as job:
+def test_a_group_grows_past_the_size_it_started_with_and_shrinks_again(
+    undisturbed: Job, storage: Path, backend: str
+) -> None:
+    with local_nodes(2, cpus=2) as nodes, start(storage, "grow", nodes, backend, 2, 4) as job:
         job.wait_for(lambda: job.last_step() >= 5, 240)
         assert job.events("generation")[0]["world_size"] == 2
         nodes.add()
@@ -148,11 +125,11 @@ def test_a_group_grows_past_the_size_it_started_with_and_shrinks_again(undisturb
 @pytest.mark.long
 @pytest.mark.parametrize(("replicas", "lost_steps"), [(1, 1), (2, 0)])
 def test_two_nodes_of_two_workers_lose_one_and_get_it_back(
-    undisturbed: Job, storage: Path, replicas: int, lost_steps: int
+    undisturbed: Job, storage: Path, backend: str, replicas: int, lost_steps: int
 ) -> None:
     """Where each node has a replica, the survivors have all of the newest step between them."""
     layout = f"parallel.dp_replicate={replicas}"
-    with local_nodes(2, cpus=4) as nodes, start(storage, f"pairs-{replicas}", nodes, 2, 4, layout) as job:
+    with local_nodes(2, cpus=4) as nodes, start(storage, f"pairs-{replicas}", nodes, backend, 2, 4, layout) as job:
         job.wait_for(lambda: job.last_step() >= 15, 240)
         (first,) = job.events("generation")
         assert first["world_size"] == 4
@@ -167,8 +144,10 @@ def test_two_nodes_of_two_workers_lose_one_and_get_it_back(
 
 
 @pytest.mark.long
-def test_units_of_tensor_parallel_ranks_are_lost_and_come_back_whole(undisturbed: Job, storage: Path) -> None:
-    with local_nodes(2, cpus=4) as nodes, start(storage, "units", nodes, 2, 4, "parallel.tp=2") as job:
+def test_units_of_tensor_parallel_ranks_are_lost_and_come_back_whole(
+    undisturbed: Job, storage: Path, backend: str
+) -> None:
+    with local_nodes(2, cpus=4) as nodes, start(storage, "units", nodes, backend, 2, 4, "parallel.tp=2") as job:
         job.wait_for(lambda: job.last_step() >= 15, 240)
         (first,) = job.events("generation")
         assert first["world_size"] == 4
@@ -190,8 +169,8 @@ def test_units_of_tensor_parallel_ranks_are_lost_and_come_back_whole(undisturbed
 
 
 @pytest.mark.long
-def test_a_stopped_worker_is_ended_and_replaced(undisturbed: Job, storage: Path) -> None:
-    with local_nodes(3, cpus=2) as nodes, start(storage, "stopped", nodes, 2, 3) as job:
+def test_a_stopped_worker_is_ended_and_replaced(undisturbed: Job, storage: Path, backend: str) -> None:
+    with local_nodes(3, cpus=2) as nodes, start(storage, "stopped", nodes, backend, 2, 3) as job:
         job.wait_for(lambda: job.last_step() >= 15, 240)
         victim = job.workers()[2]
         os.kill(victim, signal.SIGSTOP)
@@ -208,8 +187,10 @@ def test_a_stopped_worker_is_ended_and_replaced(undisturbed: Job, storage: Path)
 
 
 @pytest.mark.long
-def test_a_worker_that_runs_and_never_arrives_is_ended_and_replaced(undisturbed: Job, storage: Path) -> None:
-    with local_nodes(3, cpus=2) as nodes, start(storage, "stuck", nodes, 2, 3, "cluster.stuck_s=6") as job:
+def test_a_worker_that_runs_and_never_arrives_is_ended_and_replaced(
+    undisturbed: Job, storage: Path, backend: str
+) -> None:
+    with local_nodes(3, cpus=2) as nodes, start(storage, "stuck", nodes, backend, 2, 3, "cluster.stuck_s=6") as job:
         job.wait_for(lambda: job.last_step() >= 15, 240)
         victim, everyone = job.workers()[2], set(job.workers())
         with held_and_beating(job, victim):
@@ -245,9 +226,14 @@ def held_and_beating(job: Job, pid: int) -> Iterator[None]:
 
 
 @pytest.mark.long
-def test_without_changes_in_place_all_workers_restart_from_memory(undisturbed: Job, storage: Path) -> None:
+def test_without_changes_in_place_all_workers_restart_from_memory(
+    undisturbed: Job, storage: Path, backend: str
+) -> None:
     """What a Ray whose insides are not known falls back to."""
-    with local_nodes(3, cpus=2) as nodes, start(storage, "restart", nodes, 2, 3, "cluster.in_place=false") as job:
+    with (
+        local_nodes(3, cpus=2) as nodes,
+        start(storage, "restart", nodes, backend, 2, 3, "cluster.in_place=false") as job,
+    ):
         job.wait_for(lambda: job.last_step() >= 15, 240)
         (first,) = job.events("generation")
         os.kill(job.workers()[1], signal.SIGKILL)

@@ -1,6 +1,7 @@
 """What a rank's heartbeat says of the collectives that its training thread is in."""
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -16,13 +17,14 @@ from regrow.observe.pulse import Pulse, Word, where
 from regrow.observe.stalls import Worker, left_behind
 from regrow.parallel.break_off import Breaker, listening
 from regrow.testing.gloo import run_ranks
+from regrow.testing.members import OFF, Member, run_members
 
 
 def answers(folder: str, late: int) -> list[tuple[int, bool]]:
     """Collectives begun, and whether one has not ended, when asked twice while one rank has not come yet."""
     pulse_module.WHERE_S = 60.0  # on a busy machine
     rank, pulses, mine = dist.get_rank(), list[Pulse](), Path(folder) / f"{dist.get_rank()}"
-    mine.mkdir()
+    mine.mkdir(parents=True)
     heartbeat = Heartbeat(mine)
     heartbeat.enter(1, Breaker())
     tensor = torch.zeros(3)
@@ -51,8 +53,17 @@ def answers(folder: str, late: int) -> list[tuple[int, bool]]:
     return [(pulse.collectives, pulse.waits) for pulse in pulses]
 
 
-def test_ranks_that_wait_say_so_and_the_one_that_they_wait_for_is_found(tmp_path):
-    of_ranks = run_ranks(answers, 3, str(tmp_path), 2)
+def answers_of_member(member: Member) -> list[tuple[int, bool]]:
+    member.form()
+    return answers(os.environ["FOLDER"], 2)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "asynchronous"])
+def test_ranks_that_wait_say_so_and_the_one_that_they_wait_for_is_found(tmp_path, backend):
+    if backend == "gloo":
+        of_ranks = run_ranks(answers, 3, str(tmp_path), 2)
+    else:
+        _, of_ranks = run_members(answers_of_member, 3, tmp_path, OFF | {"FOLDER": str(tmp_path / "nodes")})
     (base, _), *_ = of_ranks[2]
     assert of_ranks[2] == [(base, False), (base, False), (base + 1, True)]
     assert of_ranks[:2] == [[(base + 2, True), (base + 2, True), (base + 2, True)]] * 2  # one more is that of the pair

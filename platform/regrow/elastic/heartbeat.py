@@ -8,6 +8,7 @@ import faulthandler
 import json
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -114,7 +115,9 @@ class Heartbeat:
 
 def _recorded() -> list[bytes]:
     torch_c = torch._C._distributed_c10d
-    return [getattr(torch_c, name)(True, False) for name in RECORDERS if hasattr(torch_c, name)]
+    dumps = [getattr(torch_c, name)(True, False) for name in RECORDERS if hasattr(torch_c, name)]
+    asynchronous = sys.modules.get("regrow.parallel.asynchronous")  # where it is in use
+    return [*dumps, asynchronous.flight_record()] if asynchronous else dumps
 
 
 def pending_collectives(dump: bytes, since_ns: int) -> list[dict[str, Any]]:

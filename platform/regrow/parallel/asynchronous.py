@@ -11,6 +11,8 @@ NCCL's init.cc (`ncclCommAbort`), prims_simple.h and primitives.h (a kernel afte
 """
 
 import contextlib
+import itertools
+import json
 import os
 import queue
 import secrets
@@ -196,12 +198,33 @@ class Work(dist.Work):
     def __init__(self, is_barrier: bool) -> None:
         super().__init__()
         self.event, self.began_s, self.is_barrier = Event(), time.monotonic(), is_barrier
+        self.began_ns, self.record_id = time.time_ns(), next(_record_ids)
+        _newest.append(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return self.event.synchronize() if self.is_barrier else True
 
     def is_completed(self) -> bool:
         return self.event.query()
+
+
+_record_ids = itertools.count()
+_newest: deque[Work] = deque(maxlen=2000)  # as many as torch's flight recorder keeps
+
+
+def flight_record() -> bytes:
+    """This process' newest collectives, as torch's flight recorder has those of its own backends (JSON)."""
+    works = [(work, work.is_completed()) for work in list(_newest)]
+    entries = [
+        {
+            "record_id": work.record_id,
+            "time_created_ns": work.began_ns,
+            "state": "completed" if ended else "started",
+            "retired": ended,
+        }
+        for work, ended in works
+    ]
+    return json.dumps({"entries": entries}).encode()
 
 
 class ProcessGroupAsynchronous(_ProcessGroup):
