@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "platform"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "platform"), str(ROOT / "tests"), str(ROOT)]
 
 from benchmarks.measure import Result, run_side, summary, write_result  # noqa: E402
 

@@ -12,14 +12,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from regrow.checkpoint.catalog import step_folder
-from regrow.checkpoint.commits import SnapshotBoard
-from regrow.checkpoint.format import COMMIT
-from regrow.checkpoint.held import Holder, holdings
-from regrow.checkpoint.keeper_node import KeeperNode, Peer, Sealed
-from regrow.checkpoint.ranges import Address
-from regrow.checkpoint.slots import Committed, Moment
-from regrow.checkpoint.upload import Upload, WriteOrder, write_index
+from regrow.control.commits import SnapshotBoard
+from regrow.state.disk.catalog import step_folder
+from regrow.state.disk.format import COMMIT
+from regrow.state.disk.upload import Upload, WriteOrder, write_index
+from regrow.state.memory.held import Holder, holdings
+from regrow.state.memory.node import KeeperNode, Peer, Sealed
+from regrow.state.memory.ranges import Address
+from regrow.state.memory.slots import Committed, Moment
 from regrow.storage import LocalStorage, Storage
 
 RUN_ID, SECRET = "0123456789abcdef", b"of this benchmark"

@@ -14,21 +14,21 @@ from benchmarks import checkpoint_dcp as peer
 from benchmarks.checkpoint_keepers import GENERATION, RUN_ID, SECRET, Place, place_of, writers_on
 from torch import Tensor
 
-from regrow.checkpoint import catalog, store
-from regrow.checkpoint.collective import gather
-from regrow.checkpoint.format import COMMIT
-from regrow.checkpoint.held import Holder
-from regrow.checkpoint.layout import Part
-from regrow.checkpoint.memory import restore_snapshot
-from regrow.checkpoint.slots import Committed
-from regrow.checkpoint.snapshot import Snapshots
-from regrow.checkpoint.state import Entry, part_of, training_entries
 from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
 from regrow.optim.adamw import MOMENTS, build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh, replica_group
 from regrow.plan.mesh import plan_mesh
+from regrow.state.collective import gather
+from regrow.state.disk import catalog, store
+from regrow.state.disk.format import COMMIT
+from regrow.state.entries import Entry, part_of, training_entries
+from regrow.state.layout import Part
+from regrow.state.memory.held import Holder
+from regrow.state.memory.reader import restore_snapshot
+from regrow.state.memory.slots import Committed
+from regrow.state.memory.writer import Snapshots
 from regrow.storage import LocalStorage
 
 MODELS = Path(__file__).parents[1] / "conf" / "model"

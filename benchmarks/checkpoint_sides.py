@@ -16,7 +16,7 @@ from benchmarks import checkpoint_ranks as ranks
 from benchmarks.checkpoint_dcp import ENV
 from benchmarks.checkpoint_keepers import Place, keepers
 
-from regrow.testing.gloo import run_ranks
+from support.gloo import run_ranks
 
 NUM_NODES = 2
 DEADLINE_S = 1200.0

@@ -37,13 +37,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "platform"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "platform"), str(ROOT / "tests"), str(ROOT)]
 
 from benchmarks.measure import TICKS_PER_S, family, run_side, summary, write_result  # noqa: E402
 
-from regrow.checkpoint.keeper import ASK_AFTER, FAN_OUT, KeeperInfo, start_keeper  # noqa: E402
-from regrow.checkpoint.keeper_node import Sealed  # noqa: E402
-from regrow.checkpoint.slots import Committed, Moment  # noqa: E402
+from regrow.runtime.keeper import ASK_AFTER, FAN_OUT, KeeperInfo, start_keeper  # noqa: E402
+from regrow.state.memory.node import Sealed  # noqa: E402
+from regrow.state.memory.slots import Committed, Moment  # noqa: E402
 
 NUM_NODES = 2048
 RANKS_PER_NODE = 8
@@ -106,8 +106,8 @@ class Keepers:
         await asyncio.gather(*(one() for nodes in self.below for _ in nodes))
 
     async def write(self, order: Any) -> Any:
-        from regrow.checkpoint.format import DataFile
-        from regrow.checkpoint.upload import Tensors, Written
+        from regrow.state.disk.format import DataFile
+        from regrow.state.disk.upload import Tensors, Written
 
         await asyncio.sleep(random.random() * WRITE_S)
         num_files, elements = self.num_nodes * RANKS_PER_NODE, 64
@@ -134,9 +134,9 @@ class Cluster:
         """`first`: the name of the first node, the others' are made up."""
         import ray
 
-        from regrow.checkpoint.coordinator import start_coordinator
         from regrow.config.schema import CheckpointConfig, PretrainConfig
-        from regrow.plan.peers import plan_peers, plan_tree
+        from regrow.control.peers import plan_peers, plan_tree
+        from regrow.runtime.actor import start_coordinator
         from regrow.storage import Storage
 
         self.num_nodes = num_nodes
@@ -176,7 +176,7 @@ class Cluster:
         """Start a generation; the seconds until the coordinator has."""
         import ray
 
-        from regrow.plan.membership import Member
+        from regrow.control.membership import Member
 
         one = Member("one for all", self.nodes[0], "host", 1, os.getpid())
         ray.get(self.coordinator.join.remote(one, 1))

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "platform"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "platform"), str(ROOT / "tests"), str(ROOT)]
 
 from benchmarks.measure import Result, run_side, summary, write_result  # noqa: E402
 
@@ -105,7 +105,7 @@ def make_rows(source: Path, tokenizer: Path, work: Path) -> None:
     from regrow.data.documents import load_recipe
     from regrow.data.prepare import prepare
     from regrow.data.shards import ShardReader
-    from regrow.testing.corpus import write_corpus
+    from support.corpus import write_corpus
 
     config = DataConfig(
         recipe="fineweb_edu", source=str(source), tokenizer=str(tokenizer), vocab_size=200_000, seq_len=SEQ_LEN

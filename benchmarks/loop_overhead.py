@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "platform"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "platform"), str(ROOT / "tests"), str(ROOT)]
 
 WARMUP_STEPS = 15
 
@@ -128,7 +128,7 @@ def main() -> None:
     if options.out is None:
         parser.error("--out is required")
 
-    from regrow.observe.provenance import git_sha, hardware, versions
+    from regrow.record.provenance import git_sha, hardware, versions
 
     with tempfile.TemporaryDirectory(prefix="loop-overhead-") as folder:
         compared = {case.threads: compare(Path(folder), case, options.pairs) for case in cases}

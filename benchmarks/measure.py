@@ -83,7 +83,7 @@ def write_result(
     path: Path, figures: dict[str, float], *, spread: dict[str, Any], peers: dict[str, Any], **more: Any
 ) -> None:
     """Write a benchmark's JSON and print its figures."""
-    from regrow.observe.provenance import git_sha, hardware, versions
+    from regrow.record.provenance import git_sha, hardware, versions
 
     result = {
         "figures": figures,

@@ -53,7 +53,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "platform"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "platform"), str(ROOT / "tests"), str(ROOT)]
 
 from benchmarks.measure import write_result  # noqa: E402
 from benchmarks.recovery_cluster import Cluster  # noqa: E402
@@ -88,7 +88,7 @@ from benchmarks.recovery_sides import (  # noqa: E402
 )
 from benchmarks.recovery_steps import resumption  # noqa: E402
 
-from regrow.elastic.processes import send  # noqa: E402
+from regrow.drill.processes import send  # noqa: E402
 
 ROUNDS = 5
 QUICK_ROUNDS = {DEFAULT: 1, TUNED: 3, OURS: 5, ASYNCHRONOUS: 5}
@@ -225,7 +225,7 @@ class File:
             self.commits = set(before["settings"]["commits"])
 
     def write(self) -> None:
-        from regrow.observe.provenance import git_sha
+        from regrow.record.provenance import git_sha
 
         self.commits.add(git_sha() or "")
         result = summarize(self.samples, self.recompiles)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from regrow.elastic.processes import of_ray, send, tree, wait_until_gone
+from regrow.drill.processes import of_ray, send, tree, wait_until_gone
 
 LOOK_S = 0.02
 MEMORY = Path("/dev/shm")

@@ -10,7 +10,7 @@ from benchmarks.recovery_samples import ASYNCHRONOUS, HANG, NODE, OURS, REGROW, 
 from benchmarks.recovery_sides import CHECKPOINT_EVERY_STEPS, MOST_WORKERS, Side, SideFailed, Worker, wait_for
 from benchmarks.recovery_steps import Resumption, median_step_s, newest_group, of_group, resumption
 
-from regrow.elastic.processes import is_alive, send
+from regrow.drill.processes import is_alive, send
 
 START_S, RESUME_S = 300.0, 300.0  # deadlines: for a group of the size that is wanted, and for what follows a fault
 

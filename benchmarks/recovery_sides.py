@@ -19,8 +19,8 @@ from benchmarks.recovery_cluster import LOOK_S, WORKER_CPUS, Cluster, set_in_env
 from benchmarks.recovery_samples import DEFAULT, OURS, TUNED
 from benchmarks.recovery_steps import Step, Trail
 
-from regrow.elastic.processes import send
-from regrow.testing.cluster import ROOT, Job
+from regrow.drill.processes import send
+from support.cluster import ROOT, Job
 
 STOCK = str(Path(__file__).parent / "recovery_stock.py")
 LEAST_WORKERS, MOST_WORKERS = 2, 3

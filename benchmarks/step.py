@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "platform"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "platform"), str(ROOT / "tests"), str(ROOT)]
 
 from benchmarks.bare_llama import BareLlama  # noqa: E402
 from benchmarks.parts import Part  # noqa: E402
@@ -54,10 +54,10 @@ from regrow.config.schema import (  # noqa: E402
     ParallelConfig,
     RopeScaling,
 )
-from regrow.model.flops import Peak, flops_per_token, peak_flops  # noqa: E402
-from regrow.model.size import num_params  # noqa: E402
+from regrow.model.size import flops_per_token, num_params  # noqa: E402
 from regrow.parallel.fsdp import BACKENDS, build_mesh  # noqa: E402
 from regrow.plan.mesh import plan_mesh  # noqa: E402
+from regrow.runtime.hardware.peak import Peak, peak_flops  # noqa: E402
 from regrow.train.build import build_step  # noqa: E402
 
 GIB = 2**30

@@ -17,8 +17,8 @@ from torch import Tensor
 from regrow.config.schema import Dtype, ModelConfig, OptimConfig, ParallelConfig
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
-from regrow.testing.peak_memory import peak_bytes
 from regrow.train.build import build_step
+from support.peak_memory import peak_bytes
 
 VOCAB_SIZE = 32768
 SHAPES = {"cpu": (8, 256, 256), "cuda": (4, 4096, 2048)}  # rows, tokens of a row, tokens of a chunk

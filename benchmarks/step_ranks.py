@@ -28,8 +28,8 @@ from regrow.config.schema import Dtype, ModelConfig, OptimConfig, ParallelConfig
 from regrow.model.size import num_params
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
-from regrow.testing.gloo import run_ranks
 from regrow.train.build import build_step
+from support.gloo import run_ranks
 
 RANKS = 2
 WARMUP_STEPS = 2

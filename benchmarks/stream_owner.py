@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "platform"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "platform"), str(ROOT / "tests"), str(ROOT)]
 
 from benchmarks.measure import run_side, write_result  # noqa: E402
 
@@ -54,7 +54,7 @@ def side(nodes: int, by_node: bool, windows: int, corpus: Path) -> dict[str, Any
     from regrow.data.batch import layout_of
     from regrow.data.corpora import Corpora
     from regrow.data.stream import start_stream, stop_stream
-    from regrow.testing.corpus import write_rows
+    from support.corpus import write_rows
 
     slices = nodes * RANKS_PER_NODE
     write_rows(corpus, num_rows=max(slices, 4096), seq_len=8, rows_per_group=64, rows_per_shard=4096)

@@ -7,7 +7,7 @@ Of each model that fits with its settings below (`jobs.plan` says so; the others
 `jobs.pretrain` runs in bfloat16 and with `--recipe`, all else alike, in turn, on all workers of the cluster and on
 random tokens: no step's time depends on them. More settings go to all runs; without any, they run on this machine.
 Figures are per worker, of the steps after the first `WARM_UP`: `<model>_<recipe>_tokens_per_s`, `_mfu` (see
-`regrow.model.flops`), and `<model>_speedup`, the median over rounds and their range. A model whose run fails is listed
+`regrow.model.size`), and `<model>_speedup`, the median over rounds and their range. A model whose run fails is listed
 with that, and the others go on.
 
 Peers are the figures that PyTorch and IBM published, tokens/s of a GPU. A run writes one checkpoint, at its end: the
@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "platform"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "platform"), str(ROOT / "tests"), str(ROOT)]
 
 import numpy as np  # noqa: E402
 from benchmarks.measure import Result, write_result  # noqa: E402
@@ -33,7 +33,7 @@ from benchmarks.measure import Result, write_result  # noqa: E402
 from regrow.config.schema import Float8, PretrainConfig  # noqa: E402
 from regrow.config.store import pretrain_config  # noqa: E402
 from regrow.errors import RegrowError  # noqa: E402
-from regrow.testing.corpus import write_corpus  # noqa: E402
+from support.corpus import write_corpus  # noqa: E402
 
 PUBLISHED = {"1_8b": (29_000, 35_000), "8b": (8_000, 10_000), "70b": (956, 1_430), "405b": (149, 227)}  # tokens/s
 # ours, for the posts do not say theirs: rows of a worker in a step, and what else lets the model fit 64 H100s, or 512

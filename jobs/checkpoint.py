@@ -4,11 +4,13 @@ import argparse
 import sys
 from functools import partial
 
-from regrow.checkpoint import describe, tools
 from regrow.config.schema import Dtype
-from regrow.elastic.run_folder import checkpoints_of
 from regrow.errors import RegrowError
-from regrow.observe.console import Console, Stage
+from regrow.progress import Task
+from regrow.record.run_folder import checkpoints_of
+from regrow.show.console import Console
+from regrow.state.disk import describe
+from regrow.state.disk import inspect as tools
 
 
 def main() -> None:
@@ -45,7 +47,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         with Console(sys.stderr) as console:
-            status = options.run(options, partial(console.counter, Stage(options.command, "B")))
+            status = options.run(options, partial(console.counter, Task(options.command, "B")))
     except (RegrowError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
@@ -62,7 +64,7 @@ def inspect(options: argparse.Namespace, start: tools.Start) -> int:
     checkpoints, index = tools.choose(*checkpoints_of(options.run_folder), options.step)
     found = {}
     if options.stats:
-        from regrow.checkpoint.tensors import CheckpointTensors, statistics  # torch takes seconds
+        from regrow.state.disk.tensors import CheckpointTensors, statistics  # torch takes seconds
 
         found = statistics(CheckpointTensors(checkpoints, index, start(index.tensor_bytes)))
     print("\n".join(describe.inspect_lines(index, found)))
@@ -83,7 +85,7 @@ def diff(options: argparse.Namespace, start: tools.Start) -> int:
         raise RegrowError("diff takes two run folders with at most one --step for each, or one folder and two --step")
     places = [(options.run_folder, steps[0]), (options.other or options.run_folder, steps[-1])]
     opened = [tools.choose(*checkpoints_of(run_folder), step) for run_folder, step in places]
-    from regrow.checkpoint.tensors import CheckpointTensors, differences
+    from regrow.state.disk.tensors import CheckpointTensors, differences
 
     advance = start(sum(index.tensor_bytes for _, index in opened))
     first, second = (CheckpointTensors(*one, advance) for one in opened)
@@ -94,14 +96,14 @@ def diff(options: argparse.Namespace, start: tools.Start) -> int:
 
 def export(options: argparse.Namespace, start: tools.Start) -> int:
     _, index = tools.choose(*checkpoints_of(options.run_folder), options.step)
-    from regrow.elastic.exchange import export_run
+    from regrow.state.exchange.runs import export_run
 
     print(export_run(options.format, options.run_folder, index, options.to, dtype=options.dtype, start=start))
     return 0
 
 
 def import_(options: argparse.Namespace, start: tools.Start) -> int:
-    from regrow.elastic.exchange import import_run
+    from regrow.state.exchange.runs import import_run
 
     print(import_run(options.format, options.source, options.to, moments=options.moments, start=start))
     return 0

@@ -7,7 +7,7 @@ from regrow.config.store import run_job
 
 
 def main(config: DrillJobConfig) -> None:
-    from regrow.elastic.drill import run_drill  # ray, only when there is something to run
+    from regrow.drill.run import run_drill  # ray, only when there is something to run
 
     sys.exit(0 if run_drill(config) else 1)
 

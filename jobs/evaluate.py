@@ -7,7 +7,8 @@ from functools import partial
 from regrow.config.schema import Dtype
 from regrow.errors import RegrowError
 from regrow.evaluate import catalog, results
-from regrow.observe.console import Console, Stage
+from regrow.progress import Task
+from regrow.show.console import Console
 from regrow.storage import Storage
 
 
@@ -59,7 +60,7 @@ def evaluate(options: argparse.Namespace, console: Console) -> list[str]:
     console.message(f"evaluating {source.folder}{step}: {', '.join(names)}")
     tasks = harness.load_tasks(names, source.corpora)
     settings = harness.Settings(options.limit, options.num_fewshot, options.batch_size, options.device, options.dtype)
-    with source.model_folder(options.dtype, partial(console.counter, Stage("exporting", "B"))) as exported:
+    with source.model_folder(options.dtype, partial(console.counter, Task("exporting", "B"))) as exported:
         found = harness.evaluate(exported, tasks, settings, console.counter)
     results.write_results(folder, source.describe(), found)
     return [f"{source.folder}{step}", "", *results.table(found), "", f"written to {folder}/{results.RESULTS}"]

@@ -15,7 +15,8 @@ from regrow.data.inspect import decode_rows, differences, document_lengths, rows
 from regrow.data.manifest import MANIFEST, Manifest
 from regrow.data.shards import ShardReader, verify
 from regrow.errors import DataError, RegrowError
-from regrow.observe.console import Console, Stage
+from regrow.progress import Task
+from regrow.show.console import Console
 
 BAR = 40  # characters of the longest bar
 SHOWN_DOCUMENTS = 3  # of each row of a batch
@@ -54,7 +55,7 @@ def inspect(options: argparse.Namespace) -> None:
     with Console(sys.stderr) as console:
         if options.verify:
             for done, total in verify(folder):
-                console.progress(Stage("verifying", "B"), done, total)
+                console.progress(Task("verifying", "B"), done, total)
         if options.lengths:
             show_lengths(ShardReader(folder, options.split), console)
     if options.samples:
@@ -69,7 +70,7 @@ def inspect(options: argparse.Namespace) -> None:
 
 
 def show_lengths(reader: ShardReader, console: Console) -> None:
-    lengths = document_lengths(reader, progress=partial(console.progress, Stage("measuring documents", "rows")))
+    lengths = document_lengths(reader, progress=partial(console.progress, Task("measuring documents", "rows")))
     print(f"{lengths.documents:,} documents of {lengths.mean:,.0f} tokens on average, the longest {lengths.longest:,}")
     for (low, high), count in zip(itertools.pairwise(lengths.bounds), lengths.counts, strict=True):
         if count:

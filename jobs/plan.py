@@ -12,18 +12,29 @@ from functools import partial
 from regrow.config.check import check, check_plan
 from regrow.config.schema import PlanJobConfig
 from regrow.config.store import run_job
-from regrow.model.flops import flops_per_token
-from regrow.model.size import num_params
-from regrow.plan.cost import assumptions
-from regrow.train.forecast import device_of, forecasts, network_of
-from regrow.train.forecast_text import to_text
-from regrow.train.passes import settle_passes
+from regrow.forecast.cost import assumptions
+from regrow.forecast.devices import Device
+from regrow.forecast.estimate import forecasts, gpu_of, network_of, share_of_this_machine
+from regrow.forecast.passes import settle_passes
+from regrow.forecast.text import to_text
+from regrow.model.size import flops_per_token, num_params
+
+
+def device_of(config: PlanJobConfig) -> Device:
+    if config.cluster.gpus_per_worker:
+        return gpu_of(config, config.plan)
+    import torch
+
+    from regrow.runtime.hardware.peak import peak_flops  # torch, which nothing else here needs
+
+    flops = peak_flops(torch.device("cpu"), config.parallel.dtype, config.observe.peak_tflops).flops
+    return share_of_this_machine(config, config.plan, flops)
 
 
 def main(config: PlanJobConfig, *, as_json: bool) -> None:
     check(config)
     check_plan(config)
-    device, network = device_of(config, config.plan), network_of(config, config.plan)
+    device, network = device_of(config), network_of(config, config.plan)
     config, why = settle_passes(config, device, network)
     found = forecasts(config, device, network)
     if not as_json:

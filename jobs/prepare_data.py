@@ -12,7 +12,7 @@ from regrow.config.store import run_job
 def main(config: PretrainConfig) -> None:
     from regrow.config.check import check_data
     from regrow.data.prepare import find_or_prepare
-    from regrow.observe.console import Console
+    from regrow.show.console import Console
 
     check_data(config)
     with ExitStack() as stack:
@@ -23,7 +23,7 @@ def main(config: PretrainConfig) -> None:
             import ray
 
             from regrow.data.distribute import on_ray
-            from regrow.elastic.local_cluster import cluster_for
+            from regrow.runtime.cluster import cluster_for
 
             if not ray.is_initialized():
                 connection = stack.enter_context(cluster_for(config.cluster))

@@ -5,10 +5,10 @@ from regrow.config.store import run_job
 
 
 def main(config: PretrainConfig) -> None:
-    from regrow.train.passes import settled
+    from regrow.forecast.passes import settled
 
     config, _ = settled(config)
-    from regrow.elastic.driver import pretrain  # ray and torch, only when there is something to run
+    from regrow.runtime.driver import pretrain  # ray and torch, only when there is something to run
 
     pretrain(config)
 

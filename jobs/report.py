@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from regrow.errors import RegrowError
-from regrow.observe.comparison import load_runs, make_comparison
-from regrow.observe.report import make_report, write_report
-from regrow.observe.status_folder import run_config
+from regrow.show.comparison import load_runs, make_comparison
+from regrow.show.report import make_report, write_report
+from regrow.show.status_folder import run_config
 from regrow.storage import Storage
 
 COMPARISON = Path("comparison.html")

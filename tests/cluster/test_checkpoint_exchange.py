@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from regrow.testing.cluster import ROOT, SMALL, Job, run_to_end
+from support.cluster import ROOT, SMALL, Job, run_to_end
 
 
 def checkpoint(*arguments: object, status: int = 0) -> str:

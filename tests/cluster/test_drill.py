@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from regrow.elastic.drill_log import Record
-from regrow.elastic.local_nodes import local_nodes
-from regrow.testing.cluster import ROOT, SMALL
+from regrow.drill.log import Record
+from regrow.drill.nodes import local_nodes
+from support.cluster import ROOT, SMALL
 
 pytestmark = pytest.mark.timeout(900)
 SHORT = [*SMALL, "model.name=drill", "data.seq_len=64", "drill.compared_steps=30"]

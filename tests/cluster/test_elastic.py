@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from regrow.elastic.local_nodes import LocalNodes, local_nodes
-from regrow.observe.pulse import read_pulses
-from regrow.testing.cluster import SMALL, Job, run_to_end
-from regrow.testing.fail_once import can_fail_once
-from regrow.testing.hold import busiest_thread, held
+from regrow.drill.nodes import LocalNodes, local_nodes
+from regrow.runtime.liveness.pulse import read_pulses
+from support.cluster import SMALL, Job, run_to_end
+from support.fail_once import can_fail_once
+from support.hold import busiest_thread, held
 
 pytestmark = pytest.mark.timeout(600)  # a step of a third of a second, on machines that do other things too
 STEPS, COMPARED = 160, 100  # losses are compared over so many: beyond, the order of additions tells

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from regrow.elastic.local_nodes import local_nodes
-from regrow.testing.cluster import SMALL, Job, run_to_end
-from regrow.testing.fail_once import can_fail_once
+from regrow.drill.nodes import local_nodes
+from support.cluster import SMALL, Job, run_to_end
+from support.fail_once import can_fail_once
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 STEPS, COMPARED = 220, 100  # losses are compared over so many: beyond, the order of additions tells

@@ -19,10 +19,10 @@ from ray.cluster_utils import Cluster
 
 from regrow.config.schema import DataConfig
 from regrow.data.tokenizer import train_tokenizer
-from regrow.elastic.processes import of_ray, send, wait_until_gone
-from regrow.observe.run_log import read_events, read_metrics
+from regrow.drill.processes import of_ray, send, wait_until_gone
+from regrow.record.log import read_events, read_metrics
 from regrow.storage import Storage
-from regrow.testing.corpus import WordRecipe
+from support.corpus import WordRecipe
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared"

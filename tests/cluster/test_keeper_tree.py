@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import ray
 
-from regrow.checkpoint import fleet
-from regrow.checkpoint.keeper import Keeper
-from regrow.checkpoint.keeper_node import Sealed
-from regrow.checkpoint.slots import Committed, Moment
-from regrow.plan.cadence import Cadence
-from regrow.plan.peers import plan_peers, plan_tree
+from regrow.control.cadence import Cadence
+from regrow.control.peers import plan_peers, plan_tree
+from regrow.runtime import fleet
+from regrow.runtime.keeper import Keeper
+from regrow.state.memory.node import Sealed
+from regrow.state.memory.slots import Committed, Moment
 from regrow.storage import Storage
 
 NODES = [f"node-{number}" for number in range(7)]  # two, then four, then one

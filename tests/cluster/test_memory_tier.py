@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from regrow.checkpoint.slots import Committed
-from regrow.testing.cluster import SMALL, Job, run_to_end
+from regrow.state.memory.slots import Committed
+from support.cluster import SMALL, Job, run_to_end
 
 STEPS = 60
 ALONE = [*SMALL, f"train.steps={STEPS}", "checkpoint.every_steps=1000", "snapshot.every_steps=1"]

@@ -24,7 +24,7 @@ from regrow.data.manifest import Manifest
 from regrow.data.prepare import prepare
 from regrow.data.tokenizer import train_tokenizer
 from regrow.errors import DataError
-from regrow.observe.console import Stage
+from regrow.show.console import Stage
 
 ROOT = Path(__file__).parents[2]
 NUM_FILES = 24

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from regrow.testing.cluster import SMALL, Job, run_to_end
+from support.cluster import SMALL, Job, run_to_end
 
 FITS = ["data=python_docs", "data.seq_len=128"]  # a corpus that is large enough for the batch of any cluster
 TOLERANCE = 1e-5  # of losses near 8, over at most 40 steps: reduction order alone stays within 2e-6

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from regrow.checkpoint.held import COPY
 from regrow.config.schema import DataConfig
 from regrow.data.documents import Piece
-from regrow.elastic.local_nodes import LocalNodes, local_nodes
-from regrow.observe.metrics import FAMILIES
-from regrow.testing.cluster import SMALL, Job
-from regrow.testing.corpus import WordRecipe
-from regrow.testing.prometheus import Prometheus, dashboard_expressions, discovery_of, hurried, missing, rules
+from regrow.drill.nodes import LocalNodes, local_nodes
+from regrow.show.prometheus import FAMILIES
+from regrow.state.memory.held import COPY
+from support.cluster import SMALL, Job
+from support.corpus import WordRecipe
+from support.prometheus import Prometheus, dashboard_expressions, discovery_of, hurried, missing, rules
 
 pytestmark = [
     pytest.mark.skipif(bool(missing("prometheus")), reason=missing("prometheus")),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from regrow.testing.cluster import SMALL
+from support.cluster import SMALL
 
 ROOT = Path(__file__).parents[2]
 

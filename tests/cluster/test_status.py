@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from regrow.observe.status import State, Status
-from regrow.observe.status_folder import read_status
-from regrow.observe.status_logs import GONE_S
+from regrow.record.status import State, Status
+from regrow.record.status_logs import GONE_S
+from regrow.show.status_folder import read_status
 from regrow.storage import Storage
-from regrow.testing.browser import Browser, find_browser
-from regrow.testing.cluster import ROOT, SMALL, Job
+from support.browser import Browser, find_browser
+from support.cluster import ROOT, SMALL, Job
 
 FROM_AFAR = """
 import sys

@@ -20,8 +20,8 @@ from regrow.data.batch import direct_batches, layout_of
 from regrow.data.corpora import Corpora, order_of
 from regrow.data.stream import KEPT_BACK, start_stream, stop_stream, ways_to_ask, window_table
 from regrow.plan.batch import plan_batch
-from regrow.testing.corpus import write_rows
-from regrow.testing.streaming import consume_batches
+from support.corpus import write_rows
+from support.streaming import consume_batches
 
 CONFIG = PretrainConfig(
     data=DataConfig(seq_len=64, rows_per_group=8, rows_per_shard=64, window_steps=4, prefetch_windows=2),

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from regrow.elastic.processes import of_ray, send, wait_until_gone
-from regrow.observe.run_log import read_events, read_metrics
+from regrow.drill.processes import of_ray, send, wait_until_gone
+from regrow.record.log import read_events, read_metrics
 from regrow.storage import Storage
 from regrow.submit.ray_jobs import AGENT_S, LEFT_OUT, NO_AGENT
-from regrow.testing.cluster import ROOT, SMALL
-from regrow.testing.submission import rendered
-from regrow.testing.unprivileged import NOBODY, unprivileged, why_not
+from support.cluster import ROOT, SMALL
+from support.submission import rendered
+from support.unprivileged import NOBODY, unprivileged, why_not
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"no user without rights: {why_not()}")
 

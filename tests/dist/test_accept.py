@@ -11,7 +11,7 @@ from regrow.accept.claims import Report, read_report
 from regrow.accept.matrix import Row, run_matrix
 from regrow.accept.outlive import Fault, Scenario
 from regrow.config.schema import OptimConfig, ParallelConfig
-from regrow.testing.tiny import tiny_model
+from regrow.accept.tiny import tiny_model
 
 SMALL = Scenario(
     model=tiny_model(num_layers=1),

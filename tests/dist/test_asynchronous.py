@@ -16,10 +16,10 @@ from torch._C._distributed_c10d import ErrorType
 
 from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.parallel.asynchronous import default_stream
-from regrow.testing.gloo import run_ranks
-from regrow.testing.members import DEADLINE_S, OFF, ON, Member, launch, run_members, until
-from regrow.testing.tiny import ragged_model, tiny_model
-from regrow.testing.training import Training, build, micro_batches, whole
+from support.gloo import run_ranks
+from support.members import DEADLINE_S, OFF, ON, Member, launch, run_members, until
+from regrow.accept.tiny import ragged_model, tiny_model
+from support.training import Training, build, micro_batches, whole
 
 torch.set_num_threads(1)
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from regrow.checkpoint.collective import gather
-from regrow.elastic.rendezvous import FORM_S, Joined, form_group, leave_generation
-from regrow.parallel.break_off import Breaker, listening
+from regrow.state.collective import gather
+from regrow.runtime.rendezvous import FORM_S, Joined, form_group, leave_generation
+from regrow.runtime.abort import Breaker, listening
 from regrow.parallel.fsdp import build_mesh
-from regrow.plan.membership import Formation, Member
+from regrow.control.membership import Formation, Member
 from regrow.plan.mesh import plan_mesh
-from regrow.testing.gloo import run_ranks
+from support.gloo import run_ranks
 
 
 def wait_for_one_that_never_comes(folder: str) -> str:

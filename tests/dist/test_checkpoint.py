@@ -8,20 +8,22 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from regrow.checkpoint import catalog, store
-from regrow.checkpoint.format import COMMIT
-from regrow.checkpoint.layout import Span
-from regrow.checkpoint.state import Entry, training_entries
-from regrow.checkpoint.tensors import CheckpointTensors
+from regrow.state.disk import catalog
+
+from regrow.state.disk import store
+from regrow.state.disk.format import COMMIT
+from regrow.state.layout import Span
+from regrow.state.entries import Entry, training_entries
+from regrow.state.disk.tensors import CheckpointTensors
 from regrow.config.schema import Dtype, OptimConfig, ParallelConfig
 from regrow.errors import CheckpointError
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
 from regrow.storage import Storage
-from regrow.testing.gloo import RankError, run_ranks
-from regrow.testing.state import entries_after, whole
-from regrow.testing.tiny import ragged_model, tiny_model
+from support.gloo import RankError, run_ranks
+from support.state import entries_after, whole
+from regrow.accept.tiny import ragged_model, tiny_model
 
 RUN = "0123456789abcdef"
 

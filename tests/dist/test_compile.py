@@ -16,9 +16,9 @@ from regrow.config.schema import (
     ParallelConfig,
 )
 from regrow.parallel.apply import build_model
-from regrow.testing.gloo import run_ranks
-from regrow.testing.tiny import tiny_model
-from regrow.testing.training import Training, plain_losses, train
+from support.gloo import run_ranks
+from regrow.accept.tiny import tiny_model
+from support.training import Training, plain_losses, train
 
 OPTIM = OptimConfig(lr=1e-2, global_batch_seqs=12, num_slices=6)
 # more layers than torch.compile would recompile for, so that one graph has to do for all

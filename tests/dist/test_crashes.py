@@ -1,6 +1,6 @@
 """kill -9 at random instants of everything that holds or writes snapshots and checkpoints; and a zombie.
 
-Real keepers, a real coordinator and trainers that take real snapshots, each a process (`regrow.testing.crashing`).
+Real keepers, a real coordinator and trainers that take real snapshots, each a process (`support.crashing`).
 Instants come two ways: a random time after a victim was seen in a phase, and a random line of Python within it.
 `CRASH_KILLS` says how many (40), `CRASH_SEED` which; 200 take some minutes.
 """
@@ -23,18 +23,18 @@ from typing import Any
 
 import pytest
 
-from regrow.checkpoint import store
-from regrow.checkpoint.catalog import committed_steps, open_checkpoint
-from regrow.checkpoint.layout import Part
-from regrow.checkpoint.memory import restore_snapshot
-from regrow.checkpoint.slots import Committed, Moment
-from regrow.checkpoint.snapshot import Snapshots
-from regrow.checkpoint.tools import verify
+from regrow.state.disk import store
+from regrow.state.disk.catalog import committed_steps, open_checkpoint
+from regrow.state.layout import Part
+from regrow.state.memory.reader import restore_snapshot
+from regrow.state.memory.slots import Committed, Moment
+from regrow.state.memory.writer import Snapshots
+from regrow.state.disk.inspect import verify
 from regrow.errors import CheckpointError
-from regrow.observe.run_log import read_metrics
+from regrow.record.log import read_metrics
 from regrow.storage import Storage
-from regrow.testing.beacon import PHASES, Beacon
-from regrow.testing.crashing import (
+from support.beacon import PHASES, Beacon
+from support.crashing import (
     ERRORS,
     EVERY_STEPS,
     KEEP,
@@ -49,8 +49,8 @@ from regrow.testing.crashing import (
     scalars_of,
     trainer_main,
 )
-from regrow.testing.gloo import PRELOAD
-from regrow.testing.stand_in_ray import NAMES, NODES, Handle, RayError, call_it, get
+from support.gloo import PRELOAD
+from support.stand_in_ray import NAMES, NODES, Handle, RayError, call_it, get
 
 NUM_KILLS = int(os.environ.get("CRASH_KILLS", "40"))
 SEED = int(os.environ.get("CRASH_SEED", "1"))

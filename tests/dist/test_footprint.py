@@ -13,10 +13,10 @@ import torch
 from regrow.config.schema import ActivationCheckpoint, Dtype, ModelConfig, OptimConfig, ParallelConfig
 from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
-from regrow.testing.gloo import run_ranks
-from regrow.testing.peak_memory import peak_bytes
-from regrow.testing.training import Training, build, run_steps
-from regrow.train.footprint import Rank, footprint
+from support.gloo import run_ranks
+from support.peak_memory import peak_bytes
+from support.training import Training, build, run_steps
+from regrow.forecast.footprint import Rank, footprint
 
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from regrow.testing.gloo import RankError, run_ranks
+from support.gloo import RankError, run_ranks
 
 
 def describe(offset: int) -> tuple[int, int, float]:

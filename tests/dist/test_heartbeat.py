@@ -10,14 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from regrow.checkpoint.collective import gather
-from regrow.elastic.heartbeat import RECORDERS, Heartbeat, newest_collective
-from regrow.observe import pulse as pulse_module
-from regrow.observe.pulse import Pulse, Word, where
-from regrow.observe.stalls import Worker, left_behind
-from regrow.parallel.break_off import Breaker, listening
-from regrow.testing.gloo import run_ranks
-from regrow.testing.members import OFF, Member, run_members
+from regrow.state.collective import gather
+from regrow.runtime.liveness.heartbeat import RECORDERS, Heartbeat, newest_collective
+from regrow.runtime.liveness import pulse as pulse_module
+from regrow.control.health import Pulse
+from regrow.runtime.liveness.pulse import where
+from regrow.state.memory.control_word import ControlWord
+from regrow.control.health import Worker, left_behind
+from regrow.runtime.abort import Breaker, listening
+from support.gloo import run_ranks
+from support.members import OFF, Member, run_members
 
 
 def answers(folder: str, late: int) -> list[tuple[int, bool]]:
@@ -37,7 +39,7 @@ def answers(folder: str, late: int) -> list[tuple[int, bool]]:
     def ask() -> None:
         for asked in (1, 2):
             time.sleep(0.5)
-            Word(traces=asked).write(mine)
+            ControlWord(traces=asked).write(mine)
             pulses.extend(where(mine, asked))
         (mine / "asked").touch()
 
@@ -48,7 +50,7 @@ def answers(folder: str, late: int) -> list[tuple[int, bool]]:
     dist.all_reduce(tensor)
     asking.join()
     with heartbeat.at_length():
-        Word(traces=3).write(mine)
+        ControlWord(traces=3).write(mine)
         pulses.extend(where(mine, 3))
     return [(pulse.collectives, pulse.waits) for pulse in pulses]
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from regrow.checkpoint.catalog import committed_steps, open_checkpoint
-from regrow.checkpoint.format import COMMIT
-from regrow.checkpoint.snapshot import Snapshots
-from regrow.checkpoint.state import Progress, part_of, training_entries
-from regrow.checkpoint.store import restore
+from regrow.state.disk.catalog import committed_steps, open_checkpoint
+from regrow.state.disk.format import COMMIT
+from regrow.state.memory.writer import Snapshots
+from regrow.state.entries import Progress, part_of, training_entries
+from regrow.state.disk.store import restore
 from regrow.config.schema import OptimConfig, ParallelConfig, PretrainConfig
-from regrow.elastic import generation
+from regrow.runtime import generation
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
@@ -24,8 +24,8 @@ from regrow.parallel.fsdp import build_mesh
 from regrow.parallel.stream import HostStream
 from regrow.plan.mesh import plan_mesh
 from regrow.storage import LocalStorage
-from regrow.testing.gloo import run_ranks
-from regrow.testing.tiny import tiny_model
+from support.gloo import run_ranks
+from regrow.accept.tiny import tiny_model
 
 RUN, GENERATION, SLOTS = "0123456789abcdef", 3, 2
 

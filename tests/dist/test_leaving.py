@@ -8,10 +8,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 from regrow.config.schema import ModelConfig, OptimConfig
-from regrow.elastic.rendezvous import leave_generation
-from regrow.testing.gloo import run_ranks
-from regrow.testing.tiny import tiny_model
-from regrow.testing.training import Training, build
+from regrow.runtime.rendezvous import leave_generation
+from support.gloo import run_ranks
+from regrow.accept.tiny import tiny_model
+from support.training import Training, build
 
 DEADLINE_S = 30.0  # far below the group's timeout
 

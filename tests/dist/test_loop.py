@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from regrow.checkpoint.state import Progress
+from regrow.state.entries import Progress
 from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.data.batch import RankBatch
-from regrow.observe.run_log import METRIC_KEYS
+from regrow.record.log import METRIC_KEYS
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.fsdp import build_mesh, everyone, shard_group
 from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
-from regrow.testing.gloo import RankError, run_ranks
-from regrow.testing.tiny import count_up_rows, tiny_model
+from support.gloo import RankError, run_ranks
+from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.train.loop import LoopSettings, train
 from regrow.train.metrics import Meter
 from regrow.train.step import TrainStep, whole_loss

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from regrow.checkpoint.held import Holder
-from regrow.checkpoint.keeper_node import KeeperNode, Peer, Sealed
-from regrow.checkpoint.memory import restore_snapshot
-from regrow.checkpoint.snapshot import Snapshots
-from regrow.plan.peers import plan_peers
-from regrow.testing.gloo import run_ranks
-from regrow.testing.state import entries_after, whole
+from regrow.state.memory.held import Holder
+from regrow.state.memory.node import KeeperNode, Peer, Sealed
+from regrow.state.memory.reader import restore_snapshot
+from regrow.state.memory.writer import Snapshots
+from regrow.control.peers import plan_peers
+from support.gloo import run_ranks
+from support.state import entries_after, whole
 
 RUN, SECRET = "0123456789abcdef", b"of this run"
 

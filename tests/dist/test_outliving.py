@@ -17,23 +17,23 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d
 
-from regrow.checkpoint.collective import gather
-from regrow.checkpoint.state import Progress
+from regrow.state.collective import gather
+from regrow.state.entries import Progress
 from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.data.batch import RankBatch
-from regrow.elastic import rendezvous
-from regrow.elastic.rendezvous import Joined, form_group, leave_generation
+from regrow.runtime import rendezvous
+from regrow.runtime.rendezvous import Joined, form_group, leave_generation
 from regrow.parallel import asynchronous
-from regrow.parallel.break_off import Breaker
+from regrow.runtime.abort import Breaker
 from regrow.parallel.fsdp import build_mesh, connect
 from regrow.plan.batch import plan_batch
-from regrow.plan.membership import Formation
-from regrow.plan.membership import Member as Place
+from regrow.control.membership import Formation
+from regrow.control.membership import Member as Place
 from regrow.plan.mesh import plan_mesh
-from regrow.testing.gloo import run_ranks
-from regrow.testing.members import OFF, Member, run_members, until
-from regrow.testing.tiny import count_up_rows, tiny_model
-from regrow.testing.training import Training, build
+from support.gloo import run_ranks
+from support.members import OFF, Member, run_members, until
+from regrow.accept.tiny import count_up_rows, tiny_model
+from support.training import Training, build
 from regrow.train.certificate import BrokenStep, Certificate
 from regrow.train.loop import LoopSettings, NotFinite, train
 from regrow.train.metrics import Meter

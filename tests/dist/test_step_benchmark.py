@@ -15,12 +15,12 @@ import torch
 from omegaconf import OmegaConf
 from torch.distributed.tensor import distribute_tensor
 
-from regrow.checkpoint.huggingface import hugging_face_name
+from regrow.state.exchange.huggingface import hugging_face_name
 from regrow.config.schema import ActivationCheckpoint, Dtype, ModelConfig, OptimConfig, ParallelConfig
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
-from regrow.testing.gloo import run_ranks
-from regrow.testing.tiny import count_up_rows
+from support.gloo import run_ranks
+from regrow.accept.tiny import count_up_rows
 from regrow.train.build import build_step
 
 ROOT = Path(__file__).parents[2]

@@ -16,10 +16,10 @@ from regrow.model.loss import IGNORE_INDEX
 from regrow.parallel.compile import graphs_compiled
 from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
 from regrow.plan.mesh import plan_mesh
-from regrow.testing.gloo import run_ranks
-from regrow.testing.reference_llama import assert_gradients
-from regrow.testing.tiny import count_up_rows, tiny_model
-from regrow.testing.training import Training, build, micro_batches, plain_losses, run_steps, train, whole
+from support.gloo import run_ranks
+from support.reference_llama import assert_gradients
+from regrow.accept.tiny import count_up_rows, tiny_model
+from support.training import Training, build, micro_batches, plain_losses, run_steps, train, whole
 from regrow.train.step import evaluate
 
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.config.schema import ActivationCheckpoint, ParallelConfig
 from regrow.parallel.apply import build_model
-from regrow.testing.tiny import count_up_rows, tiny_model
 from regrow.train.step import split_rows, sum_cross_entropy
 
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save

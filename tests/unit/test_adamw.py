@@ -1,10 +1,10 @@
 import pytest
 import torch
 
+from regrow.accept.tiny import tiny_model
 from regrow.config.schema import Dtype, ModelConfig, OptimConfig
 from regrow.model.llama import Llama, init_weights
 from regrow.optim.adamw import MOMENTS, build_optimizer, clip_grad_norm_float64, set_lr, step_unless
-from regrow.testing.tiny import tiny_model
 
 
 def model(config: ModelConfig | None = None) -> Llama:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from regrow.observe.ledger import STATES
-from regrow.observe.metrics import FAMILIES
-from regrow.testing.prometheus import MONITORING, dashboard_expressions, hurried, missing, rules
-from regrow.testing.submission import rendered
+from regrow.record.ledger import STATES
+from regrow.show.prometheus import FAMILIES
+from support.prometheus import MONITORING, dashboard_expressions, hurried, missing, rules
+from support.submission import rendered
 
 ROOT = Path(__file__).parents[2]
 RULES = [rule for group in rules()["groups"] for rule in group["rules"]]

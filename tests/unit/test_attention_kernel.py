@@ -5,10 +5,10 @@ import torch
 from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 
+from regrow.accept.tiny import tiny_model
 from regrow.config.schema import AttentionKernel, ParallelConfig
 from regrow.model.attention import attend
 from regrow.parallel.apply import ON_HOPPER, attention_kernels, build_model
-from regrow.testing.tiny import tiny_model
 
 TOKENS = torch.arange(24).reshape(2, 12)
 

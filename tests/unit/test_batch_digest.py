@@ -15,7 +15,7 @@ from regrow.data.batch import BatchLayout, RankBatch, Rows, direct_batches
 from regrow.data.shards import ShardReader
 from regrow.plan.batch import plan_batch
 from regrow.plan.order import Order
-from regrow.testing.corpus import write_rows
+from support.corpus import write_rows
 
 LAYOUT = BatchLayout(global_batch_seqs=24, num_slices=12, window_steps=4)
 relaxed = settings(max_examples=50)

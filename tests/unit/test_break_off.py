@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from regrow.parallel import break_off
-from regrow.parallel.break_off import Breaker
+from regrow.runtime import abort as break_off
+from regrow.runtime.abort import Breaker
 from regrow.train.certificate import BrokenStep, Certificate
 
 
@@ -79,7 +79,7 @@ HANGS = """
 import threading, time
 from torch.distributed import distributed_c10d
 import torch.distributed as dist
-from regrow.parallel import break_off
+from regrow.runtime import abort as break_off
 break_off.LEAVE_S = 0.3 if {leaves} else 600.0
 break_off.ABORT_S, break_off.LOOK_S = 0.3, 0.05
 class Group:

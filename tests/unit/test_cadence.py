@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.plan.cadence import Cadence, daly_interval
+from regrow.control.cadence import Cadence, daly_interval
 
 HOUR = 3600.0
 

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.checkpoint.layout import Span, replica_part, shard_rows
-from regrow.checkpoint.reshard import Source, plan_reads
 from regrow.errors import CheckpointError
+from regrow.state.layout import Span, replica_part, shard_rows
+from regrow.state.reshard import Source, plan_reads
 
 
 def spans(num_rows: int, row: int, num_shards: int) -> list[Span]:

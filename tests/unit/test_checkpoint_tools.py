@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from regrow.checkpoint import tools
-from regrow.checkpoint.catalog import open_checkpoint
-from regrow.checkpoint.format import COMMIT
-from regrow.checkpoint.layout import Span
-from regrow.checkpoint.state import Entry
-from regrow.checkpoint.store import save_one_by_one
-from regrow.checkpoint.tensors import CheckpointTensors, differences, statistics
-from regrow.elastic.run_folder import checkpoints_of
+from regrow.accept.tiny import tiny_model
 from regrow.errors import CheckpointError
+from regrow.record.run_folder import checkpoints_of
+from regrow.state.disk import inspect as tools
+from regrow.state.disk.catalog import open_checkpoint
+from regrow.state.disk.format import COMMIT
+from regrow.state.disk.store import save_one_by_one
+from regrow.state.disk.tensors import CheckpointTensors, differences, statistics
+from regrow.state.entries import Entry
+from regrow.state.layout import Span
 from regrow.storage import Storage
-from regrow.testing.runs import RUN_ID, save_run
-from regrow.testing.s3 import s3_server
-from regrow.testing.tiny import tiny_model
+from support.runs import RUN_ID, save_run
+from support.s3 import s3_server
 
 ROOT = Path(__file__).parents[2]
 
@@ -212,7 +212,7 @@ def test_a_checkpoint_of_another_run_is_refused(run: Path, tmp_path: Path) -> No
 
 
 def test_tensors_written_one_by_one_fill_files_up_to_a_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("regrow.checkpoint.store.FILE_BYTES", 4000)
+    monkeypatch.setattr("regrow.state.disk.store.FILE_BYTES", 4000)
     tensors = {f"model/{k}": torch.full((k, 7), float(k)) for k in range(60)}
     save(tmp_path, tensors)
     index = open_checkpoint(Storage.at(tmp_path), 0)

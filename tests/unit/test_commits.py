@@ -1,10 +1,10 @@
 """Which snapshot is the newest committed one, told by what keepers report, or by what they hold."""
 
-from regrow.checkpoint.commits import SnapshotBoard
-from regrow.checkpoint.held import COPY, Held
-from regrow.checkpoint.keeper_node import Sealed
-from regrow.checkpoint.layout import Part
-from regrow.checkpoint.slots import SLOT, Moment
+from regrow.control.commits import SnapshotBoard
+from regrow.state.layout import Part
+from regrow.state.memory.held import COPY, Held
+from regrow.state.memory.node import Sealed
+from regrow.state.memory.slots import SLOT, Moment
 
 
 def held(step: int, shard: int, *, copy: bool = False) -> Held:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from regrow.observe.console import Console, Stage, StepClock
+from regrow.progress import Task
+from regrow.show.console import Console, StepClock
 
 
 class FakeClock:
@@ -65,7 +66,7 @@ def test_goodput_is_shown_once_a_report_has_told_it() -> None:
 def test_without_a_terminal_no_control_character_is_written_whatever_a_message_holds() -> None:
     def noise(console: Console, step: int) -> None:
         console.message(f"worker \x1b[31mdied\x1b[0m at {step}\r\a")
-        console.progress(Stage("tokenizing"), step, 10)
+        console.progress(Task("tokenizing"), step, 10)
 
     text = run(1.0, 10, io.StringIO(), noise)
     assert "worker died at 3\n" in text
@@ -150,9 +151,9 @@ def test_progress_of_preparation_is_seen_and_its_end_leaves_one_line() -> None:
     clock, stream = FakeClock(), io.StringIO()
     with Console(stream, clock=clock) as console:
         for done in range(101):
-            console.progress(Stage("tokenizing", "B"), done * 1.302e6, 130.2e6)
+            console.progress(Task("tokenizing", "B"), done * 1.302e6, 130.2e6)
             clock.now += 0.2
-        console.progress(Stage("writing", "shards"), 0, 0)  # nothing known yet
+        console.progress(Task("writing", "shards"), 0, 0)  # nothing known yet
     assert stream.getvalue().splitlines() == [
         "tokenizing: 0% of 130.2 MB",
         "tokenizing: 25% of 130.2 MB, 6.5 MB/s, 15 s left",
@@ -167,11 +168,11 @@ def test_the_rate_of_progress_counts_only_what_was_done_now() -> None:
     clock, stream = FakeClock(), io.StringIO()
     with Console(stream, clock=clock) as console:
         for done in (900, 901, 902, 1000):  # 900 of them by an attempt that was killed
-            console.progress(Stage("writing", "shards"), done, 1000)
+            console.progress(Task("writing", "shards"), done, 1000)
             clock.now += 10
-        console.progress(Stage("training"), 0, 1)  # what cannot be counted has no rate
+        console.progress(Task("training"), 0, 1)  # what cannot be counted has no rate
         clock.now += 10
-        console.progress(Stage("training"), 0.5, 1)
+        console.progress(Task("training"), 0.5, 1)
     assert stream.getvalue().splitlines() == [
         "writing: 90% of 1,000 shards",
         "writing: 90% of 1,000 shards, 0.1 shards/s, 16:30 left",
@@ -187,7 +188,7 @@ def test_at_a_terminal_progress_shows_its_rate_beside_the_bar(monkeypatch: pytes
     clock, stream = FakeClock(), Terminal()
     with Console(stream, clock=clock) as console:
         for done in range(3):
-            console.progress(Stage("verifying", "B"), done * 1e9, 4e9)
+            console.progress(Task("verifying", "B"), done * 1e9, 4e9)
             console.message("drawn")  # the live line is drawn with it
             clock.now += 2
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from regrow.checkpoint import coordinator as module
-from regrow.checkpoint.catalog import committed_steps
-from regrow.checkpoint.coordinator import Answer, Coordinator, Fenced
 from regrow.config.schema import ClusterConfig, ObserveConfig, PretrainConfig
+from regrow.control.membership import Member
 from regrow.errors import ResumeError
-from regrow.observe.run_log import METRIC_KEYS, read_events, read_metrics
-from regrow.parallel.break_off import LEAVE_S
-from regrow.plan.membership import Member
+from regrow.record.log import METRIC_KEYS, read_events, read_metrics
+from regrow.runtime import actor as module
+from regrow.runtime.abort import LEAVE_S
+from regrow.runtime.actor import Answer, Coordinator, Fenced
+from regrow.state.disk.catalog import committed_steps
 from regrow.storage import Storage
 
 
@@ -164,7 +164,7 @@ def test_old_checkpoints_are_deleted_by_a_coordinator_that_was_restarted_not_by_
     retained_in: list[str] = []
     monkeypatch.setattr(module, "_is_restarted", lambda: restarted)
     monkeypatch.setattr(
-        "regrow.checkpoint.catalog.retain", lambda folder, keep: retained_in.append(f"{folder}, all but {keep}")
+        "regrow.state.disk.catalog.retain", lambda folder, keep: retained_in.append(f"{folder}, all but {keep}")
     )
     again = make(tmp_path)
     again.fleet.storage.shutdown(wait=True)

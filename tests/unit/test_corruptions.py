@@ -29,7 +29,7 @@ from regrow.data.shards import ShardReader, verify
 from regrow.data.tokenizer import load_tokenizer, train_tokenizer
 from regrow.errors import DataError
 from regrow.storage import Storage
-from regrow.testing.corpus import WordRecipe
+from support.corpus import WordRecipe
 
 CONFIG = DataConfig(vocab_size=512, seq_len=16, validation_fraction=0.2, rows_per_group=8, rows_per_shard=64)
 TEXTS = {f"doc-{n}": f"document {n}: " + " ".join(f"word{(n * 7 + k) % 31}" for k in range(40)) for n in range(24)}

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from regrow.plan.cost import (
+from regrow.forecast.cost import (
     HOST_LINK_BYTES_PER_S,
     HOST_MEMORY_BYTES_PER_S,
     NETWORK_SHARE,
@@ -14,7 +14,7 @@ from regrow.plan.cost import (
     seconds_per_byte,
     step_time,
 )
-from regrow.plan.devices import DEVICES, GIB, Device, find_device
+from regrow.forecast.devices import DEVICES, GIB, Device, find_device
 
 DEVICE = Device("slow", 0, flops=1e12, float8_flops=2e12, memory_bytes_per_s=1e9, link_bytes_per_s=1e8)
 NETWORK = Network(ranks_per_node=8, bytes_per_s=1e7)

@@ -14,15 +14,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from regrow.checkpoint import catalog, store, tools
-from regrow.checkpoint.format import COMMIT
-from regrow.checkpoint.held import CHECKSUMS, COPY, Holder
-from regrow.checkpoint.layout import Part
-from regrow.checkpoint.memory import restore_snapshot
-from regrow.checkpoint.slots import MAGIC, SLOT, open_slot
 from regrow.errors import CheckpointError
+from regrow.state.disk import catalog, store
+from regrow.state.disk import inspect as tools
+from regrow.state.disk.format import COMMIT
+from regrow.state.layout import Part
+from regrow.state.memory.held import CHECKSUMS, COPY, Holder
+from regrow.state.memory.reader import restore_snapshot
+from regrow.state.memory.slots import MAGIC, SLOT, open_slot
 from regrow.storage import Storage
-from regrow.testing.keepers import (
+from support.keepers import (
     RUN,
     SECRET,
     Node,

@@ -20,18 +20,18 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from regrow.checkpoint.dcp import METADATA, ExportedState
-from regrow.checkpoint.tensors import CheckpointTensors
-from regrow.checkpoint.tools import choose
+from regrow.accept.tiny import ragged_model, tiny_model
 from regrow.config.schema import Dtype, OptimConfig, ParallelConfig
-from regrow.elastic.exchange import export_run, import_run
-from regrow.elastic.run_folder import checkpoints_of, read_record
 from regrow.errors import CheckpointError
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
+from regrow.record.run_folder import checkpoints_of, read_record
+from regrow.state.disk.inspect import choose
+from regrow.state.disk.tensors import CheckpointTensors
+from regrow.state.exchange.dcp import METADATA, ExportedState
+from regrow.state.exchange.runs import export_run, import_run
 from regrow.storage import Storage
-from regrow.testing.runs import save_run
-from regrow.testing.tiny import ragged_model, tiny_model
+from support.runs import save_run
 
 MODEL = ragged_model()
 
@@ -104,11 +104,11 @@ def test_torchs_own_optimizer_takes_the_moments(folder: Path) -> None:
 HELD = """
 import resource, sys
 import torch
-import regrow.checkpoint.store as store
-from regrow.checkpoint.tools import choose
+import regrow.state.disk.store as store
+from regrow.state.disk.inspect import choose
 from regrow.config.schema import Dtype
-from regrow.elastic.exchange import export_run, import_run
-from regrow.elastic.run_folder import checkpoints_of
+from regrow.state.exchange.runs import export_run, import_run
+from regrow.record.run_folder import checkpoints_of
 
 store.FILE_BYTES = 2**22
 for run in ("small", "large"):

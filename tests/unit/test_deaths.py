@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from regrow.observe.deaths import Deaths
-from regrow.observe.pulse import Pulse
-from regrow.observe.stalls import Stalls
+from regrow.control.health import Pulse, Stalls
+from regrow.runtime.liveness.deaths import Deaths
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
 

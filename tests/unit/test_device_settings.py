@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from regrow.parallel.device_settings import DEFAULTS, OUTLIVES_ITS_GROUPS, apply_device_settings
+from regrow.runtime.hardware.settings import DEFAULTS, OUTLIVES_ITS_GROUPS, apply_device_settings
 
 
 def test_a_watchdog_never_ends_a_worker_that_goes_on_whatever_the_environment_says(
@@ -34,7 +34,7 @@ def test_a_worker_that_is_restarted_with_its_group_ends_with_a_collective_that_f
 
 def test_a_worker_has_nothing_of_inductor_when_its_settings_are_made() -> None:
     code = (
-        "import sys, regrow.elastic.worker; print([each for each in sys.modules if each == 'torch._inductor.config'])"
+        "import sys, regrow.runtime.worker; print([each for each in sys.modules if each == 'torch._inductor.config'])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -11,8 +11,8 @@ from hydra.core.config_store import ConfigStore
 from regrow.config.check import check
 from regrow.config.schema import DrillJobConfig, MixtureStage, PretrainConfig
 from regrow.config.store import CONF_DIR, pretrain_overrides, to_dataclass
-from regrow.elastic.drill import _keep_plan, _with_end, plan_of
-from regrow.elastic.faults import KINDS, check_plan, parse_plan
+from regrow.drill.faults import KINDS, check_plan, parse_plan
+from regrow.drill.run import _keep_plan, _with_end, plan_of
 from regrow.errors import ConfigError
 
 PLANS = sorted(path.stem for path in (CONF_DIR / "drill").glob("*.yaml"))

@@ -7,9 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from regrow.elastic.drill_log import Record, RunFollower
-from regrow.elastic.processes import is_alive, of_ray, send, title, tree, wait_until_gone
-from regrow.observe.run_log import METRIC_KEYS, RunLog
+from regrow.drill.log import Record, RunFollower
+from regrow.drill.processes import is_alive, of_ray, send, title, tree, wait_until_gone
+from regrow.record.log import METRIC_KEYS, RunLog
 from regrow.storage import Storage
 
 

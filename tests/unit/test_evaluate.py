@@ -19,7 +19,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from regrow.checkpoint.tools import choose
+from regrow.accept.tiny import tiny_model
 from regrow.config.identity import identity
 from regrow.config.schema import DataConfig, Dtype, PretrainConfig
 from regrow.data.corpora import Corpora
@@ -28,16 +28,16 @@ from regrow.data.manifest import Manifest
 from regrow.data.prepare import prepare
 from regrow.data.shards import ShardReader
 from regrow.data.tokenizer import encode, load_tokenizer
-from regrow.elastic.exchange import export_run
-from regrow.elastic.run_folder import checkpoints_of, write_record
 from regrow.errors import EvaluationError
 from regrow.evaluate import catalog, documents, harness, results, shipped, source
 from regrow.evaluate.documents import questions
 from regrow.model.llama import Llama
+from regrow.record.run_folder import checkpoints_of, write_record
+from regrow.state.disk.inspect import choose
+from regrow.state.exchange.runs import export_run
 from regrow.storage import Storage
-from regrow.testing.corpus import WordRecipe
-from regrow.testing.runs import RUN_ID, save_run
-from regrow.testing.tiny import tiny_model
+from support.corpus import WordRecipe
+from support.runs import RUN_ID, save_run
 
 ROOT = Path(__file__).parents[2]
 CORPUS = DataConfig(recipe="words", vocab_size=512, seq_len=256, validation_fraction=0.3)
@@ -348,8 +348,8 @@ OFFLINE = {
 
 
 def own_model(run: Path) -> Llama:
-    from regrow.checkpoint.tensors import CheckpointTensors
     from regrow.model.llama import init_buffers
+    from regrow.state.disk.tensors import CheckpointTensors
 
     tensors = CheckpointTensors(*choose(*checkpoints_of(str(run))), lambda num_bytes: None)
     with torch.device("meta"):

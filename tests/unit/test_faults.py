@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.elastic.faults import (
+from regrow.drill.faults import (
     KINDS,
     NODE,
     WORKER,

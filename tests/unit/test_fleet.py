@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import ray
 
-from regrow.checkpoint import fleet as module
-from regrow.checkpoint.commits import SnapshotCommit
-from regrow.checkpoint.fleet import Fleet
-from regrow.checkpoint.held import Held
-from regrow.checkpoint.keeper_node import Sealed
-from regrow.checkpoint.layout import Part
-from regrow.checkpoint.slots import Moment
-from regrow.checkpoint.upload import Upload
-from regrow.plan.cadence import Cadence
+from regrow.control.cadence import Cadence
+from regrow.control.commits import SnapshotCommit
+from regrow.runtime import fleet as module
+from regrow.runtime.fleet import Fleet
+from regrow.state.disk.upload import Upload
+from regrow.state.layout import Part
+from regrow.state.memory.held import Held
+from regrow.state.memory.node import Sealed
+from regrow.state.memory.slots import Moment
 from regrow.storage import Storage
 
 
@@ -73,8 +73,8 @@ def test_checkpoints_that_cannot_be_deleted_are_told_of_and_stop_nothing(
     fleet = make(tmp_path, lambda name, text: notes.append(f"{name}: {text}"))
     for number in range(1, 5):  # uncommitted leftovers are deleted too, once there are enough that are whole
         (fleet.checkpoints / f"step-0000000{number}").write_bytes("part", b"")
-    monkeypatch.setattr("regrow.checkpoint.catalog.committed_steps", lambda folder: [4, 3])
-    monkeypatch.setattr("regrow.checkpoint.catalog.open_checkpoint", lambda folder, step: SimpleNamespace(files=()))
+    monkeypatch.setattr("regrow.state.disk.catalog.committed_steps", lambda folder: [4, 3])
+    monkeypatch.setattr("regrow.state.disk.catalog.open_checkpoint", lambda folder, step: SimpleNamespace(files=()))
 
     def refuse(path: Path) -> None:
         if path.name.endswith("1"):

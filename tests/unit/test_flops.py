@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from regrow.config.schema import Dtype, ModelConfig
-from regrow.model.flops import flops_per_token, measure_peak_flops, peak_flops
+from regrow.model.size import flops_per_token
+from regrow.runtime.hardware.peak import measure_peak_flops, peak_flops
 
 
 def test_flops_per_token_of_llama_3_8b_at_8192_tokens():

@@ -21,13 +21,21 @@ from regrow.config.schema import (
 )
 from regrow.config.store import pretrain_config
 from regrow.errors import ConfigError
+from regrow.forecast.calibration import CALIBRATED_ON, PUBLISHED, WITHIN, Published
+from regrow.forecast.cost import Network
+from regrow.forecast.devices import DEVICES, GIB, MEASURED_SHARES, find_device
+from regrow.forecast.estimate import (
+    Forecast,
+    forecast,
+    forecasts,
+    gpu_of,
+    network_of,
+    remedy,
+    share_of_this_machine,
+)
+from regrow.forecast.footprint import KINDS, Rank, footprint
+from regrow.forecast.text import MOST_ROWS, chosen, spans, to_text
 from regrow.model.size import num_params
-from regrow.plan.calibration import CALIBRATED_ON, PUBLISHED, WITHIN, Published
-from regrow.plan.cost import Network
-from regrow.plan.devices import DEVICES, GIB, MEASURED_SHARES, find_device
-from regrow.train.footprint import KINDS, Rank, footprint
-from regrow.train.forecast import Forecast, device_of, forecast, forecasts, network_of, remedy
-from regrow.train.forecast_text import MOST_ROWS, chosen, spans, to_text
 
 ROOT = Path(__file__).parents[2]
 H100 = next(device for device in DEVICES if device.name == "H100")
@@ -83,7 +91,7 @@ def test_a_forecast_says_what_it_is_calibrated_on_and_where_it_is_not():
     assert "an estimate" in text
     assert CALIBRATED_ON in text
     local = config_of("observe.peak_tflops=0.3")
-    here = device_of(local, PlanConfig())
+    here = share_of_this_machine(local, PlanConfig(), 1e11)
     assert here.shares == MEASURED_SHARES
     assert "not calibrated" in to_text(local, forecasts(local, here, NETWORK), here, NETWORK)
 
@@ -218,15 +226,15 @@ def test_what_is_held_adds_up_to_nothing_negative_for_every_combination():
 
 
 def test_the_device_is_what_the_clusters_name_says_or_what_is_given():
-    assert device_of(EIGHT, PlanConfig()) == H100
-    assert device_of(EIGHT, PlanConfig(device="b200")).name == "B200"
-    assert device_of(EIGHT, PlanConfig(memory_gib=40)).memory_bytes == 40 * GIB
+    assert gpu_of(EIGHT, PlanConfig()) == H100
+    assert gpu_of(EIGHT, PlanConfig(device="b200")).name == "B200"
+    assert gpu_of(EIGHT, PlanConfig(memory_gib=40)).memory_bytes == 40 * GIB
     given = dataclasses.replace(EIGHT, observe=dataclasses.replace(EIGHT.observe, peak_tflops=500.0))
-    assert device_of(given, PlanConfig()).flops == 500e12
+    assert gpu_of(given, PlanConfig()).flops == 500e12
     with pytest.raises(ConfigError, match=r"cluster.name='gpu1' names none of .*B200; set plan.device=H100"):
-        device_of(config_of("+cluster=gpu1"), PlanConfig())
+        gpu_of(config_of("+cluster=gpu1"), PlanConfig())
     with pytest.raises(ConfigError, match=r"plan.device='V100' names none of"):
-        device_of(EIGHT, PlanConfig(device="V100"))
+        gpu_of(EIGHT, PlanConfig(device="V100"))
 
 
 @pytest.mark.parametrize(("key", "value"), [("workers_per_node", 0), ("network_gb_per_s", 0.0), ("memory_gib", -1.0)])
@@ -240,7 +248,7 @@ def test_hardware_that_cannot_be_is_refused(key, value):
 
 def test_workers_without_gpus_share_this_machine():
     local = config_of("+cluster=cpu3", "observe.peak_tflops=0.3")
-    device = device_of(local, PlanConfig())
+    device = share_of_this_machine(local, PlanConfig(), 0.3e12)
     assert device.flops == pytest.approx(0.1e12)
     assert network_of(local, PlanConfig()).ranks_per_node == 1
     assert forecasts(local, device, network_of(local, PlanConfig()))[-1].fits

@@ -10,23 +10,23 @@ from typing import Any
 
 import pytest
 
-from regrow.observe.gpus import HARDWARE_XIDS, XidWatch, read_gpus
+from regrow.runtime.hardware.gpus import HARDWARE_XIDS, XidWatch, read_gpus
 
 SOURCE = Path(__file__).parent / "nvml" / "nvml.c"
 READ = """
 import dataclasses, json
-from regrow.observe.gpus import problem, read_gpus
+from regrow.runtime.hardware.gpus import problem, read_gpus
 gpus = read_gpus()
 print(json.dumps([[dataclasses.asdict(gpu), str(gpu), problem(gpu, gpus)] for gpu in gpus]))
 """
 NEAR = """
 import json
-from regrow.observe.gpus import cpus_near
+from regrow.runtime.hardware.gpus import cpus_near
 print(json.dumps([sorted(cpus_near(uuid)) for uuid in ("GPU-0", "GPU-1", "GPU-2")]))
 """
 WATCH = """
 import json, queue
-from regrow.observe.gpus import XidWatch
+from regrow.runtime.hardware.gpus import XidWatch
 seen = queue.Queue()
 watch = XidWatch(lambda *told: seen.put(told))
 print(json.dumps(seen.get(timeout=30)))

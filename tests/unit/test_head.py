@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from regrow.config.schema import ClusterConfig
-from regrow.elastic import local_cluster
-from regrow.elastic.head import answering_head
-from regrow.elastic.local_cluster import cluster_for
 from regrow.errors import ClusterError
+from regrow.runtime import cluster as local_cluster
+from regrow.runtime.cluster import cluster_for
+from regrow.runtime.head import answering_head
 
 BIN = Path(sys.executable).parent
 

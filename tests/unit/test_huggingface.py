@@ -9,23 +9,23 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from regrow.checkpoint import huggingface
-from regrow.checkpoint.huggingface import hugging_face_name, import_entries, read_model
-from regrow.checkpoint.tensors import CheckpointTensors
-from regrow.checkpoint.tools import choose
+from regrow.accept.tiny import ragged_model, tiny_model
 from regrow.config.schema import DataConfig, Dtype, ModelConfig
 from regrow.data.manifest import Manifest
 from regrow.data.prepare import prepare
 from regrow.data.tokenizer import END_OF_TEXT
-from regrow.elastic.exchange import export_run, import_run
-from regrow.elastic.run_folder import checkpoints_of, read_record
 from regrow.errors import CheckpointError, DataError
 from regrow.model.llama import Llama
+from regrow.record.run_folder import checkpoints_of, read_record
+from regrow.state.disk.inspect import choose
+from regrow.state.disk.tensors import CheckpointTensors
+from regrow.state.exchange import huggingface
+from regrow.state.exchange.huggingface import hugging_face_name, import_entries, read_model
+from regrow.state.exchange.runs import export_run, import_run
 from regrow.storage import Storage
-from regrow.testing.corpus import WordRecipe
-from regrow.testing.reference_llama import reference_logits
-from regrow.testing.runs import save_run
-from regrow.testing.tiny import ragged_model, tiny_model
+from support.corpus import WordRecipe
+from support.reference_llama import reference_logits
+from support.runs import save_run
 
 MODELS = {
     "tiny": tiny_model(),

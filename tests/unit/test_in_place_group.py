@@ -11,8 +11,8 @@ from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState
 
 from regrow.config.schema import ClusterConfig, PretrainConfig
-from regrow.elastic import ray_train
-from regrow.elastic.ray_train import InPlaceGroup, Places
+from regrow.runtime import ray_train
+from regrow.runtime.ray_train import InPlaceGroup, Places
 
 SIZE = 3
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from regrow.checkpoint.held import open_snapshot
-from regrow.checkpoint.memory import restore_snapshot
-from regrow.checkpoint.slots import Committed, Moment
-from regrow.elastic.faults import parse_plan
-from regrow.elastic.inject import FILLER, Injector, NotNow, _damage, free_bytes
-from regrow.elastic.processes import is_alive, wait_until_gone
+from regrow.drill.faults import parse_plan
+from regrow.drill.inject import FILLER, Injector, NotNow, _damage, free_bytes
+from regrow.drill.processes import is_alive, wait_until_gone
 from regrow.errors import CheckpointError
-from regrow.testing.keepers import SECRET, assert_state, cluster, entries_of, holders, snapshot
+from regrow.state.memory.held import open_snapshot
+from regrow.state.memory.reader import restore_snapshot
+from regrow.state.memory.slots import Committed, Moment
+from support.keepers import SECRET, assert_state, cluster, entries_of, holders, snapshot
 
 Notes = list[tuple[int, str, dict[str, Any]]]
 

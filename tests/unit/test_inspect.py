@@ -21,7 +21,7 @@ from regrow.data.shards import ShardReader
 from regrow.data.tokenizer import encode, load_tokenizer
 from regrow.plan.order import Order
 from regrow.storage import Storage
-from regrow.testing.corpus import WordRecipe
+from support.corpus import WordRecipe
 
 ROOT = Path(__file__).parents[2]
 CONFIG = DataConfig(vocab_size=512, seq_len=16, validation_fraction=0.2, rows_per_group=8, rows_per_shard=64)

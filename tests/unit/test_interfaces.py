@@ -8,7 +8,7 @@ import uuid
 
 import pytest
 
-from regrow.parallel.interfaces import interface_of, meet_at
+from regrow.runtime.hardware.interfaces import interface_of, meet_at
 
 NAMESPACES = os.geteuid() == 0 and subprocess.run(["unshare", "-n", "true"], check=False).returncode == 0
 
@@ -24,7 +24,9 @@ def test_the_interface_of_an_address_is_used_unless_another_is_named() -> None:
 
 @pytest.mark.skipif(not NAMESPACES, reason="needs root and network namespaces")
 def test_of_several_interfaces_the_one_with_the_address_is_found() -> None:
-    code = "from regrow.parallel.interfaces import interface_of as of; print(of('198.51.100.7'), of('203.0.113.9'))"
+    code = (
+        "from regrow.runtime.hardware.interfaces import interface_of as i; print(i('198.51.100.7'), i('203.0.113.9'))"
+    )
     one, two = (f"x{uuid.uuid4().hex[:8]}" for _ in range(2))
     script = (
         f"ip link add {one} type veth peer name {two} && ip addr add 198.51.100.7/24 dev {one} && "

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from regrow.checkpoint import link as module
-from regrow.checkpoint.keeper_node import KeeperNode
-from regrow.checkpoint.link import Damaged, measure
-from regrow.checkpoint.ranges import BLOCK, Address, Connection, RangeServer
 from regrow.errors import CheckpointError
+from regrow.state.memory import link as module
+from regrow.state.memory.link import Damaged, measure
+from regrow.state.memory.node import KeeperNode
+from regrow.state.memory.ranges import BLOCK, Address, Connection, RangeServer
 
 SECRET = b"secret"
 

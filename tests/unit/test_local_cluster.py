@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from regrow.config.schema import ClusterConfig
-from regrow.elastic.local_cluster import cluster_for
 from regrow.errors import ClusterError
+from regrow.runtime.cluster import cluster_for
 
 
 @pytest.mark.parametrize("local_nodes", [0, 2])

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regrow.plan.membership import Formation, Member, Membership
+from regrow.control.membership import Formation, Member, Membership
 
 
 def member(name: str, node: str | None = None) -> Member:

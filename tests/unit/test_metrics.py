@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ray.util import metrics as ray_metrics
 
-from regrow.checkpoint import coordinator
 from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig, RunConfig, SnapshotConfig, TrainConfig
-from regrow.elastic import driver
-from regrow.observe import metrics as module
-from regrow.observe.ledger import STATES, account
-from regrow.observe.metrics import FAMILIES, INCIDENTS, Figures, RunMetrics
-from regrow.observe.state_clock import KEPT_S, StateClock
-from regrow.plan.cadence import Cadence
+from regrow.control.cadence import Cadence
+from regrow.record.ledger import STATES, account
+from regrow.record.state_clock import KEPT_S, StateClock
+from regrow.runtime import actor as coordinator
+from regrow.runtime import driver
+from regrow.show import prometheus as module
+from regrow.show.prometheus import FAMILIES, INCIDENTS, Figures, RunMetrics
 
 Row = dict[str, Any]
 ROOT = Path(__file__).parents[2]

@@ -1,7 +1,7 @@
 """Nodes that are left in time, and nodes that are left alone."""
 
-from regrow.plan.membership import Member, Membership
-from regrow.plan.notices import MARGIN_S, Notices
+from regrow.control.membership import Member, Membership
+from regrow.control.notices import MARGIN_S, Notices
 
 
 def made() -> Notices:

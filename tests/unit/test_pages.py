@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from regrow.observe.comparison import RunData, make_comparison
-from regrow.observe.ledger import account
-from regrow.observe.report import report_of
-from regrow.observe.report_page import render_page
-from regrow.testing.browser import Browser, find_browser
+from regrow.record.ledger import account
+from regrow.show.comparison import RunData, make_comparison
+from regrow.show.report import report_of
+from regrow.show.report_page import render_page
+from support.browser import Browser, find_browser
 
 PROGRAM = find_browser()
 pytestmark = [

@@ -10,10 +10,10 @@ import pytest
 from regrow.config.schema import PretrainConfig
 from regrow.config.store import pretrain_config
 from regrow.errors import RegrowError
-from regrow.plan.cost import Network
-from regrow.plan.devices import GIB, Device, find_device
-from regrow.train.forecast import forecast, forecasts
-from regrow.train.passes import ROOM_SHARE, settle_passes, settled
+from regrow.forecast.cost import Network
+from regrow.forecast.devices import GIB, Device, find_device
+from regrow.forecast.estimate import forecast, forecasts
+from regrow.forecast.passes import ROOM_SHARE, settle_passes, settled
 
 ROOT = Path(__file__).parents[2]
 NETWORK = Network(8, 50e9)

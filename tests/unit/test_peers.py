@@ -2,7 +2,7 @@
 
 import pytest
 
-from regrow.plan.peers import plan_tree
+from regrow.control.peers import plan_tree
 
 
 @pytest.mark.parametrize("fan_out", [1, 2, 16])

@@ -27,7 +27,7 @@ from regrow.data.preflight import MARGIN, Outlook, check_corpus
 from regrow.data.tokenizer import train_tokenizer
 from regrow.errors import DataError, UnseenError
 from regrow.submit.corpus import look_at_corpus
-from regrow.testing.hub import hub
+from support.hub import hub
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared"

@@ -25,9 +25,9 @@ from regrow.data.shards import ShardReader, verify
 from regrow.data.spool import Spool, document_key
 from regrow.data.tokenizer import END_OF_TEXT, encode, load_tokenizer
 from regrow.errors import DataError
-from regrow.observe.console import Stage
+from regrow.progress import Task
 from regrow.storage import Storage
-from regrow.testing.corpus import WordRecipe, write_rows
+from support.corpus import WordRecipe, write_rows
 
 CONFIG = DataConfig(vocab_size=512, seq_len=16, validation_fraction=0.2, rows_per_group=8, rows_per_shard=64)
 
@@ -209,11 +209,11 @@ def test_find_or_prepare_prepares_once_and_reports_stages_that_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("regrow.data.prepare.load_recipe", lambda name: WordRecipe())
-    seen: list[tuple[Stage, float, float]] = []
+    seen: list[tuple[Task, float, float]] = []
     folder, manifest = find_or_prepare(CONFIG, str(tmp_path), progress=lambda *update: seen.append(update))
     assert folder.local_path.parent == tmp_path / "data"
     stages = list(dict.fromkeys(stage for stage, _, _ in seen))
-    assert stages == [Stage("training the tokenizer"), Stage("tokenizing", "B"), Stage("writing", "shards")]
+    assert stages == [Task("training the tokenizer"), Task("tokenizing", "B"), Task("writing", "shards")]
     for stage in stages:
         shares = [done / total for name, done, total in seen if name == stage]
         assert shares == sorted(shares)

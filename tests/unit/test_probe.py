@@ -5,11 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from regrow.elastic import worker
-from regrow.observe.pulse import Pulse
-from regrow.observe.stragglers import FACTOR, Stragglers
-from regrow.testing.peak_memory import peak_bytes
-from regrow.train.probe import SIZE, Prober, Unfit
+from regrow.control.health import SLOW_FACTOR, Pulse, Stragglers
+from regrow.runtime import worker
+from regrow.runtime.hardware.probe import SIZE, Prober, Unfit
+from support.peak_memory import peak_bytes
 
 
 def test_a_sound_device_passes_and_is_timed() -> None:
@@ -63,7 +62,7 @@ def pulses(*probes_s: float) -> list[tuple[str, Pulse]]:
 
 
 def test_a_straggler_is_named_once_after_two_check_ups_in_a_row() -> None:
-    stragglers, slow = Stragglers(), FACTOR * 1.2
+    stragglers, slow = Stragglers(), SLOW_FACTOR * 1.2
     assert stragglers.found(pulses(1, 1, slow, 1.2)) == []
     assert stragglers.found(pulses(1, 1, 1, 1.2)) == []  # it was busy with something else for a moment
     assert stragglers.found(pulses(1, 1, slow, 1.2)) == []

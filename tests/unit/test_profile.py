@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
+from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.storage import Storage
-from regrow.testing.tiny import count_up_rows, tiny_model
 from regrow.train.profile import KINDS, REST, ProfileWindow, Spent, kind_of, summary
 from regrow.train.step import TrainStep
 

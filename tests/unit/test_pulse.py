@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from regrow.observe import pulse as module
-from regrow.observe.pulse import NOTHING, Word, look, process_state, read_pulses, where
+from regrow.control.health import NOTHING
+from regrow.runtime.liveness import pulse as module
+from regrow.runtime.liveness.pulse import look, process_state, read_pulses, where
+from regrow.state.memory.control_word import ControlWord
 
 WORKER = """
 import sys, time
 from pathlib import Path
-from regrow.elastic.heartbeat import Heartbeat
-from regrow.parallel.break_off import Breaker
+from regrow.runtime.liveness.heartbeat import Heartbeat
+from regrow.runtime.abort import Breaker
 heartbeat = Heartbeat(Path(sys.argv[1]))
 heartbeat.enter(3, Breaker())
 heartbeat.stepped(7)
@@ -67,7 +69,7 @@ def test_a_look_shows_what_each_thread_does_and_which_process_is_stopped(
     worker: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LOOK_S", 2.0)  # on a busy machine
-    Word(traces=1).write(tmp_path)
+    ControlWord(traces=1).write(tmp_path)
     text = look(tmp_path)
     assert "where_it_waits" in text
     assert f"process {worker.pid}" in text
@@ -75,7 +77,7 @@ def test_a_look_shows_what_each_thread_does_and_which_process_is_stopped(
     assert f"collectives of {worker.pid}: " in text
     os.kill(worker.pid, signal.SIGSTOP)
     time.sleep(0.2)
-    Word(traces=2).write(tmp_path)
+    ControlWord(traces=2).write(tmp_path)
     again = look(tmp_path)
     assert f"process {worker.pid}, state T" in again
     assert "where_it_waits" not in again
@@ -87,20 +89,20 @@ def test_a_process_says_where_it_is_when_it_is_asked_and_one_that_is_stopped_kee
     monkeypatch.setattr(module, "WHERE_S", 60.0)  # on a busy machine
     (pulse,) = read_pulses(tmp_path)
     assert (pulse.asked, pulse.collectives, pulse.waits) == (0, NOTHING, False)
-    Word(traces=4).write(tmp_path)
+    ControlWord(traces=4).write(tmp_path)
     (pulse,) = where(tmp_path, 4)
     assert (pulse.asked, pulse.collectives, pulse.waits) == (4, 0, False)
     os.kill(worker.pid, signal.SIGSTOP)
-    Word(traces=5).write(tmp_path)
+    ControlWord(traces=5).write(tmp_path)
     (pulse,) = where(tmp_path, 5)
     assert pulse.stopped
     assert pulse.asked == 4
 
 
 def test_a_word_is_read_as_it_was_written(tmp_path: Path) -> None:
-    assert Word.read(tmp_path) == Word(NOTHING, 0)
-    Word(over=5, traces=2).write(tmp_path)
-    assert Word.read(tmp_path) == Word(5, 2)
+    assert ControlWord.read(tmp_path) == ControlWord(NOTHING, 0)
+    ControlWord(over=5, traces=2).write(tmp_path)
+    assert ControlWord.read(tmp_path) == ControlWord(5, 2)
 
 
 def test_a_process_that_is_gone_has_no_state() -> None:

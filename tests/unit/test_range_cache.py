@@ -12,7 +12,7 @@ from regrow.data.corpora import Corpora
 from regrow.data.range_cache import RangeCache
 from regrow.data.shards import ShardReader
 from regrow.errors import DataError
-from regrow.testing.corpus import write_rows
+from support.corpus import write_rows
 
 
 def size_of(folder: Path) -> int:

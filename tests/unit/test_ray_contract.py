@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import ray
 
-from regrow.elastic import local_cluster
-from regrow.elastic.local_cluster import KNOWN_RAY, why_not_in_place
+from regrow.runtime import cluster as local_cluster
+from regrow.runtime.cluster import KNOWN_RAY, why_not_in_place
 
 PINNED = Path(__file__).parents[2] / "constraints.txt"
 

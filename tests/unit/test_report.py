@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from regrow.config.schema import PretrainConfig
 from regrow.errors import RegrowError
-from regrow.observe.comparison import (
+from regrow.record.ledger import LOST, STATES, account, columns
+from regrow.record.log import RunLog, encode, read_events, read_metrics
+from regrow.show.comparison import (
     MOST_RUNS,
     agreement,
     differing_settings,
@@ -27,11 +29,9 @@ from regrow.observe.comparison import (
     load_runs,
     make_comparison,
 )
-from regrow.observe.ledger import LOST, STATES, account, columns
-from regrow.observe.report import build_report, make_report, write_report
-from regrow.observe.report_parts import data_mix
-from regrow.observe.run_log import RunLog, encode, read_events, read_metrics
-from regrow.observe.svg import number_ticks, time_ticks
+from regrow.show.report import build_report, make_report, write_report
+from regrow.show.report_parts import data_mix
+from regrow.show.svg import number_ticks, time_ticks
 from regrow.storage import Storage
 
 REPORT_KEYS = [

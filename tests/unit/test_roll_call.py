@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 import regrow
-from regrow.checkpoint.coordinator import Coordinator
 from regrow.config.schema import ClusterConfig, ObserveConfig, PretrainConfig
-from regrow.observe.roll_call import ANSWER_S, RollCall
-from regrow.plan.membership import Member
+from regrow.control.membership import Member
+from regrow.runtime.actor import Coordinator
+from regrow.runtime.liveness.probe import ANSWER_S, RollCall
 
 HOST = "127.0.0.1"
-LISTEN = f"from regrow.observe.roll_call import Lifeline; print(Lifeline({HOST!r}).port, flush=True); input()"
+LISTEN = f"from regrow.runtime.liveness.probe import Lifeline; print(Lifeline({HOST!r}).port, flush=True); input()"
 
 
 class Process:

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from regrow.accept.tiny import tiny_model
 from regrow.config.identity import identity, model_of
 from regrow.config.schema import ActivationCheckpoint, ModelConfig, PretrainConfig, Schedule
-from regrow.elastic.run_folder import check_may_start, open_run, write_record
 from regrow.errors import ResumeError
+from regrow.record.run_folder import write_record
+from regrow.runtime.run_folder import check_may_start, open_run
 from regrow.storage import Storage
-from regrow.testing.tiny import tiny_model
 
 
 def config(tmp_path: Path) -> PretrainConfig:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from regrow.observe import run_log
-from regrow.observe.run_log import METRIC_KEYS, RunLog, encode, next_generation, read_events, read_metrics
+from regrow.record import log as run_log
+from regrow.record.log import METRIC_KEYS, RunLog, encode, next_generation, read_events, read_metrics
 from regrow.storage import Storage
 
 
@@ -303,7 +303,7 @@ def test_generations_are_never_numbered_twice() -> None:
 
 WRITER = """
 import sys
-from regrow.observe.run_log import METRIC_KEYS, RunLog, next_generation, read_events, read_metrics
+from regrow.record.log import METRIC_KEYS, RunLog, next_generation, read_events, read_metrics
 from regrow.storage import Storage
 storage = Storage.at(sys.argv[1])
 start = len(read_metrics(storage))

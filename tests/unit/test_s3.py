@@ -21,10 +21,10 @@ from regrow.data.prepare import prepare
 from regrow.data.shards import verify
 from regrow.data.tokenizer import train_tokenizer
 from regrow.errors import DataError
-from regrow.observe.console import Stage
+from regrow.progress import Task
 from regrow.storage import Storage
-from regrow.testing.corpus import WordRecipe, write_rows
-from regrow.testing.s3 import s3_server
+from support.corpus import WordRecipe, write_rows
+from support.s3 import s3_server
 
 
 @pytest.fixture(scope="module")
@@ -120,10 +120,10 @@ def test_a_corpus_is_prepared_there_as_on_a_disk_and_goes_on_after_a_failure(
     done = {name for name in (place / "spool").list() if name.endswith(".json")}
     assert len(done) == 3
     assert not place.exists("manifest.json")
-    seen: list[tuple[Stage, float, float]] = []
+    seen: list[tuple[Task, float, float]] = []
     again = prepare(config, recipe, place, progress=lambda *update: seen.append(update), distribute=travelled)
     assert again == local
-    assert [done for stage, done, _ in seen if stage.name == "tokenizing"] == [3, 4, 5]
+    assert [done for task, done, _ in seen if task.name == "tokenizing"] == [3, 4, 5]
     assert content(place) == content(Storage.at(tmp_path / "words"))
     assert prepare(config, Cut(fails_at=0, failed="/nowhere/x"), place, progress=quiet) == local  # reads no document
 
@@ -143,8 +143,8 @@ def test_two_jobs_may_prepare_the_same_one_there(bucket: str, tmp_path: Path) ->
     place = Storage.at(f"{bucket}/twice/words")
     finished: list[Manifest] = []
 
-    def other_job(stage: Stage, done: float, total: float) -> None:
-        if stage.name == "writing" and not finished:
+    def other_job(task: Task, done: float, total: float) -> None:
+        if task.name == "writing" and not finished:
             finished.append(prepare(CONFIG, WordRecipe(num_pieces=3), place, progress=quiet))
 
     assert prepare(CONFIG, WordRecipe(num_pieces=3), place, progress=other_job) == finished[0]

@@ -16,17 +16,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from regrow.checkpoint.held import Held
-from regrow.checkpoint.keeper_node import KeeperNode, Peer, Sealed
-from regrow.checkpoint.layout import WHOLE, Span
-from regrow.checkpoint.memory import restore_snapshot
-from regrow.checkpoint.ranges import TIMEOUT_S
-from regrow.checkpoint.slots import NOTHING, SLOT, Committed, Moment
-from regrow.checkpoint.snapshot import Snapshots
-from regrow.checkpoint.state import Entry
 from regrow.errors import CheckpointError
-from regrow.observe.pulse import Word
-from regrow.testing.keepers import (
+from regrow.state.entries import Entry
+from regrow.state.layout import WHOLE, Span
+from regrow.state.memory.control_word import ControlWord
+from regrow.state.memory.held import Held
+from regrow.state.memory.node import KeeperNode, Peer, Sealed
+from regrow.state.memory.ranges import TIMEOUT_S
+from regrow.state.memory.reader import restore_snapshot
+from regrow.state.memory.slots import NOTHING, SLOT, Committed, Moment
+from regrow.state.memory.writer import Snapshots
+from support.keepers import (
     RUN,
     SECRET,
     Node,
@@ -346,7 +346,7 @@ def test_holdings_survive_a_removed_folder(tmp_path: Path) -> None:
 
 def test_the_driver_the_coordinator_and_keepers_do_without_torch() -> None:
     """It takes them seconds to import, of every start, and 200 MB in every keeper."""
-    code = "import sys, regrow.elastic.driver, regrow.checkpoint.keeper; sys.exit('torch' in sys.modules)"
+    code = "import sys, regrow.runtime.driver, regrow.runtime.keeper; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -397,7 +397,7 @@ def test_a_copy_is_made_in_its_place_among_the_steps_and_sealed_once_it_is_whole
 def test_nobody_waits_for_the_commits_of_a_generation_that_is_over(tmp_path: Path) -> None:
     with cluster(tmp_path, 1) as nodes:
         (writer,) = snapshot(nodes, 1, 1, generation=4)
-        Word(over=4).write(nodes[0].keeper.folder)
+        ControlWord(over=4).write(nodes[0].keeper.folder)
         assert writer.await_commit(2, patience_s=60.0) < 30.0
 
 

@@ -5,8 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from regrow.observe.pulse import Pulse
-from regrow.observe.stalls import SECONDS, STEPS, STOPPED_S, STUCK_SHARE, Stalls, Worker, left_behind
+from regrow.control.health import SECONDS, STEPS, STOPPED_S, STUCK_SHARE, Pulse, Stalls, Worker, left_behind
 
 
 def watching(step_s: float = 0.2) -> Stalls:

@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 import yaml
 
-from regrow.checkpoint import coordinator
 from regrow.errors import ClusterError, RegrowError
-from regrow.observe import status_folder
-from regrow.observe.run_log import METRIC_KEYS, RunLog, encode, read_metrics
-from regrow.observe.status import DRIVER_DIED, State, Status
-from regrow.observe.status_folder import NewestRows, held, read_status
-from regrow.observe.status_logs import status_of
-from regrow.observe.status_text import body, describe, heading, one_line
+from regrow.record.log import METRIC_KEYS, RunLog, encode, read_metrics
+from regrow.record.status import DRIVER_DIED, State, Status
+from regrow.record.status_logs import status_of
+from regrow.runtime import actor as coordinator
+from regrow.show import status_folder
+from regrow.show.status_folder import NewestRows, held, read_status
+from regrow.show.status_text import body, describe, heading, one_line
 from regrow.storage import Storage
 from regrow.submit.job_status import on_kubernetes, on_ray
 from regrow.submit.token import use_token
-from regrow.testing import stand_in_kubectl
-from regrow.testing.stand_in_kubectl import STATE, store
+from support import stand_in_kubectl
+from support.stand_in_kubectl import STATE, store
 
 T0 = 1_700_000_000.0
 REPO = Path(__file__).parents[2]
@@ -333,7 +333,7 @@ class Remote(status_folder.NewestRows):
 def test_of_an_object_store_the_newest_segments_are_read_and_what_was_rolled_back_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from regrow.observe import run_log
+    from regrow.record import log as run_log
 
     monkeypatch.setattr(run_log, "SEGMENT_BYTES", 2000)
     storage = Remote(Storage.at(tmp_path))

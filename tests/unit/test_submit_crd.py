@@ -8,7 +8,7 @@ import yaml
 
 from regrow.errors import ConfigError
 from regrow.submit.crd import load_schema, validate
-from regrow.testing.submission import CRD, crd_schema
+from support.submission import CRD, crd_schema
 
 NEEDS_CRD = pytest.mark.skipif(not CRD.exists(), reason=f"KubeRay's schemas are not here: {CRD.name}")
 

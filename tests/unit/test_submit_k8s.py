@@ -14,7 +14,7 @@ from regrow.submit.check import check_submit
 from regrow.submit.lint import lint
 from regrow.submit.pods import GROUP, USER
 from regrow.submit.render import Code
-from regrow.testing.submission import CODE, compose, rendered
+from support.submission import CODE, compose, rendered
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "k8s" / "README.md").read_text()

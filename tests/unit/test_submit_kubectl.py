@@ -16,8 +16,8 @@ from regrow.submit import kuberay
 from regrow.submit.check import check_may_apply, check_submit
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.render import Code
-from regrow.testing.kubernetes import FAILED, READY, RUNNING, STOPPED, SUCCEEDED, Cluster, act
-from regrow.testing.submission import CODE, compose
+from support.kubernetes import FAILED, READY, RUNNING, STOPPED, SUCCEEDED, Cluster, act
+from support.submission import CODE, compose
 
 ROOT = Path(__file__).parents[2]
 

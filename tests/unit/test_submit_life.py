@@ -17,7 +17,7 @@ import pytest
 from regrow.errors import ClusterError
 from regrow.submit import kuberay, waiting
 from regrow.submit.kubectl import Kubectl
-from regrow.testing.kubernetes import (
+from support.kubernetes import (
     CLUSTER,
     FAILED,
     KIND,
@@ -30,7 +30,7 @@ from regrow.testing.kubernetes import (
     Cluster,
     act,
 )
-from regrow.testing.submission import CODE
+from support.submission import CODE
 
 ROOT = Path(__file__).parents[2]
 KUEUE = ("submit.queue=kueue", "submit.queue_name=h100")

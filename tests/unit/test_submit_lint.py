@@ -13,7 +13,7 @@ from regrow.submit.crd import validate
 from regrow.submit.lint import lint
 from regrow.submit.manifest import Finding, Manifest, join, quantity
 from regrow.submit.render import Code, render
-from regrow.testing.submission import CODE, CRD, crd_schema, rendered
+from support.submission import CODE, CRD, crd_schema, rendered
 
 PLAIN = ("+cluster=h100x64", "+site=eks_p5", "run.name=lint")
 REDIS = (*PLAIN, "submit.redis_address=redis://redis:6379", "submit.redis_secret=redis/password")

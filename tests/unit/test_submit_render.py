@@ -21,15 +21,15 @@ from hypothesis import strategies as st
 
 from regrow.config.schema import Network, PretrainConfig, SubmitJobConfig
 from regrow.config.store import to_dataclass, to_dict
+from regrow.forecast.memory import plan_snapshot_memory
 from regrow.model.size import state_bytes
-from regrow.plan.memory import plan_snapshot_memory
 from regrow.submit.arguments import pretrain_arguments
 from regrow.submit.crd import validate
 from regrow.submit.lint import lint
 from regrow.submit.pods import grace_s
 from regrow.submit.render import MAX_NAME, entrypoint, job_name, render, to_yaml
 from regrow.submit.sizes import longest_restart_s, sizes
-from regrow.testing.submission import CODE, CRD, compose, crd_schema, rendered
+from support.submission import CODE, CRD, compose, crd_schema, rendered
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden" / "submit"

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from regrow.submit.manifest import binary_quantity, decimal_quantity, quantity
 from regrow.submit.render import to_yaml
-from regrow.testing import field_ownership as ownership
-from regrow.testing.kubectl_yaml import documents, scalar
-from regrow.testing.stand_in_kubectl import canonical
-from regrow.testing.submission import CRD, rendered
+from support import field_ownership as ownership
+from support.kubectl_yaml import documents, scalar
+from support.stand_in_kubectl import canonical
+from support.submission import CRD, rendered
 
 # the first ten are those that a real kubectl read as something else
 LISTED = ["y", "Y", "n", "N", "08", "0o17", "0O7", "0X1f", "0B1", "+.5"]

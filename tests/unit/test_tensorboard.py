@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from regrow.observe.tensorboard import SCALARS, TensorBoard
+from regrow.show.tensorboard import SCALARS, TensorBoard
 from regrow.storage import Storage
 
 
@@ -88,7 +88,7 @@ def test_writing_imports_neither_torch_nor_tensorflow(tmp_path: Path) -> None:
     (tmp_path / "tensorflow.py").write_text("raise SystemExit('tensorflow was imported')")
     code = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
-        "from regrow.observe.tensorboard import TensorBoard\n"
+        "from regrow.show.tensorboard import TensorBoard\n"
         "assert 'tensorboard' not in sys.modules\n"
         "board = TensorBoard(sys.argv[1] + '/tensorboard', 0)\n"
         "board.row({'step': 1, 'time': 1.0, 'loss': 2.0}); board.close()\n"

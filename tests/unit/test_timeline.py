@@ -8,9 +8,9 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.observe.drill_page import render_drill
-from regrow.observe.ledger import account, columns
-from regrow.observe.timeline import COLUMNS, LEFT, RIGHT, WIDTH, Mark, draw_timeline
+from regrow.record.ledger import account, columns
+from regrow.show.drill_page import render_drill
+from regrow.show.timeline import COLUMNS, LEFT, RIGHT, WIDTH, Mark, draw_timeline
 
 Row = dict[str, Any]
 SVG = "{http://www.w3.org/2000/svg}"

@@ -2,11 +2,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.model.llama import Llama
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
-from regrow.testing.tiny import count_up_rows, tiny_model
 from regrow.train.step import IGNORE_INDEX, StepResult, TrainStep, evaluate, sum_cross_entropy
 
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from regrow.elastic.verdict import Checkpoint, Evidence, Verdict, judge, outcomes
+from regrow.drill.verdict import Checkpoint, Evidence, Verdict, judge, outcomes
 
 Row = dict[str, Any]
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import ray
 
-from regrow.checkpoint import watch as module
-from regrow.checkpoint.watch import WHERE_AGAIN_S, Watch
-from regrow.observe.pulse import Pulse
-from regrow.observe.stalls import Stalls
-from regrow.plan.membership import Member
+from regrow.control.health import Pulse, Stalls
+from regrow.control.membership import Member
+from regrow.runtime import watch as module
+from regrow.runtime.watch import WHERE_AGAIN_S, Watch
 
 
 def test_what_gpus_told_last_is_kept_also_of_nodes_that_answer_no_more(monkeypatch: pytest.MonkeyPatch) -> None:

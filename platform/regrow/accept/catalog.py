@@ -23,7 +23,7 @@ def _ends(name: str) -> Claim:
     return Claim(
         name,
         "a rank is killed while communicators are made: no other hangs",
-        "each goes on, or ends itself after 10 s for a start anew (parallel/break_off.py)",
+        "each goes on, or ends itself after 10 s for a start anew (runtime/abort.py)",
         RESTART,
     )
 
@@ -135,7 +135,7 @@ ONE_PROCESS = (
             Claim(
                 "settings_are_read",
                 "torch's process group reads the settings of a worker that outlives its groups",
-                "each that it names (parallel/device_settings.py)",
+                "each that it names (runtime/hardware/settings.py)",
                 RESTART,
             ),
         ),

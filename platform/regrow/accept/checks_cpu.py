@@ -22,15 +22,15 @@ from regrow.accept.claims import NotTested, Report
 from regrow.accept.matrix import Row, run_matrix
 from regrow.accept.outlive import Fault, Scenario, Where
 from regrow.accept.ranks import Member, run_ranks
-from regrow.checkpoint.layout import WHOLE
-from regrow.checkpoint.slots import SLOT, open_slot
-from regrow.checkpoint.snapshot import Snapshots
-from regrow.checkpoint.state import training_entries
+from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
 from regrow.plan.mesh import plan_mesh
-from regrow.testing.tiny import count_up_rows, tiny_model
+from regrow.state.entries import training_entries
+from regrow.state.layout import WHOLE
+from regrow.state.memory.slots import SLOT, open_slot
+from regrow.state.memory.writer import Snapshots
 from regrow.train.build import build_step
 from regrow.train.certificate import BrokenStep, Certificate
 from regrow.train.step import TrainStep

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 
 from regrow.accept.claims import NotTested, Report
+from regrow.accept.tiny import count_up_rows
 from regrow.config.schema import AttentionKernel, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
 from regrow.model.attention import attend, block_mask, document_starts_BT, mask_B1TT
 from regrow.model.loss import IGNORE_INDEX
@@ -19,7 +20,6 @@ from regrow.parallel.apply import KERNELS, attention_kernels
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
-from regrow.testing.tiny import count_up_rows
 from regrow.train.build import build_step
 from regrow.train.step import build_loss
 

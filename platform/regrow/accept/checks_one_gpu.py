@@ -22,9 +22,9 @@ from torch import Tensor
 
 from regrow.accept.claims import NotTested, Report
 from regrow.accept.stand_ins import has_nvml
-from regrow.parallel.device_settings import OUTLIVES_ITS_GROUPS, apply_device_settings
+from regrow.runtime.hardware.probe import Prober
+from regrow.runtime.hardware.settings import OUTLIVES_ITS_GROUPS, apply_device_settings
 from regrow.train.certificate import BrokenStep, Certificate
-from regrow.train.probe import Prober
 
 GIB = 2**30
 SLEEP_CYCLES = 2_000_000_000  # of torch.cuda._sleep: about a second at the clocks of an H100
@@ -247,7 +247,7 @@ def gpu_host(report: Report) -> None:
 
 
 def nvml(report: Report, number: int) -> None:
-    from regrow.observe.gpus import problem, read_gpus
+    from regrow.runtime.hardware.gpus import problem, read_gpus
 
     if not has_nvml():
         raise NotTested("needs the package nvidia-ml-py, which is not installed")

@@ -17,15 +17,15 @@ from torch.distributed import distributed_c10d
 from regrow.accept.checks_cpu import Held, equal_bytes, judge_flat
 from regrow.accept.claims import NotTested, Report
 from regrow.accept.timing import Load, Loaded, Timed, group_alone, profile, read_model, rows_that_fit
-from regrow.checkpoint.layout import WHOLE
-from regrow.checkpoint.slots import SLOT
-from regrow.checkpoint.snapshot import Snapshots
-from regrow.checkpoint.state import Entry
+from regrow.accept.tiny import count_up_rows
 from regrow.config.schema import Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
-from regrow.parallel.break_off import Breaker
 from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
 from regrow.plan.mesh import plan_mesh
-from regrow.testing.tiny import count_up_rows
+from regrow.runtime.abort import Breaker
+from regrow.state.entries import Entry
+from regrow.state.layout import WHOLE
+from regrow.state.memory.slots import SLOT
+from regrow.state.memory.writer import Snapshots
 from regrow.train.build import build_step
 from regrow.train.certificate import Certificate
 from regrow.train.step import evaluate
@@ -190,7 +190,7 @@ def slots(report: Report) -> None:
 
 def state_of(num_bytes: int, device: torch.device) -> list[Entry]:
     """Tensors of 256 MiB, as a sharded state's are."""
-    from regrow.checkpoint.layout import Span
+    from regrow.state.layout import Span
 
     count = 64 * MIB
     entries = []
@@ -236,7 +236,7 @@ def slots_copied(report: Report, snapshots: Snapshots, entries: list[Entry], dev
 
 
 def slots_equal(report: Report, snapshots: Snapshots, folder: Path, entries: list[Entry]) -> None:
-    from regrow.checkpoint.slots import open_slot
+    from regrow.state.memory.slots import open_slot
 
     snapshots.confirm(1)
     sealed = [file for file in sorted(folder.glob(f"*{SLOT}")) if open_slot(file) is not None]

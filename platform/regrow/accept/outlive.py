@@ -23,13 +23,13 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from regrow.accept.ranks import Member, tell_over
+from regrow.accept.tiny import count_up_rows
 from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
-from regrow.parallel.break_off import Breaker
 from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
 from regrow.parallel.stream import Stream, stream_of
 from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
-from regrow.testing.tiny import count_up_rows
+from regrow.runtime.abort import Breaker
 from regrow.train.build import build_step
 from regrow.train.certificate import Certificate
 from regrow.train.step import TrainStep

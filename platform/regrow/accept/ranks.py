@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from regrow.accept.child import die_with_parent
 from regrow.accept.stand_ins import provide
-from regrow.parallel.device_settings import apply_device_settings
+from regrow.runtime.hardware.settings import apply_device_settings
 
 WAIT_S = 120.0  # of a store, for a word or a member
-PRELOAD = ["regrow.testing.preload"]
+PRELOAD = ["regrow.parallel.apply", "regrow.parallel.float8", "regrow.train.step"]
 LOOK_S = 0.02
 TOLD_S = 1.0  # from a death to the word of it: time for a watchdog to see what it would end a survivor for
 

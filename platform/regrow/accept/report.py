@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from regrow.accept.claims import Finding, Part, State
 from regrow.accept.runner import Machine
-from regrow.observe.provenance import git_sha, hardware
+from regrow.record.provenance import git_sha, hardware
 
 FILE = "accept.json"
 PACKAGES = ("torch", "torchao", "triton", "ray", "torchtitan", "numpy")

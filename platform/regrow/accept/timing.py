@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig, RopeScaling
 from regrow.errors import ConfigError
-from regrow.model.flops import flops_per_token, peak_flops
+from regrow.forecast.footprint import Rank, footprint
+from regrow.model.size import flops_per_token
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
+from regrow.runtime.hardware.peak import peak_flops
 from regrow.train.build import build_step
-from regrow.train.footprint import Rank, footprint
 from regrow.train.step import TrainStep
 
 MODELS = Path(__file__).parents[3] / "conf" / "model"

@@ -28,8 +28,8 @@ from regrow.data.site import PLAN_FILE, building_site
 from regrow.data.spool import Spool, Spooled
 from regrow.data.tokenizer import end_of_text_id, parse_tokenizer, train_tokenizer
 from regrow.errors import DataError, UnseenError, first_line
-from regrow.observe.console import Stage
 from regrow.plan.order import ORDER_VERSION, derive_keys, permute
+from regrow.progress import Progress, Task
 from regrow.storage import Storage, is_remote
 
 if TYPE_CHECKING:
@@ -55,9 +55,8 @@ CONTENT_KEYS = (
 )
 
 Distribute = Callable[[Callable[[int], Any], Sequence[int]], Iterator[Any]]  # calls it on each; results in any order
-Progress = Callable[[Stage, float, float], None]  # (stage, done, total); a stage ends when done == total
-LOOKING, TRAINING = Stage("looking at the source"), Stage("training the tokenizer")
-TOKENIZING, WRITING = Stage("tokenizing", "B"), Stage("writing", "shards")
+LOOKING, TRAINING = Task("looking at the source"), Task("training the tokenizer")
+TOKENIZING, WRITING = Task("tokenizing", "B"), Task("writing", "shards")
 
 
 def find_or_prepare(

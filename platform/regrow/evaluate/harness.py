@@ -19,7 +19,7 @@ from regrow.config.schema import Dtype
 from regrow.errors import EvaluationError, RegrowError, first_line
 from regrow.evaluate.catalog import OF_A_CORPUS, PYTHON_DOCS, SHIPPED, TASKS_FOLDER
 from regrow.evaluate.results import TaskResult, task_results
-from regrow.observe.provenance import git_sha, versions
+from regrow.record.provenance import git_sha, versions
 
 if TYPE_CHECKING:
     from regrow.data.corpora import Corpora

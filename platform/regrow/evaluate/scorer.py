@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from lm_eval.models.huggingface import HFLM
 
-from regrow.checkpoint.tools import Advance
 from regrow.config.schema import Dtype
 from regrow.errors import EvaluationError
 from regrow.evaluate.source import CONFIG, TOKENIZER_CONFIG
-from regrow.observe.console import Stage
+from regrow.progress import Task
+from regrow.state.disk.inspect import Advance
 
-Counter = Callable[[Stage, float], Advance]
+Counter = Callable[[Task, float], Advance]
 
 LOGITS_BYTES = 2**30  # of one batch, in float32, with a batch size that nobody chose
 MOST_ROWS = 32
@@ -47,7 +47,7 @@ class Scorer(HFLM):
     def _counted(
         self, name: str, unit: str, total: int, score: Callable[..., list[Any]], requests: list[Any]
     ) -> list[Any]:
-        show, left = self._counter(Stage(name, unit), total), total
+        show, left = self._counter(Task(name, unit), total), total
 
         def advance(rows: int) -> None:  # answers of one token share a row, so the end may come early
             nonlocal left

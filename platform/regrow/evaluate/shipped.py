@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from regrow.config.schema import DataConfig
 from regrow.data.corpora import Corpora
 from regrow.data.tokenizer import parse_tokenizer
-from regrow.elastic.exchange import read_tokenizer
 from regrow.errors import DataError
 from regrow.evaluate import documents
 from regrow.evaluate.catalog import MOST_DOCUMENTS
+from regrow.state.exchange.runs import read_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset

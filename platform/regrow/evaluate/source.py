@@ -9,14 +9,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from regrow.checkpoint import tools
-from regrow.checkpoint.catalog import step_folder
-from regrow.checkpoint.format import Index
 from regrow.config.schema import DataConfig, Dtype
 from regrow.data.corpora import Corpora
-from regrow.elastic.exchange import corpora_of, export_run
-from regrow.elastic.run_folder import CHECKPOINTS, checkpoints_of, read_record
 from regrow.errors import EvaluationError
+from regrow.record.run_folder import CHECKPOINTS, checkpoints_of, read_record
+from regrow.state.disk import inspect as tools
+from regrow.state.disk.catalog import step_folder
+from regrow.state.disk.format import Index
+from regrow.state.exchange.runs import corpora_of, export_run
 from regrow.storage import Storage
 
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"

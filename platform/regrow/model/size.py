@@ -1,4 +1,4 @@
-"""How many parameters a model has, and what its training state takes. Needs no torch."""
+"""How many parameters a model has, what its training state takes, and how much arithmetic a token. Needs no torch."""
 
 from regrow.config.schema import Dtype, ModelConfig
 
@@ -41,3 +41,11 @@ def moment_bytes(moments: Dtype) -> int:
 def state_bytes(config: ModelConfig, moments: Dtype = Dtype.float32, tp: int = 1) -> int:
     """Bytes of what a snapshot or a checkpoint holds, over all ranks; with `tp`, over those that hold one block."""
     return (PARAMETER_BYTES + moment_bytes(moments)) * num_params_of_block(config, tp)
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """6N + 12·L·H·Q·T, forward and backward: N as `num_matmul_params`, L layers, H heads of width Q, T tokens.
+
+    Source: PaLM, arXiv:2204.02311, appendix B.
+    """
+    return 6.0 * num_matmul_params(config) + 12.0 * config.num_layers * config.dim * seq_len

@@ -16,10 +16,10 @@ from typing import Any
 
 from regrow.config.store import pretrain_config
 from regrow.errors import ClusterError, ConfigError, JobNotThereError, RegrowError, first_line
-from regrow.observe.run_log import read_events
-from regrow.observe.status import State, Status
-from regrow.observe.status_folder import read_status
-from regrow.observe.units import when
+from regrow.record.log import read_events
+from regrow.record.status import State, Status
+from regrow.show.status_folder import read_status
+from regrow.show.units import when
 from regrow.storage import Storage
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.kuberay import ENDED, KIND, KubeRay

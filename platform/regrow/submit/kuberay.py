@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from regrow.errors import ClusterError
-from regrow.observe.units import duration
+from regrow.show.units import duration
 from regrow.submit.kubectl import Kubectl, Unreachable
 from regrow.submit.pod_logs import PodLogs
 from regrow.submit.reasons import Around, Reason, cause, reasons

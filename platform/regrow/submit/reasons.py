@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from regrow.observe.units import duration
+from regrow.show.units import duration
 
 Object = dict[str, Any]
 

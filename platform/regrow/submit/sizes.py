@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from math import ceil
 
 from regrow.config.schema import PretrainConfig, SubmitConfig
+from regrow.forecast.memory import plan_snapshot_memory
 from regrow.model.size import state_bytes
-from regrow.plan.memory import plan_snapshot_memory
 from regrow.plan.mesh import plan_mesh
 
 GIB = 2**30

@@ -11,7 +11,7 @@ import yaml
 from regrow.config.check import check
 from regrow.config.schema import SubmitAction, SubmitBackend, SubmitConfig, SubmitJobConfig
 from regrow.errors import ConfigError
-from regrow.observe.provenance import git_sha
+from regrow.record.provenance import git_sha
 from regrow.submit.arguments import pretrain_arguments
 from regrow.submit.check import check_may_apply, check_storage, check_submit
 from regrow.submit.corpus import look_at_corpus

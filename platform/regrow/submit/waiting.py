@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from rich.markup import escape
 
-from regrow.observe.units import duration
+from regrow.show.units import duration
 
 if TYPE_CHECKING:
     from rich.status import Status

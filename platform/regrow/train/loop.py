@@ -12,11 +12,11 @@ from typing import Protocol
 
 import torch
 
-from regrow.checkpoint.state import Progress
 from regrow.config.schema import OptimConfig
 from regrow.data.batch import RankBatch
 from regrow.optim.schedule import lr_at
 from regrow.parallel.stream import Stream, stream_of
+from regrow.state.entries import Progress
 from regrow.train.metrics import Meter
 from regrow.train.step import StepStats, TrainStep
 

@@ -1,0 +1,175 @@
+"""The job that a drill is about, as a process of its own; and an undisturbed one to compare with."""
+
+import contextlib
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from regrow.config.schema import DrillJobConfig, PretrainConfig
+from regrow.config.store import pretrain_overrides, to_dict
+from regrow.drill.log import RunFollower
+from regrow.drill.nodes import LocalNodes
+from regrow.drill.processes import of_ray, send, wait_until_gone
+from regrow.errors import ConfigError, RegrowError
+from regrow.record.run_folder import run_folder
+from regrow.show.console import Console
+
+ROOT = Path(__file__).parents[3]
+BEYOND_STEPS = 50  # of the undisturbed run, after those whose losses must agree
+LAST_BYTES = 4096
+POLL_S = 0.1
+GONE_S = 20.0
+
+
+class DrillJob:
+    """`python -m jobs.pretrain` on the drill's nodes: started, and started again, with the same arguments."""
+
+    def __init__(self, config: DrillJobConfig, nodes: LocalNodes) -> None:
+        joined = replace(config.cluster, address=nodes.address, local_nodes=0, dashboard=False)
+        self.arguments = pretrain_overrides(replace(config, cluster=joined))
+        self.output = run_folder(config).local_path / "drill.out"
+        self.folder = nodes.folder
+        self.started_at = 0.0
+        self._process: subprocess.Popen[bytes] | None = None
+        self._kill_at = float("inf")
+
+    def start(self) -> int:
+        """Its pid."""
+        self.started_at = time.time()
+        self._process = _pretrain(self.arguments, self.output, self.folder)
+        return self._process.pid
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Its exit status once it has ended; one that was to stop and has not in time is killed."""
+        assert self._process is not None
+        if time.monotonic() > self._kill_at:
+            self._process.kill()
+        return self._process.poll()
+
+    def wait(self) -> None:
+        assert self._process is not None
+        self._process.wait(GONE_S)
+
+    def interrupt(self, timeout_s: float) -> None:
+        """Ctrl-C, as from a terminal."""
+        self._kill_at = time.monotonic() + timeout_s
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGINT)
+
+    def kill(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def last_words(self) -> str:
+        """The last line that it printed."""
+        lines = _tail(self.output)
+        return lines[-1].strip() if lines else "without a word"
+
+
+def reference_rows(config: DrillJobConfig, console: Console) -> list[dict[str, Any]]:
+    """Rows of the same run with one worker and nothing happening: read, or made now, which takes as long as it takes.
+
+    Raises RegrowError where it fails.
+    """
+    steps = min(config.train.steps, config.drill.compared_steps + BEYOND_STEPS)
+    settings = {
+        group: values for group, values in to_dict(config).items() if group in ("model", "data", "optim", "parallel")
+    }
+    settings["run"] = {"seed": config.run.seed, "steps": config.train.steps}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    alone = replace(
+        config.cluster, address=None, local_nodes=0, min_workers=1, max_workers=1, spare_workers=0, dashboard=False
+    )
+    undisturbed: PretrainConfig = replace(
+        config,
+        run=replace(config.run, name=f"drill-reference-{digest}"),
+        cluster=alone,
+        parallel=replace(config.parallel, dp_replicate=1, tp=1),
+        train=replace(config.train, stop_at_step=steps),
+    )
+    folder = run_folder(undisturbed).local_path
+    watch = RunFollower(folder)
+    watch.poll()
+    if watch.step >= steps:
+        return watch.rows[:steps]
+    console.message(f"first {steps} steps with nothing happening, at one worker, to compare with: {folder}")
+    with tempfile.TemporaryDirectory(prefix="rgf", dir="/tmp", ignore_cleanup_errors=True) as ray_folder:
+        output = folder.parent / f"{folder.name}.out"
+        process = _pretrain(pretrain_overrides(undisturbed), output, ray_folder)
+        console.start([], steps=steps)
+        try:
+            while process.poll() is None:
+                time.sleep(POLL_S)
+                shown = watch.num_rows_read
+                watch.poll()
+                if watch.num_rows_read > shown:
+                    console.row(watch.rows[-1])
+        finally:
+            process.kill()
+            wait_until_gone(send(signal.SIGKILL, of_ray(ray_folder)), GONE_S)
+            process.wait()
+    watch.poll()
+    if watch.step < steps:
+        said = _tail(output)
+        raise RegrowError(
+            f"the undisturbed run ended at step {watch.step} of {steps}: {said[-1] if said else ''} ({output})"
+        )
+    return watch.rows[:steps]
+
+
+@contextmanager
+def memory_of_its_own(size_mb: int | None) -> Iterator[str]:
+    """A file system of this size in memory for as long as the context lasts; empty where none is wanted.
+
+    Raises ConfigError where this process may not mount one.
+    """
+    if size_mb is None:
+        yield ""
+        return
+    with tempfile.TemporaryDirectory(prefix="rgm", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        mounting = ["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "regrow-drill", folder]
+        done = subprocess.run(mounting, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise ConfigError(f"drill.memory_mb={size_mb} needs the right to mount: {done.stderr.strip() or 'refused'}")
+        try:
+            yield folder
+        finally:
+            subprocess.run(["umount", "-l", folder], check=False)
+
+
+def _pretrain(arguments: list[str], output: Path, ray_folder: str) -> subprocess.Popen[bytes]:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    with open(output, "ab") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "jobs.pretrain", *arguments],
+            cwd=ROOT,
+            env={**environment, "RAY_TMPDIR": ray_folder},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _tail(path: Path) -> list[str]:
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_BYTES))
+        return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]

@@ -1,0 +1,100 @@
+"""A run folder from outside: its rows and events as they are written, and the drill's own record."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from regrow.record.log import EVENTS, METRICS, encode
+
+Row = dict[str, Any]
+RECORD = "drill.jsonl"
+
+
+class RunFollower:
+    """Reads what was added to a run's logs since the last look. Rows that were taken back are read anew."""
+
+    def __init__(self, folder: Path) -> None:
+        self._metrics, self._events = _Tail(folder / METRICS), _Tail(folder / EVENTS)
+        self.rows: list[Row] = []
+        self.events: list[Row] = []
+        self.num_rows_read = 0
+
+    def poll(self) -> None:
+        rows, anew = self._metrics.read()
+        if anew:
+            self.rows = []
+        for row in rows:
+            if "step" in row:
+                while self.rows and self.rows[-1]["step"] >= row["step"]:
+                    self.rows.pop()
+                self.rows.append(row)
+        self.num_rows_read += len(rows)
+        self.events += self._events.read()[0]
+
+    @property
+    def step(self) -> int:
+        return int(self.rows[-1]["step"]) if self.rows else 0
+
+    @property
+    def generations(self) -> list[Row]:
+        return [event for event in self.events if event["event"] == "generation"]
+
+    def stepped_since_start(self, started_at: float) -> bool:
+        """Whether a step has ended since this unix time."""
+        return bool(self.rows) and self.rows[-1]["time"] > started_at
+
+
+class Record:
+    """The drill's own log: what it did, when, and what it saw. Lines are added, over all of its attempts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / RECORD
+        self.session = sum(1 for line in self.read() if line["record"] == "job started" and line["why"] == "start")
+
+    def write(self, record: str, /, **fields: Any) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        at = fields.pop("at", None) or time.time()
+        with open(self.path, "ab") as file:
+            file.write(encode({"time": at, "record": record} | fields))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self) -> list[Row]:
+        return _Tail(self.path).read()[0]
+
+    def next_fault(self) -> int:
+        """The number of the first fault that was not carried out yet."""
+        return 1 + max(
+            (line["number"] for line in self.read() if line["record"] in ("fault", "not injected")), default=-1
+        )
+
+
+class _Tail:
+    """A file of JSON lines, of which only what is new is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._inode, self._at = path, 0, 0
+
+    def read(self) -> tuple[list[Row], bool]:
+        """Whole lines since the last look, and whether these are all from the beginning, as the file was replaced."""
+        try:
+            with open(self.path, "rb") as file:
+                status = os.fstat(file.fileno())
+                anew = status.st_ino != self._inode or status.st_size < self._at
+                if anew:
+                    self._inode, self._at = status.st_ino, 0
+                file.seek(self._at)
+                data = file.read()
+        except FileNotFoundError:
+            return [], False
+        whole = data[: data.rfind(b"\n") + 1]
+        self._at += len(whole)
+        lines = []
+        for line in whole.splitlines():
+            try:
+                lines.append(json.loads(line))
+            except ValueError:  # torn by a crash
+                continue
+        return lines, anew

@@ -1,0 +1,133 @@
+"""Raylets on this machine that can be killed, silenced and added while a job runs on them, as hosts can."""
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from regrow.drill.processes import of_ray, send, title, tree, wait_until_gone
+
+GONE_S = 20.0  # for killed processes to be gone
+DRAIN_REASON = 2  # DRAIN_NODE_REASON_PREEMPTION of Ray's autoscaler.proto
+
+
+class LocalNodes:
+    """A head without room for workers, and nodes with it. Nodes are numbered from 0, the oldest that is up first."""
+
+    def __init__(
+        self, folder: str, *, cpus: int, memory_folder: str = "/dev/shm", system_config: dict[str, Any] | None = None
+    ) -> None:
+        """Start the head. `folder` is Ray's, its path short; `cpus` are each node's."""
+        from ray.cluster_utils import Cluster
+
+        self.folder, self.cpus, self.memory_folder = folder, cpus, memory_folder
+        head: dict[str, Any] = {"num_cpus": 1, "include_dashboard": False, "temp_dir": folder}  # for data, not workers
+        if system_config:
+            head["_system_config"] = system_config
+        self.nodes: list[Any] = []
+        (Path(folder) / "ray").mkdir()  # where Ray notes the address, as RAY_TMPDIR says
+        with self._starting():
+            self._raylets = Cluster(initialize_head=True, head_node_args=head)
+
+    @property
+    def address(self) -> str:
+        return str(self._raylets.address)
+
+    def add(self) -> str:
+        """Start one more; its id."""
+        with self._starting():
+            self.nodes.append(self._raylets.add_node(num_cpus=self.cpus, wait=True))
+        return str(self.nodes[-1].node_id)
+
+    def number_of(self, node_id: str) -> int | None:
+        return next((number for number, node in enumerate(self.nodes) if node.node_id == node_id), None)
+
+    def pids(self, number: int) -> list[int]:
+        """The raylet's, and those of all that it started."""
+        (raylet,) = self.nodes[number].all_processes["raylet"]
+        return tree(raylet.process.pid)
+
+    def kill(self, number: int) -> list[int]:
+        """The node goes at once, with all its processes and what it holds in memory; what it was."""
+        pids = send(signal.SIGKILL, self.pids(number))
+        wait_until_gone(pids[1:], GONE_S)
+        node = self.nodes.pop(number)
+        self._raylets.remove_node(node, allow_graceful=False)
+        give_up_at = time.monotonic() + GONE_S
+        while (folders := self.memory_of(node.node_id)) and time.monotonic() < give_up_at:
+            for folder in folders:  # a process may be alive for a moment
+                shutil.rmtree(folder, ignore_errors=True)
+        return pids
+
+    def drain(self, number: int, *, deadline_s: float, message: str) -> None:
+        """Tell Ray that the node will go. Raises RuntimeError where Ray does not take it."""
+        from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+        client = GcsClient(address=self.address)
+        until_ms = int((time.time() + deadline_s) * 1000)
+        accepted, problem = client.drain_node(self.nodes[number].node_id, DRAIN_REASON, message, until_ms)
+        if not accepted:
+            raise RuntimeError(f"the drain was not accepted: {problem}")
+
+    def actors(self) -> list[dict[str, Any]]:
+        """Every actor that is not dead, as Ray's actor table shows it."""
+        found = self._raylets.global_state.actor_table(None).values()
+        return [actor for actor in found if actor["State"] != "DEAD"]
+
+    def placement_groups(self) -> list[str]:
+        """Names or ids of those that still hold or wait for room."""
+        table = self._raylets.global_state.placement_group_table().values()
+        return [each["name"] or each["placement_group_id"] for each in table if each["state"] != "REMOVED"]
+
+    def memory_of(self, node_id: str) -> list[Path]:
+        """The folders of a node's snapshots."""
+        return sorted(Path(self.memory_folder).glob(f"regrow-*-{node_id[:12]}"))
+
+    def processes(self) -> list[int]:
+        """Every process of these nodes and of jobs on them."""
+        return of_ray(self.folder)
+
+    def titles(self) -> list[tuple[int, str]]:
+        """Every process of these nodes and of jobs on them, with what it calls itself."""
+        return [(pid, title(pid)) for pid in self.processes()]
+
+    def close(self) -> None:
+        """End them, and whatever a job has left."""
+        send(signal.SIGCONT, self.processes())  # the stopped cannot end
+        self._raylets.shutdown()
+        self._raylets.global_state.disconnect()
+        wait_until_gone(send(signal.SIGKILL, self.processes()), GONE_S)
+
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        """Ray's folder is ours, and SIGTERM stays what it is: with each node Ray would take it, to drain that one."""
+        from ray._private import utils
+
+        before, take_sigterm = os.environ.get("RAY_TMPDIR"), utils.set_sigterm_handler
+        os.environ["RAY_TMPDIR"], utils.set_sigterm_handler = self.folder, lambda handler: None
+        try:
+            yield
+        finally:
+            utils.set_sigterm_handler = take_sigterm
+            if before is None:
+                del os.environ["RAY_TMPDIR"]
+            else:
+                os.environ["RAY_TMPDIR"] = before
+
+
+@contextmanager
+def local_nodes(count: int, *, cpus: int, **options: Any) -> Iterator[LocalNodes]:
+    """So many nodes for as long as the context lasts, in a folder of their own; `options` as LocalNodes'."""
+    with tempfile.TemporaryDirectory(prefix="rgn", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        nodes = LocalNodes(folder, cpus=cpus, **options)
+        try:
+            for _ in range(count):
+                nodes.add()
+            yield nodes
+        finally:
+            nodes.close()

@@ -1,0 +1,119 @@
+"""A drill: the real job on raylets of this machine, faults when their time comes, and a verdict at the end.
+
+The drill is not the job. It starts nodes, starts `python -m jobs.pretrain` on them, reads the run folder as anybody
+could, and befalls processes from outside. What it did stands in drill.jsonl; the same command goes on where that ends.
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from regrow.config.check import check
+from regrow.config.schema import DrillJobConfig
+from regrow.drill.faults import Fault, RandomFaults, check_plan, draw_faults, from_json, parse_plan, to_json
+from regrow.drill.inject import MOST_FILLED, free_bytes
+from regrow.drill.job import memory_of_its_own, reference_rows
+from regrow.drill.log import Record, RunFollower
+from regrow.drill.result import conclude, gather
+from regrow.drill.session import DrillSession
+from regrow.errors import ConfigError
+from regrow.record.run_folder import run_folder
+from regrow.runtime.run_folder import check_may_start
+from regrow.show.console import Console
+
+TAIL_STEPS = 40  # after the last random fault
+
+
+def run_drill(config: DrillJobConfig) -> bool:
+    """Carry out a drill, or go on with one; whether every promise held. Raises RegrowError for a user's mistake."""
+    plan, seed = plan_of(config)
+    config = _with_end(config, plan)
+    check(config)
+    last_step = config.train.stop_at_step or config.train.steps
+    check_plan(plan, nodes=config.drill.nodes, max_workers=config.cluster.max_workers, last_step=last_step)
+    check_may_start(config)
+    folder = run_folder(config).local_path
+    _check_memory(config, plan)
+    record = Record(folder)
+    _keep_plan(folder, plan, seed)
+    with Console(sys.stderr) as console:
+        reference = reference_rows(config, console) if config.drill.reference else []
+        with memory_of_its_own(config.drill.memory_mb) as memory:
+            if memory:
+                config = replace(config, snapshot=replace(config.snapshot, folder=memory))
+            if not _is_over(folder, record, plan, last_step):
+                DrillSession(config, plan, seed, folder, record, console).run()
+            else:
+                console.message("this drill is over: its verdict again; choose another run.name for another one")
+        console.message("looking at every batch and every checkpoint")
+        evidence = gather(config, folder, plan, record.read(), reference, last_step, console)
+    return conclude(config, folder, evidence)
+
+
+def plan_of(config: DrillJobConfig) -> tuple[list[Fault], int]:
+    """The faults of a drill, and the seed that draws what they leave open. Raises ConfigError."""
+    drill = config.drill
+    given = [name for name in ("plan", "plan_file", "faults") if getattr(drill, name)]
+    if len(given) != 1:
+        plans = ", ".join(sorted(path.stem for path in (Path(__file__).parents[3] / "conf/drill").glob("*.yaml")))
+        what = "nothing to do" if not given else f"set only one of drill.{' and drill.'.join(given)}"
+        raise ConfigError(f"{what}; choose a plan with +drill=NAME: {plans}")
+    if drill.plan_file:
+        try:
+            return from_json(Path(drill.plan_file).read_bytes(), drill.plan_file)
+        except OSError as error:
+            raise ConfigError(f"drill.plan_file={drill.plan_file} cannot be read: {error.strerror}") from error
+    if drill.plan:
+        return parse_plan(drill.plan), drill.seed
+    if len(drill.every_steps) != 2:
+        raise ConfigError(f"drill.every_steps={drill.every_steps} must be two numbers, the fewest steps and the most")
+    wanted = RandomFaults(
+        count=drill.faults,
+        seed=drill.seed,
+        kinds=drill.kinds,
+        every_steps=(drill.every_steps[0], drill.every_steps[1]),
+        first_step=drill.first_step,
+        nodes=drill.nodes,
+        least_nodes=drill.least_nodes,
+        most_nodes=drill.most_nodes,
+    )
+    return draw_faults(wanted), drill.seed
+
+
+def _with_end(config: DrillJobConfig, plan: list[Fault]) -> DrillJobConfig:
+    """A random plan ends some steps after its last fault. Raises ConfigError where the run is too short for it."""
+    if not config.drill.faults or config.train.stop_at_step is not None:
+        return config
+    end = max(fault.at_step or 0 for fault in plan) + TAIL_STEPS
+    if end > config.train.steps:
+        raise ConfigError(
+            f"drill.faults={config.drill.faults} need {end} steps, train.steps={config.train.steps}; set "
+            f"train.steps={end} or more, or fewer drill.every_steps"
+        )
+    return replace(config, train=replace(config.train, stop_at_step=end))
+
+
+def _check_memory(config: DrillJobConfig, plan: list[Fault]) -> None:
+    fills = [fault for fault in plan if fault.kind == "fill_memory"]
+    if fills and config.drill.memory_mb is None and free_bytes(config.snapshot.folder) > MOST_FILLED:
+        raise ConfigError(
+            f"{config.snapshot.folder} has {free_bytes(config.snapshot.folder) / 1e9:.1f} GB free, a drill fills at "
+            f"most {MOST_FILLED / 1e9:.1f}; give the nodes a small memory of their own: drill.memory_mb=256, as root"
+        )
+
+
+def _keep_plan(folder: Path, plan: list[Fault], seed: int) -> None:
+    """Write plan.json. Raises ConfigError where the folder holds another drill's that this one does not begin with."""
+    path = folder / "plan.json"
+    if path.exists():
+        earlier, earlier_seed = from_json(path.read_bytes(), str(path))
+        if plan[: len(earlier)] != earlier or seed != earlier_seed:
+            raise ConfigError(f"{path} is of a drill with other faults; choose another run.name")
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(to_json(plan, seed=seed))
+
+
+def _is_over(folder: Path, record: Record, plan: list[Fault], last_step: int) -> bool:
+    watch = RunFollower(folder)
+    watch.poll()
+    return record.next_fault() >= len(plan) and watch.step >= last_step

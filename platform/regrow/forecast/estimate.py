@@ -1,0 +1,263 @@
+"""Before anything starts: what a run will need and how fast it may be, at every world size that its cluster allows.
+
+Memory is `footprint`'s, time `plan.cost`'s roofline; here the configuration becomes what they ask for. Needs no torch.
+"""
+
+import math
+import os
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from regrow.config.schema import ActivationCheckpoint, Float8, PlanConfig, PretrainConfig
+from regrow.errors import ConfigError
+from regrow.forecast.cost import Network, PassWork, StepTime, Traffic, step_time
+from regrow.forecast.devices import DEVICES, GIB, MEASURED_SHARES, Device, find_device
+from regrow.forecast.footprint import FLOAT32, Footprint, Rank, footprint, num_in_shards
+from regrow.forecast.memory import plan_snapshot_memory
+from regrow.model.size import flops_per_token, moment_bytes, num_params, num_params_of_block, state_bytes
+from regrow.plan.batch import BatchPlan, plan_batch
+from regrow.plan.mesh import MeshShape, plan_mesh
+
+USABLE_SHARE = 0.92  # of a device's memory; the rest is for its context, collectives and what lies between allocations
+# elementwise operations of a block, forward and backward: how often they read or write all of a token's activations of
+# the model's width, and of the feed-forward's; norms, RoPE, residuals, SwiGLU
+MOVES = {True: (27, 9), False: (170, 14)}  # compiled or not; eager, norms and RoPE go through float32
+FLOAT8_MOVES = (6, 3)  # activations and gradients that are cast: read twice in bfloat16, written once
+LOSS_MOVES = {True: 3, False: 12}  # of the logits
+CPU_BYTES_PER_S = 10e9  # of a machine without GPUs
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One world size."""
+
+    batch: BatchPlan
+    mesh: MeshShape
+    memory: Footprint
+    time: StepTime
+    usable_bytes: int
+    snapshot_bytes: int  # the most that a node's snapshots take of its memory
+    offloaded_bytes: int  # and its ranks' parameters, gradients and moments, where they are not on the devices
+    tokens_per_s: float
+    mfu: float
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.usable_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "world_size": self.mesh.world_size,
+            "dp_replicate": self.mesh.dp_replicate,
+            "dp_shard": self.mesh.dp_shard,
+            "tp": self.mesh.tp,
+            "passes": self.batch.num_micro_batches,
+            "idle_share": self.batch.idle_share,
+            "bytes": {**self.memory.kinds, "total": self.memory.total},
+            "fullest_moment": self.memory.moment,
+            "usable_bytes": self.usable_bytes,
+            "fits": self.fits,
+            "snapshot_bytes_per_node": self.snapshot_bytes,
+            "offloaded_bytes_per_node": self.offloaded_bytes,
+            **asdict(self.time),
+            "bound_by": self.time.bound_by,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+        }
+
+
+def forecasts(config: PretrainConfig, device: Device, network: Network) -> list[Forecast]:
+    """Every world size from the smallest to the largest."""
+    sizes = range(config.cluster.min_workers, config.cluster.max_workers + 1, config.parallel.tp)
+    return [forecast(config, world_size, device, network) for world_size in sizes]
+
+
+def forecast(config: PretrainConfig, world_size: int, device: Device, network: Network) -> Forecast:
+    mesh = plan_mesh(world_size, config.parallel.dp_replicate, config.parallel.tp)
+    batch = plan_batch(
+        num_slices=config.optim.num_slices,
+        world_size=mesh.num_units,
+        slices_per_pass=config.parallel.slices_per_pass,
+    )
+    rank = rank_of(config, batch, mesh)
+    work, traffic = pass_work(rank), pass_traffic(rank)
+    time = step_time(
+        work,
+        traffic,
+        num_passes=rank.num_passes,
+        reduce_every_pass=bool(config.parallel.sync_every_micro_batch),
+        shard_params=num_params_of_block(config.model, mesh.tp) / mesh.dp_shard,
+        dp_shard=mesh.dp_shard,
+        dp_replicate=mesh.dp_replicate,
+        tp=mesh.tp,
+        on_host=rank.offloads,
+        device=device,
+        network=network,
+    )
+    tokens = config.optim.global_batch_seqs * config.data.seq_len
+    flops = tokens * flops_per_token(config.model, config.data.seq_len)
+    return Forecast(
+        batch=batch,
+        mesh=mesh,
+        memory=footprint(rank),
+        time=time,
+        usable_bytes=int(device.memory_bytes * USABLE_SHARE),
+        snapshot_bytes=_snapshot_bytes(config, mesh, network),
+        offloaded_bytes=_offloaded_bytes(rank, network) if rank.offloads else 0,
+        tokens_per_s=tokens / time.step_s,
+        mfu=flops / time.step_s / (world_size * device.flops),
+    )
+
+
+def rank_of(config: PretrainConfig, batch: BatchPlan, mesh: MeshShape) -> Rank:
+    """The rank that has most to do."""
+    slice_seqs = config.optim.global_batch_seqs // config.optim.num_slices
+    return Rank(
+        model=config.model,
+        parallel=config.parallel,
+        dp_shard=mesh.dp_shard,
+        num_passes=batch.num_micro_batches,
+        rows=slice_seqs * math.ceil(batch.most_slices / batch.num_micro_batches),
+        seq_len=config.data.seq_len,
+        on_gpu=config.cluster.gpus_per_worker > 0,
+        moments=config.optim.moments,
+    )
+
+
+def pass_work(rank: Rank) -> PassWork:
+    """What the devices really do: what checkpointing repeats counts, what causality masks does not.
+
+    Of one rank; those of a unit share all of it but what is gathered and reduced.
+    """
+    model, parallel, tokens = rank.model, rank.parallel, rank.tokens / rank.parallel.tp
+    output = model.vocab_size * model.dim
+    blocks = num_params(model) - output * (1 if model.tied else 2)
+    times = 4 if parallel.activation_checkpoint is ActivationCheckpoint.full else 3  # forwards' worth of arithmetic
+    in_blocks = 2.0 * times * blocks * tokens
+    is_float8 = parallel.float8 is not Float8.none
+    # forward two products over half of T^2, backward five
+    attention = (1.0 * times + 0.5) * 2 * model.num_layers * model.dim * rank.seq_len * tokens
+    wide, hidden = MOVES[parallel.compile]
+    moved = rank.item_bytes * (wide * model.dim + hidden * model.ffn_dim)
+    if is_float8:
+        moved += 5 * (FLOAT8_MOVES[0] * model.dim + FLOAT8_MOVES[1] * model.ffn_dim)
+    logits = LOSS_MOVES[parallel.compile] * rank.item_bytes * model.vocab_size
+    # gathered parameters are copied once more, gradients copied to be reduced, or added to those of earlier passes
+    copied = num_params_of_block(model, parallel.tp) * (
+        2 * num_gathers(rank) * rank.item_bytes + rank.item_bytes + 2 * FLOAT32
+    )
+    return PassWork(
+        matmul_flops=6.0 * output * tokens + (0.0 if is_float8 else in_blocks),
+        float8_flops=in_blocks if is_float8 else 0.0,
+        attention_flops=attention,
+        memory_bytes=tokens * (model.num_layers * moved + logits) + copied,
+    )
+
+
+def pass_traffic(rank: Rank) -> Traffic:
+    """Of one pass that reduces."""
+    model, parallel = rank.model, rank.parallel
+    total = num_params_of_block(model, parallel.tp)
+    tables = model.vocab_size * model.dim * (1 if model.tied else 2) / parallel.tp
+    # each block gathers and scatters the sequence twice, the embedding scatters and the output gathers it
+    sequences = 4 * model.num_layers * (1 if parallel.activation_checkpoint is ActivationCheckpoint.none else 1.5) + 2
+    in_blocks = 1 if parallel.float8 is Float8.tensorwise_all_gather else rank.item_bytes
+    once = in_blocks * (total - tables) + rank.item_bytes * tables
+    shard = FLOAT32 * total / rank.dp_shard
+    return Traffic(
+        gathered=num_gathers(rank) * once,
+        reduced=FLOAT32 * total,
+        copied=shard,
+        from_host=num_gathers(rank) * shard if rank.offloads else 0.0,
+        to_host=shard if rank.offloads else 0.0,
+        tensor=2 * sequences * rank.item_bytes * rank.tokens * model.dim,
+    )
+
+
+def num_gathers(rank: Rank) -> float:
+    """How often a pass gathers the parameters."""
+    return 2.0 if rank.parallel.reshard_after_forward else 1.0 / rank.num_passes
+
+
+def remedy(config: PretrainConfig, world_size: int, device: Device, network: Network) -> tuple[str, Forecast] | None:
+    """Settings with which a world size fits that does not, those that cost least speed first; None: there are none."""
+    parallel, modes = config.parallel, list(ActivationCheckpoint)
+    tries: list[tuple[str, dict[str, Any]]] = [
+        *([("slices_per_pass=1", {"slices_per_pass": 1})] if parallel.slices_per_pass > 1 else []),
+        ("reshard_after_forward=true", {"reshard_after_forward": True}),
+        ("sync_every_micro_batch=true", {"sync_every_micro_batch": True}),
+    ]
+    for mode in modes[modes.index(parallel.activation_checkpoint) + 1 :]:
+        tries.append((f"activation_checkpoint={mode.value}", {"activation_checkpoint": mode}))
+    if config.cluster.gpus_per_worker and parallel.float8 is Float8.tensorwise_all_gather:
+        both = {"cpu_offload": True, "float8": Float8.tensorwise}
+        tries.append(("cpu_offload=true parallel.float8=tensorwise", both))
+    elif config.cluster.gpus_per_worker:
+        tries.append(("cpu_offload=true", {"cpu_offload": True}))
+    settings: dict[str, str] = {}
+    for text, values in tries:
+        changed = replace(parallel, **values)
+        if changed != parallel:
+            parallel = changed
+            settings[text.partition("=")[0]] = f"parallel.{text}"
+            tried = forecast(replace(config, parallel=parallel), world_size, device, network)
+            if tried.fits:
+                return " ".join(settings.values()), tried
+    return None
+
+
+def gpu_of(config: PretrainConfig, plan: PlanConfig) -> Device:
+    """The GPU of one worker. Raises ConfigError where its kind is not known."""
+    name = plan.device or config.cluster.name
+    known = find_device(name)
+    if known is None:
+        setting = f"plan.device={name!r}" if plan.device else f"plan.device is not given, and cluster.name={name!r}"
+        raise ConfigError(f"{setting} names none of {', '.join(each.name for each in DEVICES)}; set plan.device=H100")
+    memory, tflops = plan.memory_gib, config.observe.peak_tflops
+    return replace(
+        known,
+        memory_bytes=int(memory * GIB) if memory is not None else known.memory_bytes,
+        flops=tflops * 1e12 if tflops is not None else known.flops,
+    )
+
+
+def share_of_this_machine(config: PretrainConfig, plan: PlanConfig, flops: float) -> Device:
+    """One worker's equal share of a machine without GPUs that all of them run on; `flops` are the machine's."""
+    workers = config.cluster.max_workers
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Device(
+        "this machine",
+        memory_bytes=int(plan.memory_gib * GIB) if plan.memory_gib is not None else memory // workers,
+        flops=flops / workers,
+        float8_flops=flops / workers,
+        memory_bytes_per_s=CPU_BYTES_PER_S / workers,
+        link_bytes_per_s=CPU_BYTES_PER_S / workers / 4,  # gloo copies in and out of sockets
+        shares=MEASURED_SHARES,
+    )
+
+
+def network_of(config: PretrainConfig, plan: PlanConfig) -> Network:
+    cluster = config.cluster
+    on_node = plan.workers_per_node
+    if cluster.address is None:  # on this machine
+        on_node = math.ceil(cluster.max_workers / max(1, cluster.local_nodes))
+    return Network(on_node, plan.network_gb_per_s * 1e9)
+
+
+def _offloaded_bytes(rank: Rank, network: Network) -> int:
+    """Of the ranks of a node, what they train and its gradients in float32, and the moments."""
+    return network.ranks_per_node * num_in_shards(rank) * (2 * FLOAT32 + moment_bytes(rank.moments))
+
+
+def _snapshot_bytes(config: PretrainConfig, mesh: MeshShape, network: Network) -> int:
+    if config.snapshot.every_steps == 0:
+        return 0
+    cluster, world_size = config.cluster, mesh.world_size
+    return plan_snapshot_memory(
+        state_bytes=state_bytes(config.model, config.optim.moments, mesh.tp),
+        slots=config.snapshot.slots,
+        ranks_on_node=min(network.ranks_per_node, world_size),
+        num_shards=mesh.dp_shard,
+        least_shards=max(1, cluster.min_workers // mesh.tp // mesh.dp_replicate),
+        has_peer=world_size > network.ranks_per_node,
+    ).total

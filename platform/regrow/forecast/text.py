@@ -1,0 +1,129 @@
+"""Forecasts for a person: rows for the world sizes that matter, what does not fit, what would help, the assumptions."""
+
+from collections.abc import Sequence
+
+from regrow.config.schema import PretrainConfig
+from regrow.forecast.cost import Network, assumptions
+from regrow.forecast.devices import GIB, Device
+from regrow.forecast.estimate import USABLE_SHARE, Forecast, remedy
+from regrow.forecast.footprint import KINDS
+from regrow.model.size import flops_per_token, num_params
+
+MOST_ROWS = 12
+
+
+def to_text(config: PretrainConfig, forecasts: Sequence[Forecast], device: Device, network: Network) -> str:
+    """Lines of text."""
+    return "\n".join(
+        [
+            *_heading(config, device, network),
+            "",
+            *_memory(forecasts, network),
+            "",
+            *_time(forecasts, network),
+            "",
+            *_verdict(config, forecasts, device, network),
+            "",
+            *(f"assumed: {assumption}" for assumption in assumptions(device)),
+        ]
+    )
+
+
+def chosen(forecasts: Sequence[Forecast], network: Network) -> list[Forecast]:
+    """The smallest and the largest size and those of whole nodes between them, thinned out where they are many."""
+    first, last = forecasts[0], forecasts[-1]
+    between = [each for each in forecasts[1:-1] if each.mesh.world_size % network.ranks_per_node == 0]
+    every = max(1, -(-len(between) // (MOST_ROWS - 2)))
+    return [first, *between[::every], *([last] if last is not first else [])]
+
+
+def spans(sizes: Sequence[int]) -> str:
+    """World sizes in order, as a person would say them.
+
+    >>> spans([32, 33, 34, 36])
+    '32-34, 36'
+    """
+    parts: list[list[int]] = []
+    for size in sizes:
+        if parts and size == parts[-1][-1] + 1:
+            parts[-1].append(size)
+        else:
+            parts.append([size])
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+def _heading(config: PretrainConfig, device: Device, network: Network) -> list[str]:
+    tokens = config.optim.global_batch_seqs * config.data.seq_len
+    flops = tokens * flops_per_token(config.model, config.data.seq_len)
+    return [
+        f"{config.model.name}: {num_params(config.model):,} parameters; {config.cluster.min_workers} to "
+        f"{config.cluster.max_workers} workers, {network.ranks_per_node} a node, on {device.name}: "
+        f"{device.memory_bytes / GIB:.4g} GiB, {device.flops / 1e12:.4g} TFLOP/s",
+        f"a step: {config.optim.global_batch_seqs} x {config.data.seq_len} = {tokens:,} tokens, {flops:.3g} FLOPs; "
+        f"the run: {config.train.steps:,} steps, {config.train.steps * flops:.3g} FLOPs",
+    ]
+
+
+def _memory(forecasts: Sequence[Forecast], network: Network) -> list[str]:
+    on_nodes = ["snapshots", *(["offloaded"] if any(each.offloaded_bytes for each in forecasts) else [])]
+    rows = [["workers", "mesh", *KINDS, "all", "fits", "when", *on_nodes]]
+    for each in chosen(forecasts, network):
+        kinds = [f"{each.memory.kinds[kind] / GIB:.2f}" for kind in KINDS]
+        replicas = f"{each.mesh.dp_replicate}x" if each.mesh.dp_replicate > 1 else ""
+        total, fits = f"{each.memory.total / GIB:.2f}", "yes" if each.fits else "NO"
+        in_memory = [f"{size / GIB:.1f}" for size in (each.snapshot_bytes, each.offloaded_bytes)][: len(on_nodes)]
+        size, unit = str(each.mesh.world_size), f"x{each.mesh.tp}" if each.mesh.tp > 1 else ""
+        rows.append(
+            [size, f"{replicas}{each.mesh.dp_shard}{unit}", *kinds, total, fits, each.memory.moment, *in_memory]
+        )
+    heading = f"GiB of a device at the fullest moment of a step; {' and '.join(on_nodes)}, in a node's memory"
+    return [heading, *_columns(rows)]
+
+
+def _time(forecasts: Sequence[Forecast], network: Network) -> list[str]:
+    rows = [
+        ["workers", "passes", "idle", "compute s", "network s", "update s", "step s", "tokens/s", "MFU", "bound by"]
+    ]
+    for each in chosen(forecasts, network):
+        time = each.time
+        seconds = [f"{value:.3g}" for value in (time.compute_s, time.network_s, time.update_s, time.step_s)]
+        rows.append(
+            [
+                str(each.mesh.world_size),
+                str(each.batch.num_micro_batches),
+                f"{each.batch.idle_share:.1%}",
+                *seconds,
+                f"{each.tokens_per_s:,.0f}",
+                f"{each.mfu:.0%}",
+                time.bound_by,
+            ]
+        )
+    return ["a step, an estimate; compute and network run side by side", *_columns(rows)]
+
+
+def _verdict(config: PretrainConfig, forecasts: Sequence[Forecast], device: Device, network: Network) -> list[str]:
+    usable = f"{device.memory_bytes * USABLE_SHARE / GIB:.1f} GiB, {USABLE_SHARE:.0%} of the device's memory"
+    large = [each for each in forecasts if not each.fits]
+    if not large:
+        return [f"fits at every size: less than {usable}"]
+    worst = max(large, key=lambda each: each.memory.total)
+    size = worst.mesh.world_size
+    lines = [
+        f"does not fit at {spans([each.mesh.world_size for each in large])} workers: at most {usable}, and at {size} "
+        f"it is {worst.memory.total / GIB:.1f}"
+    ]
+    found = remedy(config, size, device, network)
+    if found is None:
+        lines.append("no setting of `parallel` changes that: raise cluster.min_workers, or shorten data.seq_len")
+    else:
+        settings, then = found
+        lines.append(
+            f"{settings} would do: {then.memory.total / GIB:.1f} GiB at {size} workers, "
+            f"{then.time.step_s:.3g} s a step instead of {worst.time.step_s:.3g}"
+        )
+    return lines
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

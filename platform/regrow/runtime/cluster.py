@@ -1,0 +1,177 @@
+"""Ray for a job: join a running cluster, or start one on this machine, as one node or as several raylets."""
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from regrow.config.schema import ClusterConfig
+from regrow.errors import ClusterError, first_line
+from regrow.runtime.head import answering_head
+
+KNOWN_RAY = "2.60."  # whose insides `elastic.ray_train` knows, as tests/unit/test_ray_contract.py makes sure of
+WORKER_RESOURCE = "regrow_worker"  # what a node started here offers one of per worker it may hold
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What a user may want to know of the Ray cluster."""
+
+    dashboard: str  # where it is and what it asks for, a line; empty without one
+    session_dir: str  # where Ray keeps its logs
+
+
+@contextmanager
+def cluster_for(config: ClusterConfig) -> Iterator[Connection]:
+    """Connect to the cluster that the config names for as long as the context lasts.
+
+    What was started here is ended here. Raises ClusterError if it is not there or cannot hold `min_workers`.
+    """
+    nodes = None
+    if config.address is not None:
+        context = _join(config)
+    elif config.local_nodes == 0:
+        context = _start_one(config)
+    else:
+        context, nodes = _start_several(config)
+    try:
+        check_room(config)
+        yield Connection(_dashboard(context.dashboard_url), context.address_info["session_dir"])
+    finally:
+        ray.shutdown()
+        if nodes is not None:
+            nodes.shutdown()
+
+
+def _dashboard(address: str | None) -> str:
+    if not address:
+        return ""
+    with_token = os.environ.get("RAY_AUTH_MODE", "").lower() == "token"  # set by Ray where it starts or joins a cluster
+    asks = " (it asks once for the token that `ray get-auth-token` prints)" if with_token else ""
+    return f"Ray dashboard: http://{address}{asks}"
+
+
+def why_not_in_place() -> str:
+    """Why a group cannot change in place under the Ray that is installed; empty where it can."""
+    if ray.__version__.startswith(KNOWN_RAY):
+        return ""
+    return (
+        f"groups change in place under Ray {KNOWN_RAY}x, and this is {ray.__version__}: a failure restarts all "
+        "workers; install the Ray of constraints.txt, or say cluster.in_place=false"
+    )
+
+
+def worker_resources(config: ClusterConfig) -> dict[str, float]:
+    """What Ray reserves for one worker."""
+    resources = {"CPU": float(config.cpus_per_worker)}
+    if config.gpus_per_worker:
+        resources["GPU"] = float(config.gpus_per_worker)
+    if config.local_nodes:
+        resources[WORKER_RESOURCE] = 1.0
+    return resources
+
+
+def check_room(config: ClusterConfig, unit: int = 1) -> int:
+    """How many workers the cluster can hold now, `unit` of them together. Raises ClusterError below `min_workers`."""
+    needed = worker_resources(config)
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    on_nodes = [int(min(node.get(kind, 0.0) // amount for kind, amount in needed.items())) for node in alive]
+    room = sum(on_node // unit * unit for on_node in on_nodes)
+    if room >= config.min_workers:
+        return room
+    kind, each = ("GPU", config.gpus_per_worker) if config.gpus_per_worker else ("CPU", config.cpus_per_worker)
+    found = sum(node.get(kind, 0.0) for node in alive)
+    together = f", parallel.tp={unit} of them on a node" if unit > 1 else ""
+    raise ClusterError(_too_small(config, f"{kind}s", each, f"found {found:g} with room for {room} workers{together}"))
+
+
+def _too_small(config: ClusterConfig, unit: str, each: float, found: str) -> str:
+    least = f" (at least {config.min_workers * each:g})" if config.min_workers < config.max_workers else ""
+    return (
+        f"cluster {config.name!r} needs {config.max_workers * each:g} {unit}{least}, {found}; "
+        "start Ray on nodes that have them, set RAY_ADDRESS to their cluster, or choose another cluster, "
+        "such as +cluster=cpu3 for this machine"
+    )
+
+
+def _join(config: ClusterConfig) -> Any:
+    # a driver that is not itself a submitted job ships the checkout; a submitted job's runtime_env already did
+    package = Path(__file__).parents[1]
+    runtime_env = {} if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else {"py_modules": [str(package)]}
+    try:
+        address = answering_head(str(config.address))
+        return ray.init(address=address, runtime_env=runtime_env, **_quiet())
+    except (OSError, RuntimeError, ValueError) as error:
+        unit, each = ("GPUs", config.gpus_per_worker) if config.gpus_per_worker else ("CPUs", config.cpus_per_worker)
+        first = str(error).splitlines()[0][:120]
+        raise ClusterError(
+            _too_small(config, unit, each, f"found 0: no Ray cluster at {config.address!r} ({first})")
+        ) from error
+
+
+def _start_one(config: ClusterConfig) -> Any:
+    # logical CPUs beyond the workers' own, for the tasks that feed them
+    workers = config.max_workers + config.spare_workers
+    num_cpus = max(os.cpu_count() or 1, int(-(-workers * config.cpus_per_worker // 1))) + 1
+    with _one_line():
+        return ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=config.dashboard,
+            dashboard_port=config.dashboard_port if config.dashboard else None,
+            **_quiet(),
+        )
+
+
+def _start_several(config: ClusterConfig) -> tuple[Any, Any]:
+    """A head without workers and `local_nodes` nodes, each a raylet of its own, as separate hosts would run them."""
+    from ray.cluster_utils import Cluster
+
+    head = {
+        "num_cpus": 1,
+        "include_dashboard": config.dashboard,
+        **({"dashboard_port": config.dashboard_port} if config.dashboard else {}),
+    }
+    with _one_line():
+        nodes = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            per_node = -(-(config.max_workers + config.spare_workers) // config.local_nodes)
+            for _ in range(config.local_nodes):
+                add_local_node(nodes, config, num_workers=per_node)
+            return ray.init(address=nodes.address, **_quiet()), nodes
+        except BaseException:
+            nodes.shutdown()
+            raise
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    """Whatever keeps Ray from starting here is a ClusterError: Ray raises many kinds, plain Exception among them."""
+    try:
+        yield
+    except Exception as error:
+        folder = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray"
+        raise ClusterError(
+            f"Ray did not start on this machine: {first_line(error)}; its logs are in {folder}/session_latest/logs. Is "
+            "the machine very busy, or does that folder have a long name or no room (RAY_TMPDIR chooses another one)?"
+        ) from error
+
+
+def add_local_node(nodes: Any, config: ClusterConfig, *, num_workers: int = 1) -> Any:
+    """Start one more raylet with room for `num_workers`."""
+    return nodes.add_node(
+        num_cpus=int(-(-num_workers * config.cpus_per_worker // 1)),
+        num_gpus=num_workers * config.gpus_per_worker,
+        resources={WORKER_RESOURCE: num_workers},
+        wait=True,
+    )
+
+
+def _quiet() -> dict[str, Any]:
+    return {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}

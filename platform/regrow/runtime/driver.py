@@ -1,0 +1,315 @@
+"""What `jobs.pretrain` does: check, start the cluster, prepare data, open the run, train, and show it all the while."""
+
+import importlib
+import os
+import secrets
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import ray
+
+from regrow.config.check import check, geometry
+from regrow.config.schema import Float8, PretrainConfig
+from regrow.config.store import STARTED_AT
+from regrow.data.corpora import Corpora, find_corpora, order_of
+from regrow.data.distribute import on_ray
+from regrow.data.preflight import check_corpus
+from regrow.data.stream import start_stream, stop_stream
+from regrow.errors import RegrowError, first_line
+from regrow.model.linears import float8_line
+from regrow.parallel.phases import float8_steps
+from regrow.record.narrate import narrate, startup_line
+from regrow.record.provenance import git_sha, versions
+from regrow.record.run_folder import CHECKPOINTS
+from regrow.runtime.actor import start_coordinator
+from regrow.runtime.cluster import Connection, check_room, cluster_for, why_not_in_place
+from regrow.runtime.job import Job, train_fn
+from regrow.runtime.run_folder import Run, check_may_start, open_run
+from regrow.show.console import Console
+from regrow.show.report import write_report
+from regrow.state.disk.catalog import committed_steps
+from regrow.storage import Storage
+
+POLL_S = 0.2
+INTERRUPTED, CONTROLLER_DIED = "interrupted", "controller_died"
+LEAVE_S = 20.0  # for the workers to end by themselves once the run is given up
+
+
+class Startup:
+    """The seconds of each phase before the first step."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = STARTED_AT
+
+    def done(self, phase: str) -> None:
+        now = time.time()
+        self.seconds[phase] = now - self._last
+        self._last = now
+
+
+def pretrain(config: PretrainConfig) -> None:
+    """Train until the configured step and return; raises RegrowError for whatever a user can mend.
+
+    An interrupt commits a checkpoint first and then exits with status 130.
+    """
+    startup = Startup()
+    plans = check(config)
+    check_may_start(config)
+    with Console(sys.stderr) as console:
+        startup.done("config")
+        if config.cluster.in_place and why_not_in_place():
+            console.message(why_not_in_place())
+            config = replace(config, cluster=replace(config.cluster, in_place=False, spare_workers=0))
+        expected = check_corpus(config).line()
+        startup.done("corpus")
+        if config.cluster.address is None:
+            console.message("starting Ray on this machine")
+            # Ray Train takes seconds to import and Ray's own processes to start: both at once
+            glue = "regrow.runtime.ray_train" if config.cluster.in_place else "regrow.runtime.trainer"
+            threading.Thread(target=importlib.import_module, args=(glue,), name="imports").start()
+        with cluster_for(config.cluster) as connection:
+            lines = geometry(config, plans)
+            if config.parallel.float8 is not Float8.none:
+                lines.append(float8_line(config.model, config.parallel.float8.value, config.parallel.tp))
+                if (last := float8_steps(config.parallel, config.train.steps)) < config.train.steps:
+                    lines.append(f"float8 up to step {last:,}, then bfloat16")
+            console.start(lines, steps=config.train.steps, stop_at_step=config.train.stop_at_step)
+            if connection.dashboard:
+                console.message(connection.dashboard)
+            if expected:
+                console.message(expected)
+            startup.done("ray")
+            corpora = find_corpora(config, progress=console.progress, distribute=on_ray)
+            startup.done("data")
+            run = open_run(config, manifest_sha256=corpora.sha256)
+            console.message(_opening(config, run, corpora))
+            if (run.resumed_step or 0) >= _last_step(config):
+                console.message(
+                    f"step {run.resumed_step} is already committed: nothing to do; "
+                    "raise train.steps or train.stop_at_step to go on, or choose another run.name"
+                )
+                return
+            reason = _Session(config, run, corpora, console, startup, connection, lines).train()
+    if reason == INTERRUPTED:
+        sys.exit(130)
+
+
+class _Session:
+    """One attempt at a run, from its submission until its workers have left."""
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        run: Run,
+        corpora: Corpora,
+        console: Console,
+        startup: Startup,
+        connection: Connection,
+        geometry: list[str],
+    ) -> None:
+        self.config, self.run, self.console, self.connection = config, run, console, connection
+        secret = secrets.token_bytes(32)
+        self.coordinator = start_coordinator(
+            run.folder,
+            run.run_id,
+            secret=secret,
+            checkpoints=CHECKPOINTS,
+            config=config,
+            submitted={
+                "time": STARTED_AT,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+                "min_workers": config.cluster.min_workers,
+                "max_workers": config.cluster.max_workers,
+                "git": git_sha(),
+                "versions": versions(),
+                "command": shlex.join(sys.argv),
+                "geometry": geometry,
+            },
+        )
+        self.stream = start_stream(config, corpora, start_step=run.resumed_step or 0, stop_step=_last_step(config))
+        startup.done("actors")
+        self.startup_s: dict[str, float] | None = None
+        self.job = Job(
+            config=config,
+            run_id=run.run_id,
+            secret=secret,
+            folder=str(run.folder),
+            checkpoints=str(run.folder / CHECKPOINTS),
+            compile_cache=str(Storage.at(kept)) if (kept := config.parallel.compile_cache) else None,
+            corpora=corpora,
+            coordinator=self.coordinator,
+            stream=self.stream,
+            first_generation=0,
+            fit_at=0.0,
+            driver_s=startup.seconds,
+        )
+        self.asked_to_stop = False
+        self.trainer = self._trainer()
+        startup.done("imports")
+
+    def _trainer(self) -> Any:
+        """Ray Train, for as many workers as there is room for now."""
+        from regrow.runtime.trainer import build_trainer  # takes seconds, and has begun where Ray is ours
+
+        config, generation = self.config, ray.get(self.coordinator.ready.remote()) + 1
+        return build_trainer(
+            config,
+            num_workers=min(
+                config.cluster.max_workers + config.cluster.spare_workers,
+                check_room(config.cluster, config.parallel.tp),
+            ),
+            train_fn=train_fn,
+            settings={"job": replace(self.job, first_generation=generation, fit_at=time.time())},
+            storage=str(self.run.folder / "ray_train"),
+            name=f"{config.run.name}-g{generation}",
+        )
+
+    def train(self) -> str:
+        """Run the worker group to its end; why it ended: finished, stop_at_step or interrupted."""
+        with self._interrupts():
+            fatal, error = self._fit()
+            while isinstance(error, ray.exceptions.RayActorError) and not fatal:
+                detail = f"Ray Train's controller, and its workers with it: {first_line(error)}"
+                ray.get(self.coordinator.group_failed.remote(CONTROLLER_DIED, detail, []), timeout=60)
+                self._show()
+                if self.config.cluster.in_place:
+                    from regrow.runtime.ray_train import remove_places
+
+                    remove_places(self.run.run_id)
+                self.job = replace(self.job, driver_s={})
+                self.trainer = self._trainer()
+                fatal, error = self._fit()
+            if not fatal and error is None:
+                fatal = self._settle()
+        stop_stream(self.stream)
+        if error is not None and not fatal:
+            fatal = f"Ray Train gave up: {str(error).strip().splitlines()[-1]}"
+        steps = committed_steps(self.run.folder / CHECKPOINTS)
+        step = steps[0] if steps else 0
+        reason = self._reason(step, fatal)
+        ray.get(self.coordinator.close.remote(step, reason, fatal), timeout=60)
+        report = write_report(self.run.folder, self.config)
+        if fatal:
+            raise RegrowError(f"{fatal} (logs: {self.connection.session_dir}/logs)")
+        self._farewell(step, reason, report)
+        return reason
+
+    def _fit(self) -> tuple[str, BaseException | None]:
+        """Have Ray Train run its workers, and show what happens; why the run is given up, what Ray Train raised."""
+        outcome: list[BaseException] = []
+
+        def fit() -> None:
+            try:
+                self.trainer.fit()
+            except BaseException as error:  # carried over to the main thread
+                outcome.append(error)
+
+        thread = threading.Thread(target=fit, name="ray-train", daemon=True)
+        thread.start()
+        fatal, report_at, give_up_at = "", time.monotonic() + self.config.observe.report_every_s, float("inf")
+        while thread.is_alive() and time.monotonic() < give_up_at:
+            thread.join(POLL_S)
+            fatal = self._show()
+            if fatal and give_up_at == float("inf"):
+                give_up_at = time.monotonic() + LEAVE_S
+            if time.monotonic() > report_at:
+                begun = time.monotonic()
+                report = write_report(self.run.folder, self.config)
+                self.console.goodput = report["goodput"]
+                self.coordinator.reported.remote({key: report[key] for key in ("goodput", "capacity_goodput")})
+                took_s = time.monotonic() - begun  # grows with the log: at most a twentieth of the time
+                report_at = time.monotonic() + max(self.config.observe.report_every_s, 20 * took_s)
+        return self._show() or fatal, outcome[0] if outcome else None
+
+    def _settle(self) -> str:
+        """Wait for the last checkpoint, which keepers write by themselves; why it failed, if it did."""
+        while True:
+            busy, failure = ray.get(self.coordinator.unsettled.remote(), timeout=60)
+            self._show()
+            if not busy:
+                return str(failure)
+            time.sleep(POLL_S)
+
+    def _show(self) -> str:
+        """Show what happened since the last call; the fatal message if the run is over."""
+        if self.asked_to_stop:  # again and again: a coordinator that was restarted does not know
+            self.coordinator.request_stop.remote(INTERRUPTED)
+        updates, fatal = ray.get(self.coordinator.drain_updates.remote(), timeout=60)
+        for update in updates:
+            if update.kind == "row":
+                self.console.row(update.content)
+                if self.startup_s is not None:
+                    self.console.message(startup_line(self.startup_s, update.content["step_s"]))
+                    self.startup_s = None
+            else:
+                line = narrate(update.content)
+                if line:
+                    self.console.message(line)
+                if update.content["event"] == "generation":
+                    self.startup_s = update.content["startup_s"]
+        return fatal
+
+    @contextmanager
+    def _interrupts(self) -> Iterator[None]:
+        """Ctrl-C or SIGTERM: commit a checkpoint and leave; once more: leave at once."""
+
+        def handle(signum: int, frame: FrameType | None) -> None:
+            if self.asked_to_stop:
+                raise KeyboardInterrupt
+            self.asked_to_stop = True
+            self.console.message("stopping after this step with a checkpoint; once more to end at once")
+
+        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _reason(self, step: int, fatal: str) -> str:
+        if fatal:
+            return "failed"
+        if step >= self.config.train.steps:
+            return "finished"
+        return "stop_at_step" if step == self.config.train.stop_at_step else INTERRUPTED
+
+    def _farewell(self, step: int, reason: str, report: dict[str, Any]) -> None:
+        loss = report["final_loss"]
+        shown = f", loss {loss:.4f}" if loss is not None else ""
+        if reason == "finished":
+            self.console.message(f"finished {step} steps{shown}; report: {self.run.folder}/report.html")
+            return
+        self.console.message(
+            f"stopped at step {step} of {self.config.train.steps}{shown}; its checkpoint is committed. Resume with "
+            f"the same run.name={self.config.run.name}: {_resume_command()}"
+        )
+
+
+def _last_step(config: PretrainConfig) -> int:
+    return min(config.train.steps, config.train.stop_at_step or config.train.steps)
+
+
+def _opening(config: PretrainConfig, run: Run, corpora: Corpora) -> str:
+    state = "new run" if run.resumed_step is None else f"resuming from step {run.resumed_step}"
+    drawn = order_of(config, corpora).mixture.drawn(config.train.steps * config.optim.global_batch_seqs)
+    parts = []
+    for name, manifest, samples in zip(corpora.names, corpora.manifests, drawn, strict=True):
+        rows = manifest.splits["train"].num_rows
+        parts.append(f"{name or manifest.recipe}: {rows:,} rows, {samples / rows:.2f} epochs of them")
+    return f"run {config.run.name!r} at {run.folder} ({state}); model {config.model.name}; {'; '.join(parts)}"
+
+
+def _resume_command() -> str:
+    overrides = [argument for argument in sys.argv[1:] if not argument.startswith("train.stop_at_step=")]
+    return shlex.join(["python", "-m", "jobs.pretrain", *overrides])

@@ -1,0 +1,75 @@
+"""Is this device fit to train on, and how fast is it? A matrix product that is checked, and timed by itself.
+
+No collective is in it: in a step, where all ranks wait for each other, a slow one looks like all the others.
+"""
+
+import time
+
+import torch
+from torch import Tensor
+
+from regrow.runtime.hardware.gpus import problem, read_gpus
+
+SIZE = {"cpu": 384, "cuda": 4096}  # on CUDA, the most whose sums bfloat16 still holds
+TRIES = 3
+ROWS = 512  # of a product, that are checked at a time: in float64, and in what training leaves of the memory
+CHECKS = 16  # vectors: one wrong element is overseen with probability 2 ** -CHECKS
+
+
+class Unfit(Exception):
+    """The device computes wrong numbers, or is known to be broken."""
+
+
+def check_gpu(device: torch.device) -> None:
+    """Raises Unfit where NVML knows something against a GPU. A part of one, which NVML knows nothing of, passes."""
+    if device.type != "cuda":
+        return
+    gpus, uuid = read_gpus(), f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    for gpu in gpus:
+        if gpu.uuid == uuid and (found := problem(gpu, gpus)):
+            raise Unfit(found)
+
+
+class Prober:
+    """Keeps its matrices, so that a probe costs a few products and nothing else."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, size = device, SIZE[device.type]
+        self._seconds = 0.0
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+        generator = torch.Generator().manual_seed(0)
+        # a third of them zero: every sum is an integer that the dtype holds exactly, in whatever order it is taken
+        self._left, self._right = (
+            torch.randint(-1, 2, (size, size), generator=generator).to(device, dtype) for _ in range(2)
+        )
+        self._vectors = (torch.randint(0, 2, (size, CHECKS), generator=generator) * 2 - 1).to(device, torch.float64)
+        self._expected = self._left.double() @ (self._right.double() @ self._vectors)
+
+    def probe(self) -> float:
+        """Seconds that one product takes, the fastest of a few; of the probe before, where the memory is full.
+
+        Raises Unfit where it is wrong (Freivalds' check: `A (B x) = C x` for random x).
+        """
+        seconds, product = float("inf"), self._left
+        try:
+            for _ in range(TRIES):
+                self._wait()
+                begun = time.perf_counter()
+                product = self._left @ self._right
+                self._wait()
+                seconds = min(seconds, time.perf_counter() - begun)
+            self._check(product)
+        except torch.OutOfMemoryError:  # nothing is wrong with the device, and the next step needs less than it had
+            return self._seconds
+        self._seconds = seconds
+        return seconds
+
+    def _check(self, product: Tensor) -> None:
+        pairs = zip(product.split(ROWS), self._expected.split(ROWS), strict=True)
+        wrong = torch.cat([(rows.double() @ self._vectors != expected).any(dim=1) for rows, expected in pairs])
+        if wrong.any():
+            raise Unfit(f"{int(wrong.sum())} of {len(product)} rows of a matrix product are wrong on {self.device}")
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,44 @@
+"""What the driver hands to every worker, and the function that Ray Train runs there.
+
+No torch: the driver and Ray Train's controller load this too, and only workers should pay for that import.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from regrow.config.schema import PretrainConfig
+from regrow.data.corpora import Corpora
+
+CALL_TIMEOUT_S = 120.0  # of a call to the coordinator
+
+
+@dataclass(frozen=True)
+class Job:
+    """One attempt at a run, as its workers need to know it."""
+
+    config: PretrainConfig
+    run_id: str
+    secret: bytes  # that keepers ask of those who want bytes
+    folder: str  # the run's
+    checkpoints: str  # folder in it
+    compile_cache: str | None  # folder
+    corpora: Corpora
+    coordinator: Any  # actor handles
+    stream: Any
+    first_generation: int  # the one that this driver starts with
+    fit_at: float  # unix time at which the driver asked for workers
+    driver_s: dict[str, float]  # what the driver did before that
+
+
+def train_fn(settings: dict[str, Job]) -> None:
+    """Ray Train's entry. A user's mistake ends the run through the coordinator; anything else restarts the group."""
+    import ray
+
+    from regrow.errors import RegrowError
+    from regrow.runtime.worker import run_worker
+
+    job = settings["job"]
+    try:
+        run_worker(job)
+    except RegrowError as error:
+        ray.get(job.coordinator.fail.remote(str(error)), timeout=CALL_TIMEOUT_S)

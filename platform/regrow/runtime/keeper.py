@@ -1,0 +1,295 @@
+"""Keepers as Ray actors: one a node, detached, so that they outlive workers, the coordinator and the driver.
+
+Ray carries control alone; bytes go through shared memory and the keepers' own sockets. What keepers report of a step
+goes up a tree of them, and what is said to them goes down it: nobody, the coordinator at its root neither, hears from
+or speaks to more than FAN_OUT of them, however many nodes there are. A keeper whose coordinator is gone for long
+deletes what it holds and ends: an abandoned run leaves nothing in memory.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from regrow.control.health import Pulse
+from regrow.errors import CheckpointError
+from regrow.runtime.hardware.gpus import XidWatch, read_gpus
+from regrow.runtime.liveness.deaths import Deaths
+from regrow.runtime.liveness.pulse import look, read_pulses, where
+from regrow.state.disk.upload import WriteOrder, Written
+from regrow.state.memory.control_word import ControlWord
+from regrow.state.memory.held import Held
+from regrow.state.memory.link import Damaged, Link, measure
+from regrow.state.memory.node import KeeperNode, Peer, Sealed, is_served, last_used
+from regrow.state.memory.ranges import Address
+from regrow.state.memory.slots import Committed, Moment
+
+NAMESPACE = "regrow"
+COORDINATOR = "coordinator"  # its name is this after the run's id, a keeper's the node's id
+FAN_OUT = 8
+PING_S = 5.0
+ASK_AFTER = 0.25  # of the time after which a silent coordinator is given up
+CLOSE_S = 10.0
+
+
+@dataclass(frozen=True)
+class KeeperInfo:
+    """What others need to know of a keeper."""
+
+    node: str
+    domain: str  # that fails as one
+    folder: str
+    address: Address
+    newest: Moment  # the newest commit that it knows
+    held: tuple[Held, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A keeper's place in a generation."""
+
+    peer: Peer | None = None
+    leader: Any = None  # the keeper that speaks for this one; None: it speaks for itself
+    members: tuple[Any, ...] = ()  # those that this one speaks for
+    num_nodes: int = 1  # itself, its members, theirs and so on
+
+
+class Keeper:
+    """The actor. Starts its node's keeper in `folder`, or takes up what an earlier one left there."""
+
+    def __init__(self, run_id: str, node: str, folder: str, domain_label: str | None, abandon_after_s: float) -> None:
+        self.run_id, self.node_id, self.abandon_after_s = run_id, node, abandon_after_s
+        labels: dict[str, str] = ray.get_runtime_context().get_node_labels() or {}  # type: ignore[assignment]
+        self.domain = labels.get(domain_label or "", node)
+        self.folder = Path(folder)
+        self.keeper: KeeperNode | None = None
+        self.me = ray.get_runtime_context().current_actor
+        self.lock = threading.Lock()
+        self.word = ControlWord.read(self.folder)
+        self.coordinator: Any = None
+        self.place = Place()
+        self.newest_message = -1
+        self.reports: dict[Moment, list[Sealed]] = {}  # of the nodes that this keeper speaks for
+        self.heard_at = time.monotonic()
+        self.checking_link = threading.Lock()
+        self.link: Link | None = None  # to one other node
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        self.xids = XidWatch(self._tell_xid)
+        self.deaths = Deaths(self.folder, self._tell_gone)
+
+    def serve(self, coordinator: Any, secret: bytes) -> KeeperInfo:
+        """Work for this coordinator from now on; the same again, or another one after the first was lost."""
+        with self.lock:  # every rank of the node asks
+            if self.coordinator != coordinator:
+                self.coordinator, self.newest_message = coordinator, -1
+            self.heard_at = time.monotonic()
+            if self.keeper is None:
+                _delete_abandoned(self.folder, self.abandon_after_s)
+                self.keeper = KeeperNode(
+                    self.folder,
+                    node=self.node_id,
+                    host=ray.util.get_node_ip_address(),
+                    secret=secret,
+                    run_id=self.run_id,
+                    report=lambda sealed: self.relay([sealed]),
+                    complain=lambda text: self.coordinator.complaint.remote(self.node_id, text),
+                )
+                self.keeper.start()
+            self.keeper.secret = secret
+        newest = Committed.read(self.folder).newest
+        held = tuple(self.keeper.holdings())
+        return KeeperInfo(self.node_id, self.domain, str(self.folder), self.keeper.address, newest, held)
+
+    def take_place(self, place: Place) -> None:
+        """A generation begins."""
+        with self.lock:
+            self.place = place
+            self.reports.clear()
+        self._keeper.set_peer(place.peer)
+
+    def relay(self, reports: Sequence[Sealed]) -> None:
+        """Reports of this keeper and of those that it speaks for: passed on once all have reported a step."""
+        with self.lock:
+            place, size = self.place, self.place.num_nodes
+            for report in reports:
+                self.reports.setdefault(report.moment, []).append(report)
+            whole = [moment for moment, of_moment in self.reports.items() if len({r.node for r in of_moment}) == size]
+            sending = [report for moment in whole for report in self.reports[moment]]
+            if whole:
+                self.reports = {moment: r for moment, r in self.reports.items() if moment > max(whole)}
+        if sending:
+            up = self.coordinator.snapshots_sealed if place.leader is None else place.leader.relay
+            up.remote(sending)
+
+    def committed(self, number: int, state: Committed) -> None:
+        """What is committed now; messages are numbered, as they may overtake one another."""
+        self.heard_at = time.monotonic()
+        with self.lock:
+            for member in self.place.members:
+                member.committed.remote(number, state)
+            if number > self.newest_message:
+                self.newest_message = number
+                self._keeper.committed(state)
+
+    def holdings(self, since: Moment) -> list[Held]:
+        """What this keeper holds of a step and of later ones."""
+        return [held for held in self._keeper.holdings() if held.moment >= since]
+
+    def write(self, order: WriteOrder) -> Written:
+        """Write what the node holds of a step to storage."""
+        return self._keeper.write(order)
+
+    def pulses(self) -> list[Pulse]:
+        """Of the workers of this node."""
+        return read_pulses(self.folder)
+
+    def where(self) -> list[Pulse]:
+        """The same, once they have said whether they wait for others."""
+        return where(self.folder, self._ask_where())
+
+    def check_link(self, neighbours: Sequence[Peer], least_bytes_per_s: float) -> str:
+        """Why workers of this node should not join a group for what joins it to one of these, or empty.
+
+        Measured once. A neighbour that does not answer says nothing of this node.
+        """
+        with self.checking_link:  # every rank of the node asks
+            for peer in neighbours if self.link is None else ():
+                try:
+                    self.link = measure(peer.node, peer.address, self._keeper.secret)
+                except Damaged as error:
+                    return f"its link to node {peer.node[:12]}: {error}"
+                except CheckpointError as error:
+                    self._note("link_failed", to=peer.node, detail=str(error))
+                    continue
+                self._note("link", to=peer.node, sent=self.link.sent, received=self.link.received)
+                break
+            if self.link is None or min(self.link.sent, self.link.received) >= least_bytes_per_s:
+                return ""
+            return (
+                f"its link to node {self.link.node[:12]} carries {self.link.sent / 1e9:.2g} GB/s there and "
+                f"{self.link.received / 1e9:.2g} back; cluster.least_link_gb_per_s={least_bytes_per_s / 1e9:g}"
+            )
+
+    def gpus(self) -> list[str]:
+        """What the GPUs of this node tell of themselves."""
+        return [str(gpu) for gpu in read_gpus()]
+
+    def look(self) -> str:
+        """Where each worker of this node is, and what its GPUs tell."""
+        self._ask_where()
+        return look(self.folder) + "".join(f"{gpu}\n" for gpu in self.gpus())
+
+    def over(self, generation: int) -> None:
+        """Tell the workers of this node that a generation is over, whoever still waits in one of its collectives."""
+        with self.lock:
+            self.word = replace(self.word, over=max(generation, self.word.over))
+            self.word.write(self.folder)
+
+    def end_process(self, pid: int) -> None:
+        """Kill a worker of this node that hangs; one that is stopped, too."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Delete everything, what an earlier keeper left there too."""
+        self.xids.close()
+        self.deaths.close()
+        if self.keeper is not None:
+            self.keeper.close(delete=True)
+            self.keeper = None
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _ask_where(self) -> int:
+        with self.lock:
+            self.word = replace(self.word, traces=self.word.traces + 1)
+            self.word.write(self.folder)
+            return self.word.traces
+
+    @property
+    def _keeper(self) -> KeeperNode:
+        assert self.keeper is not None, "it serves nobody yet"
+        return self.keeper
+
+    def _note(self, event: str, **fields: Any) -> None:
+        self.coordinator.note.remote(event, {"node": self.node_id} | fields)
+
+    def _tell_xid(self, uuid: str, xid: int) -> None:
+        if self.coordinator is not None:
+            self.coordinator.gpu_error.remote(self.node_id, uuid, xid)
+
+    def _tell_gone(self, pid: int) -> None:
+        if self.coordinator is not None:
+            self.coordinator.gone.remote(self.node_id, pid)
+
+    def _watch(self) -> None:
+        """Find the coordinator again after this actor was restarted; end where none answers any more.
+
+        It is asked only after a while without a word of it: thousands that ask cost it more than training does.
+        """
+        while (silent_s := time.monotonic() - self.heard_at) < self.abandon_after_s:
+            time.sleep(PING_S)
+            with contextlib.suppress(ray.exceptions.RayError, ValueError):  # ValueError: there is none now
+                if self.coordinator is None:
+                    coordinator = ray.get_actor(f"{self.run_id}:{COORDINATOR}", namespace=NAMESPACE)
+                    ray.get(coordinator.greet.remote(self.node_id, self.me), timeout=4 * PING_S)
+                elif silent_s > ASK_AFTER * self.abandon_after_s:
+                    ray.get(self.coordinator.ready.remote(), timeout=PING_S)
+                    self.heard_at = time.monotonic()
+        self.close()
+        ray.kill(self.me, no_restart=True)
+
+
+def _delete_abandoned(mine: Path, abandon_after_s: float) -> None:
+    """Other runs' folders beside this one that no keeper serves any more, as after a power cut of Ray alone."""
+    for folder in mine.parent.glob("regrow-*"):
+        with contextlib.suppress(OSError):
+            if folder != mine and not is_served(folder) and time.time() - last_used(folder) > abandon_after_s:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def start_keeper(
+    run_id: str, node: str, *, memory_folder: str, domain_label: str | None, abandon_after_s: float
+) -> Any:
+    """The keeper of a node; started where there is none. Returns at once."""
+    there = NodeAffinitySchedulingStrategy(node, soft=False)
+    folder = str(Path(memory_folder) / f"regrow-{run_id}-{node[:12]}")
+    options: Callable[..., Any] = ray.remote(Keeper).options
+    return options(
+        name=f"{run_id}:{node}",
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        scheduling_strategy=there,
+        max_restarts=-1,
+        max_concurrency=8,
+    ).remote(run_id, node, folder, domain_label, abandon_after_s)
+
+
+def end_keepers(handles: Iterable[Any]) -> None:
+    """Have keepers delete what they hold, and end them."""
+    handles = list(handles)
+    closing = [handle.close.remote() for handle in handles]
+    ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S) if closing else None
+    for handle in handles:
+        ray.kill(handle, no_restart=True)
+
+
+def running_keepers(run_id: str) -> dict[str, Any]:
+    """Keepers of a run that are up, whoever started them, by node."""
+    found = {}
+    for entry in ray.util.list_named_actors(all_namespaces=True):
+        run, _, node = entry["name"].partition(":")
+        if entry["namespace"] == NAMESPACE and run == run_id and node != COORDINATOR:
+            with contextlib.suppress(ValueError):  # it ended just now
+                found[node] = ray.get_actor(entry["name"], namespace=NAMESPACE)
+    return found

@@ -1,0 +1,138 @@
+"""A worker's heartbeat: a thread that shows that the process runs, and listens whether its generation is over.
+
+The thread that trains may wait in a collective for somebody who is never coming: then this one breaks it off.
+"""
+
+import contextlib
+import faulthandler
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from regrow.control.health import NOTHING
+from regrow.runtime.abort import Breaker
+from regrow.runtime.liveness.pulse import STACKS, STACKS_SIGNAL, TRACE, PulseFile
+from regrow.state.memory.control_word import ControlWord
+
+BEAT_S = 0.1
+LOOK_S = 1.0  # between looks at what may be overdue
+# torch's flight recorders: of gloo and others, and, where torch was built with it, of NCCL
+RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+
+
+class Heartbeat:
+    """Beats from the moment it is made until the process ends."""
+
+    def __init__(self, folder: Path, *, collective_timeout_s: float = math.inf) -> None:
+        """`folder` is the node's keeper's. A generation that waits in a collective for so long is broken off.
+
+        Gloo does that by itself. NCCL's way would be to end the process.
+        """
+        self._collective_timeout_s = collective_timeout_s
+        self._look_at = math.inf  # of the monotonic clock: whether a collective is overdue
+        self._folder, self._pulse = folder, PulseFile(folder)
+        self._generation, self._step = NOTHING, NOTHING
+        self._breaker = Breaker()
+        self._probe_s = 0.0
+        self._at_length = False
+        self._entered_ns = 0  # the generation
+        self._lock = threading.Lock()
+        self._stacks = open(folder / f"{STACKS}-{os.getpid()}", "w")  # noqa: SIM115 (the signal writes to it)
+        faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
+        asked = ControlWord.read(folder).traces  # of whom was there before
+        threading.Thread(target=self._run, args=(asked,), name="heartbeat", daemon=True).start()
+
+    def enter(self, generation: int, breaker: Breaker) -> None:
+        """This process is in a generation, which `breaker` breaks off."""
+        with self._lock:
+            self._generation, self._step, self._breaker = generation, NOTHING, breaker
+            self._entered_ns = time.time_ns()
+            self._look_at = time.monotonic() + self._collective_timeout_s
+
+    def stepped(self, step: int) -> None:
+        self._step = step
+        self._look_at = time.monotonic() + self._collective_timeout_s
+
+    def probed(self, probe_s: float) -> None:
+        self._probe_s = probe_s
+
+    @contextlib.contextmanager
+    def at_length(self) -> Iterator[None]:
+        """What this process does now may take long, and keep the others waiting."""
+        self._at_length = True
+        try:
+            yield
+        finally:
+            self._at_length = False
+
+    def leave(self) -> None:
+        """The generation is over for this process: nothing of it is left to break off."""
+        with self._lock:
+            self._generation = NOTHING
+
+    def _run(self, asked: int) -> None:
+        while True:
+            self._pulse.beat(self._generation, self._step, self._probe_s)
+            word = ControlWord.read(self._folder)
+            if word.traces != asked:
+                asked = word.traces
+                self._say_where(asked)
+            with self._lock:
+                if self._generation > NOTHING and (self._generation <= word.over or self._is_overdue()):
+                    self._generation = NOTHING
+                    self._breaker.start()
+            time.sleep(BEAT_S)
+
+    def _is_overdue(self) -> bool:
+        """Whether this process has been in one collective for longer than any may take."""
+        if time.monotonic() < self._look_at:
+            return False
+        self._look_at = time.monotonic() + LOOK_S
+        begun_ns = time.time_ns() - self._collective_timeout_s * 1e9
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # of a format that is not as we know it
+            pending = [entry for dump in _recorded() for entry in pending_collectives(dump, self._entered_ns)]
+            return any(entry["time_created_ns"] < begun_ns for entry in pending)
+        return False
+
+    def _say_where(self, asked: int) -> None:
+        """As torch's flight recorder knows; what it kept is for people, too.
+
+        Its format is torch's own: where it is not as we know it nothing is said, and so nobody given up.
+        """
+        dumps = _recorded()
+        with contextlib.suppress(OSError):
+            (self._folder / f"{TRACE}-{os.getpid()}").write_bytes(b"\n".join(dumps))
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            begun, waits = zip(*(newest_collective(dump, self._entered_ns) for dump in dumps), strict=True)
+            self._pulse.answer(asked, sum(begun), any(waits) or self._at_length)
+
+
+def _recorded() -> list[bytes]:
+    torch_c = torch._C._distributed_c10d
+    dumps = [getattr(torch_c, name)(True, False) for name in RECORDERS if hasattr(torch_c, name)]
+    asynchronous = sys.modules.get("regrow.parallel.asynchronous")  # where it is in use
+    return [*dumps, asynchronous.flight_record()] if asynchronous else dumps
+
+
+def pending_collectives(dump: bytes, since_ns: int) -> list[dict[str, Any]]:
+    """The collectives that were begun since a time and have not ended, by torch's flight recorder (JSON)."""
+    entries = json.loads(dump).get("entries", [])  # none where there was no collective yet
+    # gloo's are retired as they end; NCCL's state is that of the device's events
+    pending = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+    return [entry for entry in pending if entry["time_created_ns"] >= since_ns]
+
+
+def newest_collective(dump: bytes, since_ns: int) -> tuple[int, bool]:
+    """How many collectives a process has begun, and whether one has not ended of those since a time, by torch's flight
+    recorder (JSON): one of an earlier generation, which was broken off, never ends there."""
+    entries = json.loads(dump).get("entries", [])
+    begun = 1 + max((entry["record_id"] for entry in entries), default=NOTHING)
+    return begun, bool(pending_collectives(dump, since_ns))

@@ -1,0 +1,107 @@
+"""Who of a broken group is dead: known from the network at once, seconds before Ray says so.
+
+Each worker listens at a port for as long as its process lives, and says nothing there. Where a connection is refused
+that once was taken, the process is gone: its host says so, whether a worker or everything on the node was killed. A
+host that does not answer proves nothing, and is left to others (`checkpoint.watch`, Ray itself).
+"""
+
+import contextlib
+import errno
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from regrow.control.membership import Member
+
+AT_ONCE = 512  # connections
+ANSWER_S = 0.5  # for a host to take or refuse one
+ASK_AGAIN_S, ASKED_PER_S = 0.1, 4000.0  # between roll calls, and more where many are asked
+
+
+class Lifeline:
+    """Takes connections and closes them, as long as this process lives. One that is stopped takes them still."""
+
+    def __init__(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=128)
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._run, name="lifeline", daemon=True).start()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._socket.close()
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                self._socket.accept()[0].close()
+
+
+class RollCall:
+    """Asks on a thread of its own: no method waits."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="roll-call")
+        self._reached: dict[str, Member] = {}  # by id: whoever was never reached cannot be missed
+        self._asked: Future[set[str]] | None = None
+        self._ask_at = 0.0
+
+    def meet(self, members: Iterable[Member]) -> None:
+        """A group trains: see whether its members can be reached."""
+        members = list(members)
+        for gone in self._reached.keys() - {member.id for member in members}:
+            del self._reached[gone]
+        new = [member for member in members if member.lifeline and member.id not in self._reached]
+        if new:
+            self._thread.submit(self._meet, new)
+
+    def gone(self, missing: Sequence[Member], now: float) -> list[Member]:
+        """Of these, who is dead as far as is known by now. Call often, for as long as somebody is missing."""
+        asked = self._asked
+        if asked is None:
+            known = [member for member in missing if member.id in self._reached]
+            if known and now >= self._ask_at:
+                self._asked = self._thread.submit(_refused, known)
+            return []
+        if not asked.done():
+            return []
+        self._asked, self._ask_at = None, now + max(ASK_AGAIN_S, len(missing) / ASKED_PER_S)
+        return [member for member in missing if member.id in asked.result()]
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _meet(self, members: Sequence[Member]) -> None:
+        for member, error in _knock(members):
+            if not error:
+                self._reached[member.id] = member
+
+
+def _refused(members: Sequence[Member]) -> set[str]:
+    return {member.id for member, error in _knock(members) if error == errno.ECONNREFUSED}
+
+
+def _knock(members: Sequence[Member]) -> list[tuple[Member, int]]:
+    """Connect to each; the errors, 0 where there was none, of those whose host answered in time."""
+    answers = []
+    for begin in range(0, len(members), AT_ONCE):
+        with selectors.DefaultSelector() as waiting, contextlib.ExitStack() as sockets:
+            for member in members[begin : begin + AT_ONCE]:
+                family = socket.AF_INET6 if ":" in member.host else socket.AF_INET
+                connection = sockets.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                connection.setblocking(False)
+                error = connection.connect_ex((member.host, member.lifeline))
+                if error == errno.EINPROGRESS:
+                    waiting.register(connection, selectors.EVENT_WRITE, member)
+                else:
+                    answers.append((member, error))
+            give_up_at = time.monotonic() + ANSWER_S
+            while waiting.get_map() and (left_s := give_up_at - time.monotonic()) > 0:
+                for key, _ in waiting.select(left_s):
+                    answers.append((key.data, key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)))  # type: ignore[union-attr]
+                    waiting.unregister(key.fileobj)
+    return answers

@@ -1,0 +1,109 @@
+"""Signs of life between the workers of a node and its keeper: small files in the node's memory, no message a step.
+
+A worker's `Pulse` says when it last ran, and in which step; a process that is stopped or stuck falls silent. The other
+way goes `ControlWord`: which generations are over, and that stacks are wanted. A keeper reads pulses when it is asked.
+"""
+
+import contextlib
+import mmap
+import os
+import signal
+import struct
+import time
+from pathlib import Path
+
+from regrow.control.health import NOTHING, Pulse
+
+STACKS, TRACE = "stacks", "collectives"  # what a worker leaves when it is asked where it is
+STACKS_SIGNAL = signal.SIGUSR2  # has it write down where each of its threads is
+LOOK_S = 0.2  # for workers to do so
+WHERE_S = 1.0  # for workers to say whether they wait for others
+_BEAT = struct.Struct("<qqqd")  # generation, step, nanoseconds of the machine's monotonic clock, seconds of a probe
+_WHERE = struct.Struct("<qqq")  # the question that is answered, collectives begun, whether one has not ended
+
+
+class PulseFile:
+    """This process' pulse."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / f"pulse-{os.getpid()}"
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        size = _BEAT.size + _WHERE.size
+        os.truncate(descriptor, size)
+        self._map = mmap.mmap(descriptor, size)
+        os.close(descriptor)
+        self.beat(NOTHING, NOTHING, 0.0)
+        self.answer(0, NOTHING, False)
+
+    def beat(self, generation: int, step: int, probe_s: float) -> None:
+        _BEAT.pack_into(self._map, 0, generation, step, time.monotonic_ns(), probe_s)
+
+    def answer(self, asked: int, collectives: int, waits: bool) -> None:
+        """Where this process is."""
+        _WHERE.pack_into(self._map, _BEAT.size, asked, collectives, waits)
+
+
+def read_pulses(folder: Path) -> list[Pulse]:
+    """Of all workers of the node, those included that have died; a worker that died earlier leaves no file."""
+    pulses = []
+    for path in folder.glob("pulse-*"):
+        with contextlib.suppress(OSError, struct.error):  # it is just being made
+            content = path.read_bytes()
+            generation, step, beat, probe_s = _BEAT.unpack_from(content)
+            asked, collectives, waits = _WHERE.unpack_from(content, _BEAT.size)
+            pid, silent_s = int(path.name.partition("-")[2]), (time.monotonic_ns() - beat) / 1e9
+            state = process_state(pid)
+            pulses.append(Pulse(pid, generation, step, silent_s, probe_s, state, asked, collectives, bool(waits)))
+            if not pulses[-1].state:
+                for each in folder.glob(f"*-{pid}"):
+                    each.unlink(missing_ok=True)
+    return pulses
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for a process of this machine; empty where there is none."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    letter = status.rpartition(")")[2].split()[0]
+    return "" if letter in "ZX" else letter
+
+
+def where(folder: Path, asked: int) -> list[Pulse]:
+    """The pulses once all that run have answered the question of this number, just asked; or after a while."""
+    give_up_at = time.monotonic() + WHERE_S
+    while True:
+        pulses = read_pulses(folder)
+        late = any(pulse.state and not pulse.stopped and pulse.asked != asked for pulse in pulses)
+        if not late or time.monotonic() > give_up_at:
+            return pulses
+        time.sleep(0.02)
+
+
+def look(folder: Path) -> str:
+    """Where each worker of the node is: the stacks of its threads, and its newest collectives as torch recorded them.
+
+    A `ControlWord` has just asked for these. A process that is stopped says nothing but that.
+    """
+    pulses = [pulse for pulse in read_pulses(folder) if pulse.state]
+    answers = {pulse.pid: folder / f"{STACKS}-{pulse.pid}" for pulse in pulses}
+    begins = {pid: path.stat().st_size if path.exists() else None for pid, path in answers.items()}
+    for pid, begin in begins.items():
+        if begin is not None:  # it listens to the signal
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, STACKS_SIGNAL)
+    time.sleep(LOOK_S)
+    lines = []
+    for pulse in pulses:
+        lines.append(
+            f"process {pulse.pid}, state {pulse.state}, last ran {pulse.silent_s:.1f} s ago, "
+            f"generation {pulse.generation}, finished step {pulse.step}"
+        )
+        with contextlib.suppress(OSError):
+            lines.append(answers[pulse.pid].read_bytes()[begins[pulse.pid] or 0 :].decode(errors="replace"))
+        with contextlib.suppress(OSError):
+            trace = folder / f"{TRACE}-{pulse.pid}"
+            lines.append(f"collectives of {pulse.pid}: {trace.read_text()}")
+            trace.unlink()
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,225 @@
+"""A rank's dealings with its node's keeper: find it, restore from what keepers hold, take snapshots."""
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch.distributed as dist
+
+from regrow.errors import CheckpointError, first_line
+from regrow.forecast.memory import plan_snapshot_memory
+from regrow.parallel.stream import Stream
+from regrow.runtime.abort import Address, Breaker
+from regrow.runtime.job import CALL_TIMEOUT_S, Job
+from regrow.runtime.keeper import KeeperInfo, start_keeper
+from regrow.runtime.liveness.heartbeat import Heartbeat
+from regrow.state.collective import from_rank_0, gather
+from regrow.state.entries import Entry, Progress
+from regrow.state.layout import Part
+from regrow.state.memory.reader import Holder, Restored, Unrestorable, restore_snapshot
+from regrow.state.memory.writer import Snapshots
+
+SAFE_S = 5.0  # that training waits for keepers which fall behind
+ROOM_S, LOOK_S = 120.0, 0.5  # that a group waits for room in a node's memory; between looks
+
+
+class MemoryTier:
+    """The snapshots of a run, from one rank's side. Every method but `__init__` is collective unless it says not."""
+
+    def __init__(self, job: Job) -> None:
+        """Ask for this node's keeper, which starts while the rank builds its model."""
+        self.job, self.config, self.folder = job, job.config.snapshot, Path()
+        self.node = ray.get_runtime_context().get_node_id()
+        self.keeper = start_keeper(
+            job.run_id,
+            self.node,
+            memory_folder=self.config.folder,
+            domain_label=self.config.domain_label,
+            abandon_after_s=self.config.abandon_after_s,
+        )
+        self.snapshots: Snapshots | None = None  # of the current generation
+        self._start_step = 0  # of it
+        self._serving = self._serve()
+        self._heartbeat: Heartbeat | None = None
+
+    def why_unfit(self) -> str:
+        """What this node is joined to the others by should not be trained with, and why; or empty. Local.
+
+        Waits for the keeper. One that does not come, or cannot work, is for `join` to tell.
+        """
+        least, serving = self.job.config.cluster.least_link_gb_per_s, self._serving
+        with contextlib.suppress(ray.exceptions.RayError):
+            info: KeeperInfo = ray.get(serving, timeout=CALL_TIMEOUT_S)
+            neighbours = ray.get(self.job.coordinator.neighbours.remote(info), timeout=CALL_TIMEOUT_S)
+            problem: str = ray.get(self.keeper.check_link.remote(neighbours, least * 1e9), timeout=CALL_TIMEOUT_S)
+            return problem
+        return ""
+
+    def waiting(self, generation: int, breaker: Breaker) -> None:
+        """This process is about to form a generation, and is to be broken off if that is over. Local.
+
+        But in its first one: then it waits until the deadline.
+        """
+        if self._heartbeat is not None:
+            self._heartbeat.enter(generation, breaker)
+
+    def join(self, generation: int, gloo: set[Address], breaker: Breaker) -> None:
+        """Wait for the keepers of all nodes to be up and known to the coordinator. From here on this rank is watched.
+
+        `gloo` is where this rank's gloo listens. Raises CheckpointError where a keeper cannot work on its node.
+        """
+        serving, self._serving = self._serving or self._serve(), None  # anew each time: it may have been restarted
+        try:
+            info: KeeperInfo = ray.get(serving, timeout=CALL_TIMEOUT_S)
+        except ray.exceptions.RayTaskError as error:
+            raise CheckpointError(
+                f"snapshot.folder={self.config.folder} cannot hold snapshots ({first_line(error.cause or error)}); "
+                "name a folder in every node's memory, or take no snapshots: snapshot.every_steps=0"
+            ) from error
+        self.folder = Path(info.folder)
+        ray.get(self.job.coordinator.register_keeper.remote(self.keeper, info), timeout=CALL_TIMEOUT_S)
+        breaker.watch(set().union(*gather(gloo)))
+        timeout_s = self.job.config.train.collective_timeout_s
+        self._heartbeat = self._heartbeat or Heartbeat(self.folder, collective_timeout_s=timeout_s)
+        self._heartbeat.enter(generation, breaker)
+
+    def restore(self, entries: Sequence[Entry], *, at_least: int) -> Progress | None:
+        """Fill the entries from the newest snapshot that is whole.
+
+        None where there is no snapshot of step `at_least` or later, and where some rank could not read it: what the
+        entries hold then is nothing to go by.
+        """
+        step, problem = 0, ""
+        coordinator = self.job.coordinator
+        for ask in (coordinator.newest_snapshot, coordinator.committed_snapshot):
+            newest = from_rank_0(ray.get(ask.remote(), timeout=CALL_TIMEOUT_S) if dist.get_rank() == 0 else None)
+            if newest is None or newest[0] < at_least:
+                return None
+            step, holders = newest
+            restored, mine = self._read(entries, holders)
+            problem = next(filter(None, gather(mine)), "")
+            if restored is not None and not problem:
+                for refused in restored.problems:
+                    self.job.coordinator.note.remote("snapshot_damaged", {"step": step, "detail": refused})
+                return Progress(**restored.scalars)
+        self._note({"step": step, "detail": problem})
+        return None
+
+    def _read(self, entries: Sequence[Entry], holders: list[Holder]) -> tuple[Restored | None, str]:
+        """What this rank needs, or why it cannot be had. Local."""
+        try:
+            restored = restore_snapshot(
+                entries, holders, node=self.node, folder=self.folder, secret=self.job.secret, reader=dist.get_rank()
+            )
+        except Unrestorable as error:
+            return None, str(error)
+        return restored, ""
+
+    def start(self, entries: Sequence[Entry], part: Part, generation: int, start_step: int, stream: Stream) -> None:
+        """Make this rank's slots for what follows `start_step`, in steps that run on `stream`.
+
+        Raises CheckpointError on every rank where one node's memory is too small: at once where the run begins, later
+        once what has taken it did not go for `ROOM_S`.
+        """
+        nodes = gather(self.node)
+        give_up_at = time.monotonic() + (ROOM_S if generation > self.job.first_generation else 0.0)
+        while True:
+            problem, snapshots = self._shortage(entries, part, nodes), None
+            if not problem:
+                try:
+                    snapshots = Snapshots(
+                        self.folder,
+                        entries,
+                        part=part,
+                        run_id=self.job.run_id,
+                        generation=generation,
+                        writers=nodes.count(self.node),
+                        num_slots=self.config.slots,
+                        submit=stream.submit if stream.num_ahead else None,
+                    )
+                except CheckpointError as error:
+                    problem = str(error)
+            problems, late = zip(*gather((problem, time.monotonic() > give_up_at)), strict=True)
+            if snapshots is not None and not any(problems):
+                break
+            if snapshots is not None:
+                snapshots.discard()
+            if late[0]:
+                raise CheckpointError(f"{next(filter(None, problems))}; or take no snapshots: snapshot.every_steps=0")
+            if problem:
+                self.job.coordinator.complaint.remote(self.node, problem)
+            time.sleep(LOOK_S)
+        self.snapshots, self._start_step = snapshots, start_step
+
+    def confirm(self, step: int) -> float:
+        """All collectives of a step have succeeded. Local.
+
+        Waits until a snapshot is safe that is at most `snapshot.every_steps` steps older; the seconds that took.
+        """
+        assert self.snapshots is not None
+        assert self._heartbeat is not None
+        self.snapshots.confirm(step)
+        self._heartbeat.stepped(step)
+        safe = (step - 1) // self.config.every_steps * self.config.every_steps
+        safe = self.snapshots.newest_begun(safe)  # some are left out, where keepers fall behind
+        return self.snapshots.await_commit(safe, patience_s=SAFE_S) if safe > self._start_step else 0.0
+
+    def probed(self, probe_s: float) -> None:
+        """How long this rank's device took for a probe. Local."""
+        assert self._heartbeat is not None
+        self._heartbeat.probed(probe_s)
+
+    def at_length(self) -> contextlib.AbstractContextManager[None]:
+        """What this rank does now may take long, and keep the others waiting. Local."""
+        return self._heartbeat.at_length() if self._heartbeat is not None else contextlib.nullcontext()
+
+    def close_snapshots(self) -> None:
+        """The generation is over, however it ended: nothing that is not sealed will be. Local."""
+        if self.snapshots is not None:
+            with contextlib.suppress(Exception):  # of a device that cannot be trusted
+                self.snapshots.close()
+            self.snapshots = None
+
+    def leave(self) -> None:
+        """This process has left its group, and is in none. Local."""
+        if self._heartbeat is not None:
+            self._heartbeat.leave()
+
+    def _serve(self) -> Any:
+        return self.keeper.serve.remote(self.job.coordinator, self.job.secret)
+
+    def _shortage(self, entries: Sequence[Entry], part: Part, nodes: list[str]) -> str:
+        """Why this node's memory does not do for the smallest group allowed, and for the one before it; or empty."""
+        cluster = self.job.config.cluster
+        least_shards = max(1, cluster.min_workers // part.num_replicas // part.num_blocks)
+        blocks = [prod(entry.span.blocks) for entry in entries]  # what is not cut, every rank of a unit has
+        sizes = [entry.span.whole_elements * entry.memory.element_size() for entry in entries]
+        need = plan_snapshot_memory(
+            state_bytes=sum(size // of for size, of in zip(sizes, blocks, strict=True)),
+            slots=self.config.slots,
+            ranks_on_node=nodes.count(self.node),
+            num_shards=part.num_shards,
+            least_shards=least_shards,
+            has_peer=len(set(nodes)) > 1,
+        )
+        room = os.statvfs(self.folder)
+        held = sum(path.stat().st_blocks * 512 for path in self.folder.iterdir())
+        have = room.f_bavail * room.f_frsize + held
+        if need.total <= have:
+            return ""
+        return (
+            f"{self.config.folder} on node {self.node[:12]} has {have / 1e9:.2f} GB for snapshots; "
+            f"{need.total / 1e9:.2f} GB are needed: {need.at_smallest / 1e9:.2f}, with another node's copies, for "
+            f"snapshot.slots={self.config.slots} in a group of cluster.min_workers={cluster.min_workers}, and "
+            f"{need.of_before / 1e9:.2f} of the group before it; raise cluster.min_workers, lower snapshot.slots (at "
+            "least 2), or give the nodes more memory (on Kubernetes, a larger memory volume)"
+        )
+
+    def _note(self, fields: dict[str, Any]) -> None:
+        if dist.get_rank() == 0:
+            self.job.coordinator.note.remote("snapshot_unreadable", fields)

@@ -1,0 +1,73 @@
+"""Opening a run: new, to be continued, or refused.
+
+A run whose weights were imported has a record before its first attempt. Its `manifest_sha256` is null, and `identity`
+holds what the weights alone tell: the first attempt has to agree with it, and completes it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from regrow.config.identity import differences, identity
+from regrow.config.schema import PretrainConfig
+from regrow.config.store import to_yaml
+from regrow.errors import ResumeError
+from regrow.record.run_folder import CHECKPOINTS, CONFIG_FILE, new_run_id, read_record, run_folder, write_record
+from regrow.state.disk.catalog import committed_steps
+from regrow.storage import Storage
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder and the random id that all its files carry."""
+
+    folder: Storage
+    run_id: str
+    resumed_step: int | None  # newest committed step when an existing run goes on; 0: none yet; None: a new run
+
+
+def check_may_start(config: PretrainConfig) -> None:
+    """Refuse, before anything slow happens, to touch an existing run that this config cannot continue.
+
+    Raises ResumeError, showing the difference where settings that the weights depend on changed.
+    """
+    folder = run_folder(config)
+    record = read_record(folder)
+    if record is None:
+        return
+    if not config.run.resume:
+        raise ResumeError(
+            f"run {config.run.name!r} exists at {folder} and run.resume=false; "
+            "choose another run.name, delete the folder, or leave run.resume=true to continue it"
+        )
+    mine = identity(config)
+    if record["manifest_sha256"] is None:
+        mine = {key: value for key, value in mine.items() if key in record["identity"]}
+    _refuse_changes(config, record["identity"], mine)
+
+
+def open_run(config: PretrainConfig, *, manifest_sha256: str) -> Run:
+    """Create the run's folder, or open it to go on. Raises ResumeError as `check_may_start` does, or for other data."""
+    folder, mine = run_folder(config), identity(config)
+    check_may_start(config)
+    record = read_record(folder)
+    if record is None:
+        run = Run(folder, new_run_id(), None)
+        write_record(folder, run_id=run.run_id, identity=mine, manifest_sha256=manifest_sha256)
+    else:
+        if record["manifest_sha256"] is None:
+            write_record(folder, run_id=record["run_id"], identity=mine, manifest_sha256=manifest_sha256)
+        else:
+            _refuse_changes(config, {"corpus": record["manifest_sha256"]}, {"corpus": manifest_sha256})
+        steps = committed_steps(folder / CHECKPOINTS)
+        run = Run(folder, record["run_id"], steps[0] if steps else 0)
+    folder.write_bytes(CONFIG_FILE, to_yaml(config).encode())
+    return run
+
+
+def _refuse_changes(config: PretrainConfig, old: dict[str, Any], new: dict[str, Any]) -> None:
+    changed = differences(old, new)
+    if changed:
+        raise ResumeError(
+            f"run {config.run.name!r} exists with other settings ({'; '.join(changed)}); "
+            "set them back to continue it, or choose another run.name"
+        )

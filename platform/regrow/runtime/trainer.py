@@ -1,0 +1,106 @@
+"""Ray Train, as it comes or with a group that changes in place, for a run.
+
+Only its public interface is used here; `elastic.ray_train` touches its insides and is imported where that is safe.
+"""
+
+import os
+from typing import Any
+
+from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError
+from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
+from ray.train.backend import Backend, BackendConfig
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+from regrow.config.schema import PretrainConfig
+from regrow.runtime.cluster import worker_resources
+
+# Read by Ray Train from the driver's environment and passed on to its controller.
+TUNING = {
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # a group that cannot be placed is planned anew after this
+    "RAY_TRAIN_V2_ENABLED": "1",
+}
+# Each of these is an actor whose imports cost seconds of CPU: worth it where nodes come and go, not on one machine.
+CLUSTER_TUNING = {
+    "RAY_TRAIN_ENABLE_STATE_TRACKING": "1",  # GET /api/train/v2/runs/v1 on the dashboard
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "1",
+}
+LEAST_POLL_S, POLLS_PER_S = 0.25, 500.0  # how soon a dead worker is noticed; of all workers together
+
+
+class ProcessGroupBackend(Backend):
+    """Leaves process groups to `elastic.rendezvous`."""
+
+    share_cuda_visible_devices = True  # NCCL reaches a neighbour's memory only where it sees the device
+
+
+class ProcessGroupConfig(BackendConfig):
+    """In place of Ray's TorchConfig, whose module imports torch into the driver and the controller."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return ProcessGroupBackend
+
+
+def build_trainer(
+    config: PretrainConfig, *, num_workers: int, train_fn: Any, settings: dict[str, Any], storage: str, name: str
+) -> Any:
+    """A trainer whose group starts with so many workers. Its own bookkeeping goes to `<storage>/<name>/`."""
+    local, cluster = config.cluster.address is None, config.cluster
+    for key, value in (TUNING | (dict.fromkeys(CLUSTER_TUNING, "0") if local else CLUSTER_TUNING)).items():
+        os.environ.setdefault(key, value)
+    poll_s = max(LEAST_POLL_S, num_workers / POLLS_PER_S)
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", f"{poll_s:.2f}")
+    os.environ.setdefault("RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S", str(cluster.silence_s))
+    elastic = cluster.min_workers < cluster.max_workers and not cluster.in_place
+    kind: type[DataParallelTrainer] = DataParallelTrainer
+    backend: BackendConfig = ProcessGroupConfig()
+    if cluster.in_place:
+        from regrow.runtime.ray_train import InPlaceConfig, InPlaceTrainer
+
+        kind, backend = InPlaceTrainer, InPlaceConfig()
+    size: Any = (cluster.min_workers, cluster.max_workers) if elastic else num_workers
+    return kind(
+        train_fn,
+        train_loop_config=settings,
+        backend_config=backend,
+        scaling_config=ScalingConfig(
+            num_workers=size,
+            use_gpu=cluster.gpus_per_worker > 0,
+            resources_per_worker=worker_resources(cluster),
+        ),
+        run_config=RunConfig(
+            name=name,
+            storage_path=storage,
+            failure_config=FailureConfig(max_failures=cluster.max_failures),
+            callbacks=[ReportFailures(settings["job"].coordinator)],  # type: ignore[list-item]
+        ),
+    )
+
+
+class ReportFailures(UserCallback):
+    """Tells the coordinator why a group broke, from Ray Train's controller."""
+
+    def __init__(self, coordinator: Any) -> None:
+        self.coordinator = coordinator
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        ranks = sorted(worker_exceptions)
+        causes = {rank: cause_of(error) for rank, error in worker_exceptions.items()}
+        # survivors fail because a peer died: the death is the cause
+        first = next((rank for rank in ranks if causes[rank] == "worker_died"), ranks[0])
+        detail = f"rank {first}: {last_line(worker_exceptions[first])}"
+        self.coordinator.group_failed.remote(causes[first], detail, ranks)
+
+
+def cause_of(error: Exception) -> str:
+    """`worker_died` for a process or node that is gone, `worker_failed` for an exception in the train function."""
+    text = f"{type(error).__name__} {type(error.__cause__).__name__}"
+    gone = isinstance(error, ActorDiedError | ActorUnavailableError | NodeDiedError) or "HealthCheck" in text
+    return "worker_died" if gone else "worker_failed"
+
+
+def last_line(error: Exception) -> str:
+    """What an exception of Ray's comes to."""
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    last = lines[-1].strip() if lines else type(error).__name__
+    return last.partition(" Some common causes")[0][:400]  # Ray's advice, the same every time

@@ -1,0 +1,225 @@
+"""What a worker process does, from its start to the run's end: one generation after another.
+
+Where a rank is lost, the others find their collectives failing. They give up the group, keep process, imports and
+memory, and join the next generation; what they had on the device is built and restored anew.
+"""
+
+import contextlib
+import ctypes
+import gc
+import os
+import resource
+import time
+import traceback
+import uuid
+from functools import partial
+from typing import NoReturn
+
+import ray
+import ray.train
+import ray.util
+import torch
+
+from regrow.config.schema import Backend, PretrainConfig
+from regrow.data.batch import layout_of
+from regrow.errors import RegrowError, first_line
+from regrow.parallel.compile_cache import CompileCache
+from regrow.parallel.fsdp import BACKENDS
+from regrow.parallel.stream import Stream, stream_of
+from regrow.plan.batch import plan_batch
+from regrow.runtime.abort import LEAVE_S, Breaker
+from regrow.runtime.generation import train_generation
+from regrow.runtime.hardware.gpus import cpus_near
+from regrow.runtime.hardware.interfaces import meet_at
+from regrow.runtime.hardware.probe import Prober, Unfit, check_gpu
+from regrow.runtime.hardware.settings import apply_device_settings
+from regrow.runtime.job import CALL_TIMEOUT_S, Job
+from regrow.runtime.liveness.probe import Lifeline
+from regrow.runtime.memory_tier import MemoryTier
+from regrow.runtime.rendezvous import Joined, join_generation, leave_generation
+from regrow.runtime.warm_up import warm_up
+from regrow.storage import Storage
+
+DRAIN_S = LEAVE_S * 2 / 3  # for a device to come to rest after its collectives were aborted
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of mallopt(3)
+
+
+def run_worker(job: Job) -> None:
+    """Train as long as the run lasts. Raises RegrowError for what another attempt would meet again."""
+    config, expected = job.config, ray.train.get_context().get_world_size()
+    meet_at(ray.util.get_node_ip_address(), os.environ)
+    _allow_descriptors()
+    if config.cluster.gpus_per_worker or config.cluster.backend is Backend.asynchronous:
+        watched = config.cluster.in_place and config.snapshot.every_steps > 0  # by a heartbeat, which breaks groups off
+        threads = max(1, int(config.cluster.cpus_per_worker))
+        apply_device_settings(os.environ, in_place=watched, compile_threads=threads)
+    device, member_id, after, entered = _device(config), uuid.uuid4().hex[:12], 0, time.time()
+    backend, stream = _backend(config, device)
+    lifeline = Lifeline(ray.util.get_node_ip_address())
+    prober = _fit(job, device)
+    memory = MemoryTier(job) if config.snapshot.every_steps else None  # its keeper starts beside what follows
+    compiled = _compiled_before(job, device)
+    stream.submit(partial(_warm_up, config, device, expected, backend)).result()
+    if memory is not None and config.cluster.check_hardware and (problem := memory.why_unfit()):
+        _end(job, problem)
+    gc.collect()
+    gc.freeze()  # what is imported stays: collections between generations, and in steps, need not look at it
+    while True:
+        joined: Joined | None = None
+        breaker, broken = Breaker(), True
+        try:
+            joined = join_generation(
+                job.coordinator,
+                member_id=member_id,
+                lifeline=lifeline.port,
+                after=after,
+                expected=expected,
+                backend=backend,
+                timeout_s=config.train.collective_timeout_s,
+                breaker=breaker,
+                waiting=memory.waiting if memory is not None else _until_the_deadline,
+            )
+            if joined is None:
+                broken = False
+                return
+            stream.submit(partial(_share_cores, config, device, joined.on_my_host)).result()
+            over = train_generation(job, joined, memory, prober, device, stream, breaker, compiled, entered=entered)
+            broken = False
+            if over:
+                return
+        except RegrowError:
+            raise
+        except Unfit as error:
+            _end(job, str(error))
+        except Exception as error:
+            if not config.cluster.in_place:
+                raise
+            _report(job, joined, error)
+            traceback.clear_frames(error.__traceback__)  # they hold the model
+        finally:
+            if broken:  # on every way out: what reads results is told before anything is aborted
+                breaker.start()
+                if not stream.drain(DRAIN_S):
+                    _end(job, f"{device} does not come to rest after its group was broken off")
+            if memory is not None:
+                memory.close_snapshots()
+            leave_generation()
+            breaker.left()
+            if memory is not None:
+                memory.leave()
+        after, entered = joined.generation if joined else after, time.time()
+        gc.collect()
+        if device.type == "cuda":  # NCCL and the driver do not ask torch for what it keeps
+            torch.cuda.empty_cache()
+        if broken:
+            _probe(job, prober)
+
+
+def _until_the_deadline(generation: int, breaker: Breaker) -> None:
+    """Without a keeper, nobody tells a process that the others will not come."""
+
+
+def _fit(job: Job, device: torch.device) -> Prober:
+    """What this process is to be probed with, now and while it trains; one whose device is not fit does not get on."""
+    try:
+        if job.config.cluster.check_hardware:
+            check_gpu(device)
+    except Unfit as error:
+        _end(job, str(error))
+    prober = Prober(device)
+    _probe(job, prober)
+    return prober
+
+
+def _probe(job: Job, prober: Prober) -> None:
+    """Get on only with a device that computes right, and at all: some errors stay with a CUDA process to its end."""
+    try:
+        prober.probe()
+    except Unfit as error:
+        _end(job, str(error))
+    except RuntimeError as error:
+        _end(job, f"{prober.device} does not answer: {first_line(error)}")
+
+
+def _compiled_before(job: Job, device: torch.device) -> CompileCache | None:
+    """What other nodes and earlier attempts compiled is torch's from here on."""
+    if job.compile_cache is None or not job.config.parallel.compile:
+        return None
+    cache = CompileCache(Storage.at(job.compile_cache), device)
+    cache.load()
+    return cache
+
+
+def _warm_up(config: PretrainConfig, device: torch.device, expected: int, backend: str) -> None:
+    """As for a group of so many."""
+    plan = plan_batch(
+        num_slices=config.optim.num_slices,
+        world_size=max(1, min(expected, config.cluster.max_workers) // config.parallel.tp),
+        slices_per_pass=config.parallel.slices_per_pass,
+    )
+    pass_seqs = plan.most_slices_of_a_pass * layout_of(config).slice_seqs
+    seq_len = config.data.seq_len
+    warm_up(device, config.model, config.parallel, pass_seqs=pass_seqs, seq_len=seq_len, backend=backend)
+
+
+def _end(job: Job, problem: str) -> NoReturn:
+    """End this process, whose device or link cannot be trusted: nothing of it may get any further."""
+    node = ray.get_runtime_context().get_node_id()
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.get(job.coordinator.unfit.remote(node, os.getpid(), problem), timeout=CALL_TIMEOUT_S)
+    os._exit(1)
+
+
+def _report(job: Job, joined: Joined | None, error: Exception) -> None:
+    """Tell the coordinator what ended the generation here, and the worker's log all of it."""
+    traceback.print_exception(error)
+    if joined is not None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            detail = f"rank {joined.rank}: {type(error).__name__}: {first_line(error)}"
+            ray.get(job.coordinator.broke.remote(joined.generation, detail[:500]), timeout=CALL_TIMEOUT_S)
+
+
+def _device(config: PretrainConfig) -> torch.device:
+    """This process' device, made current."""
+    if config.cluster.gpus_per_worker:
+        import ray.train.torch
+
+        device = ray.train.torch.get_device()
+        torch.cuda.set_device(device)
+        near = cpus_near(f"GPU-{torch.cuda.get_device_properties(device).uuid}") & os.sched_getaffinity(0)
+        if near:  # this thread, those that it starts, and the memory that they touch first
+            os.sched_setaffinity(0, near)
+        return device
+    _keep_freed_memory()
+    return torch.device("cpu")
+
+
+def _backend(config: PretrainConfig, device: torch.device) -> tuple[str, Stream]:
+    """What carries collectives, by its name in torch, and where steps run."""
+    if config.cluster.backend is Backend.asynchronous:
+        from regrow.parallel import asynchronous
+
+        return asynchronous.NAME, asynchronous.default_stream()
+    return BACKENDS[device.type], stream_of(device)
+
+
+def _allow_descriptors() -> None:
+    """As many open files as the system lets this user have: gloo and NCCL hold connections to every other rank."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _keep_freed_memory() -> None:
+    """Make glibc keep what is freed: given back to the kernel, every step's activations are page faults again."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent outside glibc
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, -1)
+        mallopt(M_TOP_PAD, 64 << 20)
+
+
+def _share_cores(config: PretrainConfig, device: torch.device, ranks_on_host: int) -> None:
+    """This rank's number of threads, where the host computes."""
+    if device.type == "cpu" or config.parallel.cpu_offload:
+        torch.set_num_threads(config.cluster.threads_per_worker or max(1, (os.cpu_count() or 1) // ranks_on_host))

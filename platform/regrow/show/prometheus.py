@@ -1,0 +1,317 @@
+"""A run's figures for Prometheus: what there is, what rows and events make of it, and how it gets to Ray's metrics.
+
+All of it comes from the coordinator's process, which sees every row and event; docs/metrics.md lists the figures. Rows
+only change numbers here: at most once in PUBLISH_S those that changed are handed to Ray, whose agent on the node serves
+them. Ray's classes are an argument, so that nothing here needs Ray.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Protocol
+
+from regrow.config.schema import PretrainConfig
+from regrow.control.cadence import Cadence
+from regrow.errors import first_line
+from regrow.record.ledger import STATES
+from regrow.record.log import Row
+from regrow.record.narrate import CAUSES
+from regrow.record.state_clock import StateClock
+
+PUBLISH_S = 1.0  # Ray collects every ten seconds, and never more often than this
+RUN = "run"  # label of every figure
+# A counter is there before it first grows, or rate() would miss that. Ray refuses 0; this is lost in whatever comes.
+NOTHING = sys.float_info.min
+MOVED = ("grow", "drain", "end_of_float8")  # causes of groups that left in good order
+INCIDENTS = (
+    "stalled",
+    "straggler",
+    "unfit",
+    "gpu_error",
+    "link_failed",
+    "quarantine",
+    "drain",
+    "data_fallback",
+    "snapshot_failed",
+    "snapshot_damaged",
+    "snapshot_unreadable",
+    "checkpoint_damaged",
+    "coordinator_restarted",
+)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One figure of a run, or one for each value of a label. Ray puts `ray_` before the name."""
+
+    name: str
+    help: str
+    label: str = ""
+    values: tuple[str, ...] = ("",)  # of the label
+
+    @property
+    def is_counter(self) -> bool:
+        return self.name.endswith("_total")
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        # what training does
+        Family("regrow_steps_total", "optimizer steps, those done again included"),
+        Family("regrow_tokens_total", "tokens of these steps"),
+        Family("regrow_step_seconds_total", "time of these steps, waiting included"),
+        Family("regrow_data_wait_seconds_total", "what of it was waiting for data"),
+        Family("regrow_snapshot_wait_seconds_total", "what of it was waiting for snapshots and checkpoints"),
+        Family("regrow_nonfinite_steps_total", "steps whose loss or gradient was NaN or infinite"),
+        Family("regrow_step", "the newest step"),
+        Family("regrow_target_steps", "the step at which this attempt ends"),
+        Family("regrow_trained_tokens", "tokens that the weights have seen"),
+        Family("regrow_loss", "of the newest step, nats a token"),
+        Family("regrow_validation_loss", "of the newest validation, nats a token"),
+        Family("regrow_gradient_norm", "of the newest step, before clipping"),
+        Family("regrow_learning_rate", "of the newest step"),
+        Family("regrow_tokens_per_second", "of the newest step, without waiting for snapshots"),
+        Family("regrow_mfu_ratio", "FLOPs of the newest step over the devices' peak"),
+        Family("regrow_last_step_timestamp_seconds", "when the newest step ended; before it, when the job began"),
+        # who trains
+        Family("regrow_running", "1 while there is a job of this run, 0 when it has stopped"),
+        Family("regrow_world_size", "ranks that train; 0 while no group does"),
+        Family("regrow_target_world_size", "cluster.max_workers"),
+        Family("regrow_min_world_size", "cluster.min_workers"),
+        Family("regrow_generation", "number of the newest group"),
+        Family("regrow_submitted_timestamp_seconds", "when the job began"),
+        Family("regrow_stops_total", "jobs that ended in good order, by reason", "reason",
+               ("finished", "stop_at_step", "interrupted", "failed")),
+        # what went wrong, and what it cost
+        Family("regrow_restarts_total", "groups that began to train after another one, by cause", "cause",
+               tuple(cause for cause in CAUSES if cause != "start")),
+        Family("regrow_failures_total", "failures of groups, by cause", "cause",
+               tuple(cause for cause in CAUSES if cause not in ("start", "resume", *MOVED))),
+        Family("regrow_recomputed_steps_total", "steps that were taken back, to be done again"),
+        Family("regrow_incidents_total", "events worth a look, by kind", "kind", INCIDENTS),
+        Family("regrow_state_seconds_total", "time of this job by state; all states add up to it", "state", STATES),
+        Family("regrow_goodput_ratio", "productive time over time since the run's first submission"),
+        Family("regrow_capacity_goodput_ratio", "the same, idle passes and absent ranks counted as lost"),
+        # what is safe
+        Family("regrow_snapshots_total", "steps that were committed in the nodes' memory"),
+        Family("regrow_snapshot_step", "the newest of them"),
+        Family("regrow_last_snapshot_timestamp_seconds", "when it was committed; before it, when training began"),
+        Family("regrow_checkpoints_total", "checkpoints, by result", "result", ("committed", "failed")),
+        Family("regrow_checkpoint_seconds_total", "from their beginnings to their commits"),
+        Family("regrow_checkpoint_bytes_total", "written to storage"),
+        Family("regrow_checkpoint_step", "the newest one's"),
+        Family("regrow_checkpoint_interval_seconds", "expected between two, at the present pace"),
+        Family("regrow_last_checkpoint_timestamp_seconds", "when it was committed; before it, when the job began"),
+        # what this costs
+        Family("regrow_metrics_cpu_seconds_total", "CPU time of keeping and handing over these figures"),
+    )
+}  # fmt: skip
+
+
+Key = tuple[str, str]  # name of a family, value of its label
+
+
+class Figures:
+    """The numbers themselves: totals of counters since this began, the newest values of what goes up and down."""
+
+    def __init__(self, config: PretrainConfig, cadence: Cadence, events: Sequence[Row], now: float) -> None:
+        """`events` are the run's so far, those of this job included where its coordinator was restarted."""
+        self.values: dict[Key, float] = {
+            (family.name, value): 0.0 for family in FAMILIES.values() if family.is_counter for value in family.values
+        }
+        train, cluster = config.train, config.cluster
+        self._tokens_per_step = config.optim.global_batch_seqs * config.data.seq_len
+        self._cadence, self._takes_snapshots = cadence, config.snapshot.every_steps > 0
+        self._step_s = 0.0  # smoothed
+        self._set("regrow_running", 1)
+        self._set("regrow_target_steps", min(train.steps, train.stop_at_step or train.steps))
+        self._set("regrow_target_world_size", cluster.max_workers)
+        self._set("regrow_min_world_size", cluster.min_workers)
+        for event in events:
+            self._see(event, event["time"])
+        phases = [event["event"] for event in events if event["event"] in ("submitted", "generation", "failure")]
+        self._clock = StateClock(now, training=phases[-1:] == ["generation"])
+
+    def row(self, row: Mapping[str, Any], now: float) -> None:
+        """A step has just ended."""
+        self._clock.row(row, now)
+        self._step_s = 0.9 * self._step_s + 0.1 * row["step_s"] if self._step_s else row["step_s"]
+        self._add("regrow_steps_total", 1)
+        self._add("regrow_tokens_total", self._tokens_per_step)
+        self._add("regrow_step_seconds_total", row["step_s"])
+        self._add("regrow_data_wait_seconds_total", row["data_wait_s"])
+        self._add("regrow_snapshot_wait_seconds_total", row["snapshot_s"])
+        self._add("regrow_nonfinite_steps_total", 0 if _is_finite(row["loss"], row["grad_norm"]) else 1)
+        self._set("regrow_step", row["step"])
+        self._set("regrow_trained_tokens", row["tokens_seen"])
+        self._set("regrow_loss", row["loss"])
+        self._set("regrow_validation_loss", row.get("validation_loss"))
+        self._set("regrow_gradient_norm", row["grad_norm"])
+        self._set("regrow_learning_rate", row["lr"])
+        self._set("regrow_tokens_per_second", row["tokens_per_s"])
+        self._set("regrow_mfu_ratio", row["mfu"])
+        self._set("regrow_world_size", row["world_size"])
+        self._set("regrow_last_step_timestamp_seconds", now)
+
+    def event(self, event: Mapping[str, Any], now: float) -> None:
+        """Something happened to the run, just now."""
+        name = event["event"]
+        if name == "submitted":
+            self._clock = StateClock(event.get("time", now))
+        self._clock.event(event, now)
+        self._see(event, event.get("time", now))
+        if name == "generation":
+            self._add("regrow_recomputed_steps_total", event.get("recomputed_steps", 0))
+            if event["cause"] != "start":
+                self._add("regrow_restarts_total", 1, event["cause"])
+        elif name == "failure":
+            self._add("regrow_failures_total", 1, event["cause"])
+        elif name == "checkpoint":
+            self._add("regrow_checkpoints_total", 1, "committed")
+            self._add("regrow_checkpoint_seconds_total", event["seconds"])
+            self._add("regrow_checkpoint_bytes_total", event["bytes"])
+        elif name == "checkpoint_failed":
+            self._add("regrow_checkpoints_total", 1, "failed")
+        elif name == "stopped":
+            self._set("regrow_running", 0)
+            self._add("regrow_stops_total", 1, event["reason"])
+        elif name in INCIDENTS:
+            self._add("regrow_incidents_total", 1, name)
+
+    def snapshot(self, step: int, now: float) -> None:
+        """A step was committed in the nodes' memory."""
+        self._add("regrow_snapshots_total", 1)
+        self._set("regrow_snapshot_step", step)
+        self._set("regrow_last_snapshot_timestamp_seconds", now)
+
+    def reported(self, report: Mapping[str, Any]) -> None:
+        """The driver has written a report, which knows the whole run."""
+        self._set("regrow_goodput_ratio", report["goodput"])
+        self._set("regrow_capacity_goodput_ratio", report["capacity_goodput"])
+
+    def tick(self, now: float) -> None:
+        """Bring up to date what depends on the time."""
+        self._clock.tick(now)
+        for state, seconds in self._clock.seconds.items():
+            self.values["regrow_state_seconds_total", state] = seconds
+        self._set("regrow_checkpoint_interval_seconds", self._checkpoint_interval_s(now))
+
+    def _see(self, event: Mapping[str, Any], at: float) -> None:
+        """What an event tells of the present, whenever it is read."""
+        match event["event"]:
+            case "submitted":
+                for name in ("submitted", "last_step", "last_checkpoint"):
+                    self._set(f"regrow_{name}_timestamp_seconds", at)
+                self.values.pop(("regrow_last_snapshot_timestamp_seconds", ""), None)
+            case "generation":
+                self._set("regrow_generation", event["generation"])
+                self._set("regrow_world_size", event["world_size"])
+                if self._takes_snapshots:
+                    self.values.setdefault(("regrow_last_snapshot_timestamp_seconds", ""), at)
+            case "forming" | "failure" | "stopped":
+                self._set("regrow_world_size", 0)
+            case "checkpoint":
+                self._set("regrow_checkpoint_step", event["step"])
+                self._set("regrow_last_checkpoint_timestamp_seconds", at)
+
+    def _checkpoint_interval_s(self, now: float) -> float | None:
+        """By whichever way one is due first; None where there is none yet."""
+        cadence = self._cadence
+        by_steps, by_time = (cadence.every_steps or 0) * self._step_s, (cadence.every_minutes or 0) * 60
+        return min((way for way in (by_steps, by_time, cadence.interval_s(now)) if way), default=None)
+
+    def _add(self, name: str, value: float, label: str = "") -> None:
+        self.values[name, label] = self.values.get((name, label), 0.0) + value
+
+    def _set(self, name: str, value: float | None) -> None:
+        if value is not None:
+            self.values[name, ""] = float(value)
+
+
+class Instruments(Protocol):
+    """The module `ray.util.metrics`."""
+
+    def Counter(self, name: str, description: str, tag_keys: tuple[str, ...]) -> Any: ...
+    def Gauge(self, name: str, description: str, tag_keys: tuple[str, ...]) -> Any: ...
+
+
+class RunMetrics:
+    """Takes what happens to a run and hands its figures to Ray. Never raises: they are not worth a run."""
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        cadence: Cadence,
+        events: Sequence[Row],
+        *,
+        instruments: Instruments | None,
+        note: Callable[[str], None],
+    ) -> None:
+        """`instruments` is `ray.util.metrics`, None to do nothing; `note` is told if no more figures come."""
+        self._run, self._instruments, self._note = config.run.name, instruments, note
+        self._begin = partial(Figures, config, cadence, events)
+        self._made: dict[str, Any] = {}  # counters and gauges by name
+        self._handed: dict[Key, float] = {}  # what Ray knows of counters
+        self._handed_at = -math.inf
+        self.cpu_s = 0.0  # that all of this took
+
+    @cached_property
+    def _figures(self) -> Figures:
+        return self._begin(time.time())
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        self._take(lambda figures, now: figures.row(row, now))
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        self._take(lambda figures, now: figures.event(event, now), at_once=event["event"] in ("submitted", "stopped"))
+
+    def snapshot(self, step: int) -> None:
+        self._take(lambda figures, now: figures.snapshot(step, now))
+
+    def reported(self, report: Mapping[str, Any]) -> None:
+        self._take(lambda figures, now: figures.reported(report))
+
+    def tick(self) -> None:
+        """Call it often, whatever happens or does not."""
+        self._take(lambda figures, now: None)
+
+    def _take(self, work: Callable[[Figures, float], None], *, at_once: bool = False) -> None:
+        if self._instruments is None:
+            return
+        begun, now = time.thread_time(), time.time()
+        try:
+            work(self._figures, now)
+            if at_once or now - self._handed_at >= PUBLISH_S:
+                self._figures.tick(now)
+                self._figures.values["regrow_metrics_cpu_seconds_total", ""] = self.cpu_s
+                self._hand_over(self._instruments)
+                self._handed_at = now
+        except Exception as error:
+            self._instruments = None
+            self._note(f"no more metrics: {first_line(error)}")
+        self.cpu_s += time.thread_time() - begun
+
+    def _hand_over(self, instruments: Instruments) -> None:
+        """Tell Ray by how much counters grew, and the rest anew: it forgets what it is not told for two reports."""
+        for key, value in self._figures.values.items():
+            family, tags, before = FAMILIES[key[0]], {RUN: self._run}, self._handed.get(key)
+            if family.is_counter and value == before:
+                continue
+            if family.label:
+                tags[family.label] = key[1]
+            if family.name not in self._made:
+                kind = instruments.Counter if family.is_counter else instruments.Gauge
+                self._made[family.name] = kind(family.name, description=family.help, tag_keys=tuple(tags))
+            if family.is_counter:
+                self._made[family.name].inc(NOTHING if before is None else value - before, tags=tags)
+                self._handed[key] = 0.0 if before is None else value
+            else:
+                self._made[family.name].set(value, tags=tags)
+
+
+def _is_finite(*values: float) -> bool:
+    return all(math.isfinite(value) for value in values)

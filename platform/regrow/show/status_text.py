@@ -1,0 +1,196 @@
+"""A run's status for a person: lines of plain text, a fact a line. Pure."""
+
+import textwrap
+from collections.abc import Iterator
+
+from regrow.record.narrate import CAUSES
+from regrow.record.status import DRIVER_DIED, Interruption, Saved, State, Status
+from regrow.show.svg import si
+from regrow.show.units import duration, percent, ranks, size, when
+
+LABEL = 15  # characters
+SHORT = 110  # characters of an interruption's detail
+
+Line = tuple[str, str]  # its label, which may be empty, and what it says
+
+
+def heading(status: Status) -> str:
+    """The run, what it does and since when."""
+    since = "" if status.since is None else f" since {when(status.since)} ({_ago(status, status.since)})"
+    match status.state:
+        case State.silent | State.gone:
+            word = "nothing heard" if status.state is State.silent else "gone, nothing heard"
+            text = f"{word}{since}"
+        case State.stalled:
+            text = f"stalled: no step{since}"
+        case State.finished | State.stopped | State.failed:
+            at = "" if status.since is None else f" {when(status.since)} ({_ago(status, status.since)} ago)"
+            text = f"{status.state.value}{at}"
+        case _:
+            text = f"{status.state.value}{since}"
+    return f"{status.run}: {text}"
+
+
+def body(status: Status) -> list[Line]:
+    """What there is to say beyond the heading."""
+    lines = [("", status.detail)] if status.detail else []
+    lines += _labelled("job", status.job)
+    if status.heard_at is None:
+        return lines
+    lines.append(("progress", _progress(status)))
+    if status.world_size is not None:
+        lines.append(("ranks", _ranks(status)))
+    if status.speed is not None:
+        lines.append(("speed" if not status.state.over else "last speed", _speed(status)))
+    if status.loss is not None or status.validation_loss is not None:
+        lines.append(("loss", _loss(status)))
+    if status.eta_s is not None:
+        end = f"step {status.last_step:,} " if status.last_step != status.steps else ""
+        lines.append(("ETA", f"{end}in {duration(status.eta_s)}, {when(status.as_of + status.eta_s)}, at this pace"))
+    lines.append(("goodput", _goodput(status)))
+    lines += _labelled("checkpoints", [_saved(status, saved) for saved in status.checkpoints] or ["none yet"])
+    lines += _labelled("interruptions", list(_interruptions(status)))
+    lines += [("!", text) for text in status.warnings]
+    return lines
+
+
+def describe(status: Status, width: int = 110) -> list[str]:
+    """The whole status as lines of plain text."""
+    lines = [heading(status)]
+    for label, text in body(status):
+        margin = f"  {label:<{LABEL}} "
+        lines += textwrap.wrap(
+            text,
+            width=max(width, 40),
+            initial_indent=margin,
+            subsequent_indent=" " * len(margin),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return lines
+
+
+def one_line(status: Status) -> str:
+    """The status in a line, for a log."""
+    parts = [status.state.value]
+    if status.step or status.steps:  # a job's folder may be out of reach
+        parts.append(f"step {status.step:,}" + (f"/{status.steps:,}" if status.steps else ""))
+    if status.state in (State.training, State.regrouping, State.stalled):
+        parts += [f"loss {status.loss:.4f}"] if status.loss is not None else []
+        if status.speed is not None and status.speed.tokens_per_s is not None:
+            parts.append(f"{status.speed.tokens_per_s:,.0f} tokens/s")
+        if status.world_size is not None:
+            most = f" of {status.max_workers:,}" if status.max_workers is not None else ""
+            parts.append(f"{status.world_size:,}{most} ranks")
+        parts += [f"ETA {duration(status.eta_s)}"] if status.eta_s is not None else []
+    elif status.heard_at is not None:
+        parts.append(f"last heard {_ago(status, status.heard_at)} ago")
+    return f"{when(status.as_of)} {status.run}: {', '.join(parts)}" + (f": {status.detail}" if status.detail else "")
+
+
+def _progress(status: Status) -> str:
+    steps = f" of {status.steps:,} ({percent(status.step / status.steps)})" if status.steps else ""
+    stop = ""
+    if status.stop_at_step is not None and status.stop_at_step != status.steps:
+        stop = f", to stop at {status.stop_at_step:,}"
+    tokens = f", {si(status.tokens)} tokens" if status.tokens else ""
+    heard = ""
+    if status.heard_at is not None and not status.state.over and status.state is not State.silent:
+        heard = f"; last heard {_ago(status, status.heard_at)} ago"
+    return f"step {status.step:,}{steps}{stop}{tokens}{heard}"
+
+
+def _ranks(status: Status) -> str:
+    now = "" if status.state in (State.training, State.stalled) else " in the last group"
+    most = status.max_workers
+    target = f" of {most:,}" if most is not None else ""
+    least = (
+        f" (at least {status.min_workers:,})" if status.min_workers is not None and status.min_workers != most else ""
+    )
+    return f"{status.world_size:,}{target}{least}{now}, generation {status.generation}"
+
+
+def _speed(status: Status) -> str:
+    speed = status.speed
+    assert speed is not None
+    parts = [f"{speed.tokens_per_s:,.0f} tokens/s"] if speed.tokens_per_s is not None else []
+    parts.append(f"{duration(speed.step_s)} a step")
+    if speed.mfu is not None:
+        parts.append(f"MFU {percent(speed.mfu)}")
+    parts.append(f"waiting for data {percent(speed.data_wait_share)}, for snapshots {percent(speed.snapshot_share)}")
+    return ", ".join(parts)
+
+
+def _loss(status: Status) -> str:
+    parts = [f"{status.loss:.4f}"] if status.loss is not None else []
+    if status.validation_loss is not None:
+        at = f" at step {status.validation_step:,}" if status.validation_step is not None else ""
+        parts.append(f"validation {status.validation_loss:.4f}{at}")
+    return ", ".join(parts)
+
+
+def _goodput(status: Status) -> str:
+    wall = "" if status.submitted_at is None else f"submitted {when(status.submitted_at)}"
+    attempts = f", attempt {status.attempts}" if status.attempts > 1 else ""
+    if status.goodput is None:
+        return f"not known yet; {wall}{attempts}" if wall else "not known yet"
+    stale = ""
+    if status.goodput_as_of is not None and status.as_of - status.goodput_as_of > 120 and not status.state.over:
+        stale = f", as of {_ago(status, status.goodput_as_of)} ago"
+    return f"{percent(status.goodput)}{stale}; {wall}{attempts}"
+
+
+def _saved(status: Status, saved: Saved) -> str:
+    large = f", {size(saved.num_bytes)}" if saved.num_bytes else ""
+    took = f" in {duration(saved.seconds)}" if saved.seconds is not None else ""
+    since = status.step - saved.step
+    behind = f"; {since:,} step{'s' if since != 1 else ''} since" if saved is status.checkpoints[0] else ""
+    return f"step {saved.step:,}, {_ago(status, saved.time)} ago{large}{took}{behind}"
+
+
+def _interruptions(status: Status) -> Iterator[str]:
+    total = sum(status.causes.values())
+    if not total:
+        yield "none"
+        return
+    yield f"{total:,}: " + ", ".join(f"{cause_text(cause)} {count:,}" for cause, count in status.causes.items())
+    for each in status.interruptions:
+        yield f"{_clock(status, each.time)} {_interruption(each)}"
+
+
+def _interruption(each: Interruption) -> str:
+    detail = f" ({textwrap.shorten(each.detail, SHORT, placeholder='…')})" if each.detail.strip() else ""
+    if each.ranks_after is None:
+        return f"{cause_text(each.cause)}{detail}; no other group yet"
+    before = f"{each.ranks_before:,} → " if each.ranks_before is not None else ""
+    back = f" after {duration(each.back_s)}" if each.back_s is not None else ""
+    lost = ""
+    if each.lost_steps is not None:
+        lost = f", {each.lost_steps:,} step{'s' if each.lost_steps != 1 else ''} lost"
+    source = f", state from {each.source}" if each.source else ""
+    return f"{cause_text(each.cause)}; {before}{ranks(each.ranks_after)}{back}{lost}{source}{detail}"
+
+
+def cause_text(cause: str) -> str:
+    """A cause of events.jsonl, or one of ours, in words."""
+    words = {
+        DRIVER_DIED: "the job ended without a word",
+        "grow": "grew",
+        "drain": "left nodes in time",
+        "end_of_float8": "on in bfloat16",
+    }
+    return words.get(cause) or CAUSES.get(cause) or cause.replace("_", " ")
+
+
+def _labelled(label: str, texts: list[str]) -> list[Line]:
+    return [(label if number == 0 else "", text) for number, text in enumerate(texts)]
+
+
+def _clock(status: Status, time: float) -> str:
+    """The time of day, with its date where that is not today."""
+    day, _, clock = when(time).removesuffix(" UTC").partition(" ")
+    return clock if when(status.as_of).startswith(day) else f"{day} {clock}"
+
+
+def _ago(status: Status, time: float) -> str:
+    return duration(max(0.0, status.as_of - time))

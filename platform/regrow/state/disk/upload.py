@@ -1,0 +1,185 @@
+"""A committed snapshot on its way to storage: keepers write their nodes' parts, the index and COMMIT come last.
+
+Every node writes what its ranks hold, each element once among replicas. Where a node does not, because it is gone or
+its memory is damaged, the one with its copies does. Neither side needs Ray or torch.
+"""
+
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from regrow.errors import CheckpointError
+from regrow.state.checksums import CHUNK_BYTES, Crc, checksums
+from regrow.state.disk.format import DataFile, Index, encode_header
+from regrow.state.layout import ITEM_BYTES, Span, column_blocks, written_part
+from regrow.state.memory.held import Held, Snapshot, open_snapshot
+from regrow.state.memory.slots import Moment, SlotHeader
+from regrow.storage import Storage
+
+Tensors = dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape
+WRITERS = 4  # files of a node that are written at once
+PIECE_BYTES = 512 * CHUNK_BYTES  # that are checked, then given to storage
+
+
+@dataclass(frozen=True)
+class WriteOrder:
+    """Write what ranks of `origin` hold of a step: from its slots, or on its peer from their copies."""
+
+    moment: Moment
+    origin: str  # the node whose ranks wrote the snapshot
+    copies: bool
+    folder: str  # in storage, of the step
+    token: str  # of the file names: no name is ever written twice
+    describe: bool  # the tensors too: one node is enough for that
+
+
+@dataclass(frozen=True)
+class Written:
+    """The files that came of an order, and what they are parts of."""
+
+    files: tuple[DataFile, ...]
+    num_ranks: int
+    scalars: dict[str, int]
+    tensors_sha256: str
+    tensors: Tensors | None  # where they were asked for
+    column_blocks: dict[str, int] = field(default_factory=dict)
+
+
+def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id: str) -> Written:
+    """What a keeper does: carry out an order from the files in its folder.
+
+    Every byte is checked on its way against the checksum it got when it was sealed, and keeps it. Raises
+    CheckpointError where the folder does not hold the step whole, or bytes are damaged; storage's errors are OSErrors.
+    """
+    mine = [each for each in held if each.moment == order.moment and each.is_copy == order.copies]
+    if not mine or len(mine) != mine[0].writers:
+        raise CheckpointError(
+            f"has {len(mine)} of the {mine[0].writers if mine else 'many'} snapshots of step {order.moment.step}"
+        )
+    target = Storage.at(order.folder)
+
+    def write(number: int, each: Held) -> tuple[DataFile | None, SlotHeader]:
+        snapshot = open_snapshot(folder / each.file)
+        if snapshot is None or snapshot.held != each:
+            raise CheckpointError(f"{each.file} is not the snapshot of step {order.moment.step} any more")
+        name = f"g{order.moment.generation:06d}-{order.token}-{number}.safetensors"
+        return _write_file(target, name, snapshot, run_id), snapshot.header
+
+    with ThreadPoolExecutor(WRITERS, thread_name_prefix="write") as writers:
+        outcomes = list(writers.map(write, range(len(mine)), mine))
+    header = outcomes[0][1]
+    tensors = {span.name: (span.dtype, span.shape) for span in header.spans}
+    blocks = column_blocks(header.spans)
+    digest = hashlib.sha256(json.dumps([sorted(tensors.items()), sorted(blocks.items())]).encode()).hexdigest()
+    data_files = tuple(file for file, _ in outcomes if file is not None)
+    return Written(data_files, len(mine), header.scalars, digest, tensors if order.describe else None, blocks)
+
+
+def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> DataFile | None:
+    """Write one rank's part; None where it has nothing to write."""
+    header = snapshot.header
+    parts: list[tuple[Span, int, Crc]] = []  # what to write, its first byte in the slot, its checksums
+    for span, offset, chunk in zip(header.spans, header.offsets, header.first_chunks, strict=False):
+        part = written_part(span, header.part)
+        if part.num_elements:
+            begin = (part.start - span.start) * ITEM_BYTES[span.dtype]
+            first = chunk + begin // CHUNK_BYTES
+            parts.append((part, offset + begin, snapshot.crc[first : first - (-part.num_bytes // CHUNK_BYTES)]))
+    if not parts:
+        return None
+    payload, checked = snapshot.payload(), [(span, crc) for span, _, crc in parts]
+    head = encode_header(checked, run_id=run_id, generation=header.generation, step=header.step)
+
+    def content() -> Iterator[bytes | memoryview]:
+        yield head
+        for span, offset, crc in parts:
+            for begin in range(0, span.num_bytes, PIECE_BYTES):
+                piece = payload[offset + begin : offset + min(begin + PIECE_BYTES, span.num_bytes)]
+                first = begin // CHUNK_BYTES
+                if not np.array_equal(checksums(piece), crc[first : first - (-len(piece) // CHUNK_BYTES)]):
+                    raise CheckpointError(f"{snapshot.path.name}: {span.name} fails its checksum")
+                yield piece
+
+    num_bytes = target.write_chunks(name, content())
+    return DataFile(name, num_bytes, len(head), hashlib.sha256(head).hexdigest())
+
+
+@dataclass
+class Upload:
+    """One checkpoint in the making, as the coordinator sees it. Pure: it says what to ask of whom, and is told.
+
+    `peers` are the nodes of the snapshot's generation, each with the node that holds its copies, or "".
+    """
+
+    moment: Moment
+    peers: dict[str, str]
+    folder: Storage  # of the step
+    run_id: str
+    begun_at: float = field(default_factory=time.time)
+    stall_s: float = 0.0  # that training stood still for it
+    problem: str = ""  # why nothing can come of it any more
+    _written: dict[str, Written] = field(default_factory=dict)  # by origin
+
+    def orders(self) -> list[tuple[str, WriteOrder]]:
+        """(node, order) to begin with: everyone its own."""
+        return [(node, self._order(node, copies=False)) for node in self.peers]
+
+    def done(self, order: WriteOrder, written: Written) -> None:
+        """An order was carried out."""
+        self._written[order.origin] = written
+
+    def failed(self, node: str, order: WriteOrder, problem: str) -> tuple[str, WriteOrder] | None:
+        """A node could not; who is to do it instead. None where nobody can: `problem` says why then."""
+        peer = self.peers[order.origin]
+        if not order.copies and peer:
+            return peer, self._order(order.origin, copies=True)
+        self.problem = self.problem or f"node {node[:12]} {problem}"
+        return None
+
+    @property
+    def complete(self) -> bool:
+        return not self.problem and self._written.keys() == self.peers.keys()
+
+    def index(self) -> Index:
+        """Of the complete checkpoint. Raises CheckpointError where nodes hold different things."""
+        first = self._written[next(iter(self.peers))]
+        assert first.tensors is not None
+        for node, written in self._written.items():
+            if (written.scalars, written.tensors_sha256) != (first.scalars, first.tensors_sha256):
+                raise CheckpointError(f"node {node[:12]} holds another state than {next(iter(self.peers))[:12]}")
+        files = tuple(file for written in self._written.values() for file in written.files)
+        have = sum(file.num_bytes - file.header_bytes for file in files)
+        need = sum(prod(shape) * ITEM_BYTES[dtype] for dtype, shape in first.tensors.values())
+        if have != need:
+            raise CheckpointError(f"the nodes hold {have:,} of the {need:,} bytes of the state")
+        num_ranks = sum(written.num_ranks for written in self._written.values())
+        return Index(
+            run_id=self.run_id,
+            generation=self.moment.generation,
+            step=self.moment.step,
+            scalars=first.scalars,
+            tensors=first.tensors,
+            files=files,
+            information={"world_size": num_ranks, "written_at": time.time()},
+            column_blocks=first.column_blocks,
+        )
+
+    def _order(self, origin: str, *, copies: bool) -> WriteOrder:
+        first = origin == next(iter(self.peers))
+        return WriteOrder(self.moment, origin, copies, str(self.folder), secrets.token_hex(4), describe=first)
+
+
+def write_index(folder: Storage, index: Index) -> bytes:
+    """Write the index of a checkpoint whose files are there; what COMMIT is to hold."""
+    content = index.to_json()
+    name = f"g{index.generation:06d}-{secrets.token_hex(4)}.index.json"
+    folder.write_bytes(name, content)
+    return json.dumps({"index": name, "sha256": hashlib.sha256(content).hexdigest()}).encode()

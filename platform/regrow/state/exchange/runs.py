@@ -1,0 +1,183 @@
+"""Runs to and from what others read and write: weights as Hugging Face's, whole states as torch's DCP."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from regrow.config.identity import model_of
+from regrow.config.schema import DataConfig, Dtype
+from regrow.data.corpora import Corpora
+from regrow.data.tokenizer import parse_tokenizer
+from regrow.errors import CheckpointError, DataError
+from regrow.record.run_folder import CHECKPOINTS, CONFIG_FILE, new_run_id, read_record, write_record
+from regrow.state.disk.format import Index
+from regrow.state.disk.inspect import Start
+from regrow.state.disk.store import save_one_by_one
+from regrow.state.disk.tensors import CheckpointTensors
+from regrow.state.entries import Entry, Progress
+from regrow.state.exchange import dcp, huggingface
+from regrow.state.layout import ITEM_BYTES
+from regrow.storage import Storage
+
+NOT_TOLD = ("name", "document_attention")  # of a model by Hugging Face's config.json
+
+
+def export_run(form: str, run_folder: str, index: Index, to: str, *, dtype: Dtype, start: Start) -> str:
+    """Write a run's checkpoint to a new folder, in the form `hf` (its weights in `dtype`) or `dcp`; says what it did.
+
+    Raises RegrowError where the folder is not empty, or the checkpoint is damaged.
+    """
+    run, target = Storage.at(run_folder), Storage.at(to)
+    _check_empty(target)
+    if form == "hf":
+        written = _export_weights(run, index, target, dtype, start)
+    elif dtype is Dtype.float32:
+        written = _export_state(run, index, target, start)
+    else:
+        raise CheckpointError(f"dcp holds the state as it is, in float32; leave out --dtype {dtype}, or export to hf")
+    return f"step {index.step} of {run} is at {target}, {written}"
+
+
+def import_run(form: str, source: str, run_folder: str, *, moments: Dtype = Dtype.float32, start: Start) -> str:
+    """Make a run of what lies in a folder in the form `hf` or `dcp`; says how to start it.
+
+    AdamW's moments, which `hf` does not have, begin at zero, kept as `moments`.
+    Raises RegrowError where the run's folder is not empty, or the source is damaged, or no such model or state.
+    """
+    run = Storage.at(run_folder)
+    _check_empty(run)
+    if form == "hf":
+        return "\n".join(_import_weights(Storage.at(source), run, moments, start))
+    if moments is not Dtype.float32:
+        raise CheckpointError(f"dcp holds moments, kept as they are; leave out --moments {moments}")
+    return "\n".join(_import_state(Storage.at(source), run, start))
+
+
+def _export_weights(run: Storage, index: Index, target: Storage, dtype: Dtype, start: Start) -> str:
+    """For `LlamaForCausalLM`, with the tokenizer of the run's corpus; says which that is."""
+    record = _record(run)
+    model, seq_len = model_of(record["identity"]), record["identity"].get("data.seq_len")
+    corpora = corpora_of(run, record)
+    if corpora is not None:
+        tokenizer = read_tokenizer(corpora)
+        end_of_text = parse_tokenizer(tokenizer, corpora.folders[0]).id_to_token(corpora.eot_id)
+        assert end_of_text is not None, "preparation found it in this file"
+        huggingface.export_tokenizer(target, tokenizer, end_of_text=end_of_text, seq_len=seq_len)
+    num_bytes = sum(prod(shape) for shape in huggingface.shapes_of(model).values()) * ITEM_BYTES["float32"]
+    huggingface.export_weights(
+        CheckpointTensors(run / CHECKPOINTS, index, start(num_bytes)),
+        model,
+        target,
+        dtype=dtype,
+        seq_len=seq_len,
+        end_of_text_id=None if corpora is None else corpora.eot_id,
+    )
+    if corpora is None:
+        return "without a tokenizer, for the run's corpus was not found; copy its tokenizer.json"
+    return f"with the tokenizer of {corpora.folders[0]}"
+
+
+def _export_state(run: Storage, index: Index, target: Storage, start: Start) -> str:
+    """All of it, with the settings of its run."""
+    record = _record(run)
+    tensors = CheckpointTensors(run / CHECKPOINTS, index, start(index.tensor_bytes))
+    kept = {key: record[key] for key in ("identity", "manifest_sha256")}
+    dcp.export_state(tensors, _local(target), run=kept)
+    return "with AdamW's moments"
+
+
+def _import_weights(source: Storage, run: Storage, moments: Dtype, start: Start) -> list[str]:
+    """A run that begins with these weights at step 0.
+
+    The model's settings are fixed by that; all others, and the corpus, are those of the run's first attempt.
+    """
+    model = huggingface.read_model(source)
+    settings = {key: value for key, value in asdict(model).items() if key not in NOT_TOLD}
+    identity = {f"model.{key}": value for key, value in settings.items()}
+    advance = start(huggingface.weight_bytes(source))
+    entries = huggingface.import_entries(source, model, advance, moments=moments)
+    _create(run, entries, Progress(), identity, None)
+    return [
+        f"{run} begins with the weights of {source}. With these settings as conf/model/imported.yaml,",
+        "",
+        *(f"    {line}" for line in yaml.safe_dump(settings, sort_keys=False).splitlines()),
+        "",
+        "and a corpus prepared with the same tokenizer, start it with",
+        "",
+        f"    python -m jobs.pretrain {_named(run)} model=imported"
+        + ("" if moments is Dtype.float32 else f" optim.moments={moments}"),
+    ]
+
+
+def _import_state(source: Storage, run: Storage, start: Start) -> list[str]:
+    """A run that goes on where the exported one stood, with its settings and corpus."""
+    state = dcp.ExportedState(_local(source))
+    progress = Progress(**state.scalars)
+    _create(run, state.entries(start(state.num_bytes)), progress, state.run["identity"], state.run["manifest_sha256"])
+    return [
+        f"{run} goes on from step {progress.step} of {source}. With the settings of the run that it is from:",
+        "",
+        f"    python -m jobs.pretrain {_named(run)} ...",
+    ]
+
+
+def _create(
+    run: Storage, entries: Iterable[Entry], progress: Progress, identity: dict[str, Any], manifest_sha256: str | None
+) -> None:
+    """The checkpoint first: were it missing, a run with a record would begin from its seed."""
+    run_id = new_run_id()
+    save_one_by_one(run / CHECKPOINTS, entries, scalars=progress.to_dict(), run_id=run_id)
+    write_record(run, run_id=run_id, identity=identity, manifest_sha256=manifest_sha256)
+
+
+def _record(run: Storage) -> dict[str, Any]:
+    record = read_record(run)
+    if record is None:
+        raise CheckpointError(f"{run} has no run.json, so its model is not known; name a run's folder")
+    return record
+
+
+def corpora_of(run: Storage, record: dict[str, Any]) -> Corpora | None:
+    """The corpora that a run trained on, proved by their checksum: those it names, or one prepared beside it."""
+    config = yaml.safe_load(run.read_bytes(CONFIG_FILE)) if run.exists(CONFIG_FILE) else {}
+    named = config.get("data", {}).get("corpora")
+    prepared = Storage.at(str(run).rpartition("/")[0]) / "data"
+    places = [named] if named else [{"": f"{prepared}/{name}"} for name in prepared.list() if name[0] != "."]
+    for folders in places:
+        corpora = Corpora.of(folders, DataConfig())
+        try:
+            if corpora.sha256 == record["manifest_sha256"]:
+                return corpora
+        except DataError:
+            continue  # no corpus, or an unfinished one
+    return None
+
+
+def read_tokenizer(corpora: Corpora) -> bytes:
+    """The tokenizer.json of corpora. Raises DataError where it is damaged."""
+    folder, tokenizer = Storage.at(corpora.folders[0]), corpora.manifests[0].tokenizer
+    data = folder.read_bytes(tokenizer.file)
+    if hashlib.sha256(data).hexdigest() != tokenizer.sha256:
+        raise DataError(f"{folder}/{tokenizer.file} is not what its manifest says; copy it from another place")
+    return data
+
+
+def _named(run: Storage) -> str:
+    storage_path, _, name = str(run).rpartition("/")
+    return f"run.storage_path={storage_path} run.name={name}"
+
+
+def _check_empty(folder: Storage) -> None:
+    if folder.list():
+        raise CheckpointError(f"{folder} is not empty; name a new folder")
+
+
+def _local(folder: Storage) -> Path:
+    if not folder.is_local:
+        raise CheckpointError(f"{folder}: torch.distributed.checkpoint is read and written on a file system alone")
+    return folder.local_path

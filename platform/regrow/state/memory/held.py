@@ -1,0 +1,159 @@
+"""What a keeper's folder holds: snapshots in files, each with its checksums beside it. No torch.
+
+<name>.slot        a trainer's slot (`slots`)
+<name>.slot.copy   the same of a rank on the node whose peer this is
+<file>.crc         beside each: sha256 of the header it belongs to, then the checksums of one span after another
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from regrow.errors import CheckpointError
+from regrow.state.checksums import Crc, checksums
+from regrow.state.layout import Part
+from regrow.state.memory.ranges import Address
+from regrow.state.memory.slots import SLOT, Moment, SlotHeader, open_slot
+
+COPY, CHECKSUMS = ".copy", ".crc"
+_SHA256 = 64  # hexadecimal digits
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A sealed snapshot file that a keeper holds, and its checksums."""
+
+    file: str
+    moment: Moment
+    part: Part
+    writers: int  # ranks that wrote such a file of this step on their node
+    header_sha256: str
+
+    @property
+    def is_copy(self) -> bool:
+        return self.file.endswith(COPY)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A snapshot file of a committed step, and where it is."""
+
+    node: str
+    address: Address  # of the node's keeper
+    held: Held
+
+    @property
+    def name(self) -> str:
+        return f"{self.node[:12]}/{self.held.file}"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A file of a snapshot, ready to be read."""
+
+    path: Path
+    header: SlotHeader
+    crc: Crc  # of all spans, one after another
+
+    @property
+    def held(self) -> Held:
+        header = self.header
+        moment = Moment(header.generation, header.step)
+        return Held(self.path.name, moment, header.part, header.writers, header.sha256)
+
+    def payload(self) -> memoryview:
+        """The whole file's bytes, mapped. Raises CheckpointError."""
+        try:
+            memory: memoryview = np.memmap(self.path, np.uint8, "r").data
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: cannot be mapped: {error}") from error
+        if len(memory) < self.header.offsets[-1]:
+            raise CheckpointError(f"{self.path}: is cut short")
+        return memory
+
+    def check(self) -> None:
+        """Raises CheckpointError where a checksum does not hold."""
+        if not np.array_equal(_checksums(self.payload(), self.header), self.crc):
+            raise CheckpointError(f"{self.path}: fails its checksums")
+
+
+def open_snapshot(path: Path) -> Snapshot | None:
+    """A sealed file with its checksums; None where there is none. Raises CheckpointError for a damaged one."""
+    header = open_slot(path)
+    try:
+        data = _beside(path).read_bytes()
+    except FileNotFoundError:
+        return None
+    if header is None or data[:_SHA256] != header.sha256.encode():
+        return None
+    crc = data[_SHA256:]
+    if len(crc) != 4 * header.first_chunks[-1]:
+        raise CheckpointError(f"{path}: its checksums are cut short")
+    return Snapshot(path, header, np.frombuffer(crc, "<u4"))
+
+
+def take_checksums(path: Path) -> Snapshot | None:
+    """Checksum a slot that was sealed just now; None where it is empty again."""
+    header = open_slot(path)
+    if header is None:
+        return None
+    crc = _checksums(Snapshot(path, header, np.empty(0, np.uint32)).payload(), header)
+    write_beside(path, header.sha256.encode() + crc.tobytes())
+    return open_snapshot(path)
+
+
+def holdings(folder: Path, run_id: str) -> list[Held]:
+    """Every sealed snapshot of a run that is in a folder with its checksums; damaged ones are left out, and logged."""
+    held = []
+    for path in sorted(folder.glob(f"*{SLOT}*")):
+        if path.name.endswith((SLOT, COPY)):
+            try:
+                found = open_snapshot(path)
+            except CheckpointError as error:
+                log.warning("%s", error)
+                continue
+            if found is not None and found.header.run_id == run_id:
+                held.append(found.held)
+    return held
+
+
+def generation_of(name: str) -> int:
+    """The generation that a slot, a copy or their checksums are of, by the name."""
+    return int(name[1:].partition("-")[0])
+
+
+def read_beside(path: Path) -> bytes:
+    """The checksum file of a snapshot, as it is."""
+    return _beside(path).read_bytes()
+
+
+def write_beside(path: Path, data: bytes) -> None:
+    """Put a checksum file in place."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_bytes(data)
+    os.replace(temporary, _beside(path))
+
+
+def forget(path: Path) -> None:
+    """Delete the checksums of a snapshot, without which it is none."""
+    _beside(path).unlink(missing_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Delete a snapshot and its checksums."""
+    forget(path)
+    path.unlink(missing_ok=True)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(path.name + CHECKSUMS)
+
+
+def _checksums(payload: memoryview, header: SlotHeader) -> Crc:
+    spans = zip(header.spans, header.offsets, strict=False)
+    return np.concatenate([checksums(payload[at : at + span.num_bytes]) for span, at in spans])

@@ -1,0 +1,84 @@
+"""How fast bytes travel between two nodes' keepers, and whether they arrive as they were sent.
+
+Both sides know the bytes: every one is compared. A newcomer's keeper measures before its workers join a group.
+"""
+
+import time
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from regrow.errors import CheckpointError
+from regrow.state.memory.ranges import BLOCK, Address, Connection, connected
+
+OP = "link"
+BUDGET_S = 1.0  # that a measurement may take each way, about
+MOST_BLOCKS = 32
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one TCP connection between two nodes carried, in bytes per second."""
+
+    node: str  # the other one
+    sent: float
+    received: float
+
+
+class Damaged(CheckpointError):
+    """Bytes did not arrive as they were sent."""
+
+
+def measure(node: str, address: Address, secret: bytes) -> Link:
+    """Exchange bytes with the keeper of a node.
+
+    Raises Damaged; CheckpointError where the keeper is gone or silent.
+    """
+    with connected(address, secret) as connection:
+        first_s = max(max(_exchange(connection, 1)), 1e-6)  # slow start is over then, too
+        num_blocks = max(1, min(MOST_BLOCKS, int(BUDGET_S / first_s)))
+        sent_s, received_s = _exchange(connection, num_blocks)
+    size = num_blocks * BLOCK
+    return Link(node, size / sent_s, size / received_s)
+
+
+def answer(request: dict[str, Any], connection: Connection) -> None:
+    """A keeper's side of an exchange."""
+    connection.send({"sound": _receive(connection, request["blocks"])})
+    for _ in range(request["blocks"]):
+        connection.send_bytes(_block().data)
+
+
+def _exchange(connection: Connection, num_blocks: int) -> tuple[float, float]:
+    """Seconds that so many blocks took there, and back."""
+    times = [time.perf_counter()]
+    connection.send({"op": OP, "blocks": num_blocks})
+    for _ in range(num_blocks):
+        connection.send_bytes(_block().data)
+    there = connection.receive().get("sound")
+    times.append(time.perf_counter())
+    if there is None:
+        raise ConnectionError("the other side closed the connection")
+    back = _receive(connection, num_blocks)
+    times.append(time.perf_counter())
+    if not (there and back):
+        raise Damaged(f"bytes were damaged on the way {'back' if there else 'there'}")
+    there_s, back_s = (max(later - earlier, 1e-9) for earlier, later in pairwise(times))
+    return there_s, back_s
+
+
+def _receive(connection: Connection, num_blocks: int) -> bool:
+    """All of them; whether they are sound."""
+    received, sound = np.empty_like(_block()), True
+    for _ in range(num_blocks):
+        connection.receive_into(received.data)
+        sound = sound and np.array_equal(received, _block())  # memoryviews compare ten times as slowly
+    return sound
+
+
+@cache
+def _block() -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(np.random.default_rng(0).bytes(BLOCK), np.uint8)

@@ -1,0 +1,316 @@
+"""One node's keeper, as far as it needs no Ray: it holds the node's snapshots and copies of another node's.
+
+    trainer --datagram: sealed--> checksums -> copy to the peer -> report (one a node and step) -> commit -> file
+
+Everything that it knows is in its folder (`held`), and is found there again by a keeper that starts anew.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import logging
+import os
+import queue
+import shutil
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from regrow.errors import CheckpointError, first_line
+from regrow.state.disk.upload import WriteOrder, Written, write_parts
+from regrow.state.memory import held as files
+from regrow.state.memory import link
+from regrow.state.memory.held import COPY, Held, open_snapshot
+from regrow.state.memory.ranges import BLOCK, Address, Connection, RangeServer, connected
+from regrow.state.memory.slots import MAGIC, NOTICES, SLOT, Committed, Moment, open_slot
+
+LOCK = "lock"  # held by the folder's keeper
+RETRY_S = 2.0  # after a snapshot could not be copied to the peer
+
+Work = queue.Queue[str | None]  # names of slots that were sealed; None: no more
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """All snapshots of a step that a node's ranks wrote are checked, and copied if there is anybody to copy to."""
+
+    node: str
+    moment: Moment
+    peer: str  # the node that holds the copies; empty: no other node
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The node, in another failure domain where there is one, that holds copies of another one's snapshots."""
+
+    node: str
+    address: Address
+
+
+class KeeperNode:
+    """Runs on threads of its own from `start` to `close`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        node: str,
+        host: str,
+        secret: bytes,
+        run_id: str,
+        report: Callable[[Sealed], None],
+        complain: Callable[[str], None] = log.warning,
+    ) -> None:
+        """`report` is told of steps that are safe, `complain` of what keeps one from it; both on a keeper's thread."""
+        self.folder, self.node, self.secret, self.run_id = folder, node, secret, run_id
+        self.report, self.complain = report, complain
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.server = RangeServer(host, lambda: self.secret, self._answer)
+        self._peer: Peer | None = None
+        self._work: Work = queue.Queue()  # of the thread that copies to the peer
+        self._ready: dict[Moment, dict[str, Held]] = {}  # checked and copied
+        self._failed = False  # something waits to be tried again
+        self._running = False
+        self._lock, self._receiving, self._checking = threading.Lock(), threading.Lock(), threading.Lock()
+        self._serving = open(folder / LOCK, "wb")  # noqa: SIM115 (held open for as long as the lock is)
+        fcntl.flock(self._serving, fcntl.LOCK_SH)
+        notices = folder / NOTICES
+        notices.unlink(missing_ok=True)
+        self._notices = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._notices.bind(str(notices))
+        self._notices.settimeout(RETRY_S)
+        self._threads = [
+            threading.Thread(target=target, name=f"keeper-{target.__name__}", daemon=True)
+            for target in (self.server.serve, self._listen)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+        with self._lock:
+            self._running = True
+            self._start_to_process()
+
+    @property
+    def address(self) -> Address:
+        return self.server.address
+
+    def set_peer(self, peer: Peer | None) -> None:
+        """Copy to this one from now on, and what was sealed and is not committed again."""
+        with self._lock:
+            if peer != self._peer and self._running:
+                # the one before may have gone dark, and the thread wait for it: let it
+                self._work.put(None)
+                self._work = queue.Queue()
+                self._start_to_process()
+            self._peer = peer
+            self._ready.clear()
+        self._look_again()
+
+    def holdings(self) -> list[Held]:
+        """Every sealed snapshot of the run in the folder whose checksums are there."""
+        return files.holdings(self.folder, self.run_id)
+
+    def committed(self, state: Committed) -> None:
+        """The coordinator says what is committed: tell the trainers, drop the snapshots of older generations."""
+        state.write(self.folder)
+        with self._lock:
+            for moment in [moment for moment in self._ready if moment <= state.newest]:
+                del self._ready[moment]
+        for path in self.folder.glob("g*"):  # what was never sealed too
+            generation = files.generation_of(path.name)
+            if generation < state.newest.generation and generation != state.pinned.generation:
+                path.unlink(missing_ok=True)
+
+    def write(self, order: WriteOrder) -> Written:
+        """Write this node's part of a committed snapshot to storage. Takes as long as that does; CheckpointError."""
+        return write_parts(self.folder, self.holdings(), order, run_id=self.run_id)
+
+    def close(self, *, delete: bool) -> None:
+        """End; `delete`: leave nothing in memory."""
+        self._put(None)
+        self.server.close()
+        with contextlib.suppress(OSError):
+            self._notices.shutdown(socket.SHUT_RDWR)
+        self._notices.close()
+        (self.folder / NOTICES).unlink(missing_ok=True)
+        self._serving.close()
+        if delete:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                data = self._notices.recv(4096)
+            except TimeoutError:
+                if self._failed:
+                    self._look_again()
+                continue
+            except OSError:
+                return
+            if not data:
+                return
+            self._put(data.decode())
+
+    def _look_again(self) -> None:
+        """Take up what is sealed and not committed, as if it had been sealed just now."""
+        self._failed = False
+        newest = Committed.read(self.folder).newest
+        for path in self.folder.glob(f"*{SLOT}"):
+            with contextlib.suppress(CheckpointError):
+                header = open_slot(path)
+                if header is not None and Moment(header.generation, header.step) > newest:
+                    self._put(path.name)
+
+    def _put(self, name: str | None) -> None:
+        with self._lock:
+            self._work.put(name)
+
+    def _start_to_process(self) -> None:
+        threading.Thread(target=self._process, args=(self._work,), name="keeper-_process", daemon=True).start()
+
+    def _process(self, work: Work) -> None:
+        while (name := work.get()) is not None and work is self._work:
+            try:
+                self._take(self.folder / Path(name).name)
+            except Exception as error:  # of one snapshot; the keeper goes on with the next
+                if work is self._work:
+                    self._failed = True
+                    self.complain(f"the snapshot in {name} on node {self.node[:12]} is not safe: {first_line(error)}")
+
+    def _take(self, path: Path) -> None:
+        """Check a slot that was sealed, copy it to the peer, and report the node's step once all its ranks' are."""
+        with self._checking:
+            snapshot = files.take_checksums(path)
+        if snapshot is None or snapshot.header.run_id != self.run_id:  # overwritten meanwhile
+            return
+        held = snapshot.held
+        with self._lock:
+            peer = self._peer
+        if peer is not None:
+            self._push(path, held, peer)
+        with self._lock:
+            if peer != self._peer:  # all of it again, for another one
+                return
+            ready = self._ready.setdefault(held.moment, {})
+            ready[held.file] = held
+            if len(ready) < held.writers:
+                return
+        self.report(Sealed(self.node, held.moment, peer.node if peer else ""))
+
+    def _push(self, path: Path, held: Held, peer: Peer) -> None:
+        """Copy a slot with its checksums to the peer, which checks them. Raises CheckpointError.
+
+        A copy that is there is left alone: its step may be committed by now, and nobody else have it.
+        """
+        size = path.stat().st_size
+        beside = files.read_beside(path)
+        with connected(peer.address, self.secret) as connection, open(path, "rb") as file:
+            if _has_copy(connection, path.name + COPY, beside):
+                return
+            put = {"op": "put", "file": path.name + COPY, "bytes": size, "checksums": len(beside)}
+            connection.send(put | {"header_sha256": held.header_sha256})
+            connection.send_bytes(beside)
+            connection.send_file(file, [(0, size)])
+            answer = connection.receive()
+            if "error" in answer or not answer:
+                raise CheckpointError(f"the peer refused it: {answer.get('error', 'it is gone')}")
+
+    def _answer(self, request: dict[str, Any], connection: Connection) -> None:
+        """One request of a peer, of a newcomer or of a rank that restores."""
+        if request["op"] == link.OP:
+            link.answer(request, connection)
+            return
+        path = self.folder / Path(request["file"]).name
+        if request["op"] == "put":
+            self._receive(path, request, connection)
+        elif request["op"] == "describe":
+            self._describe(path, connection)
+        elif request["op"] == "get":
+            with open(path, "rb") as file:
+                connection.send_file(file, [(offset, size) for offset, size in request["ranges"]])
+
+    def _describe(self, path: Path, connection: Connection) -> None:
+        try:
+            snapshot = open_snapshot(path)
+        except CheckpointError as error:
+            connection.send({"error": str(error)})
+            return
+        if snapshot is None:
+            connection.send({"error": f"{path.name} is not here"})
+            return
+        data, crc = snapshot.header.encode(), snapshot.crc.tobytes()
+        connection.send({"header": len(data), "crc": len(crc)})
+        connection.send_bytes(data + crc)
+
+    def _receive(self, path: Path, request: dict[str, Any], connection: Connection) -> None:
+        """Take a copy: visible only once all of it is there and its checksums hold."""
+        beside = connection.receive_bytes(request["checksums"])
+        problem = ""
+        try:
+            with self._receiving:
+                files.forget(path)
+                _receive_file(path, int(request["bytes"]), connection)
+                files.write_beside(path, beside)
+            snapshot = open_snapshot(path)
+            if snapshot is None or snapshot.held.header_sha256 != request["header_sha256"]:
+                problem = "it is not the snapshot that it is said to be"
+            else:
+                snapshot.check()
+        except ConnectionError:
+            raise
+        except (OSError, CheckpointError) as error:  # no room, or damaged on the way
+            problem = first_line(error)
+        if problem:
+            files.remove(path)
+        connection.send({"error": problem} if problem else {"ok": True})
+
+
+def _has_copy(connection: Connection, file: str, beside: bytes) -> bool:
+    """Whether a peer holds a file whole, with these very checksums."""
+    connection.send({"op": "describe", "file": file})
+    answer = connection.receive()
+    if "header" not in answer:
+        return False
+    header, crc = connection.receive_bytes(answer["header"]), connection.receive_bytes(answer["crc"])
+    return hashlib.sha256(header).hexdigest().encode() + crc == beside
+
+
+def _receive_file(path: Path, size: int, connection: Connection) -> None:
+    """Bytes of a snapshot into a file, a new or an old one; its magic goes first, comes last.
+
+    By way of a block that stays in the processor's caches: a mapping's pages would fault one by one.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        os.pwrite(descriptor, bytes(len(MAGIC)), 0)
+        os.ftruncate(descriptor, size)
+        magic, at = connection.receive_bytes(len(MAGIC)), len(MAGIC)
+        with memoryview(bytearray(min(BLOCK, size))) as block:
+            while at < size:
+                with block[: size - at] as piece:
+                    connection.receive_into(piece)
+                    at += os.pwrite(descriptor, piece, at)
+        os.pwrite(descriptor, magic, 0)
+    finally:
+        os.close(descriptor)
+
+
+def is_served(folder: Path) -> bool:
+    """Whether a keeper's process has this folder."""
+    try:
+        with open(folder / LOCK, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+
+
+def last_used(folder: Path) -> float:
+    """When something in a keeper's folder last came or went."""
+    return max(path.stat().st_mtime for path in [folder, *folder.iterdir()])

@@ -1,0 +1,312 @@
+"""The trainer's side of snapshots: the state of a step is copied beside the next forward and backward.
+
+After `optimizer.step` nothing changes the state until the next one, so the copy has all that time; the next
+`optimizer.step` waits for what is left of it. Slots take turns. A step is sealed once its copy is whole and the
+host has seen every collective of it succeed; the node's keeper hears of it by one datagram and does the rest:
+checksums, the peer's copy, the commit. The trainer learns what was committed from a few bytes of shared memory, and
+never overwrites the newest committed slot, nor one that is on its way, to a commit or to storage: where all are taken
+the step has no snapshot, or waits for one if it must.
+"""
+
+import contextlib
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from regrow.errors import CheckpointError
+from regrow.state.entries import Entry
+from regrow.state.layout import Part
+from regrow.state.memory.control_word import ControlWord
+from regrow.state.memory.slots import NOTHING, NOTICES, Committed, SlotFile, empty_header, slot_name
+
+POLL_S, COMMIT_POLL_S = 0.01, 0.003
+
+Submit = Callable[[Callable[[], None]], object]
+
+
+@dataclass
+class _Slot:
+    file: SlotFile
+    memory: list[torch.Tensor]
+    step: int = NOTHING  # that it holds, or is to hold once it is sealed
+
+
+@dataclass
+class _Pending:
+    """A snapshot that is not sealed."""
+
+    slot: _Slot
+    scalars: dict[str, int]
+    copied: bool = False
+    confirmed: bool = False
+
+
+class Snapshots:
+    """The snapshots of one rank in one generation."""
+
+    def __init__(
+        self,
+        folder: Path,
+        entries: Sequence[Entry],
+        *,
+        part: Part,
+        run_id: str,
+        generation: int,
+        writers: int = 1,
+        num_slots: int = 2,
+        submit: Submit | None = None,
+    ) -> None:
+        """`folder` is the keeper's; `writers` are the ranks that write there in this generation. What is given to
+        `submit` is called once the steps that were launched before are done; None where they are done at once.
+
+        Raises CheckpointError where the node's memory does not hold the slots.
+        """
+        self.folder, self.entries, self.generation = folder, list(entries), generation
+        spans = [entry.span for entry in entries]
+        header = empty_header(spans, part, run_id=run_id, generation=generation, writers=writers)
+        token = secrets.token_hex(6)
+        self._slots: list[_Slot] = []
+        try:
+            for number in range(num_slots):
+                file = SlotFile(folder / slot_name(generation, token, number), header)
+                self._slots.append(_Slot(file, file.memory()))
+            on_device = any(entry.memory.is_cuda for entry in entries)
+            self._copier = _DeviceCopy([slot.file for slot in self._slots]) if on_device else _HostCopy(submit)
+        except CheckpointError:
+            self._unlink()
+            raise
+        self._pending: _Pending | None = None
+        self._lock = threading.Lock()
+        self._begun, self._closed = NOTHING, False
+        self._late = NOTHING  # a step whose commit was waited for in vain
+        self.skipped = 0  # steps that found no free slot
+
+    def room(self) -> int:
+        """How many slots are free. Only `begin` makes them fewer.
+
+        Ranks hear of a commit at different times, so each by itself they would leave out different steps, until every
+        slot holds a step that some other rank lacks, and nothing is ever committed again. A group must begin a step on
+        all ranks or on none: where each of them had room.
+        """
+        return len(self._free_slots())
+
+    def await_room(self, patience_s: float) -> bool:
+        """Wait until a slot is free; whether one is."""
+        give_up_at = time.monotonic() + patience_s
+        while not self.room():
+            if time.monotonic() > give_up_at:
+                return False
+            time.sleep(POLL_S)
+        return True
+
+    @property
+    def begun(self) -> int:
+        """The newest step whose copy was begun."""
+        return self._begun
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a commit was waited for in vain that has not come since."""
+        return self._newest_committed() < self._late
+
+    def newest_begun(self, at_most: int) -> int:
+        """The newest step up to this one whose copy was begun; NOTHING where there is none."""
+        return max((slot.step for slot in self._slots if slot.step <= at_most), default=NOTHING)
+
+    def begin(self, step: int, scalars: dict[str, int]) -> bool:
+        """Start copying the state of `step`, on all ranks or on none. The optimizer must not step before `wait`.
+
+        False where no slot is free. Again for the same step: nothing.
+        """
+        if step == self._begun:
+            return True
+        slot = self._free_slot()
+        if slot is None:
+            self.skipped += 1
+            return False
+        slot.file.void()
+        slot.step = self._begun = step
+        pending = self._pending = _Pending(slot, scalars)
+        pairs = [(memory, entry.memory) for memory, entry in zip(slot.memory, self.entries, strict=True)]
+        self._copier.start(pairs, lambda: self._seal(pending, copied=True))
+        return True
+
+    def wait(self) -> float:
+        """Let nothing change the state before it is copied; the seconds that the host waited for that."""
+        begun = time.perf_counter()
+        self._copier.wait()
+        return time.perf_counter() - begun
+
+    def confirm(self, step: int) -> None:
+        """The host has seen that every collective of `step` succeeded: its snapshot may become visible."""
+        pending = self._pending  # the copying thread may seal it, and take it away
+        if pending is not None and pending.slot.step == step:
+            self._copier.poll()
+            self._seal(pending, confirmed=True)
+
+    def await_commit(self, step: int, *, patience_s: float) -> float:
+        """Wait until this step of the generation, or a later one, is committed; the seconds that took.
+
+        Not for ever: after `patience_s` nobody is waited for until a commit has come again, nor once the generation is
+        over.
+        """
+        begun = time.perf_counter()
+        while True:
+            reached = self._newest_committed()
+            waited_s = time.perf_counter() - begun
+            if reached >= step or reached < self._late or ControlWord.read(self.folder).over >= self.generation:
+                return waited_s
+            if waited_s > patience_s:
+                self._late = step
+                return waited_s
+            time.sleep(COMMIT_POLL_S)
+
+    def discard(self) -> None:
+        """Delete the slots, of which none was begun, and let go of their pages."""
+        self._closed = True
+        self._copier.close()
+        self._unlink()
+
+    def close(self) -> None:
+        """Void what is not sealed. Sealed slots stay: they are what the next generation starts from."""
+        if self._closed:
+            return
+        self._closed = True
+        self._copier.close()
+        if self._pending is not None:
+            self._pending.slot.file.void()
+            self._pending = None
+
+    def _newest_committed(self) -> int:
+        """Of this generation."""
+        newest = Committed.read(self.folder).newest
+        return newest.step if newest.generation == self.generation else NOTHING
+
+    def _unlink(self) -> None:
+        for slot in self._slots:
+            slot.file.path.unlink()
+
+    def _seal(self, pending: _Pending, *, copied: bool = False, confirmed: bool = False) -> None:
+        """Once it is both copied and confirmed, seal a snapshot and tell the keeper. On either thread."""
+        with self._lock:
+            pending.copied, pending.confirmed = pending.copied or copied, pending.confirmed or confirmed
+            if self._pending is not pending or not (pending.copied and pending.confirmed):
+                return
+            pending.slot.file.seal(pending.slot.step, pending.scalars)
+            self._pending = None
+        with (
+            contextlib.suppress(OSError),  # a keeper that restarts looks into the folder
+            socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices,
+        ):
+            notices.setblocking(False)
+            notices.sendto(pending.slot.file.path.name.encode(), str(self.folder / NOTICES))
+
+    def _free_slot(self) -> _Slot | None:
+        return None if self._pending is not None else min(self._free_slots(), key=lambda slot: slot.step, default=None)
+
+    def _free_slots(self) -> list[_Slot]:
+        state = Committed.read(self.folder)
+        kept = {moment.step for moment in (state.newest, state.pinned) if moment.generation == self.generation}
+        newest = state.newest.step if state.newest.generation == self.generation else NOTHING
+        return [slot for slot in self._slots if (slot.step <= newest and slot.step not in kept) or slot.step == NOTHING]
+
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # (to, from)
+
+
+class _HostCopy:
+    """Copies between host tensors on a thread; NumPy lets go of the interpreter meanwhile."""
+
+    def __init__(self, submit: Submit | None) -> None:
+        self._submit = submit
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._copy: Future[None] | None = None
+        self._begun = threading.Event()  # the newest one
+        self._begun.set()
+
+    def start(self, pairs: Pairs, done: Callable[[], None]) -> None:
+        arrays = [(target.view(torch.uint8).numpy(), source.view(torch.uint8).numpy()) for target, source in pairs]
+
+        def copy() -> None:
+            for target, source in arrays:
+                np.copyto(target, source)
+            done()
+
+        def begin() -> None:
+            self._copy = self._thread.submit(copy)
+            self._begun.set()
+
+        self._begun.clear()
+        if self._submit is None:
+            begin()
+        else:
+            self._submit(begin)  # after the step whose state it is
+
+    def wait(self) -> None:
+        """Called where steps run."""
+        if self._copy is not None:
+            self._copy.result()
+
+    def poll(self) -> None:
+        """Where steps run ahead of the host, the copy was launched before the one that is confirmed after it."""
+        if self._submit is not None:
+            self._begun.wait()
+            self.wait()
+
+    def close(self) -> None:
+        self._begun.wait()
+        self._thread.shutdown()
+
+
+class _DeviceCopy:
+    """Copies from a CUDA device on a stream of its own, into pages that are pinned once."""
+
+    def __init__(self, files: Sequence[SlotFile]) -> None:
+        """Raises CheckpointError where the pages cannot be pinned, and then pins none."""
+        self._pinned: list[torch.Tensor] = []
+        for pages in (file.pages() for file in files):
+            outcome = int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0))
+            if outcome:
+                self._unpin()
+                raise CheckpointError(
+                    f"cannot pin {pages.nbytes / 1e9:.1f} GB of {files[0].path.parent} for snapshots "
+                    f"(cudaHostRegister: error {outcome}); give the node more memory, or lower snapshot.slots"
+                )
+            self._pinned.append(pages)
+        self._stream, self._copied = torch.cuda.Stream(), torch.cuda.Event()
+        self._done: Callable[[], None] | None = None
+
+    def start(self, pairs: Pairs, done: Callable[[], None]) -> None:
+        self._done = done
+        self._stream.wait_stream(torch.cuda.current_stream())  # the optimizer's step
+        with torch.cuda.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+            self._copied.record()
+
+    def wait(self) -> None:
+        torch.cuda.current_stream().wait_event(self._copied)  # the device waits, not the host
+
+    def poll(self) -> None:
+        """When a step is confirmed its copy, launched before the next step, is done or nearly so."""
+        self._copied.synchronize()
+        if self._done is not None:
+            self._done()
+            self._done = None
+
+    def close(self) -> None:
+        self._copied.synchronize()
+        self._unpin()
+
+    def _unpin(self) -> None:
+        for pages in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())
+        self._pinned = []

@@ -1,0 +1,152 @@
+"""Nodes without Ray for tests: keepers on threads of this process, ranks that take snapshots, checkpoints from them."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+
+from regrow.state.disk.catalog import step_folder
+from regrow.state.disk.format import COMMIT, Index
+from regrow.state.disk.upload import Upload, write_index
+from regrow.state.entries import Entry
+from regrow.state.layout import Part, Span, shard_rows
+from regrow.state.memory.held import Holder
+from regrow.state.memory.node import KeeperNode, Peer, Sealed
+from regrow.state.memory.slots import Moment
+from regrow.state.memory.writer import Snapshots
+from regrow.storage import Storage
+
+SECRET = b"of this run"
+RUN = "0123456789abcdef"
+SHAPES = {"model/embed": (97, 200), "model/norm": (20,), "model/w": (7, 300), "optim/exp_avg/w": (7, 300)}
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    """The whole state after a step."""
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def scalars_of(step: int) -> dict[str, int]:
+    return {"step": step, "cursor": 12 * step}
+
+
+def entries_of(shard: int, num_shards: int, whole: dict[str, torch.Tensor] | None = None) -> list[Entry]:
+    """A rank's shards: of a state, or of zeros."""
+    entries = []
+    for name, shape in SHAPES.items():
+        rows, width = shard_rows(shape[0], shard, num_shards), prod(shape[1:])
+        span = Span(name, shape, "float32", rows.start * width, rows.stop * width)
+        memory = torch.zeros(span.num_elements)
+        if whole is not None:
+            memory.copy_(whole[name].reshape(-1)[span.start : span.stop])
+        entries.append(Entry(span, memory))
+    return entries
+
+
+def assert_state(entries: Sequence[Entry], step: int) -> None:
+    """Every element is that of the state after `step`."""
+    whole = state(step)
+    for entry in entries:
+        expected = whole[entry.span.name].reshape(-1)[entry.span.start : entry.span.stop]
+        assert torch.equal(entry.memory, expected), entry.span
+
+
+@dataclass
+class Node:
+    keeper: KeeperNode
+    reports: list[Sealed] = field(default_factory=list)
+
+
+@contextmanager
+def cluster(folder: Path, num_nodes: int) -> Iterator[list[Node]]:
+    """Keepers of some nodes, each the next one's peer."""
+    nodes: list[Node] = []
+    try:
+        for number in range(num_nodes):
+            reports: list[Sealed] = []
+            keeper = KeeperNode(
+                folder / f"n{number}",
+                node=f"node-{number}",
+                host="127.0.0.1",
+                secret=SECRET,
+                run_id=RUN,
+                report=reports.append,
+            )
+            nodes.append(Node(keeper, reports))
+        for number, node in enumerate(nodes):
+            peer = nodes[(number + 1) % num_nodes].keeper
+            node.keeper.set_peer(Peer(peer.node, peer.address) if num_nodes > 1 else None)
+            node.keeper.start()
+        yield nodes
+    finally:
+        for node in nodes:
+            node.keeper.close(delete=True)
+
+
+def wait_until(condition: Callable[[], object], deadline_s: float = 20.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def snapshot(
+    nodes: list[Node], step: int, num_shards: int, *, generation: int = 1, replicas: int = 1, also: Sequence[int] = ()
+) -> list[Snapshots]:
+    """All ranks of a group take a snapshot of the state of `step`; returns once every node has reported it.
+
+    `also`: then of these steps, into other slots.
+    """
+    entries, writers = [], []
+    ranks = [(replica, shard) for replica in range(replicas) for shard in range(num_shards)]
+    places = [number % len(nodes) for number in range(len(ranks))]
+    for (replica, shard), place in zip(ranks, places, strict=True):
+        entries.append(entries_of(shard, num_shards))
+        writers.append(
+            Snapshots(
+                nodes[place].keeper.folder,
+                entries[-1],
+                part=Part(shard, num_shards, replica, replicas),
+                run_id=RUN,
+                generation=generation,
+                writers=places.count(place),
+            )
+        )
+    used = [nodes[place] for place in sorted(set(places))]
+    for each in (step, *also):
+        whole, moment = state(each), Moment(generation, each)
+        for mine, writer in zip(entries, writers, strict=True):
+            for entry in mine:
+                entry.memory.copy_(whole[entry.span.name].reshape(-1)[entry.span.start : entry.span.stop])
+            assert writer.begin(each, scalars_of(each))
+            writer.wait()
+            writer.confirm(each)
+        wait_until(lambda: all(any(report.moment == moment for report in node.reports) for node in used))  # noqa: B023
+    return writers
+
+
+def holders(nodes: list[Node], step: int) -> list[Holder]:
+    """Who holds what of a step, as all keepers say."""
+    found = []
+    for node in nodes:
+        held_of_step = [held for held in node.keeper.holdings() if held.moment.step == step]
+        found += [Holder(node.keeper.node, node.keeper.address, held) for held in held_of_step]
+    return found
+
+
+def write_checkpoint(nodes: list[Node], checkpoints: Storage, step: int, generation: int = 1) -> Index:
+    """Have keepers write a snapshot that is in memory to storage, and commit it."""
+    moment = Moment(generation, step)
+    keepers = {report.node: node.keeper for node in nodes for report in node.reports if report.moment == moment}
+    folder = checkpoints / step_folder(step)
+    upload = Upload(moment, dict.fromkeys(keepers, ""), folder, RUN)
+    for node, order in upload.orders():
+        upload.done(order, keepers[node].write(order))
+    index = upload.index()
+    folder.write_bytes(COMMIT, write_index(folder, index))
+    return index

@@ -1,0 +1,111 @@
+"""A whole training run on the ranks of `run_ranks`, as the job does it but on rows that count up."""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from regrow.accept.tiny import count_up_rows
+from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
+from regrow.model.llama import Llama
+from regrow.parallel.apply import build_model
+from regrow.parallel.fsdp import build_mesh
+from regrow.plan.batch import plan_batch
+from regrow.plan.mesh import plan_mesh
+from regrow.train.build import build_step
+from regrow.train.step import StepResult, TrainStep
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and for how long; never how many ranks train it."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    num_steps: int = 6
+    seq_len: int = 16
+    seed: int = 0
+    noise: float = 0.0
+    eot_id: int | None = None
+
+    def rows(self, step: int) -> Tensor:
+        """The global batch of a step."""
+        return count_up_rows(
+            step,
+            num_rows=self.optim.global_batch_seqs,
+            seq_len=self.seq_len,
+            vocab_size=self.model.vocab_size,
+            noise=self.noise,
+        )
+
+
+def build(training: Training) -> TrainStep:
+    """Model, optimizer and step on this rank of the default group. Collective."""
+    mesh = build_mesh(plan_mesh(dist.get_world_size(), training.parallel.dp_replicate, training.parallel.tp), "cpu")
+    return build_step(
+        training.model,
+        training.parallel,
+        training.optim,
+        mesh=mesh,
+        device=torch.device("cpu"),
+        seed=training.seed,
+        eot_id=training.eot_id,
+    )
+
+
+def micro_batches(training: Training, step: int) -> tuple[list[Tensor], int]:
+    """This rank's micro-batches, one a slice, of the global batch of `step`, and how many passes every rank runs."""
+    optim = training.optim
+    tp = training.parallel.tp
+    plan = plan_batch(num_slices=optim.num_slices, world_size=dist.get_world_size() // tp)
+    rows = training.rows(step)
+    slices = rows.split(optim.global_batch_seqs // optim.num_slices)
+    return [slices[index] for index in plan.ranges[dist.get_rank() // tp]], plan.num_micro_batches
+
+
+def run_steps(step: TrainStep, training: Training, steps: range) -> list[StepResult]:
+    results = []
+    for index in steps:
+        mine, num_micro_batches = micro_batches(training, index)
+        results.append(step.run(mine, num_micro_batches=num_micro_batches, lr=training.optim.lr).resolve())
+    return results
+
+
+def train(training: Training) -> list[StepResult]:
+    """Train from the seed; every step's result, the same on every rank."""
+    return run_steps(build(training), training, range(training.num_steps))
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A parameter or gradient in full, on every rank. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def plain_losses(training: Training) -> list[float]:
+    """The same run as a loop that anyone would write: one process, no sharding, no slices, torch's own clipping."""
+    with torch.device("cpu"):
+        model: Llama = build_model(
+            training.model, ParallelConfig(), mesh=None, device="cpu", seed=training.seed, eot_id=training.eot_id
+        )
+    optim, losses = training.optim, []
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    norms = [p for p in model.parameters() if p.ndim == 1]
+    adamw = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": norms, "weight_decay": 0.0}],
+        lr=optim.lr,
+        betas=(optim.beta1, optim.beta2),
+        eps=optim.eps,
+    )
+    for index in range(training.num_steps):
+        rows = training.rows(index)
+        logits = model(rows[:, :-1])
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        adamw.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
+        adamw.step()
+        losses.append(loss.item())
+    return losses
