@@ -20,6 +20,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from regrow.checkpoint.arenas import remove_abandoned
 from regrow.checkpoint.held import Held
 from regrow.checkpoint.keeper_node import KeeperNode, Peer, Sealed, is_served, last_used
 from regrow.checkpoint.link import Damaged, Link, measure
@@ -225,6 +226,7 @@ class Keeper:
             self.coordinator.gpu_error.remote(self.node_id, uuid, xid)
 
     def _tell_gone(self, pid: int) -> None:
+        remove_abandoned(self.folder)
         if self.coordinator is not None:
             self.coordinator.gone.remote(self.node_id, pid)
 

@@ -11,7 +11,9 @@ from typing import Any
 import ray
 import torch.distributed as dist
 
+from regrow.checkpoint.arenas import Arenas
 from regrow.checkpoint.collective import from_rank_0, gather
+from regrow.checkpoint.held import bytes_held
 from regrow.checkpoint.keeper import KeeperInfo, start_keeper
 from regrow.checkpoint.layout import Part
 from regrow.checkpoint.memory import Holder, Restored, Unrestorable, restore_snapshot
@@ -43,6 +45,7 @@ class MemoryTier:
             abandon_after_s=self.config.abandon_after_s,
         )
         self.snapshots: Snapshots | None = None  # of the current generation
+        self._arenas: Arenas | None = None  # of all
         self._start_step = 0  # of it
         self._serving = self._serve()
         self._heartbeat: Heartbeat | None = None
@@ -82,6 +85,7 @@ class MemoryTier:
                 "name a folder in every node's memory, or take no snapshots: snapshot.every_steps=0"
             ) from error
         self.folder = Path(info.folder)
+        self._arenas = self._arenas or Arenas(self.folder)
         ray.get(self.job.coordinator.register_keeper.remote(self.keeper, info), timeout=CALL_TIMEOUT_S)
         breaker.watch(set().union(*gather(gloo)))
         timeout_s = self.job.config.train.collective_timeout_s
@@ -141,6 +145,7 @@ class MemoryTier:
                         writers=nodes.count(self.node),
                         num_slots=self.config.slots,
                         submit=stream.submit if stream.num_ahead else None,
+                        arenas=self._arenas,
                     )
                 except CheckpointError as error:
                     problem = str(error)
@@ -190,6 +195,11 @@ class MemoryTier:
         if self._heartbeat is not None:
             self._heartbeat.leave()
 
+    def close(self) -> None:
+        """This process trains no more. Local."""
+        if self._arenas is not None:
+            self._arenas.close()
+
     def _serve(self) -> Any:
         return self.keeper.serve.remote(self.job.coordinator, self.job.secret)
 
@@ -208,8 +218,7 @@ class MemoryTier:
             has_peer=len(set(nodes)) > 1,
         )
         room = os.statvfs(self.folder)
-        held = sum(path.stat().st_blocks * 512 for path in self.folder.iterdir())
-        have = room.f_bavail * room.f_frsize + held
+        have = room.f_bavail * room.f_frsize + bytes_held(self.folder)
         if need.total <= have:
             return ""
         return (
