@@ -214,7 +214,7 @@ def remove_abandoned(folder: Path) -> None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except FileNotFoundError:
                 pass
-            except BlockingIOError:
+            except OSError:  # its process lives; or it cannot be known
                 continue
             for path in files:
                 if path.name.startswith(f"{owner.name}-"):
