@@ -24,8 +24,18 @@ def names(group: str) -> list[str]:
         *([f"+cluster={name}"] for name in names("cluster")),
         ["+cluster=h100x64", "model=70b", "data=python_docs"],
         ["model=8b", "model.rope_scaling.factor=32", "optim.lr=3e-4", "train.steps=7", "run.name=a=b"],
-        ["parallel.float8=rowwise", "parallel.compile=true", "cluster.threads_per_worker=null", "data.source=s3://a/b c"],
-        ["+data.corpora.web=/a/b", "optim.moments=bfloat16", "checkpoint.every_steps=null", "checkpoint.every_minutes=2"],
+        [
+            "parallel.float8=rowwise",
+            "parallel.compile=true",
+            "cluster.threads_per_worker=null",
+            "data.source=s3://a/b c",
+        ],
+        [
+            "+data.corpora.web=/a/b",
+            "optim.moments=bfloat16",
+            "checkpoint.every_steps=null",
+            "checkpoint.every_minutes=2",
+        ],
     ],
     ids=" ".join,
 )

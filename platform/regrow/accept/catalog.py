@@ -249,6 +249,12 @@ ONE_PROCESS = (
             Claim("slots_equal", "a sealed slot is the state", "bit for bit", "snapshot.every_steps=0, and report it"),
             Claim("slots_beside", "a copy to a slot costs the step nothing", "<= 2%", "snapshot.every_steps higher"),
             Claim("slots_closed", "closing slots waits for their copy alone", "< 5 s", RESTART),
+            Claim(
+                "slots_kept",
+                "a process' later generations find their slots' memory pinned",
+                "< 1 s, none anew",
+                RESTART,
+            ),
             Claim("slots_let_go", "slots that are let go of are pinned no longer", "0 B", "cluster.in_place=false"),
         ),
         num_gpus=1,
@@ -506,6 +512,12 @@ NO_GPU = (
             Claim(
                 "cpu_pinned", "20 generations pin no more than one, by a runtime that counts", "the same", "report it"
             ),
+            Claim(
+                "cpu_pinned_once",
+                "a process that goes from generation to generation keeps its slots' memory pinned",
+                "none anew from generation 9 to 20 [22]",
+                "report it",
+            ),
         ),
     ),
     Check(
@@ -516,7 +528,7 @@ NO_GPU = (
             Claim(
                 f"cpu_generations_{backend}",
                 f"20 groups in a process keep nothing, {backend}",
-                "+12 MiB at most, no thread, no descriptor",
+                "+12 MiB at most, no thread, descriptor, pinned page or compiled graph",
                 "report it",
             )
             for backend in ("gloo", "asynchronous")

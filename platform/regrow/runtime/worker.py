@@ -54,7 +54,7 @@ def run_worker(job: Job) -> None:
         watched = config.cluster.in_place and config.snapshot.every_steps > 0  # by a heartbeat, which breaks groups off
         threads = max(1, int(config.cluster.cpus_per_worker))
         apply_device_settings(os.environ, in_place=watched, compile_threads=threads)
-    device, member_id, after, entered = _device(config), uuid.uuid4().hex[:12], 0, time.time()
+    device, entered = _device(config), time.time()
     backend, stream = _backend(config, device)
     lifeline = Lifeline(ray.util.get_node_ip_address())
     prober = _fit(job, device)
@@ -66,6 +66,16 @@ def run_worker(job: Job) -> None:
     process = Process(job, device, stream, prober, memory, compiled)
     gc.collect()
     gc.freeze()  # what is imported stays: collections between generations, and in steps, need not look at it
+    _train_generations(process, backend=backend, lifeline=lifeline.port, entered=entered)
+    if memory is not None:
+        memory.close()
+
+
+def _train_generations(process: Process, *, backend: str, lifeline: int, entered: float) -> None:
+    """One after another, to the end of the run."""
+    job, memory, device, stream = process.job, process.memory, process.device, process.stream
+    config, expected = job.config, ray.train.get_context().get_world_size()
+    member_id, after = uuid.uuid4().hex[:12], 0
     while True:
         joined: Joined | None = None
         breaker, broken = Breaker(), True
@@ -73,7 +83,7 @@ def run_worker(job: Job) -> None:
             joined = join_generation(
                 job.coordinator,
                 member_id=member_id,
-                lifeline=lifeline.port,
+                lifeline=lifeline,
                 after=after,
                 expected=expected,
                 backend=backend,
@@ -114,7 +124,7 @@ def run_worker(job: Job) -> None:
         if device.type == "cuda":  # NCCL and the driver do not ask torch for what it keeps
             torch.cuda.empty_cache()
         if broken:
-            _probe(job, prober)
+            _probe(job, process.prober)
 
 
 def _until_the_deadline(generation: int, breaker: Breaker) -> None:
