@@ -23,7 +23,7 @@ import regrow
 from regrow.config.schema import ParallelConfig, PretrainConfig
 from regrow.data.batch import layout_of
 from regrow.data.corpora import order_of
-from regrow.data.stream import Ask, rank_batches, ways_to_ask
+from regrow.data.stream.client import Ask, rank_batches, ways_to_ask
 from regrow.errors import CheckpointError
 from regrow.model.llama import Llama, init_weights
 from regrow.model.loss import IGNORE_INDEX
