@@ -1,5 +1,6 @@
 """What a CPU can show: the failure path on a backend with NCCL's manners, snapshot slots, and groups changed often."""
 
+import gc
 import os
 import resource
 import shutil
@@ -20,12 +21,13 @@ from torch.distributed import distributed_c10d
 
 from regrow.accept.claims import NotTested, Report
 from regrow.accept.matrix import Row, run_matrix
-from regrow.accept.outlive import Fault, Scenario, Where
+from regrow.accept.outlive import Fault, Scenario, Where, stream_for
 from regrow.accept.ranks import Member, run_ranks
 from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
+from regrow.parallel.stream import HostStream
 from regrow.plan.mesh import plan_mesh
 from regrow.state.entries import training_entries
 from regrow.state.layout import WHOLE
@@ -100,9 +102,8 @@ def two_groups(report: Report) -> None:
 
 def abort_in_turn_and_at_once(member: Member) -> tuple[float, float]:
     """Seconds of both; one by one, in the wrong order, takes each group's timeout."""
-    from regrow.parallel.asynchronous import default_stream
-
-    took, stream = [], default_stream()
+    took: list[float] = []
+    stream: Any = stream_for(member.device)
     for number, side_by_side in enumerate((False, True)):
         timeout = timedelta(seconds=2.0)
         distributed_c10d._world.group_count = 0
@@ -261,11 +262,6 @@ class Held:
 
 def change_often(member: Member, backend: str) -> list[Held]:
     """Form a group, train for two steps and leave, again and again."""
-    import gc
-
-    from regrow.accept.outlive import stream_for
-    from regrow.parallel.stream import HostStream
-
     stream: Any = HostStream() if backend == "gloo" else stream_for(member.device)
     held = []
     for number in range(GENERATIONS):
@@ -300,9 +296,7 @@ def _step_alone(device: torch.device, model: ModelConfig, parallel: ParallelConf
 def _stream() -> Any:
     if not hasattr(dist, NEEDED):
         raise NotTested(f"the asynchronous backend needs torch 2.13 or later, this is {torch.__version__}")
-    from regrow.parallel.asynchronous import default_stream
-
-    return default_stream()
+    return stream_for(torch.device("cpu"))
 
 
 def _memory() -> str:

@@ -32,6 +32,7 @@ from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
 from regrow.state.entries import part_of, training_entries
+from regrow.state.memory.slots import Committed, Moment
 from regrow.state.memory.writer import Snapshots
 
 GIB, MIB = 2**30, 2**20
@@ -316,8 +317,6 @@ def _eight_b(member: Member, float8: Float8) -> tuple[float, int, float]:
 
 def _with_snapshots(member: Member, loaded: Loaded, step_s: float) -> float:
     """Slots are committed at once: what a keeper does with them is not timed here."""
-    from regrow.state.memory.slots import Committed, Moment
-
     entries = training_entries(loaded.step.model, loaded.step.optimizer, inner_tensor=inner_tensor)
     num_bytes = sum(entry.memory.nbytes for entry in entries)
     stat = os.statvfs("/dev/shm")

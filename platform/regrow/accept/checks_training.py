@@ -19,12 +19,13 @@ from regrow.accept.claims import NotTested, Report
 from regrow.accept.timing import Load, Loaded, Timed, group_alone, profile, read_model, rows_that_fit
 from regrow.accept.tiny import count_up_rows
 from regrow.config.schema import Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
+from regrow.parallel.compile import graphs_compiled
 from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
 from regrow.plan.mesh import plan_mesh
 from regrow.runtime.abort import Breaker
 from regrow.state.entries import Entry
-from regrow.state.layout import WHOLE
-from regrow.state.memory.slots import SLOT
+from regrow.state.layout import WHOLE, Span
+from regrow.state.memory.slots import SLOT, open_slot
 from regrow.state.memory.writer import Snapshots
 from regrow.train.build import build_step
 from regrow.train.certificate import Certificate
@@ -190,8 +191,6 @@ def slots(report: Report) -> None:
 
 def state_of(num_bytes: int, device: torch.device) -> list[Entry]:
     """Tensors of 256 MiB, as a sharded state's are."""
-    from regrow.state.layout import Span
-
     count = 64 * MIB
     entries = []
     for number in range(max(1, num_bytes // (4 * count))):
@@ -236,8 +235,6 @@ def slots_copied(report: Report, snapshots: Snapshots, entries: list[Entry], dev
 
 
 def slots_equal(report: Report, snapshots: Snapshots, folder: Path, entries: list[Entry]) -> None:
-    from regrow.state.memory.slots import open_slot
-
     snapshots.confirm(1)
     sealed = [file for file in sorted(folder.glob(f"*{SLOT}")) if open_slot(file) is not None]
     same, num_bytes = equal_bytes(sealed[0], entries) if sealed else (False, 0)
@@ -284,8 +281,6 @@ def generations(report: Report) -> None:
     """20 groups in one process: formed, trained in, aborted every other time, left."""
     torch.cuda.set_device(0)
     device = torch.device("cuda", 0)
-    from regrow.parallel.compile import graphs_compiled
-
     held, graphs = [], []
     for number in range(20):
         held.append(_generation(number, device))
