@@ -32,7 +32,8 @@ from regrow.record.provenance import git_sha, versions
 from regrow.record.run_folder import CHECKPOINTS
 from regrow.runtime.actor import start_coordinator
 from regrow.runtime.cluster import Connection, check_room, cluster_for, why_not_in_place
-from regrow.runtime.job import Job, train_fn
+from regrow.runtime.entry import train_fn
+from regrow.runtime.job import Job
 from regrow.runtime.run_folder import Run, check_may_start, open_run
 from regrow.show.console import Console
 from regrow.show.report import write_report

@@ -24,7 +24,6 @@ from regrow.state.layout import Part
 from regrow.state.memory.reader import Holder, Restored, Unrestorable, restore_snapshot
 from regrow.state.memory.writer import Snapshots
 
-SAFE_S = 5.0  # that training waits for keepers which fall behind
 ROOM_S, LOOK_S = 120.0, 0.5  # that a group waits for room in a node's memory; between looks
 
 
@@ -43,7 +42,6 @@ class MemoryTier:
             abandon_after_s=self.config.abandon_after_s,
         )
         self.snapshots: Snapshots | None = None  # of the current generation
-        self._start_step = 0  # of it
         self._serving = self._serve()
         self._heartbeat: Heartbeat | None = None
 
@@ -120,8 +118,8 @@ class MemoryTier:
             return None, str(error)
         return restored, ""
 
-    def start(self, entries: Sequence[Entry], part: Part, generation: int, start_step: int, stream: Stream) -> None:
-        """Make this rank's slots for what follows `start_step`, in steps that run on `stream`.
+    def start(self, entries: Sequence[Entry], part: Part, generation: int, stream: Stream) -> Snapshots:
+        """Make this rank's slots for a generation whose steps run on `stream`.
 
         Raises CheckpointError on every rank where one node's memory is too small: at once where the run begins, later
         once what has taken it did not go for `ROOM_S`.
@@ -154,20 +152,13 @@ class MemoryTier:
             if problem:
                 self.job.coordinator.complaint.remote(self.node, problem)
             time.sleep(LOOK_S)
-        self.snapshots, self._start_step = snapshots, start_step
+        self.snapshots = snapshots
+        return snapshots
 
-    def confirm(self, step: int) -> float:
-        """All collectives of a step have succeeded. Local.
-
-        Waits until a snapshot is safe that is at most `snapshot.every_steps` steps older; the seconds that took.
-        """
-        assert self.snapshots is not None
+    def stepped(self, step: int) -> None:
+        """This rank has seen a step succeed. Local."""
         assert self._heartbeat is not None
-        self.snapshots.confirm(step)
         self._heartbeat.stepped(step)
-        safe = (step - 1) // self.config.every_steps * self.config.every_steps
-        safe = self.snapshots.newest_begun(safe)  # some are left out, where keepers fall behind
-        return self.snapshots.await_commit(safe, patience_s=SAFE_S) if safe > self._start_step else 0.0
 
     def probed(self, probe_s: float) -> None:
         """How long this rank's device took for a probe. Local."""

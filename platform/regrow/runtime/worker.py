@@ -36,6 +36,7 @@ from regrow.runtime.hardware.settings import apply_device_settings
 from regrow.runtime.job import CALL_TIMEOUT_S, Job
 from regrow.runtime.liveness.probe import Lifeline
 from regrow.runtime.memory_tier import MemoryTier
+from regrow.runtime.process import Process
 from regrow.runtime.rendezvous import Joined, join_generation, leave_generation
 from regrow.runtime.warm_up import warm_up
 from regrow.storage import Storage
@@ -62,6 +63,7 @@ def run_worker(job: Job) -> None:
     stream.submit(partial(_warm_up, config, device, expected, backend)).result()
     if memory is not None and config.cluster.check_hardware and (problem := memory.why_unfit()):
         _end(job, problem)
+    process = Process(job, device, stream, prober, memory, compiled)
     gc.collect()
     gc.freeze()  # what is imported stays: collections between generations, and in steps, need not look at it
     while True:
@@ -83,7 +85,7 @@ def run_worker(job: Job) -> None:
                 broken = False
                 return
             stream.submit(partial(_share_cores, config, device, joined.on_my_host)).result()
-            over = train_generation(job, joined, memory, prober, device, stream, breaker, compiled, entered=entered)
+            over = train_generation(process, joined, breaker, entered=entered)
             broken = False
             if over:
                 return
