@@ -1,13 +1,14 @@
 """What a CPU can show: the failure path on a backend with NCCL's manners, snapshot slots, and groups changed often."""
 
+import contextlib
 import gc
 import os
 import resource
-import shutil
 import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -148,8 +149,7 @@ def abort_all(backends: list[Any], *, side_by_side: bool) -> None:
 
 def slots(report: Report) -> None:
     """Snapshots of a model of one process, in memory."""
-    folder = Path(tempfile.mkdtemp(prefix="regrow-accept-", dir=_memory()))
-    try:
+    with in_memory() as folder:
         step = _step_alone(torch.device("cpu"), tiny_model(), ParallelConfig(), None)
         entries = training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
         snapshots = Snapshots(folder, entries, part=WHOLE, run_id="accept", generation=1)
@@ -170,8 +170,6 @@ def slots(report: Report) -> None:
         same, num_bytes = equal_bytes(sealed[0], entries) if sealed else (False, 0)
         report.found("cpu_slots_equal", same, f"{num_bytes / 1e6:.1f} MB compared", "the slot differs from the state")
         snapshots.close()
-    finally:
-        shutil.rmtree(folder)
 
 
 def equal_bytes(file: Path, entries: list[Any]) -> tuple[bool, int]:
@@ -210,8 +208,7 @@ def pinned(report: Report) -> None:
     event = SimpleNamespace(synchronize=lambda: None, record=lambda: None, query=lambda: True)
     cuda: Any = torch.cuda
     cuda.cudart, cuda.Stream, cuda.Event = (lambda: runtime), (lambda *_, **__: None), (lambda *_, **__: event)
-    folder = Path(tempfile.mkdtemp(prefix="regrow-accept-", dir=_memory()))
-    try:
+    with in_memory() as folder:
         step = _step_alone(torch.device("cpu"), tiny_model(), ParallelConfig(), None)
         real = training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
         entries: list[Any] = [SimpleNamespace(span=each.span, memory=SimpleNamespace(is_cuda=True)) for each in real]
@@ -222,8 +219,6 @@ def pinned(report: Report) -> None:
             after.append(sum(runtime.pinned.values()))
         figure = f"{after[-1]:,} B pinned after {GENERATIONS} generations, {runtime.ever:,} B in all"
         report.found("cpu_pinned", len(set(after[1:])) == 1, figure, "what is pinned grows")
-    finally:
-        shutil.rmtree(folder)
 
 
 def generations(report: Report) -> None:
@@ -258,6 +253,12 @@ class Held:
         self.form_s = form_s
         self.memory_mib = pages * resource.getpagesize() / 2**20 if memory_mib is None else memory_mib
         self.threads, self.descriptors = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    @classmethod
+    def on(cls, device: torch.device, form_s: float) -> "Held":
+        """Of a device's memory."""
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(form_s, (total - free) / 2**20)
 
 
 def change_often(member: Member, backend: str) -> list[Held]:
@@ -299,5 +300,9 @@ def _stream() -> Any:
     return stream_for(torch.device("cpu"))
 
 
-def _memory() -> str:
-    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+@contextlib.contextmanager
+def in_memory() -> Iterator[Path]:
+    """A folder for slots."""
+    where = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(prefix="regrow-accept-", dir=where, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)

@@ -6,21 +6,18 @@ was written.
 
 import gc
 import os
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from regrow.accept.checks_cpu import Held, abort_all, judge_flat
+from regrow.accept.checks_cpu import Held, abort_all, in_memory, judge_flat
 from regrow.accept.checks_one_gpu import probe_gpu
 from regrow.accept.claims import Report
 from regrow.accept.matrix import Row, run_matrix
@@ -322,8 +319,7 @@ def _with_snapshots(member: Member, loaded: Loaded, step_s: float) -> float:
     stat = os.statvfs("/dev/shm")
     if stat.f_bavail * stat.f_frsize < 2.2 * num_bytes * member.world_size:
         return float("nan")
-    folder = Path(tempfile.mkdtemp(prefix="regrow-accept-", dir="/dev/shm"))
-    try:
+    with in_memory() as folder:
         mesh = build_mesh(plan_mesh(member.world_size, 1), "cuda")
         snapshots = Snapshots(folder, entries, part=part_of(mesh), run_id="accept", generation=1)
         loaded.before_update = lambda: void(snapshots.wait())
@@ -339,8 +335,6 @@ def _with_snapshots(member: Member, loaded: Loaded, step_s: float) -> float:
         loaded.before_update = None
         snapshots.close()
         return timed.step_s / step_s - 1
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def void(_: object) -> None:
@@ -370,8 +364,7 @@ def _change_often(member: Member) -> tuple[list[Held], tuple[list[float], list[f
         del generation
         gc.collect()
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(member.device)
-        held.append(Held(inits[-1], (total - free) / MIB))
+        held.append(Held.on(member.device, inits[-1]))
     return held, (inits, aborts)
 
 

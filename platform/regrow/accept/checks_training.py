@@ -3,8 +3,6 @@
 import gc
 import importlib
 import os
-import shutil
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from regrow.accept.checks_cpu import Held, equal_bytes, judge_flat
+from regrow.accept.checks_cpu import Held, equal_bytes, in_memory, judge_flat
 from regrow.accept.claims import NotTested, Report
 from regrow.accept.timing import Load, Loaded, Timed, group_alone, profile, read_model, rows_that_fit
 from regrow.accept.tiny import count_up_rows
@@ -165,8 +163,7 @@ def slots(report: Report) -> None:
     size_gib = min(SLOT_GIB, free_gib / 3)
     if size_gib < 1:
         raise NotTested(f"/dev/shm has {free_gib:.1f} GiB free, two slots of 1 GiB need 3")
-    folder = Path(tempfile.mkdtemp(prefix="regrow-accept-", dir="/dev/shm"))
-    try:
+    with in_memory() as folder:
         entries = state_of(int(size_gib * GIB), device)
         cuda: Any = torch.cuda
         counted = Counted(cuda.cudart())
@@ -185,8 +182,6 @@ def slots(report: Report) -> None:
         again.discard()
         left = sum(counted.pinned.values())
         report.found("slots_let_go", left == 0, f"{left:,} B are pinned still", "pinned memory leaks")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def state_of(num_bytes: int, device: torch.device) -> list[Entry]:
@@ -313,8 +308,7 @@ def _generation(number: int, device: torch.device) -> Held:
     dist.destroy_process_group()
     let_go_of_meshes()
     _forget()
-    free, total = torch.cuda.mem_get_info(device)
-    return Held(form_s, (total - free) / MIB)
+    return Held.on(device, form_s)
 
 
 def abort_often(report: Report) -> None:
@@ -335,8 +329,7 @@ def abort_often(report: Report) -> None:
         dist.destroy_process_group()
         del tensor, group
         _forget()
-        free, total = torch.cuda.mem_get_info(device)
-        held.append(Held(form_s, (total - free) / MIB))
+        held.append(Held.on(device, form_s))
     report.found("abort_often", *judge_flat([held], 64.0, "memory of the device"))
 
 
