@@ -1,7 +1,5 @@
 """What a CPU can show: the failure path on a backend with NCCL's manners, snapshot slots, and groups changed often."""
 
-import shutil
-import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -20,12 +18,12 @@ from regrow.accept.generations import (
     Snapshotting,
     change_groups,
     device_entries,
+    in_memory,
     judge_flat,
-    memory_folder,
     step_alone,
 )
 from regrow.accept.matrix import Row, run_matrix
-from regrow.accept.outlive import Fault, Scenario, Where
+from regrow.accept.outlive import Fault, Scenario, Where, stream_for
 from regrow.accept.pinning import counting_runtime
 from regrow.accept.ranks import Member, run_ranks
 from regrow.accept.tiny import tiny_model
@@ -101,9 +99,8 @@ def two_groups(report: Report) -> None:
 
 def abort_in_turn_and_at_once(member: Member) -> tuple[float, float]:
     """Seconds of both; one by one, in the wrong order, takes each group's timeout."""
-    from regrow.parallel.asynchronous import default_stream
-
-    took, stream = [], default_stream()
+    took: list[float] = []
+    stream: Any = stream_for(member.device)
     for number, side_by_side in enumerate((False, True)):
         timeout = timedelta(seconds=2.0)
         distributed_c10d._world.group_count = 0
@@ -148,8 +145,7 @@ def abort_all(backends: list[Any], *, side_by_side: bool) -> None:
 
 def slots(report: Report) -> None:
     """Snapshots of a model of one process, in memory."""
-    folder = Path(tempfile.mkdtemp(prefix="regrow-accept-", dir=memory_folder()))
-    try:
+    with in_memory() as folder:
         step = step_alone()
         entries = training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
         snapshots = Snapshots(folder, entries, part=WHOLE, run_id="accept", generation=1)
@@ -170,8 +166,6 @@ def slots(report: Report) -> None:
         same, num_bytes = equal_bytes(sealed[0], entries) if sealed else (False, 0)
         report.found("cpu_slots_equal", same, f"{num_bytes / 1e6:.1f} MB compared", "the slot differs from the state")
         snapshots.close()
-    finally:
-        shutil.rmtree(folder)
 
 
 def equal_bytes(file: Path, entries: list[Any]) -> tuple[bool, int]:
@@ -188,8 +182,8 @@ def equal_bytes(file: Path, entries: list[Any]) -> tuple[bool, int]:
 
 def pinned(report: Report, num_generations: int = GENERATIONS) -> None:
     """Snapshots of tensors that say they are on a device, with a runtime that counts what it pins."""
-    folder, step = Path(tempfile.mkdtemp(prefix="regrow-accept-", dir=memory_folder())), step_alone()
-    try:
+    with in_memory() as folder:
+        step = step_alone()
         process, alone, kept = Snapshotting(folder / "node"), [], []
         with counting_runtime(process.runtime) as runtime:
             for generation in range(1, num_generations + 1):
@@ -207,8 +201,6 @@ def pinned(report: Report, num_generations: int = GENERATIONS) -> None:
         figure = f"{kept[-1][0]:,} B, {anew} times anew from generation {SETTLED + 1} to {num_generations}"
         once = len({num_bytes for num_bytes, _ in kept[SETTLED:]}) == 1 and not anew
         report.found("cpu_pinned_once", once, figure, "a group that was formed anew waits for its slots")
-    finally:
-        shutil.rmtree(folder)
 
 
 def generations(report: Report) -> None:
@@ -222,6 +214,4 @@ def generations(report: Report) -> None:
 def _stream() -> Any:
     if not hasattr(dist, NEEDED):
         raise NotTested(f"the asynchronous backend needs torch 2.13 or later, this is {torch.__version__}")
-    from regrow.parallel.asynchronous import default_stream
-
-    return default_stream()
+    return stream_for(torch.device("cpu"))

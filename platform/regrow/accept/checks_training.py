@@ -3,8 +3,6 @@
 import gc
 import importlib
 import os
-import shutil
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,17 +14,18 @@ from torch.distributed import distributed_c10d
 
 from regrow.accept.checks_cpu import equal_bytes
 from regrow.accept.claims import NotTested, Report
-from regrow.accept.generations import Held, judge_flat
+from regrow.accept.generations import Held, in_memory, judge_flat
 from regrow.accept.timing import Load, Loaded, Timed, group_alone, profile, read_model, rows_that_fit
 from regrow.accept.tiny import count_up_rows
 from regrow.config.schema import Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
+from regrow.parallel.compile import graphs_compiled
 from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
 from regrow.plan.mesh import plan_mesh
 from regrow.runtime.abort import Breaker
 from regrow.state.entries import Entry
-from regrow.state.layout import WHOLE
+from regrow.state.layout import WHOLE, Span
 from regrow.state.memory.arenas import Arenas
-from regrow.state.memory.slots import SLOT
+from regrow.state.memory.slots import SLOT, open_slot
 from regrow.state.memory.writer import Snapshots
 from regrow.train.build import build_step
 from regrow.train.certificate import Certificate
@@ -166,8 +165,7 @@ def slots(report: Report) -> None:
     size_gib = min(SLOT_GIB, free_gib / 3)
     if size_gib < 1:
         raise NotTested(f"/dev/shm has {free_gib:.1f} GiB free, two slots of 1 GiB need 3")
-    folder = Path(tempfile.mkdtemp(prefix="regrow-accept-", dir="/dev/shm"))
-    try:
+    with in_memory() as folder:
         entries = state_of(int(size_gib * GIB), device)
         cuda: Any = torch.cuda
         counted = Counted(cuda.cudart())
@@ -187,8 +185,6 @@ def slots(report: Report) -> None:
         arenas.close()
         left = sum(counted.pinned.values())
         report.found("slots_let_go", left == 0, f"{left:,} B are pinned still", "pinned memory leaks")
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def slots_kept(report: Report, folder: Path, entries: list[Entry], arenas: Arenas, counted: "Counted") -> None:
@@ -206,8 +202,6 @@ def slots_kept(report: Report, folder: Path, entries: list[Entry], arenas: Arena
 
 def state_of(num_bytes: int, device: torch.device) -> list[Entry]:
     """Tensors of 256 MiB, as a sharded state's are."""
-    from regrow.state.layout import Span
-
     count = 64 * MIB
     entries = []
     for number in range(max(1, num_bytes // (4 * count))):
@@ -252,8 +246,6 @@ def slots_copied(report: Report, snapshots: Snapshots, entries: list[Entry], dev
 
 
 def slots_equal(report: Report, snapshots: Snapshots, folder: Path, entries: list[Entry]) -> None:
-    from regrow.state.memory.slots import open_slot
-
     snapshots.confirm(1)
     sealed = [file for file in sorted(folder.glob(f"*{SLOT}")) if open_slot(file) is not None]
     same, num_bytes = equal_bytes(sealed[0], entries) if sealed else (False, 0)
@@ -300,8 +292,6 @@ def generations(report: Report) -> None:
     """20 groups in one process: formed, trained in, aborted every other time, left."""
     torch.cuda.set_device(0)
     device = torch.device("cuda", 0)
-    from regrow.parallel.compile import graphs_compiled
-
     held, graphs = [], []
     for number in range(20):
         held.append(_generation(number, device))
@@ -334,8 +324,7 @@ def _generation(number: int, device: torch.device) -> Held:
     dist.destroy_process_group()
     let_go_of_meshes()
     _forget()
-    free, total = torch.cuda.mem_get_info(device)
-    return Held(form_s, (total - free) / MIB)
+    return Held.on(device, form_s)
 
 
 def abort_often(report: Report) -> None:
@@ -356,8 +345,7 @@ def abort_often(report: Report) -> None:
         dist.destroy_process_group()
         del tensor, group
         _forget()
-        free, total = torch.cuda.mem_get_info(device)
-        held.append(Held(form_s, (total - free) / MIB))
+        held.append(Held.on(device, form_s))
     report.found("abort_often", *judge_flat([held], 64.0, "memory of the device"))
 
 

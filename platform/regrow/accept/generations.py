@@ -1,12 +1,13 @@
 """What a process keeps that goes from group to group: memory, threads, descriptors, pinned pages, compiled graphs."""
 
+import contextlib
 import gc
 import os
 import resource
-import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from regrow.accept.outlive import stream_for
 from regrow.accept.pinning import Runtime, counting_runtime, on_a_device
 from regrow.accept.ranks import Member, run_ranks
 from regrow.accept.tiny import count_up_rows, tiny_model
@@ -23,6 +25,7 @@ from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.parallel.compile import graphs_compiled
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
+from regrow.parallel.stream import HostStream
 from regrow.plan.mesh import plan_mesh
 from regrow.state.entries import Entry, training_entries
 from regrow.state.layout import WHOLE
@@ -48,6 +51,12 @@ class Held:
         self.threads, self.descriptors = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
         self.pinned_bytes, self.registered = (runtime.num_bytes, runtime.registered) if runtime else (0, 0)
         self.graphs = graphs_compiled()
+
+    @classmethod
+    def on(cls, device: torch.device, form_s: float) -> "Held":
+        """Of a device's memory."""
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(form_s, (total - free) / 2**20)
 
 
 def judge_flat(found: list[list[Held]], most_mib: float, what: str = "memory") -> tuple[bool, str, str]:
@@ -77,21 +86,15 @@ def change_groups(
     backend: str, num_generations: int, parallel: ParallelConfig = UNCOMPILED, *, timeout_s: float = 240.0
 ) -> list[list[Held]]:
     """What each of two processes held after each generation."""
-    folder = Path(tempfile.mkdtemp(prefix="regrow-accept-", dir=memory_folder()))
-    try:
+    with in_memory() as folder:
         what = (backend, str(folder), num_generations, parallel)
         return run_ranks(change_often, 2, *what, device_type="cpu", timeout_s=timeout_s)
-    finally:
-        shutil.rmtree(folder)
 
 
 def change_often(
     member: Member, backend: str, folder: str, num_generations: int, parallel: ParallelConfig
 ) -> list[Held]:
     """Form a group, train for two steps, take a snapshot as from a device and leave, again and again."""
-    from regrow.accept.outlive import stream_for
-    from regrow.parallel.stream import HostStream
-
     stream: Any = HostStream() if backend == "gloo" else stream_for(member.device)
     process = Snapshotting(Path(folder) / f"node-{member.rank}")
     held = []
@@ -178,5 +181,9 @@ def step_alone(
     return build_step(tiny_model(), parallel, OptimConfig(lr=1e-3), mesh=mesh, device=device, seed=0)
 
 
-def memory_folder() -> str:
-    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+@contextlib.contextmanager
+def in_memory() -> Iterator[Path]:
+    """A folder for slots."""
+    where = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(prefix="regrow-accept-", dir=where, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)

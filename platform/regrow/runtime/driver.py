@@ -23,7 +23,7 @@ from regrow.config.store import STARTED_AT
 from regrow.data.corpora import Corpora, find_corpora, order_of
 from regrow.data.distribute import on_ray
 from regrow.data.preflight import check_corpus
-from regrow.data.stream import start_stream, stop_stream
+from regrow.data.stream.start import start_stream, stop_stream
 from regrow.errors import RegrowError, first_line
 from regrow.model.linears import float8_line
 from regrow.parallel.phases import float8_steps

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import regrow
 from regrow.data.batch import RankBatch, layout_of
 from regrow.data.corpora import order_of
-from regrow.data.stream import Ask, rank_batches, ways_to_ask
+from regrow.data.stream.client import Ask, rank_batches, ways_to_ask
 from regrow.parallel.compile import graphs_compiled, graphs_lowered
 from regrow.parallel.float8 import refresh_float8_scales
 from regrow.parallel.fsdp import build_mesh, connect
