@@ -64,6 +64,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "regrow.submit.waiting": ("rich",),
     },
     "keepers map slots without torch; a rank reads them as tensors": {
+        "regrow.state.memory.arenas": ("torch",),
         "regrow.state.memory.slots": ("torch",),
     },
 }
