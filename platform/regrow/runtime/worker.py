@@ -9,10 +9,12 @@ import ctypes
 import gc
 import os
 import resource
+import threading
 import time
 import traceback
 import uuid
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import ray
@@ -42,12 +44,14 @@ from regrow.runtime.warm_up import warm_up
 from regrow.storage import Storage
 
 DRAIN_S = LEAVE_S * 2 / 3  # for a device to come to rest after its collectives were aborted
+THREAD_NAME = "train"  # of the thread that launches steps, in top -H and debuggers
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of mallopt(3)
 
 
 def run_worker(job: Job) -> None:
     """Train as long as the run lasts. Raises RegrowError for what another attempt would meet again."""
     config, expected = job.config, ray.train.get_context().get_world_size()
+    _name_thread(THREAD_NAME)
     meet_at(ray.util.get_node_ip_address(), os.environ)
     _allow_descriptors()
     if config.cluster.gpus_per_worker or config.cluster.backend is Backend.asynchronous:
@@ -222,12 +226,19 @@ def _allow_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def _name_thread(name: str) -> None:
+    """Name the calling thread in the kernel, too, which Python does not before 3.14."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
+
+
 def _keep_freed_memory() -> None:
     """Make glibc keep what is freed: given back to the kernel, every step's activations are page faults again."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent outside glibc
     if mallopt is not None:
         mallopt(M_MMAP_MAX, 0)
-        mallopt(M_TRIM_THRESHOLD, -1)
+        mallopt(THREAD_NAME = "train"  # of the thread that launches steps, in top -H and debuggers
+M_TRIM_THRESHOLD, -1)
         mallopt(M_TOP_PAD, 64 << 20)
 
 
