@@ -237,8 +237,7 @@ def _keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent outside glibc
     if mallopt is not None:
         mallopt(M_MMAP_MAX, 0)
-        mallopt(THREAD_NAME = "train"  # of the thread that launches steps, in top -H and debuggers
-M_TRIM_THRESHOLD, -1)
+        mallopt(M_TRIM_THRESHOLD, -1)
         mallopt(M_TOP_PAD, 64 << 20)
 
 
