@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from regrow.config.schema import PretrainConfig
 from regrow.errors import RegrowError
+from regrow.record.events import Checkpoint, Failure, Generation, Stopped, Submitted, Validation
 from regrow.record.ledger import LOST, STATES, account, columns
 from regrow.record.log import RunLog, encode, read_events, read_metrics
 from regrow.show.comparison import (
@@ -364,7 +365,7 @@ class Simulation:
         return seconds
 
     def submit(self) -> None:
-        self.log.event("submitted", time=self.now)
+        self.log.event(Submitted(time=self.now))
 
     def start(self, cause: str) -> None:
         init_s, restore_s = self.spend("init", 20), self.spend("restore", 5)
@@ -377,15 +378,16 @@ class Simulation:
                 self.truth["recompute"] += seconds
         self.step = self.committed
         self.log.event(
-            "generation",
-            time=self.now,
-            generation=self.generation,
-            world_size=self.random.randint(1, 4),
-            start_step=self.step,
-            cause=cause,
-            source="checkpoint",
-            init_s=init_s,
-            restore_s=restore_s,
+            Generation(
+                time=self.now,
+                generation=self.generation,
+                world_size=self.random.randint(1, 4),
+                start_step=self.step,
+                cause=cause,
+                source="checkpoint",
+                init_s=init_s,
+                restore_s=restore_s,
+            )
         )
 
     def train(self, steps: int) -> None:
@@ -395,10 +397,10 @@ class Simulation:
             parts = {"data": self.spend("data", 0.5), "productive": self.spend("productive", 3)}
             if validate:
                 seconds = self.spend("validation", 4)
-                self.log.event("validation", time=self.now, step=self.step, loss=1.0, seconds=seconds)
+                self.log.event(Validation(time=self.now, step=self.step, loss=1.0, seconds=seconds))
             snapshot_s = self.spend("snapshot", 2) if save else 0.0
             if save:
-                self.log.event("checkpoint", time=self.now, step=self.step, stall_s=snapshot_s, bytes=1)
+                self.log.event(Checkpoint(time=self.now, step=self.step, stall_s=snapshot_s, bytes=1))
                 self.committed = self.step
             step_s = sum(parts.values()) + snapshot_s
             row = make_row(self.step, self.now, step_s, self.generation)
@@ -420,17 +422,17 @@ def test_the_ledger_finds_back_what_each_second_of_a_simulated_run_was(
             run.train(run.random.randint(1, 12))
             if end == "stopped":
                 run.spend("other", 1)
-                log.event("stopped", time=run.now, step=run.step, reason="interrupted")
+                log.event(Stopped(time=run.now, step=run.step, reason="interrupted"))
             run.spend("down", 30)
             if end == "failure":
-                log.event("failure", time=run.now, cause="worker_died", generation=run.generation)
+                log.event(Failure(time=run.now, cause="worker_died", generation=run.generation))
                 run.spend("down", 30)
             else:
                 run.submit()
             run.start("worker_died" if end == "failure" else "resume")
         run.train(5)
         run.spend("other", 1)
-        log.event("stopped", time=run.now, step=run.step, reason="finished")
+        log.event(Stopped(time=run.now, step=run.step, reason="finished"))
     report = build_report(read_metrics(storage), read_events(storage), now=run.now + 100, config=config())
     assert_adds_up(report)
     # A validation or a checkpoint of a step that is rolled back stays what it was; a step's own parts are recomputed.

@@ -16,8 +16,9 @@ import pytest
 import yaml
 
 from regrow.errors import ClusterError, RegrowError
+from regrow.record.events import Cause, Generation, Submitted
 from regrow.record.log import METRIC_KEYS, RunLog, encode, read_metrics
-from regrow.record.status import DRIVER_DIED, State, Status
+from regrow.record.status import State, Status
 from regrow.record.status_logs import status_of
 from regrow.runtime import actor as coordinator
 from regrow.show import status_folder
@@ -157,7 +158,7 @@ def test_a_job_that_died_without_a_word_is_an_interruption_of_the_next_one() -> 
     events = [*STARTED, submitted(100), generation(2, 120, 4, "resume", 10)]
     found = status([*ROWS, row(11, 122, 2)], events, 123)
     (interruption,) = found.interruptions
-    assert (interruption.cause, interruption.time, interruption.back_s) == (DRIVER_DIED, T0 + 30, 90.0)
+    assert (interruption.cause, interruption.time, interruption.back_s) == (Cause.driver_died, T0 + 30, 90.0)
     assert found.attempts == 2
 
 
@@ -338,10 +339,10 @@ def test_of_an_object_store_the_newest_segments_are_read_and_what_was_rolled_bac
     monkeypatch.setattr(run_log, "SEGMENT_BYTES", 2000)
     storage = Remote(Storage.at(tmp_path))
     with RunLog(storage) as log:
-        log.event("submitted", host="elsewhere", time=T0)
+        log.event(Submitted(host="elsewhere", time=T0))
         for number, start, last in ((1, 0, 60), (2, 40, 45)):
             log.begin(number, start)
-            log.event("generation", time=T0 + start, generation=number, world_size=4, start_step=start, cause="start")
+            log.event(Generation(time=T0 + start, generation=number, world_size=4, start_step=start, cause="start"))
             for step in range(start + 1, last + 1):
                 log.row(row(step, 10 + 2 * step, number))
                 log.flush()

@@ -14,13 +14,12 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any
 
+from regrow.record.events import Event, Rollback, Row
 from regrow.storage import Storage
-
-Row = dict[str, Any]
 
 METRIC_KEYS = (
     "step",
@@ -41,16 +40,6 @@ METRIC_KEYS = (
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 SEGMENT_BYTES = 1 << 20  # a segment is uploaded again as it grows to this; then the next number begins
 UPLOAD_EVERY_S = 10.0
-
-
-@dataclass(frozen=True)
-class Rollback:
-    """Rows that a new generation took back because it starts from an earlier step."""
-
-    steps: int = 0
-    seconds: float = 0.0  # time those steps took: recomputed work
-    first_time: float | None = None  # unix time when the first of them began
-    last_time: float | None = None  # unix time when the last of them ended
 
 
 class RunLog:
@@ -85,19 +74,20 @@ class RunLog:
             if not self.storage.is_local:  # the truncation itself: it stands before this generation's rows
                 self._files.append(METRICS, encode({"generation": generation, "start_step": start_step}))
                 self._files.flush()
-            rollback = _rollback(taken_back)
-            if rollback.steps:
-                self.event(
-                    "rollback",
-                    generation=generation,
-                    from_step=taken_back[-1]["step"],
-                    to_step=start_step,
-                    steps=rollback.steps,
-                    seconds=rollback.seconds,
-                    first_time=rollback.first_time,
-                    first_step_end=taken_back[0]["time"],
-                    last_time=rollback.last_time,
-                )
+            if not taken_back:
+                return Rollback(generation=generation, steps=0)
+            first, last = taken_back[0], taken_back[-1]
+            rollback = Rollback(
+                generation=generation,
+                from_step=last["step"],
+                to_step=start_step,
+                steps=len(taken_back),
+                seconds=math.fsum(row["step_s"] or 0.0 for row in taken_back),
+                first_time=first["time"] - (first["step_s"] or 0.0),
+                first_step_end=first["time"],
+                last_time=last["time"],
+            )
+            self.event(rollback)
             return rollback
 
     @property
@@ -125,10 +115,12 @@ class RunLog:
             self._next_step += 1
             return True
 
-    def event(self, event: str, /, **fields: Any) -> None:
-        """Append one event, stamped with the time now unless `time` is given, and make it durable."""
+    def event(self, event: Event) -> Event:
+        """Append one event, stamped with the time now where it has none, and make it durable; it is returned."""
+        stamped = event if event.time else replace(event, time=time.time())
         with self._lock:
-            self._files.append(EVENTS, encode({"time": time.time(), "event": event} | fields), durable=True)
+            self._files.append(EVENTS, encode(stamped.to_row()), durable=True)
+        return stamped
 
     def flush(self) -> None:
         """Make every row and event durable now; call it before a checkpoint of the step is committed."""
@@ -367,17 +359,6 @@ def _segment_name(name: str, session: str, generation: int | None = None) -> str
     """Names sort as they should be read: by generation, then by the writer's start; no two writers share one."""
     stem = name.removesuffix(".jsonl")
     return f"{stem}-{session}" if generation is None else f"{stem}-{generation:06d}-{session}"
-
-
-def _rollback(rows: list[Row]) -> Rollback:
-    if not rows:
-        return Rollback()
-    return Rollback(
-        steps=len(rows),
-        seconds=math.fsum(row["step_s"] or 0.0 for row in rows),
-        first_time=rows[0]["time"] - (rows[0]["step_s"] or 0.0),
-        last_time=rows[-1]["time"],
-    )
 
 
 def _whole_lines(file: int, num_bytes: int) -> int:

@@ -7,8 +7,6 @@ from typing import Any
 
 from regrow.record.log import encode
 
-DRIVER_DIED = "driver_died"  # the job ended without a word
-
 
 class State(StrEnum):
     starting = "starting"  # submitted; no group has trained since

@@ -27,7 +27,7 @@ from regrow.data.stream import start_stream, stop_stream
 from regrow.errors import RegrowError, first_line
 from regrow.model.linears import float8_line
 from regrow.parallel.phases import float8_steps
-from regrow.record.narrate import narrate, startup_line
+from regrow.record.events import from_row, startup_line
 from regrow.record.provenance import git_sha, versions
 from regrow.record.run_folder import CHECKPOINTS
 from regrow.runtime.actor import start_coordinator
@@ -253,7 +253,7 @@ class _Session:
                     self.console.message(startup_line(self.startup_s, update.content["step_s"]))
                     self.startup_s = None
             else:
-                line = narrate(update.content)
+                line = from_row(update.content).sentence()
                 if line:
                     self.console.message(line)
                 if update.content["event"] == "generation":

@@ -6,12 +6,12 @@ from html import escape
 from statistics import median
 from typing import Any
 
+from regrow.record.events import cause_words
 from regrow.record.ledger import STATES, Ledger, columns
 from regrow.record.log import Row
 from regrow.show.comparison import RunData, agreement, differing_settings, median_speed, validation_loss
 from regrow.show.report_parts import (
     STATE_HELP,
-    cause_words,
     data_mix,
     is_number,
     or_dash,

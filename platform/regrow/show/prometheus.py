@@ -16,31 +16,15 @@ from typing import Any, Protocol
 from regrow.config.schema import PretrainConfig
 from regrow.control.cadence import Cadence
 from regrow.errors import first_line
+from regrow.record.events import FAILURES, GRACEFUL, INCIDENTS, Cause, Event, Stopped, Submitted
 from regrow.record.ledger import STATES
 from regrow.record.log import Row
-from regrow.record.narrate import CAUSES
 from regrow.record.state_clock import StateClock
 
 PUBLISH_S = 1.0  # Ray collects every ten seconds, and never more often than this
 RUN = "run"  # label of every figure
 # A counter is there before it first grows, or rate() would miss that. Ray refuses 0; this is lost in whatever comes.
 NOTHING = sys.float_info.min
-MOVED = ("grow", "drain", "end_of_float8")  # causes of groups that left in good order
-INCIDENTS = (
-    "stalled",
-    "straggler",
-    "unfit",
-    "gpu_error",
-    "link_failed",
-    "quarantine",
-    "drain",
-    "data_fallback",
-    "snapshot_failed",
-    "snapshot_damaged",
-    "snapshot_unreadable",
-    "checkpoint_damaged",
-    "coordinator_restarted",
-)
 
 
 @dataclass(frozen=True)
@@ -88,9 +72,9 @@ FAMILIES = {
                ("finished", "stop_at_step", "interrupted", "failed")),
         # what went wrong, and what it cost
         Family("regrow_restarts_total", "groups that began to train after another one, by cause", "cause",
-               tuple(cause for cause in CAUSES if cause != "start")),
+               tuple(map(str, (Cause.resume, *FAILURES, *GRACEFUL)))),
         Family("regrow_failures_total", "failures of groups, by cause", "cause",
-               tuple(cause for cause in CAUSES if cause not in ("start", "resume", *MOVED))),
+               tuple(map(str, FAILURES))),
         Family("regrow_recomputed_steps_total", "steps that were taken back, to be done again"),
         Family("regrow_incidents_total", "events worth a look, by kind", "kind", INCIDENTS),
         Family("regrow_state_seconds_total", "time of this job by state; all states add up to it", "state", STATES),
@@ -266,8 +250,9 @@ class RunMetrics:
     def row(self, row: Mapping[str, Any]) -> None:
         self._take(lambda figures, now: figures.row(row, now))
 
-    def event(self, event: Mapping[str, Any]) -> None:
-        self._take(lambda figures, now: figures.event(event, now), at_once=event["event"] in ("submitted", "stopped"))
+    def event(self, event: Event) -> None:
+        row, at_once = event.to_row(), isinstance(event, Submitted | Stopped)
+        self._take(lambda figures, now: figures.event(row, now), at_once=at_once)
 
     def snapshot(self, step: int) -> None:
         self._take(lambda figures, now: figures.snapshot(step, now))

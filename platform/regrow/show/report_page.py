@@ -6,12 +6,11 @@ from typing import Any
 
 from regrow.errors import BatchError
 from regrow.plan.batch import plan_batch
+from regrow.record.events import cause_words, startup_line
 from regrow.record.ledger import SILENCE_S, STATES, Ledger
 from regrow.record.log import Row
-from regrow.record.narrate import startup_line
 from regrow.show.report_parts import (
     STATE_HELP,
-    cause_words,
     data_mix,
     flat,
     is_number,

@@ -9,9 +9,9 @@ from typing import Any
 
 from regrow.errors import ConfigError
 from regrow.plan.mixture import UNIT, plan_mixture
+from regrow.record.events import cause_words
 from regrow.record.ledger import SILENCE_S, Ledger
 from regrow.record.log import Row
-from regrow.record.narrate import CAUSES
 from regrow.show.svg import stacked_bar
 from regrow.show.units import duration, percent, when
 
@@ -26,7 +26,6 @@ STATE_HELP = {
     "validation": "scoring the validation split",
     "other": "between steps, and not explained by any event",
 }
-WORDS = {"unfinished": "not yet back", "grow": "grew", "drain": "left nodes in time", "end_of_float8": "on in bfloat16"}
 
 
 def page(title: str, body: str) -> str:
@@ -54,10 +53,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[
 
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
     return f'<div class="scroll"><table class="{kind}"><tr>{cells("th", head)}</tr>{body}</table></div>'
-
-
-def cause_words(cause: Any) -> str:
-    return WORDS.get(str(cause)) or CAUSES.get(str(cause)) or str(cause).replace("_", " ")
 
 
 def status_words(ledger: Ledger, metrics: Sequence[Row], now: float) -> str:

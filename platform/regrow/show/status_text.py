@@ -3,8 +3,8 @@
 import textwrap
 from collections.abc import Iterator
 
-from regrow.record.narrate import CAUSES
-from regrow.record.status import DRIVER_DIED, Interruption, Saved, State, Status
+from regrow.record.events import cause_words
+from regrow.record.status import Interruption, Saved, State, Status
 from regrow.show.svg import si
 from regrow.show.units import duration, percent, ranks, size, when
 
@@ -153,7 +153,7 @@ def _interruptions(status: Status) -> Iterator[str]:
     if not total:
         yield "none"
         return
-    yield f"{total:,}: " + ", ".join(f"{cause_text(cause)} {count:,}" for cause, count in status.causes.items())
+    yield f"{total:,}: " + ", ".join(f"{cause_words(cause)} {count:,}" for cause, count in status.causes.items())
     for each in status.interruptions:
         yield f"{_clock(status, each.time)} {_interruption(each)}"
 
@@ -161,25 +161,14 @@ def _interruptions(status: Status) -> Iterator[str]:
 def _interruption(each: Interruption) -> str:
     detail = f" ({textwrap.shorten(each.detail, SHORT, placeholder='…')})" if each.detail.strip() else ""
     if each.ranks_after is None:
-        return f"{cause_text(each.cause)}{detail}; no other group yet"
+        return f"{cause_words(each.cause)}{detail}; no other group yet"
     before = f"{each.ranks_before:,} → " if each.ranks_before is not None else ""
     back = f" after {duration(each.back_s)}" if each.back_s is not None else ""
     lost = ""
     if each.lost_steps is not None:
         lost = f", {each.lost_steps:,} step{'s' if each.lost_steps != 1 else ''} lost"
     source = f", state from {each.source}" if each.source else ""
-    return f"{cause_text(each.cause)}; {before}{ranks(each.ranks_after)}{back}{lost}{source}{detail}"
-
-
-def cause_text(cause: str) -> str:
-    """A cause of events.jsonl, or one of ours, in words."""
-    words = {
-        DRIVER_DIED: "the job ended without a word",
-        "grow": "grew",
-        "drain": "left nodes in time",
-        "end_of_float8": "on in bfloat16",
-    }
-    return words.get(cause) or CAUSES.get(cause) or cause.replace("_", " ")
+    return f"{cause_words(each.cause)}; {before}{ranks(each.ranks_after)}{back}{lost}{source}{detail}"
 
 
 def _labelled(label: str, texts: list[str]) -> list[Line]:
