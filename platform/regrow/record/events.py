@@ -91,6 +91,11 @@ class Event:
     def title(self) -> str:
         return self.name.replace("_", " ")
 
+    @property
+    def of_group(self) -> bool:
+        """Whether it is worth a look as long as the group that met it."""
+        return isinstance(self, GroupIncident)
+
 
 EVENTS: dict[str, type[Event]] = {}
 
@@ -111,6 +116,10 @@ class Unknown(Event):
     """An event of another version."""
 
     said: str  # its name
+
+    @property
+    def of_group(self) -> bool:
+        return issubclass(EVENTS.get(self.said, Event), GroupIncident)
 
     def to_row(self) -> Row:
         return {"time": self.time, "event": self.said} | self.more
@@ -158,7 +167,7 @@ class Generation(Event):
     start_step: int  # steps done before
     cause: str  # why it was formed: a Cause
     source: str | None = None  # where its state came from: seed, snapshot (the nodes' memory), checkpoint
-    recomputed_steps: int = 0  # steps that are to be done again
+    recomputed_steps: int | None = None  # steps that are to be done again
     init_s: float | None = None  # forming the group and building the model
     restore_s: float | None = None  # loading the state
     startup_s: dict[str, float] | None = None  # phase -> seconds: what driver and workers did before

@@ -24,6 +24,7 @@ from regrow.control.notices import Notices
 from regrow.errors import ResumeError
 from regrow.record.events import from_row
 from regrow.record.log import RunLog, next_generation, read_events, read_metrics
+from regrow.record.run_folder import LOCK_FILE
 from regrow.runtime.fleet import Fleet
 from regrow.runtime.hardware.gpus import HARDWARE_XIDS
 from regrow.runtime.keeper import COORDINATOR, NAMESPACE, KeeperInfo
@@ -36,7 +37,6 @@ from regrow.state.memory.held import Holder
 from regrow.state.memory.node import Peer, Sealed
 from regrow.storage import Storage
 
-LOCK_FILE = ".lock"
 STACKS = "stacks"  # folder, of what everyone did while a group stood still
 LOCK_WAIT_S = 30.0
 UNSAFE_S = 120.0  # without a commit in memory: worth a word

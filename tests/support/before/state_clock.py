@@ -7,7 +7,7 @@ time, and a long wait is booked piece by piece, before what followed says what i
 from collections.abc import Mapping
 from typing import Any
 
-from regrow.record.ledger import SILENCE_S, STATES
+from support.before.ledger import SILENCE_S, STATES
 
 KEPT_S = 15.0  # newest seconds that are not booked while no group trains: a `generation` event says what they were
 STEPS = 10  # of silence, and SILENCE_S, after which a group that trains counts as down, as in the report

@@ -13,10 +13,13 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from regrow.record.events import Cause, from_row
-from regrow.record.ledger import SILENCE_S
+from regrow.record.history import Interruption
 from regrow.record.log import Row
-from regrow.record.status import Interruption, Saved, Speed, State, Status
+from regrow.record.status import Saved, Speed, State, Status
+from support.before.ledger import SILENCE_S
+from support.before.narrate import narrate
+
+DRIVER_DIED = "driver_died"
 
 START_SILENCE_S = 600.0  # while a group starts or forms, which writes nothing: nodes may have to come first
 GONE_S = 15.0  # without a word, and nobody holding the run: long enough to start the coordinator anew
@@ -33,7 +36,7 @@ WORTH_A_WARNING = (
     "snapshot_unreadable",
     "checkpoint_damaged",
 )
-STOPPED = {"interrupted": "somebody asked it to", "stop_at_step": "at train.stop_at_step"}
+STOPPED = {"interrupted": "it was asked to", "stop_at_step": "at train.stop_at_step"}
 ENDED_AS = {"finished": "finished", "failed": "failed"}  # reasons of a `stopped` event; the others: stopped
 
 
@@ -151,7 +154,7 @@ def _interruptions(rows: Sequence[Row], events: Sequence[Row]) -> list[Interrupt
         if name == "submitted":
             if running and not open_:  # the job before did not say that it stopped
                 heard_at = max([heard_at, *row_times[: bisect_left(row_times, time)][-1:]])
-                found.append(Interruption(heard_at, Cause.driver_died, ranks_before=ranks))
+                found.append(Interruption(heard_at, DRIVER_DIED, ranks_before=ranks))
                 open_ = True
             running = True
         elif name == "stopped":
@@ -247,7 +250,7 @@ def _said(events: Iterable[Row]) -> str:
     """What the first of these events says; empty where there is none."""
     for event in events:
         try:
-            return from_row(event).sentence() or from_row(event).title
+            return narrate(event) or str(event["event"])
         except (KeyError, TypeError, ValueError):  # of another version
             return str(event["event"]).replace("_", " ")
     return ""

@@ -1,0 +1,319 @@
+"""Where the time of a run went: its two logs on one time line, every moment in exactly one state. Pure.
+
+`account` paints each moment with one state, so the states add up to wall time whatever the logs hold. See
+docs/file-formats.md for what the states mean.
+"""
+
+import itertools
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from regrow.record.log import Row
+
+Floats = NDArray[np.float64]
+
+STATES = ("productive", "init", "restore", "snapshot", "data", "recompute", "down", "validation", "other")
+LOST = ("init", "restore", "recompute", "down")  # states that starting and interruptions cost
+# What a moment counts as when several claims cover it: the later in this list wins.
+_LAYERS = ("other", "init", "down", "restore", "recompute", "step", "validation", "snapshot")
+SILENCE_S = 60.0  # a run that has said nothing for this long and for 10 of its steps counts as down
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One life of the worker group: from its submission, or from where it began to form, to its last sign of life.
+
+    All times are unix seconds.
+    """
+
+    submitted: bool  # began with a `submitted` event, not within a running job
+    begin: float
+    generation: Row | None = None  # its `generation` event; None when it never got there
+    last_life: float = 0.0
+    first_step_begin: float | None = None  # of any step, a rolled-back one too
+    failure: Row | None = None  # the first `failure` event after the last sign of life
+    stopped: Row | None = None
+
+    @property
+    def world_size(self) -> int | None:
+        return self.generation.get("world_size") if self.generation else None
+
+    @property
+    def ready(self) -> float | None:
+        return self.generation["time"] if self.generation else None
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Every second of a run in exactly one state."""
+
+    begin: float  # unix time of the submission
+    end: float
+    time_s: dict[str, float]  # state -> seconds; the sum is end - begin
+    productive_s: Floats  # of each metrics row
+    attempts: list[Attempt]
+    bands: list[tuple[float, float, str]]  # from, to (unix times) and state, one after another; steps are productive
+    undone: list[tuple[float, float, int]]  # from, to, and the generation that took the steps between them back
+
+
+def account(metrics: Sequence[Row], events: Sequence[Row], now: float) -> Ledger:
+    """Give every second between the submission and the end (`stopped`, else `now`) one state."""
+    begins, ends = _step_intervals(metrics, events)
+    times = [event["time"] for event in events if event["event"] != "rollback"]
+    rolled_back = _rolled_back(events)
+    known = [*times, *begins[:1], *ends[-1:], *(event["first_time"] for event in rolled_back)]
+    begin, end = (min(known), max(known)) if known else (now, now)
+
+    attempts = _attempts(begins, ends, events, rolled_back, begin)
+    running = not attempts or attempts[-1].stopped is None
+    end = max(end, now) if running else end
+
+    claims: dict[str, list[tuple[float, float]]] = {layer: [] for layer in _LAYERS}
+    _claim_attempts(claims, attempts, end, step_s=float(np.median(ends - begins)) if len(ends) else 0.0)
+    claims["recompute"] += [(event["first_time"], event["last_time"]) for event in rolled_back]
+    claims["validation"] += [(e["time"] - number(e, "seconds"), e["time"]) for e in named(events, "validation")]
+    claims["snapshot"] += [(e["time"] - number(e, "stall_s"), e["time"]) for e in named(events, "checkpoint")]
+    claims["step"] += list(zip(begins.tolist(), ends.tolist(), strict=True))
+
+    edges, layers = _paint(claims, begin, end)
+    widths = np.diff(edges)
+    painted = {layer: float(widths[layers == index].sum()) for index, layer in enumerate(_LAYERS)}
+
+    # Within its step, the data wait and the snapshot take their share; a checkpoint event there already took some.
+    def covered(layer: str) -> Floats:
+        """Seconds of each row's interval that `layer` got."""
+        total = np.concatenate([[0.0], np.cumsum(widths * (layers == _LAYERS.index(layer)))])
+        return np.interp(ends - begin, edges, total) - np.interp(begins - begin, edges, total)
+
+    step = covered("step")
+    snapshot = np.clip(column(metrics, "snapshot_s") - covered("snapshot"), 0.0, step)
+    data = np.clip(column(metrics, "data_wait_s"), 0.0, step - snapshot)
+    productive = step - snapshot - data
+    time_s = {
+        "productive": float(productive.sum()),
+        "init": painted["init"],
+        "restore": painted["restore"],
+        "snapshot": painted["snapshot"] + float(snapshot.sum()),
+        "data": float(data.sum()),
+        "recompute": painted["recompute"],
+        "down": painted["down"],
+        "validation": painted["validation"],
+        "other": painted["other"],
+    }
+    undone = [(event["first_time"], event["last_time"], event["generation"]) for event in rolled_back]
+    return Ledger(begin, end, time_s, productive, attempts, _bands(edges + begin, layers), undone)
+
+
+def lost_to(ledger: Ledger) -> dict[str, float]:
+    """Seconds of `init`, `restore`, `down` and `recompute` by what caused them; they add up to these four states.
+
+    A gap before a group's first step has the cause that the group was formed for; steps that were done again have that
+    of the first group that took them back. A gap that no group has ended yet is `unfinished`.
+    """
+    formed = [attempt for attempt in ledger.attempts if attempt.generation]
+    causes = [str(attempt.generation.get("cause", "unknown")) for attempt in formed if attempt.generation]
+    firsts = (max(attempt.ready or 0.0, attempt.first_step_begin or 0.0) for attempt in formed)
+    gap_ends = list(itertools.accumulate(firsts, max))
+    numbers = [attempt.generation.get("generation") for attempt in formed if attempt.generation]
+    cause_of = dict(zip(numbers, causes, strict=True))
+    lost: dict[str, float] = {}
+    for begin, end, state in ledger.bands:
+        if state not in LOST:
+            continue
+        edges = {time for first, last, _ in ledger.undone for time in (first, last) if begin < time < end}
+        for a, b in itertools.pairwise([begin, *sorted(edges), end] if state == "recompute" else [begin, end]):
+            middle = (a + b) / 2
+            if state == "recompute":
+                by = next((number for first, last, number in ledger.undone if first <= middle <= last), None)
+                cause = cause_of.get(by, "unfinished")
+            else:
+                cause = [*causes, "unfinished"][bisect_left(gap_ends, middle)]
+            lost[cause] = lost.get(cause, 0.0) + b - a
+    return lost
+
+
+def columns(ledger: Ledger, count: int) -> list[tuple[float, float, str]]:
+    """The states in as many columns of wall time as can be seen, neighbours of one state joined.
+
+    A column is what took most of it; but for productive time, which a third of anything else is enough to hide.
+    """
+    width = (ledger.end - ledger.begin) / count
+    shares: list[dict[str, float]] = [{} for _ in range(count)]
+    for begin, end, state in ledger.bands:
+        at = begin
+        while at < end and width > 0:
+            column = min(count - 1, int((at - ledger.begin) / width))
+            until = min(end, ledger.begin + (column + 1) * width) if column < count - 1 else end
+            shares[column][state] = shares[column].get(state, 0.0) + until - at
+            at = max(until, math.nextafter(at, math.inf))
+    states = []
+    for share in shares:
+        others = {state: seconds for state, seconds in share.items() if state != "productive" and seconds > width / 3}
+        states.append(max(others or share or {"other": 0.0}, key=lambda state: (others or share).get(state, 0.0)))
+    cuts = [0, *(each for each in range(1, count) if states[each] != states[each - 1]), count]
+    return [(ledger.begin + a * width, ledger.begin + b * width, states[a]) for a, b in itertools.pairwise(cuts)]
+
+
+def _step_intervals(metrics: Sequence[Row], events: Sequence[Row]) -> tuple[Floats, Floats]:
+    """When each row's step began and ended, in unix seconds; no two overlap."""
+    ends = np.maximum.accumulate(np.array([row["time"] for row in metrics], dtype=np.float64))
+    begins = ends - column(metrics, "step_s")
+    for event in named(events, "validation"):  # step_s leaves it out, but it may lie between a step and its row
+        index = np.searchsorted(ends, event["time"] - number(event, "seconds") / 2)
+        if index < len(ends) and event["time"] >= begins[index]:
+            begins[index] -= number(event, "seconds")
+    begins[1:] = np.maximum(begins[1:], ends[:-1])
+    return begins, ends
+
+
+def _rolled_back(events: Sequence[Row]) -> list[Row]:
+    """The rollback events, each from the true beginning of its first step, as `_step_intervals` finds it for rows."""
+    found = []
+    for rollback in named(events, "rollback"):
+        begin = rollback.get("first_time")
+        if begin is None:
+            continue
+        for event in named(events, "validation"):
+            middle = event["time"] - number(event, "seconds") / 2
+            if begin <= event["time"] and middle <= rollback.get("first_step_end", begin):
+                begin -= number(event, "seconds")
+                break
+        found.append({**rollback, "first_time": begin})
+    return found
+
+
+def _attempts(
+    begins: Floats, ends: Floats, events: Sequence[Row], rolled_back: Sequence[Row], begin: float
+) -> list[Attempt]:
+    """Cut the run into attempts at each `submitted` and at each `generation` that follows another one."""
+    marks: list[tuple[float, bool, Row | None]] = []  # time of the cut, was it a submission, the generation event
+    for event in events:
+        if event["event"] == "submitted":
+            marks.append((event["time"], True, None))
+        elif event["event"] == "generation":
+            if marks and marks[-1][2] is None:
+                marks[-1] = (marks[-1][0], marks[-1][1], event)
+            else:
+                marks.append((event["time"], False, event))
+    if marks:
+        marks[0] = (min(begin, marks[0][0]), *marks[0][1:])
+    else:
+        marks = [(begin, False, None)]
+
+    attempts: list[Attempt] = []
+    event_times = [event["time"] for event in events]
+    undone_times = [event["last_time"] for event in rolled_back]
+    for index, (mark, submitted, generation) in enumerate(marks):
+        until = marks[index + 1][0] if index + 1 < len(marks) else math.inf
+        own = events[bisect_left(event_times, mark) if index else 0 : bisect_left(event_times, until)]
+        undone = rolled_back[bisect_right(undone_times, mark) if index else 0 : bisect_right(undone_times, until)]
+        first, past = int(np.searchsorted(ends, mark, side="right")) if index else 0, bisect_right(ends, until)
+        life = [mark, *(e["time"] for e in own if _sign_of_life(e)), *(e["last_time"] for e in undone)]
+        starts = [e["first_time"] for e in undone]
+        if past > first:
+            life.append(float(ends[past - 1]))
+            starts.append(float(begins[first]))
+        if not starts:  # it was still starting when it failed
+            life += [e["time"] for e in own if e["event"] == "failure"]
+        if index and not submitted:  # it began to form before its event, which says that it is ready
+            assert generation is not None
+            spent = number(generation, "init_s") + number(generation, "restore_s")
+            mark = min(mark, max(mark - spent, attempts[-1].last_life))
+        attempts.append(
+            Attempt(
+                submitted=submitted,
+                begin=mark,
+                generation=generation,
+                last_life=max(life),
+                first_step_begin=min(starts, default=None),
+                failure=next((e for e in own if e["event"] == "failure" and e["time"] >= max(life)), None),
+                stopped=next((e for e in reversed(own) if e["event"] == "stopped"), None),
+            )
+        )
+    return attempts
+
+
+def _claim_attempts(
+    claims: dict[str, list[tuple[float, float]]], attempts: Sequence[Attempt], end: float, step_s: float
+) -> None:
+    """Claim what attempts spend outside steps: starting, restoring, and being down."""
+    for attempt, later in zip(attempts, [*attempts[1:], None], strict=True):
+        over = later is not None or attempt.failure is not None or attempt.stopped is not None
+        started = attempt.first_step_begin
+        if started is None:
+            started = attempt.last_life if over else end
+        claims["init"].append((attempt.begin, started))
+        if attempt.generation and attempt.ready is not None:
+            restore_s = number(attempt.generation, "restore_s")
+            claims["restore"].append((max(attempt.begin, attempt.ready - restore_s), attempt.ready))
+        if later is not None:
+            claims["down"].append((attempt.last_life, later.begin))
+        elif attempt.failure is not None or (
+            not over and attempt.first_step_begin is not None and end - attempt.last_life > max(SILENCE_S, 10 * step_s)
+        ):
+            claims["down"].append((attempt.last_life, end))
+
+
+def _paint(
+    claims: Mapping[str, list[tuple[float, float]]], begin: float, end: float
+) -> tuple[Floats, NDArray[np.intp]]:
+    """Cut [begin, end] at every edge of a claim and give each piece the strongest layer that covers it.
+
+    Returns the edges in seconds since `begin`, and the layer index of each of the len(edges) - 1 pieces.
+    """
+    spans = {
+        layer: np.clip(np.array(claims[layer], dtype=np.float64).reshape(-1, 2) - begin, 0.0, end - begin)
+        for layer in _LAYERS
+    }
+    edges = np.unique(np.concatenate([[0.0, end - begin], *(span.ravel() for span in spans.values())]))
+    layers = np.zeros(len(edges) - 1, dtype=np.intp)
+    for index, layer in enumerate(_LAYERS):
+        span = spans[layer][spans[layer][:, 1] > spans[layer][:, 0]]
+        depth = np.bincount(np.searchsorted(edges, span[:, 0]), minlength=len(edges)) - np.bincount(
+            np.searchsorted(edges, span[:, 1]), minlength=len(edges)
+        )
+        layers[np.cumsum(depth)[:-1] > 0] = index
+    return edges, layers
+
+
+def _bands(edges: Floats, layers: NDArray[np.intp]) -> list[tuple[float, float, str]]:
+    """What `_paint` returned, neighbours of one layer joined."""
+    if not len(layers):
+        return []
+    cuts = [0, *(np.flatnonzero(np.diff(layers)) + 1).tolist(), len(layers)]
+    names = ["productive" if layer == "step" else layer for layer in _LAYERS]
+    times, of_cut = edges.tolist(), layers.tolist()
+    return [(times[a], times[b], names[of_cut[a]]) for a, b in itertools.pairwise(cuts)]
+
+
+def _sign_of_life(event: Row) -> bool:
+    """Did the worker group, or the driver on its way to one, do something?
+
+    Noticing a failure is none, nor is what keepers and the coordinator do without a group: write a checkpoint from
+    memory, complain of a snapshot, find the members of the next group.
+    """
+    if event["event"] == "stopped":
+        return event.get("reason") != "failed"
+    if event["event"] == "checkpoint":
+        return "stall_s" in event
+    return event["event"] in ("submitted", "generation", "validation", "data_fallback")
+
+
+def named(events: Iterable[Row], name: str) -> list[Row]:
+    return [event for event in events if event["event"] == name]
+
+
+def number(row: Mapping[str, Any], key: str) -> float:
+    """A duration in seconds; 0 where it is missing, null, negative or not finite."""
+    value = row.get(key)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value > 0 else 0.0
+
+
+def column(metrics: Sequence[Row], key: str) -> Floats:
+    return np.array([number(row, key) for row in metrics], dtype=np.float64)
