@@ -69,6 +69,7 @@ class Event:
     """Something that happened to a run."""
 
     name: ClassVar[str] = ""  # as in events.jsonl: the class' name in lower case
+    words: ClassVar[str] = ""  # the sentence, a format of the event
 
     time: float = 0.0  # when it happened; 0: now, which the log fills in
     more: Row = field(default_factory=dict)  # fields that this version does not know
@@ -84,8 +85,8 @@ class Event:
         return {"time": self.time, "event": self.name} | told | self.more
 
     def sentence(self) -> str | None:
-        """One line for people; None for an event that nobody needs to see live."""
-        return None
+        """One line for people; None for an event that need not be seen live."""
+        return self.words.format(self) or None
 
     @property
     def title(self) -> str:
@@ -213,9 +214,7 @@ class Rollback(Event):
     first_time: float | None = None  # when the first of them began
     first_step_end: float | None = None  # when the first of them ended
     last_time: float | None = None  # when the last of them ended
-
-    def sentence(self) -> str:
-        return f"rolled back from step {self.from_step} to {self.to_step}"
+    words = "rolled back from step {0.from_step} to {0.to_step}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,9 +231,7 @@ class CoordinatorRestarted(Incident):
     """The coordinator died and is back; the group went on meanwhile."""
 
     generation: int  # the group's number
-
-    def sentence(self) -> str:
-        return f"the coordinator died and is back, training went on; generation {self.generation}"
+    words = "the coordinator died and is back, training went on; generation {0.generation}"
 
 
 # what is saved, and what of it turns out to be damaged
@@ -264,9 +261,7 @@ class CheckpointFailed(Event):
 
     step: int  # of its state
     detail: str = ""  # what went wrong
-
-    def sentence(self) -> str:
-        return f"checkpoint of step {self.step} was not written, training goes on: {self.detail}"
+    words = "checkpoint of step {0.step} was not written, training goes on: {0.detail}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,9 +271,7 @@ class CheckpointDamaged(GroupIncident):
     step: int  # of its state
     detail: str = ""  # what is wrong with it
     generation: int | None = None  # the group's number
-
-    def sentence(self) -> str:
-        return f"checkpoint of step {self.step} cannot be used, trying the one before: {self.detail}"
+    words = "checkpoint of step {0.step} cannot be used, trying the one before: {0.detail}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,9 +279,7 @@ class SnapshotFailed(GroupIncident):
     """A keeper cannot make snapshots safe, or none was committed for long; once a generation and node."""
 
     detail: str  # a sentence
-
-    def sentence(self) -> str:
-        return self.detail
+    words = "{0.detail}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,9 +288,7 @@ class SnapshotDamaged(GroupIncident):
 
     step: int  # of its state
     detail: str = ""  # what is wrong with it
-
-    def sentence(self) -> str:
-        return f"a copy of the snapshot of step {self.step} cannot be used, another one was: {self.detail}"
+    words = "a copy of the snapshot of step {0.step} cannot be used, another one was: {0.detail}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,9 +297,7 @@ class SnapshotUnreadable(GroupIncident):
 
     step: int  # of its state
     detail: str = ""  # what is wrong with it
-
-    def sentence(self) -> str:
-        return f"the snapshot of step {self.step} cannot be used, going back to storage: {self.detail}"
+    words = "the snapshot of step {0.step} cannot be used, going back to storage: {0.detail}"
 
 
 # what the loop does beside its steps
@@ -332,9 +319,7 @@ class Profile(Event):
 
     step: int  # the window's last
     folder: str  # that holds it, in the run folder
-
-    def sentence(self) -> str:
-        return f"profile of the steps up to {self.step}: {self.folder}/summary.md"
+    words = "profile of the steps up to {0.step}: {0.folder}/summary.md"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,12 +330,10 @@ class DataFallback(Incident):
     window: int  # number of the window
     reason: str = ""  # why the stream was not waited for
     generation: int | None = None  # of the group
-
-    def sentence(self) -> str:
-        return (
-            f"the token stream did not deliver window {self.window} to rank {self.rank} ({self.reason}); it reads the "
-            "same rows directly"
-        )
+    words = (
+        "the token stream did not deliver window {0.window} to rank {0.rank} ({0.reason}); it reads the same rows "
+        "directly"
+    )
 
 
 # nodes, devices and processes
@@ -362,9 +345,7 @@ class Drain(Incident):
 
     node: str  # id
     deadline: float  # unix time by which it goes
-
-    def sentence(self) -> str:
-        return f"node {self.node[:12]} is to be taken away; the group leaves it in time"
+    words = "node {0.node:.12} is to be taken away; the group leaves it in time"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,12 +354,10 @@ class Quarantine(Incident):
 
     node: str  # id
     seconds: float  # for which it is left alone
-
-    def sentence(self) -> str:
-        return (
-            f"node {self.node[:12]} failed again and again: it is left alone for {self.seconds:.0f} s "
-            "(cluster.quarantine_failures, cluster.quarantine_s)"
-        )
+    words = (
+        "node {0.node:.12} failed again and again: it is left alone for {0.seconds:.0f} s "
+        "(cluster.quarantine_failures, cluster.quarantine_s)"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,9 +367,7 @@ class Stalled(GroupIncident):
     seconds: float  # since the last step
     generation: int | None = None  # of the group
     stacks: str = ""  # file in the run folder that says what every worker was doing
-
-    def sentence(self) -> str:
-        return f"no step for {self.seconds:.1f} s; what every worker was doing: {self.stacks}"
+    words = "no step for {0.seconds:.1f} s; what every worker was doing: {0.stacks}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,12 +379,10 @@ class Straggler(GroupIncident):
     factor: float  # its time for the probe over the others' median
     probe_s: float | None = None  # its time for the probe
     step: int | None = None  # before which it was measured
-
-    def sentence(self) -> str:
-        return (
-            f"process {self.pid} on node {self.node[:12]} computes {self.factor:.1f} times as long as the others: "
-            "the whole group waits for it"
-        )
+    words = (
+        "process {0.pid} on node {0.node:.12} computes {0.factor:.1f} times as long as the others: the whole group "
+        "waits for it"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,9 +392,7 @@ class Unfit(GroupIncident):
     node: str  # id
     pid: int  # of the process
     detail: str = ""  # what was measured
-
-    def sentence(self) -> str:
-        return f"process {self.pid} on node {self.node[:12]} was ended: {self.detail}"
+    words = "process {0.pid} on node {0.node:.12} was ended: {0.detail}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -453,9 +426,7 @@ class LinkFailed(GroupIncident):
     node: str  # id of the new node
     to: str  # id of the other one
     detail: str = ""  # what went wrong
-
-    def sentence(self) -> str:
-        return f"node {self.node[:12]} did not reach node {self.to[:12]}: {self.detail}"
+    words = "node {0.node:.12} did not reach node {0.to:.12}: {0.detail}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -464,9 +435,7 @@ class Note(Event):
 
     text: str  # the sentence
     generation: int | None = None  # of the group that says it
-
-    def sentence(self) -> str:
-        return self.text
+    words = "{0.text}"
 
 
 INCIDENTS = tuple(name for name, kind in EVENTS.items() if issubclass(kind, Incident))

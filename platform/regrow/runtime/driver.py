@@ -27,6 +27,7 @@ from regrow.data.stream import start_stream, stop_stream
 from regrow.errors import RegrowError, first_line
 from regrow.model.linears import float8_line
 from regrow.parallel.phases import float8_steps
+from regrow.progress import last_step
 from regrow.record.events import from_row, startup_line
 from regrow.record.provenance import git_sha, versions
 from regrow.record.run_folder import CHECKPOINTS
@@ -297,7 +298,7 @@ class _Session:
 
 
 def _last_step(config: PretrainConfig) -> int:
-    return min(config.train.steps, config.train.stop_at_step or config.train.steps)
+    return last_step(config.train.steps, config.train.stop_at_step)
 
 
 def _opening(config: PretrainConfig, run: Run, corpora: Corpora) -> str:

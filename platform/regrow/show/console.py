@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from regrow.progress import Task
-from regrow.show.units import CONTROL, clock, percent, ranks
+from regrow.progress import Task, last_step
+from regrow.show.units import CONTROL, duration, percent, ranks
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -66,7 +66,7 @@ class Console:
         for line in lines:
             self.message(line)
         self._steps = steps
-        self._last_step = steps if stop_at_step is None else min(steps, stop_at_step)
+        self._last_step = last_step(steps, stop_at_step)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Show one metrics row: always at a terminal, now and then elsewhere."""
@@ -103,7 +103,7 @@ class Console:
         rate = (done - done_before) / elapsed_s if elapsed_s > 1 else 0.0
         speed = f", {_amount(rate, task.unit)}/s" if rate > 0 and task.unit else ""
         if share >= 1.0:
-            self._task, text = None, f"{task.name}: done in {clock(elapsed_s)}{speed}"
+            self._task, text = None, f"{task.name}: done in {duration(elapsed_s)}{speed}"
             if self._terminal:
                 self._draw(text)
                 self._end_live()
@@ -111,7 +111,7 @@ class Console:
                 self._print(text)
             return
         size = f" of {_amount(total, task.unit)}" if total > 0 and task.unit else ""
-        left = f", {clock((total - done) / rate)} left" if rate > 0 else ""
+        left = f", {duration((total - done) / rate)} left" if rate > 0 else ""
         text = f"{share:.0%}{size}{speed}{left}"
         if self._terminal:
             width = 24
@@ -176,7 +176,7 @@ class Console:
             parts.insert(2, f"validation loss {row['validation_loss']:.4f}")
         step_s = self._step_clock.step_s
         if step_s is not None and self._last_step is not None and row["step"] < self._last_step:
-            parts.append(f"ETA {clock(step_s * (self._last_step - row['step']))}")
+            parts.append(f"ETA {duration(step_s * (self._last_step - row['step']))}")
         if self.goodput is not None:
             parts.append(f"goodput {percent(self.goodput)}")
         parts.append(f"gen {row['generation']}")  # last: a narrow terminal cuts it first
@@ -203,7 +203,7 @@ class Console:
         styled = Text(_clean(text), no_wrap=True, overflow="ellipsis")
         if self._colour:
             styled.highlight_regex(r"loss [\d.]+", "bold")
-            styled.highlight_regex(r"ETA \S+|━+", "cyan")
+            styled.highlight_regex(r"ETA [\d.]+ \w+( \d+ \w+)?|━+", "cyan")
         return styled
 
     def _end_live(self) -> None:

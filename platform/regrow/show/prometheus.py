@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from regrow.config.schema import PretrainConfig
 from regrow.control.cadence import Cadence
 from regrow.errors import first_line
+from regrow.progress import last_step
 from regrow.record.events import (
     FAILURES,
     GRACEFUL,
@@ -129,7 +130,7 @@ class Figures:
         self._cadence, self._takes_snapshots = cadence, config.snapshot.every_steps > 0
         self._step_s = 0.0  # smoothed
         self._set("regrow_running", 1)
-        self._set("regrow_target_steps", min(train.steps, train.stop_at_step or train.steps))
+        self._set("regrow_target_steps", last_step(train.steps, train.stop_at_step))
         self._set("regrow_target_world_size", cluster.max_workers)
         self._set("regrow_min_world_size", cluster.min_workers)
         for event in events:

@@ -25,17 +25,6 @@ def duration(seconds: float) -> str:
     raise AssertionError("a minute is the least here")
 
 
-def clock(seconds: float) -> str:
-    """For a line that is redrawn: as `12 s`, `3:05` (minutes and seconds), `2:03:05` or `4 d 2:03`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s" if seconds < 9.95 else f"{whole} s"
-    minutes, hours, days = whole // 60 % 60, whole // 3600 % 24, whole // 86400
-    if days:
-        return f"{days} d {hours}:{minutes:02d}"
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
-
-
 def when(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
