@@ -24,7 +24,7 @@ from regrow.data.manifest import Manifest
 from regrow.data.prepare import prepare
 from regrow.data.tokenizer import train_tokenizer
 from regrow.errors import DataError
-from regrow.show.console import Stage
+from regrow.progress import Task
 
 ROOT = Path(__file__).parents[2]
 NUM_FILES = 24
@@ -73,7 +73,7 @@ def test_ray_tasks_write_the_same_bytes_and_raise_the_same_errors(
     config: DataConfig, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare_module, "LOCAL_BYTES", 0)
-    seen: list[tuple[Stage, float, float]] = []
+    seen: list[tuple[Task, float, float]] = []
     recipe = load_recipe(config.recipe)
     prepare(config, recipe, tmp_path / "out", progress=lambda *update: seen.append(update), distribute=on_ray)
     assert read_files(tmp_path / "out") == expected
