@@ -11,10 +11,10 @@ import ray
 
 from regrow.control.cadence import Cadence
 from regrow.control.peers import plan_peers, plan_tree
+from regrow.control.values import SnapshotAck, Version
 from regrow.runtime import fleet
 from regrow.runtime.keeper import Keeper
-from regrow.state.memory.node import Sealed
-from regrow.state.memory.slots import Committed, Moment
+from regrow.state.memory.slots import Committed
 from regrow.storage import Storage
 
 NODES = [f"node-{number}" for number in range(7)]  # two, then four, then one
@@ -39,12 +39,12 @@ class Root:
         self.fleet.begin(1, 0, list(keepers))
         ray.get([handle.pulses.remote() for handle, _ in keepers.values()])  # asked after: they know their places
 
-    def snapshots_sealed(self, reports: list[Sealed]) -> None:
+    def snapshots_sealed(self, reports: list[SnapshotAck]) -> None:
         self.calls += 1
         self.fleet.sealed(reports)
 
-    def newest(self) -> tuple[Moment | None, int]:
-        return self.fleet.board.newest.moment if self.fleet.board.newest else None, self.calls
+    def newest(self) -> tuple[Version | None, int]:
+        return self.fleet.board.newest.version if self.fleet.board.newest else None, self.calls
 
 
 @pytest.fixture
@@ -75,12 +75,12 @@ def test_a_step_that_all_report_is_committed_and_all_hear_of_it(folder: Path) ->
     ray.get(root.begin.remote({info.node: (handles[info.node], info) for info in infos}), timeout=60)
     peers = plan_peers([(node, node) for node in NODES])
     for number, step in enumerate((1, 2), 1):
-        moment = Moment(1, step)
+        moment = Version(1, step)
         for node in NODES[:-1]:
-            ray.get(handles[node].relay.remote([Sealed(node, moment, peers[node])]), timeout=60)
+            ray.get(handles[node].relay.remote([SnapshotAck(node, moment, peers[node])]), timeout=60)
         time.sleep(0.2)
-        assert ray.get(root.newest.remote())[0] == (Moment(1, step - 1) if step > 1 else None), "one has not reported"
-        handles[NODES[-1]].relay.remote([Sealed(NODES[-1], moment, peers[NODES[-1]])])
+        assert ray.get(root.newest.remote())[0] == (Version(1, step - 1) if step > 1 else None), "one has not reported"
+        handles[NODES[-1]].relay.remote([SnapshotAck(NODES[-1], moment, peers[NODES[-1]])])
         wait_until(lambda: all(Committed.read(Path(info.folder)).newest == moment for info in infos))  # noqa: B023
         assert ray.get(root.newest.remote()) == (moment, 2 * number), "two messages a step"
 

@@ -13,13 +13,12 @@ import ray
 
 from regrow.control.cadence import Cadence
 from regrow.control.commits import SnapshotCommit
+from regrow.control.values import SnapshotAck, Version
 from regrow.runtime import fleet as module
 from regrow.runtime.fleet import Fleet
 from regrow.state.disk.upload import Upload
 from regrow.state.layout import Part
 from regrow.state.memory.held import Held
-from regrow.state.memory.node import Sealed
-from regrow.state.memory.slots import Moment
 from regrow.storage import Storage
 
 
@@ -50,7 +49,7 @@ def test_nodes_that_fail_at_once_cost_one_checkpoint_and_nothing_else(
     fleet = make(tmp_path, lambda name, **fields: events.append((name, fields["step"])))
     fleet.known = {node: (keeper(), SimpleNamespace(address=("", 0))) for node in nodes}  # type: ignore[misc]
     fleet.peers = dict.fromkeys(nodes, "")  # no copies: nobody else can write what one could not
-    fleet.upload = Upload(Moment(1, 10), dict(fleet.peers), fleet.checkpoints, "run")
+    fleet.upload = Upload(Version(1, 10), dict(fleet.peers), fleet.checkpoints, "run")
     for node, order in fleet.upload.orders():
         fleet._ask(node, order)
 
@@ -116,7 +115,7 @@ def test_a_group_on_one_node_has_its_copies_on_another_that_is_up_until_that_is_
     fleet.begin(1, 0, ["a"])
     assert told == [("a", "c")]  # of another rack
     told.clear()
-    assert fleet.sealed([Sealed("a", Moment(1, 5), "c")])
+    assert fleet.sealed([SnapshotAck("a", Version(1, 5), "c")])
     assert told == [("a", 5), ("c", 5)]
     fleet.check_peers()
     assert fleet.peers == {"a": "c"}
@@ -124,11 +123,11 @@ def test_a_group_on_one_node_has_its_copies_on_another_that_is_up_until_that_is_
     told.clear()
     fleet.check_peers()
     assert told == [("a", "b")]
-    assert not fleet.sealed([Sealed("a", Moment(1, 6), "c")])  # these copies went with it
-    assert fleet.sealed([Sealed("a", Moment(1, 6), "b")])
+    assert not fleet.sealed([SnapshotAck("a", Version(1, 6), "c")])  # these copies went with it
+    assert fleet.sealed([SnapshotAck("a", Version(1, 6), "b")])
     alive.remove("b")
     fleet.check_peers()
-    assert fleet.sealed([Sealed("a", Moment(1, 7), "")])
+    assert fleet.sealed([SnapshotAck("a", Version(1, 7), "")])
     fleet.begin(2, 7, ["a", "b"])
     assert fleet.peers == {"a": "b", "b": "a"}
     fleet.storage.shutdown()
@@ -149,7 +148,7 @@ class Holders:
             for node in self.nodes
         }
 
-    def hold(self, moment: Moment, *, copies: bool) -> None:
+    def hold(self, moment: Version, *, copies: bool) -> None:
         for shard, node in enumerate(self.nodes):
             for each in (shard, (shard - 1) % 3) if copies else (shard,):
                 self.held[node].append(Held(f"{node}{each}", moment, Part(each, 3), 1, ""))
@@ -157,7 +156,7 @@ class Holders:
     def _handle(self, node: str) -> Any:
         return SimpleNamespace(holdings=SimpleNamespace(remote=lambda since: (node, since)))
 
-    def _get(self, call: tuple[str, Moment]) -> list[Held]:
+    def _get(self, call: tuple[str, Version]) -> list[Held]:
         node, since = call
         self.answered.append(node)
         return [held for held in self.held[node] if held.moment >= since]
@@ -167,7 +166,7 @@ def test_of_the_newest_step_those_who_ask_and_enough_others_are_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Holders(tmp_path, monkeypatch)
-    fleet, moment = made.fleet, Moment(1, 10)
+    fleet, moment = made.fleet, Version(1, 10)
     made.hold(moment, copies=True)
     assert fleet.newest(group=["a"], logged=10) is None
     assert fleet.committed() is None
@@ -188,15 +187,15 @@ def test_a_step_that_survivors_have_all_of_needs_no_commit(tmp_path: Path, monke
     made = Holders(tmp_path, monkeypatch)
     fleet = made.fleet
     fleet.begin(2, 10, [])
-    fleet.board.newest = SnapshotCommit(Moment(2, 10), dict.fromkeys(made.nodes, ""))
-    for moment in (Moment(2, 10), Moment(2, 11), Moment(1, 13), Moment(2, 13)):
+    fleet.board.newest = SnapshotCommit(Version(2, 10), dict.fromkeys(made.nodes, ""))
+    for moment in (Version(2, 10), Version(2, 11), Version(1, 13), Version(2, 13)):
         made.hold(moment, copies=moment.step == 10)
-    made.held["b"].append(Held("torn", Moment(2, 12), Part(1, 3), 1, ""))  # by one of three
+    made.held["b"].append(Held("torn", Version(2, 12), Part(1, 3), 1, ""))  # by one of three
     for logged, step in ((10, 10), (11, 11), (12, 11), (13, 13)):  # a step without a row is none to begin from
         found = fleet.newest(group=made.nodes, logged=logged)
         assert found is not None
         assert found[0] == step
-        assert {holder.held.moment for holder in found[1]} == {Moment(2, step)}
+        assert {holder.held.moment for holder in found[1]} == {Version(2, step)}
     found = fleet.committed()
     assert found is not None
     assert found[0] == 10

@@ -316,7 +316,8 @@ def _eight_b(member: Member, float8: Float8) -> tuple[float, int, float]:
 
 def _with_snapshots(member: Member, loaded: Loaded, step_s: float) -> float:
     """Slots are committed at once: what a keeper does with them is not timed here."""
-    from regrow.state.memory.slots import Committed, Moment
+    from regrow.control.values import Version
+    from regrow.state.memory.slots import Committed
 
     entries = training_entries(loaded.step.model, loaded.step.optimizer, inner_tensor=inner_tensor)
     num_bytes = sum(entry.memory.nbytes for entry in entries)
@@ -334,7 +335,7 @@ def _with_snapshots(member: Member, loaded: Loaded, step_s: float) -> float:
             number[0] += 1
             snapshots.begin(number[0], {})
             snapshots.confirm(number[0])
-            Committed(Moment(1, number[0])).write(folder)
+            Committed(Version(1, number[0])).write(folder)
 
         timed = loaded.time(6, snapshot)
         loaded.before_update = None

@@ -21,6 +21,7 @@ from regrow.control.cadence import Cadence
 from regrow.control.health import Pulse, Stalls
 from regrow.control.membership import Formation, Member, Membership
 from regrow.control.notices import Notices
+from regrow.control.values import Peer, SnapshotAck
 from regrow.errors import ResumeError
 from regrow.record.log import RunLog, next_generation, read_events, read_metrics
 from regrow.runtime.fleet import Fleet
@@ -32,7 +33,6 @@ from regrow.show.prometheus import RunMetrics
 from regrow.show.tensorboard import TensorBoard
 from regrow.state.disk.format import COMMIT
 from regrow.state.memory.held import Holder
-from regrow.state.memory.node import Peer, Sealed
 from regrow.storage import Storage
 
 LOCK_FILE = ".lock"
@@ -321,12 +321,12 @@ class Coordinator:
         """What it should begin from where that could not be read; see `Fleet.committed`."""
         return self.fleet.committed()
 
-    def snapshots_sealed(self, reports: list[Sealed]) -> None:
+    def snapshots_sealed(self, reports: list[SnapshotAck]) -> None:
         """All of some nodes' snapshots of a step are sealed and copied."""
-        current = [report for report in reports if report.moment.generation == self.generation]
+        current = [report for report in reports if report.version.generation == self.generation]
         if self.fleet.sealed(current) and self.fleet.board.newest is not None:
             self.safe_at = time.monotonic()
-            self.metrics.snapshot(self.fleet.board.newest.moment.step)
+            self.metrics.snapshot(self.fleet.board.newest.version.step)
 
     def want_checkpoint(self, generation: int, step: int) -> None:
         """The snapshot of this step is to become a checkpoint."""
@@ -567,7 +567,7 @@ class Coordinator:
         newest = self.fleet.board.newest
         self.fleet.begin(
             self.generation,
-            max(last, newest.moment.step if newest else 0),
+            max(last, newest.version.step if newest else 0),
             list(dict.fromkeys(worker["node"] for worker in begun[0]["workers"])),
         )
         self.cause = UNKNOWN

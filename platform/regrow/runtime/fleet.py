@@ -15,16 +15,16 @@ from typing import Any
 import ray
 
 from regrow.control.cadence import Cadence
-from regrow.control.commits import SnapshotBoard, is_whole
+from regrow.control.commits import CommitTracker
 from regrow.control.peers import plan_peers, plan_tree
+from regrow.control.values import Peer, SnapshotAck, Version
 from regrow.errors import first_line
 from regrow.runtime.keeper import FAN_OUT, KeeperInfo, Place, end_keepers, running_keepers
 from regrow.state.disk.catalog import step_folder, try_retain
 from regrow.state.disk.format import Index
 from regrow.state.disk.upload import Upload, WriteOrder, write_index
-from regrow.state.memory.held import Holder
-from regrow.state.memory.node import Peer, Sealed
-from regrow.state.memory.slots import Committed, Moment
+from regrow.state.memory.held import Holder, is_whole
+from regrow.state.memory.slots import Committed
 from regrow.storage import Storage
 
 ANSWER_S = 10.0  # for keepers to answer a small question
@@ -54,7 +54,7 @@ class Fleet:
         self.known: dict[str, tuple[Any, KeeperInfo]] = {}  # node -> actor, what is known of it
         self.dark: set[str] = set()  # nodes that do not answer
         self.newcomers: dict[str, Peer] = {}  # whose keepers asked for neighbours, in the order of their coming
-        self.board = SnapshotBoard()
+        self.board = CommitTracker(is_whole)
         self.peers: dict[str, str] = {}  # of the current generation's nodes; one alone has another one, if that is up
         self.upload: Upload | None = None
         self.writing: dict[Any, tuple[str, WriteOrder]] = {}  # by the reference to what will come of it
@@ -119,7 +119,7 @@ class Fleet:
             self.board.replan(self.peers)
             self._send_places()
 
-    def sealed(self, reports: list[Sealed]) -> bool:
+    def sealed(self, reports: list[SnapshotAck]) -> bool:
         """Nodes have a step safe; whether they were the last ones, and it is committed."""
         commits = [report for report in reports if self.board.sealed(report) is not None]
         if commits:
@@ -137,11 +137,11 @@ class Fleet:
         """The newest step that is whole in memory, and where its files are; None where nothing was committed.
 
         `group` are the nodes of those who ask, which answer soon; whose copies are nearest to them. `logged`: as for
-        `SnapshotBoard.newest_whole`.
+        `CommitTracker.newest_whole`.
         """
         if self.board.newest is None:
             return None
-        holders = self._ask_holders(self.board.newest.moment, group)
+        holders = self._ask_holders(self.board.newest.version, group)
         moment = self.board.newest_whole((holder.held for holder in holders), logged)
         return moment.step, [holder for holder in holders if holder.held.moment == moment]
 
@@ -149,10 +149,10 @@ class Fleet:
         """The newest committed step, and all its files that anybody has, where what `newest` gave is not sound."""
         if self.board.newest is None:
             return None
-        moment = self.board.newest.moment
+        moment = self.board.newest.version
         return moment.step, [holder for holder in self._ask_holders(moment) if holder.held.moment == moment]
 
-    def _ask_holders(self, since: Moment, group: Collection[str] | None = None) -> list[Holder]:
+    def _ask_holders(self, since: Version, group: Collection[str] | None = None) -> list[Holder]:
         """Who holds what of this step and later ones: a group's nodes, and others until the step is whole; or all."""
         alive = self._alive()
         calls = {handle.holdings.remote(since): info for node, (handle, info) in self.known.items() if node in alive}
@@ -176,7 +176,7 @@ class Fleet:
 
     def holds(self, step: int) -> bool:
         """Whether a step, or a later one, is committed in memory."""
-        return self.board.newest is not None and self.board.newest.moment.step >= step
+        return self.board.newest is not None and self.board.newest.version.step >= step
 
     def keepers(self) -> dict[str, Any]:
         """Of the current generation's nodes."""
@@ -260,8 +260,8 @@ class Fleet:
 
     def _tell(self) -> None:
         """Say what is committed, and what is on its way to storage."""
-        newest = self.board.newest.moment if self.board.newest else Moment()
-        state = Committed(newest, self.upload.moment if self.upload else Moment())
+        newest = self.board.newest.version if self.board.newest else Version()
+        state = Committed(newest, self.upload.moment if self.upload else Version())
         self._messages += 1
         outside = set(self.peers.values()) - self.peers.keys() - {""}
         for node in [*list(self.peers)[:FAN_OUT], *outside]:  # they tell the others
@@ -271,7 +271,7 @@ class Fleet:
         commit = self.board.newest
         if self.upload is not None or commit is None:
             return
-        step, now = commit.moment.step, time.time()
+        step, now = commit.version.step, time.time()
         if self.wanted is not None and step >= self.wanted:
             self.wanted, self.reason = None, "asked for"
         else:
@@ -281,7 +281,7 @@ class Fleet:
         self.cadence.begun(step, now)
         self.covered, self.failure = step, ""
         folder = self.checkpoints / step_folder(step)
-        self.upload = Upload(commit.moment, dict(commit.peers), folder, self.run_id)
+        self.upload = Upload(commit.version, dict(commit.peers), folder, self.run_id)
         for node, order in self.upload.orders():
             self._ask(node, order)
 

@@ -21,6 +21,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from regrow.control.health import Pulse
+from regrow.control.values import Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError
 from regrow.runtime.hardware.gpus import XidWatch, read_gpus
 from regrow.runtime.liveness.deaths import Deaths
@@ -29,9 +30,9 @@ from regrow.state.disk.upload import WriteOrder, Written
 from regrow.state.memory.control_word import ControlWord
 from regrow.state.memory.held import Held
 from regrow.state.memory.link import Damaged, Link, measure
-from regrow.state.memory.node import KeeperNode, Peer, Sealed, is_served, last_used
+from regrow.state.memory.node import KeeperNode, is_served, last_used
 from regrow.state.memory.ranges import Address
-from regrow.state.memory.slots import Committed, Moment
+from regrow.state.memory.slots import Committed
 
 NAMESPACE = "regrow"
 COORDINATOR = "coordinator"  # its name is this after the run's id, a keeper's the node's id
@@ -49,7 +50,7 @@ class KeeperInfo:
     domain: str  # that fails as one
     folder: str
     address: Address
-    newest: Moment  # the newest commit that it knows
+    newest: Version  # the newest commit that it knows
     held: tuple[Held, ...]
 
 
@@ -78,7 +79,7 @@ class Keeper:
         self.coordinator: Any = None
         self.place = Place()
         self.newest_message = -1
-        self.reports: dict[Moment, list[Sealed]] = {}  # of the nodes that this keeper speaks for
+        self.reports: dict[Version, list[SnapshotAck]] = {}  # of the nodes that this keeper speaks for
         self.heard_at = time.monotonic()
         self.checking_link = threading.Lock()
         self.link: Link | None = None  # to one other node
@@ -116,12 +117,12 @@ class Keeper:
             self.reports.clear()
         self._keeper.set_peer(place.peer)
 
-    def relay(self, reports: Sequence[Sealed]) -> None:
+    def relay(self, reports: Sequence[SnapshotAck]) -> None:
         """Reports of this keeper and of those that it speaks for: passed on once all have reported a step."""
         with self.lock:
             place, size = self.place, self.place.num_nodes
             for report in reports:
-                self.reports.setdefault(report.moment, []).append(report)
+                self.reports.setdefault(report.version, []).append(report)
             whole = [moment for moment, of_moment in self.reports.items() if len({r.node for r in of_moment}) == size]
             sending = [report for moment in whole for report in self.reports[moment]]
             if whole:
@@ -140,7 +141,7 @@ class Keeper:
                 self.newest_message = number
                 self._keeper.committed(state)
 
-    def holdings(self, since: Moment) -> list[Held]:
+    def holdings(self, since: Version) -> list[Held]:
         """What this keeper holds of a step and of later ones."""
         return [held for held in self._keeper.holdings() if held.moment >= since]
 

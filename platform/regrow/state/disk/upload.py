@@ -16,12 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
+from regrow.control.values import Version
 from regrow.errors import CheckpointError
 from regrow.state.checksums import CHUNK_BYTES, Crc, checksums
 from regrow.state.disk.format import DataFile, Index, encode_header
 from regrow.state.layout import ITEM_BYTES, Span, column_blocks, written_part
 from regrow.state.memory.held import Held, Snapshot, open_snapshot
-from regrow.state.memory.slots import Moment, SlotHeader
+from regrow.state.memory.slots import SlotHeader
 from regrow.storage import Storage
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape
@@ -33,7 +34,7 @@ PIECE_BYTES = 512 * CHUNK_BYTES  # that are checked, then given to storage
 class WriteOrder:
     """Write what ranks of `origin` hold of a step: from its slots, or on its peer from their copies."""
 
-    moment: Moment
+    moment: Version
     origin: str  # the node whose ranks wrote the snapshot
     copies: bool
     folder: str  # in storage, of the step
@@ -119,7 +120,7 @@ class Upload:
     `peers` are the nodes of the snapshot's generation, each with the node that holds its copies, or "".
     """
 
-    moment: Moment
+    moment: Version
     peers: dict[str, str]
     folder: Storage  # of the step
     run_id: str
