@@ -4,7 +4,7 @@
 
 Real: the Coordinator (with its Fleet, board, cadence, run log and TensorBoard files) in an actor process of its own on
 a Ray of this machine; every message that it gets or sends in a step (the reports of all nodes from the keepers at the
-top of the tree, the commit to each of these, a metrics row); the driver's `drain_updates`, 5 a second; an order to each
+top of the tree, the commit to each of these, a metrics row); the driver's `updates`, 5 a second; an order to each
 node for a checkpoint, its answers, the index and COMMIT. For the leader's figure, a real Keeper at the top of the tree.
 Stand-ins: a process for each keeper at the top of the tree, which plays all those below it too, so nothing is trained,
 copied or written but the index, COMMIT and the logs; a node's answer to an order comes after up to WRITE_S seconds and
@@ -41,8 +41,9 @@ sys.path[:0] = [str(ROOT / "platform"), str(ROOT / "tests"), str(ROOT)]
 
 from benchmarks.measure import TICKS_PER_S, family, run_side, summary, write_result  # noqa: E402
 
+from regrow.control.peers import FAN_OUT  # noqa: E402
 from regrow.control.values import SnapshotAck, Version  # noqa: E402
-from regrow.runtime.keeper import ASK_AFTER, FAN_OUT, KeeperInfo, start_keeper  # noqa: E402
+from regrow.runtime.keeper import ASK_AFTER, KeeperInfo, start_keeper  # noqa: E402
 from regrow.state.memory.slots import Committed  # noqa: E402
 
 NUM_NODES = 2048
@@ -169,6 +170,7 @@ class Cluster:
         ray.get(registering, timeout=300)
         self.nodes = nodes
         self.updates: list[Any] = []
+        self.shown = 0  # the newest update
         self.steps = 0
         self.generation = 0
 
@@ -220,7 +222,8 @@ class Cluster:
 
         def tick() -> None:
             while not over.wait(TICK_S):
-                updates, _ = ray.get(self.coordinator.drain_updates.remote(), timeout=60)
+                updates, _ = ray.get(self.coordinator.updates.remote(self.shown), timeout=60)
+                self.shown = updates[-1].number if updates else self.shown
                 self.updates += updates
 
         thread = threading.Thread(target=tick)

@@ -16,7 +16,7 @@ from regrow.state.memory.writer import Snapshots
 from regrow.state.entries import Progress, part_of, training_entries
 from regrow.state.disk.store import restore
 from regrow.config.schema import OptimConfig, ParallelConfig, PretrainConfig
-from regrow.runtime import generation
+from regrow.runtime import calls, generation
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
@@ -58,7 +58,7 @@ class Coordinator:
 
 def stuck_keepers(memory: Path, storage: Path) -> tuple[list[tuple[Any, ...]], float, bool]:
     """Calls to the coordinator, seconds waited for room before the last step, and whether it came back bit for bit."""
-    generation.ray = SimpleNamespace(get=lambda call, timeout=None: call)  # type: ignore[assignment]
+    generation.ray = calls.ray = SimpleNamespace(get=lambda call, timeout=None: call)  # type: ignore[assignment]
     generation.SAFE_S, generation.LAST_ROOM_S = 0.1, 0.5
     mesh = build_mesh(plan_mesh(dist.get_world_size(), 1), "cpu")
     built = partial(build_model, tiny_model(), ParallelConfig(), mesh=mesh, device=torch.device("cpu"))

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from ray.util import metrics as ray_metrics
 
 from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig, RunConfig, SnapshotConfig, TrainConfig
+from regrow.control import group
 from regrow.control.cadence import Cadence
 from regrow.record.ledger import STATES, account
 from regrow.record.state_clock import KEPT_S, StateClock
-from regrow.runtime import actor as coordinator
 from regrow.runtime import driver
 from regrow.show import prometheus as module
 from regrow.show.prometheus import FAMILIES, INCIDENTS, Figures, RunMetrics
@@ -491,9 +491,9 @@ def test_names_follow_prometheus_and_no_label_is_a_rank() -> None:
 
 def test_labels_know_every_cause_and_incident_beforehand() -> None:
     """A value that is not known beforehand is counted all the same, but rate() misses the first one."""
-    causes = {coordinator.HUNG, coordinator.DARK, coordinator.NOT_FINITE, coordinator.UNKNOWN, driver.CONTROLLER_DIED}
+    causes = {group.HUNG, group.DARK, group.NOT_FINITE, group.UNKNOWN, driver.CONTROLLER_DIED}
     assert causes | {"worker_died"} == set(FAMILIES["regrow_failures_total"].values)
-    moved = {coordinator.GROW, coordinator.DRAIN, coordinator.END_OF_FLOAT8, "resume"}
+    moved = {group.GROW, group.DRAIN, group.END_OF_FLOAT8, "resume"}
     assert causes | {"worker_died"} | moved == set(FAMILIES["regrow_restarts_total"].values)
     events = set(re.findall(r"^\| `([a-z_]+)` \|", (ROOT / "docs/file-formats.md").read_text(), re.MULTILINE))
     assert set(INCIDENTS) <= events

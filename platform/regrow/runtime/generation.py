@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import regrow
 from regrow.config.schema import ParallelConfig, PretrainConfig
+from regrow.control.group import DRAIN, END_OF_FLOAT8, GROW
 from regrow.data.batch import layout_of
 from regrow.data.corpora import order_of
 from regrow.data.stream import Ask, rank_batches, ways_to_ask
@@ -37,10 +38,10 @@ from regrow.parallel.stream import Stream
 from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
 from regrow.runtime.abort import Breaker, listening
-from regrow.runtime.actor import DRAIN, END_OF_FLOAT8, GROW
+from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
 from regrow.runtime.hardware.peak import peak_flops
 from regrow.runtime.hardware.probe import Prober
-from regrow.runtime.job import CALL_TIMEOUT_S, Job
+from regrow.runtime.job import Job
 from regrow.runtime.memory_tier import SAFE_S, MemoryTier
 from regrow.runtime.rendezvous import Joined, form_s
 from regrow.state.collective import from_rank_0, gather
@@ -83,7 +84,7 @@ def train_generation(
     RegrowError for what another attempt would meet again, Unfit for a device that is not; whatever a collective raises
     where a rank is lost.
     """
-    begun = time.time()
+    begun, coordinator = time.time(), CoordinatorClient(job.coordinator, joined.generation)
     config, generation, rank, world_size = job.config, joined.generation, joined.rank, joined.world_size
     shape = plan_mesh(world_size, config.parallel.dp_replicate, config.parallel.tp)
     plan = plan_batch(
@@ -98,7 +99,7 @@ def train_generation(
         connected = stream.drain(config.train.collective_timeout_s)
     if breaker.begun or not connected:
         raise BrokenStep(f"generation {generation} was over before its ranks were connected")
-    expected = _expected_step(job)
+    expected = _expected_step(job, coordinator)
     step, entries = stream.submit(partial(_build, job, mesh, device, after=expected)).result()
     built = time.time()
     certificate = Certificate(generation, world_size, device)
@@ -106,11 +107,11 @@ def train_generation(
     if memory is not None:
         memory.join(generation, listening() - joined.listened, breaker)
     has_keeper = time.time()
-    progress, source = stream.submit(partial(_restore, job, generation, step, entries, mesh, memory)).result()
+    progress, source = stream.submit(partial(_restore, job, coordinator, step, entries, mesh, memory)).result()
     if _recipe(config, progress.step) != _recipe(config, expected):  # it went back to before the end of float8
         del step, entries
         step, entries = stream.submit(partial(_build, job, mesh, device, after=progress.step)).result()
-        progress, source = stream.submit(partial(_restore, job, generation, step, entries, mesh, memory)).result()
+        progress, source = stream.submit(partial(_restore, job, coordinator, step, entries, mesh, memory)).result()
     filled = time.time()
     if memory is not None:
         memory.start(entries, part_of(mesh), generation, progress.step, stream)
@@ -134,7 +135,7 @@ def train_generation(
         stop_step=until,
         stall_timeout_s=config.data.stall_timeout_s,
         has_fed=generation > job.first_generation,
-        on_fallback=partial(_report_fallback, job.coordinator, generation, rank),
+        on_fallback=partial(_report_fallback, coordinator, rank),
     )
     peak = peak_flops(device, config.parallel.dtype, config.observe.peak_tflops)
     meter = Meter(
@@ -171,7 +172,7 @@ def train_generation(
             "peak_flops": peak.flops,
             "peak_source": peak.source,
         }
-        ray.get(job.coordinator.start_training.remote(generation, progress.step, details), timeout=CALL_TIMEOUT_S)
+        coordinator.start_training(progress.step, details)
     left = False
     if progress.step < last_step:
         settings = LoopSettings(
@@ -253,6 +254,7 @@ class _Hooks:
         self.prober, self.probed = prober, 0
         self.memory, self.snapshots = memory, memory.snapshots if memory is not None else None
         self.job, self.generation, self.step, self.stream = job, generation, step, stream
+        self.coordinator = CoordinatorClient(job.coordinator, generation)
         self.validation = validation
         self.rank = dist.get_rank()
         self.part = part_of(mesh)
@@ -262,7 +264,7 @@ class _Hooks:
 
     def log(self, row: dict[str, Any]) -> None:
         if self.rank == 0:
-            self.replies.append(self.job.coordinator.row.remote(self.generation, row))
+            self.replies.append(self.coordinator.row(row))
             self.profile(row["step"])
             if self.compiled is not None:
                 threading.Thread(target=self.compiled.keep_new, name="compile-cache", daemon=True).start()
@@ -273,7 +275,7 @@ class _Hooks:
         with self._at_length():
             written = self.window.after(step) if self.window is not None else None
         if written is not None:
-            self.job.coordinator.note.remote("profile", {"step": step, "folder": written})
+            self.coordinator.note("profile", {"step": step, "folder": written})
 
     def wants_to_leave(self) -> bool:
         ready, _ = ray.wait(list(self.replies), num_returns=len(self.replies), timeout=0) if self.replies else ([], [])
@@ -319,7 +321,7 @@ class _Hooks:
             with self._at_length():
                 self._save_here(progress)
         elif self.rank == 0 and self.stop not in (GROW, DRAIN):  # keepers write it, from memory
-            self.replies.append(self.job.coordinator.want_checkpoint.remote(self.generation, progress.step))
+            self.replies.append(self.coordinator.want_checkpoint(progress.step))
         return time.perf_counter() - begun
 
     def _save_here(self, progress: Progress) -> None:
@@ -338,9 +340,9 @@ class _Hooks:
         stall_s = time.perf_counter() - begun
         if self.rank == 0:
             fields = {"step": progress.step, "seconds": stall_s, "stall_s": stall_s, "bytes": index.num_bytes}
-            self.replies.append(self.job.coordinator.event.remote(self.generation, "checkpoint", fields))
+            self.replies.append(self.coordinator.event("checkpoint", fields))
             if problem := catalog.try_retain(folder, keep=config.keep):
-                self.replies.append(self.job.coordinator.event.remote(self.generation, "note", {"text": problem}))
+                self.replies.append(self.coordinator.event("note", {"text": problem}))
 
     def validate(self, step: int) -> float:
         begun = time.perf_counter()
@@ -360,13 +362,13 @@ class _Hooks:
         loss = loss_sum / max(num_tokens, 1)
         if self.rank == 0:
             fields = {"step": step, "loss": loss, "seconds": time.perf_counter() - begun}
-            self.replies.append(self.job.coordinator.event.remote(self.generation, "validation", fields))
+            self.replies.append(self.coordinator.event("validation", fields))
         return loss
 
     def not_finite(self, step: int, detail: str) -> None:
         """Every rank is about to leave for this."""
         if self.rank == 0:
-            call = self.job.coordinator.not_finite.remote(self.generation, step, detail)
+            call = self.coordinator.not_finite(step, detail)
             ray.get([*self.replies, call], timeout=CALL_TIMEOUT_S)
 
     def close(self, *, left_at: int | None, cause: str) -> None:
@@ -375,10 +377,8 @@ class _Hooks:
         if self.snapshots is not None:
             self.snapshots.close()
         if self.rank == 0:
-            coordinator = self.job.coordinator
-            left = left_at is not None
-            over = coordinator.leaving.remote(self.generation, left_at, cause) if left else coordinator.done.remote()
-            self.replies.append(over)
+            coordinator = self.coordinator
+            self.replies.append(coordinator.leaving(left_at, cause) if left_at is not None else coordinator.done())
         ray.get(list(self.replies), timeout=CALL_TIMEOUT_S)
         self.replies.clear()
 
@@ -387,7 +387,7 @@ class _Hooks:
         return self.memory.at_length() if self.memory is not None else contextlib.nullcontext()
 
     def _commit(self, step_folder: str, pointer: bytes) -> None:
-        ray.get(self.job.coordinator.commit.remote(self.generation, step_folder, pointer), timeout=CALL_TIMEOUT_S)
+        self.coordinator.commit(step_folder, pointer)
 
 
 def _recipe(config: PretrainConfig, step: int) -> ParallelConfig:
@@ -395,13 +395,13 @@ def _recipe(config: PretrainConfig, step: int) -> ParallelConfig:
     return recipe_after(config.parallel, config.train.steps, step)
 
 
-def _expected_step(job: Job) -> int:
+def _expected_step(job: Job, coordinator: CoordinatorClient) -> int:
     """After which step the group will most likely go on, where that makes a difference to what is built. Collective."""
     config = job.config
     if _recipe(config, 0) == _recipe(config, config.train.steps):
         return 0
     asked = dist.get_rank() == 0
-    return from_rank_0(ray.get(job.coordinator.next_step.remote(), timeout=CALL_TIMEOUT_S) - 1 if asked else 0)
+    return from_rank_0(coordinator.next_step() - 1 if asked else 0)
 
 
 def _build(job: Job, mesh: DeviceMesh, device: torch.device, *, after: int) -> tuple[TrainStep, list[Entry]]:
@@ -415,7 +415,7 @@ def _build(job: Job, mesh: DeviceMesh, device: torch.device, *, after: int) -> t
 
 def _restore(
     job: Job,
-    generation: int,
+    coordinator: CoordinatorClient,
     built: TrainStep,
     entries: list[Entry],
     mesh: DeviceMesh,
@@ -448,7 +448,7 @@ def _restore(
             return Progress(**index.scalars), "checkpoint"
         if dist.get_rank() == 0:
             fields = {"step": step, "detail": problems[0]}
-            ray.get(job.coordinator.event.remote(generation, "checkpoint_damaged", fields), timeout=CALL_TIMEOUT_S)
+            ray.get(coordinator.event("checkpoint_damaged", fields), timeout=CALL_TIMEOUT_S)
     if steps:
         raise CheckpointError(
             f"none of the checkpoints at {folder} (steps {', '.join(map(str, steps))}) can be restored; {problems[0]}; "
@@ -477,9 +477,9 @@ def _profile_window(job: Job, device: torch.device) -> ProfileWindow | None:
     return ProfileWindow(Storage.at(job.folder), device, first=observe.profile_at_step, num_steps=observe.profile_steps)
 
 
-def _report_fallback(coordinator: Any, generation: int, rank: int, window: int, reason: str) -> None:
+def _report_fallback(coordinator: CoordinatorClient, rank: int, window: int, reason: str) -> None:
     """Tell the run's log that a rank reads a window from the shards itself."""
-    coordinator.event.remote(generation, "data_fallback", {"rank": rank, "window": window, "reason": reason})
+    coordinator.event("data_fallback", {"rank": rank, "window": window, "reason": reason})
 
 
 def _device_name(device: torch.device) -> str:

@@ -9,8 +9,6 @@ from typing import Any
 from regrow.config.schema import PretrainConfig
 from regrow.data.corpora import Corpora
 
-CALL_TIMEOUT_S = 120.0  # of a call to the coordinator
-
 
 @dataclass(frozen=True)
 class Job:
@@ -35,6 +33,7 @@ def train_fn(settings: dict[str, Job]) -> None:
     import ray
 
     from regrow.errors import RegrowError
+    from regrow.runtime.calls import CALL_TIMEOUT_S
     from regrow.runtime.worker import run_worker
 
     job = settings["job"]

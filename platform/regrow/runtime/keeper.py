@@ -1,9 +1,9 @@
 """Keepers as Ray actors: one a node, detached, so that they outlive workers, the coordinator and the driver.
 
 Ray carries control alone; bytes go through shared memory and the keepers' own sockets. What keepers report of a step
-goes up a tree of them, and what is said to them goes down it: nobody, the coordinator at its root neither, hears from
-or speaks to more than FAN_OUT of them, however many nodes there are. A keeper whose coordinator is gone for long
-deletes what it holds and ends: an abandoned run leaves nothing in memory.
+goes up a tree of them, and what is said to them goes down it: no keeper, nor the coordinator at its root, hears from or
+speaks to more than `control.peers.FAN_OUT` of them, however many nodes there are. A keeper whose coordinator is gone
+for long deletes what it holds and ends: an abandoned run leaves nothing in memory.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from regrow.control.health import Pulse
 from regrow.control.values import Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError
+from regrow.runtime.calls import KeeperCalls
 from regrow.runtime.hardware.gpus import XidWatch, read_gpus
 from regrow.runtime.liveness.deaths import Deaths
 from regrow.runtime.liveness.pulse import look, read_pulses, where
@@ -36,7 +37,6 @@ from regrow.state.memory.slots import Committed
 
 NAMESPACE = "regrow"
 COORDINATOR = "coordinator"  # its name is this after the run's id, a keeper's the node's id
-FAN_OUT = 8
 PING_S = 5.0
 ASK_AFTER = 0.25  # of the time after which a silent coordinator is given up
 CLOSE_S = 10.0
@@ -247,6 +247,9 @@ class Keeper:
                     self.heard_at = time.monotonic()
         self.close()
         ray.kill(self.me, no_restart=True)
+
+
+_offers: type[KeeperCalls] = Keeper  # mypy holds it to that
 
 
 def _delete_abandoned(mine: Path, abandon_after_s: float) -> None:

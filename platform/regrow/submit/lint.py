@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from regrow.config.schema import Queue, SubmitJobConfig
-from regrow.control.notices import MARGIN_S
+from regrow.control.nodes import MARGIN_S
 from regrow.submit.manifest import Finding, Manifest, Reader, quantity
 from regrow.submit.operator_rules import LABEL_KEY, LABEL_VALUE, operator_rules
 from regrow.submit.pod_rules import no_secrets, pod_rules
