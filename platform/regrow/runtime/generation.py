@@ -51,6 +51,7 @@ from regrow.state.entries import (
     Progress,
     part_of,
     reset_moments,
+    restored_progress,
     set_optimizer_step,
     training_entries,
 )
@@ -434,18 +435,19 @@ def _restore(
         if restored is not None:
             return restored, "snapshot"
     for step in steps:
-        problem = ""
-        index = None
+        problem, index, progress = "", None, None
         try:
             index = catalog.open_checkpoint(folder, step, run_id=job.run_id)
             store.restore(folder, index, entries, part)
+            progress = restored_progress(index.scalars, global_batch_seqs=job.config.optim.global_batch_seqs)
         except CheckpointError as error:
             problem = str(error)
         problems = [found for found in gather(problem) if found]
         if not problems:
             assert index is not None
+            assert progress is not None
             store.share_parts(entries, part, replica_group(mesh))
-            return Progress(**index.scalars), "checkpoint"
+            return progress, "checkpoint"
         if dist.get_rank() == 0:
             fields = {"step": step, "detail": problems[0]}
             ray.get(coordinator.event("checkpoint_damaged", fields), timeout=CALL_TIMEOUT_S)
