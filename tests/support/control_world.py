@@ -26,6 +26,7 @@ STEP_S, POLL_S, TICK_S = 1.0, 0.3, 0.5
 COLLECTIVE_S = 8.0  # after which a rank that waits for a dead one fails by itself
 SLOTS = 3
 KEEP = 2
+KINDS = ["worker", "worker", "node", "keeper", "coordinator", "stop", "notice", "zombie", "broke", "dark", "nonfinite"]
 
 
 class Broken(AssertionError):
@@ -689,9 +690,7 @@ class World:
         workers = [worker for worker in self.workers.values() if worker.alive]
         if self.over or not nodes or not workers:
             return
-        kind = rng.choice(
-            ["worker", "worker", "node", "keeper", "coordinator", "stop", "notice", "zombie", "broke", "dark"]
-        )
+        kind = rng.choice(KINDS)
         worker, node = rng.choice(workers), rng.choice(nodes)
         if kind == "worker":
             self.kill_worker(worker)

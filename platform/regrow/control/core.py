@@ -101,7 +101,9 @@ class Control:
     def tick(self, now: float) -> list[Command]:
         """Decide what time alone decides. Call it several times a second."""
         self._snapshots.checkpoints.tick(now)
-        suspects = self._health.tick(now, self._group.membership.survivors, self._snapshots.keepers.current)
+        stands_still = self._health.stalls.stalled_s(now) > 0  # thousands of members are not looked at for nothing
+        members = self._group.membership.survivors if stands_still else []
+        suspects = self._health.tick(now, members, self._snapshots.keepers.current if stands_still else ())
         if suspects:
             self._snapshots.gone_dark({each.member.node for each in suspects if each.dark}, now)
             self._group.suspected(suspects, now)

@@ -121,7 +121,7 @@ class KeeperClient:
 
 
 class CoordinatorClient:
-    """The coordinator, to a worker: in its generation, once it has one.
+    """The coordinator, to all others than the driver; to a worker in its generation, once it has one.
 
     Calls that return a reference are waited for with `ray.get`, which raises what the coordinator raised: a worker
     that is fenced off ends there.
@@ -193,6 +193,26 @@ class CoordinatorClient:
 
     def complaint(self, node: str, text: str) -> None:
         self.handle.complaint.remote(node, text)
+
+    # of a keeper, and of Ray Train's controller; nobody waits for these
+
+    def snapshots_sealed(self, reports: Sequence[SnapshotAck]) -> None:
+        self.handle.snapshots_sealed.remote(reports)
+
+    def gone(self, node: str, pid: int) -> None:
+        self.handle.gone.remote(node, pid)
+
+    def gpu_error(self, node: str, gpu: str, xid: int) -> None:
+        self.handle.gpu_error.remote(node, gpu, xid)
+
+    def members_died(self, processes: Sequence[tuple[str, int]], left: int, cause: str, detail: str) -> None:
+        self.handle.members_died.remote(processes, left, cause, detail)
+
+    def group_failed(self, cause: str, detail: str, ranks: Sequence[int]) -> None:
+        self.handle.group_failed.remote(cause, detail, ranks)
+
+    def draining(self, deadlines: Mapping[str, float]) -> None:
+        self.handle.draining.remote(deadlines)
 
 
 def _future(reference: Any) -> "Future[Any]":

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from regrow.control.health import Pulse
 from regrow.control.values import Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError
-from regrow.runtime.calls import KeeperCalls
+from regrow.runtime.calls import CoordinatorClient, KeeperCalls
 from regrow.runtime.hardware.gpus import XidWatch, read_gpus
 from regrow.runtime.liveness.deaths import Deaths
 from regrow.runtime.liveness.pulse import look, read_pulses, where
@@ -103,7 +103,7 @@ class Keeper:
                     secret=secret,
                     run_id=self.run_id,
                     report=lambda sealed: self.relay([sealed]),
-                    complain=lambda text: self.coordinator.complaint.remote(self.node_id, text),
+                    complain=lambda text: CoordinatorClient(self.coordinator).complaint(self.node_id, text),
                 )
                 self.keeper.start()
             self.keeper.secret = secret
@@ -129,8 +129,10 @@ class Keeper:
             if whole:
                 self.reports = {moment: r for moment, r in self.reports.items() if moment > max(whole)}
         if sending:
-            up = self.coordinator.snapshots_sealed if place.leader is None else place.leader.relay
-            up.remote(sending)
+            if place.leader is None:
+                CoordinatorClient(self.coordinator).snapshots_sealed(sending)
+            else:
+                place.leader.relay.remote(sending)
 
     def committed(self, number: int, state: Committed) -> None:
         """What is committed now; messages are numbered, as they may overtake one another."""
@@ -222,16 +224,16 @@ class Keeper:
         return self.keeper
 
     def _note(self, event: str, **fields: Any) -> None:
-        self.coordinator.note.remote(event, {"node": self.node_id} | fields)
+        CoordinatorClient(self.coordinator).note(event, {"node": self.node_id} | fields)
 
     def _tell_xid(self, uuid: str, xid: int) -> None:
         if self.coordinator is not None:
-            self.coordinator.gpu_error.remote(self.node_id, uuid, xid)
+            CoordinatorClient(self.coordinator).gpu_error(self.node_id, uuid, xid)
 
     def _tell_gone(self, pid: int) -> None:
         remove_abandoned(self.folder)
         if self.coordinator is not None:
-            self.coordinator.gone.remote(self.node_id, pid)
+            CoordinatorClient(self.coordinator).gone(self.node_id, pid)
 
     def _watch(self) -> None:
         """Find the coordinator again after this actor was restarted; end where none answers any more.

@@ -20,11 +20,11 @@ from regrow.runtime.job import Job
 from regrow.runtime.keeper import KeeperInfo, start_keeper
 from regrow.runtime.liveness.heartbeat import Heartbeat
 from regrow.state.collective import from_rank_0, gather
-from regrow.state.entries import Entry, Progress
+from regrow.state.entries import Entry, Progress, restored_progress
 from regrow.state.layout import Part
 from regrow.state.memory.arenas import Arenas
 from regrow.state.memory.held import bytes_held
-from regrow.state.memory.reader import Holder, Restored, Unrestorable, restore_snapshot
+from regrow.state.memory.reader import Holder, Restored, restore_snapshot
 from regrow.state.memory.writer import Snapshots
 
 ROOM_S, LOOK_S = 120.0, 0.5  # that a group waits for room in a node's memory; between looks
@@ -109,7 +109,7 @@ class MemoryTier:
             if restored is not None and not problem:
                 for refused in restored.problems:
                     self.coordinator.note("snapshot_damaged", {"step": step, "detail": refused})
-                return Progress(**restored.scalars)
+                return restored_progress(restored.scalars, global_batch_seqs=self.job.config.optim.global_batch_seqs)
         self._note({"step": step, "detail": problem})
         return None
 
@@ -119,7 +119,8 @@ class MemoryTier:
             restored = restore_snapshot(
                 entries, holders, node=self.node, folder=self.folder, secret=self.job.secret, reader=dist.get_rank()
             )
-        except Unrestorable as error:
+            restored_progress(restored.scalars, global_batch_seqs=self.job.config.optim.global_batch_seqs)
+        except CheckpointError as error:  # no copies of it are sound, or it is not where this run would go on
             return None, str(error)
         return restored, ""
 

@@ -24,7 +24,7 @@ from regrow.runtime.process import Process
 from regrow.runtime.rendezvous import Joined
 from regrow.state.collective import from_rank_0, gather
 from regrow.state.disk import catalog, store
-from regrow.state.entries import Entry, Progress, part_of, reset_moments, training_entries
+from regrow.state.entries import Entry, Progress, part_of, reset_moments, restored_progress, training_entries
 from regrow.storage import Storage
 from regrow.train.build import build_step
 from regrow.train.step import TrainStep
@@ -111,18 +111,19 @@ def restore(
         if restored is not None:
             return restored, "snapshot"
     for step in steps:
-        problem = ""
-        index = None
+        problem, index, progress = "", None, None
         try:
             index = catalog.open_checkpoint(folder, step, run_id=job.run_id)
             store.restore(folder, index, entries, part)
+            progress = restored_progress(index.scalars, global_batch_seqs=job.config.optim.global_batch_seqs)
         except CheckpointError as error:
             problem = str(error)
         problems = [found for found in gather(problem) if found]
         if not problems:
             assert index is not None
+            assert progress is not None
             store.share_parts(entries, part, replica_group(mesh))
-            return Progress(**index.scalars), "checkpoint"
+            return progress, "checkpoint"
         if dist.get_rank() == 0:
             fields = {"step": step, "detail": problems[0]}
             ray.get(

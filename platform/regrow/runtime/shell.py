@@ -75,7 +75,7 @@ class Shell:
         self._num_updates = time.time_ns()  # above those of a coordinator before this one
         self._later: deque[e.Event] = deque()  # what carrying out commands has found
         self._flushed = (0, self.now)  # the log's newest flush, and when it was asked for
-        self._formed = 0  # the log's work of the newest generation's number
+        self._formed = (0, 0.0)  # the log's work of the newest generation's number, and until when it is waited for
         self._closing = threading.Event()
         self._timer = threading.Thread(target=self._run, name="timer", daemon=True)
         self._carriers: dict[type, Callable[[Any], None]] = {
@@ -121,7 +121,8 @@ class Shell:
 
         While storage is away it may not be, and the group goes on all the same.
         """
-        self._writer.wait(self._formed, FORM_S)
+        number, until = self._formed
+        self._writer.wait(number, max(0.0, until - time.monotonic()))
 
     def record(self, event: str, fields: Mapping[str, Any]) -> None:
         """Into the log, and to all that show it."""
@@ -181,7 +182,7 @@ class Shell:
     def _form(self, command: c.Form) -> None:
         fields = {"generation": command.generation, "members": [asdict(each) for each in command.members]}
         self.record("forming", fields)
-        self._formed = self._writer.put(lambda: None)
+        self._formed = self._writer.put(lambda: None), time.monotonic() + FORM_S
 
     def _begin_rows(self, command: c.BeginRows) -> None:
         self._writer.put(lambda: self._log.begin(command.generation, command.start_step))

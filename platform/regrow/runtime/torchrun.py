@@ -35,7 +35,7 @@ from regrow.runtime.run_folder import Run, open_run
 from regrow.show.console import Console
 from regrow.state.collective import from_rank_0, gather, rank
 from regrow.state.disk import catalog, store
-from regrow.state.entries import Progress, part_of, set_optimizer_step, training_entries
+from regrow.state.entries import Progress, part_of, restored_progress, set_optimizer_step, training_entries
 from regrow.train.step import TrainStep
 from regrow.train.validation import Validation
 
@@ -132,7 +132,7 @@ class TorchrunRun:
             if not problem:
                 store.share_parts(entries, part, replica_group(mesh))
                 set_optimizer_step(step.optimizer, index.step)
-                return Progress(**index.scalars)
+                return restored_progress(index.scalars, global_batch_seqs=self.config.optim.global_batch_seqs)
             self.event(events.CheckpointDamaged(step=number, detail=problem))
         if problem:
             raise CheckpointError(f"{problem}; none of the checkpoints at {self.checkpoints} can be restored")

@@ -12,6 +12,7 @@ from ray.train.backend import Backend, BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from regrow.config.schema import PretrainConfig
+from regrow.runtime.calls import CoordinatorClient
 from regrow.runtime.cluster import worker_resources
 
 # Read by Ray Train from the driver's environment and passed on to its controller.
@@ -89,7 +90,7 @@ class ReportFailures(UserCallback):
         # survivors fail because a peer died: the death is the cause
         first = next((rank for rank in ranks if causes[rank] == "worker_died"), ranks[0])
         detail = f"rank {first}: {last_line(worker_exceptions[first])}"
-        self.coordinator.group_failed.remote(causes[first], detail, ranks)
+        CoordinatorClient(self.coordinator).group_failed(causes[first], detail, ranks)
 
 
 def cause_of(error: Exception) -> str:
