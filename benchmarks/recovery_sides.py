@@ -210,8 +210,9 @@ def write_config(folder: Path) -> Path:
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
 
+    from regrow.config.plain import to_yaml
     from regrow.config.schema import PretrainConfig
-    from regrow.config.store import CONF_DIR, to_dataclass, to_yaml
+    from regrow.config.store import CONF_DIR, to_dataclass
 
     ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):

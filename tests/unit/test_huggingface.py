@@ -197,7 +197,7 @@ def test_the_tokenizer_of_the_runs_corpus_goes_with_it(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "llama3"}}, "is not a Llama's config: KeyError: 'factor'"),
         ({"num_hidden_layers": 3}, "has no model.layers.2."),
         ({"num_hidden_layers": 1}, "holds model.layers.1."),
-        ({"intermediate_size": 64}, r"gate_proj.weight is \[48, 32\], its config.json says \[64, 32\]"),
+        ({"intermediate_size": 64}, r"down_proj.weight is \[32, 48\], its config.json says \[32, 64\]"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is set, but lm_head.weight is not the embedding"),
     ],
 )

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from regrow.config.plain import to_yaml
 from regrow.config.schema import DataConfig, MixtureStage, PretrainConfig
-from regrow.config.store import to_yaml
 from regrow.data.batch import BatchLayout, direct_batches
 from regrow.data.corpora import Corpora, order_of
 from regrow.data.document_index import read_index

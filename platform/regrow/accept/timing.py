@@ -3,6 +3,7 @@
 import itertools
 import re
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity
 
 from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig, RopeScaling
 from regrow.errors import ConfigError
 from regrow.forecast.footprint import Rank, footprint
-from regrow.model.size import flops_per_token
+from regrow.model.size import flops_per_token, num_params
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
 from regrow.runtime.hardware.peak import peak_flops
@@ -137,11 +139,6 @@ class Profiled:
 
 def profile(loaded: Loaded, num_steps: int = 3) -> Profiled:
     """By torch's profiler: the union of the device's kernels, and how long the host took to launch a step."""
-    import time
-
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
     loaded.settle()
     began = time.perf_counter()
     for _ in range(num_steps):
@@ -149,7 +146,7 @@ def profile(loaded: Loaded, num_steps: int = 3) -> Profiled:
     launched_s = time.perf_counter() - began
     loaded.settle()
     host_s = time.perf_counter() - began
-    with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as running:
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as running:
         for _ in range(num_steps):
             loaded.run()
         loaded.settle()
@@ -208,8 +205,6 @@ def group_alone() -> torch.device:
 
 def rows_that_fit(model: ModelConfig, seq_len: int, device: torch.device) -> int:
     """A power of two, by a generous estimate of what a compiled bfloat16 step holds (benchmarks/step.py)."""
-    from regrow.model.size import num_params
-
     memory = torch.cuda.get_device_properties(device).total_memory
     fixed = 18 * num_params(model)
     per_row = seq_len * (16 * model.vocab_size + 2 * model.num_layers * (12 * model.dim + 4 * model.ffn_dim))

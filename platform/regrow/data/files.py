@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pyarrow.fs import FileSelector, FileType, LocalFileSystem
 
 from regrow.data.documents import DamagedPiece, Document, Piece, Skipped
 from regrow.errors import DataError, UnseenError, first_line
@@ -37,10 +38,8 @@ class SourceFiles:
 
     def __init__(self, source: str) -> None:
         """Raises DataError if the location cannot be opened."""
-        from pyarrow import fs
-
         self.source = source
-        self.fs: Any = fs.LocalFileSystem()
+        self.fs: Any = LocalFileSystem()
         self.root = str(Path(source.removeprefix("file://")).expanduser().absolute())
         if is_remote(source):
             remote = RemoteStorage.from_uri(source)
@@ -48,8 +47,6 @@ class SourceFiles:
 
     def list(self) -> list[tuple[str, int]]:
         """(path, bytes) of every file of a kind that can be read, sorted by path. Raises DataError if there is none."""
-        from pyarrow.fs import FileSelector, FileType, LocalFileSystem
-
         head, _, _ = self.root.partition("*")
         folder = self.root if head == self.root else head.rpartition("/")[0]
         try:

@@ -23,7 +23,7 @@ from regrow.config.store import STARTED_AT
 from regrow.data.corpora import Corpora, find_corpora, order_of
 from regrow.data.distribute import on_ray
 from regrow.data.preflight import check_corpus
-from regrow.data.stream import start_stream, stop_stream
+from regrow.data.stream.start import start_stream, stop_stream
 from regrow.errors import RegrowError, first_line
 from regrow.model.linears import float8_line
 from regrow.parallel.phases import float8_steps
@@ -33,7 +33,8 @@ from regrow.record.provenance import git_sha, versions
 from regrow.record.run_folder import CHECKPOINTS
 from regrow.runtime.actor import start_coordinator
 from regrow.runtime.cluster import Connection, check_room, cluster_for, why_not_in_place
-from regrow.runtime.job import Job, train_fn
+from regrow.runtime.entry import train_fn
+from regrow.runtime.job import Job
 from regrow.runtime.run_folder import Run, check_may_start, open_run
 from regrow.show.console import Console
 from regrow.show.report import write_report

@@ -21,10 +21,11 @@ from regrow.runtime.liveness.heartbeat import Heartbeat
 from regrow.state.collective import from_rank_0, gather
 from regrow.state.entries import Entry, Progress
 from regrow.state.layout import Part
+from regrow.state.memory.arenas import Arenas
+from regrow.state.memory.held import bytes_held
 from regrow.state.memory.reader import Holder, Restored, Unrestorable, restore_snapshot
 from regrow.state.memory.writer import Snapshots
 
-SAFE_S = 5.0  # that training waits for keepers which fall behind
 ROOM_S, LOOK_S = 120.0, 0.5  # that a group waits for room in a node's memory; between looks
 
 
@@ -43,7 +44,7 @@ class MemoryTier:
             abandon_after_s=self.config.abandon_after_s,
         )
         self.snapshots: Snapshots | None = None  # of the current generation
-        self._start_step = 0  # of it
+        self._arenas: Arenas | None = None  # of all
         self._serving = self._serve()
         self._heartbeat: Heartbeat | None = None
 
@@ -82,6 +83,7 @@ class MemoryTier:
                 "name a folder in every node's memory, or take no snapshots: snapshot.every_steps=0"
             ) from error
         self.folder = Path(info.folder)
+        self._arenas = self._arenas or Arenas(self.folder)
         ray.get(self.job.coordinator.register_keeper.remote(self.keeper, info), timeout=CALL_TIMEOUT_S)
         breaker.watch(set().union(*gather(gloo)))
         timeout_s = self.job.config.train.collective_timeout_s
@@ -120,8 +122,8 @@ class MemoryTier:
             return None, str(error)
         return restored, ""
 
-    def start(self, entries: Sequence[Entry], part: Part, generation: int, start_step: int, stream: Stream) -> None:
-        """Make this rank's slots for what follows `start_step`, in steps that run on `stream`.
+    def start(self, entries: Sequence[Entry], part: Part, generation: int, stream: Stream) -> Snapshots:
+        """Make this rank's slots for a generation whose steps run on `stream`.
 
         Raises CheckpointError on every rank where one node's memory is too small: at once where the run begins, later
         once what has taken it did not go for `ROOM_S`.
@@ -141,6 +143,7 @@ class MemoryTier:
                         writers=nodes.count(self.node),
                         num_slots=self.config.slots,
                         submit=stream.submit if stream.num_ahead else None,
+                        arenas=self._arenas,
                     )
                 except CheckpointError as error:
                     problem = str(error)
@@ -154,20 +157,13 @@ class MemoryTier:
             if problem:
                 self.job.coordinator.complaint.remote(self.node, problem)
             time.sleep(LOOK_S)
-        self.snapshots, self._start_step = snapshots, start_step
+        self.snapshots = snapshots
+        return snapshots
 
-    def confirm(self, step: int) -> float:
-        """All collectives of a step have succeeded. Local.
-
-        Waits until a snapshot is safe that is at most `snapshot.every_steps` steps older; the seconds that took.
-        """
-        assert self.snapshots is not None
+    def stepped(self, step: int) -> None:
+        """This rank has seen a step succeed. Local."""
         assert self._heartbeat is not None
-        self.snapshots.confirm(step)
         self._heartbeat.stepped(step)
-        safe = (step - 1) // self.config.every_steps * self.config.every_steps
-        safe = self.snapshots.newest_begun(safe)  # some are left out, where keepers fall behind
-        return self.snapshots.await_commit(safe, patience_s=SAFE_S) if safe > self._start_step else 0.0
 
     def probed(self, probe_s: float) -> None:
         """How long this rank's device took for a probe. Local."""
@@ -190,6 +186,11 @@ class MemoryTier:
         if self._heartbeat is not None:
             self._heartbeat.leave()
 
+    def close(self) -> None:
+        """This process trains no more. Local."""
+        if self._arenas is not None:
+            self._arenas.close()
+
     def _serve(self) -> Any:
         return self.keeper.serve.remote(self.job.coordinator, self.job.secret)
 
@@ -208,8 +209,7 @@ class MemoryTier:
             has_peer=len(set(nodes)) > 1,
         )
         room = os.statvfs(self.folder)
-        held = sum(path.stat().st_blocks * 512 for path in self.folder.iterdir())
-        have = room.f_bavail * room.f_frsize + held
+        have = room.f_bavail * room.f_frsize + bytes_held(self.folder)
         if need.total <= have:
             return ""
         return (

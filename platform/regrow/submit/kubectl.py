@@ -50,6 +50,15 @@ class Kubectl:
         options = ["--server-side", f"--field-manager={FIELD_MANAGER}", "--validate=strict"]
         return self._ask(["apply", *options, "--filename=-"], manifests)
 
+    def trial(self, manifests: str) -> None:
+        """Have the server refuse what it would refuse of new objects: unknown fields, wrong types, admission."""
+        options = ["--dry-run=server", f"--field-manager={FIELD_MANAGER}", "--validate=strict"]
+        try:
+            self._ask(["create", *options, "--filename=-"], manifests)
+        except ClusterError as error:
+            if "(AlreadyExists)" not in str(error):  # which is looked at last
+                raise
+
     def diff(self, manifests: str) -> str:
         """What applying would change, as a unified diff; empty where nothing would."""
         # a dry run: fields that KubeRay, Kueue or another kubectl own are compared like the rest

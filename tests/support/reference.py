@@ -1,4 +1,4 @@
-"""docs/configuration.md, from the schema and from conf/: `python -m regrow.config.reference` writes it anew.
+"""docs/configuration.md, from the schema and from conf/.
 
 Every setting's help is the comment on its line in schema.py, and every file's the first comment in it, so that there is
 one place to say what it means. Reads source text; imports neither hydra nor omegaconf.
@@ -12,16 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from regrow.config import schema
-
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "configuration.md"
 PRETRAIN = "PretrainConfig"  # its groups are everybody's; classes that inherit from it, <Name>JobConfig, add to them
 INTRODUCTION = """\
 # Configuration
 
-Written by `python -m regrow.config.reference` from `platform/regrow/config/schema.py` and `conf/`; a test fails when it
-is behind them. `python -m jobs.pretrain --help` shows the same with the values that your arguments give.
+Written by `GOLDEN=write python -m pytest tests/unit/test_reference.py` from `platform/regrow/config/schema.py` and
+`conf/`; without GOLDEN that test fails when it is behind them. `python -m jobs.pretrain --help` shows the same with
+the values that your arguments give.
 
 A setting is changed by `GROUP.NAME=VALUE` on the command line (`train.steps=500`), a file of a group chosen by
 `GROUP=FILE` (`model=8b`), or with a plus where there is no default (`+cluster=h100x64`). Entries of a mapping are added
@@ -175,13 +174,3 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 def _escape(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;") if "`" not in text else text.replace("|", "\\|")
-
-
-def main() -> None:
-    assert schema.__file__ is not None
-    PAGE.write_text(render(read_schema(Path(schema.__file__).read_text()), ROOT / "conf"))
-    print(PAGE)
-
-
-if __name__ == "__main__":
-    main()
