@@ -19,8 +19,9 @@ from regrow.errors import ClusterError, RegrowError
 from regrow.record import log as run_log
 from regrow.record.events import Cause, Generation, Submitted
 from regrow.record.history import History
+from regrow.record.lock import LOCK_FILE, is_held
 from regrow.record.log import METRIC_KEYS, RunLog, encode, read_metrics
-from regrow.record.run_folder import LOCK_FILE, is_held, read_status
+from regrow.record.run_folder import read_status
 from regrow.record.status import State, Status, status_of
 from regrow.runtime import actor as coordinator
 from regrow.show.status import body, describe, heading, one_line

@@ -23,8 +23,8 @@ from regrow.control.membership import Formation, Member, Membership
 from regrow.control.notices import Notices
 from regrow.errors import ResumeError
 from regrow.record.events import from_row
+from regrow.record.lock import LOCK_FILE
 from regrow.record.log import RunLog, next_generation, read_events, read_metrics
-from regrow.record.run_folder import LOCK_FILE
 from regrow.runtime.fleet import Fleet
 from regrow.runtime.hardware.gpus import HARDWARE_XIDS
 from regrow.runtime.keeper import COORDINATOR, NAMESPACE, KeeperInfo
