@@ -10,7 +10,7 @@ from regrow.errors import ResumeError
 from regrow.record.events import Submitted
 from regrow.storage import Storage
 
-LOCK_FILE = ".lock"
+LOCK_FILE = ".lock"  # held by the run's writer for as long as it lives, where storage has locks
 LOCK_WAIT_S = 30.0  # a killed predecessor takes a moment to be gone
 
 
