@@ -17,6 +17,7 @@ from regrow.control.membership import Member
 from regrow.control.states import Answer
 from regrow.control.values import SnapshotAck, Version
 from regrow.errors import ResumeError
+from regrow.record.events import Forming
 from regrow.record.log import METRIC_KEYS, RunLog, read_events, read_metrics
 from regrow.runtime import actor as module
 from regrow.runtime import log_writer, publisher, shell
@@ -405,7 +406,7 @@ def test_a_last_report_that_storage_does_not_take_ends_in_one_line(monkeypatch: 
 def test_the_log_of_a_run_is_read_by_whoever_resumes_it(tmp_path: Path) -> None:
     """The last step that has a row, which the next coordinator must know, is in the log."""
     with RunLog(Storage.at(tmp_path)) as log:
-        log.event("forming", generation=1, members=[])
+        log.event(Forming(generation=1))
         log.begin(1, 0)
         log.row(row(1, 1))
     made = make(tmp_path)

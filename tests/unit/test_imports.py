@@ -56,10 +56,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "what draws, where something is drawn": {
         "regrow.drill.result": ("rich",),
-        "regrow.show.comparison": ("regrow.show.comparison_page",),
         "regrow.show.console": ("rich",),
-        "regrow.show.report": ("regrow.show.report_page",),
-        "regrow.show.status_screen": ("rich",),
         "regrow.show.tensorboard": ("tensorboard",),
         "regrow.submit.waiting": ("rich",),
     },
@@ -71,7 +68,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
 
 # modules whose circles are still to be opened
 LEFT = {
-    *("regrow.runtime.ray_train", "regrow.runtime.trainer", "regrow.show.comparison", "regrow.show.comparison_page"),
+    *("regrow.runtime.ray_train", "regrow.runtime.trainer"),
 }
 
 

@@ -540,7 +540,7 @@ def test_the_page_is_self_contained_and_shows_what_happened(tmp_path: Path) -> N
     assert not page.tags & {"script", "link", "img", "iframe", "object"}
     assert "url(" not in html
     assert "@import" not in html
-    shown = ("ranks", "loss", "tokens/s", "step 5, 500 tok", "node died · 11.0 s", "4 → 3", "Configuration")
+    shown = ("ranks", "loss", "tokens/s", "step 3, 300 tok", "node died · 11.0 s", "4 → 3", "Configuration")
     for words in shown:
         assert words in page.words
     for state in ("productive", "recompute", "down", "validation"):
@@ -590,7 +590,7 @@ def test_ticks_are_round_and_inside() -> None:
     assert [label for _, label in number_ticks(3.91, 4.2, 4)] == ["4.0", "4.1", "4.2"]
     assert [label for _, label in number_ticks(0, 2.2e6, 4)] == ["0", "1M", "2M"]
     assert [label for _, label in number_ticks(0, 2.2, 5, whole=True)] == ["0", "1", "2"]
-    assert time_ticks(0, 3 * 3600)[-1] == (3 * 3600, "3 h")
+    assert time_ticks(0, 3 * 3600)[-1] == (3 * 3600, "3.0 h")
 
 
 @settings(max_examples=100)

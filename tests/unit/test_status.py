@@ -19,10 +19,10 @@ from regrow.errors import ClusterError, RegrowError
 from regrow.record import log as run_log
 from regrow.record.events import Cause, Generation, Submitted
 from regrow.record.history import History
+from regrow.record.lock import LOCK_FILE, is_held, lock_run
 from regrow.record.log import METRIC_KEYS, RunLog, encode, read_metrics
-from regrow.record.run_folder import LOCK_FILE, is_held, read_status
+from regrow.record.run_folder import read_status
 from regrow.record.status import State, Status, status_of
-from regrow.runtime import actor as coordinator
 from regrow.show.status import body, describe, heading, one_line
 from regrow.storage import Storage
 from regrow.submit.job_status import on_kubernetes, on_ray
@@ -343,7 +343,8 @@ def test_who_holds_the_run_is_seen_by_its_lock(tmp_path: Path) -> None:
     here, elsewhere = Submitted(host=socket.gethostname()), Submitted(host="elsewhere")
     storage = Storage.at(tmp_path)
     assert is_held(storage, here) is None  # no lock yet
-    lock = coordinator._lock(storage)
+    lock = lock_run(storage)
+    assert lock is not None
     assert is_held(storage, here) is True
     assert is_held(storage, elsewhere) is True
     lock.close()

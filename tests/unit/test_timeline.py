@@ -101,6 +101,20 @@ def test_it_stands_alone_in_light_and_in_dark() -> None:
         assert f"--{name}:" in dark
 
 
+def test_the_first_steep_steps_of_a_long_run_leave_the_panel_and_hide_nothing_of_the_rest() -> None:
+    rows, events = run(steps=1000, loses_at=500)
+    for row in rows[:20]:
+        row["loss"] = 1000.0
+    root = ElementTree.fromstring(picture(rows, events, []))
+    loss = root.findall(f"{SVG}svg")[0]
+    top, height = float(loss.attrib["y"]), float(loss.attrib["height"])
+    corners = [corner for line in loss.iter(f"{SVG}polyline") for corner in line.attrib["points"].split()]
+    ys = [float(corner.split(",")[1]) for corner in corners]
+    assert min(ys) < top  # cut off there
+    assert max(ys) - sorted(ys)[20] > 0.8 * height  # the others have the panel for themselves
+    assert loss.attrib["viewBox"].split()[1] == loss.attrib["y"]
+
+
 def test_everything_lies_inside_and_curves_break_where_the_group_changes() -> None:
     rows, events = run()
     root = ElementTree.fromstring(picture(rows, events, [Mark(120.0, "a" * 300, 125.5), Mark(149.0, "late")]))

@@ -6,7 +6,7 @@ seconds, times are unix seconds. The table in docs/file-formats.md says when eac
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -455,11 +455,6 @@ def from_row(row: Mapping[str, Any]) -> Event:
             more |= told
             more.pop("time", None)
     return Unknown(time=given.get("time") or 0.0, said=str(row["event"]), more=more)
-
-
-def parse(rows: Iterable[Mapping[str, Any]]) -> list[Event]:
-    """The events of these lines, as `read_events` returns them."""
-    return [from_row(row) for row in rows]
 
 
 def startup_line(startup_s: Mapping[str, float], first_step_s: float) -> str:

@@ -2,13 +2,15 @@
 
 import fcntl
 import os
+import socket
 import time
 from typing import TextIO
 
 from regrow.errors import ResumeError
-from regrow.record.run_folder import LOCK_FILE
+from regrow.record.events import Submitted
 from regrow.storage import Storage
 
+LOCK_FILE = ".lock"  # held by the run's writer for as long as it lives, where storage has locks
 LOCK_WAIT_S = 30.0  # a killed predecessor takes a moment to be gone
 
 
@@ -37,3 +39,25 @@ def lock_run(folder: Storage) -> TextIO | None:
             time.sleep(0.2)
         except OSError:  # a file system without locks
             return None
+
+
+def is_held(storage: Storage, submitted: Submitted | None) -> bool | None:
+    """Whether the run's writer lives, as its lock says; None where that cannot be known.
+
+    A lock that is free says something only where it would have been taken: on the machine of the newest submission.
+    """
+    if not storage.is_local:
+        return None
+    try:
+        descriptor = os.open(storage.local_path / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a coordinator that comes just now tries again
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return None
+    finally:
+        os.close(descriptor)
+    return False if submitted is not None and submitted.host == socket.gethostname() else None

@@ -1,11 +1,8 @@
 """A run folder, `<storage_path>/<run.name>/`: its record and what the run in it does. Neither hydra nor torch."""
 
 import contextlib
-import fcntl
 import json
-import os
 import secrets
-import socket
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,12 +13,12 @@ from regrow.config.schema import PretrainConfig
 from regrow.errors import RegrowError, ResumeError
 from regrow.record.events import Submitted
 from regrow.record.history import History
+from regrow.record.lock import is_held
 from regrow.record.log import EVENTS, METRICS, read_events, read_metrics
 from regrow.record.status import Status, status_of
 from regrow.storage import Storage
 
 RUN_FILE, CONFIG_FILE, CHECKPOINTS = "run.json", "config.yaml", "checkpoints"
-LOCK_FILE = ".lock"  # held by the run's coordinator for as long as it lives, where storage has locks
 
 
 def run_folder(config: PretrainConfig) -> Storage:
@@ -99,25 +96,3 @@ def run_config(storage: Storage) -> dict[str, Any]:
     if not isinstance(content, Mapping):
         raise RegrowError(f"{storage}/config.yaml is damaged: it holds no settings")
     return dict(content)
-
-
-def is_held(storage: Storage, submitted: Submitted | None) -> bool | None:
-    """Whether the run's coordinator lives, as its lock says; None where that cannot be known.
-
-    A lock that is free says something only where it would have been taken: on the machine of the newest submission.
-    """
-    if not storage.is_local:
-        return None
-    try:
-        descriptor = os.open(storage.local_path / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a coordinator that comes just now tries again
-    except BlockingIOError:
-        return True
-    except OSError:  # a file system without locks
-        return None
-    finally:
-        os.close(descriptor)
-    return False if submitted is not None and submitted.host == socket.gethostname() else None

@@ -29,7 +29,7 @@ from regrow.errors import RegrowError, first_line
 from regrow.model.linears import float8_line
 from regrow.parallel.phases import float8_steps
 from regrow.progress import last_step
-from regrow.record.events import from_row, startup_line
+from regrow.record.events import Cause, from_row, startup_line
 from regrow.record.provenance import git_sha, versions
 from regrow.record.run_folder import CHECKPOINTS
 from regrow.runtime.actor import start_coordinator
@@ -44,7 +44,7 @@ from regrow.state.disk.catalog import committed_steps
 from regrow.storage import Storage
 
 POLL_S = 0.2
-INTERRUPTED, CONTROLLER_DIED = "interrupted", "controller_died"
+INTERRUPTED = "interrupted"
 LEAVE_S = 20.0  # for the workers to end by themselves once the run is given up
 END_S = 240.0  # for the coordinator to write the rest of the log
 
@@ -218,7 +218,7 @@ class _Session:
         fatal, error = self._fit()
         while isinstance(error, ray.exceptions.RayActorError) and not fatal:
             detail = f"Ray Train's controller, and its workers with it: {first_line(error)}"
-            ray.get(self.coordinator.group_failed.remote(CONTROLLER_DIED, detail, []), timeout=60)
+            ray.get(self.coordinator.group_failed.remote(Cause.controller_died, detail, []), timeout=60)
             self._show()
             if self.config.cluster.in_place:
                 from regrow.runtime.ray_train import remove_places

@@ -29,6 +29,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup
 
 from regrow.runtime.calls import CoordinatorClient
+from regrow.record.events import Cause
 from regrow.runtime.trainer import ProcessGroupBackend, ProcessGroupConfig, last_line
 
 LOOK_S = 0.5  # between looks for room
@@ -194,7 +195,7 @@ class InPlaceGroup(WorkerGroup):
         worker = self.get_workers()[place]
         process = (worker.metadata.node_id, worker.metadata.pid)
         left = len(self.get_workers()) - len(self._empty)
-        cause = "worker_hung" if isinstance(error, WorkerHealthCheckTimeoutError) else "worker_died"
+        cause = Cause.worker_hung if isinstance(error, WorkerHealthCheckTimeoutError) else Cause.worker_died
         self._coordinator.members_died([process], left, cause, f"place {place}: {last_line(error)}")
 
     def _fill(self) -> None:

@@ -13,6 +13,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from regrow.config.schema import PretrainConfig
 from regrow.runtime.calls import CoordinatorClient
+from regrow.record.events import Cause
 from regrow.runtime.cluster import worker_resources
 
 # Read by Ray Train from the driver's environment and passed on to its controller.
@@ -88,16 +89,16 @@ class ReportFailures(UserCallback):
         ranks = sorted(worker_exceptions)
         causes = {rank: cause_of(error) for rank, error in worker_exceptions.items()}
         # survivors fail because a peer died: the death is the cause
-        first = next((rank for rank in ranks if causes[rank] == "worker_died"), ranks[0])
+        first = next((rank for rank in ranks if causes[rank] == Cause.worker_died), ranks[0])
         detail = f"rank {first}: {last_line(worker_exceptions[first])}"
         CoordinatorClient(self.coordinator).group_failed(causes[first], detail, ranks)
 
 
-def cause_of(error: Exception) -> str:
+def cause_of(error: Exception) -> Cause:
     """`worker_died` for a process or node that is gone, `worker_failed` for an exception in the train function."""
     text = f"{type(error).__name__} {type(error.__cause__).__name__}"
     gone = isinstance(error, ActorDiedError | ActorUnavailableError | NodeDiedError) or "HealthCheck" in text
-    return "worker_died" if gone else "worker_failed"
+    return Cause.worker_died if gone else Cause.worker_failed
 
 
 def last_line(error: Exception) -> str:

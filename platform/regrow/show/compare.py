@@ -5,7 +5,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
 
 from regrow.errors import RegrowError
 from regrow.record.events import Submitted, cause_words
@@ -17,9 +20,6 @@ from regrow.show.page import RECOVERY_PARTS, flat
 from regrow.show.report import build_report
 from regrow.show.units import duration, or_dash, percent, si
 from regrow.storage import Storage
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 MOST_RUNS = 8  # beside each other
 OWN = ("run.name",)  # settings that differ by their nature
@@ -145,11 +145,8 @@ def as_json(runs: Sequence[RunData]) -> str:
     return json.dumps(comparison(runs), indent=2, allow_nan=False)
 
 
-def as_table(runs: Sequence[RunData]) -> "Table":
+def as_table(runs: Sequence[RunData]) -> Table:
     """The comparison for people: a column for each run."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("", *labels(runs)):
         table.add_column(Text(name), overflow="fold", justify="right" if name else "left")

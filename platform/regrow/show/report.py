@@ -15,6 +15,7 @@ from regrow.record.events import Cause, Checkpoint, DataFallback, Generation, Ro
 from regrow.record.history import History, recoveries
 from regrow.record.ledger import Ledger, lost_to
 from regrow.record.log import is_number, positive
+from regrow.show.page import run_page
 from regrow.storage import Storage
 
 Config = PretrainConfig | Mapping[str, Any]
@@ -48,8 +49,6 @@ def build_report(history: History, ledger: Ledger, config: Config) -> dict[str, 
 
 def make_report(storage: Storage, config: Config, now: float | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The report of a run folder, and the content of report.json and report.html by name. Reads the logs only."""
-    from regrow.show.page import run_page  # jinja2, only when a page is wanted
-
     now = time.time() if now is None else now
     history = History.read(storage)
     ledger = history.ledger(now)

@@ -4,16 +4,17 @@ import io
 import os
 import textwrap
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from regrow.record.events import cause_words
 from regrow.record.history import Interruption
 from regrow.record.status import Saved, State, Status
 from regrow.show.units import CONTROL, counted, duration, percent, ranks, si, size, when
-
-if TYPE_CHECKING:
-    from rich.console import Console, Group
-    from rich.live import Live
 
 COLOURS = {
     State.training: "green",
@@ -39,8 +40,6 @@ class Screen:
 
     def __enter__(self) -> "Screen":
         if self._terminal and self._watch and not self._json:
-            from rich.live import Live
-
             self._live = Live(console=self._rich(), auto_refresh=False)
             self._live.start()
         return self
@@ -73,9 +72,7 @@ class Screen:
         self._stream.write(_clean(text) + "\n")
         self._stream.flush()
 
-    def _rich(self) -> "Console":
-        from rich.console import Console
-
+    def _rich(self) -> Console:
         return Console(file=self._stream, no_color=bool(os.environ.get("NO_COLOR")), highlight=False)
 
 
@@ -119,12 +116,8 @@ def body(status: Status) -> list[Line]:
     return lines
 
 
-def rendered(status: Status, note: str = "") -> "Group":
+def rendered(status: Status, note: str = "") -> Group:
     """The whole status for a terminal: a fact a row, its label in front."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
     name, colon, said = _clean(heading(status)).partition(":")
     colour = COLOURS.get(status.state, "red")
     facts = Table.grid(padding=(0, 1, 0, 0))
@@ -139,8 +132,6 @@ def rendered(status: Status, note: str = "") -> "Group":
 
 def describe(status: Status) -> list[str]:
     """The same as lines of plain text, in which no word is broken."""
-    from rich.console import Console
-
     longest = max((len(word) for _, text in body(status) for word in text.split()), default=0)
     console = Console(
         file=io.StringIO(), width=max(WIDTH, LABEL + 1 + longest, len(heading(status))), color_system=None

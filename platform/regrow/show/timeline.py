@@ -68,8 +68,17 @@ class _Panel:
     high: float
 
     def y(self, value: float) -> float:
+        """Where a value is drawn; far outside, where it is too far to matter."""
         share = (value - self.low) / (self.high - self.low)
-        return self.top + self.height * (1 - min(1.0, max(0.0, share)))
+        return self.top + self.height * (1 - min(3.0, max(-2.0, share)))
+
+    def clipped(self, parts: Iterable[str]) -> str:
+        """What is drawn, as far as it lies inside."""
+        top, height = self.top - 3, self.height + 6
+        return (
+            f'<svg y="{top:.1f}" width="{WIDTH}" height="{height:.1f}" viewBox="0 {top:.1f} {WIDTH} {height:.1f}">'
+            f"{''.join(parts)}</svg>"
+        )
 
 
 @dataclass(frozen=True)
@@ -121,8 +130,8 @@ def draw_timeline(
     body += [_rules(panel, name) for panel, (name, _) in zip(panels, PANELS, strict=True)]
     body += [_band(begin, end, state, x, band_top) for begin, end, state in columns(ledger, COLUMNS)]
     body += _ranks(ledger, panels[0], x)
-    body += _curves(rows, "loss", panels[1], x)
-    body += _curves(rows, "tokens_per_s", panels[2], x)
+    body.append(panels[1].clipped(_curves(rows, "loss", panels[1], x)))
+    body.append(panels[2].clipped(_curves(rows, "tokens_per_s", panels[2], x)))
     body += _strips(rows, panels[1].top, bottom, x)
     body += _dots(rows, panels[1], x)
     body += [_mark(mark, lane, x(mark.time), band_top, bottom, noun) for mark, lane in zip(marks, labels, strict=True)]
