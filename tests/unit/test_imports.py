@@ -12,17 +12,17 @@ PLATFORM = Path(__file__).parents[2] / "platform"
 ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     "jobs.submit renders, and settings are checked, without Arrow": {
         "regrow.data.preflight": (
-            *("regrow.data.corpora", "regrow.data.files", "regrow.data.manifest"),
-            *("regrow.data.prepare", "regrow.data.spool", "regrow.data.tokenizer"),
+            *("regrow.data.read.corpora", "regrow.data.prepare.files", "regrow.data.read.manifest"),
+            *("regrow.data.prepare.prepare", "regrow.data.prepare.spool", "regrow.data.prepare.tokenizer"),
         ),
         "regrow.storage": ("fsspec", "pyarrow"),
     },
     "slow to load, and needed where the hub is asked, or text is encoded": {
-        "regrow.data.hub": ("huggingface_hub",),
-        "regrow.data.tokenizer": ("tokenizers",),
+        "regrow.data.prepare.hub": ("huggingface_hub",),
+        "regrow.data.prepare.tokenizer": ("tokenizers",),
     },
     "Ray where the same module works without": {
-        "regrow.data.distribute": ("ray",),
+        "regrow.data.prepare.distribute": ("ray",),
         "regrow.submit.job_status": ("ray.job_submission", "regrow.submit.ray_jobs"),
         "regrow.submit.submit": ("regrow.submit.ray_jobs",),
     },

@@ -20,7 +20,7 @@ from regrow.evaluate.results import TaskResult, task_results
 from regrow.record.provenance import git_sha, versions
 
 if TYPE_CHECKING:
-    from regrow.data.corpora import Corpora
+    from regrow.data.read.corpora import Corpora
 
 PACKAGES = ("lm_eval", "transformers", "accelerate", "datasets")
 BOOTSTRAP_ITERS = 1000  # for standard errors of metrics that have no formula
