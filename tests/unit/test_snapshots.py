@@ -9,13 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from regrow.accept.pinning import Runtime, counting_runtime, on_a_device
 from regrow.errors import CheckpointError
 from regrow.state.entries import Entry
 from regrow.state.layout import WHOLE, Span
@@ -401,57 +401,34 @@ def test_nobody_waits_for_the_commits_of_a_generation_that_is_over(tmp_path: Pat
         assert writer.await_commit(2, patience_s=60.0) < 30.0
 
 
-class Pinned:
-    """CUDA's runtime as far as it pins memory: what is pinned now, and how many more it pins."""
-
-    def __init__(self, room: int) -> None:
-        self.addresses: set[int] = set()
-        self.room = room
-
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        if address in self.addresses:
-            return 712  # cudaErrorHostMemoryAlreadyRegistered
-        if len(self.addresses) == self.room:
-            return 2  # cudaErrorMemoryAllocation
-        self.addresses.add(address)
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.addresses.remove(address)
-        return 0
-
-
 @pytest.fixture
-def pinned(monkeypatch: pytest.MonkeyPatch) -> Pinned:
-    runtime, event = Pinned(room=4), SimpleNamespace(synchronize=lambda: None, record=lambda: None)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    return runtime
+def runtime() -> Iterator[Runtime]:
+    with counting_runtime() as counting:
+        yield counting
 
 
-def on_a_device(folder: Path, num_slots: int = 2) -> Snapshots:
-    entries = [SimpleNamespace(span=entry.span, memory=SimpleNamespace(is_cuda=True)) for entry in entries_of(0, 1)]
-    return Snapshots(folder, entries, part=WHOLE, run_id=RUN, generation=1, num_slots=num_slots)  # type: ignore[arg-type]
+def on_device(folder: Path) -> Snapshots:
+    return Snapshots(folder, on_a_device(entries_of(0, 1)), part=WHOLE, run_id=RUN, generation=1)
 
 
-def test_slots_that_are_given_up_are_pinned_no_longer(tmp_path: Path, pinned: Pinned) -> None:
+def test_slots_that_are_given_up_are_pinned_no_longer(tmp_path: Path, runtime: Runtime) -> None:
     for _ in range(3):  # as often as another node of the group has no room
-        snapshots = on_a_device(tmp_path)
-        assert len(pinned.addresses) == 2
+        snapshots = on_device(tmp_path)
+        assert len(runtime.pinned) == 2
         snapshots.discard()
-        assert not pinned.addresses
-        assert not list(tmp_path.glob(f"{SLOT}*"))
-    snapshots = on_a_device(tmp_path)
+        assert not runtime.pinned
+        assert not list(tmp_path.iterdir())
+    snapshots = on_device(tmp_path)
     snapshots.close()
-    assert not pinned.addresses
+    assert not runtime.pinned
+    assert {path.suffix for path in tmp_path.iterdir()} == {SLOT}
 
 
 def test_memory_that_cannot_be_pinned_is_a_problem_of_the_node_and_leaves_nothing(
-    tmp_path: Path, pinned: Pinned
+    tmp_path: Path, runtime: Runtime
 ) -> None:
-    pinned.room = 1
+    runtime.room = 1
     with pytest.raises(CheckpointError, match=r"cannot pin 0\.0 GB of .* \(cudaHostRegister: error 2\)"):
-        on_a_device(tmp_path)
-    assert not pinned.addresses
-    assert not list(tmp_path.glob(f"{SLOT}*"))
+        on_device(tmp_path)
+    assert not runtime.pinned
+    assert not list(tmp_path.iterdir())

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from regrow.accept.checks_cpu import Held, abort_all, in_memory, judge_flat
+from regrow.accept.checks_cpu import abort_all
 from regrow.accept.checks_one_gpu import probe_gpu
 from regrow.accept.claims import Report
+from regrow.accept.generations import Held, in_memory, judge_flat
 from regrow.accept.matrix import Row, run_matrix
 from regrow.accept.outlive import Fault, Generation, Scenario, Where
 from regrow.accept.ranks import Member, run_ranks

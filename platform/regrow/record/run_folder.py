@@ -1,15 +1,27 @@
-"""A run folder, `<storage_path>/<run.name>/`, and its record, run.json. Neither hydra nor torch."""
+"""A run folder, `<storage_path>/<run.name>/`: its record and what the run in it does. Neither hydra nor torch."""
 
+import contextlib
+import fcntl
 import json
+import os
 import secrets
+import socket
 import time
+from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
 from regrow.config.schema import PretrainConfig
-from regrow.errors import ResumeError
+from regrow.errors import RegrowError, ResumeError
+from regrow.record.events import Submitted
+from regrow.record.history import History
+from regrow.record.log import EVENTS, METRICS, read_events, read_metrics
+from regrow.record.status import Status, status_of
 from regrow.storage import Storage
 
 RUN_FILE, CONFIG_FILE, CHECKPOINTS = "run.json", "config.yaml", "checkpoints"
+LOCK_FILE = ".lock"  # held by the run's coordinator for as long as it lives, where storage has locks
 
 
 def run_folder(config: PretrainConfig) -> Storage:
@@ -46,3 +58,66 @@ def write_record(folder: Storage, *, run_id: str, identity: dict[str, Any], mani
         "identity": identity,
     }
     folder.write_bytes(RUN_FILE, json.dumps(record, indent=1).encode())
+
+
+def read_status(storage: Storage, now: float | None = None) -> Status:
+    """What the run in this folder does now; of long logs of steps only the end is read: runs last for weeks.
+
+    Raises RegrowError where the folder holds no run.
+    """
+    config = run_config(storage)
+    history = History.of_logs(read_metrics(storage, tail=True), read_events(storage))
+    report = None
+    with contextlib.suppress(OSError, ValueError):
+        report = json.loads(storage.read_bytes("report.json"))
+    return status_of(
+        history,
+        folder=str(storage),
+        config=config,
+        now=time.time() if now is None else now,
+        held=is_held(storage, history.newest(Submitted)),
+        report=report if isinstance(report, dict) else None,
+    )
+
+
+def run_config(storage: Storage) -> dict[str, Any]:
+    """A run's config.yaml as plain dictionaries, empty where there is none.
+
+    Raises RegrowError where the folder holds no run, or config.yaml is damaged.
+    """
+    names, stems = storage.list(), tuple(name.removesuffix(".jsonl") for name in (EVENTS, METRICS))
+    if not any(name.startswith(stems) and name.endswith(".jsonl") for name in names):
+        raise RegrowError(
+            f"{storage} holds no run that has begun: no events.jsonl; name the folder <run.storage_path>/<run.name>"
+        )
+    if CONFIG_FILE not in names:
+        return {}
+    try:
+        content = yaml.safe_load(storage.read_bytes(CONFIG_FILE))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RegrowError(f"{storage}/config.yaml is damaged: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, Mapping):
+        raise RegrowError(f"{storage}/config.yaml is damaged: it holds no settings")
+    return dict(content)
+
+
+def is_held(storage: Storage, submitted: Submitted | None) -> bool | None:
+    """Whether the run's coordinator lives, as its lock says; None where that cannot be known.
+
+    A lock that is free says something only where it would have been taken: on the machine of the newest submission.
+    """
+    if not storage.is_local:
+        return None
+    try:
+        descriptor = os.open(storage.local_path / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a coordinator that comes just now tries again
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return None
+    finally:
+        os.close(descriptor)
+    return False if submitted is not None and submitted.host == socket.gethostname() else None

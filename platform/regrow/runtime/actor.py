@@ -22,7 +22,9 @@ from regrow.control.health import Pulse, Stalls
 from regrow.control.membership import Formation, Member, Membership
 from regrow.control.notices import Notices
 from regrow.errors import ResumeError
+from regrow.record.events import from_row
 from regrow.record.log import RunLog, next_generation, read_events, read_metrics
+from regrow.record.run_folder import LOCK_FILE
 from regrow.runtime.fleet import Fleet
 from regrow.runtime.hardware.gpus import HARDWARE_XIDS
 from regrow.runtime.keeper import COORDINATOR, NAMESPACE, KeeperInfo
@@ -35,7 +37,6 @@ from regrow.state.memory.held import Holder
 from regrow.state.memory.node import Peer, Sealed
 from regrow.storage import Storage
 
-LOCK_FILE = ".lock"
 STACKS = "stacks"  # folder, of what everyone did while a group stood still
 LOCK_WAIT_S = 30.0
 UNSAFE_S = 120.0  # without a commit in memory: worth a word
@@ -583,9 +584,9 @@ class Coordinator:
             raise Fenced(f"generation {generation} is over; {self.generation} is current")
 
     def _event(self, event: str, **fields: Any) -> None:
-        self.log.event(event, **fields)
-        self.metrics.event({"event": event} | fields)
-        self.updates.append(Update("event", {"event": event} | fields))
+        written = self.log.event(from_row({"event": event} | fields))
+        self.metrics.event(written)
+        self.updates.append(Update("event", written.to_row()))
 
 
 def start_coordinator(folder: Storage, run_id: str, **options: Any) -> Any:

@@ -27,7 +27,8 @@ from regrow.data.stream.start import start_stream, stop_stream
 from regrow.errors import RegrowError, first_line
 from regrow.model.linears import float8_line
 from regrow.parallel.phases import float8_steps
-from regrow.record.narrate import narrate, startup_line
+from regrow.progress import last_step
+from regrow.record.events import from_row, startup_line
 from regrow.record.provenance import git_sha, versions
 from regrow.record.run_folder import CHECKPOINTS
 from regrow.runtime.actor import start_coordinator
@@ -254,7 +255,7 @@ class _Session:
                     self.console.message(startup_line(self.startup_s, update.content["step_s"]))
                     self.startup_s = None
             else:
-                line = narrate(update.content)
+                line = from_row(update.content).sentence()
                 if line:
                     self.console.message(line)
                 if update.content["event"] == "generation":
@@ -298,7 +299,7 @@ class _Session:
 
 
 def _last_step(config: PretrainConfig) -> int:
-    return min(config.train.steps, config.train.stop_at_step or config.train.steps)
+    return last_step(config.train.steps, config.train.stop_at_step)
 
 
 def _opening(config: PretrainConfig, run: Run, corpora: Corpora) -> str:

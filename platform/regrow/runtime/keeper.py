@@ -26,6 +26,7 @@ from regrow.runtime.hardware.gpus import XidWatch, read_gpus
 from regrow.runtime.liveness.deaths import Deaths
 from regrow.runtime.liveness.pulse import look, read_pulses, where
 from regrow.state.disk.upload import WriteOrder, Written
+from regrow.state.memory.arenas import remove_abandoned
 from regrow.state.memory.control_word import ControlWord
 from regrow.state.memory.held import Held
 from regrow.state.memory.link import Damaged, Link, measure
@@ -227,6 +228,7 @@ class Keeper:
             self.coordinator.gpu_error.remote(self.node_id, uuid, xid)
 
     def _tell_gone(self, pid: int) -> None:
+        remove_abandoned(self.folder)
         if self.coordinator is not None:
             self.coordinator.gone.remote(self.node_id, pid)
 

@@ -21,6 +21,8 @@ from regrow.runtime.liveness.heartbeat import Heartbeat
 from regrow.state.collective import from_rank_0, gather
 from regrow.state.entries import Entry, Progress
 from regrow.state.layout import Part
+from regrow.state.memory.arenas import Arenas
+from regrow.state.memory.held import bytes_held
 from regrow.state.memory.reader import Holder, Restored, Unrestorable, restore_snapshot
 from regrow.state.memory.writer import Snapshots
 
@@ -42,6 +44,7 @@ class MemoryTier:
             abandon_after_s=self.config.abandon_after_s,
         )
         self.snapshots: Snapshots | None = None  # of the current generation
+        self._arenas: Arenas | None = None  # of all
         self._serving = self._serve()
         self._heartbeat: Heartbeat | None = None
 
@@ -80,6 +83,7 @@ class MemoryTier:
                 "name a folder in every node's memory, or take no snapshots: snapshot.every_steps=0"
             ) from error
         self.folder = Path(info.folder)
+        self._arenas = self._arenas or Arenas(self.folder)
         ray.get(self.job.coordinator.register_keeper.remote(self.keeper, info), timeout=CALL_TIMEOUT_S)
         breaker.watch(set().union(*gather(gloo)))
         timeout_s = self.job.config.train.collective_timeout_s
@@ -139,6 +143,7 @@ class MemoryTier:
                         writers=nodes.count(self.node),
                         num_slots=self.config.slots,
                         submit=stream.submit if stream.num_ahead else None,
+                        arenas=self._arenas,
                     )
                 except CheckpointError as error:
                     problem = str(error)
@@ -181,6 +186,11 @@ class MemoryTier:
         if self._heartbeat is not None:
             self._heartbeat.leave()
 
+    def close(self) -> None:
+        """This process trains no more. Local."""
+        if self._arenas is not None:
+            self._arenas.close()
+
     def _serve(self) -> Any:
         return self.keeper.serve.remote(self.job.coordinator, self.job.secret)
 
@@ -199,8 +209,7 @@ class MemoryTier:
             has_peer=len(set(nodes)) > 1,
         )
         room = os.statvfs(self.folder)
-        held = sum(path.stat().st_blocks * 512 for path in self.folder.iterdir())
-        have = room.f_bavail * room.f_frsize + held
+        have = room.f_bavail * room.f_frsize + bytes_held(self.folder)
         if need.total <= have:
             return ""
         return (

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ from regrow.forecast.passes import settled
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import BACKENDS, replica_group
 from regrow.parallel.stream import stream_of
+from regrow.record import events
 from regrow.record.lock import lock_run
 from regrow.record.log import RunLog, next_generation, read_events
 from regrow.record.provenance import git_sha, versions
@@ -92,7 +94,19 @@ class TorchrunRun:
         self.generation = on_first_rank(lambda: next_generation(read_events(self.run.folder)))
         self._log = RunLog(self.run.folder) if self.rank == 0 else None
         self.asked_to_stop = False
-        self.event("submitted", run_id=self.run.run_id, host=socket.gethostname(), pid=os.getpid(), **self._origin())
+        world_size = dist.get_world_size()
+        self.event(
+            events.Submitted(
+                run_id=self.run.run_id,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                min_workers=world_size,
+                max_workers=world_size,
+                git=git_sha(),
+                versions=versions(),
+                command=shlex.join(sys.argv),
+            )
+        )
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
 
@@ -119,7 +133,7 @@ class TorchrunRun:
                 store.share_parts(entries, part, replica_group(mesh))
                 set_optimizer_step(step.optimizer, index.step)
                 return Progress(**index.scalars)
-            self.event("checkpoint_damaged", step=number, detail=problem)
+            self.event(events.CheckpointDamaged(step=number, detail=problem))
         if problem:
             raise CheckpointError(f"{problem}; none of the checkpoints at {self.checkpoints} can be restored")
         return Progress()
@@ -131,11 +145,10 @@ class TorchrunRun:
         worker = {"host": socket.gethostname(), "node": socket.gethostname(), "pid": os.getpid()}
         workers = gather(worker | {"device": str(next(step.model.buffers()).device)})
         rollback = self._log.begin(self.generation, start.step) if self._log else None
-        self.event(
-            "generation",
+        begun = events.Generation(
             generation=self.generation,
             start_step=start.step,
-            cause="resume" if self.run.resumed_step is not None else "start",
+            cause=events.Cause.resume if self.run.resumed_step is not None else events.Cause.start,
             recomputed_steps=rollback.steps if rollback else 0,
             world_size=dist.get_world_size(),
             source="checkpoint" if start.step else "seed",
@@ -143,6 +156,8 @@ class TorchrunRun:
             peak_flops=peak.flops,
             peak_source=peak.source,
         )
+        self.event(begun)
+        self.message(begun.sentence())
 
     def is_over(self, progress: Progress) -> bool:
         """Whether nothing is left to train, for now."""
@@ -160,7 +175,7 @@ class TorchrunRun:
     def validate(self, step: int) -> float:
         begun = time.perf_counter()
         loss = self._validation.loss(self._step, self._stream, step)
-        self.event("validation", step=step, loss=loss, seconds=time.perf_counter() - begun)
+        self.event(events.Validation(step=step, loss=loss, seconds=time.perf_counter() - begun))
         return loss
 
     def write(self, progress: Progress) -> None:
@@ -178,15 +193,17 @@ class TorchrunRun:
             part=self._part,
         )
         took_s = time.perf_counter() - begun
-        self.event("checkpoint", step=progress.step, seconds=took_s, stall_s=took_s, bytes=index.num_bytes)
+        written = events.Checkpoint(step=progress.step, seconds=took_s, stall_s=took_s, bytes=index.num_bytes)
+        self.event(written)
+        self.message(written.sentence())
         if self.rank == 0 and (problem := catalog.try_retain(self.checkpoints, keep=self.config.checkpoint.keep)):
-            self.event("note", text=problem)
+            self.event(events.Note(text=problem))
 
     def close(self, progress: Progress) -> None:
         """Training has ended at this step, which is in storage."""
         finished = progress.step >= self.config.train.steps
         reason = "finished" if finished else "interrupted" if self.asked_to_stop else "stop_at_step"
-        self.event("stopped", step=progress.step, reason=reason, detail="")
+        self.event(events.Stopped(step=progress.step, reason=reason))
         self.message(f"{reason.replace('_', ' ')}: step {progress.step} of {self.config.train.steps} is committed")
         if self._log is not None:
             self._log.close()
@@ -195,16 +212,9 @@ class TorchrunRun:
         if self.rank == 0:
             self.console.message(text)
 
-    def event(self, name: str, /, **fields: Any) -> None:
+    def event(self, event: events.Event) -> None:
         if self._log is not None:
-            self._log.event(name, **fields)
-
-    def _origin(self) -> dict[str, Any]:
-        world_size = dist.get_world_size()
-        command = " ".join(sys.argv)
-        return {"min_workers": world_size, "max_workers": world_size, "git": git_sha(), "versions": versions()} | {
-            "command": command
-        }
+            self._log.event(event)
 
     def _stop(self, signum: int, frame: FrameType | None) -> None:
         if self.asked_to_stop:

@@ -9,10 +9,12 @@ import ctypes
 import gc
 import os
 import resource
+import threading
 import time
 import traceback
 import uuid
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import ray
@@ -42,19 +44,21 @@ from regrow.runtime.warm_up import warm_up
 from regrow.storage import Storage
 
 DRAIN_S = LEAVE_S * 2 / 3  # for a device to come to rest after its collectives were aborted
+THREAD_NAME = "train"  # of the thread that launches steps, in top -H and debuggers
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of mallopt(3)
 
 
 def run_worker(job: Job) -> None:
     """Train as long as the run lasts. Raises RegrowError for what another attempt would meet again."""
     config, expected = job.config, ray.train.get_context().get_world_size()
+    _name_thread(THREAD_NAME)
     meet_at(ray.util.get_node_ip_address(), os.environ)
     _allow_descriptors()
     if config.cluster.gpus_per_worker or config.cluster.backend is Backend.asynchronous:
         watched = config.cluster.in_place and config.snapshot.every_steps > 0  # by a heartbeat, which breaks groups off
         threads = max(1, int(config.cluster.cpus_per_worker))
         apply_device_settings(os.environ, in_place=watched, compile_threads=threads)
-    device, member_id, after, entered = _device(config), uuid.uuid4().hex[:12], 0, time.time()
+    device, entered = _device(config), time.time()
     backend, stream = _backend(config, device)
     lifeline = Lifeline(ray.util.get_node_ip_address())
     prober = _fit(job, device)
@@ -66,6 +70,16 @@ def run_worker(job: Job) -> None:
     process = Process(job, device, stream, prober, memory, compiled)
     gc.collect()
     gc.freeze()  # what is imported stays: collections between generations, and in steps, need not look at it
+    _train_generations(process, backend=backend, lifeline=lifeline.port, entered=entered)
+    if memory is not None:
+        memory.close()
+
+
+def _train_generations(process: Process, *, backend: str, lifeline: int, entered: float) -> None:
+    """One after another, to the end of the run."""
+    job, memory, device, stream = process.job, process.memory, process.device, process.stream
+    config, expected = job.config, ray.train.get_context().get_world_size()
+    member_id, after = uuid.uuid4().hex[:12], 0
     while True:
         joined: Joined | None = None
         breaker, broken = Breaker(), True
@@ -73,7 +87,7 @@ def run_worker(job: Job) -> None:
             joined = join_generation(
                 job.coordinator,
                 member_id=member_id,
-                lifeline=lifeline.port,
+                lifeline=lifeline,
                 after=after,
                 expected=expected,
                 backend=backend,
@@ -114,7 +128,7 @@ def run_worker(job: Job) -> None:
         if device.type == "cuda":  # NCCL and the driver do not ask torch for what it keeps
             torch.cuda.empty_cache()
         if broken:
-            _probe(job, prober)
+            _probe(job, process.prober)
 
 
 def _until_the_deadline(generation: int, breaker: Breaker) -> None:
@@ -210,6 +224,12 @@ def _allow_descriptors() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _name_thread(name: str) -> None:
+    """Name the calling thread in the kernel, too, which Python does not before 3.14."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
 
 
 def _keep_freed_memory() -> None:

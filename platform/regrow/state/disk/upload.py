@@ -95,10 +95,10 @@ def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> 
             parts.append((part, offset + begin, snapshot.crc[first : first - (-part.num_bytes // CHUNK_BYTES)]))
     if not parts:
         return None
-    payload, checked = snapshot.payload(), [(span, crc) for span, _, crc in parts]
+    checked = [(span, crc) for span, _, crc in parts]
     head = encode_header(checked, run_id=run_id, generation=header.generation, step=header.step)
 
-    def content() -> Iterator[bytes | memoryview]:
+    def content(payload: memoryview) -> Iterator[bytes | memoryview]:
         yield head
         for span, offset, crc in parts:
             for begin in range(0, span.num_bytes, PIECE_BYTES):
@@ -108,7 +108,8 @@ def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> 
                     raise CheckpointError(f"{snapshot.path.name}: {span.name} fails its checksum")
                 yield piece
 
-    num_bytes = target.write_chunks(name, content())
+    with snapshot.payload() as payload:
+        num_bytes = target.write_chunks(name, content(payload))
     return DataFile(name, num_bytes, len(head), hashlib.sha256(head).hexdigest())
 
 

@@ -23,9 +23,10 @@ from regrow.errors import CheckpointError, first_line
 from regrow.state.disk.upload import WriteOrder, Written, write_parts
 from regrow.state.memory import held as files
 from regrow.state.memory import link
-from regrow.state.memory.held import COPY, Held, open_snapshot
+from regrow.state.memory.arenas import remove_abandoned
+from regrow.state.memory.held import COPY, Held, Snapshot, open_snapshot
 from regrow.state.memory.ranges import BLOCK, Address, Connection, RangeServer, connected
-from regrow.state.memory.slots import MAGIC, NOTICES, SLOT, Committed, Moment, open_slot
+from regrow.state.memory.slots import MAGIC, NOTICES, SLOT, Committed, Moment, open_slot, reading
 
 LOCK = "lock"  # held by the folder's keeper
 RETRY_S = 2.0  # after a snapshot could not be copied to the peer
@@ -70,6 +71,7 @@ class KeeperNode:
         self.folder, self.node, self.secret, self.run_id = folder, node, secret, run_id
         self.report, self.complain = report, complain
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        remove_abandoned(folder)
         self.server = RangeServer(host, lambda: self.secret, self._answer)
         self._peer: Peer | None = None
         self._work: Work = queue.Queue()  # of the thread that copies to the peer
@@ -126,6 +128,7 @@ class KeeperNode:
             generation = files.generation_of(path.name)
             if generation < state.newest.generation and generation != state.pinned.generation:
                 path.unlink(missing_ok=True)
+        remove_abandoned(self.folder)
 
     def write(self, order: WriteOrder) -> Written:
         """Write this node's part of a committed snapshot to storage. Takes as long as that does; CheckpointError."""
@@ -148,6 +151,7 @@ class KeeperNode:
             try:
                 data = self._notices.recv(4096)
             except TimeoutError:
+                remove_abandoned(self.folder)
                 if self._failed:
                     self._look_again()
                 continue
@@ -193,7 +197,7 @@ class KeeperNode:
         with self._lock:
             peer = self._peer
         if peer is not None:
-            self._push(path, held, peer)
+            self._push(snapshot, peer)
         with self._lock:
             if peer != self._peer:  # all of it again, for another one
                 return
@@ -203,18 +207,19 @@ class KeeperNode:
                 return
         self.report(Sealed(self.node, held.moment, peer.node if peer else ""))
 
-    def _push(self, path: Path, held: Held, peer: Peer) -> None:
+    def _push(self, snapshot: Snapshot, peer: Peer) -> None:
         """Copy a slot with its checksums to the peer, which checks them. Raises CheckpointError.
 
         A copy that is there is left alone: its step may be committed by now, and nobody else have it.
         """
-        size = path.stat().st_size
+        path, size = snapshot.path, snapshot.header.offsets[-1]
         beside = files.read_beside(path)
-        with connected(peer.address, self.secret) as connection, open(path, "rb") as file:
+        # until the peer has all of it: what is sent of a file is not copied, and may wait in the socket
+        with reading(path) as file, connected(peer.address, self.secret) as connection:
             if _has_copy(connection, path.name + COPY, beside):
                 return
             put = {"op": "put", "file": path.name + COPY, "bytes": size, "checksums": len(beside)}
-            connection.send(put | {"header_sha256": held.header_sha256})
+            connection.send(put | {"header_sha256": snapshot.held.header_sha256})
             connection.send_bytes(beside)
             connection.send_file(file, [(0, size)])
             answer = connection.receive()
@@ -232,7 +237,7 @@ class KeeperNode:
         elif request["op"] == "describe":
             self._describe(path, connection)
         elif request["op"] == "get":
-            with open(path, "rb") as file:
+            with reading(path) as file:  # whoever asked has the checksums of what it asked for
                 connection.send_file(file, [(offset, size) for offset, size in request["ranges"]])
 
     def _describe(self, path: Path, connection: Connection) -> None:

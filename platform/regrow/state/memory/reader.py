@@ -116,10 +116,11 @@ def _take(
         if snapshot is None:
             raise CheckpointError("it is not there any more")
         _check(snapshot, holder, entries)
-        payload, num_bytes = snapshot.payload(), 0
-        for piece in _pieces(snapshot, reads):
-            piece.put(payload[piece.begin : piece.end], entries)
-            num_bytes += piece.end - piece.begin
+        num_bytes = 0
+        with snapshot.payload() as payload:
+            for piece in _pieces(snapshot, reads):
+                piece.put(payload[piece.begin : piece.end], entries)
+                num_bytes += piece.end - piece.begin
         return snapshot.header.scalars, num_bytes, 0
     with connected(holder.address, secret) as connection:
         snapshot = _describe(connection, holder)

@@ -1,17 +1,82 @@
-"""A run's status for a person: lines of plain text, a fact a line. Pure."""
+"""A run's status for people: redrawn in place at a terminal that watches, lines elsewhere, or JSON."""
 
+import io
+import os
 import textwrap
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, TextIO
 
-from regrow.record.narrate import CAUSES
-from regrow.record.status import DRIVER_DIED, Interruption, Saved, State, Status
-from regrow.show.svg import si
-from regrow.show.units import duration, percent, ranks, size, when
+from regrow.record.events import cause_words
+from regrow.record.history import Interruption
+from regrow.record.status import Saved, State, Status
+from regrow.show.units import CONTROL, counted, duration, percent, ranks, si, size, when
 
-LABEL = 15  # characters
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+    from rich.live import Live
+
+COLOURS = {
+    State.training: "green",
+    State.finished: "green",
+    State.starting: "cyan",
+    State.regrouping: "yellow",
+    State.stopped: "cyan",
+}  # the others: red
+LABEL, WIDTH = 17, 110  # characters: of labels, and of lines that are not at a terminal
 SHORT = 110  # characters of an interruption's detail
 
 Line = tuple[str, str]  # its label, which may be empty, and what it says
+
+
+class Screen:
+    """Shows one status after another on a text stream. NO_COLOR turns colours off."""
+
+    def __init__(self, stream: TextIO, *, json: bool = False, watch: bool = False) -> None:
+        self._stream, self._json, self._watch = stream, json, watch
+        self._terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+        self._live: Live | None = None
+        self._newest: Status | None = None
+
+    def __enter__(self) -> "Screen":
+        if self._terminal and self._watch and not self._json:
+            from rich.live import Live
+
+            self._live = Live(console=self._rich(), auto_refresh=False)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, status: Status, note: str = "") -> None:
+        self._newest = status
+        if self._live is not None:
+            self._live.update(rendered(status, note), refresh=True)
+        elif self._json:
+            self._print(status.to_json())
+        elif self._watch:
+            self._print(one_line(status))
+        elif self._terminal:
+            self._rich().print(rendered(status, note))
+        else:
+            self._print("\n".join(describe(status)))
+
+    def say(self, text: str) -> None:
+        """Something that is no status; the newest one stays."""
+        if self._live is not None and self._newest is not None:
+            self.show(self._newest, text)
+        elif not self._json:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
+        self._stream.write(_clean(text) + "\n")
+        self._stream.flush()
+
+    def _rich(self) -> "Console":
+        from rich.console import Console
+
+        return Console(file=self._stream, no_color=bool(os.environ.get("NO_COLOR")), highlight=False)
 
 
 def heading(status: Status) -> str:
@@ -54,20 +119,35 @@ def body(status: Status) -> list[Line]:
     return lines
 
 
-def describe(status: Status, width: int = 110) -> list[str]:
-    """The whole status as lines of plain text."""
-    lines = [heading(status)]
+def rendered(status: Status, note: str = "") -> "Group":
+    """The whole status for a terminal: a fact a row, its label in front."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    name, colon, said = _clean(heading(status)).partition(":")
+    colour = COLOURS.get(status.state, "red")
+    facts = Table.grid(padding=(0, 1, 0, 0))
+    facts.add_column(width=LABEL)
+    facts.add_column(overflow="fold")
     for label, text in body(status):
-        margin = f"  {label:<{LABEL}} "
-        lines += textwrap.wrap(
-            text,
-            width=max(width, 40),
-            initial_indent=margin,
-            subsequent_indent=" " * len(margin),
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    return lines
+        style = "bold red" if label == "!" else "dim"
+        facts.add_row(Text(f"  {label}", style), Text(_clean(text)))
+    parts: list[Text | Table] = [Text.assemble((f"{name}{colon}", "bold"), (said, f"bold {colour}")), facts]
+    return Group(*parts, *([Text(f"  {_clean(note)}", "red")] if note else []))
+
+
+def describe(status: Status) -> list[str]:
+    """The same as lines of plain text, in which no word is broken."""
+    from rich.console import Console
+
+    longest = max((len(word) for _, text in body(status) for word in text.split()), default=0)
+    console = Console(
+        file=io.StringIO(), width=max(WIDTH, LABEL + 1 + longest, len(heading(status))), color_system=None
+    )
+    with console.capture() as captured:
+        console.print(rendered(status))
+    return [line.rstrip() for line in captured.get().splitlines()]
 
 
 def one_line(status: Status) -> str:
@@ -144,7 +224,7 @@ def _saved(status: Status, saved: Saved) -> str:
     large = f", {size(saved.num_bytes)}" if saved.num_bytes else ""
     took = f" in {duration(saved.seconds)}" if saved.seconds is not None else ""
     since = status.step - saved.step
-    behind = f"; {since:,} step{'s' if since != 1 else ''} since" if saved is status.checkpoints[0] else ""
+    behind = f"; {counted(since, 'step')} since" if saved is status.checkpoints[0] else ""
     return f"step {saved.step:,}, {_ago(status, saved.time)} ago{large}{took}{behind}"
 
 
@@ -153,7 +233,7 @@ def _interruptions(status: Status) -> Iterator[str]:
     if not total:
         yield "none"
         return
-    yield f"{total:,}: " + ", ".join(f"{cause_text(cause)} {count:,}" for cause, count in status.causes.items())
+    yield f"{total:,}: " + ", ".join(f"{cause_words(cause)} {count:,}" for cause, count in status.causes.items())
     for each in status.interruptions:
         yield f"{_clock(status, each.time)} {_interruption(each)}"
 
@@ -161,25 +241,14 @@ def _interruptions(status: Status) -> Iterator[str]:
 def _interruption(each: Interruption) -> str:
     detail = f" ({textwrap.shorten(each.detail, SHORT, placeholder='…')})" if each.detail.strip() else ""
     if each.ranks_after is None:
-        return f"{cause_text(each.cause)}{detail}; no other group yet"
+        return f"{cause_words(each.cause)}{detail}; no other group yet"
     before = f"{each.ranks_before:,} → " if each.ranks_before is not None else ""
     back = f" after {duration(each.back_s)}" if each.back_s is not None else ""
     lost = ""
     if each.lost_steps is not None:
-        lost = f", {each.lost_steps:,} step{'s' if each.lost_steps != 1 else ''} lost"
+        lost = f", {counted(each.lost_steps, 'step')} lost"
     source = f", state from {each.source}" if each.source else ""
-    return f"{cause_text(each.cause)}; {before}{ranks(each.ranks_after)}{back}{lost}{source}{detail}"
-
-
-def cause_text(cause: str) -> str:
-    """A cause of events.jsonl, or one of ours, in words."""
-    words = {
-        DRIVER_DIED: "the job ended without a word",
-        "grow": "grew",
-        "drain": "left nodes in time",
-        "end_of_float8": "on in bfloat16",
-    }
-    return words.get(cause) or CAUSES.get(cause) or cause.replace("_", " ")
+    return f"{cause_words(each.cause)}; {before}{ranks(each.ranks_after)}{back}{lost}{source}{detail}"
 
 
 def _labelled(label: str, texts: list[str]) -> list[Line]:
@@ -194,3 +263,8 @@ def _clock(status: Status, time: float) -> str:
 
 def _ago(status: Status, time: float) -> str:
     return duration(max(0.0, status.as_of - time))
+
+
+def _clean(text: str) -> str:
+    """Without control characters, which a text from elsewhere may carry."""
+    return CONTROL.sub("", text)
