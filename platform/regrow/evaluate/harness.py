@@ -56,8 +56,6 @@ def set_up(names: Sequence[str]) -> None:
         raise EvaluationError(f"{', '.join(missing)} missing; {INSTALL}")
     if all(name in SHIPPED for name in names):
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # lm_eval's own progress
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # of lm_eval's bootstrap, which would fork this process
     for name in NOT_FOR_USERS:
         logging.getLogger(name).setLevel(logging.ERROR)
