@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
+from regrow.data.prepare import prepare as prepare_module
 from regrow.data.prepare.documents import Document, Piece, Skipped, clean_text, content_hash, load_recipe, unique
 from regrow.data.prepare.prepare import cache_name, find_or_prepare, prepare, spool_piece
-from regrow.data.prepare.prepare import prepare as prepare_module
 from regrow.data.prepare.spool import Spool, document_key
 from regrow.data.prepare.tokenizer import END_OF_TEXT, encode, load_tokenizer
 from regrow.data.read import shards
