@@ -18,6 +18,7 @@ from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh
 from regrow.parallel.stream import HostStream
 from regrow.plan.mesh import plan_mesh
+from regrow.runtime import calls
 from regrow.runtime import hooks as hooks_module
 from regrow.runtime.process import Process
 from regrow.state.disk.catalog import committed_steps, open_checkpoint
@@ -60,7 +61,7 @@ class Coordinator:
 
 def stuck_keepers(memory: Path, storage: Path) -> tuple[list[tuple[Any, ...]], float, bool]:
     """Calls to the coordinator, seconds waited for room before the last step, and whether it came back bit for bit."""
-    hooks_module.ray = SimpleNamespace(get=lambda call, timeout=None: call)  # type: ignore[assignment]
+    hooks_module.ray = calls.ray = SimpleNamespace(get=lambda call, timeout=None: call)  # type: ignore[assignment]
     saver_module.SAFE_S, saver_module.LAST_ROOM_S = 0.1, 0.5
     mesh = build_mesh(plan_mesh(dist.get_world_size(), 1), "cpu")
     built = partial(build_model, tiny_model(), ParallelConfig(), mesh=mesh, device=torch.device("cpu"))

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from regrow.accept.pinning import Runtime, counting_runtime, on_a_device
+from regrow.control.values import Version
 from regrow.errors import CheckpointError
 from regrow.state.disk.upload import WriteOrder, write_parts
 from regrow.state.entries import Entry
@@ -24,7 +25,7 @@ from regrow.state.memory.held import Holder, bytes_held, open_snapshot
 from regrow.state.memory.node import KeeperNode, Peer
 from regrow.state.memory.ranges import Connection
 from regrow.state.memory.reader import restore_snapshot
-from regrow.state.memory.slots import SLOT, Committed, Moment, SlotFile, empty_header, open_slot
+from regrow.state.memory.slots import SLOT, Committed, SlotFile, empty_header, open_slot
 from regrow.state.memory.writer import Snapshots
 from regrow.storage import LocalStorage
 from support.keepers import (
@@ -78,7 +79,7 @@ class Worker:
             snapshots.wait()
             snapshots.confirm(self.step)
             if commits:
-                moment = Moment(self.generation, self.step)
+                moment = Version(self.generation, self.step)
                 wait_until(lambda: any(report.moment == moment for report in self.node.reports))  # noqa: B023
                 self.node.keeper.committed(Committed(moment))
         snapshots.close()
@@ -137,7 +138,7 @@ def test_what_is_on_its_way_to_storage_is_kept_too(tmp_path: Path) -> None:
     with cluster(tmp_path, 1) as nodes:
         worker = Worker(nodes[0], num_slots=3)
         worker.train(3)
-        nodes[0].keeper.committed(Committed(Moment(1, 3), pinned=Moment(1, 2)))
+        nodes[0].keeper.committed(Committed(Version(1, 3), pinned=Version(1, 2)))
         for _ in range(3):
             worker.train(0)
         for step in (2, 3):
@@ -185,7 +186,7 @@ def read_for_storage(nodes: list[Node], meanwhile: Meanwhile, monkeypatch: pytes
         return sum(map(len, written))
 
     monkeypatch.setattr(LocalStorage, "write_chunks", write_chunks)
-    order = WriteOrder(Moment(1, 2), "node-0", False, str(nodes[0].keeper.folder.parent), "token", True)
+    order = WriteOrder(Version(1, 2), "node-0", False, str(nodes[0].keeper.folder.parent), "token", True)
     write_parts(nodes[0].keeper.folder, nodes[0].keeper.holdings(), order, run_id=RUN)
     entries, data = entries_of(0, 1), b"".join(written[1:])
     for entry in entries:
@@ -219,14 +220,14 @@ def test_memory_that_is_being_read_is_not_made_another_slot(
         def change() -> None:
             if worker.generation == 1:
                 worker.generation, worker.step = 2, 2
-                nodes[0].keeper.committed(Committed(Moment(2, 3)))
+                nodes[0].keeper.committed(Committed(Version(2, 3)))
                 assert not slot.exists()
                 inodes.append({path.stat().st_ino for path in worker.train(2, commits=False)})
 
         assert_state(read(nodes, change, monkeypatch), 2)
         assert len(inodes[0]) == 2
         assert inode not in inodes[0]
-        nodes[0].keeper.committed(Committed(Moment(4, 0)))
+        nodes[0].keeper.committed(Committed(Version(4, 0)))
         assert inode in {path.stat().st_ino for path in worker.train(0)}, "and after that it is used"
 
 
@@ -268,7 +269,7 @@ def test_arenas_that_are_too_small_make_room_before_larger_ones_are_made(
 
     small = take(1, 8 * PAGE)
     seal(tmp_path, small[0], 1, 5)
-    Committed(Moment(1, 5)).write(tmp_path)
+    Committed(Version(1, 5)).write(tmp_path)
     held_before, real = list[int](), os.posix_fallocate
     monkeypatch.setattr(os, "posix_fallocate", lambda *a: (held_before.append(bytes_held(tmp_path)), real(*a)))
     large = take(2, 9 * PAGE)
@@ -301,7 +302,7 @@ def test_arenas_take_no_more_memory_than_slots_made_anew_would(tmp_path: Path, s
         for step in range(rng.randrange(count + 1)):
             seal(tmp_path, taken[step], generation, step)
             if rng.random() < 0.5:
-                Committed(Moment(generation, step)).write(tmp_path)
+                Committed(Version(generation, step)).write(tmp_path)
                 for path in set(tmp_path.glob("g*")) - set(tmp_path.glob(f"g{generation:06d}*")):
                     path.unlink()  # as keepers do
                 anew = count * sizes[-1]
@@ -351,7 +352,7 @@ def test_the_memory_of_a_process_that_was_killed_is_freed_but_its_slots(tmp_path
             )
         wait_until(lambda: not list(keeper.folder.glob("arenas-*")))
         assert open_slot(keeper.folder / "g000001-token-0.slot") is not None
-        keeper.committed(Committed(Moment(2, 5)))
+        keeper.committed(Committed(Version(2, 5)))
         assert {path.name for path in keeper.folder.iterdir()} <= {"committed", "keeper.sock", "lock"}
 
 

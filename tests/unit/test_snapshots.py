@@ -16,15 +16,16 @@ import pytest
 import torch
 
 from regrow.accept.pinning import Runtime, counting_runtime, on_a_device
+from regrow.control.values import NOTHING, Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError
 from regrow.state.entries import Entry
 from regrow.state.layout import WHOLE, Span
 from regrow.state.memory.control_word import ControlWord
 from regrow.state.memory.held import Held
-from regrow.state.memory.node import KeeperNode, Peer, Sealed
+from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.ranges import TIMEOUT_S
 from regrow.state.memory.reader import restore_snapshot
-from regrow.state.memory.slots import NOTHING, SLOT, Committed, Moment
+from regrow.state.memory.slots import SLOT, Committed
 from regrow.state.memory.writer import Snapshots
 from support.keepers import (
     RUN,
@@ -113,8 +114,8 @@ def test_own_memory_is_read_before_that_of_peers(tmp_path: Path) -> None:
         assert (result.peer_bytes, result.own_bytes >= needed) == (0, True)
 
 
-def commit(node: Node, generation: int, step: int, pinned: Moment = Moment()) -> None:  # noqa: B008
-    node.keeper.committed(Committed(Moment(generation, step), pinned))
+def commit(node: Node, generation: int, step: int, pinned: Version = Version()) -> None:  # noqa: B008
+    node.keeper.committed(Committed(Version(generation, step), pinned))
 
 
 def take(writer: Snapshots, step: int) -> bool:
@@ -134,7 +135,7 @@ def test_slots_take_turns_and_the_newest_committed_one_is_never_overwritten(tmp_
         assert writer.skipped == 1
         commit(nodes[0], 1, 1)
         assert not take(writer, 3)  # slot 1 is the newest committed, slot 2 on its way
-        wait_until(lambda: any(report.moment.step == 2 for report in nodes[0].reports))
+        wait_until(lambda: any(report.version.step == 2 for report in nodes[0].reports))
         commit(nodes[0], 1, 2)
         assert writer.begin(3, {})  # in the place of 1
         assert {held.moment.step for held in nodes[0].keeper.holdings()} == {2}
@@ -146,8 +147,8 @@ def test_what_is_on_its_way_to_storage_is_not_overwritten(tmp_path: Path) -> Non
         writer = Snapshots(where, entries_of(0, 1, state(1)), part=WHOLE, run_id=RUN, generation=1, num_slots=3)
         for step in range(1, 20):
             assert take(writer, step), step
-            wait_until(lambda: nodes[0].reports and nodes[0].reports[-1].moment.step == step)  # noqa: B023
-            commit(nodes[0], 1, step, Moment(1, 1) if step < 10 else Moment(1, 10))
+            wait_until(lambda: nodes[0].reports and nodes[0].reports[-1].version.step == step)  # noqa: B023
+            commit(nodes[0], 1, step, Version(1, 1) if step < 10 else Version(1, 10))
             held = {held.moment.step for held in nodes[0].keeper.holdings()}
             assert {step, 1 if step < 10 else 10} <= held, (step, held)
 
@@ -194,7 +195,7 @@ def test_a_keeper_that_could_not_reach_its_peer_tries_again(tmp_path: Path) -> N
         assert not nodes[0].reports
         nodes[0].keeper.set_peer(Peer("node-1", nodes[1].keeper.address))
         wait_until(lambda: bool(nodes[0].reports))
-        assert nodes[0].reports == [Sealed("node-0", Moment(1, 1), "node-1")]
+        assert nodes[0].reports == [SnapshotAck("node-0", Version(1, 1), "node-1")]
         assert [held.is_copy for held in nodes[1].keeper.holdings()] == [True]
 
 
@@ -211,7 +212,7 @@ def test_a_peer_that_says_nothing_keeps_nothing_from_the_next_one(tmp_path: Path
         with connection:
             nodes[0].keeper.set_peer(Peer("node-1", nodes[1].keeper.address))
             wait_until(lambda: bool(nodes[0].reports), TIMEOUT_S / 2)
-        assert nodes[0].reports == [Sealed("node-0", Moment(1, 1), "node-1")]
+        assert nodes[0].reports == [SnapshotAck("node-0", Version(1, 1), "node-1")]
         assert not complaints
 
 
@@ -279,7 +280,7 @@ def test_a_commit_of_a_newer_generation_frees_the_memory_of_older_ones(tmp_path:
         Snapshots(nodes[0].keeper.folder, entries_of(0, 1), part=WHOLE, run_id=RUN, generation=1)  # never sealed
         snapshot(nodes, 5, 1, generation=2)
         for node in nodes:
-            commit(node, 2, 5, pinned=Moment(1, 4))  # on its way to storage still
+            commit(node, 2, 5, pinned=Version(1, 4))  # on its way to storage still
             assert {held.moment.generation for held in node.keeper.holdings()} == {1, 2}
             commit(node, 2, 5)
             assert {held.moment.generation for held in node.keeper.holdings()} == {2}
@@ -341,7 +342,7 @@ def test_holdings_survive_a_removed_folder(tmp_path: Path) -> None:
     with cluster(tmp_path, 1) as nodes:
         shutil.rmtree(nodes[0].keeper.folder)
         assert nodes[0].keeper.holdings() == []
-        assert Held("a.slot.copy", Moment(1, 1), WHOLE, 1, "").is_copy
+        assert Held("a.slot.copy", Version(1, 1), WHOLE, 1, "").is_copy
 
 
 def test_the_driver_the_coordinator_and_keepers_do_without_torch() -> None:

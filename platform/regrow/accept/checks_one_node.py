@@ -27,11 +27,12 @@ from regrow.accept.ranks import Member, run_ranks
 from regrow.accept.timing import Load, Loaded
 from regrow.config.plain import read_model
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
+from regrow.control.values import Version
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
 from regrow.state.entries import part_of, training_entries
-from regrow.state.memory.slots import Committed, Moment
+from regrow.state.memory.slots import Committed
 from regrow.state.memory.writer import Snapshots
 
 GIB, MIB = 2**30, 2**20
@@ -331,7 +332,7 @@ def _with_snapshots(member: Member, loaded: Loaded, step_s: float) -> float:
             number[0] += 1
             snapshots.begin(number[0], {})
             snapshots.confirm(number[0])
-            Committed(Moment(1, number[0])).write(folder)
+            Committed(Version(1, number[0])).write(folder)
 
         timed = loaded.time(6, snapshot)
         loaded.before_update = None

@@ -22,6 +22,7 @@ from regrow.accept.pinning import Runtime, counting_runtime, on_a_device
 from regrow.accept.ranks import Member, run_ranks
 from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig
+from regrow.control.values import SnapshotAck, Version
 from regrow.parallel.compile import graphs_compiled
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
@@ -30,8 +31,8 @@ from regrow.plan.mesh import plan_mesh
 from regrow.state.entries import Entry, training_entries
 from regrow.state.layout import WHOLE
 from regrow.state.memory.arenas import Arenas
-from regrow.state.memory.node import KeeperNode, Sealed
-from regrow.state.memory.slots import Committed, Moment
+from regrow.state.memory.node import KeeperNode
+from regrow.state.memory.slots import Committed
 from regrow.state.memory.writer import Snapshots
 from regrow.train.build import build_step
 from regrow.train.step import TrainStep
@@ -124,7 +125,7 @@ class Snapshotting:
     """The snapshots of a process with a keeper of its own, from generation to generation, as if from a device."""
 
     def __init__(self, folder: Path) -> None:
-        self.runtime, self._reports = Runtime(), list[Sealed]()
+        self.runtime, self._reports = Runtime(), list[SnapshotAck]()
         self._keeper = KeeperNode(
             folder, node="node", host="127.0.0.1", secret=b"accept", run_id="accept", report=self._reports.append
         )
@@ -146,7 +147,7 @@ class Snapshotting:
                 snapshots.begin(number, {"step": number})
                 snapshots.wait()
                 snapshots.confirm(number)
-                self._commit(Moment(generation, number))
+                self._commit(Version(generation, number))
             snapshots.close()
 
     def close(self) -> None:
@@ -154,9 +155,9 @@ class Snapshotting:
             self._arenas.close()
         self._keeper.close(delete=True)
 
-    def _commit(self, moment: Moment) -> None:
+    def _commit(self, moment: Version) -> None:
         give_up_at = time.monotonic() + COMMIT_S
-        while all(report.moment != moment for report in self._reports):
+        while all(report.version != moment for report in self._reports):
             if time.monotonic() > give_up_at:
                 raise TimeoutError(f"no keeper reports step {moment.step} of generation {moment.generation}")
             time.sleep(0.002)

@@ -6,9 +6,9 @@ import time
 from typing import TextIO
 
 from regrow.errors import ResumeError
+from regrow.record.run_folder import LOCK_FILE
 from regrow.storage import Storage
 
-LOCK_FILE = ".lock"
 LOCK_WAIT_S = 30.0  # a killed predecessor takes a moment to be gone
 
 

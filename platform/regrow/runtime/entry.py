@@ -3,7 +3,8 @@
 import ray
 
 from regrow.errors import RegrowError
-from regrow.runtime.job import CALL_TIMEOUT_S, Job
+from regrow.runtime.calls import CALL_TIMEOUT_S
+from regrow.runtime.job import Job
 
 
 def train_fn(settings: dict[str, Job]) -> None:

@@ -10,13 +10,13 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import ray
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import regrow
+from regrow.control.group import END_OF_FLOAT8
 from regrow.data.read.batch import RankBatch, layout_of
 from regrow.data.read.corpora import order_of
 from regrow.data.stream.client import Ask, rank_batches, ways_to_ask
@@ -27,10 +27,10 @@ from regrow.parallel.phases import float8_steps
 from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import MeshShape, plan_mesh
 from regrow.runtime.abort import Breaker
-from regrow.runtime.actor import END_OF_FLOAT8
+from regrow.runtime.calls import CoordinatorClient
 from regrow.runtime.hardware.peak import Peak, peak_flops
 from regrow.runtime.hooks import GenerationHooks
-from regrow.runtime.job import CALL_TIMEOUT_S, Job
+from regrow.runtime.job import Job
 from regrow.runtime.process import Process
 from regrow.runtime.rendezvous import Joined, form_s
 from regrow.runtime.restore import Restored, build_and_restore
@@ -158,7 +158,7 @@ def _batches(job: Job, joined: Joined, slices: range, *, start_step: int, stop_s
         stop_step=stop_step,
         stall_timeout_s=config.data.stall_timeout_s,
         has_fed=joined.generation > job.first_generation,
-        on_fallback=partial(_report_fallback, job.coordinator, joined.generation, joined.rank),
+        on_fallback=partial(_report_fallback, CoordinatorClient(job.coordinator, joined.generation), joined.rank),
     )
 
 
@@ -199,8 +199,7 @@ def _announce(
         "peak_flops": peak.flops,
         "peak_source": peak.source,
     }
-    start = job.coordinator.start_training.remote(joined.generation, restored.progress.step, details)
-    ray.get(start, timeout=CALL_TIMEOUT_S)
+    CoordinatorClient(job.coordinator, joined.generation).start_training(restored.progress.step, details)
 
 
 def _ways_to_ask(job: Job, generation: int, slices: range) -> list[Ask]:
@@ -214,9 +213,9 @@ def _ways_to_ask(job: Job, generation: int, slices: range) -> list[Ask]:
     return ways_to_ask(job.stream, fetcher, layout_of(job.config), group=generation, slices_on_node=slices_on_node)
 
 
-def _report_fallback(coordinator: Any, generation: int, rank: int, window: int, reason: str) -> None:
+def _report_fallback(coordinator: CoordinatorClient, rank: int, window: int, reason: str) -> None:
     """Tell the run's log that a rank reads a window from the shards itself."""
-    coordinator.event.remote(generation, "data_fallback", {"rank": rank, "window": window, "reason": reason})
+    coordinator.event("data_fallback", {"rank": rank, "window": window, "reason": reason})
 
 
 def _device_name(device: torch.device) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 import ray
 
+from regrow.control.group import DRAIN, GROW
 from regrow.parallel.float8 import inner_tensor
-from regrow.runtime.actor import DRAIN, GROW
-from regrow.runtime.job import CALL_TIMEOUT_S
+from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
 from regrow.runtime.process import Process
 from regrow.state.collective import rank
 from regrow.state.disk import catalog, store
@@ -28,6 +28,7 @@ class GenerationHooks:
     def __init__(self, process: Process, generation: int, step: TrainStep, part: Part, validation: Validation) -> None:
         """`part` is what this rank holds of the state."""
         self._process, self._job, self._generation = process, process.job, generation
+        self._coordinator = CoordinatorClient(process.job.coordinator, generation)
         self._step, self._part, self._validation = step, part, validation
         self._rank, self._probed = rank(), 0
         self._replies: deque[Any] = deque()  # of calls on their way to the coordinator
@@ -36,7 +37,7 @@ class GenerationHooks:
 
     def log(self, row: dict[str, Any]) -> None:
         if self._rank == 0:
-            self._replies.append(self._job.coordinator.row.remote(self._generation, row))
+            self._replies.append(self._coordinator.row(row))
             self.profile(row["step"])
             if self._process.compiled is not None:
                 keep = self._process.compiled.keep_new
@@ -63,7 +64,7 @@ class GenerationHooks:
         with self.at_length():
             written = self.window.after(step) if self.window is not None else None
         if written is not None:
-            self._job.coordinator.note.remote("profile", {"step": step, "folder": written})
+            self._coordinator.note("profile", {"step": step, "folder": written})
 
     def stepped(self, step: int) -> None:
         """This rank has seen a step succeed: its heartbeat says so, and now and then how fast its device is."""
@@ -84,7 +85,7 @@ class GenerationHooks:
     def want_checkpoint(self, step: int) -> None:
         """Have keepers write this step, from memory. A group that leaves to grow or drain goes on from memory."""
         if self._rank == 0 and self._stop not in (GROW, DRAIN):
-            self._replies.append(self._job.coordinator.want_checkpoint.remote(self._generation, step))
+            self._replies.append(self._coordinator.want_checkpoint(step))
 
     def write(self, progress: Progress) -> None:
         """Write a checkpoint by the ranks themselves: training stands still. Collective."""
@@ -108,25 +109,24 @@ class GenerationHooks:
     def not_finite(self, step: int, detail: str) -> None:
         """Every rank is about to leave for this."""
         if self._rank == 0:
-            call = self._job.coordinator.not_finite.remote(self._generation, step, detail)
+            call = self._coordinator.not_finite(step, detail)
             ray.get([*self._replies, call], timeout=CALL_TIMEOUT_S)
 
     def close(self, *, left_at: int | None, cause: str) -> None:
         """Wait until the coordinator has everything; say that the group left after a step, and why if it was not told
         to, or that it has finished."""
         if self._rank == 0:
-            coordinator, left = self._job.coordinator, left_at is not None
-            over = coordinator.leaving.remote(self._generation, left_at, cause) if left else coordinator.done.remote()
-            self._replies.append(over)
+            coordinator = self._coordinator
+            self._replies.append(coordinator.leaving(left_at, cause) if left_at is not None else coordinator.done())
         ray.get(list(self._replies), timeout=CALL_TIMEOUT_S)
         self._replies.clear()
 
     def _event(self, name: str, fields: dict[str, Any]) -> None:
         if self._rank == 0:
-            self._replies.append(self._job.coordinator.event.remote(self._generation, name, fields))
+            self._replies.append(self._coordinator.event(name, fields))
 
     def _commit(self, step_folder: str, pointer: bytes) -> None:
-        ray.get(self._job.coordinator.commit.remote(self._generation, step_folder, pointer), timeout=CALL_TIMEOUT_S)
+        self._coordinator.commit(step_folder, pointer)
 
 
 def _profile_window(process: Process) -> ProfileWindow | None:

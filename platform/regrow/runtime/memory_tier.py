@@ -15,7 +15,8 @@ from regrow.errors import CheckpointError, first_line
 from regrow.forecast.memory import plan_snapshot_memory
 from regrow.parallel.stream import Stream
 from regrow.runtime.abort import Address, Breaker
-from regrow.runtime.job import CALL_TIMEOUT_S, Job
+from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
+from regrow.runtime.job import Job
 from regrow.runtime.keeper import KeeperInfo, start_keeper
 from regrow.runtime.liveness.heartbeat import Heartbeat
 from regrow.state.collective import from_rank_0, gather
@@ -43,6 +44,7 @@ class MemoryTier:
             domain_label=self.config.domain_label,
             abandon_after_s=self.config.abandon_after_s,
         )
+        self.coordinator = CoordinatorClient(job.coordinator)
         self.snapshots: Snapshots | None = None  # of the current generation
         self._arenas: Arenas | None = None  # of all
         self._serving = self._serve()
@@ -56,7 +58,7 @@ class MemoryTier:
         least, serving = self.job.config.cluster.least_link_gb_per_s, self._serving
         with contextlib.suppress(ray.exceptions.RayError):
             info: KeeperInfo = ray.get(serving, timeout=CALL_TIMEOUT_S)
-            neighbours = ray.get(self.job.coordinator.neighbours.remote(info), timeout=CALL_TIMEOUT_S)
+            neighbours = self.coordinator.neighbours(info)
             problem: str = ray.get(self.keeper.check_link.remote(neighbours, least * 1e9), timeout=CALL_TIMEOUT_S)
             return problem
         return ""
@@ -84,7 +86,7 @@ class MemoryTier:
             ) from error
         self.folder = Path(info.folder)
         self._arenas = self._arenas or Arenas(self.folder)
-        ray.get(self.job.coordinator.register_keeper.remote(self.keeper, info), timeout=CALL_TIMEOUT_S)
+        self.coordinator.register_keeper(self.keeper, info)
         breaker.watch(set().union(*gather(gloo)))
         timeout_s = self.job.config.train.collective_timeout_s
         self._heartbeat = self._heartbeat or Heartbeat(self.folder, collective_timeout_s=timeout_s)
@@ -97,9 +99,8 @@ class MemoryTier:
         entries hold then is nothing to go by.
         """
         step, problem = 0, ""
-        coordinator = self.job.coordinator
-        for ask in (coordinator.newest_snapshot, coordinator.committed_snapshot):
-            newest = from_rank_0(ray.get(ask.remote(), timeout=CALL_TIMEOUT_S) if dist.get_rank() == 0 else None)
+        for ask in (self.coordinator.newest_snapshot, self.coordinator.committed_snapshot):
+            newest = from_rank_0(ask() if dist.get_rank() == 0 else None)
             if newest is None or newest[0] < at_least:
                 return None
             step, holders = newest
@@ -107,7 +108,7 @@ class MemoryTier:
             problem = next(filter(None, gather(mine)), "")
             if restored is not None and not problem:
                 for refused in restored.problems:
-                    self.job.coordinator.note.remote("snapshot_damaged", {"step": step, "detail": refused})
+                    self.coordinator.note("snapshot_damaged", {"step": step, "detail": refused})
                 return Progress(**restored.scalars)
         self._note({"step": step, "detail": problem})
         return None
@@ -155,7 +156,7 @@ class MemoryTier:
             if late[0]:
                 raise CheckpointError(f"{next(filter(None, problems))}; or take no snapshots: snapshot.every_steps=0")
             if problem:
-                self.job.coordinator.complaint.remote(self.node, problem)
+                self.coordinator.complaint(self.node, problem)
             time.sleep(LOOK_S)
         self.snapshots = snapshots
         return snapshots
@@ -222,4 +223,4 @@ class MemoryTier:
 
     def _note(self, fields: dict[str, Any]) -> None:
         if dist.get_rank() == 0:
-            self.job.coordinator.note.remote("snapshot_unreadable", fields)
+            self.coordinator.note("snapshot_unreadable", fields)

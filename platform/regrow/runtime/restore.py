@@ -17,7 +17,8 @@ from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import replica_group
 from regrow.parallel.phases import recipe_after
 from regrow.runtime.abort import Breaker, listening
-from regrow.runtime.job import CALL_TIMEOUT_S, Job
+from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
+from regrow.runtime.job import Job
 from regrow.runtime.memory_tier import MemoryTier
 from regrow.runtime.process import Process
 from regrow.runtime.rendezvous import Joined
@@ -77,7 +78,7 @@ def expected_step(job: Job) -> int:
     if recipe(config, 0) == recipe(config, config.train.steps):
         return 0
     asked = dist.get_rank() == 0
-    return from_rank_0(ray.get(job.coordinator.next_step.remote(), timeout=CALL_TIMEOUT_S) - 1 if asked else 0)
+    return from_rank_0(CoordinatorClient(job.coordinator).next_step() - 1 if asked else 0)
 
 
 def build(job: Job, mesh: DeviceMesh, device: torch.device, *, after: int) -> tuple[TrainStep, list[Entry]]:
@@ -124,7 +125,10 @@ def restore(
             return Progress(**index.scalars), "checkpoint"
         if dist.get_rank() == 0:
             fields = {"step": step, "detail": problems[0]}
-            ray.get(job.coordinator.event.remote(generation, "checkpoint_damaged", fields), timeout=CALL_TIMEOUT_S)
+            ray.get(
+                CoordinatorClient(job.coordinator, generation).event("checkpoint_damaged", fields),
+                timeout=CALL_TIMEOUT_S,
+            )
     if steps:
         raise CheckpointError(
             f"none of the checkpoints at {folder} (steps {', '.join(map(str, steps))}) can be restored; {problems[0]}; "

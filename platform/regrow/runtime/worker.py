@@ -30,12 +30,13 @@ from regrow.parallel.fsdp import BACKENDS
 from regrow.parallel.stream import Stream, stream_of
 from regrow.plan.batch import plan_batch
 from regrow.runtime.abort import LEAVE_S, Breaker
+from regrow.runtime.calls import CoordinatorClient
 from regrow.runtime.generation import train_generation
 from regrow.runtime.hardware.gpus import cpus_near
 from regrow.runtime.hardware.interfaces import meet_at
 from regrow.runtime.hardware.probe import Prober, Unfit, check_gpu
 from regrow.runtime.hardware.settings import apply_device_settings
-from regrow.runtime.job import CALL_TIMEOUT_S, Job
+from regrow.runtime.job import Job
 from regrow.runtime.liveness.probe import Lifeline
 from regrow.runtime.memory_tier import MemoryTier
 from regrow.runtime.process import Process
@@ -85,7 +86,7 @@ def _train_generations(process: Process, *, backend: str, lifeline: int, entered
         breaker, broken = Breaker(), True
         try:
             joined = join_generation(
-                job.coordinator,
+                CoordinatorClient(job.coordinator),
                 member_id=member_id,
                 lifeline=lifeline,
                 after=after,
@@ -182,7 +183,7 @@ def _end(job: Job, problem: str) -> NoReturn:
     """End this process, whose device or link cannot be trusted: nothing of it may get any further."""
     node = ray.get_runtime_context().get_node_id()
     with contextlib.suppress(ray.exceptions.RayError):
-        ray.get(job.coordinator.unfit.remote(node, os.getpid(), problem), timeout=CALL_TIMEOUT_S)
+        CoordinatorClient(job.coordinator).unfit(node, os.getpid(), problem)
     os._exit(1)
 
 
@@ -192,7 +193,7 @@ def _report(job: Job, joined: Joined | None, error: Exception) -> None:
     if joined is not None:
         with contextlib.suppress(ray.exceptions.RayError):
             detail = f"rank {joined.rank}: {type(error).__name__}: {first_line(error)}"
-            ray.get(job.coordinator.broke.remote(joined.generation, detail[:500]), timeout=CALL_TIMEOUT_S)
+            CoordinatorClient(job.coordinator, joined.generation).broke(detail[:500])
 
 
 def _device(config: PretrainConfig) -> torch.device:

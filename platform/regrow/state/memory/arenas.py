@@ -20,9 +20,10 @@ import secrets
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from regrow.control.values import Version
 from regrow.errors import CheckpointError
 from regrow.state.memory import held
-from regrow.state.memory.slots import Committed, Moment, open_slot, void
+from regrow.state.memory.slots import Committed, open_slot, void
 
 MOST_WASTE = 1.5  # of an arena's size to its slot's: groups of 4 and 3 nodes take turns in the same memory
 _NAME = "arenas-"
@@ -173,7 +174,7 @@ class Arenas:
         except CheckpointError:  # damaged: the keeper deletes it in time
             return False
         if header is not None:
-            moment = Moment(header.generation, header.step)
+            moment = Version(header.generation, header.step)
             if not Committed.read(self.folder).lets_go_of(moment):
                 return False
         return arena.empty()

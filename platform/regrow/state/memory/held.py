@@ -8,18 +8,19 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
+from regrow.control.values import Version
 from regrow.errors import CheckpointError
 from regrow.state.checksums import Crc, checksums
 from regrow.state.layout import Part
 from regrow.state.memory.ranges import Address
-from regrow.state.memory.slots import SLOT, Moment, SlotHeader, open_slot, read_header, reading
+from regrow.state.memory.slots import SLOT, SlotHeader, open_slot, read_header, reading
 
 COPY, CHECKSUMS = ".copy", ".crc"
 _SHA256 = 64  # hexadecimal digits
@@ -32,7 +33,7 @@ class Held:
     """A sealed snapshot file that a keeper holds, and its checksums."""
 
     file: str
-    moment: Moment
+    moment: Version
     part: Part
     writers: int  # ranks that wrote such a file of this step on their node
     header_sha256: str
@@ -66,7 +67,7 @@ class Snapshot:
     @property
     def held(self) -> Held:
         header = self.header
-        moment = Moment(header.generation, header.step)
+        moment = Version(header.generation, header.step)
         return Held(self.path.name, moment, header.part, header.writers, header.sha256)
 
     @contextlib.contextmanager
@@ -131,6 +132,13 @@ def holdings(folder: Path, run_id: str) -> list[Held]:
             if found is not None and found.header.run_id == run_id:
                 held.append(found.held)
     return held
+
+
+def is_whole(version: Version, held: Iterable[Held]) -> bool:
+    """Whether every shard of every block of a version is there."""
+    parts = [each.part for each in held if each.moment == version]
+    held_of = {(part.block, part.shard) for part in parts}
+    return bool(parts) and len(held_of) == parts[0].num_blocks * parts[0].num_shards
 
 
 def generation_of(name: str) -> int:

@@ -15,10 +15,10 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from regrow.control.values import Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError, first_line
 from regrow.state.disk.upload import WriteOrder, Written, write_parts
 from regrow.state.memory import held as files
@@ -26,7 +26,7 @@ from regrow.state.memory import link
 from regrow.state.memory.arenas import remove_abandoned
 from regrow.state.memory.held import COPY, Held, Snapshot, open_snapshot
 from regrow.state.memory.ranges import BLOCK, Address, Connection, RangeServer, connected
-from regrow.state.memory.slots import MAGIC, NOTICES, SLOT, Committed, Moment, open_slot, reading
+from regrow.state.memory.slots import MAGIC, NOTICES, SLOT, Committed, open_slot, reading
 
 LOCK = "lock"  # held by the folder's keeper
 RETRY_S = 2.0  # after a snapshot could not be copied to the peer
@@ -34,23 +34,6 @@ RETRY_S = 2.0  # after a snapshot could not be copied to the peer
 Work = queue.Queue[str | None]  # names of slots that were sealed; None: no more
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Sealed:
-    """All snapshots of a step that a node's ranks wrote are checked, and copied if there is anybody to copy to."""
-
-    node: str
-    moment: Moment
-    peer: str  # the node that holds the copies; empty: no other node
-
-
-@dataclass(frozen=True)
-class Peer:
-    """The node, in another failure domain where there is one, that holds copies of another one's snapshots."""
-
-    node: str
-    address: Address
 
 
 class KeeperNode:
@@ -64,7 +47,7 @@ class KeeperNode:
         host: str,
         secret: bytes,
         run_id: str,
-        report: Callable[[Sealed], None],
+        report: Callable[[SnapshotAck], None],
         complain: Callable[[str], None] = log.warning,
     ) -> None:
         """`report` is told of steps that are safe, `complain` of what keeps one from it; both on a keeper's thread."""
@@ -75,7 +58,7 @@ class KeeperNode:
         self.server = RangeServer(host, lambda: self.secret, self._answer)
         self._peer: Peer | None = None
         self._work: Work = queue.Queue()  # of the thread that copies to the peer
-        self._ready: dict[Moment, dict[str, Held]] = {}  # checked and copied
+        self._ready: dict[Version, dict[str, Held]] = {}  # checked and copied
         self._failed = False  # something waits to be tried again
         self._running = False
         self._lock, self._receiving, self._checking = threading.Lock(), threading.Lock(), threading.Lock()
@@ -168,7 +151,7 @@ class KeeperNode:
         for path in self.folder.glob(f"*{SLOT}"):
             with contextlib.suppress(CheckpointError):
                 header = open_slot(path)
-                if header is not None and Moment(header.generation, header.step) > newest:
+                if header is not None and Version(header.generation, header.step) > newest:
                     self._put(path.name)
 
     def _put(self, name: str | None) -> None:
@@ -205,7 +188,7 @@ class KeeperNode:
             ready[held.file] = held
             if len(ready) < held.writers:
                 return
-        self.report(Sealed(self.node, held.moment, peer.node if peer else ""))
+        self.report(SnapshotAck(self.node, held.moment, peer.node if peer else ""))
 
     def _push(self, snapshot: Snapshot, peer: Peer) -> None:
         """Copy a slot with its checksums to the peer, which checks them. Raises CheckpointError.

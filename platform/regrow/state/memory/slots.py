@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from regrow.control.values import NEVER, Version
 from regrow.errors import CheckpointError
 from regrow.state.checksums import num_chunks
 from regrow.state.layout import Part, Span
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 SLOT = ".slot"  # suffix of a slot's file
 COMMITTED, NOTICES = "committed", "keeper.sock"  # in a keeper's folder: the newest commit; its datagrams
-NOTHING = -1  # no generation, no step
 MAGIC = b"rgwsnap1"
 _PREFIX = len(MAGIC) + 8 + 32  # magic, header bytes, sha256
 _PAGE, _ALIGNED = 4096, 64
@@ -187,22 +187,14 @@ def read_header(file: BinaryIO) -> SlotHeader | None:
     return SlotHeader.decode(content)
 
 
-@dataclass(frozen=True, order=True)
-class Moment:
-    """A step of a generation."""
-
-    generation: int = NOTHING
-    step: int = NOTHING
-
-
 @dataclass(frozen=True)
 class Committed:
     """What a node knows of the run's snapshots: which must not be overwritten."""
 
-    newest: Moment = Moment()
-    pinned: Moment = Moment()  # on its way to storage
+    newest: Version = NEVER
+    pinned: Version = NEVER  # on its way to storage
 
-    def lets_go_of(self, moment: Moment) -> bool:
+    def lets_go_of(self, moment: Version) -> bool:
         """Whether a snapshot of this moment may be overwritten: a newer one is committed, and nobody writes it out."""
         return moment < self.newest and moment != self.pinned
 
@@ -213,7 +205,7 @@ class Committed:
             numbers = _COMMIT.unpack((folder / COMMITTED).read_bytes())
         except FileNotFoundError:
             return Committed()
-        return Committed(Moment(*numbers[:2]), Moment(*numbers[2:]))
+        return Committed(Version(*numbers[:2]), Version(*numbers[2:]))
 
     def write(self, folder: Path) -> None:
         """Tell the node's trainers."""

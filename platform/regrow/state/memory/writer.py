@@ -21,12 +21,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from regrow.control.values import NOTHING
 from regrow.errors import CheckpointError
 from regrow.state.entries import Entry
 from regrow.state.layout import Part
 from regrow.state.memory.arenas import Arena, Arenas
 from regrow.state.memory.control_word import ControlWord
-from regrow.state.memory.slots import NOTHING, NOTICES, Committed, SlotFile, empty_header, slot_name
+from regrow.state.memory.slots import NOTICES, Committed, SlotFile, empty_header, slot_name
 
 POLL_S, COMMIT_POLL_S = 0.01, 0.003
 
@@ -185,7 +186,7 @@ class Snapshots:
         self._let_go(unlink=True)
 
     def close(self) -> None:
-        """Void what is not sealed. Sealed slots stay: they are what the next generation starts from."""
+        """Void what is not sealed. SnapshotAck slots stay: they are what the next generation starts from."""
         if self._closed:
             return
         self._closed = True
