@@ -26,8 +26,8 @@ class Rank:
     def __init__(self, corpora: Any, config: Any) -> None:
         import torch
 
-        from regrow.data.batch import layout_of
-        from regrow.data.corpora import order_of
+        from regrow.data.read.batch import layout_of
+        from regrow.data.read.corpora import order_of
 
         torch.set_num_threads(1)
         self.reader, self.order, self.layout = corpora.reader("train"), order_of(config, corpora), layout_of(config)
@@ -77,7 +77,7 @@ def run(corpus: Path) -> dict[str, Any]:
     import ray
 
     from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
-    from regrow.data.corpora import Corpora
+    from regrow.data.read.corpora import Corpora
     from regrow.data.stream.start import start_stream, stop_stream
     from regrow.plan.batch import plan_batch
 

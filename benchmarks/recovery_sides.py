@@ -225,7 +225,7 @@ def write_config(folder: Path) -> Path:
 def prepare_corpus(config: Path, storage: Path) -> Path:
     """The corpus of the settings, prepared where the jobs find it."""
     from regrow.config.store import load_run_config
-    from regrow.data.prepare import find_or_prepare
+    from regrow.data.prepare.prepare import find_or_prepare
 
     with contextlib.redirect_stdout(None):
         corpus, _ = find_or_prepare(load_run_config(config).data, str(storage), progress=lambda *_: None)

@@ -14,8 +14,8 @@ import torch
 
 from regrow.config.plain import pretrain_config
 from regrow.config.schema import PretrainConfig
-from regrow.data.batch import direct_batches, layout_of
-from regrow.data.corpora import order_of
+from regrow.data.read.batch import direct_batches, layout_of
+from regrow.data.read.corpora import order_of
 from regrow.errors import RegrowError
 from regrow.parallel.fsdp import build_mesh
 from regrow.parallel.phases import phase_after

@@ -17,12 +17,12 @@ import pytest
 import ray
 
 from regrow.config.schema import DataConfig
-from regrow.data import prepare as prepare_module
-from regrow.data.distribute import on_ray
-from regrow.data.documents import load_recipe
-from regrow.data.manifest import Manifest
-from regrow.data.prepare import prepare
-from regrow.data.tokenizer import train_tokenizer
+from regrow.data.prepare import prepare as prepare_module
+from regrow.data.prepare.distribute import on_ray
+from regrow.data.prepare.documents import load_recipe
+from regrow.data.prepare.prepare import prepare
+from regrow.data.prepare.tokenizer import train_tokenizer
+from regrow.data.read.manifest import Manifest
 from regrow.errors import DataError
 from regrow.progress import Task
 

@@ -15,8 +15,8 @@ import pytest
 import ray
 
 from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
-from regrow.data.batch import direct_batches, layout_of
-from regrow.data.corpora import Corpora, order_of
+from regrow.data.read.batch import direct_batches, layout_of
+from regrow.data.read.corpora import Corpora, order_of
 from regrow.data.stream.actor import KEPT_BACK
 from regrow.data.stream.blocks import block_of, window_table
 from regrow.data.stream.client import assemble, ways_to_ask
@@ -291,7 +291,7 @@ def test_a_rank_does_not_import_ray_data(stream: Any, data_dir: Path) -> None:
 def test_blocks_of_a_window_hold_its_steps_in_order(
     data_dir: Path, most_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regrow.data.batch.MOST_BLOCKS", most_blocks)
+    monkeypatch.setattr("regrow.data.read.batch.MOST_BLOCKS", most_blocks)
     corpora = Corpora.at(data_dir)
     reader, order = corpora.reader("train"), order_of(CONFIG, corpora)
     table = window_table(3, order, reader, LAYOUT)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig
-from regrow.data.batch import RankBatch
+from regrow.data.read.batch import RankBatch
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.fsdp import build_mesh, everyone, shard_group

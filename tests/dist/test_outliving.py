@@ -21,7 +21,7 @@ from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.control.membership import Formation
 from regrow.control.membership import Member as Place
-from regrow.data.batch import RankBatch
+from regrow.data.read.batch import RankBatch
 from regrow.parallel import asynchronous
 from regrow.parallel.fsdp import build_mesh, connect
 from regrow.plan.batch import plan_batch

@@ -22,12 +22,12 @@ from tokenizers.processors import TemplateProcessing
 from regrow.accept.tiny import tiny_model
 from regrow.config.identity import identity
 from regrow.config.schema import DataConfig, Dtype, PretrainConfig
-from regrow.data.corpora import Corpora
-from regrow.data.documents import Document
-from regrow.data.manifest import Manifest
-from regrow.data.prepare import prepare
-from regrow.data.shards import ShardReader
-from regrow.data.tokenizer import encode, load_tokenizer
+from regrow.data.prepare.documents import Document
+from regrow.data.prepare.prepare import prepare
+from regrow.data.prepare.tokenizer import encode, load_tokenizer
+from regrow.data.read.corpora import Corpora
+from regrow.data.read.manifest import Manifest
+from regrow.data.read.shards import ShardReader
 from regrow.errors import EvaluationError
 from regrow.evaluate import catalog, documents, harness, results, shipped, source
 from regrow.evaluate.documents import questions

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from regrow.accept.tiny import ragged_model, tiny_model
 from regrow.config.schema import DataConfig, Dtype, ModelConfig
-from regrow.data.manifest import Manifest
-from regrow.data.prepare import prepare
-from regrow.data.tokenizer import END_OF_TEXT
+from regrow.data.prepare.prepare import prepare
+from regrow.data.prepare.tokenizer import END_OF_TEXT
+from regrow.data.read.manifest import Manifest
 from regrow.errors import CheckpointError, DataError
 from regrow.model.llama import Llama
 from regrow.record.run_folder import checkpoints_of, read_record

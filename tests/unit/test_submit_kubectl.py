@@ -201,6 +201,26 @@ def test_a_broken_rule_is_refused_before_kubectl_is_asked(cluster: Cluster, capf
     assert cluster.calls == []
 
 
+def test_a_quota_that_the_job_of_before_fills_does_not_keep_its_successor_away(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.has_job(STOPPED)
+    line = (
+        'Error from server (Forbidden): error when creating "STDIN": rayjobs.ray.io "llama8b" is forbidden: exceeded '
+        "quota: runs, requested: count/rayjobs.ray.io=1, used: count/rayjobs.ray.io=4, limited: count/rayjobs.ray.io=4"
+    )
+    delete = Kubectl.delete
+
+    def freed(self: Kubectl, kind: str, name: str) -> None:
+        (cluster.folder / "refusal").unlink()
+        delete(self, kind, name)
+
+    monkeypatch.setattr(Kubectl, "delete", freed)
+    (cluster.folder / "refusal").write_text(line)
+    assert act("apply", "submit.follow=false") == 0
+    assert cluster.verbs[-1] == "apply --server-side"
+
+
 REFUSED = [
     (["submit.image=registry.example.com/regrow"], CODE, "submit.image=registry.example.com/regrow is a placeholder"),
     (["submit.image='<registry>/regrow'"], CODE, "is a placeholder"),

@@ -24,7 +24,8 @@ from regrow.accept.generations import Held, in_memory, judge_flat
 from regrow.accept.matrix import Row, run_matrix
 from regrow.accept.outlive import Fault, Generation, Scenario, Where
 from regrow.accept.ranks import Member, run_ranks
-from regrow.accept.timing import Load, Loaded, read_model
+from regrow.accept.timing import Load, Loaded
+from regrow.config.plain import read_model
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
 from regrow.control.values import Version
 from regrow.parallel.float8 import inner_tensor

@@ -15,8 +15,9 @@ from torch.distributed import distributed_c10d
 from regrow.accept.checks_cpu import equal_bytes
 from regrow.accept.claims import NotTested, Report
 from regrow.accept.generations import Held, in_memory, judge_flat
-from regrow.accept.timing import Load, Loaded, Timed, group_alone, profile, read_model, rows_that_fit
+from regrow.accept.timing import Load, Loaded, Timed, group_alone, profile, rows_that_fit
 from regrow.accept.tiny import count_up_rows
+from regrow.config.plain import read_model
 from regrow.config.schema import Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
 from regrow.parallel.compile import graphs_compiled
 from regrow.parallel.fsdp import build_mesh, let_go_of_meshes

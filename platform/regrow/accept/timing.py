@@ -1,20 +1,17 @@
 """A model in this process' group, its steps timed as benchmarks/step.py does, and what profiler and allocator say."""
 
 import itertools
-import re
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
-from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig, RopeScaling
-from regrow.errors import ConfigError
+from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
 from regrow.forecast.footprint import Rank, footprint
 from regrow.model.size import flops_per_token, num_params
 from regrow.parallel.fsdp import build_mesh
@@ -23,7 +20,6 @@ from regrow.runtime.hardware.peak import peak_flops
 from regrow.train.build import build_step
 from regrow.train.step import TrainStep
 
-MODELS = Path(__file__).parents[3] / "conf" / "model"
 WARM_UP = 4
 
 
@@ -161,39 +157,6 @@ def profile(loaded: Loaded, num_steps: int = 3) -> Profiled:
         reached = max(reached, end)
     whole = (reached - spans[0][0]) if spans else 1.0
     return Profiled(covered / whole, launched_s / host_s)
-
-
-def read_model(name: str) -> ModelConfig:
-    """A model of conf/model, whose YAML is of names, numbers and one level of nesting. Needs no YAML. Raises
-    ConfigError."""
-    path = MODELS / f"{name}.yaml"
-    if not path.exists():
-        known = ", ".join(sorted(each.stem for each in MODELS.glob("*.yaml")))
-        raise ConfigError(f"no model called {name!r}; available: {known}")
-    fields: dict[str, Any] = {}
-    part = fields
-    for line in path.read_text().splitlines():
-        key, _, value = line.partition("#")[0].partition(":")
-        if key.strip() and value.strip():
-            (part if line.startswith(" ") else fields)[key.strip()] = _scalar(value.strip())
-        elif key.strip() == "rope_scaling":
-            part = fields["rope_scaling"] = {}
-        elif key.strip():
-            raise ConfigError(f"{path} sets {key.strip()}, too: choose a model that is its sizes alone")
-    if "rope_scaling" in fields:
-        fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
-    return ModelConfig(**fields)
-
-
-def _scalar(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
-    if re.fullmatch(r"-?\d+", text):
-        return int(text)
-    try:
-        return float(text)
-    except ValueError:
-        return text.strip("'\"")
 
 
 def group_alone() -> torch.device:

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from regrow.config.schema import DrillJobConfig
-from regrow.data.batch import direct_batches, layout_of
-from regrow.data.corpora import find_corpora, order_of
+from regrow.data.read.batch import direct_batches, layout_of
+from regrow.data.read.corpora import find_corpora, order_of
 from regrow.drill.faults import Fault
 from regrow.drill.log import RunFollower
 from regrow.drill.verdict import Checkpoint, Evidence, Verdict, judge, outcomes

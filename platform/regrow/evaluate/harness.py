@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import json
+import logging
 import os
 import sys
 import time
@@ -20,12 +21,16 @@ from regrow.evaluate.results import TaskResult, task_results
 from regrow.record.provenance import git_sha, versions
 
 if TYPE_CHECKING:
-    from regrow.data.corpora import Corpora
+    from regrow.data.read.corpora import Corpora
 
 PACKAGES = ("lm_eval", "transformers", "accelerate", "datasets")
 BOOTSTRAP_ITERS = 1000  # for standard errors of metrics that have no formula
 LOGITS_BYTES = 2**30  # of one batch, in float32, with a batch size that nobody chose
 MOST_ROWS = 32
+NOT_FOR_USERS = (  # loggers: advice to writers of tasks, missing kernels, documents that windows are for
+    *("lm_eval.api.task", "lm_eval.tasks", "torchao", "torch.utils._pytree"),
+    "transformers.tokenization_utils_base",
+)
 INSTALL = "pip install 'regrow[evaluate]', in a checkout .venv/bin/pip install -c constraints.txt -e '.[evaluate]'"
 
 
@@ -51,9 +56,9 @@ def set_up(names: Sequence[str]) -> None:
         raise EvaluationError(f"{', '.join(missing)} missing; {INSTALL}")
     if all(name in SHIPPED for name in names):
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
-    if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # lm_eval's own progress
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # of lm_eval's bootstrap, which would fork this process
+    for name in NOT_FOR_USERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def usual_tasks(corpora: "Corpora | None") -> list[str]:

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from regrow.config.schema import DataConfig, Dtype
-from regrow.data.corpora import Corpora
+from regrow.data.read.corpora import Corpora
 from regrow.errors import EvaluationError
 from regrow.evaluate.catalog import CONFIG, TOKENIZER_CONFIG
 from regrow.record.run_folder import CHECKPOINTS, checkpoints_of, read_record

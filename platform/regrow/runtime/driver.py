@@ -21,9 +21,9 @@ import ray
 from regrow.config.check import check, geometry
 from regrow.config.schema import Float8, PretrainConfig
 from regrow.config.store import STARTED_AT
-from regrow.data.corpora import Corpora, find_corpora, order_of
-from regrow.data.distribute import on_ray
 from regrow.data.preflight import check_corpus
+from regrow.data.prepare.distribute import on_ray
+from regrow.data.read.corpora import Corpora, find_corpora, order_of
 from regrow.data.stream.start import start_stream, stop_stream
 from regrow.errors import RegrowError, first_line
 from regrow.model.linears import float8_line

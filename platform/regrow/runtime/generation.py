@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import regrow
 from regrow.control.group import END_OF_FLOAT8
-from regrow.data.batch import RankBatch, layout_of
-from regrow.data.corpora import order_of
+from regrow.data.read.batch import RankBatch, layout_of
+from regrow.data.read.corpora import order_of
 from regrow.data.stream.client import Ask, rank_batches, ways_to_ask
 from regrow.parallel.compile import graphs_compiled, graphs_lowered
 from regrow.parallel.float8 import refresh_float8_scales

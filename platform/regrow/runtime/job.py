@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from regrow.config.schema import PretrainConfig
-from regrow.data.corpora import Corpora
+from regrow.data.read.corpora import Corpora
 
 CALL_TIMEOUT_S = 120.0  # of a call to the coordinator
 

@@ -28,9 +28,9 @@ from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup
 
-from regrow.runtime.calls import CoordinatorClient
 from regrow.record.events import Cause
-from regrow.runtime.trainer import ProcessGroupBackend, ProcessGroupConfig, last_line
+from regrow.runtime.backend import ProcessGroupBackend, ProcessGroupConfig, last_line
+from regrow.runtime.calls import CoordinatorClient
 
 LOOK_S = 0.5  # between looks for room
 FILL_AFTER_S = 3.0  # from a worker's death to the first look for room in its place

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from regrow.config.schema import PretrainConfig
-from regrow.data.corpora import Corpora, find_corpora
+from regrow.data.read.corpora import Corpora, find_corpora
 from regrow.errors import CheckpointError, RegrowError
 from regrow.forecast.passes import settled
 from regrow.parallel.float8 import inner_tensor

@@ -23,7 +23,7 @@ import ray.util
 import torch
 
 from regrow.config.schema import Backend, PretrainConfig
-from regrow.data.batch import layout_of
+from regrow.data.read.batch import layout_of
 from regrow.errors import RegrowError, first_line
 from regrow.parallel.compile_cache import CompileCache
 from regrow.parallel.fsdp import BACKENDS

@@ -56,7 +56,7 @@ class Kubectl:
         try:
             self._ask(["create", *options, "--filename=-"], manifests)
         except ClusterError as error:
-            if "(AlreadyExists)" not in str(error):  # which is looked at last
+            if not _HAS_A_PLACE.search(str(error)):
                 raise
 
     def diff(self, manifests: str) -> str:
@@ -141,6 +141,7 @@ class Kubectl:
         return done.stdout
 
 
+_HAS_A_PLACE = re.compile(r"\(AlreadyExists\)|exceeded quota: .*count/")  # looked at last; taken by the job of before
 _NOISE = re.compile(r"[-+]  (generation: \d+|suspend: (true|false))$")  # the server's count of changes; Kueue's switch
 _LOG = re.compile(r"^[EWIF]\d{4} \d\d:")  # kubectl's own log, which repeats what its last line says
 _ADVICE = re.compile(r"^(Please review the fields above|See 'kubectl)")

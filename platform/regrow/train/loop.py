@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from regrow.config.schema import OptimConfig
-from regrow.data.batch import RankBatch
+from regrow.data.read.batch import RankBatch
 from regrow.optim.schedule import lr_at
 from regrow.parallel.stream import Stream, stream_of
 from regrow.state.entries import Progress

@@ -3,7 +3,7 @@
 import torch
 
 from regrow.config.schema import PretrainConfig
-from regrow.data.corpora import Corpora
+from regrow.data.read.corpora import Corpora
 from regrow.model.loss import IGNORE_INDEX
 from regrow.parallel.stream import Stream
 from regrow.train.step import TrainStep, evaluate

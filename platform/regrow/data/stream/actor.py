@@ -10,8 +10,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from regrow.data.batch import BatchLayout
-from regrow.data.corpora import Corpora
+from regrow.data.read.batch import BatchLayout
+from regrow.data.read.corpora import Corpora
 from regrow.data.stream.dataset import build_dataset
 from regrow.data.stream.fetcher import NodeFetcher
 from regrow.data.stream.problem import first_line_of

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from regrow.data.batch import BatchLayout, Positions, RowReader, Rows
+from regrow.data.read.batch import BatchLayout, Positions, RowReader, Rows
 from regrow.plan.order import Order
 
 Block = tuple[Positions, Rows]  # of one window: slice after slice, each of them step after step

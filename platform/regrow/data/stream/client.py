@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import ray
 
-from regrow.data.batch import BatchLayout, RankBatch, RowReader, direct_batches
+from regrow.data.read.batch import BatchLayout, RankBatch, RowReader, direct_batches
 from regrow.data.stream.blocks import Block, block_of
 from regrow.data.stream.problem import first_line_of
 from regrow.plan.order import Order

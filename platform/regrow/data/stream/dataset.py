@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from regrow.data.batch import BatchLayout, RowReader
-from regrow.data.corpora import Corpora
+from regrow.data.read.batch import BatchLayout, RowReader
+from regrow.data.read.corpora import Corpora
 from regrow.data.stream.blocks import window_table
 from regrow.plan.order import Order
 
@@ -55,7 +55,7 @@ def build_dataset(
 
 def import_what_tasks_need() -> None:
     """In a process that will run the Dataset's tasks."""
-    for name in ("ray.data", "regrow.data.shards"):
+    for name in ("ray.data", "regrow.data.read.shards"):
         importlib.import_module(name)
 
 

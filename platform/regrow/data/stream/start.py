@@ -7,8 +7,8 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from regrow.config.schema import PretrainConfig
-from regrow.data.batch import layout_of
-from regrow.data.corpora import Corpora, order_of
+from regrow.data.read.batch import layout_of
+from regrow.data.read.corpora import Corpora, order_of
 from regrow.data.stream.actor import MAX_CALLS, TokenStream
 from regrow.data.stream.dataset import import_what_tasks_need
 

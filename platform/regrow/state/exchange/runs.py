@@ -11,8 +11,8 @@ import yaml
 
 from regrow.config.identity import model_of
 from regrow.config.schema import DataConfig, Dtype
-from regrow.data.corpora import Corpora
-from regrow.data.tokenizer import parse_tokenizer
+from regrow.data.prepare.tokenizer import parse_tokenizer
+from regrow.data.read.corpora import Corpora
 from regrow.errors import CheckpointError, DataError
 from regrow.record.run_folder import CHECKPOINTS, CONFIG_FILE, new_run_id, read_record, write_record
 from regrow.state.disk.format import Index

@@ -20,10 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from regrow.data.batch import Rows
-from regrow.data.document_index import index_name
-from regrow.data.manifest import Manifest, Shard
-from regrow.data.range_cache import RangeCache
+from regrow.data.read.batch import Rows
+from regrow.data.read.document_index import index_name
+from regrow.data.read.manifest import Manifest, Shard
+from regrow.data.read.range_cache import RangeCache
 from regrow.errors import DataError, first_line
 from regrow.storage import Storage
 

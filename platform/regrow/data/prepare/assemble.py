@@ -13,10 +13,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from regrow.data.document_index import write_index
-from regrow.data.manifest import SPLITS, Shard
-from regrow.data.shards import write_shard
-from regrow.data.spool import Spool, Spooled
+from regrow.data.prepare.spool import Spool, Spooled
+from regrow.data.read.document_index import write_index
+from regrow.data.read.manifest import SPLITS, Shard
+from regrow.data.read.shards import write_shard
 from regrow.storage import Storage, in_threads
 
 Section = tuple[int, int, int, int]  # first token of it in the stream, its tokens, group, bucket

@@ -20,9 +20,9 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from regrow.config.schema import DataConfig
-from regrow.data.documents import DamagedPiece, Document, Piece, Recipe, Skipped, content_hash
-from regrow.data.manifest import SPLITS
-from regrow.data.tokenizer import encode, end_of_text_id
+from regrow.data.prepare.documents import DamagedPiece, Document, Piece, Recipe, Skipped, content_hash
+from regrow.data.prepare.tokenizer import encode, end_of_text_id
+from regrow.data.read.manifest import SPLITS
 from regrow.storage import Storage, in_threads
 
 if TYPE_CHECKING:

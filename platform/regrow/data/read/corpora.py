@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from regrow.config.schema import DataConfig, PretrainConfig
-from regrow.data.batch import Rows, layout_of
-from regrow.data.manifest import Manifest
-from regrow.data.prepare import Distribute, Progress, find_or_prepare
-from regrow.data.range_cache import RangeCache
-from regrow.data.shards import ShardReader
+from regrow.data.prepare.prepare import Distribute, Progress, find_or_prepare
+from regrow.data.read.batch import Rows, layout_of
+from regrow.data.read.manifest import Manifest
+from regrow.data.read.range_cache import RangeCache
+from regrow.data.read.shards import ShardReader
 from regrow.errors import DataError
 from regrow.plan.mixture import Mixture, plan_mixture
 from regrow.plan.order import ORDER_VERSION, CorpusOrder, Order

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow.fs import FileSelector, FileType, LocalFileSystem
 
-from regrow.data.documents import DamagedPiece, Document, Piece, Skipped
+from regrow.data.prepare.documents import DamagedPiece, Document, Piece, Skipped
 from regrow.errors import DataError, UnseenError, first_line
 from regrow.storage import RemoteStorage, in_threads, is_remote
 

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from regrow.config.schema import DataConfig
-from regrow.data.assemble import Layout, assemble_shard, finished_shards, lay_out
-from regrow.data.documents import Document, Piece, Recipe, content_hash, load_recipe
-from regrow.data.files import SourceFiles
-from regrow.data.manifest import MANIFEST, SPLITS, VERSION, Manifest, Shard, Split, Tokenizer
-from regrow.data.site import PLAN_FILE, building_site
-from regrow.data.spool import Spool, Spooled
-from regrow.data.tokenizer import end_of_text_id, parse_tokenizer, train_tokenizer
+from regrow.data.prepare.assemble import Layout, assemble_shard, finished_shards, lay_out
+from regrow.data.prepare.documents import Document, Piece, Recipe, content_hash, load_recipe
+from regrow.data.prepare.files import SourceFiles
+from regrow.data.prepare.site import PLAN_FILE, building_site
+from regrow.data.prepare.spool import Spool, Spooled
+from regrow.data.prepare.tokenizer import end_of_text_id, parse_tokenizer, train_tokenizer
+from regrow.data.read.manifest import MANIFEST, SPLITS, VERSION, Manifest, Shard, Split, Tokenizer
 from regrow.errors import DataError, UnseenError, first_line
 from regrow.plan.order import ORDER_VERSION, derive_keys, permute
 from regrow.progress import Progress, Task

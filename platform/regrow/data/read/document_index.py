@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from regrow.data.manifest import Shard
+from regrow.data.read.manifest import Shard
 from regrow.errors import DataError, first_line
 from regrow.storage import Storage
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from regrow.data.document_index import index_name
-from regrow.data.manifest import MANIFEST, Manifest
+from regrow.data.read.document_index import index_name
+from regrow.data.read.manifest import MANIFEST, Manifest
 from regrow.errors import DataError
 from regrow.storage import Storage
 

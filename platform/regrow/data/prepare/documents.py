@@ -92,7 +92,7 @@ def load_recipe(name: str) -> RecipeFile:
 
     Raises DataError, naming those there are, for an unknown one.
     """
-    folders = [Path.cwd() / "data", Path(__file__).parents[3] / "data"]
+    folders = [Path.cwd() / "data", Path(__file__).parents[4] / "data"]
     for folder in folders:
         path = folder / f"{name}.py"
         if name.isidentifier() and path.is_file():
