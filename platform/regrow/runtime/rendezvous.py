@@ -64,7 +64,7 @@ def join_generation(
 ) -> Joined | None:
     """Form the default process group of the next generation after `after`; None where the run is over.
 
-    Collective. `lifeline` is the port of this process' (`runtime.liveness.probe`); `expected` are the processes that started
+    Collective. `lifeline` is this process' port (`runtime.liveness.probe`); `expected` are the processes that started
     together. Every later collective fails after `timeout_s`. `waiting` and what else is raised: as for `form_group`.
     Raises RegrowError if the run was given up.
     """
