@@ -639,7 +639,9 @@ class World:
         self.after(0.5 + 2 * self.rng.random(), back)
 
     def stop_worker(self, worker: Worker) -> None:
+        """Ray Train finds it in the end, if nobody does before."""
         worker.stopped = worker.alive
+        self.after(60.0, lambda: self.kill_worker(worker) if worker.stopped else None)
 
     def continue_worker(self, worker: Worker) -> None:
         worker.stopped = False

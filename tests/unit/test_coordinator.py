@@ -206,6 +206,25 @@ def test_a_coordinator_that_is_restarted_goes_on_with_the_group(
     assert [event["event"] for event in read_events(Storage.at(tmp_path))].count("submitted") == 1
 
 
+def test_a_coordinator_that_is_restarted_while_storage_is_away_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "READ_AGAIN_S", 0.01)
+    monkeypatch.setattr(module, "_is_restarted", lambda: True)
+    tries = list[int]()
+
+    def read(folder: Storage) -> list[dict[str, Any]]:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError("connection refused")
+        return read_events(folder)
+
+    monkeypatch.setattr(module, "read_events", read)
+    made = make(tmp_path)
+    assert events_of(made, "coordinator_restarted")
+    made.shell.close()
+
+
 # time
 
 
@@ -367,6 +386,23 @@ def test_a_mistake_in_one_work_does_not_keep_the_others_from_the_log(capsys: pyt
     assert writer.close(20.0) == 0
     assert written == [1]
     assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_tensorboard_that_fails_keeps_nothing_from_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its writer does not recover from a disk that was full."""
+
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("regrow.show.tensorboard.TensorBoard.open", staticmethod(full))
+    config = PretrainConfig(observe=ObserveConfig(tensorboard=True, metrics=False))
+    made = Coordinator(str(tmp_path), "run", secret=b"", checkpoints="checkpoints", config=config, submitted={})
+    generation = train(made, Keeper("node"))
+    for step in (1, 2):
+        made.row(generation, row(generation, step))
+    until(lambda: len(read_metrics(Storage.at(tmp_path))) == 2)
+    assert ["no more TensorBoard" in note["text"] for note in events_of(made, "note")] == [True]
+    made.shell.close()
 
 
 # reports

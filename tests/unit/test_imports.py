@@ -56,10 +56,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "what draws, where something is drawn": {
         "regrow.drill.result": ("rich",),
-        "regrow.show.compare": ("rich",),
         "regrow.show.console": ("rich",),
-        "regrow.show.report": ("regrow.show.page",),
-        "regrow.show.status": ("rich",),
         "regrow.show.tensorboard": ("tensorboard",),
         "regrow.submit.waiting": ("rich",),
     },

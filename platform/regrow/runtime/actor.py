@@ -5,7 +5,8 @@ passes through it with the writer's generation, and one of an older generation i
 later changes nothing. It holds a lock on the run folder, so that a run has one writer.
 """
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -17,7 +18,7 @@ from regrow.control.core import Past
 from regrow.control.membership import Member
 from regrow.control.states import Answer, GivenUp
 from regrow.control.values import Peer, SnapshotAck
-from regrow.errors import ResumeError
+from regrow.errors import ResumeError, first_line
 from regrow.record.lock import LOCK_WAIT_S, lock_run
 from regrow.record.log import next_generation, read_events, read_metrics
 from regrow.runtime.calls import CoordinatorCalls, Snapshot
@@ -27,6 +28,7 @@ from regrow.runtime.shell import Shell, Update
 from regrow.storage import Storage
 
 ADOPT_S = 30.0  # for the keepers of an earlier coordinator
+READ_AGAIN_S = 2.0  # where storage is away
 
 
 class Coordinator:
@@ -45,9 +47,9 @@ class Coordinator:
         """`checkpoints` is a folder in `folder`; `submitted` is what the log is to say of this submission."""
         storage, restarted = Storage.at(folder), _is_restarted()
         self.lock = lock_run(storage)
-        events = read_events(storage)
+        events = _read(read_events, storage, patient=restarted)
         generation = next_generation(events) - 1
-        rows = read_metrics(storage) if generation else []
+        rows = _read(read_metrics, storage, patient=restarted) if generation else []
         past = Past(generation, rows[-1]["step"] if rows else 0, restarted)
         instruments = ray_metrics if config.observe.metrics else None
         self.shell = Shell(
@@ -301,6 +303,18 @@ def start_coordinator(folder: Storage, run_id: str, **options: Any) -> Any:
         raise
     ray.get(actor.adopt_keepers.remote(), timeout=ADOPT_S)
     return actor
+
+
+def _read(read: Callable[[Storage], list[dict[str, Any]]], folder: Storage, *, patient: bool) -> list[dict[str, Any]]:
+    """The log; in a run that goes on, once storage is there: an actor whose start fails is not started again."""
+    while True:
+        try:
+            return read(folder)
+        except OSError as error:
+            if not patient:
+                raise
+            print(f"waiting for {folder}: {first_line(error)}", flush=True)
+            time.sleep(READ_AGAIN_S)
 
 
 def _me() -> Any:

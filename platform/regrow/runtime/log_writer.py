@@ -86,14 +86,16 @@ class LogWriter:
                 self._changed.notify_all()
 
     def _is_away(self, since: float, why: str) -> None:
-        if self._away_since is None:
-            self._away_since = since
+        with self._changed:
+            is_news = self._away_since is None
+            self._away_since = since if is_news else self._away_since
+        if is_news:
             self._tell(
                 f"the run folder cannot be written ({why}): training goes on, the log is kept in memory until it can"
             )
 
     def _is_back(self) -> None:
-        self._busy_since, since = None, self._away_since
+        with self._changed:
+            self._busy_since, since, self._away_since = None, self._away_since, None
         if since is not None:
-            self._away_since = None
             self._tell(f"the run folder can be written again, after {time.monotonic() - since:.0f} s; nothing is lost")

@@ -13,6 +13,7 @@ from regrow.config.schema import PretrainConfig
 from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.core import Control, Past
+from regrow.errors import first_line
 from regrow.record.events import from_row
 from regrow.record.log import RunLog
 from regrow.runtime.fleet import Fleet
@@ -70,6 +71,7 @@ class Shell:
             config, self.control.cadence, events, instruments=instruments, note=lambda text: self._note(text)
         )
         self._tensorboard: TensorBoard | None = None
+        self._draws = config.observe.tensorboard
         self._roll_call = RollCall()
         self._updates: deque[Update] = deque(maxlen=NUM_UPDATES)
         self._num_updates = time.time_ns()  # above those of a coordinator before this one
@@ -146,7 +148,7 @@ class Shell:
             self._roll_call.close()
             self._writer.put(self._log.close)
             if self._tensorboard is not None:
-                self._writer.put(self._tensorboard.close)
+                self._writer.put(lambda: self._draw(lambda: self._tensorboard.close() if self._tensorboard else None))
         left = self._writer.close(CLOSE_S)
         self.publisher.close(wait=not left)
         return left
@@ -162,7 +164,10 @@ class Shell:
         """Take in what keepers and storage have answered, and let control decide what time alone decides."""
         with self.lock:
             for event in [*self.fleet.answers(), *self.publisher.done()]:
-                self.tell(event)
+                try:
+                    self.tell(event)
+                except Exception:  # a mistake of ours, of one answer
+                    traceback.print_exc()
             self._carry_out(self.control.tick(self.now))
             self.metrics.tick()
         number, at = self._flushed
@@ -186,8 +191,16 @@ class Shell:
 
     def _begin_rows(self, command: c.BeginRows) -> None:
         self._writer.put(lambda: self._log.begin(command.generation, command.start_step))
-        if self._config.observe.tensorboard:
-            self._writer.put(lambda: self._begin_tensorboard(command.start_step))
+        if self._draws:
+            self._writer.put(lambda: self._draw(lambda: self._begin_tensorboard(command.start_step)))
+
+    def _draw(self, work: Callable[[], None]) -> None:
+        """TensorBoard's writer does not recover, and metrics.jsonl has the same numbers."""
+        try:
+            work()
+        except Exception as error:
+            self._tensorboard, self._draws = None, False
+            self._note(f"no more TensorBoard files: {first_line(error)}")
 
     def _begin_tensorboard(self, start_step: int) -> None:
         if self._tensorboard is not None:
@@ -198,8 +211,8 @@ class Shell:
     def _log_row(self, command: c.LogRow) -> None:
         row = dict(command.row)
         self._writer.put(lambda: self._log.row(row))
-        if self._config.observe.tensorboard:
-            self._writer.put(lambda: self._tensorboard.row(row) if self._tensorboard else None)
+        if self._draws:
+            self._writer.put(lambda: self._draw(lambda: self._tensorboard.row(row) if self._tensorboard else None))
         self.metrics.row(row)
         self._update("row", row)
 
