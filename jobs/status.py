@@ -4,13 +4,16 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from regrow.config.schema import SubmitConfig
 from regrow.errors import ClusterError, JobNotThereError, RegrowError
 from regrow.record.run_folder import read_status
 from regrow.record.status import State, Status
-from regrow.show.status import Screen
 from regrow.storage import Storage
+
+if TYPE_CHECKING:
+    from regrow.show.status import Screen
 
 RUN = """a run folder (<run.storage_path>/<run.name>, a path or a URI), the name of one below runs/, the address of a
 Ray cluster's dashboard (http://HOST:8265, or auto), or rayjob/NAME on Kubernetes"""
@@ -58,8 +61,23 @@ def source(options: argparse.Namespace) -> tuple[Callable[[], Status], float]:
     return lambda: read_status(storage), 2.0
 
 
+class JsonLines:
+    """A line of JSON for each status, with nothing but Python: a cluster's, where a run is looked at from afar."""
+
+    def __enter__(self) -> "JsonLines":
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def show(self, status: Status) -> None:
+        print(status.to_json(), flush=True)
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+
 def show(look: Callable[[], Status], options: argparse.Namespace, every_s: float) -> None:
-    with Screen(sys.stdout, json=options.json, watch=options.watch) as screen:
+    with JsonLines() if options.json else _screen(options.watch) as screen:
         status = look()
         screen.show(status)
         while options.watch and status.state not in ENDS:
@@ -72,6 +90,12 @@ def show(look: Callable[[], Status], options: argparse.Namespace, every_s: float
                 screen.say(f"cannot look: {error}")
                 continue
             screen.show(status)
+
+
+def _screen(watch: bool) -> "Screen":
+    from regrow.show.status import Screen  # rich
+
+    return Screen(sys.stdout, watch=watch)
 
 
 if __name__ == "__main__":
