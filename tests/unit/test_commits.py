@@ -1,14 +1,20 @@
 """Which snapshot is the newest committed one, told by what keepers report, or by what they hold."""
 
 from regrow.control.commits import SnapshotBoard
-from regrow.state.layout import Part
+from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.state.memory.held import COPY, Held
 from regrow.state.memory.node import Sealed
 from regrow.state.memory.slots import SLOT, Moment
 
 
 def held(step: int, shard: int, *, copy: bool = False) -> Held:
-    return Held(f"g000001-{shard}-{step}{SLOT}{COPY if copy else ''}", Moment(1, step), Part(shard, 2), 1, "")
+    return Held(
+        f"g000001-{shard}-{step}{SLOT}{COPY if copy else ''}",
+        Moment(1, step),
+        Coordinates(MeshShape(1, 2), shard),
+        1,
+        "",
+    )
 
 
 def rebuilt(*known: tuple[str, int, list[Held]]) -> SnapshotBoard:

@@ -13,10 +13,10 @@ import ray
 
 from regrow.control.cadence import Cadence
 from regrow.control.commits import SnapshotCommit
+from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.runtime import fleet as module
 from regrow.runtime.fleet import Fleet
 from regrow.state.disk.upload import Upload
-from regrow.state.layout import Part
 from regrow.state.memory.held import Held
 from regrow.state.memory.node import Sealed
 from regrow.state.memory.slots import Moment
@@ -152,7 +152,7 @@ class Holders:
     def hold(self, moment: Moment, *, copies: bool) -> None:
         for shard, node in enumerate(self.nodes):
             for each in (shard, (shard - 1) % 3) if copies else (shard,):
-                self.held[node].append(Held(f"{node}{each}", moment, Part(each, 3), 1, ""))
+                self.held[node].append(Held(f"{node}{each}", moment, Coordinates(MeshShape(1, 3), each), 1, ""))
 
     def _handle(self, node: str) -> Any:
         return SimpleNamespace(holdings=SimpleNamespace(remote=lambda since: (node, since)))
@@ -180,7 +180,7 @@ def test_of_the_newest_step_those_who_ask_and_enough_others_are_waited_for(
         assert made.answered == answered
     found = fleet.committed()
     assert found is not None
-    assert sorted(holder.held.part.shard for holder in found[1]) == [0, 0, 1, 1, 2, 2]
+    assert sorted(holder.held.coordinates.rank for holder in found[1]) == [0, 0, 1, 1, 2, 2]
     fleet.storage.shutdown()
 
 
@@ -191,7 +191,7 @@ def test_a_step_that_survivors_have_all_of_needs_no_commit(tmp_path: Path, monke
     fleet.board.newest = SnapshotCommit(Moment(2, 10), dict.fromkeys(made.nodes, ""))
     for moment in (Moment(2, 10), Moment(2, 11), Moment(1, 13), Moment(2, 13)):
         made.hold(moment, copies=moment.step == 10)
-    made.held["b"].append(Held("torn", Moment(2, 12), Part(1, 3), 1, ""))  # by one of three
+    made.held["b"].append(Held("torn", Moment(2, 12), Coordinates(MeshShape(1, 3), 1), 1, ""))  # by one of three
     for logged, step in ((10, 10), (11, 11), (12, 11), (13, 13)):  # a step without a row is none to begin from
         found = fleet.newest(group=made.nodes, logged=logged)
         assert found is not None

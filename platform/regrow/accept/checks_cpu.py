@@ -26,9 +26,8 @@ from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
-from regrow.plan.mesh import plan_mesh
+from regrow.plan.mesh import ALONE, plan_mesh
 from regrow.state.entries import training_entries
-from regrow.state.layout import WHOLE
 from regrow.state.memory.slots import SLOT, open_slot
 from regrow.state.memory.writer import Snapshots
 from regrow.train.build import build_step
@@ -151,7 +150,7 @@ def slots(report: Report) -> None:
     try:
         step = _step_alone(torch.device("cpu"), tiny_model(), ParallelConfig(), None)
         entries = training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
-        snapshots = Snapshots(folder, entries, part=WHOLE, run_id="accept", generation=1)
+        snapshots = Snapshots(folder, entries, coordinates=ALONE, run_id="accept", generation=1)
         snapshots.begin(1, {"step": 1})
         snapshots.wait()
         time.sleep(0.1)
@@ -213,10 +212,10 @@ def pinned(report: Report) -> None:
     try:
         step = _step_alone(torch.device("cpu"), tiny_model(), ParallelConfig(), None)
         real = training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
-        entries: list[Any] = [SimpleNamespace(span=each.span, memory=SimpleNamespace(is_cuda=True)) for each in real]
+        entries: list[Any] = [SimpleNamespace(box=each.box, memory=SimpleNamespace(is_cuda=True)) for each in real]
         after = []
         for generation in range(1, GENERATIONS + 1):
-            snapshots = Snapshots(folder, entries, part=WHOLE, run_id="accept", generation=generation)
+            snapshots = Snapshots(folder, entries, coordinates=ALONE, run_id="accept", generation=generation)
             snapshots.discard() if generation % 2 else snapshots.close()
             after.append(sum(runtime.pinned.values()))
         figure = f"{after[-1]:,} B pinned after {GENERATIONS} generations, {runtime.ever:,} B in all"

@@ -29,9 +29,9 @@ from regrow.accept.ranks import Member, run_ranks
 from regrow.accept.timing import Load, Loaded, read_model
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
 from regrow.parallel.float8 import inner_tensor
-from regrow.parallel.fsdp import build_mesh
+from regrow.parallel.fsdp import build_mesh, coordinates_of
 from regrow.plan.mesh import plan_mesh
-from regrow.state.entries import part_of, training_entries
+from regrow.state.entries import training_entries
 from regrow.state.memory.writer import Snapshots
 
 GIB, MIB = 2**30, 2**20
@@ -326,7 +326,7 @@ def _with_snapshots(member: Member, loaded: Loaded, step_s: float) -> float:
     folder = Path(tempfile.mkdtemp(prefix="regrow-accept-", dir="/dev/shm"))
     try:
         mesh = build_mesh(plan_mesh(member.world_size, 1), "cuda")
-        snapshots = Snapshots(folder, entries, part=part_of(mesh), run_id="accept", generation=1)
+        snapshots = Snapshots(folder, entries, coordinates=coordinates_of(mesh), run_id="accept", generation=1)
         loaded.before_update = lambda: void(snapshots.wait())
         number = [0]
 

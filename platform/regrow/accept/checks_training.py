@@ -20,10 +20,10 @@ from regrow.accept.timing import Load, Loaded, Timed, group_alone, profile, read
 from regrow.accept.tiny import count_up_rows
 from regrow.config.schema import Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
 from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
-from regrow.plan.mesh import plan_mesh
+from regrow.plan.boxes import Box
+from regrow.plan.mesh import ALONE, plan_mesh
 from regrow.runtime.abort import Breaker
 from regrow.state.entries import Entry
-from regrow.state.layout import WHOLE
 from regrow.state.memory.slots import SLOT
 from regrow.state.memory.writer import Snapshots
 from regrow.train.build import build_step
@@ -171,7 +171,7 @@ def slots(report: Report) -> None:
         counted = Counted(cuda.cudart())
         cuda.cudart = lambda: counted
         began = time.perf_counter()
-        snapshots = Snapshots(folder, entries, part=WHOLE, run_id="accept", generation=1)
+        snapshots = Snapshots(folder, entries, coordinates=ALONE, run_id="accept", generation=1)
         made_s = time.perf_counter() - began
         rate = 2 * size_gib * GIB / made_s / 1e9
         figure = f"{rate:.1f} GB/s, two of {size_gib:.1f} GiB in {made_s:.1f} s"
@@ -180,7 +180,7 @@ def slots(report: Report) -> None:
         slots_equal(report, snapshots, folder, entries)
         slots_beside(report, snapshots, device)
         slots_closed(report, snapshots)
-        again = Snapshots(folder, entries, part=WHOLE, run_id="accept", generation=2)
+        again = Snapshots(folder, entries, coordinates=ALONE, run_id="accept", generation=2)
         again.discard()
         left = sum(counted.pinned.values())
         report.found("slots_let_go", left == 0, f"{left:,} B are pinned still", "pinned memory leaks")
@@ -190,13 +190,10 @@ def slots(report: Report) -> None:
 
 def state_of(num_bytes: int, device: torch.device) -> list[Entry]:
     """Tensors of 256 MiB, as a sharded state's are."""
-    from regrow.state.layout import Span
-
     count = 64 * MIB
     entries = []
     for number in range(max(1, num_bytes // (4 * count))):
-        span = Span(f"model/{number}", (count,), "float32", 0, count)
-        entries.append(Entry(span, torch.randn(count, device=device)))
+        entries.append(Entry(Box.whole(f"model/{number}", (count,)), torch.randn(count, device=device)))
     return entries
 
 

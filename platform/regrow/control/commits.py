@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from regrow.plan import placement
 from regrow.state.memory.held import Held
 from regrow.state.memory.node import Sealed
 from regrow.state.memory.slots import Moment
@@ -93,7 +94,5 @@ class SnapshotBoard:
 
 
 def is_whole(moment: Moment, held: Iterable[Held]) -> bool:
-    """Whether every shard of every block of a step is there."""
-    parts = [each.part for each in held if each.moment == moment]
-    held_of = {(part.block, part.shard) for part in parts}
-    return bool(parts) and len(held_of) == parts[0].num_blocks * parts[0].num_shards
+    """Whether the ranks whose state of a step is held have every element of it."""
+    return placement.is_whole(each.coordinates for each in held if each.moment == moment)

@@ -31,7 +31,7 @@ from regrow.model.size import flops_per_token
 from regrow.parallel.compile import graphs_compiled, graphs_lowered
 from regrow.parallel.compile_cache import CompileCache
 from regrow.parallel.float8 import inner_tensor, refresh_float8_scales
-from regrow.parallel.fsdp import build_mesh, connect, replica_group
+from regrow.parallel.fsdp import build_mesh, connect, coordinates_of, replica_group
 from regrow.parallel.phases import float8_steps, recipe_after
 from regrow.parallel.stream import Stream
 from regrow.plan.batch import plan_batch
@@ -45,14 +45,7 @@ from regrow.runtime.memory_tier import SAFE_S, MemoryTier
 from regrow.runtime.rendezvous import Joined, form_s
 from regrow.state.collective import from_rank_0, gather
 from regrow.state.disk import catalog, store
-from regrow.state.entries import (
-    Entry,
-    Progress,
-    part_of,
-    reset_moments,
-    set_optimizer_step,
-    training_entries,
-)
+from regrow.state.entries import Entry, Progress, reset_moments, set_optimizer_step, training_entries
 from regrow.storage import Storage
 from regrow.train.build import build_step
 from regrow.train.certificate import BrokenStep, Certificate
@@ -113,7 +106,7 @@ def train_generation(
         progress, source = stream.submit(partial(_restore, job, generation, step, entries, mesh, memory)).result()
     filled = time.time()
     if memory is not None:
-        memory.start(entries, part_of(mesh), generation, progress.step, stream)
+        memory.start(entries, coordinates_of(mesh), generation, progress.step, stream)
     step.certificate = certificate
     set_optimizer_step(step.optimizer, progress.step)
     stream.submit(partial(refresh_float8_scales, step.model)).result()
@@ -255,7 +248,7 @@ class _Hooks:
         self.job, self.generation, self.step, self.stream = job, generation, step, stream
         self.validation = validation
         self.rank = dist.get_rank()
-        self.part = part_of(mesh)
+        self.coordinates = coordinates_of(mesh)
         self.compiled = compiled  # until it has been told
         self.replies: deque[Any] = deque()  # of rows on their way to the coordinator
         self.stop = ""  # why to leave
@@ -332,7 +325,7 @@ class _Hooks:
             scalars=progress.to_dict(),
             run_id=self.job.run_id,
             generation=self.generation,
-            part=self.part,
+            coordinates=self.coordinates,
             commit=self._commit,
         )
         stall_s = time.perf_counter() - begun
@@ -427,7 +420,7 @@ def _restore(
     one before it taken. `entries` are those of `built`.
     Raises CheckpointError if all checkpoints are damaged.
     """
-    folder, part = Storage.at(job.checkpoints), part_of(mesh)
+    folder, coordinates = Storage.at(job.checkpoints), coordinates_of(mesh)
     steps = from_rank_0(catalog.committed_steps(folder) if dist.get_rank() == 0 else [])
     if memory is not None:
         restored = memory.restore(entries, at_least=steps[0] if steps else 0)
@@ -438,13 +431,13 @@ def _restore(
         index = None
         try:
             index = catalog.open_checkpoint(folder, step, run_id=job.run_id)
-            store.restore(folder, index, entries, part)
+            store.restore(folder, index, entries, coordinates)
         except CheckpointError as error:
             problem = str(error)
         problems = [found for found in gather(problem) if found]
         if not problems:
             assert index is not None
-            store.share_parts(entries, part, replica_group(mesh))
+            store.share_parts(entries, coordinates, replica_group(mesh))
             return Progress(**index.scalars), "checkpoint"
         if dist.get_rank() == 0:
             fields = {"step": step, "detail": problems[0]}

@@ -6,20 +6,20 @@ RoPE's pairs are Hugging Face's already, so going there and back is a renaming: 
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from regrow.config.schema import Dtype, ModelConfig, RopeScaling
 from regrow.errors import CheckpointError
-from regrow.model.llama import Llama
+from regrow.model.size import parameter_shapes
 from regrow.optim.adamw import MOMENTS
+from regrow.plan.boxes import ITEM_BYTES, Box
 from regrow.state.disk.format import SAFETENSORS_DTYPES, TORCH_DTYPES
 from regrow.state.disk.inspect import PIECE_BYTES, Advance
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.entries import Entry
-from regrow.state.layout import ITEM_BYTES, Span
 from regrow.storage import Storage
 
 CONFIG, ONE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -71,7 +71,7 @@ def export_weights(
     for file, names in files.items():
         target.write_chunks(file, _file_chunks(tensors, names, dtype))
     if len(files) > 1:
-        total = sum(math.prod(shape) for shape in shapes_of(model).values()) * ITEM_BYTES[dtype]
+        total = sum(math.prod(shape) for shape in parameter_shapes(model).values()) * ITEM_BYTES[dtype]
         target.write_bytes(INDEX, _to_json({"metadata": {"total_size": total}, "weight_map": weight_map}))
     special = {"bos_token_id": end_of_text_id, "eos_token_id": end_of_text_id}
     target.write_bytes("generation_config.json", _to_json(special))
@@ -136,7 +136,7 @@ def import_entries(
 
     Raises CheckpointError for a tensor that is missing, left over, damaged or of another shape.
     """
-    stored, shapes = _read_tables(source), shapes_of(model)
+    stored, shapes = _read_tables(source), parameter_shapes(model)
     names = {hugging_face_name(name): name for name in shapes}
     if model.tied and "lm_head.weight" in stored:  # some write it again
         if not torch.equal(_load(stored["lm_head.weight"]), _load(stored[hugging_face_name("embed.weight")])):
@@ -155,7 +155,7 @@ def import_entries(
         zeros = torch.zeros_like(weight, dtype=getattr(torch, moments.value))
         for prefix, memory in (("model", weight), *((f"optim/{moment}", zeros) for moment in MOMENTS)):
             dtype = str(memory.dtype).removeprefix("torch.")
-            yield Entry(Span(f"{prefix}/{name}", shape, dtype, 0, memory.numel()), memory)
+            yield Entry(Box.whole(f"{prefix}/{name}", shape, dtype), memory)
 
 
 def weight_bytes(source: Storage) -> int:
@@ -207,18 +207,11 @@ def _rope_scaling(settings: dict[str, Any], where: str) -> RopeScaling | None:
     )
 
 
-def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter's shape, in the order of the model."""
-    with torch.device("meta"):
-        llama = Llama(replace(model, document_attention=False))
-    return {name: tuple(parameter.shape) for name, parameter in llama.named_parameters()}
-
-
 def _plan_files(model: ModelConfig, dtype: Dtype) -> dict[str, list[str]]:
     """Which parameters each file holds: at most SHARD_BYTES of them, or one."""
     shards: list[list[str]] = [[]]
     held = 0
-    for name, shape in shapes_of(model).items():
+    for name, shape in parameter_shapes(model).items():
         num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
         if shards[-1] and held + num_bytes > SHARD_BYTES:
             shards.append([])

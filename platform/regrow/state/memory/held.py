@@ -2,7 +2,7 @@
 
 <name>.slot        a trainer's slot (`slots`)
 <name>.slot.copy   the same of a rank on the node whose peer this is
-<file>.crc         beside each: sha256 of the header it belongs to, then the checksums of one span after another
+<file>.crc         beside each: sha256 of the header it belongs to, then the checksums of one box after another
 """
 
 import logging
@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from regrow.errors import CheckpointError
+from regrow.plan.mesh import Coordinates
 from regrow.state.checksums import Crc, checksums
-from regrow.state.layout import Part
 from regrow.state.memory.ranges import Address
 from regrow.state.memory.slots import SLOT, Moment, SlotHeader, open_slot
 
@@ -30,7 +30,7 @@ class Held:
 
     file: str
     moment: Moment
-    part: Part
+    coordinates: Coordinates  # of the rank that wrote it
     writers: int  # ranks that wrote such a file of this step on their node
     header_sha256: str
 
@@ -58,13 +58,13 @@ class Snapshot:
 
     path: Path
     header: SlotHeader
-    crc: Crc  # of all spans, one after another
+    crc: Crc  # of all boxes, one after another
 
     @property
     def held(self) -> Held:
         header = self.header
         moment = Moment(header.generation, header.step)
-        return Held(self.path.name, moment, header.part, header.writers, header.sha256)
+        return Held(self.path.name, moment, header.coordinates, header.writers, header.sha256)
 
     def payload(self) -> memoryview:
         """The whole file's bytes, mapped. Raises CheckpointError."""
@@ -155,5 +155,5 @@ def _beside(path: Path) -> Path:
 
 
 def _checksums(payload: memoryview, header: SlotHeader) -> Crc:
-    spans = zip(header.spans, header.offsets, strict=False)
-    return np.concatenate([checksums(payload[at : at + span.num_bytes]) for span, at in spans])
+    boxes = zip(header.boxes, header.offsets, strict=False)
+    return np.concatenate([checksums(payload[at : at + box.num_bytes]) for box, at in boxes])
