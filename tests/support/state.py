@@ -21,13 +21,17 @@ def entries_after(
     tied: bool = False,
     float8: bool = False,
     moments: Dtype = Dtype.float32,
+    even: bool = False,
 ) -> tuple[list[Entry], Coordinates, dist.ProcessGroup | None]:
-    """This rank's state after some real steps (moments and all), its place on the mesh, and who else holds it."""
+    """This rank's state after some real steps (moments and all), its place on the mesh, and who else holds it.
+
+    `even`: of the model whose widths tensor parallelism can cut, as those of `tp` above 1 and of float8 are.
+    """
     mesh = build_mesh(plan_mesh(world_size=dist.get_world_size(), dp_replicate=replicas, tp=tp), "cpu")
     parallel = ParallelConfig(tp=tp)
     if float8:
         parallel = ParallelConfig(tp=tp, dtype=Dtype.bfloat16, float8=Float8.tensorwise_all_gather)
-    config = tiny_model(tied=tied, dim=64) if float8 or tp > 1 else ragged_model(tied=tied)
+    config = tiny_model(tied=tied, dim=64) if float8 or even or tp > 1 else ragged_model(tied=tied)
     optim = OptimConfig(moments=moments)
     step = build_step(config, parallel, optim, mesh=mesh, device=torch.device("cpu"), seed=seed)
     for index in range(steps):

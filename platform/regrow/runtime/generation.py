@@ -34,8 +34,6 @@ from regrow.parallel.float8 import inner_tensor, refresh_float8_scales
 from regrow.parallel.fsdp import build_mesh, connect, coordinates_of, replica_group
 from regrow.parallel.phases import float8_steps, recipe_after
 from regrow.parallel.stream import Stream
-from regrow.plan.batch import plan_batch
-from regrow.plan.mesh import plan_mesh
 from regrow.runtime.abort import Breaker, listening
 from regrow.runtime.actor import DRAIN, END_OF_FLOAT8, GROW
 from regrow.runtime.hardware.peak import peak_flops
@@ -78,14 +76,9 @@ def train_generation(
     """
     begun = time.time()
     config, generation, rank, world_size = job.config, joined.generation, joined.rank, joined.world_size
-    shape = plan_mesh(world_size, config.parallel.dp_replicate, config.parallel.tp)
-    plan = plan_batch(
-        num_slices=config.optim.num_slices,
-        world_size=shape.num_units,
-        slices_per_pass=config.parallel.slices_per_pass,
-    )
-    slices = plan.ranges[rank // shape.tp]
-    mesh = build_mesh(shape, device.type, timeout_s=config.train.collective_timeout_s)
+    topology = job.topologies[world_size]
+    slices = topology.slices_of(rank)
+    mesh = build_mesh(topology.mesh, device.type, timeout_s=config.train.collective_timeout_s)
     with breaker.connecting(form_s(world_size, config.train.collective_timeout_s)):
         connect(mesh)
         connected = stream.drain(config.train.collective_timeout_s)
@@ -137,7 +130,7 @@ def train_generation(
         world_size=world_size,
         generation=generation,
     )
-    validation = _Validation(job, device, rank // shape.tp, shape.num_units)
+    validation = _Validation(job, device, topology.unit_of(rank), topology.mesh.num_units)
     window = _profile_window(job, device) if rank == 0 else None
     hooks = _Hooks(job, generation, step, stream, mesh, validation, memory, prober, compiled, window)
     startup_s = {
@@ -173,7 +166,7 @@ def train_generation(
             tokens_per_step=tokens_per_step,
             seqs_per_step=config.optim.global_batch_seqs,
             slice_seqs=layout_of(config).slice_seqs,
-            num_micro_batches=plan.num_micro_batches,
+            num_micro_batches=topology.batch.num_micro_batches,
             snapshot_every_steps=config.snapshot.every_steps,
             checkpoint_every_steps=config.checkpoint.every_steps,
             validate_every_steps=config.train.validate_every_steps if config.train.validation_seqs else 0,

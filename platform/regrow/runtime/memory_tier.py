@@ -15,6 +15,7 @@ from regrow.forecast.memory import plan_snapshot_memory
 from regrow.parallel.stream import Stream
 from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.plan.placement import placed
+from regrow.plan.topology import least_shards
 from regrow.runtime.abort import Address, Breaker
 from regrow.runtime.job import CALL_TIMEOUT_S, Job
 from regrow.runtime.keeper import KeeperInfo, start_keeper
@@ -198,14 +199,13 @@ class MemoryTier:
     def _shortage(self, entries: Sequence[Entry], mesh: MeshShape, nodes: list[str]) -> str:
         """Why this node's memory does not do for the smallest group allowed, and for the one before it; or empty."""
         cluster = self.job.config.cluster
-        least_shards = max(1, cluster.min_workers // mesh.dp_replicate // mesh.tp)
         of_one = Coordinates(MeshShape(1, 1, mesh.tp))  # where a unit's ranks hold the whole model
         need = plan_snapshot_memory(
             state_bytes=sum(placed(entry.box, of_one).num_bytes for entry in entries),
             slots=self.config.slots,
             ranks_on_node=nodes.count(self.node),
             num_shards=mesh.dp_shard,
-            least_shards=least_shards,
+            least_shards=least_shards(self.job.topologies),
             has_peer=len(set(nodes)) > 1,
         )
         room = os.statvfs(self.folder)

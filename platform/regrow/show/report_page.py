@@ -5,7 +5,7 @@ from html import escape
 from typing import Any
 
 from regrow.errors import BatchError
-from regrow.plan.batch import plan_batch
+from regrow.plan.topology import plan_topology
 from regrow.record.ledger import SILENCE_S, STATES, Ledger
 from regrow.record.log import Row
 from regrow.record.narrate import startup_line
@@ -278,7 +278,7 @@ def _geometry(config: Mapping[str, Any], metrics: Sequence[Row], submitted: Mapp
     rows, tp = [], (config.get("parallel") or {}).get("tp", 1)
     for world_size in sorted(each for each in sizes if each):
         try:
-            plan = plan_batch(num_slices=num_slices, world_size=world_size // tp)
+            plan = plan_topology(world_size, num_slices=num_slices, tp=tp).batch
         except BatchError:
             continue
         fewest, most = min(map(len, plan.ranges)), max(map(len, plan.ranges))
