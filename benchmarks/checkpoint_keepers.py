@@ -12,14 +12,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from regrow.control.commits import SnapshotBoard
+from regrow.control.commits import CommitTracker
+from regrow.control.values import Peer, SnapshotAck, Version
 from regrow.state.disk.catalog import step_folder
 from regrow.state.disk.format import COMMIT
 from regrow.state.disk.upload import Upload, WriteOrder, write_index
-from regrow.state.memory.held import Holder, holdings
-from regrow.state.memory.node import KeeperNode, Peer, Sealed
+from regrow.state.memory.held import Holder, holdings, is_whole
+from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.ranges import Address
-from regrow.state.memory.slots import Committed, Moment
+from regrow.state.memory.slots import Committed
 from regrow.storage import LocalStorage, Storage
 
 RUN_ID, SECRET = "0123456789abcdef", b"of this benchmark"
@@ -61,7 +62,7 @@ class Keepers:
         for number, place in enumerate(self.places):
             peers[place.node] = peer = self.places[(number + 1) % num_nodes].node if num_nodes > 1 else ""
             self._pipes[place.node].send(("peer", Peer(peer, self._addresses[peer]) if peer else None))
-        self._board = SnapshotBoard()
+        self._board = CommitTracker(is_whole)
         self._board.begin(GENERATION, 0, peers)
         self._thread = threading.Thread(target=self._coordinate, daemon=True)
         self._thread.start()
@@ -69,7 +70,7 @@ class Keepers:
     def holders(self) -> list[Holder]:
         """Of the newest committed step, copies included."""
         assert self._board.newest is not None, "nothing is committed"
-        moment = self._board.newest.moment
+        moment = self._board.newest.version
         return [
             Holder(place.node, self._addresses[place.node], held)
             for place in self.places
@@ -95,21 +96,21 @@ class Keepers:
                 except (EOFError, OSError):
                     pipes.remove(pipe)
                     continue
-                if isinstance(message, Sealed):
+                if isinstance(message, SnapshotAck):
                     self._sealed(message)
                 else:
                     self._written(*message)
 
-    def _sealed(self, report: Sealed) -> None:
+    def _sealed(self, report: SnapshotAck) -> None:
         commit = self._board.sealed(report)
         if commit is None:
             return
         if self._checkpoints is not None and self._upload is None:
-            target = self._checkpoints / step_folder(commit.moment.step)
-            self._upload = Upload(commit.moment, dict(commit.peers), target, RUN_ID)
+            target = self._checkpoints / step_folder(commit.version.step)
+            self._upload = Upload(commit.version, dict(commit.peers), target, RUN_ID)
             for node, order in self._upload.orders():
                 self._pipes[node].send(("write", order))
-        self._tell(commit.moment)
+        self._tell(commit.version)
 
     def _written(self, order: WriteOrder, outcome: Any) -> None:
         upload = self._upload
@@ -120,11 +121,11 @@ class Keepers:
             upload.folder.write_bytes(COMMIT, write_index(upload.folder, upload.index()))
             self._upload = None
             assert self._board.newest is not None
-            self._tell(self._board.newest.moment)
+            self._tell(self._board.newest.version)
 
-    def _tell(self, newest: Moment) -> None:
+    def _tell(self, newest: Version) -> None:
         for pipe in self._pipes.values():
-            pipe.send(("committed", Committed(newest, self._upload.moment if self._upload else Moment())))
+            pipe.send(("committed", Committed(newest, self._upload.moment if self._upload else Version())))
 
 
 @contextlib.contextmanager

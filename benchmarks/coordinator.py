@@ -4,7 +4,7 @@
 
 Real: the Coordinator (with its Fleet, board, cadence, run log and TensorBoard files) in an actor process of its own on
 a Ray of this machine; every message that it gets or sends in a step (the reports of all nodes from the keepers at the
-top of the tree, the commit to each of these, a metrics row); the driver's `drain_updates`, 5 a second; an order to each
+top of the tree, the commit to each of these, a metrics row); the driver's `updates`, 5 a second; an order to each
 node for a checkpoint, its answers, the index and COMMIT. For the leader's figure, a real Keeper at the top of the tree.
 Stand-ins: a process for each keeper at the top of the tree, which plays all those below it too, so nothing is trained,
 copied or written but the index, COMMIT and the logs; a node's answer to an order comes after up to WRITE_S seconds and
@@ -41,9 +41,10 @@ sys.path[:0] = [str(ROOT / "platform"), str(ROOT / "tests"), str(ROOT)]
 
 from benchmarks.measure import TICKS_PER_S, family, run_side, summary, write_result  # noqa: E402
 
-from regrow.runtime.keeper import ASK_AFTER, FAN_OUT, KeeperInfo, start_keeper  # noqa: E402
-from regrow.state.memory.node import Sealed  # noqa: E402
-from regrow.state.memory.slots import Committed, Moment  # noqa: E402
+from regrow.control.peers import FAN_OUT  # noqa: E402
+from regrow.control.values import SnapshotAck, Version  # noqa: E402
+from regrow.runtime.keeper import ASK_AFTER, KeeperInfo, start_keeper  # noqa: E402
+from regrow.state.memory.slots import Committed  # noqa: E402
 
 NUM_NODES = 2048
 RANKS_PER_NODE = 8
@@ -60,13 +61,13 @@ class Keepers:
     def __init__(self, coordinator: Any, below: list[list[str]], peers: dict[str, str], num_nodes: int) -> None:
         """`below`: itself, then each of its members with all those below it."""
         self.coordinator, self.below, self.peers, self.num_nodes = coordinator, below, peers, num_nodes
-        self.heard: Counter[Moment] = Counter()
+        self.heard: Counter[Version] = Counter()
         self.news = asyncio.Event()
 
-    def _sealed(self, nodes: list[str], moment: Moment) -> list[Sealed]:
-        return [Sealed(node, moment, self.peers[node]) for node in nodes]
+    def _sealed(self, nodes: list[str], moment: Version) -> list[SnapshotAck]:
+        return [SnapshotAck(node, moment, self.peers[node]) for node in nodes]
 
-    async def step(self, moment: Moment) -> float:
+    async def step(self, moment: Version) -> float:
         """Report all nodes; the seconds until it has heard that the step is committed."""
         begun = time.perf_counter()
         nodes = [node for each in self.below for node in each]
@@ -74,7 +75,7 @@ class Keepers:
         await self._until_heard(moment, 1)
         return time.perf_counter() - begun
 
-    async def step_through(self, leader: Any, moment: Moment) -> float:
+    async def step_through(self, leader: Any, moment: Version) -> float:
         """The same through a real keeper at the top: every member reports to it, and hears of the commit from it."""
         begun = time.perf_counter()
         for nodes in self.below:
@@ -82,7 +83,7 @@ class Keepers:
         await self._until_heard(moment, len(self.below) - 1)
         return time.perf_counter() - begun
 
-    async def _until_heard(self, moment: Moment, times: int) -> None:
+    async def _until_heard(self, moment: Version, times: int) -> None:
         while self.heard[moment] < times:
             self.news.clear()
             await self.news.wait()
@@ -164,11 +165,12 @@ class Cluster:
             actor = options.remote(self.coordinator, below, peers, num_nodes)
             self.actors.append(actor)
             for node in all_below(top):
-                info = KeeperInfo(node, node, f"/dev/shm/regrow-{RUN_ID}-{node[:12]}", ("10.0.0.1", 1), Moment(), ())
+                info = KeeperInfo(node, node, f"/dev/shm/regrow-{RUN_ID}-{node[:12]}", ("10.0.0.1", 1), Version(), ())
                 registering.append(self.coordinator.register_keeper.remote(actor, info))
         ray.get(registering, timeout=300)
         self.nodes = nodes
         self.updates: list[Any] = []
+        self.shown = 0  # the newest update
         self.steps = 0
         self.generation = 0
 
@@ -192,12 +194,12 @@ class Cluster:
         ray.get([actor.ask.remote(1.0, 0.0) for actor in self.actors], timeout=300)  # they are all up
         return took
 
-    def step(self, play: Callable[[Moment], list[Any]] | None = None) -> float:
+    def step(self, play: Callable[[Version], list[Any]] | None = None) -> float:
         """One step's messages; the seconds until every leader has heard of the commit."""
         import ray
 
         self.steps += 1
-        moment = Moment(self.generation, self.steps)
+        moment = Version(self.generation, self.steps)
         played = play(moment) if play else [actor.step.remote(moment) for actor in self.actors]
         reply = self.coordinator.row.remote(self.generation, self._row())
         took = ray.get(played, timeout=120)
@@ -220,7 +222,8 @@ class Cluster:
 
         def tick() -> None:
             while not over.wait(TICK_S):
-                updates, _ = ray.get(self.coordinator.drain_updates.remote(), timeout=60)
+                updates, _ = ray.get(self.coordinator.updates.remote(self.shown), timeout=60)
+                self.shown = updates[-1].number if updates else self.shown
                 self.updates += updates
 
         thread = threading.Thread(target=tick)
@@ -269,7 +272,7 @@ def rate(pid: int, seconds: float) -> float:
 
 
 def steps(
-    cluster: Cluster, pid: int, num_steps: int, play: Callable[[Moment], list[Any]] | None = None
+    cluster: Cluster, pid: int, num_steps: int, play: Callable[[Version], list[Any]] | None = None
 ) -> tuple[float, float, list[float]]:
     """Some steps, one every STEP_S: (CPU seconds, seconds, seconds from each step's reports to its commit)."""
     before, begun, took = cpu_s(pid), time.monotonic(), []
@@ -333,7 +336,7 @@ def leader_side(windows: int, num_steps: int, folder: Path) -> dict[str, Any]:
     pid = process_called("ray::Keeper\0")
     members, *others = cluster.actors
 
-    def play(moment: Moment) -> list[Any]:
+    def play(moment: Version) -> list[Any]:
         return [members.step_through.remote(keeper, moment), *(actor.step.remote(moment) for actor in others)]
 
     for _ in range(5):

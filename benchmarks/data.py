@@ -102,9 +102,9 @@ def make_rows(source: Path, tokenizer: Path, work: Path) -> None:
     import numpy as np
 
     from regrow.config.schema import DataConfig
-    from regrow.data.documents import load_recipe
-    from regrow.data.prepare import prepare
-    from regrow.data.shards import ShardReader
+    from regrow.data.prepare.documents import load_recipe
+    from regrow.data.prepare.prepare import prepare
+    from regrow.data.read.shards import ShardReader
     from support.corpus import write_corpus
 
     config = DataConfig(

@@ -45,9 +45,9 @@ def prepare(source: Path, tokenizer: Path, storage: Path, cpus: int) -> dict[str
     import ray
 
     from regrow.config.schema import DataConfig
-    from regrow.data.distribute import on_ray
-    from regrow.data.documents import load_recipe
-    from regrow.data.prepare import prepare
+    from regrow.data.prepare.distribute import on_ray
+    from regrow.data.prepare.documents import load_recipe
+    from regrow.data.prepare.prepare import prepare
 
     os.chdir(ROOT)
     ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)

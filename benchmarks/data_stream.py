@@ -26,8 +26,8 @@ class Rank:
     def __init__(self, corpora: Any, config: Any) -> None:
         import torch
 
-        from regrow.data.batch import layout_of
-        from regrow.data.corpora import order_of
+        from regrow.data.read.batch import layout_of
+        from regrow.data.read.corpora import order_of
 
         torch.set_num_threads(1)
         self.reader, self.order, self.layout = corpora.reader("train"), order_of(config, corpora), layout_of(config)
@@ -39,7 +39,7 @@ class Rank:
         """Take this rank's batches as a trainer does, as int64 tensors."""
         import torch
 
-        from regrow.data.stream import rank_batches
+        from regrow.data.stream.client import rank_batches
 
         began, first_s, tokens, direct = time.perf_counter(), 0.0, 0, []
         for batch in rank_batches(
@@ -77,8 +77,8 @@ def run(corpus: Path) -> dict[str, Any]:
     import ray
 
     from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
-    from regrow.data.corpora import Corpora
-    from regrow.data.stream import start_stream, stop_stream
+    from regrow.data.read.corpora import Corpora
+    from regrow.data.stream.start import start_stream, stop_stream
     from regrow.plan.batch import plan_batch
 
     ray.init(address="local", num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False)

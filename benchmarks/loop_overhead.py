@@ -65,8 +65,8 @@ def bare_loop(storage: Path, case: Case) -> float:
     import torch.nn.functional as F
 
     from regrow.config.schema import PretrainConfig
-    from regrow.data.prepare import find_or_prepare
-    from regrow.data.shards import ShardReader
+    from regrow.data.prepare.prepare import find_or_prepare
+    from regrow.data.read.shards import ShardReader
     from regrow.model.llama import Llama, init_weights
 
     torch.set_num_threads(case.threads)

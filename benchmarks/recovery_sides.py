@@ -210,8 +210,9 @@ def write_config(folder: Path) -> Path:
     from hydra import compose, initialize_config_dir
     from hydra.core.config_store import ConfigStore
 
+    from regrow.config.plain import to_yaml
     from regrow.config.schema import PretrainConfig
-    from regrow.config.store import CONF_DIR, to_dataclass, to_yaml
+    from regrow.config.store import CONF_DIR, to_dataclass
 
     ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
     with initialize_config_dir(str(CONF_DIR), version_base="1.3"):
@@ -224,7 +225,7 @@ def write_config(folder: Path) -> Path:
 def prepare_corpus(config: Path, storage: Path) -> Path:
     """The corpus of the settings, prepared where the jobs find it."""
     from regrow.config.store import load_run_config
-    from regrow.data.prepare import find_or_prepare
+    from regrow.data.prepare.prepare import find_or_prepare
 
     with contextlib.redirect_stdout(None):
         corpus, _ = find_or_prepare(load_run_config(config).data, str(storage), progress=lambda *_: None)

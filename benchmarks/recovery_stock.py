@@ -71,7 +71,7 @@ def train_fn(settings: dict[str, Any]) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-    from regrow.data.shards import ShardReader
+    from regrow.data.read.shards import ShardReader
     from regrow.optim.schedule import lr_at
     from regrow.parallel.fsdp import build_mesh
     from regrow.plan.batch import plan_batch

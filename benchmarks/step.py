@@ -19,7 +19,6 @@ import itertools
 import json
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
@@ -45,6 +44,7 @@ from benchmarks.step_ranks import measure_ranks  # noqa: E402
 from benchmarks.step_titan import HOW_TO_GET_IT, is_installed, titan_step  # noqa: E402
 from benchmarks.step_titan import NAME as TORCHTITAN  # noqa: E402
 
+from regrow.config import plain  # noqa: E402
 from regrow.config.schema import (  # noqa: E402
     ActivationCheckpoint,
     Dtype,
@@ -52,8 +52,8 @@ from regrow.config.schema import (  # noqa: E402
     ModelConfig,
     OptimConfig,
     ParallelConfig,
-    RopeScaling,
 )
+from regrow.errors import ConfigError  # noqa: E402
 from regrow.model.size import flops_per_token, num_params  # noqa: E402
 from regrow.parallel.fsdp import BACKENDS, build_mesh  # noqa: E402
 from regrow.plan.mesh import plan_mesh  # noqa: E402
@@ -447,46 +447,11 @@ def batch_shape(model: ModelConfig, options: argparse.Namespace, device: torch.d
 def read_model(name: str) -> ModelConfig:
     """A model of conf/model by name; `8b-layers4` is 8b with 4 layers. Raises SystemExit for one that there is not."""
     base, _, layers = name.partition("-layers")
-    path = ROOT / "conf" / "model" / f"{base}.yaml"
-    if not path.exists():
-        known = ", ".join(sorted(other.stem for other in path.parent.glob("*.yaml")))
-        sys.exit(f"unknown model {base!r}; one of {known}, perhaps with -layersN")
-    tree = read_yaml(path.read_text())
-    values = dict(tree.get("model", tree))
-    scaling = values.pop("rope_scaling", None)
-    config = ModelConfig(**values, rope_scaling=RopeScaling(**scaling) if scaling else None)
+    try:
+        config = plain.read_model(base)
+    except ConfigError as error:
+        sys.exit(f"{error}, perhaps with -layersN")
     return dataclasses.replace(config, name=name, num_layers=int(layers)) if layers else config
-
-
-def read_yaml(text: str) -> dict[str, Any]:
-    """The YAML that conf/model uses: nested maps by indentation, and numbers, booleans and words. No PyYAML needed."""
-    root: dict[str, Any] = {}
-    stack = [(-1, root)]
-    for line in text.splitlines():
-        content = line.split("#")[0].rstrip()
-        if not content.strip():
-            continue
-        indent = len(content) - len(content.lstrip())
-        key, _, value = content.strip().partition(":")
-        while stack[-1][0] >= indent:
-            stack.pop()
-        parent = stack[-1][1]
-        if value.strip():
-            parent[key] = read_scalar(value.strip())
-        else:
-            parent[key] = {}
-            stack.append((indent, parent[key]))
-    return root
-
-
-def read_scalar(text: str) -> bool | int | float | str | None:
-    if text in ("true", "false", "null"):
-        return {"true": True, "false": False, "null": None}[text]
-    for convert in (int, float):
-        if re.fullmatch(r"[-+.\deE]+", text):
-            with contextlib.suppress(ValueError):
-                return convert(text)
-    return text.strip("'\"")
 
 
 def token_rows(case: Case, seed: int, device: torch.device) -> Tensor:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from regrow.config.schema import DataConfig
-from regrow.data.documents import Document, Piece, Skipped
-from regrow.data.files import SourceFiles, checked, column, cut_files, kind_of, parquet_rows
+from regrow.data.prepare.documents import Document, Piece, Skipped
+from regrow.data.prepare.files import SourceFiles, checked, column, cut_files, kind_of, parquet_rows
 from regrow.errors import DataError
 
 COLUMNS = ["text", "id", "score", "language", "language_score"]

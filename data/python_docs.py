@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from regrow.config.schema import DataConfig
-from regrow.data.documents import Document, Piece, Skipped, unique
+from regrow.data.prepare.documents import Document, Piece, Skipped, unique
 from regrow.errors import DataError
 
 SUFFIXES = (".py", ".rst", ".txt", ".md")

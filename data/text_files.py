@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from regrow.config.schema import DataConfig
-from regrow.data.documents import Document, Piece, Skipped
-from regrow.data.files import SourceFiles, checked, cut_files, json_lines, kind_of, plain_text
+from regrow.data.prepare.documents import Document, Piece, Skipped
+from regrow.data.prepare.files import SourceFiles, checked, cut_files, json_lines, kind_of, plain_text
 from regrow.errors import DataError
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from contextlib import ExitStack
 from functools import partial
 
 from regrow.config.schema import Dtype
@@ -35,16 +36,14 @@ def main() -> None:
     if options.model is None and not options.list:
         parser.error("name a run's folder or an exported model's")
     try:
-        with Console(sys.stderr) as console:
-            lines = catalog.lines() if options.list else evaluate(options, console)
-        print("\n".join(lines))
+        print("\n".join(catalog.lines() if options.list else evaluate(options)))
     except (RegrowError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def evaluate(options: argparse.Namespace, console: Console) -> list[str]:
+def evaluate(options: argparse.Namespace) -> list[str]:
     from regrow.evaluate import harness
 
     names = options.tasks.split(",") if options.tasks else []
@@ -57,11 +56,14 @@ def evaluate(options: argparse.Namespace, console: Console) -> list[str]:
     results.check_writable(folder)
     names = names or harness.usual_tasks(source.corpora)
     step = "" if source.step is None else f", step {source.step}"
-    console.message(f"evaluating {source.folder}{step}: {', '.join(names)}")
-    tasks = harness.load_tasks(names, source.corpora)
     settings = harness.Settings(options.limit, options.num_fewshot, options.batch_size, options.device, options.dtype)
-    with source.model_folder(options.dtype, partial(console.counter, Task("exporting", "B"))) as exported:
-        found = harness.evaluate(exported, tasks, settings, console.counter)
+    with ExitStack() as left:
+        with Console(sys.stderr) as console:  # what follows has lm_eval's own progress
+            console.message(f"evaluating {source.folder}{step}: {', '.join(names)}")
+            tasks = harness.load_tasks(names, source.corpora)
+            export = source.model_folder(options.dtype, partial(console.counter, Task("exporting", "B")))
+            exported = left.enter_context(export)
+        found = harness.evaluate(exported, tasks, settings)
     results.write_results(folder, source.describe(), found)
     return [f"{source.folder}{step}", "", *results.table(found), "", f"written to {folder}/{results.RESULTS}"]
 

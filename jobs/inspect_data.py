@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from regrow.data.batch import layout_of
-from regrow.data.corpora import Corpora, order_of
-from regrow.data.inspect import decode_rows, differences, document_lengths, rows_of_batch
-from regrow.data.manifest import MANIFEST, Manifest
-from regrow.data.shards import ShardReader, verify
+from regrow.data.read.batch import layout_of
+from regrow.data.read.corpora import Corpora, order_of
+from regrow.data.read.inspect import decode_rows, differences, document_lengths, rows_of_batch
+from regrow.data.read.manifest import MANIFEST, Manifest
+from regrow.data.read.shards import ShardReader, verify
 from regrow.errors import DataError, RegrowError
 from regrow.progress import Task
 from regrow.show.console import Console

@@ -11,7 +11,7 @@ from regrow.config.store import run_job
 
 def main(config: PretrainConfig) -> None:
     from regrow.config.check import check_data
-    from regrow.data.prepare import find_or_prepare
+    from regrow.data.prepare.prepare import find_or_prepare
     from regrow.show.console import Console
 
     check_data(config)
@@ -22,7 +22,7 @@ def main(config: PretrainConfig) -> None:
             """Only a large source needs Ray, which takes seconds to start."""
             import ray
 
-            from regrow.data.distribute import on_ray
+            from regrow.data.prepare.distribute import on_ray
             from regrow.runtime.cluster import cluster_for
 
             if not ray.is_initialized():

@@ -1,59 +1,66 @@
-"""Write a run's report again, or compare several: `python -m jobs.report RUN [RUN ...] [--out FILE]`."""
+"""Write a run's report again, or compare several: `python -m jobs.report RUN [RUN ...] [--json] [--out FILE]`."""
 
 import argparse
+import json
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from regrow.errors import RegrowError
-from regrow.show.comparison import load_runs, make_comparison
-from regrow.show.report import make_report, write_report
-from regrow.show.status_folder import run_config
-from regrow.storage import Storage
+from rich.console import Console
 
-COMPARISON = Path("comparison.html")
+from regrow.errors import RegrowError
+from regrow.record.run_folder import run_config
+from regrow.show.compare import as_json, as_table, load_runs
+from regrow.show.report import make_report, write_report
+from regrow.show.units import or_dash, percent
+from regrow.storage import Storage
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m jobs.report", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="RUN", help="<run.storage_path>/<run.name>, a local path or a URI")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, and write nothing by default")
     parser.add_argument(
         "--out",
         type=Path,
-        help=f"write only the page (or, FILE.json, the figures) to FILE; default: into the folder of a run, "
-        f"of several to ./{COMPARISON}",
+        help="of one run: write only the page (or, FILE.json, the figures) to FILE, not into its folder; "
+        "of several: the figures to FILE.json",
     )
     options = parser.parse_args()
+    if len(options.runs) > 1 and options.out and options.out.suffix != ".json":
+        parser.error(f"--out {options.out}: a comparison is a table and JSON; name a file that ends in .json")
     try:
-        if len(options.runs) == 1:
-            report(options.runs[0], options.out)
-        else:
-            compare(options.runs, options.out or COMPARISON)
+        report(options) if len(options.runs) == 1 else compare(options)
     except (RegrowError, OSError) as error:
         sys.exit(f"error: {error}")
 
 
-def report(run_folder: str, out: Path | None) -> None:
-    storage = Storage.at(run_folder)
+def report(options: argparse.Namespace) -> None:
+    storage, out = Storage.at(options.runs[0]), options.out
     config = run_config(storage)
-    if out is None:
-        figures = write_report(storage, config)
-        where = f"{storage}/report.html"
+    if out is None and not options.json:
+        figures, where = write_report(storage, config), f"{storage}/report.html"
     else:
         figures, content = make_report(storage, config)
-        write(out, content["report.json" if out.suffix == ".json" else "report.html"])
         where = str(out)
-    goodput, loss = figures["goodput"], figures["final_loss"]
+        if out:
+            write(out, content["report.json" if out.suffix == ".json" else "report.html"])
+    if options.json:
+        print(json.dumps(figures, indent=2, allow_nan=False))
+        return
     print(
-        f"{figures['steps']} steps, loss {'-' if loss is None else f'{loss:.4f}'}, {figures['wall_s']:.1f} s, "
-        f"goodput {'-' if goodput is None else f'{goodput:.1%}'}, {sum(figures['restarts'].values())} restarts: {where}"
+        f"{figures['steps']} steps, loss {or_dash(figures['final_loss'], '{:.4f}'.format)}, {figures['wall_s']:.1f} s, "
+        f"goodput {or_dash(figures['goodput'], percent)}, {sum(figures['restarts'].values())} restarts: {where}"
     )
 
 
-def compare(run_folders: Sequence[str], out: Path) -> None:
-    runs = load_runs(run_folders)
-    write(out, make_comparison(runs)[".json" if out.suffix == ".json" else ".html"])
-    print(f"{len(runs)} runs compared: {out}")
+def compare(options: argparse.Namespace) -> None:
+    runs = load_runs(options.runs)
+    if options.out:
+        write(options.out, as_json(runs).encode() + b"\n")
+    if options.json:
+        print(as_json(runs))
+    else:
+        Console(width=None if sys.stdout.isatty() else 60 + 28 * len(runs), highlight=False).print(as_table(runs))
 
 
 def write(out: Path, data: bytes) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from regrow.config.schema import SubmitConfig
 from regrow.errors import ClusterError, JobNotThereError, RegrowError
+from regrow.record.run_folder import read_status
 from regrow.record.status import State, Status
-from regrow.show.status_folder import read_status
-from regrow.show.status_screen import Screen
+from regrow.show.status import Screen
 from regrow.storage import Storage
 
 RUN = """a run folder (<run.storage_path>/<run.name>, a path or a URI), the name of one below runs/, the address of a

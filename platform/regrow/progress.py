@@ -1,4 +1,4 @@
-"""What long work tells of how far it is; `show.console` shows it."""
+"""How far work is, and how far it goes; `show.console` shows it."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,3 +12,8 @@ class Task(NamedTuple):
 
 
 Progress = Callable[[Task, float, float], None]  # (task, done, total); a task ends when done == total
+
+
+def last_step(steps: int, stop_at_step: int | None) -> int:
+    """The step at which this attempt at a run of so many steps ends."""
+    return min(steps, stop_at_step or steps)

@@ -12,9 +12,10 @@ import pytest
 
 from regrow.drill.nodes import LocalNodes, local_nodes
 from regrow.runtime.liveness.pulse import read_pulses
+from regrow.runtime.worker import THREAD_NAME
 from support.cluster import SMALL, Job, run_to_end
 from support.fail_once import can_fail_once
-from support.hold import busiest_thread, held
+from support.hold import held, thread_named
 
 pytestmark = pytest.mark.timeout(600)  # a step of a third of a second, on machines that do other things too
 STEPS, COMPARED = 160, 100  # losses are compared over so many: beyond, the order of additions tells
@@ -212,7 +213,7 @@ def held_and_beating(job: Job, pid: int) -> Iterator[None]:
     with contextlib.ExitStack() as holding:
         for _ in range(30):
             try:
-                holding.enter_context(held(busiest_thread(pid)))
+                holding.enter_context(held(thread_named(pid, THREAD_NAME)))
             except PermissionError as error:
                 pytest.skip(f"{error}: a process of the same user may not be traced here")
             time.sleep(1.0)

@@ -18,7 +18,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 from regrow.config.schema import DataConfig
-from regrow.data.tokenizer import train_tokenizer
+from regrow.data.prepare.tokenizer import train_tokenizer
 from regrow.drill.processes import of_ray, send, wait_until_gone
 from regrow.record.log import read_events, read_metrics
 from regrow.storage import Storage

@@ -9,42 +9,55 @@ from typing import Any
 import pytest
 import ray
 
-from regrow.control.cadence import Cadence
+from regrow.config.schema import ClusterConfig, ObserveConfig, PretrainConfig
+from regrow.control import commands as c
+from regrow.control import events as e
+from regrow.control.core import Control
+from regrow.control.membership import Member
 from regrow.control.peers import plan_peers, plan_tree
-from regrow.runtime import fleet
+from regrow.control.values import SnapshotAck, Version
+from regrow.runtime.fleet import Fleet
 from regrow.runtime.keeper import Keeper
-from regrow.state.memory.node import Sealed
-from regrow.state.memory.slots import Committed, Moment
+from regrow.runtime.publisher import Publisher
+from regrow.state.memory.held import is_whole
+from regrow.state.memory.slots import Committed
 from regrow.storage import Storage
 
 NODES = [f"node-{number}" for number in range(7)]  # two, then four, then one
 
 
 class Root:
-    """The fleet in an actor of its own, as the coordinator has it."""
+    """Control and its keepers in an actor of their own, as the coordinator has them; a tree with two at its top."""
 
     def __init__(self, folder: Path, secret: bytes) -> None:
-        fleet.FAN_OUT = 2
-        cadence = Cadence(every_steps=None, every_minutes=None, automatic=False, mtbf_hours=1, now=0.0)
-        options: dict[str, Any] = {"keep": 2, "upload_timeout_s": 60, "commit": print, "event": print}
-        self.fleet = fleet.Fleet("run", secret, Storage.at(folder / "checkpoints"), cadence, **options)
+        config = PretrainConfig(cluster=ClusterConfig(max_workers=8), observe=ObserveConfig(metrics=False))
+        self.control = Control(config, is_whole=is_whole, now=0.0, fan_out=2)
+        publisher = Publisher(Storage.at(folder / "checkpoints"), "run", keep=2, flush_log=lambda: None)
+        self.fleet = Fleet("run", secret, publisher)
         self.calls = 0
 
     def ready(self) -> int:
         return 0
 
+    def tell(self, event: Any) -> None:
+        carriers: dict[type, Any] = {c.SendPlaces: self.fleet.send_places, c.Announce: self.fleet.announce}
+        for command in self.control.on(event, 1.0):
+            carriers.get(type(command), lambda command: None)(command)
+
     def begin(self, keepers: dict[str, tuple[Any, Any]]) -> None:
+        self.tell(e.Joined(Member("one for all", NODES[0], "host", 1, 1), 1))
+        self.tell(e.Asked("one for all", 0))
         for handle, info in keepers.values():
-            self.fleet.register(handle, info)
-        self.fleet.begin(1, 0, list(keepers))
+            self.tell(self.fleet.register(handle, info))
+        self.tell(e.Began(1, 0, tuple(keepers), {}))
         ray.get([handle.pulses.remote() for handle, _ in keepers.values()])  # asked after: they know their places
 
-    def snapshots_sealed(self, reports: list[Sealed]) -> None:
+    def snapshots_sealed(self, reports: list[SnapshotAck]) -> None:
         self.calls += 1
-        self.fleet.sealed(reports)
+        self.tell(e.Sealed(reports))
 
-    def newest(self) -> tuple[Moment | None, int]:
-        return self.fleet.board.newest.moment if self.fleet.board.newest else None, self.calls
+    def newest(self) -> tuple[Version | None, int]:
+        return self.control.newest_snapshot, self.calls
 
 
 @pytest.fixture
@@ -75,12 +88,12 @@ def test_a_step_that_all_report_is_committed_and_all_hear_of_it(folder: Path) ->
     ray.get(root.begin.remote({info.node: (handles[info.node], info) for info in infos}), timeout=60)
     peers = plan_peers([(node, node) for node in NODES])
     for number, step in enumerate((1, 2), 1):
-        moment = Moment(1, step)
+        moment = Version(1, step)
         for node in NODES[:-1]:
-            ray.get(handles[node].relay.remote([Sealed(node, moment, peers[node])]), timeout=60)
+            ray.get(handles[node].relay.remote([SnapshotAck(node, moment, peers[node])]), timeout=60)
         time.sleep(0.2)
-        assert ray.get(root.newest.remote())[0] == (Moment(1, step - 1) if step > 1 else None), "one has not reported"
-        handles[NODES[-1]].relay.remote([Sealed(NODES[-1], moment, peers[NODES[-1]])])
+        assert ray.get(root.newest.remote())[0] == (Version(1, step - 1) if step > 1 else None), "one has not reported"
+        handles[NODES[-1]].relay.remote([SnapshotAck(NODES[-1], moment, peers[NODES[-1]])])
         wait_until(lambda: all(Committed.read(Path(info.folder)).newest == moment for info in infos))  # noqa: B023
         assert ray.get(root.newest.remote()) == (moment, 2 * number), "two messages a step"
 

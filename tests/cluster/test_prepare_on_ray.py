@@ -17,14 +17,14 @@ import pytest
 import ray
 
 from regrow.config.schema import DataConfig
-from regrow.data import prepare as prepare_module
-from regrow.data.distribute import on_ray
-from regrow.data.documents import load_recipe
-from regrow.data.manifest import Manifest
-from regrow.data.prepare import prepare
-from regrow.data.tokenizer import train_tokenizer
+from regrow.data.prepare import prepare as prepare_module
+from regrow.data.prepare.distribute import on_ray
+from regrow.data.prepare.documents import load_recipe
+from regrow.data.prepare.prepare import prepare
+from regrow.data.prepare.tokenizer import train_tokenizer
+from regrow.data.read.manifest import Manifest
 from regrow.errors import DataError
-from regrow.show.console import Stage
+from regrow.progress import Task
 
 ROOT = Path(__file__).parents[2]
 NUM_FILES = 24
@@ -73,7 +73,7 @@ def test_ray_tasks_write_the_same_bytes_and_raise_the_same_errors(
     config: DataConfig, expected: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prepare_module, "LOCAL_BYTES", 0)
-    seen: list[tuple[Stage, float, float]] = []
+    seen: list[tuple[Task, float, float]] = []
     recipe = load_recipe(config.recipe)
     prepare(config, recipe, tmp_path / "out", progress=lambda *update: seen.append(update), distribute=on_ray)
     assert read_files(tmp_path / "out") == expected

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from regrow.config.schema import DataConfig
-from regrow.data.documents import Piece
+from regrow.data.prepare.documents import Piece
 from regrow.drill.nodes import LocalNodes, local_nodes
 from regrow.show.prometheus import FAMILIES
 from regrow.state.memory.held import COPY

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from regrow.record.status import State, Status
-from regrow.record.status_logs import GONE_S
-from regrow.show.status_folder import read_status
+from regrow.record.run_folder import read_status
+from regrow.record.status import GONE_S, State, Status
 from regrow.storage import Storage
 from support.browser import Browser, find_browser
 from support.cluster import ROOT, SMALL, Job

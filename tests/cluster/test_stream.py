@@ -15,10 +15,12 @@ import pytest
 import ray
 
 from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
-from regrow.data import stream as stream_module
-from regrow.data.batch import direct_batches, layout_of
-from regrow.data.corpora import Corpora, order_of
-from regrow.data.stream import KEPT_BACK, start_stream, stop_stream, ways_to_ask, window_table
+from regrow.data.read.batch import direct_batches, layout_of
+from regrow.data.read.corpora import Corpora, order_of
+from regrow.data.stream.actor import KEPT_BACK
+from regrow.data.stream.blocks import block_of, window_table
+from regrow.data.stream.client import assemble, ways_to_ask
+from regrow.data.stream.start import start_stream, stop_stream
 from regrow.plan.batch import plan_batch
 from support.corpus import write_rows
 from support.streaming import consume_batches
@@ -289,14 +291,14 @@ def test_a_rank_does_not_import_ray_data(stream: Any, data_dir: Path) -> None:
 def test_blocks_of_a_window_hold_its_steps_in_order(
     data_dir: Path, most_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regrow.data.batch.MOST_BLOCKS", most_blocks)
+    monkeypatch.setattr("regrow.data.read.batch.MOST_BLOCKS", most_blocks)
     corpora = Corpora.at(data_dir)
     reader, order = corpora.reader("train"), order_of(CONFIG, corpora)
     table = window_table(3, order, reader, LAYOUT)
     assert len(table) == LAYOUT.num_blocks == min(12, most_blocks)
-    blocks = [stream_module.block_of(table.slice(k, 1)) for k in range(len(table))]
+    blocks = [block_of(table.slice(k, 1)) for k in range(len(table))]
     for step, slices in itertools.product(range(12, 16), [range(2, 5), range(12), range(11, 12)]):
         mine = [blocks[k] for k in LAYOUT.blocks_of(slices)]
-        batch = stream_module._assemble(mine, LAYOUT, step, slices)
+        batch = assemble(mine, LAYOUT, step, slices)
         assert np.array_equal(batch.positions, LAYOUT.positions(step, slices))
         assert np.array_equal(batch.rows, reader.read(order.locate(batch.positions)))

@@ -1,4 +1,4 @@
-"""Acceptance's abort matrix refuses what it should: on the backend with NCCL's manners, with what guards taken away."""
+"""Acceptance refuses what it should: on the backend with NCCL's manners, with what guards taken away; and what lasts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from regrow.accept.checks_cpu import WATCHDOG
+from regrow.accept.checks_cpu import FLAT_MIB, WATCHDOG
 from regrow.accept.claims import Report, read_report
+from regrow.accept.generations import change_groups, judge_flat
 from regrow.accept.matrix import Row, run_matrix
 from regrow.accept.outlive import Fault, Scenario
 from regrow.config.schema import OptimConfig, ParallelConfig
@@ -51,3 +52,13 @@ def test_without_the_certificate_the_broken_step_is_believed_and_the_claim_refus
 def test_a_watchdog_that_ends_survivors_later_is_seen(found: dict[str, Any]) -> None:
     assert found["state"] == "refused"
     assert found["figure"].startswith("0 of 1 alive")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("backend", ["gloo", "asynchronous"])
+def test_a_hundred_groups_in_one_process_keep_nothing(backend: str) -> None:
+    """Memory, threads, descriptors, pinned pages, registrations and compiled graphs are those of the ninth."""
+    parallel = ParallelConfig(compile=True, compile_backend="eager")
+    flat, figure, reason = judge_flat(change_groups(backend, 100, parallel, timeout_s=1200.0), FLAT_MIB)
+    print(figure)
+    assert flat, f"{reason}: {figure}"

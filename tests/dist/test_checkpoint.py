@@ -23,7 +23,7 @@ from regrow.parallel.float8 import inner_tensor
 from regrow.storage import Storage
 from support.gloo import RankError, run_ranks
 from support.state import entries_after, whole
-from regrow.accept.tiny import ragged_model, tiny_model
+from regrow.accept.tiny import ragged_model
 
 RUN = "0123456789abcdef"
 

@@ -26,7 +26,8 @@ import pytest
 from regrow.state.disk import store
 from regrow.state.disk.catalog import committed_steps, open_checkpoint
 from regrow.state.memory.reader import restore_snapshot
-from regrow.state.memory.slots import Committed, Moment
+from regrow.control.values import Version
+from regrow.state.memory.slots import Committed
 from regrow.state.memory.writer import Snapshots
 from regrow.state.disk.inspect import verify
 from regrow.errors import CheckpointError
@@ -196,9 +197,9 @@ class World:
     def memory(self, node: str) -> Path:
         return self.folder / f"regrow-{RUN}-{node}"
 
-    def known(self) -> Moment:
+    def known(self) -> Version:
         """The newest committed snapshot that any node knows."""
-        return max((Committed.read(self.memory(node)).newest for node in self.keepers), default=Moment())
+        return max((Committed.read(self.memory(node)).newest for node in self.keepers), default=Version())
 
     @property
     def checkpoints(self) -> Storage:
@@ -253,11 +254,11 @@ def strike(made: World, kill: Kill, victim: Process) -> set[str]:
     return victim.beacon.doing()
 
 
-def check_memory(made: World, floor: Moment, *, without: str = "") -> None:
+def check_memory(made: World, floor: Version, *, without: str = "") -> None:
     """The newest snapshot is whole, of one step, not before `floor`, in another layout."""
     get(made.actor.begin_generation.remote())  # as the next group does: late reports of the one before count no more
     found = get(made.actor.committed_snapshot.remote())
-    if floor == Moment() and found is None:
+    if floor == Version() and found is None:
         return
     assert found is not None, f"nothing is left of {floor}"
     step, holders = found
@@ -307,7 +308,7 @@ def check_errors(made: World) -> None:
     assert not unreadable.exists(), unreadable.read_text()
 
 
-def wait_for_commit(made: World, after: Moment) -> None:
+def wait_for_commit(made: World, after: Version) -> None:
     """The group commits snapshots: the run has not come to a halt."""
     wait_until(lambda: made.known() > after)
 
@@ -365,7 +366,7 @@ def clean_up_after(made: World, kill: Kill, victim: Process, redundant: bool) ->
 
 @pytest.mark.timeout(1200)
 def test_whatever_dies_whenever_the_newest_committed_state_loads_whole() -> None:
-    begun, lost_at = time.monotonic(), Moment()
+    begun, lost_at = time.monotonic(), Version()
     hits: Counter[str] = Counter()
     with world(SEED) as made:
         print(f"{NUM_KILLS} kills, CRASH_SEED={SEED}")
@@ -480,9 +481,9 @@ def test_ranks_that_hear_of_a_commit_at_different_times_snapshot_the_same_steps(
             assert rank.begin(step, scalars_of(step))
             rank.wait()
             rank.confirm(step)
-    Committed(Moment(1, 2)).write(ranks[0].folder)
+    Committed(Version(1, 2)).write(ranks[0].folder)
     assert [rank.room() for rank in ranks] == [1, 0]  # at step 3: left out by both
-    Committed(Moment(1, 2)).write(ranks[1].folder)
+    Committed(Version(1, 2)).write(ranks[1].folder)
     assert [rank.room() for rank in ranks] == [1, 1]
     assert all(rank.begin(4, scalars_of(4)) for rank in ranks)
     for rank in ranks:

@@ -5,27 +5,30 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from regrow.state.disk.catalog import committed_steps, open_checkpoint
-from regrow.state.disk.format import COMMIT
-from regrow.state.memory.writer import Snapshots
-from regrow.state.entries import Progress, training_entries
-from regrow.state.disk.store import restore
+from regrow.accept.tiny import tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig, PretrainConfig
-from regrow.runtime import generation
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh, coordinates_of
 from regrow.parallel.stream import HostStream
 from regrow.plan.mesh import plan_mesh
+from regrow.runtime import calls
+from regrow.runtime import hooks as hooks_module
+from regrow.runtime.process import Process
+from regrow.state.disk.catalog import committed_steps, open_checkpoint
+from regrow.state.disk.format import COMMIT
+from regrow.state.disk.store import restore
+from regrow.state.entries import Progress, training_entries
+from regrow.state.memory.writer import Snapshots
 from regrow.storage import LocalStorage
+from regrow.train import saver as saver_module
 from support.gloo import run_ranks
-from regrow.accept.tiny import tiny_model
 
 RUN, GENERATION, SLOTS = "0123456789abcdef", 3, 2
 
@@ -58,8 +61,8 @@ class Coordinator:
 
 def stuck_keepers(memory: Path, storage: Path) -> tuple[list[tuple[Any, ...]], float, bool]:
     """Calls to the coordinator, seconds waited for room before the last step, and whether it came back bit for bit."""
-    generation.ray = SimpleNamespace(get=lambda call, timeout=None: call)  # type: ignore[assignment]
-    generation.SAFE_S, generation.LAST_ROOM_S = 0.1, 0.5
+    hooks_module.ray = calls.ray = SimpleNamespace(get=lambda call, timeout=None: call)  # type: ignore[assignment]
+    saver_module.SAFE_S, saver_module.LAST_ROOM_S = 0.1, 0.5
     mesh = build_mesh(plan_mesh(dist.get_world_size(), 1), "cpu")
     built = partial(build_model, tiny_model(), ParallelConfig(), mesh=mesh, device=torch.device("cpu"))
     model = built(seed=0)
@@ -72,22 +75,30 @@ def stuck_keepers(memory: Path, storage: Path) -> tuple[list[tuple[Any, ...]], f
     coordinator = Coordinator(LocalStorage(storage))
     job: Any = SimpleNamespace(config=PretrainConfig(), coordinator=coordinator, checkpoints=str(storage), run_id=RUN)
     step: Any = SimpleNamespace(model=model, optimizer=optimizer)
-    held: Any = SimpleNamespace(snapshots=snapshots, at_length=coordinator.at_length)
-    none: Any = None
-    hooks = generation._Hooks(job, GENERATION, step, HostStream(), mesh, none, held, none, None)
+    memory_tier: Any = SimpleNamespace(at_length=coordinator.at_length, stepped=lambda step: None)
+    process = Process(job, torch.device("cpu"), HostStream(), cast(Any, None), memory_tier, None)
+    hooks = hooks_module.GenerationHooks(process, GENERATION, step, coordinates, cast(Any, None))
+    saver = saver_module.SnapshotSaver(
+        saver_module.Cadence(SLOTS + 3, snapshot_every_steps=1, checkpoint_every_steps=1),
+        snapshots,
+        start_step=SLOTS + 3,  # nothing is committed, and nobody waits for that
+        num_ahead=0,
+        want_checkpoint=hooks.want_checkpoint,
+        write=hooks.write,
+        at_length=hooks.at_length,
+    )
 
-    def keep(number: int, *, last: bool = False) -> float:
+    def keep(number: int) -> float:
         progress = Progress(number, 0, 0)
-        waited_s = hooks.snapshot(progress, blocked=not hooks.has_room(1), last=last)
+        waited_s = saver.after_step(progress, blocked=not saver.has_room(number), read=True)
         snapshots.wait()
         snapshots.confirm(number)
-        hooks.save(progress, last=last)
         return waited_s
 
     for number in range(1, SLOTS + 3):
         keep(number)
     assert snapshots.begun == SLOTS
-    waited_s = keep(SLOTS + 3, last=True)
+    waited_s = keep(SLOTS + 3)
     snapshots.close()
     dist.barrier()
     (newest,) = committed_steps(coordinator.storage)

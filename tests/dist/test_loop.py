@@ -3,9 +3,10 @@
 import itertools
 import math
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,22 +14,63 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from regrow.state.entries import Progress
+from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig
-from regrow.data.batch import RankBatch
-from regrow.record.log import METRIC_KEYS
+from regrow.data.read.batch import RankBatch
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.fsdp import build_mesh, everyone, shard_group
 from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
-from support.gloo import RankError, run_ranks
-from regrow.accept.tiny import count_up_rows, tiny_model
+from regrow.record.log import METRIC_KEYS
+from regrow.state.entries import Progress
+from regrow.state.memory.writer import Snapshots
 from regrow.train.loop import LoopSettings, train
 from regrow.train.metrics import Meter
+from regrow.train.saver import LAST_ROOM_S, Cadence, SnapshotSaver
 from regrow.train.step import TrainStep, whole_loss
+from support.gloo import RankError, run_ranks
 
 SEQS, SLICES, TOKENS, STEPS = 12, 6, 16, 12
+STALL_S = 0.25  # of training, for a checkpoint
+
+
+@dataclass
+class Slots:
+    """Slots of one rank for the saver's policy, without memory: what is begun is committed once it is confirmed."""
+
+    recorder: "Recorder"
+    begun: int = -1
+    is_late: bool = False
+    copying: bool = False
+
+    def room(self) -> int:
+        return int(dist.get_rank() != 1 or self.recorder.launched not in self.recorder.full)
+
+    def await_room(self, patience_s: float) -> bool:
+        step = self.recorder.launched
+        self.recorder.waited.append((step, patience_s == LAST_ROOM_S))
+        return step not in self.recorder.stuck
+
+    def begin(self, step: int, scalars: dict[str, int]) -> bool:
+        assert not self.copying
+        assert scalars["step"] == step
+        self.copying, self.begun = True, step
+        self.recorder.snapshots.append(step)
+        return True
+
+    def wait(self) -> float:
+        self.copying = False
+        return 0.0
+
+    def confirm(self, step: int) -> None:
+        self.recorder.confirmed.append(step)
+
+    def newest_begun(self, at_most: int) -> int:
+        return self.begun
+
+    def await_commit(self, step: int, *, patience_s: float) -> float:
+        return 0.0
 
 
 @dataclass
@@ -38,46 +80,37 @@ class Recorder:
     leave_at: int | None = None
     rows: list[dict[str, Any]] = field(default_factory=list)
     saved: list[tuple[int, int]] = field(default_factory=list)  # (step, rows logged before it)
+    written: list[int] = field(default_factory=list)  # those of them that the ranks wrote themselves
     validated: list[int] = field(default_factory=list)
     snapshots: list[int] = field(default_factory=list)
     confirmed: list[int] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)  # this rank's, at the end
-    copying: bool = False
     full: frozenset[int] = frozenset()  # steps before which rank 1 has no room
     stuck: frozenset[int] = frozenset()  # those of them for which none comes, however long one waits
     waited: list[tuple[int, bool]] = field(default_factory=list)  # for room: (step, was it the last)
 
+    @property
+    def launched(self) -> int:
+        """The step that is being launched, or was."""
+        return len(self.rows) + self.launching
+
+    launching: int = 0
+
     def log(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
+        self.launching = 0
 
     def wants_to_leave(self) -> bool:
+        self.launching = 1
         return self.leave_at is not None and len(self.rows) >= self.leave_at and dist.get_rank() == 0
 
-    def has_room(self, num_snapshots: int) -> bool:
-        return dist.get_rank() != 1 or len(self.rows) + 1 not in self.full
+    def want_checkpoint(self, step: int) -> None:
+        self.saved.append((step, len(self.rows)))
+        time.sleep(STALL_S)
 
-    def snapshot(self, progress: Progress, *, blocked: bool, last: bool) -> float:
-        if blocked:
-            self.waited.append((progress.step, last))
-        if progress.step in self.snapshots or (blocked and progress.step in self.stuck):
-            return 0.0
-        assert not self.copying
-        self.copying = True
-        self.snapshots.append(progress.step)
-        return 0.0
-
-    def confirm(self, step: int) -> float:
-        self.confirmed.append(step)
-        return 0.0
-
-    def await_snapshot(self) -> float:
-        self.copying = False
-        return 0.0
-
-    def save(self, progress: Progress, *, last: bool) -> float:
-        assert last == (progress.step == STEPS or self.leave_at is not None)
-        self.saved.append((progress.step, len(self.rows)))
-        return 0.25
+    def write(self, progress: Progress) -> None:
+        self.want_checkpoint(progress.step)
+        self.written.append(progress.step)
 
     def validate(self, step: int) -> float:
         self.validated.append(step)
@@ -135,12 +168,18 @@ def loop(
             seqs_per_step=SEQS,
             slice_seqs=SEQS // SLICES,
             num_micro_batches=plan.num_micro_batches,
-            snapshot_every_steps=2,
-            checkpoint_every_steps=5,
             validate_every_steps=4,
             nonfinite_skips=2,
         ),
         meter=Meter(SEQS * TOKENS, flops_per_token=1e6, peak_flops=1e9, world_size=world_size, generation=7),
+        saver=SnapshotSaver(
+            Cadence(STEPS, snapshot_every_steps=2, checkpoint_every_steps=5),
+            cast(Snapshots, Slots(hooks)),
+            start_step=0,
+            num_ahead=0,
+            want_checkpoint=hooks.want_checkpoint,
+            write=hooks.write,
+        ),
         hooks=hooks,
         device=device,
     )
@@ -171,7 +210,7 @@ def test_rows_checkpoints_and_validation_come_when_they_are_due() -> None:
     assert hooks.validated == [4, 8, 12]
     assert [row["step"] for row in hooks.rows if "validation_loss" in row] == [4, 8, 12]
     # the stall for a checkpoint belongs to the step after it
-    assert [row["step"] for row in hooks.rows if row["snapshot_s"] == 0.25] == [6, 11]
+    assert [row["step"] for row in hooks.rows if row["snapshot_s"] >= STALL_S] == [6, 11]
 
 
 def test_a_snapshot_is_begun_on_all_ranks_or_on_none() -> None:
@@ -187,6 +226,7 @@ def test_a_checkpoint_that_finds_no_room_does_not_hold_up_training() -> None:
     assert first.snapshots == second.snapshots == [2, 4, 6, 8, 10]
     assert first.waited == second.waited == [(5, False), (12, True)]
     assert first.saved == second.saved == [(5, 5), (10, 10), (12, 12)]
+    assert first.written == second.written == [12]  # nothing is in memory that keepers could write
     assert len(first.rows) == STEPS
 
 

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from regrow.state.memory.held import Holder
-from regrow.state.memory.node import KeeperNode, Peer, Sealed
+from regrow.control.values import Peer, SnapshotAck
+from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.writer import Snapshots
 from regrow.control.peers import plan_peers
@@ -22,7 +23,7 @@ class Nodes:
     """Keepers of a few nodes, ranks placed on them in turn."""
 
     def __init__(self, folder: Path, count: int) -> None:
-        self.reports: list[Sealed] = []
+        self.reports: list[SnapshotAck] = []
         self.keepers = {
             f"node-{k}": KeeperNode(
                 folder / f"n{k}",
@@ -56,7 +57,7 @@ class Nodes:
     def wait_for(self, generation: int, count: int) -> None:
         """Until so many nodes have the generation's step safe."""
         give_up_at = time.monotonic() + 30
-        while len({report.node for report in self.reports if report.moment.generation == generation}) < count:
+        while len({report.node for report in self.reports if report.version.generation == generation}) < count:
             assert time.monotonic() < give_up_at
             time.sleep(0.01)
 

@@ -17,27 +17,28 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed import distributed_c10d
 
-from regrow.state.collective import gather
-from regrow.state.entries import Progress
+from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig
-from regrow.data.batch import RankBatch
-from regrow.runtime import rendezvous
-from regrow.runtime.rendezvous import Joined, form_group, leave_generation
-from regrow.parallel import asynchronous
-from regrow.runtime.abort import Breaker
-from regrow.parallel.fsdp import build_mesh, connect
-from regrow.plan.batch import plan_batch
 from regrow.control.membership import Formation
 from regrow.control.membership import Member as Place
+from regrow.data.read.batch import RankBatch
+from regrow.parallel import asynchronous
+from regrow.parallel.fsdp import build_mesh, connect
+from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
-from support.gloo import run_ranks
-from support.members import OFF, Member, run_members, until
-from regrow.accept.tiny import count_up_rows, tiny_model
-from support.training import Training, build
+from regrow.runtime import rendezvous
+from regrow.runtime.abort import Breaker
+from regrow.runtime.rendezvous import Joined, form_group, leave_generation
+from regrow.state.collective import gather
+from regrow.state.entries import Progress
 from regrow.train.certificate import BrokenStep, Certificate
-from regrow.train.loop import LoopSettings, NotFinite, train
+from regrow.train.in_flight import NotFinite
+from regrow.train.loop import LoopSettings, train
 from regrow.train.metrics import Meter
 from regrow.train.step import evaluate
+from support.gloo import run_ranks
+from support.members import OFF, Member, run_members, until
+from support.training import Training, build
 
 torch.set_num_threads(1)
 
@@ -47,7 +48,7 @@ FATAL_STEP = 3
 
 @dataclass
 class Believer:
-    """Hooks that keep what they were told."""
+    """Hooks and a saver that keep what they were told."""
 
     confirmed: list[int]
     logged: list[int]
@@ -62,16 +63,19 @@ class Believer:
     def wants_to_leave(self) -> bool:
         return False
 
-    def has_room(self, num_snapshots: int) -> bool:
+    def has_room(self, step: int) -> bool:
         return True
 
-    def snapshot(self, progress: Progress, *, blocked: bool, last: bool) -> float:
+    def before_update(self) -> float:
         return 0.0
 
-    def await_snapshot(self) -> float:
+    def is_checkpoint_due(self, step: int) -> bool:
+        return False
+
+    def after_step(self, progress: Progress, *, blocked: bool, read: bool) -> float:
         return 0.0
 
-    def save(self, progress: Progress, *, last: bool) -> float:
+    def finish(self, progress: Progress, *, blocked: bool) -> float:
         return 0.0
 
     def validate(self, step: int) -> float:
@@ -153,12 +157,11 @@ def train_through(fault: Fault, parallel: ParallelConfig, member: Member) -> tup
                 seqs_per_step=OPTIM.global_batch_seqs,
                 slice_seqs=size,
                 num_micro_batches=plan.num_micro_batches,
-                snapshot_every_steps=1,
-                checkpoint_every_steps=None,
                 validate_every_steps=0,
                 nonfinite_skips=0,
             ),
             meter=Meter(tokens, flops_per_token=1e6, peak_flops=1e9, world_size=member.world_size, generation=1),
+            saver=hooks,
             hooks=hooks,
             device=torch.device("cpu"),
             stream=member.stream,

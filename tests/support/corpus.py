@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from regrow.config.schema import DataConfig
-from regrow.data.document_index import write_index
-from regrow.data.documents import Document, Piece
-from regrow.data.manifest import Manifest, Shard, Split, Tokenizer
-from regrow.data.shards import write_shard
+from regrow.data.prepare.documents import Document, Piece
+from regrow.data.read.document_index import write_index
+from regrow.data.read.manifest import Manifest, Shard, Split, Tokenizer
+from regrow.data.read.shards import write_shard
 from regrow.plan.order import ORDER_VERSION
 from regrow.storage import Storage
 

@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import threading
 import time
 import traceback
 import types
@@ -98,15 +97,18 @@ def keeper_main(member: Member) -> None:
 def coordinator_main(member: Member) -> None:
     beacon = member.enter()
     from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig
+    from regrow.control import checkpoints, group
+    from regrow.control.membership import Member as Worker
     from regrow.runtime import actor as coordinator
-    from regrow.runtime import fleet
+    from regrow.runtime import publisher, shell
     from regrow.state.disk import catalog
 
-    fleet.RETRY_S = 0.0
+    checkpoints.RETRY_S, shell.TICK_S = 0.0, 0.005
+    group.MAX_FAILED_GENERATIONS = 10**9
     beacon.mark(coordinator.Coordinator, "start_training", "begin")
     beacon.mark(coordinator.Coordinator, "snapshots_sealed", "commit")
-    beacon.mark(coordinator.Coordinator, "_commit", "COMMIT")
-    beacon.mark(fleet, "write_index", "index")
+    beacon.mark(publisher.Publisher, "_commit", "COMMIT")
+    beacon.mark(publisher, "write_index", "index")
     beacon.mark(catalog, "retain", "retain")
     server = Server(member.address, 1)
 
@@ -114,8 +116,12 @@ def coordinator_main(member: Member) -> None:
         """Groups are made by the test, not by who joins."""
 
         def begin_generation(self) -> int:
-            self.generation += 1
-            return self.generation
+            self.group_failed("worker_failed", "the test makes another one", [])
+            one = Worker(f"group-{time.monotonic_ns()}", "node", "127.0.0.1", 1, 1)
+            self.join(one, 1)
+            while (answer := self.formation(one.id, self.ready())).formation is None:
+                time.sleep(answer.wait_s)
+            return answer.formation.generation
 
     actor = Numbering(
         str(member.world / "run"),
@@ -130,12 +136,6 @@ def coordinator_main(member: Member) -> None:
         submitted={},
     )
 
-    def drive() -> None:
-        while True:
-            time.sleep(0.005)
-            server.pool.submit(actor.drain_updates).result()
-
-    threading.Thread(target=drive, daemon=True).start()
     server.serve(actor)
 
 

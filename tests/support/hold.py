@@ -22,14 +22,10 @@ def held(thread: int) -> Iterator[None]:
             _ptrace(DETACH, thread)
 
 
-def busiest_thread(pid: int) -> int:
-    """That of a process which has had the most CPU time."""
-    return max(map(int, os.listdir(f"/proc/{pid}/task")), key=lambda thread: _cpu_ticks(pid, thread))
-
-
-def _cpu_ticks(pid: int, thread: int) -> int:
-    fields = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()
-    return int(fields[11]) + int(fields[12])
+def thread_named(pid: int, name: str) -> int:
+    """The thread of a process that has this name in the kernel."""
+    (thread,) = (task for task in Path(f"/proc/{pid}/task").iterdir() if (task / "comm").read_text().strip() == name)
+    return int(thread.name)
 
 
 def _ptrace(request: int, thread: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from regrow.control.values import Peer, SnapshotAck, Version
 from regrow.plan.boxes import Box
 from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.plan.placement import placed
@@ -16,8 +17,7 @@ from regrow.state.disk.format import COMMIT, Index
 from regrow.state.disk.upload import Upload, write_index
 from regrow.state.entries import Entry
 from regrow.state.memory.held import Holder
-from regrow.state.memory.node import KeeperNode, Peer, Sealed
-from regrow.state.memory.slots import Moment
+from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.writer import Snapshots
 from regrow.storage import Storage
 
@@ -58,7 +58,7 @@ def assert_state(entries: Sequence[Entry], step: int) -> None:
 @dataclass
 class Node:
     keeper: KeeperNode
-    reports: list[Sealed] = field(default_factory=list)
+    reports: list[SnapshotAck] = field(default_factory=list)
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def cluster(folder: Path, num_nodes: int) -> Iterator[list[Node]]:
     nodes: list[Node] = []
     try:
         for number in range(num_nodes):
-            reports: list[Sealed] = []
+            reports: list[SnapshotAck] = []
             keeper = KeeperNode(
                 folder / f"n{number}",
                 node=f"node-{number}",
@@ -118,14 +118,14 @@ def snapshot(
         )
     used = [nodes[place] for place in sorted(set(places))]
     for each in (step, *also):
-        whole, moment = state(each), Moment(generation, each)
+        whole, moment = state(each), Version(generation, each)
         for mine, writer in zip(entries, writers, strict=True):
             for entry in mine:
                 entry.memory.copy_(whole[entry.box.name][entry.box.slices].reshape(-1))
             assert writer.begin(each, scalars_of(each))
             writer.wait()
             writer.confirm(each)
-        wait_until(lambda: all(any(report.moment == moment for report in node.reports) for node in used))  # noqa: B023
+        wait_until(lambda: all(any(report.version == moment for report in node.reports) for node in used))  # noqa: B023
     return writers
 
 
@@ -140,8 +140,8 @@ def holders(nodes: list[Node], step: int) -> list[Holder]:
 
 def write_checkpoint(nodes: list[Node], checkpoints: Storage, step: int, generation: int = 1) -> Index:
     """Have keepers write a snapshot that is in memory to storage, and commit it."""
-    moment = Moment(generation, step)
-    keepers = {report.node: node.keeper for node in nodes for report in node.reports if report.moment == moment}
+    moment = Version(generation, step)
+    keepers = {report.node: node.keeper for node in nodes for report in node.reports if report.version == moment}
     folder = checkpoints / step_folder(step)
     upload = Upload(moment, dict.fromkeys(keepers, ""), folder, RUN)
     for node, order in upload.orders():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from regrow.accept import ranks
 from regrow.parallel.asynchronous import NAME, Work, default_stream
 from support.gloo import PRELOAD
 
@@ -20,15 +21,12 @@ DEADLINE_S = 90.0  # of what has hung for good
 OFF, ON = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "750"}
 
 
-class Member:
+class Member(ranks.Member):
     """A rank of a test: its default group, and a store that outlives every rank."""
 
     def __init__(self, rank: int, world_size: int, port: int) -> None:
-        self.rank, self.world_size, self.port = rank, world_size, port
-        self.store, self.stream = self.connect(DEADLINE_S), default_stream()
-
-    def connect(self, timeout_s: float) -> dist.TCPStore:
-        return dist.TCPStore("127.0.0.1", self.port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        super().__init__(rank, world_size, port, "cpu")
+        self.stream = default_stream()
 
     def form(
         self,
@@ -49,12 +47,6 @@ class Member:
         )
         assert dist.group.WORLD is not None
         return dist.group.WORLD._get_backend(torch.device("cpu"))
-
-    def say(self, word: str) -> None:
-        self.store.set(word, "")
-
-    def hear(self, *words: str) -> None:
-        self.store.wait(list(words))
 
     def hold(self) -> Callable[[], None]:
         """Stop the stream until what is returned is called."""

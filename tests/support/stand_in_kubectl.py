@@ -7,7 +7,7 @@ The cluster is a folder:
 - `script.json`: what a RayJob goes through, a step a look, from its first apply on: its status, and under `do` what
   else happens then: `first_write` (KubeRay's), `admit` (Kueue's), `release` (the finalizer), `vanish`;
 - `away.json`: [message, calls]: so many calls are answered by this message alone;
-- `refusal`: what apply is refused with;
+- `refusal`: what apply and create are refused with;
 - `kinds.json`: what kinds there are; without it, all; `no_namespace`: there is no such namespace;
 - `logs.json`: what each call of logs prints, its lines and then its error.
 
@@ -58,6 +58,24 @@ def apply(folder: Path, words: list[str], arguments: list[str], text: str) -> in
     if (folder / "refusal").exists():
         return refuse((folder / "refusal").read_text())
     return _apply(folder, arguments, text, dry=False)
+
+
+def create(folder: Path, words: list[str], arguments: list[str], text: str) -> int:
+    """A dry run: existing objects are looked at last."""
+    from support.kubectl_yaml import documents
+
+    assert "--dry-run=server" in arguments
+    if (folder / "refusal").exists():
+        return refuse((folder / "refusal").read_text())
+    for given in documents(text):
+        name = given["metadata"]["name"]
+        if refusal := _untyped(given):
+            return refuse(refusal)
+        if load(folder, "rayjobs.ray.io", name) is not None:
+            where = f'error when creating "STDIN": rayjobs.ray.io "{name}" already exists'
+            return refuse(f"Error from server (AlreadyExists): {where}")
+        print(f"rayjob.ray.io/{name} created (server dry run)")
+    return 0
 
 
 def diff(folder: Path, words: list[str], arguments: list[str], text: str) -> int:
@@ -276,7 +294,7 @@ def run(folder: Path, words: list[str], arguments: list[str], text: str) -> int:
     return 0
 
 
-COMMANDS = {"apply": apply, "diff": diff, "get": get, "logs": logs, "delete": delete, "exec": run}
+COMMANDS = {"apply": apply, "create": create, "diff": diff, "get": get, "logs": logs, "delete": delete, "exec": run}
 
 
 def path(folder: Path, kind: str, name: str) -> Path:

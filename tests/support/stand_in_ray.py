@@ -20,6 +20,13 @@ NAMES, NODES = "names", "nodes"  # folders of a world: actors' addresses, living
 ANSWER_S = 30.0
 
 
+class Reference(Future[Any]):
+    """To what a call will come to."""
+
+    def future(self) -> "Reference":
+        return self
+
+
 class RayError(Exception):
     """An actor did not answer."""
 
@@ -50,13 +57,13 @@ class _Link:
     def __init__(self, address: str) -> None:
         self.connection = Client(address, "AF_UNIX")
         self.lock = threading.Lock()
-        self.pending: dict[int, Future[Any]] = {}
+        self.pending: dict[int, Reference] = {}
         self.numbers = itertools.count()
         self.broken = False
         threading.Thread(target=self._read, daemon=True).start()
 
-    def call(self, method: str, args: tuple[Any, ...]) -> "Future[Any]":
-        future: Future[Any] = Future()
+    def call(self, method: str, args: tuple[Any, ...]) -> Reference:
+        future = Reference()
         with self.lock:
             if self.broken:
                 raise ConnectionError
@@ -81,7 +88,7 @@ _links: dict[str, _Link] = {}
 _linking = threading.Lock()
 
 
-def _call(address: str, method: str, args: tuple[Any, ...]) -> "Future[Any]":
+def _call(address: str, method: str, args: tuple[Any, ...]) -> Reference:
     try:
         with _linking:
             link = _links.get(address)
@@ -89,12 +96,12 @@ def _call(address: str, method: str, args: tuple[Any, ...]) -> "Future[Any]":
                 link = _links[address] = _Link(address)
         return link.call(method, args)
     except OSError:
-        dead: Future[Any] = Future()
+        dead = Reference()
         dead.set_exception(RayError("the actor is not there"))
         return dead
 
 
-def get(call: "Future[Any]", timeout: float | None = ANSWER_S) -> Any:
+def get(call: Reference, timeout: float | None = ANSWER_S) -> Any:
     """What a call came to. Raises RayError."""
     try:
         return call.result(timeout)
@@ -117,7 +124,7 @@ def call_it(world: Path, name: str, address: str) -> None:
     os.replace(temporary, world / NAMES / name)
 
 
-def _wait(calls: "list[Future[Any]]", num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+def _wait(calls: list[Reference], num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
     end = time.monotonic() + timeout
     while sum(call.done() for call in calls) < num_returns and time.monotonic() < end:
         time.sleep(0.001)

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from regrow.config.schema import PretrainConfig
-from regrow.data.batch import layout_of
-from regrow.data.corpora import Corpora, order_of
-from regrow.data.stream import Ask, rank_batches
+from regrow.data.read.batch import layout_of
+from regrow.data.read.corpora import Corpora, order_of
+from regrow.data.stream.client import Ask, rank_batches
 
 
 def consume_batches(

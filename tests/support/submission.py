@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
-from pathlib import Path
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -11,12 +10,9 @@ from hydra.core.config_store import ConfigStore
 from regrow.config.schema import SubmitJobConfig
 from regrow.config.store import CONF_DIR, to_dataclass
 from regrow.submit.arguments import pretrain_arguments
-from regrow.submit.crd import Schema, load_schema
-from regrow.submit.manifest import Manifest
-from regrow.submit.render import Code, render
+from regrow.submit.render import Code, Manifest, render
 
 CODE = Code("0123456789ab", "2.60.0")
-CRD = Path(__file__).parents[3] / "shared" / "kuberay" / "ray.io_rayjobs.v1.7.0.yaml"  # beside the checkout, or nowhere
 
 
 def compose(arguments: Sequence[str]) -> SubmitJobConfig:
@@ -35,12 +31,6 @@ def rendered(arguments: Sequence[str]) -> tuple[SubmitJobConfig, list[Manifest]]
     """A config and its manifests."""
     config, words = _composed(tuple(arguments))
     return config, render(config, CODE, words)
-
-
-@cache
-def crd_schema() -> Schema:
-    """KubeRay's schema of RayJobs, from CRD."""
-    return load_schema(CRD, kind="RayJob", version="v1")
 
 
 @cache

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regrow.data.batch import BatchLayout, RankBatch
+from regrow.data.read.batch import BatchLayout, RankBatch
 from regrow.plan.batch import plan_batch
 from regrow.plan.order import Order
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regrow.data.batch import BatchLayout, RankBatch, Rows, direct_batches
-from regrow.data.shards import ShardReader
+from regrow.data.read.batch import BatchLayout, RankBatch, Rows, direct_batches
+from regrow.data.read.shards import ShardReader
 from regrow.plan.batch import plan_batch
 from regrow.plan.order import Order
 from support.corpus import write_rows
@@ -125,7 +125,7 @@ def test_the_sum_of_digests_over_ranks_is_the_same_at_every_world_size(world_siz
 
 
 def test_batches_import_neither_arrow_nor_ray() -> None:
-    code = "import regrow.data.batch, sys; assert not {'ray', 'pyarrow', 'torch', 'tokenizers'} & set(sys.modules)"
+    code = "import regrow.data.read.batch, sys; assert not {'ray', 'pyarrow', 'torch', 'tokenizers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -133,7 +133,7 @@ def test_batches_import_neither_arrow_nor_ray() -> None:
 def test_blocks_are_runs_of_slices_that_cover_each_once(
     num_slices: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regrow.data.batch.MOST_BLOCKS", most)
+    monkeypatch.setattr("regrow.data.read.batch.MOST_BLOCKS", most)
     layout = BatchLayout(num_slices, num_slices, 2)
     assert layout.num_blocks == min(num_slices, most)
     held = [k for block in range(layout.num_blocks) for k in layout.slices_of_block(block)]

@@ -1,40 +1,40 @@
 """Which snapshot is the newest committed one, told by what keepers report, or by what they hold."""
 
-from regrow.control.commits import SnapshotBoard
+from regrow.control.commits import CommitTracker
+from regrow.control.values import SnapshotAck, Version
 from regrow.plan.mesh import Coordinates, MeshShape
-from regrow.state.memory.held import COPY, Held
-from regrow.state.memory.node import Sealed
-from regrow.state.memory.slots import SLOT, Moment
+from regrow.state.memory.held import COPY, Held, is_whole
+from regrow.state.memory.slots import SLOT
 
 
 def held(step: int, shard: int, *, copy: bool = False) -> Held:
     return Held(
         f"g000001-{shard}-{step}{SLOT}{COPY if copy else ''}",
-        Moment(1, step),
+        Version(1, step),
         Coordinates(MeshShape(1, 2), shard),
         1,
         "",
     )
 
 
-def rebuilt(*known: tuple[str, int, list[Held]]) -> SnapshotBoard:
-    board = SnapshotBoard()
-    board.rebuild((node, Moment(1, step), holdings) for node, step, holdings in known)
+def rebuilt(*known: tuple[str, int, list[Held]]) -> CommitTracker:
+    board = CommitTracker(is_whole)
+    board.rebuild((node, Version(1, step), holdings) for node, step, holdings in known)
     return board
 
 
-def newest(board: SnapshotBoard) -> int | None:
-    return board.newest.moment.step if board.newest else None
+def newest(board: CommitTracker) -> int | None:
+    return board.newest.version.step if board.newest else None
 
 
 def test_a_step_is_committed_once_every_node_has_it_safe_with_its_peer() -> None:
-    board = SnapshotBoard()
+    board = CommitTracker(is_whole)
     board.begin(1, 0, {"a": "b", "b": "a"})
-    assert board.sealed(Sealed("a", Moment(1, 5), "b")) is None
-    assert board.sealed(Sealed("b", Moment(1, 5), "")) is None  # it had not heard of its peer
-    assert board.sealed(Sealed("b", Moment(2, 5), "a")) is None
+    assert board.sealed(SnapshotAck("a", Version(1, 5), "b")) is None
+    assert board.sealed(SnapshotAck("b", Version(1, 5), "")) is None  # it had not heard of its peer
+    assert board.sealed(SnapshotAck("b", Version(2, 5), "a")) is None
     assert newest(board) is None
-    assert board.sealed(Sealed("b", Moment(1, 5), "a")) is not None
+    assert board.sealed(SnapshotAck("b", Version(1, 5), "a")) is not None
     assert newest(board) == 5
 
 

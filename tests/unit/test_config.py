@@ -240,6 +240,6 @@ def test_checkpoints_by_time_need_snapshots(key: str, value: object) -> None:
 def test_the_configuration_survives_yaml_and_back() -> None:
     from omegaconf import OmegaConf
 
-    from regrow.config.store import to_yaml
+    from regrow.config.plain import to_yaml
 
     assert OmegaConf.to_container(OmegaConf.create(to_yaml(PretrainConfig()))) == to_dict(PretrainConfig())

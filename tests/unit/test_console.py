@@ -53,7 +53,7 @@ def shown_steps(text: str) -> list[int]:
 def test_without_a_terminal_a_row_is_one_plain_line_with_all_that_matters() -> None:
     text = run(2.0, 40, io.StringIO())
     assert text.splitlines()[:2] == ["global batch 24 x 256", "2 to 3 workers"]
-    assert "step  2/40  loss 5.0000  12,346 tok/s  MFU 41.5%  3 ranks  ETA 1:16  gen 1" in text.splitlines()
+    assert "step  2/40  loss 5.0000  12,346 tok/s  MFU 41.5%  3 ranks  ETA 1 min 16 s  gen 1" in text.splitlines()
 
 
 def test_goodput_is_shown_once_a_report_has_told_it() -> None:
@@ -126,7 +126,7 @@ def test_eta_counts_to_where_this_attempt_stops() -> None:
             clock.now += 10.0
             console.row(make_row(step, clock.now))
     assert "step    3/1000" in stream.getvalue()
-    assert "ETA 2:50" in stream.getvalue()  # 17 steps of 10 s
+    assert "ETA 2 min 50 s" in stream.getvalue()  # 17 steps of 10 s
 
 
 def test_the_smoothed_step_time_forgets_the_past_and_skips_restarts() -> None:
@@ -156,10 +156,10 @@ def test_progress_of_preparation_is_seen_and_its_end_leaves_one_line() -> None:
         console.progress(Task("writing", "shards"), 0, 0)  # nothing known yet
     assert stream.getvalue().splitlines() == [
         "tokenizing: 0% of 130.2 MB",
-        "tokenizing: 25% of 130.2 MB, 6.5 MB/s, 15 s left",
-        "tokenizing: 50% of 130.2 MB, 6.5 MB/s, 10 s left",
-        "tokenizing: 75% of 130.2 MB, 6.5 MB/s, 5.0 s left",
-        "tokenizing: done in 20 s, 6.5 MB/s",
+        "tokenizing: 25% of 130.2 MB, 6.5 MB/s, 15.0 s left",
+        "tokenizing: 50% of 130.2 MB, 6.5 MB/s, 10.0 s left",
+        "tokenizing: 75% of 130.2 MB, 6.5 MB/s, 5.00 s left",
+        "tokenizing: done in 20.0 s, 6.5 MB/s",
         "writing: 0%",
     ]
 
@@ -175,11 +175,11 @@ def test_the_rate_of_progress_counts_only_what_was_done_now() -> None:
         console.progress(Task("training"), 0.5, 1)
     assert stream.getvalue().splitlines() == [
         "writing: 90% of 1,000 shards",
-        "writing: 90% of 1,000 shards, 0.1 shards/s, 16:30 left",
-        "writing: 90% of 1,000 shards, 0.1 shards/s, 16:20 left",
-        "writing: done in 30 s, 3.3 shards/s",
+        "writing: 90% of 1,000 shards, 0.1 shards/s, 16 min 30 s left",
+        "writing: 90% of 1,000 shards, 0.1 shards/s, 16 min 20 s left",
+        "writing: done in 30.0 s, 3.3 shards/s",
         "training: 0%",
-        "training: 50%, 10 s left",
+        "training: 50%, 10.0 s left",
     ]
 
 
@@ -192,7 +192,7 @@ def test_at_a_terminal_progress_shows_its_rate_beside_the_bar(monkeypatch: pytes
             console.message("drawn")  # the live line is drawn with it
             clock.now += 2
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
-    assert "━" * 12 + "─" * 12 + " 50% of 4.0 GB, 500.0 MB/s, 4.0 s left" in text
+    assert "━" * 12 + "─" * 12 + " 50% of 4.0 GB, 500.0 MB/s, 4.00 s left" in text
 
 
 def test_at_a_terminal_messages_stand_above_a_live_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,38 +1,68 @@
-"""The coordinator's fence and lock, on the class itself: no Ray is needed to refuse a write."""
+"""The coordinator on the class itself, its keepers in this process: calls in and out, a storage that goes away."""
 
+import threading
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from regrow.config.schema import ClusterConfig, ObserveConfig, PretrainConfig
+from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig
+from regrow.control.core import Fenced
+from regrow.control.health import Pulse
 from regrow.control.membership import Member
+from regrow.control.states import Answer
+from regrow.control.values import SnapshotAck, Version
 from regrow.errors import ResumeError
-from regrow.record.log import METRIC_KEYS, read_events, read_metrics
+from regrow.record.events import Forming
+from regrow.record.log import METRIC_KEYS, RunLog, read_events, read_metrics
 from regrow.runtime import actor as module
-from regrow.runtime.abort import LEAVE_S
-from regrow.runtime.actor import Answer, Coordinator, Fenced
+from regrow.runtime import log_writer, publisher, shell
+from regrow.runtime.actor import Coordinator
+from regrow.runtime.keeper import KeeperInfo
+from regrow.runtime.log_writer import LogWriter
+from regrow.runtime.reporter import Reporter
 from regrow.state.disk.catalog import committed_steps
-from regrow.storage import Storage
+from regrow.state.disk.format import DataFile
+from regrow.state.disk.upload import WriteOrder, Written
+from regrow.state.memory.slots import Committed
+from regrow.storage import LocalStorage, Storage
+from support.actors import Handle
 
 
-def make(folder: Path) -> Coordinator:
+def make(folder: Path, **cluster: Any) -> Coordinator:
     return Coordinator(
         str(folder),
         "run",
         secret=b"",
         checkpoints="checkpoints",
         config=PretrainConfig(
-            cluster=ClusterConfig(max_workers=8, wait_for_workers_s=60), observe=ObserveConfig(tensorboard=False)
+            cluster=ClusterConfig(max_workers=8, wait_for_workers_s=60, **cluster),
+            checkpoint=CheckpointConfig(every_steps=4, keep=2),
+            observe=ObserveConfig(tensorboard=False, metrics=False),
         ),
         submitted={},
     )
 
 
-def form(made: Coordinator) -> Answer:
-    """The next group, of one process that comes back each time."""
-    made.join(Member("m", "node", "127.0.0.1", 1, 1), 1)
-    return made.formation("m", made.generation)
+@pytest.fixture
+def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
+    made = make(tmp_path)
+    yield made
+    made.shell.close()
+
+
+def join(made: Coordinator, *members: Member) -> Answer:
+    for member in members:
+        made.join(member, len(members))
+    return until(lambda: answer if (answer := made.formation(members[0].id, made.ready())).formation else None)
+
+
+def one(pid: int, node: str = "node") -> Member:
+    return Member(f"m{pid}", node, "127.0.0.1", pid, pid)
 
 
 def generation_of(answer: Answer) -> int:
@@ -40,17 +70,82 @@ def generation_of(answer: Answer) -> int:
     return answer.formation.generation
 
 
-def test_every_write_of_an_older_generation_is_refused(tmp_path: Path) -> None:
-    made = make(tmp_path)
-    old, new = generation_of(form(made)), generation_of(form(made))
+def until(condition: Callable[[], Any], deadline_s: float = 20.0) -> Any:
+    end = time.monotonic() + deadline_s
+    while not (found := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    return found
+
+
+def row(generation: int, step: int) -> dict[str, Any]:
+    return dict.fromkeys(METRIC_KEYS, 0.01) | {"generation": generation, "step": step, "batch_digest": 1}
+
+
+def events_of(made: Coordinator, name: str) -> list[dict[str, Any]]:
+    return [update.content for update in made.updates(0)[0] if update.content.get("event") == name]
+
+
+class Keeper:
+    """A node's, as far as the coordinator sees it."""
+
+    def __init__(self, node: str) -> None:
+        self.info = KeeperInfo(node, node, f"/dev/shm/{node}", (node, 1), Version(), ())
+        self.pulse_of = list[Pulse]()
+        self.killed, self.told_over, self.heard = list[int](), list[int](), list[Committed]()
+        self.look = lambda: "the stacks"
+        self.gpus = list
+        self.threads = ThreadPoolExecutor(2)
+
+    def take_place(self, place: Any) -> None:
+        self.place = place
+
+    def committed(self, number: int, state: Committed) -> None:
+        self.heard.append(state)
+
+    def over(self, generation: int) -> None:
+        self.told_over.append(generation)
+
+    def end_process(self, pid: int) -> None:
+        self.killed.append(pid)
+
+    def pulses(self) -> list[Pulse]:
+        return self.pulse_of
+
+    where = pulses
+
+    def holdings(self, since: Version) -> list[Any]:
+        return []
+
+    def write(self, order: WriteOrder) -> "Future[Written]":
+        """On a thread, as a keeper's process does beside the coordinator's."""
+        return self.threads.submit(self._write, order)
+
+    def _write(self, order: WriteOrder) -> Written:
+        """One file of four bytes, which is all there is."""
+        Storage.at(order.folder).write_bytes(f"{order.token}.safetensors", b"head" + b"data")
+        file = DataFile(f"{order.token}.safetensors", 8, 4, "")
+        return Written((file,), 1, {"step": order.moment.step}, "", {"w": ("float32", (1,))})
+
+
+def train(made: Coordinator, keeper: Keeper, *, step: int = 0) -> int:
+    """A group of one worker on the keeper's node."""
+    generation = generation_of(join(made, one(7, keeper.info.node)))
+    made.register_keeper(Handle(keeper), keeper.info)
+    made.start_training(generation, step, {"workers": [{"node": keeper.info.node}]})
+    return generation
+
+
+def test_every_write_of_an_older_generation_is_refused(coordinator: Coordinator, tmp_path: Path) -> None:
+    old, new = generation_of(join(coordinator, one(1))), generation_of(join(coordinator, one(1)))
     with pytest.raises(Fenced, match=f"generation {old} is over; {new} is current"):
-        made.row(old, {})
+        coordinator.row(old, {})
     with pytest.raises(Fenced):
-        made.event(old, "checkpoint", {})
+        coordinator.event(old, "checkpoint", {})
     with pytest.raises(Fenced):
-        made.commit(old, "step-00000001", b"{}")
+        coordinator.commit(old, "step-00000001", b"{}")
     assert committed_steps(Storage.at(tmp_path) / "checkpoints") == []
-    made.commit(new, "step-00000001", b"{}")
+    coordinator.commit(new, "step-00000001", b"{}")
     assert committed_steps(Storage.at(tmp_path) / "checkpoints") == [1]
 
 
@@ -59,220 +154,297 @@ def test_a_run_has_one_writer_and_its_generations_go_on_counting(
 ) -> None:
     monkeypatch.setattr(module, "LOCK_WAIT_S", 0.1)
     first = make(tmp_path)
-    generation = generation_of(form(first))
-    first.event(generation, "note", {"text": "alive"})
+    generation = generation_of(join(first, one(1)))
     with pytest.raises(ResumeError, match="is in use"):
         make(tmp_path)
-    first.lock.close()  # as the process' end does
-    assert generation_of(form(make(tmp_path))) > generation
+    first.lock.close()  # as the process' end does: what was answered is in the log
+    again = make(tmp_path)
+    assert generation_of(join(again, one(1))) > generation
+    for made in (first, again):
+        made.shell.close()
 
 
-def test_groups_that_keep_failing_before_a_step_give_the_run_up(tmp_path: Path) -> None:
-    made = make(tmp_path)
-    made.failure("worker_failed", "rank 0: no such thing", [0])
-    given_up = [form(made).given_up for _ in range(module.MAX_FRUITLESS_GENERATIONS + 1)]
-    assert given_up[:-1] == [""] * module.MAX_FRUITLESS_GENERATIONS
-    assert "no such thing" in given_up[-1]
+def test_a_step_is_logged_shown_committed_and_becomes_a_checkpoint(coordinator: Coordinator, tmp_path: Path) -> None:
+    keeper = Keeper("node")
+    generation = train(coordinator, keeper)
+    assert coordinator.row(generation, row(generation, 1)) == ""
+    shown = coordinator.updates(0)[0]
+    assert [update.kind for update in shown][-1] == "row"
+    assert coordinator.updates(shown[-1].number)[0] == []  # what was shown is not sent again
+    coordinator.snapshots_sealed([SnapshotAck("node", Version(generation, 4), "")])
+    until(lambda: committed_steps(Storage.at(tmp_path) / "checkpoints") == [4])
+    until(lambda: events_of(coordinator, "checkpoint"))
+    assert keeper.heard[0] == Committed(Version(generation, 4), Version(generation, 4))
+    until(lambda: keeper.heard[-1] == Committed(Version(generation, 4)))
+    assert [found["step"] for found in read_metrics(Storage.at(tmp_path))] == [1], "a committed step's row is there"
+    assert coordinator.unsettled() == (False, "")
 
 
-def test_a_death_is_noted_once_and_the_others_form_the_next_generation(tmp_path: Path) -> None:
-    made = make(tmp_path)
-    for pid in (1, 2, 3):
-        made.join(Member(f"m{pid}", "node", "127.0.0.1", pid, pid), 3)
-    first = generation_of(made.formation("m1", 0))
-    made.members_died([("node", 2)], 2, "worker_died", "gone")
-    made.members_died([("node", 2)], 2, "worker_died", "gone")
-    assert [update.content["event"] for update in made.updates].count("failure") == 1
-    made.join(Member("m1", "node", "127.0.0.1", 1, 1), 3)
-    assert made.formation("m1", first).formation is None  # m3 is alive, and has not come yet
-    made.join(Member("m3", "node", "127.0.0.1", 3, 3), 3)
-    answer = made.formation("m3", first)
-    assert answer.formation is not None
-    assert [member.id for member in answer.formation.members] == ["m1", "m3"]
-    assert made.cause == "worker_died"
-
-
-def test_a_node_whose_workers_die_one_by_one_has_failed_once_in_each_generation(tmp_path: Path) -> None:
-    made = make(tmp_path)
-    for generation in range(1, PretrainConfig().cluster.quarantine_failures + 1):
-        assert made.notices.avoided(time.time()) == set()
-        for pid in range(6):
-            made.join(Member(f"m{pid}", f"node {pid // 3}", "127.0.0.1", pid, pid), 6)
-        assert generation_of(made.formation("m0", generation - 1)) == generation
-        for pid in (3, 4, 5):
-            made.members_died([("node 1", pid)], 5, "worker_died", "gone")
-    assert made.notices.avoided(time.time()) == {"node 1"}
-
-
-def test_a_failure_says_how_the_gpus_of_its_nodes_were_and_their_errors_count_as_failures(tmp_path: Path) -> None:
-    made = make(tmp_path)
-    for pid in range(4):
-        made.join(Member(f"m{pid}", f"node {pid}", "127.0.0.1", pid, pid), 4)
-    made.formation("m0", 0)
-    made.watch.gpus = {f"node {number}": [f"H100 GPU-{number}: 90 C"] for number in (1, 2)}
-    made.members_died([("node 1", 1), ("node 3", 3)], 2, "worker_died", "gone")
-    (failure,) = [update.content for update in made.updates if update.content["event"] == "failure"]
-    assert failure["gpus"] == {"node 1": ["H100 GPU-1: 90 C"]}
-    for xid in (13, 31, 79, 79):  # programs' faults do not count, and the same node's failure counts once a generation
-        made.gpu_error("node 2", "GPU-2", xid)
-    errors = [update.content for update in made.updates if update.content["event"] == "gpu_error"]
-    assert [error["meaning"] for error in errors] == ["", "", "fell off the bus", "fell off the bus"]
-    assert [len(made.notices._failed_at[f"node {number}"]) for number in range(4)] == [0, 1, 1, 1]
-
-
-def test_gpus_are_asked_with_a_groups_first_step_and_at_every_check_up(
+def test_a_coordinator_that_is_restarted_goes_on_with_the_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, asked_at = make(tmp_path), list[int]()
-    made.on_gpus, made.probe_every_steps = True, 4
-    monkeypatch.setattr(made.watch, "read_gpus", lambda now, keepers: asked_at.append(made.log.next_step - 1))
-    for steps in (range(1, 8), range(8, 12)):
-        generation = generation_of(form(made))
-        made.log.begin(generation, steps.start - 1)
-        for step in steps:
-            row = dict.fromkeys(METRIC_KEYS, 0.5) | {"generation": generation, "step": step, "batch_digest": 1}
-            made.row(generation, row)
-    assert asked_at == [1, 5, 8, 9]
-
-
-def test_a_node_that_failed_again_and_again_is_used_where_too_few_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = make(tmp_path)
-    made.notices.barred_until = {"barred": time.time() + 3600}
-    made.notices.deadlines = {"leaving": time.time()}
-    made.join(Member("m", "node", "127.0.0.1", 1, 1), 1)
-    made.formation("m", 0)
-    assert made.avoided_nodes() == {"barred", "leaving"}
-    made.members_died([("node", 1)], 0, "worker_died", "gone")
-    assert made.avoided_nodes() == {"barred", "leaving"}  # others may come yet
-    monkeypatch.setattr(module, "YIELD_S", 0.0)
-    assert made.avoided_nodes() == {"leaving"}
-    made.join(Member("other", "barred", "127.0.0.1", 2, 2), 1)
-    made.membership.settle_s = 0.0
-    assert made.formation("other", 1).formation is not None
-    assert made.avoided_nodes() == {"barred", "leaving"}
-
-
-@pytest.mark.parametrize("restarted", [True, False])
-def test_old_checkpoints_are_deleted_by_a_coordinator_that_was_restarted_not_by_a_new_jobs(
-    restarted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The one before may have died doing so; a new job may need what `checkpoint.keep` would now delete."""
-    first = make(tmp_path)
-    first.lock.close()  # as the process' end does
-    retained_in: list[str] = []
-    monkeypatch.setattr(module, "_is_restarted", lambda: restarted)
+    first, keeper = make(tmp_path), Keeper("node")
+    generation = train(first, keeper)
+    for step in (1, 2):
+        first.row(generation, row(generation, step))
+    first.shell.close()
+    first.lock.close()
+    retained: list[str] = []
+    monkeypatch.setattr(module, "_is_restarted", lambda: True)
+    monkeypatch.setattr(Coordinator, "adopt_keepers", lambda self: None)
     monkeypatch.setattr(
-        "regrow.state.disk.catalog.retain", lambda folder, keep: retained_in.append(f"{folder}, all but {keep}")
+        publisher, "try_retain", lambda folder, keep: retained.append(f"{folder}, all but {keep}") or ""
     )
     again = make(tmp_path)
-    again.fleet.storage.shutdown(wait=True)
-    assert retained_in == ([f"{tmp_path}/checkpoints, all but 2"] if restarted else [])
+    assert again.ready() == generation
+    again.row(generation, row(generation, 2))  # sent again
+    again.row(generation, row(generation, 4))
+    assert "rows before step 4 went" in events_of(again, "note")[0]["text"]
+    until(lambda: retained == [f"{tmp_path}/checkpoints, all but 2"])
+    again.shell.close()
+    assert [found["step"] for found in read_metrics(Storage.at(tmp_path))] == [1, 2, 4]
+    assert [event["event"] for event in read_events(Storage.at(tmp_path))].count("submitted") == 1
 
 
-def test_rows_may_be_missing_only_where_the_coordinator_was_restarted(tmp_path: Path) -> None:
+def test_a_coordinator_that_is_restarted_while_storage_is_away_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "READ_AGAIN_S", 0.01)
+    monkeypatch.setattr(module, "_is_restarted", lambda: True)
+    tries = list[int]()
+
+    def read(folder: Storage) -> list[dict[str, Any]]:
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError("connection refused")
+        return read_events(folder)
+
+    monkeypatch.setattr(module, "read_events", read)
     made = make(tmp_path)
-    generation = generation_of(form(made))
-    made.log.begin(generation, 0)
-    row = dict.fromkeys(METRIC_KEYS, 0.5) | {"generation": generation, "step": 3, "batch_digest": 1}
-    with pytest.raises(AssertionError, match="row of step 3, expected 1"):
-        made.row(generation, row)
-    made.missed_rows = True
-    made.row(generation, row)
-    made.row(generation, row | {"step": 4})
-    with pytest.raises(AssertionError, match="row of step 6, expected 5"):
-        made.row(generation, row | {"step": 6})
-    assert [row["step"] for row in read_metrics(Storage.at(tmp_path))] == [3, 4]
+    assert events_of(made, "coordinator_restarted")
+    made.shell.close()
 
 
-def test_whoever_waits_is_told_when_the_run_is_over(tmp_path: Path) -> None:
-    made = make(tmp_path)
-    made.done()
-    assert form(made).over
+# time
 
 
-def test_too_few_for_too_long_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = make(tmp_path)
-    form(made)
-    made.wait_for_workers_s = 0.0
-    made.members_died([("node", 1)], 0, "worker_died", "gone")
-    _, fatal = made.drain_updates()
-    assert "fewer than cluster.min_workers=1 for 0 s" in fatal
+def test_a_stopped_worker_is_found_though_nobody_asks_what_there_is_to_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The display's loop was the clock of failure detection: a slow report, and no hung worker was found."""
+    made, keeper = make(tmp_path), Keeper("node")
+    generation = train(made, keeper)
+    made.row(generation, row(generation, 1))
+    keeper.pulse_of = [Pulse(7, generation, 1, 5.0, 0.0, "T")]
+    until(lambda: keeper.killed == [7])
+    assert keeper.told_over == [generation]
+    (failure,) = events_of(made, "failure")
+    assert failure["cause"] == "worker_hung"
+    stalled = events_of(made, "stalled")[0]
+    made.shell.close()
+    assert "the stacks" in (tmp_path / stalled["stacks"]).read_text()
 
 
-def test_a_group_that_is_restarted_as_a_whole_waits_for_none_of_the_one_before(tmp_path: Path) -> None:
-    made = make(tmp_path)
-    for pid in (1, 2, 3):
-        made.join(Member(f"m{pid}", "node", "127.0.0.1", pid, pid), 3)
-    first = generation_of(made.formation("m1", 0))
-    made.group_failed("worker_died", "gone", [1])
-    for pid in (4, 5):  # a smaller one
-        made.join(Member(f"m{pid}", "node", "127.0.0.1", pid, pid), 2)
-    answer = made.formation("m4", first)
-    assert answer.formation is not None
-    assert [member.id for member in answer.formation.members] == ["m4", "m5"]
-    assert [update.content["cause"] for update in made.updates if update.content["event"] == "failure"] == [
-        "worker_died"
+# storage
+
+
+class Away(LocalStorage):
+    """An object store that is away for a while: it raises, or it does not answer."""
+
+    is_local = False  # appends nowhere, has no locks
+
+    def __init__(self, root: Path, *, blocks: bool = False) -> None:
+        super().__init__(root)
+        self.blocks, self.back = blocks, threading.Event()
+        self.back.set()
+
+    def join(self, *names: str) -> "Away":
+        below = Away(self.root.joinpath(*names), blocks=self.blocks)
+        below.back = self.back
+        return below
+
+    def write_chunks(self, name: str, chunks: Any) -> int:
+        if not self.back.is_set():
+            if not self.blocks:
+                raise OSError("still failing after 120 s: connection refused")
+            self.back.wait()
+        return super().write_chunks(name, chunks)
+
+
+@contextmanager
+def a_run_without_storage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, blocks: bool
+) -> Iterator[tuple[Coordinator, Away, Keeper, int]]:
+    """A group trains, has rows in the log, and then storage goes away."""
+    monkeypatch.setattr(log_writer, "LATE_S", 0.3)
+    monkeypatch.setattr(log_writer, "RETRY_S", 0.05)
+    monkeypatch.setattr(shell, "FLUSH_EVERY_S", 0.2)
+    monkeypatch.setattr(shell, "FLUSH_S", 0.3)
+    monkeypatch.setattr(shell, "FORM_S", 0.2)
+    storage = Away(folder, blocks=blocks)
+    monkeypatch.setattr(Storage, "at", staticmethod(lambda location: storage.join(*_below(folder, location))))
+    made, keeper = make(folder), Keeper("node")
+    generation = train(made, keeper)
+    made.row(generation, row(generation, 1))
+    until(lambda: read_metrics(storage))
+    storage.back.clear()
+    try:
+        yield made, storage, keeper, generation
+    finally:
+        storage.back.set()
+        made.shell.close()
+
+
+def _below(folder: Path, location: Any) -> tuple[str, ...]:
+    return Path(str(location)).relative_to(folder).parts
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["raises", "blocks"])
+def test_while_storage_is_away_training_goes_on_and_the_log_is_written_later(
+    blocks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with a_run_without_storage(tmp_path, monkeypatch, blocks=blocks) as (made, storage, keeper, generation):
+        begun = time.monotonic()
+        for step in range(2, 30):
+            assert made.row(generation, row(generation, step)) == ""
+        made.snapshots_sealed([SnapshotAck("node", Version(generation, 29), "")])
+        assert keeper.heard[0].newest == Version(generation, 29)
+        assert time.monotonic() - begun < 5.0
+        lines = lambda: [note["text"] for note in events_of(made, "note") if "run folder" in note["text"]]  # noqa: E731
+        until(lines)
+        time.sleep(0.5)
+        (line,) = lines()
+        assert "training goes on, the log is kept in memory" in line
+        # a worker that hangs meanwhile is found, and the others form the next group
+        keeper.pulse_of = [Pulse(7, generation, 29, 5.0, 0.0, "T")]
+        until(lambda: keeper.killed == [7])
+        assert generation_of(join(made, one(8))) == generation + 1
+        assert made.updates(0)[1] == "", "the run goes on"
+        storage.back.set()
+        until(lambda: len(lines()) == 2)
+        assert "can be written again" in lines()[1]
+        until(lambda: len(read_metrics(storage)) == 29)
+    names = [event["event"] for event in read_events(LocalStorage(tmp_path))]
+    assert [name for name in names if name in ("generation", "failure", "forming")] == [
+        "forming",
+        "generation",
+        "failure",
+        "forming",
     ]
 
 
-def test_a_group_that_could_not_be_formed_is_not_given_out_again(
+def test_a_checkpoint_that_storage_does_not_take_is_given_up_and_the_next_one_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, over = make(tmp_path), []
-    monkeypatch.setattr(made.fleet, "over", over.append)
-    members = [Member(f"m{pid}", "node", "127.0.0.1", pid, pid) for pid in (1, 2, 3)]
-    for member in members:
-        made.join(member, 3)
-    first = generation_of(made.formation("m1", 0))
-    assert generation_of(made.formation("m2", 0)) == first  # as often as it is asked for
-    made.join(members[0], 3)  # it waited for the others in vain, and did not learn which generation that was
-    assert over == [first]  # nor will the others
-    assert made.formation("m1", 0).formation is None  # they have not come back yet
-    made.members_died([("node", 3)], 2, "worker_died", "gone")
-    made.join(members[1], 3)
-    answer = made.formation("m2", 0)
-    assert answer.formation is not None
-    assert generation_of(answer) > first
-    assert [member.id for member in answer.formation.members] == ["m1", "m2"]
-    made.log.begin(generation_of(answer), 0)
-    made.stalls.begin(0.0)  # it trains
-    made.join(members[0], 2)
-    assert over == [first, first]  # one for the death; who trains finds out by itself
+    monkeypatch.setattr("regrow.control.checkpoints.RETRY_S", 0.1)
+    with a_run_without_storage(tmp_path, monkeypatch, blocks=False) as (made, storage, _, generation):
+        made.snapshots_sealed([SnapshotAck("node", Version(generation, 4), "")])
+        (failed,) = until(lambda: events_of(made, "checkpoint_failed"))
+        assert "connection refused" in failed["detail"]
+        storage.back.set()
+        time.sleep(0.2)
+        made.snapshots_sealed([SnapshotAck("node", Version(generation, 8), "")])
+        until(lambda: [found["step"] for found in events_of(made, "checkpoint")] == [8])
 
 
-def test_a_rank_that_fails_by_itself_has_the_others_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On NCCL they wait for it in a kernel, and hear nothing."""
-    made, told = make(tmp_path), list[int]()
-    monkeypatch.setattr(made.fleet, "over", told.append)
-    old, new = generation_of(form(made)), generation_of(form(made))
-    told.clear()  # that it came back while the first was forming
-    made.broke(old, "rank 0: of a group that is over")
-    assert told == []
-    made.broke(new, "rank 3: OutOfMemoryError: CUDA out of memory")
-    made.broke(new, "rank 0: BrokenStep: broken off")
-    assert told == [new]
-    third = generation_of(form(made))
-    made.broke(third, "rank 1: DataError: a damaged shard")
-    assert told[-1] == third
-
-
-def test_a_worker_that_its_node_saw_end_is_lost_at_once_and_once(
+def test_a_run_whose_storage_stays_away_ends_and_says_what_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, told = make(tmp_path), list[int]()
-    generation = generation_of(form(made))
-    monkeypatch.setattr(made.fleet, "over", told.append)
-    made.gone("node", 99)  # of an earlier group
-    assert told == []
-    made.gone("node", 1)
-    made.gone("node", 1)
-    made.members_died([("node", 1)], 0, "worker_died", "says Ray, a second later")
-    assert told == [generation]
-    failures = [event for event in read_events(Storage.at(tmp_path)) if event["event"] == "failure"]
-    assert [(event["cause"], event["ranks"]) for event in failures] == [("worker_died", [0])]
+    monkeypatch.setattr(shell, "CLOSE_S", 0.5)
+    with a_run_without_storage(tmp_path, monkeypatch, blocks=True) as (made, _, _, generation):
+        made.row(generation, row(generation, 2))
+        monkeypatch.setattr(made.shell.fleet, "close", lambda: None)
+        assert "storage is away" in made.close(2, "finished", "")
 
 
-def test_who_ends_itself_because_its_device_hangs_does_so_before_it_is_ended() -> None:
-    assert LEAVE_S < module.DEVICE_PATIENCE_S
+def test_what_the_log_does_not_take_is_tried_until_it_does_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full for a while."""
+    monkeypatch.setattr(log_writer, "RETRY_S", 0.01)
+    told, written, full = list[str](), list[int](), [True]
+    writer = LogWriter(told.append)
+
+    def write(number: int) -> None:
+        if full[0]:
+            raise OSError(28, "No space left on device")
+        written.append(number)
+
+    numbers = [writer.put(lambda number=number: write(number)) for number in range(5)]  # type: ignore[misc]
+    assert not writer.wait(numbers[-1], 0.2)
+    with pytest.raises(OSError, match="was not written within 0 s"):
+        writer.flush(lambda: None, 0.0)
+    full[0] = False
+    assert writer.wait(numbers[-1], 20.0)
+    assert written == list(range(5))
+    assert ["No space left" in told[0], "written again" in told[1], len(told)] == [True, True, 2]
+    assert writer.close(1.0) == 0
+
+
+def test_a_mistake_in_one_work_does_not_keep_the_others_from_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    writer, written = LogWriter(print), list[int]()
+    writer.put(lambda: 1 // 0)
+    writer.put(lambda: written.append(1))
+    assert writer.close(20.0) == 0
+    assert written == [1]
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_tensorboard_that_fails_keeps_nothing_from_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its writer does not recover from a disk that was full."""
+
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("regrow.show.tensorboard.TensorBoard.open", staticmethod(full))
+    config = PretrainConfig(observe=ObserveConfig(tensorboard=True, metrics=False))
+    made = Coordinator(str(tmp_path), "run", secret=b"", checkpoints="checkpoints", config=config, submitted={})
+    generation = train(made, Keeper("node"))
+    for step in (1, 2):
+        made.row(generation, row(generation, step))
+    until(lambda: len(read_metrics(Storage.at(tmp_path))) == 2)
+    assert ["no more TensorBoard" in note["text"] for note in events_of(made, "note")] == [True]
+    made.shell.close()
+
+
+# reports
+
+
+def test_a_report_that_cannot_be_written_delays_nothing_is_told_of_once_and_tried_again() -> None:
+    told, reports, away = list[str](), list[Any](), [True]
+
+    def write() -> dict[str, Any]:
+        if away[0]:
+            raise OSError("still failing after 120 s")
+        return {"goodput": 0.9}
+
+    reporter = Reporter(write, every_s=0.01, written=reports.append, tell=told.append)
+    until(lambda: told)
+    time.sleep(0.1)
+    assert told == ["the report was not written, training goes on: still failing after 120 s"]
+    away[0] = False
+    until(lambda: reports)
+    assert reporter.last() == {"goodput": 0.9}
+
+
+def test_a_last_report_that_storage_does_not_take_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regrow.runtime.reporter.LAST_S", 0.1)
+    told, back = list[str](), threading.Event()
+
+    def write() -> dict[str, Any]:
+        back.wait(20.0)
+        raise OSError("away")
+
+    reporter = Reporter(write, every_s=60.0, written=print, tell=told.append)
+    assert reporter.last() is None
+    assert "jobs.report" in told[0]
+    back.set()
+
+
+def test_the_log_of_a_run_is_read_by_whoever_resumes_it(tmp_path: Path) -> None:
+    """The last step that has a row, which the next coordinator must know, is in the log."""
+    with RunLog(Storage.at(tmp_path)) as log:
+        log.event(Forming(generation=1))
+        log.begin(1, 0)
+        log.row(row(1, 1))
+    made = make(tmp_path)
+    assert made.next_step() == 2
+    made.shell.close()

@@ -20,13 +20,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from regrow.config.schema import DataConfig
-from regrow.data.document_index import index_name, read_index
-from regrow.data.documents import load_recipe
-from regrow.data.inspect import decode_rows
-from regrow.data.manifest import MANIFEST, Manifest
-from regrow.data.prepare import prepare
-from regrow.data.shards import ShardReader, verify
-from regrow.data.tokenizer import load_tokenizer, train_tokenizer
+from regrow.data.prepare.documents import load_recipe
+from regrow.data.prepare.prepare import prepare
+from regrow.data.prepare.tokenizer import load_tokenizer, train_tokenizer
+from regrow.data.read.document_index import index_name, read_index
+from regrow.data.read.inspect import decode_rows
+from regrow.data.read.manifest import MANIFEST, Manifest
+from regrow.data.read.shards import ShardReader, verify
 from regrow.errors import DataError
 from regrow.storage import Storage
 from support.corpus import WordRecipe

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from regrow.drill.log import Record, RunFollower
 from regrow.drill.processes import is_alive, of_ray, send, title, tree, wait_until_gone
+from regrow.record.events import Generation, Submitted
 from regrow.record.log import METRIC_KEYS, RunLog
 from regrow.storage import Storage
 
@@ -22,7 +23,7 @@ def test_rows_are_read_once_and_those_taken_back_are_forgotten(tmp_path: Path) -
     watch.poll()
     assert (watch.step, watch.rows, watch.events) == (0, [], [])
     with RunLog(Storage.at(tmp_path)) as log:
-        log.event("submitted")
+        log.event(Submitted())
         log.begin(1, 0)
         for step in (1, 2, 3):
             log.row(row(step, 1))
@@ -35,7 +36,7 @@ def test_rows_are_read_once_and_those_taken_back_are_forgotten(tmp_path: Path) -
         log.row(row(3, 2))
         watch.poll()
         assert [(each["step"], each["generation"]) for each in watch.rows] == [(1, 1), (2, 1), (3, 2)]
-        log.event("generation", generation=2)
+        log.event(Generation(generation=2, world_size=1, start_step=2, cause="grow"))
         watch.poll()
     assert [event["event"] for event in watch.events] == ["submitted", "rollback", "generation"]
     assert [event["generation"] for event in watch.generations] == [2]

@@ -22,12 +22,12 @@ from tokenizers.processors import TemplateProcessing
 from regrow.accept.tiny import tiny_model
 from regrow.config.identity import identity
 from regrow.config.schema import DataConfig, Dtype, PretrainConfig
-from regrow.data.corpora import Corpora
-from regrow.data.documents import Document
-from regrow.data.manifest import Manifest
-from regrow.data.prepare import prepare
-from regrow.data.shards import ShardReader
-from regrow.data.tokenizer import encode, load_tokenizer
+from regrow.data.prepare.documents import Document
+from regrow.data.prepare.prepare import prepare
+from regrow.data.prepare.tokenizer import encode, load_tokenizer
+from regrow.data.read.corpora import Corpora
+from regrow.data.read.manifest import Manifest
+from regrow.data.read.shards import ShardReader
 from regrow.errors import EvaluationError
 from regrow.evaluate import catalog, documents, harness, results, shipped, source
 from regrow.evaluate.documents import questions
@@ -308,6 +308,15 @@ def test_without_a_choice_every_shipped_task_runs_that_can_and_none_twice(storag
     assert harness.usual_tasks(Corpora.at(tmp_path)) == list(catalog.OF_A_CORPUS)
 
 
+@pytest.mark.parametrize(("context", "vocab_size", "rows"), [(128, 4096, 32), (1024, 32_000, 8), (8192, 128_256, 1)])
+def test_without_a_choice_a_batchs_logits_are_a_gigabyte_at_most(
+    context: int, vocab_size: int, rows: int, tmp_path: Path
+) -> None:
+    config = {"max_position_embeddings": context, "vocab_size": vocab_size}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert harness.usual_batch_size(tmp_path) == rows
+
+
 def test_a_missing_extra_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "find_spec", lambda name: None if name == "lm_eval" else object())
     with pytest.raises(EvaluationError, match=r"^lm_eval missing; pip install 'regrow\[evaluate\]'"):
@@ -461,11 +470,10 @@ for names in (["corpus_bits"], ["python_docs_bits", "arc_easy"]):
         harness.load_tasks(names, None)
     except EvaluationError as error:
         print(error)
-for device, batch_size in (("cuda:9", None), ("cpu", "auto")):
-    try:
-        harness.evaluate(None, {}, harness.Settings(device=device, batch_size=batch_size), None)
-    except EvaluationError as error:
-        print(error)
+try:
+    harness.evaluate(None, [], harness.Settings(device="cuda:9"))
+except EvaluationError as error:
+    print(error)
 """
 
 
@@ -478,9 +486,8 @@ def test_what_cannot_run_is_named_with_what_can(storage: Path, tmp_path: Path) -
     assert "error: unknown task 'arc_esay', did you mean arc_easy?; --list names" in done.stderr.splitlines()[-1]
     command = [sys.executable, "-c", REFUSALS, "arc_easy"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
-    corpus, offline, device, automatic = done.stdout.splitlines()
+    corpus, offline, device = done.stdout.splitlines()
     assert corpus == "corpus_bits reads a prepared corpus; name its folder with --corpus"
     assert offline.startswith("task arc_easy cannot be loaded (")
     assert offline.endswith(f"These need none: {', '.join(catalog.SHIPPED)}")
     assert device.startswith("--device cuda:9 cannot be used: ")
-    assert automatic.endswith("give a number on cpu, or leave it out")

@@ -1,9 +1,9 @@
-"""What the coordinator makes of keepers' answers, without keepers: the answers are put in Ray's place."""
+"""What the coordinator makes of keepers' answers, and of storage's: keepers are objects of this process."""
 
 import shutil
 import time
-from collections.abc import Callable
-from concurrent.futures import wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,68 +11,132 @@ from typing import Any
 import pytest
 import ray
 
-from regrow.control.cadence import Cadence
-from regrow.control.commits import SnapshotCommit
+from regrow.control import commands as c
+from regrow.control import events as e
+from regrow.control.values import Version
+from regrow.errors import CheckpointError
 from regrow.plan.mesh import Coordinates, MeshShape
-from regrow.runtime import fleet as module
 from regrow.runtime.fleet import Fleet
-from regrow.state.disk.upload import Upload
-from regrow.state.memory.held import Held
-from regrow.state.memory.node import Sealed
-from regrow.state.memory.slots import Moment
+from regrow.runtime.keeper import KeeperInfo
+from regrow.runtime.publisher import Publisher
+from regrow.state.memory.held import Held, Holder
 from regrow.storage import Storage
+from support.actors import Handle
 
 
-def keeper() -> Any:
-    return SimpleNamespace(
-        write=SimpleNamespace(remote=lambda order: object()), committed=SimpleNamespace(remote=lambda *told: None)
-    )
+def publisher_in(folder: Path) -> Publisher:
+    return Publisher(Storage.at(folder), "run", keep=2, flush_log=lambda: None)
 
 
-def make(folder: Path, event: Callable[..., None] = lambda name, **fields: None) -> Fleet:
-    return Fleet(
-        "run",
-        b"",
-        Storage.at(folder),
-        Cadence(every_steps=10, every_minutes=None, automatic=False, mtbf_hours=0.0, now=time.time()),
-        keep=2,
-        upload_timeout_s=60.0,
-        commit=lambda folder, pointer: None,
-        event=event,
-    )
+def until(condition: Callable[[], Any]) -> Any:
+    end = time.monotonic() + 20.0
+    while not (found := condition()):
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    return found
 
 
-def test_nodes_that_fail_at_once_cost_one_checkpoint_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first failure gives the checkpoint up, and with it what was asked of the others."""
-    nodes, events = ["a", "b", "c"], []
-    fleet = make(tmp_path, lambda name, **fields: events.append((name, fields["step"])))
-    fleet.known = {node: (keeper(), SimpleNamespace(address=("", 0))) for node in nodes}  # type: ignore[misc]
-    fleet.peers = dict.fromkeys(nodes, "")  # no copies: nobody else can write what one could not
-    fleet.upload = Upload(Moment(1, 10), dict(fleet.peers), fleet.checkpoints, "run")
-    for node, order in fleet.upload.orders():
-        fleet._ask(node, order)
+class Keeper:
+    """A node's own snapshots, and copies of another one's."""
 
-    def fail(call: object) -> None:
-        raise ray.exceptions.RayActorError
+    def __init__(self, node: str) -> None:
+        self.node, self.held, self.asked = node, list[Held](), 0
+        self.error: Exception | None = None
 
-    monkeypatch.setattr(module.ray, "wait", lambda calls, **options: (calls, []))
-    monkeypatch.setattr(module.ray, "get", fail)
-    fleet.tick()
-    assert not fleet.busy
-    assert not fleet.writing
-    assert events == [("checkpoint_failed", 10)]
-    fleet.storage.shutdown()
+    def holdings(self, since: Version) -> list[Held]:
+        self.asked += 1
+        return [held for held in self.held if held.moment >= since]
+
+    def write(self, order: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        return "written"
+
+    def gpus(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return ["50 C"] if self.node != "c" else Future()
+
+
+class Nodes:
+    """Three of them, and the fleet that knows them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.keepers = {node: Keeper(node) for node in "abc"}
+        self.fleet = Fleet("run", b"", publisher_in(folder))
+        for node, keeper in self.keepers.items():
+            info = KeeperInfo(node, node, "", (node, 1), Version(), ())
+            assert self.fleet.register(Handle(keeper), info) == e.KeeperUp(node, node, (node, 1))
+
+    def hold(self, version: Version, *, copies: bool) -> None:
+        for shard, keeper in enumerate(self.keepers.values()):
+            for each in (shard, (shard - 1) % 3) if copies else (shard,):
+                keeper.held.append(Held(f"{keeper.node}{each}", version, Coordinates(MeshShape(1, 3), each), 1, ""))
+
+    def holders(self, version: Version, can_ask: Sequence[str] = "abc", group: list[str] | None = None) -> list[Holder]:
+        return self.fleet.holders(version, lambda node: node in can_ask, group)
+
+
+def test_all_that_can_be_asked_are_and_answer_for_this_version_and_later_ones(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    for step in (9, 10, 11):
+        nodes.hold(Version(1, step), copies=step == 10)
+    found = nodes.holders(Version(1, 10))
+    assert {holder.held.moment.step for holder in found} == {10, 11}
+    shards = sorted(holder.held.coordinates.rank for holder in found if holder.held.moment.step == 10)
+    assert shards == [0, 0, 1, 1, 2, 2]
+    assert {holder.node for holder in nodes.holders(Version(1, 10), can_ask="ac")} == {"a", "c"}
+
+
+def test_those_who_ask_and_enough_others_are_waited_for_and_no_more(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    nodes.hold(Version(1, 10), copies=True)
+    silent: Future[list[Held]] = Future()  # a node that has just died, which Ray may not know
+    nodes.keepers["c"].holdings = lambda since: silent  # type: ignore[method-assign, assignment, return-value]
+    begun = time.monotonic()
+    found = nodes.holders(Version(1, 10), group=["a"])
+    assert time.monotonic() - begun < 5.0
+    assert {holder.node for holder in found} == {"a", "b"}
+
+
+def test_answers_become_events_and_a_keeper_that_is_gone_answers_none(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    nodes.keepers["b"].error = ray.exceptions.RayActorError()
+    nodes.fleet.ask(c.Ask(7, c.Question.GPUS, ("a", "b", "c")))
+    assert nodes.fleet.answers() == [e.Answered(7, "a", ["50 C"]), e.Answered(7, "b", None)]
+    assert nodes.fleet.answers() == [], "once; and c has not answered yet"
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [(ray.exceptions.RayActorError(), "is gone"), (CheckpointError("w fails its checksum"), "w fails its checksum")],
+    ids=["gone", "damaged"],
+)
+def test_a_node_that_cannot_write_says_why(error: Exception, problem: str, tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    nodes.keepers["b"].error = error
+    for node in "ab":
+        nodes.fleet.write(c.Write(3, Version(1, 10), node, node, copies=False, describe=node == "a"))
+    assert nodes.fleet.answers() == [e.Written(3, "a"), e.WriteFailed(3, "b", "b", problem)]
+
+
+def test_nodes_that_hold_different_things_make_no_checkpoint(tmp_path: Path) -> None:
+    publisher = publisher_in(tmp_path)
+    for node in "ab":
+        order = publisher.order(c.Write(1, Version(1, 10), node, node, copies=False, describe=node == "a"))
+        written: Any = SimpleNamespace(files=(), scalars={}, tensors_sha256=node, tensors={}, num_ranks=1)
+        publisher.written(1, order, written)
+    publisher.publish_index(c.PublishIndex(1, Version(1, 10), ("a", "b")))
+    assert until(publisher.done) == [e.PublishFailed(1, "node b holds another state than a")]
+    publisher.close()
 
 
 def test_checkpoints_that_cannot_be_deleted_are_told_of_and_stop_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    notes, rmtree = list[str](), shutil.rmtree
-    fleet = make(tmp_path, lambda name, text: notes.append(f"{name}: {text}"))
+    publisher, folder, rmtree = publisher_in(tmp_path), Storage.at(tmp_path), shutil.rmtree
     for number in range(1, 5):  # uncommitted leftovers are deleted too, once there are enough that are whole
-        (fleet.checkpoints / f"step-0000000{number}").write_bytes("part", b"")
+        (folder / f"step-0000000{number}").write_bytes("part", b"")
     monkeypatch.setattr("regrow.state.disk.catalog.committed_steps", lambda folder: [4, 3])
     monkeypatch.setattr("regrow.state.disk.catalog.open_checkpoint", lambda folder, step: SimpleNamespace(files=()))
 
@@ -83,148 +147,20 @@ def test_checkpoints_that_cannot_be_deleted_are_told_of_and_stop_nothing(
 
     with monkeypatch.context() as patched:
         patched.setattr("shutil.rmtree", refuse)
-        fleet.retain()
-        wait([fleet.deleting])  # type: ignore[list-item]
-    fleet.tick()
-    assert len(notes) == 1
-    assert fleet.checkpoints.list() == ["step-00000001", "step-00000003", "step-00000004"]
-    assert "next one tries again: [Errno 13] Permission denied: 'part'" in notes[0]
-    fleet.retain()
-    fleet.storage.shutdown(wait=True)
-    fleet.tick()
-    assert len(notes) == 1
-    assert fleet.checkpoints.list() == ["step-00000003", "step-00000004"]
+        publisher.delete()
+        (deleted,) = until(publisher.done)
+    assert folder.list() == ["step-00000001", "step-00000003", "step-00000004"]
+    assert "next one tries again: [Errno 13] Permission denied: 'part'" in deleted.problem
+    publisher.delete()
+    assert until(publisher.done) == [e.Deleted("")]
+    assert folder.list() == ["step-00000003", "step-00000004"]
+    publisher.close()
 
 
-def test_a_group_on_one_node_has_its_copies_on_another_that_is_up_until_that_is_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alive = ["a", "b", "c"]
-    monkeypatch.setattr(module.ray, "nodes", lambda: [{"NodeID": node, "Alive": True} for node in alive])
-    fleet, told = make(tmp_path), list[tuple[str, Any]]()
-
-    def handle(node: str) -> Any:
-        return SimpleNamespace(
-            take_place=SimpleNamespace(remote=lambda place: told.append((node, place.peer and place.peer.node))),
-            committed=SimpleNamespace(remote=lambda number, state: told.append((node, state.newest.step))),
-        )
-
-    domains = {"a": "rack 1", "b": "rack 1", "c": "rack 2"}
-    fleet.known = {  # type: ignore[assignment]
-        node: (handle(node), SimpleNamespace(address=("", 0), domain=domain)) for node, domain in domains.items()
-    }
-    fleet.begin(1, 0, ["a"])
-    assert told == [("a", "c")]  # of another rack
-    told.clear()
-    assert fleet.sealed([Sealed("a", Moment(1, 5), "c")])
-    assert told == [("a", 5), ("c", 5)]
-    fleet.check_peers()
-    assert fleet.peers == {"a": "c"}
-    alive.remove("c")
-    told.clear()
-    fleet.check_peers()
-    assert told == [("a", "b")]
-    assert not fleet.sealed([Sealed("a", Moment(1, 6), "c")])  # these copies went with it
-    assert fleet.sealed([Sealed("a", Moment(1, 6), "b")])
-    alive.remove("b")
-    fleet.check_peers()
-    assert fleet.sealed([Sealed("a", Moment(1, 7), "")])
-    fleet.begin(2, 7, ["a", "b"])
-    assert fleet.peers == {"a": "b", "b": "a"}
-    fleet.storage.shutdown()
-
-
-class Holders:
-    """Three nodes in Ray's place; each has its own snapshots, and copies of another's."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.nodes, self.answered = ["a", "b", "c"], list[str]()
-        self.held: dict[str, list[Held]] = {node: [] for node in self.nodes}
-        monkeypatch.setattr(module.ray, "nodes", lambda: [{"NodeID": node, "Alive": True} for node in self.nodes])
-        monkeypatch.setattr(module.ray, "wait", lambda calls, **options: (calls[:1], calls[1:]))
-        monkeypatch.setattr(module.ray, "get", self._get)
-        self.fleet = make(folder)
-        self.fleet.known = {
-            node: (self._handle(node), SimpleNamespace(node=node, address=("", 0)))  # type: ignore[misc]
-            for node in self.nodes
-        }
-
-    def hold(self, moment: Moment, *, copies: bool) -> None:
-        for shard, node in enumerate(self.nodes):
-            for each in (shard, (shard - 1) % 3) if copies else (shard,):
-                self.held[node].append(Held(f"{node}{each}", moment, Coordinates(MeshShape(1, 3), each), 1, ""))
-
-    def _handle(self, node: str) -> Any:
-        return SimpleNamespace(holdings=SimpleNamespace(remote=lambda since: (node, since)))
-
-    def _get(self, call: tuple[str, Moment]) -> list[Held]:
-        node, since = call
-        self.answered.append(node)
-        return [held for held in self.held[node] if held.moment >= since]
-
-
-def test_of_the_newest_step_those_who_ask_and_enough_others_are_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = Holders(tmp_path, monkeypatch)
-    fleet, moment = made.fleet, Moment(1, 10)
-    made.hold(moment, copies=True)
-    assert fleet.newest(group=["a"], logged=10) is None
-    assert fleet.committed() is None
-    fleet.board.newest = SnapshotCommit(moment, dict.fromkeys(made.nodes, ""))
-    for group, answered in ((["a"], ["a", "b"]), (["a", "c"], ["a", "b", "c"])):
-        made.answered.clear()
-        found = fleet.newest(group=group, logged=10)
-        assert found is not None
-        assert found[0] == 10
-        assert made.answered == answered
-    found = fleet.committed()
-    assert found is not None
-    assert sorted(holder.held.coordinates.rank for holder in found[1]) == [0, 0, 1, 1, 2, 2]
-    fleet.storage.shutdown()
-
-
-def test_a_step_that_survivors_have_all_of_needs_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Holders(tmp_path, monkeypatch)
-    fleet = made.fleet
-    fleet.begin(2, 10, [])
-    fleet.board.newest = SnapshotCommit(Moment(2, 10), dict.fromkeys(made.nodes, ""))
-    for moment in (Moment(2, 10), Moment(2, 11), Moment(1, 13), Moment(2, 13)):
-        made.hold(moment, copies=moment.step == 10)
-    made.held["b"].append(Held("torn", Moment(2, 12), Coordinates(MeshShape(1, 3), 1), 1, ""))  # by one of three
-    for logged, step in ((10, 10), (11, 11), (12, 11), (13, 13)):  # a step without a row is none to begin from
-        found = fleet.newest(group=made.nodes, logged=logged)
-        assert found is not None
-        assert found[0] == step
-        assert {holder.held.moment for holder in found[1]} == {Moment(2, step)}
-    found = fleet.committed()
-    assert found is not None
-    assert found[0] == 10
-    fleet.storage.shutdown()
-
-
-def test_a_newcomer_is_given_nodes_that_train_else_those_that_came_before_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fleet, alive = make(tmp_path), ["a", "b", "c", "d", "e", "f"]
-    monkeypatch.setattr(module.ray, "nodes", lambda: [{"NodeID": node, "Alive": True} for node in alive])
-    infos: dict[str, Any] = {node: SimpleNamespace(node=node, address=(node, 1)) for node in alive}
-
-    def given(node: str) -> list[str]:
-        peers = fleet.neighbours(infos[node])
-        assert all(peer.address == (peer.node, 1) for peer in peers)
-        return [peer.node for peer in peers]
-
-    assert given("a") == []
-    assert given("b") == ["a"]
-    assert given("a") == ["b"]  # another rank of it asks
-    assert given("c") == ["a", "b"]
-    alive.remove("c")
-    assert given("d") == ["a", "b"]
-    fleet.known = {node: (None, infos[node]) for node in "ab"}
-    fleet.peers = {"a": "b", "b": "a"}
-    found = given("e")
-    assert sorted(found[:2]) == ["a", "b"]
-    assert found[2:] == ["d"]
-    assert given("a") == ["b", "e", "d"]
-    fleet.storage.shutdown()
+def test_a_commit_that_is_withdrawn_is_no_checkpoint(tmp_path: Path) -> None:
+    publisher, folder = publisher_in(tmp_path), Storage.at(tmp_path)
+    publisher.commit("step-00000010", b"{}", fence=lambda: None)
+    assert folder.list("step-00000010") == ["COMMIT"]
+    publisher.withdraw(10)
+    publisher.close()
+    assert folder.list("step-00000010") == []

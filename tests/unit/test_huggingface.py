@@ -11,9 +11,9 @@ from torch import Tensor
 
 from regrow.accept.tiny import ragged_model, tiny_model
 from regrow.config.schema import DataConfig, Dtype, ModelConfig
-from regrow.data.manifest import Manifest
-from regrow.data.prepare import prepare
-from regrow.data.tokenizer import END_OF_TEXT
+from regrow.data.prepare.prepare import prepare
+from regrow.data.prepare.tokenizer import END_OF_TEXT
+from regrow.data.read.manifest import Manifest
 from regrow.errors import CheckpointError, DataError
 from regrow.model.llama import Llama
 from regrow.model.size import parameter_shapes
@@ -198,7 +198,7 @@ def test_the_tokenizer_of_the_runs_corpus_goes_with_it(tmp_path: Path) -> None:
         ({"rope_scaling": {"rope_type": "llama3"}}, "is not a Llama's config: KeyError: 'factor'"),
         ({"num_hidden_layers": 3}, "has no model.layers.2."),
         ({"num_hidden_layers": 1}, "holds model.layers.1."),
-        ({"intermediate_size": 64}, r"gate_proj.weight is \[48, 32\], its config.json says \[64, 32\]"),
+        ({"intermediate_size": 64}, r"down_proj.weight is \[32, 48\], its config.json says \[32, 64\]"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is set, but lm_head.weight is not the embedding"),
     ],
 )

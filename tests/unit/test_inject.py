@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from regrow.control.values import Version
 from regrow.drill.faults import parse_plan
 from regrow.drill.inject import FILLER, Injector, NotNow, _damage, free_bytes
 from regrow.drill.processes import is_alive, wait_until_gone
 from regrow.errors import CheckpointError
 from regrow.state.memory.held import open_snapshot
 from regrow.state.memory.reader import restore_snapshot
-from regrow.state.memory.slots import Committed, Moment
+from regrow.state.memory.slots import Committed
 from support.keepers import SECRET, assert_state, cluster, entries_of, holders, snapshot
 
 Notes = list[tuple[int, str, dict[str, Any]]]
@@ -140,7 +141,7 @@ def test_damage_hits_the_newest_committed_snapshots_which_are_restored_from_othe
         snapshot(nodes, 5, 2)
         first = nodes[0].keeper
         assert _damage(first.folder) == [], "nothing is committed yet"
-        first.committed(Committed(newest=Moment(1, 5)))
+        first.committed(Committed(newest=Version(1, 5)))
         damaged = _damage(first.folder)
         assert len(damaged) == 2  # its own, and its copy of the other node's
         for name in damaged:

@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from regrow.config.plain import to_yaml
 from regrow.config.schema import DataConfig, MixtureStage, PretrainConfig
-from regrow.config.store import to_yaml
-from regrow.data.batch import BatchLayout, direct_batches
-from regrow.data.corpora import Corpora, order_of
-from regrow.data.document_index import read_index
-from regrow.data.inspect import decode_rows, differences, document_lengths, rows_of_batch
-from regrow.data.manifest import Manifest
-from regrow.data.prepare import prepare
-from regrow.data.shards import ShardReader
-from regrow.data.tokenizer import encode, load_tokenizer
+from regrow.data.prepare.prepare import prepare
+from regrow.data.prepare.tokenizer import encode, load_tokenizer
+from regrow.data.read.batch import BatchLayout, direct_batches
+from regrow.data.read.corpora import Corpora, order_of
+from regrow.data.read.document_index import read_index
+from regrow.data.read.inspect import decode_rows, differences, document_lengths, rows_of_batch
+from regrow.data.read.manifest import Manifest
+from regrow.data.read.shards import ShardReader
 from regrow.plan.order import Order
 from regrow.storage import Storage
 from support.corpus import WordRecipe

@@ -1,28 +1,28 @@
 """Nodes that are left in time, and nodes that are left alone."""
 
 from regrow.control.membership import Member, Membership
-from regrow.control.notices import MARGIN_S, Notices
+from regrow.control.nodes import MARGIN_S, Exclusions
 
 
-def made() -> Notices:
-    return Notices(failures=3, within_s=3600.0, barred_s=600.0)
+def made() -> Exclusions:
+    return Exclusions(failures=3, within_s=3600.0, quarantine_s=600.0)
 
 
 def test_a_node_that_is_drained_is_left_before_its_deadline_and_used_until_then() -> None:
     notices = made()
-    assert notices.drained({"a": 1000.0}) == ["a"]
-    assert notices.drained({"a": 1000.0, "b": 50.0}) == ["b"]
-    assert notices.avoided(1000.0 - MARGIN_S - 1) == {"b"}
-    assert notices.avoided(1000.0 - MARGIN_S + 1) == {"a", "b"}
-    assert notices.drained({}) == []  # gone, or no longer to go
-    assert notices.avoided(1000.0) == set()
+    assert notices.draining({"a": 1000.0}) == ["a"]
+    assert notices.draining({"a": 1000.0, "b": 50.0}) == ["b"]
+    assert notices.excluded(1000.0 - MARGIN_S - 1) == {"b"}
+    assert notices.excluded(1000.0 - MARGIN_S + 1) == {"a", "b"}
+    assert notices.draining({}) == []  # gone, or no longer to go
+    assert notices.excluded(1000.0) == set()
 
 
 def test_a_node_that_fails_again_and_again_is_barred_for_a_while() -> None:
     notices = made()
     assert [notices.failed("a", at) for at in (0.0, 10.0, 20.0)] == [False, False, True]
-    assert notices.avoided(21.0) == {"a"}
-    assert notices.avoided(20.0 + 601.0) == set()
+    assert notices.excluded(21.0) == {"a"}
+    assert notices.excluded(20.0 + 601.0) == set()
     assert not notices.failed("a", 700.0)  # it starts from nothing
 
 
@@ -30,7 +30,7 @@ def test_failures_far_apart_do_not_add_up_and_nodes_are_counted_by_themselves() 
     notices = made()
     assert not any(notices.failed("a", at) for at in (0.0, 3000.0, 6000.0, 9000.0))
     assert not any(notices.failed(node, 0.0) for node in "bcdbcd")
-    assert not any(Notices(0, 3600.0, 600.0).failed("a", at) for at in range(100))
+    assert not any(Exclusions(0, 3600.0, 600.0).failed("a", at) for at in range(100))
 
 
 def group(nodes: str, sizes: range) -> Membership:

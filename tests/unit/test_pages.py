@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from regrow.record.ledger import account
-from regrow.show.comparison import RunData, make_comparison
-from regrow.show.report import report_of
-from regrow.show.report_page import render_page
+from regrow.record.history import History
+from regrow.show.page import drill_page, run_page
+from regrow.show.report import build_report
+from regrow.show.timeline import draw_timeline, marks_of
 from support.browser import Browser, find_browser
 
 PROGRAM = find_browser()
@@ -34,7 +34,7 @@ LOOK = """
   const root = document.documentElement;
   if (root.scrollWidth > innerWidth + 1)
     wrong.push(`the page is ${root.scrollWidth} wide in a window of ${innerWidth}`);
-  for (const plot of document.querySelectorAll('svg.plot')) {
+  for (const plot of document.querySelectorAll('svg.timeline')) {
     const frame = plot.getBoundingClientRect();
     const texts = [...plot.querySelectorAll('text')].map(t => [t.textContent, t.getBoundingClientRect()]);
     texts.forEach(([text, a], i) => {
@@ -81,8 +81,8 @@ def browser() -> Iterator[Browser]:
         yield found
 
 
-def simulated(name: str, *, seed: int, steps: int, losses: int, lr: float, running: bool = False) -> RunData:
-    """A run of hours that loses ranks at random, with everything that the pages show."""
+def simulated(name: str, *, seed: int, steps: int, losses: int, lr: float) -> tuple[History, dict[str, Any]]:
+    """A run of hours that loses ranks at random, with everything that the pages show, and its configuration."""
     dice, now, world_size, number = random.Random(seed), T0, 8, 1
     events: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
@@ -140,8 +140,7 @@ def simulated(name: str, *, seed: int, steps: int, losses: int, lr: float, runni
             row |= {"validation_loss": loss + 0.05, "time": now}
             event("checkpoint", now + 1, step=step, bytes=96_000_000_000, seconds=31.0)
         rows.append(row)
-    if not running:
-        event("stopped", now + 2, step=steps, reason="finished", detail="")
+    event("stopped", now + 2, step=steps, reason="finished", detail="")
     config = {
         "run": {"name": name, "storage_path": "s3://llama/runs"},
         "train": {"steps": steps},
@@ -157,30 +156,35 @@ def simulated(name: str, *, seed: int, steps: int, losses: int, lr: float, runni
         "optim": {"lr": lr, "global_batch_seqs": 256, "num_slices": 64},
     }
     events.sort(key=lambda each: each["time"])
-    ledger = account(rows, events, now + 3)
-    return RunData(
-        name, f"s3://llama/runs/{name}", report_of(ledger, rows, events, config), ledger, rows, events, config
-    )
+    return History.of_logs(rows, events), config
 
 
-def one_page() -> str:
-    run = simulated("llama-8b", seed=1, steps=700, losses=9, lr=3e-4)
-    return render_page(run.report, run.ledger, run.metrics, run.events, run.config, T0 + 9000)
+def run_html() -> str:
+    history, config = simulated("llama-8b", seed=1, steps=700, losses=9, lr=3e-4)
+    ledger = history.ledger(T0 + 9000)
+    return run_page(build_report(history, ledger, config), history, ledger, config, T0 + 9000)
 
 
-def comparison_of(number: int) -> str:
-    runs = [
-        simulated(f"llama-8b-{k}", seed=k, steps=700 - 40 * k, losses=5 * k, lr=3e-4 * (1 + 0.3 * k), running=k == 1)
-        for k in range(number)
+def drill_html() -> str:
+    history, config = simulated("kill_node", seed=2, steps=200, losses=3, lr=3e-4)
+    ledger, marks = history.ledger(T0 + 9000), marks_of(history)
+    fault = {"ranks_before": 4, "ranks_after": 3, "lost_steps": 1, "source": "snapshot", "grows": False}
+    faults = [
+        {"number": k, "step": 20 * k, "what": mark.text, "seconds": (mark.back or 0) - mark.time} | fault
+        for k, mark in enumerate(marks)
     ]
-    return make_comparison(runs, now=T0 + 9000)[".html"].decode()
+    case = "checkpoints/step-00000060/g000003-25770fc1-0.safetensors: " + "a long sentence about it " * 8
+    verdicts = [
+        {"promise": "1", "claim": "same", "holds": True, "figures": "200 of 200 digests equal", "details": []},
+        {"promise": "3", "claim": "nothing names a rank", "holds": False, "figures": "1 file", "details": [case]},
+        {"promise": "", "claim": "nothing is left", "holds": None, "figures": "not looked for", "details": []},
+    ]
+    result = {"plan": "kill_node", "holds": False, "verdicts": verdicts, "faults": faults}
+    picture = draw_timeline(ledger, list(history.rows), marks, title="kill_node: 3 faults", noun="fault")
+    return drill_page("kill_node-7", result, build_report(history, ledger, config), picture)
 
 
-PAGES = {
-    "report": one_page,
-    "comparison-of-3": lambda: comparison_of(3),
-    "comparison-of-8": lambda: comparison_of(8),
-}
+PAGES = {"report": run_html, "drill": drill_html}
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +207,7 @@ def test_a_page_can_be_read_on_any_screen_and_asks_for_nothing(
     assert browser.evaluate(LOOK) == []
     assert browser.complaints == []
     assert browser.fetched == [url]
-    assert browser.evaluate("document.querySelectorAll('svg.plot').length") == 4
+    assert browser.evaluate("document.querySelectorAll('svg.timeline').length") == 1
     picture = folder / f"{name}-{window}.png"
     browser.screenshot(picture)
     assert picture.stat().st_size > 20_000
@@ -222,8 +226,9 @@ def test_a_page_prints_whole_and_dark_on_white(browser: Browser, folder: Path, n
 
 def test_what_is_hard_to_read_would_be_noticed(browser: Browser, tmp_path: Path) -> None:
     (tmp_path / "bad.html").write_text(
-        "<body style='background:#fff;width:3000px'><p style='color:#ccc'>pale</p><svg class=plot width=200 height=50 "
-        "viewBox='0 0 200 50' aria-label=mine><text x=10 y=20>one</text><text x=15 y=22>two</text>"
+        "<body style='background:#fff;width:3000px'><p style='color:#ccc'>pale</p>"
+        "<svg class=timeline width=200 height=50 viewBox='0 0 200 50' aria-label=mine>"
+        "<text x=10 y=20>one</text><text x=15 y=22>two</text>"
         "<text x=190 y=40>outside</text></svg><script>console.error('sorry')</script><img src=missing.png></body>"
     )
     browser.open((tmp_path / "bad.html").as_uri(), width=1000)

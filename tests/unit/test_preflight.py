@@ -22,9 +22,9 @@ from tokenizers import Tokenizer
 from regrow.config.check import check
 from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig, RunConfig
 from regrow.config.store import pretrain_config
-from regrow.data.corpora import find_corpora
 from regrow.data.preflight import MARGIN, Outlook, check_corpus
-from regrow.data.tokenizer import train_tokenizer
+from regrow.data.prepare.tokenizer import train_tokenizer
+from regrow.data.read.corpora import find_corpora
 from regrow.errors import DataError, UnseenError
 from regrow.submit.corpus import look_at_corpus
 from support.hub import hub

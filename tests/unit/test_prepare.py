@@ -15,15 +15,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
-from regrow.data import prepare as prepare_module
-from regrow.data import shards
-from regrow.data.corpora import Corpora, order_of
-from regrow.data.documents import Document, Piece, Skipped, clean_text, content_hash, load_recipe, unique
-from regrow.data.manifest import MANIFEST, Manifest
-from regrow.data.prepare import cache_name, find_or_prepare, prepare, spool_piece
-from regrow.data.shards import ShardReader, verify
-from regrow.data.spool import Spool, document_key
-from regrow.data.tokenizer import END_OF_TEXT, encode, load_tokenizer
+from regrow.data.prepare import prepare as prepare_module
+from regrow.data.prepare.documents import Document, Piece, Skipped, clean_text, content_hash, load_recipe, unique
+from regrow.data.prepare.prepare import cache_name, find_or_prepare, prepare, spool_piece
+from regrow.data.prepare.spool import Spool, document_key
+from regrow.data.prepare.tokenizer import END_OF_TEXT, encode, load_tokenizer
+from regrow.data.read import shards
+from regrow.data.read.corpora import Corpora, order_of
+from regrow.data.read.manifest import MANIFEST, Manifest
+from regrow.data.read.shards import ShardReader, verify
 from regrow.errors import DataError
 from regrow.progress import Task
 from regrow.storage import Storage
@@ -208,7 +208,7 @@ def test_processes_that_prepare_at_once_all_find_a_whole_corpus(corpus: Path, tm
 def test_find_or_prepare_prepares_once_and_reports_stages_that_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regrow.data.prepare.load_recipe", lambda name: WordRecipe())
+    monkeypatch.setattr("regrow.data.prepare.prepare.load_recipe", lambda name: WordRecipe())
     seen: list[tuple[Task, float, float]] = []
     folder, manifest = find_or_prepare(CONFIG, str(tmp_path), progress=lambda *update: seen.append(update))
     assert folder.local_path.parent == tmp_path / "data"

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from regrow.config.schema import DataConfig
-from regrow.data.corpora import Corpora
-from regrow.data.range_cache import RangeCache
-from regrow.data.shards import ShardReader
+from regrow.data.read.corpora import Corpora
+from regrow.data.read.range_cache import RangeCache
+from regrow.data.read.shards import ShardReader
 from regrow.errors import DataError
 from support.corpus import write_rows
 

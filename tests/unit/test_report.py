@@ -1,9 +1,11 @@
 import dataclasses
+import io
 import itertools
 import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -15,23 +17,29 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from regrow.config.schema import PretrainConfig
 from regrow.errors import RegrowError
-from regrow.record.ledger import LOST, STATES, account, columns
+from regrow.record.events import Checkpoint, Failure, Generation, Stopped, Submitted, Validation
+from regrow.record.history import History
+from regrow.record.ledger import LOST, STATES, columns
 from regrow.record.log import RunLog, encode, read_events, read_metrics
-from regrow.show.comparison import (
+from regrow.show import report as module
+from regrow.show.compare import (
     MOST_RUNS,
+    RunData,
     agreement,
+    as_table,
+    comparison,
     differing_settings,
     labels,
     load_run,
     load_runs,
-    make_comparison,
 )
-from regrow.show.report import build_report, make_report, write_report
-from regrow.show.report_parts import data_mix
-from regrow.show.svg import number_ticks, time_ticks
+from regrow.show.page import data_mix
+from regrow.show.report import make_report, write_report
+from regrow.show.timeline import number_ticks, time_ticks
 from regrow.storage import Storage
 
 REPORT_KEYS = [
@@ -68,6 +76,11 @@ def config(max_workers: int = 4, num_slices: int = 12) -> PretrainConfig:
     made = PretrainConfig()
     made.cluster.max_workers, made.optim.num_slices = max_workers, num_slices
     return made
+
+
+def build_report(metrics: list[Any], events: list[Any], now: float, config: Any) -> dict[str, Any]:
+    history = History.of_logs(metrics, events)
+    return module.build_report(history, history.ledger(now), config)
 
 
 def make_row(step: int, time: float, step_s: float, generation: int = 1, **changes: Any) -> dict[str, Any]:
@@ -126,7 +139,7 @@ def one_loss() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         generation(1, 10, 4, 0, "start", init_s=5.0, restore_s=0.0),
         event("validation", 19, step=4, loss=2.5, seconds=1.0),
         event("checkpoint", 21, step=4, stall_s=2.0, bytes=1000, generation=1),
-        event("failure", 26, cause="node_died", detail="10.0.0.3", generation=1, ranks_before=4),
+        event("failure", 26, cause="node_died", detail="10.0.0.3", generation=1),
         event(
             "rollback",
             33,
@@ -364,7 +377,7 @@ class Simulation:
         return seconds
 
     def submit(self) -> None:
-        self.log.event("submitted", time=self.now)
+        self.log.event(Submitted(time=self.now))
 
     def start(self, cause: str) -> None:
         init_s, restore_s = self.spend("init", 20), self.spend("restore", 5)
@@ -377,15 +390,16 @@ class Simulation:
                 self.truth["recompute"] += seconds
         self.step = self.committed
         self.log.event(
-            "generation",
-            time=self.now,
-            generation=self.generation,
-            world_size=self.random.randint(1, 4),
-            start_step=self.step,
-            cause=cause,
-            source="checkpoint",
-            init_s=init_s,
-            restore_s=restore_s,
+            Generation(
+                time=self.now,
+                generation=self.generation,
+                world_size=self.random.randint(1, 4),
+                start_step=self.step,
+                cause=cause,
+                source="checkpoint",
+                init_s=init_s,
+                restore_s=restore_s,
+            )
         )
 
     def train(self, steps: int) -> None:
@@ -395,10 +409,10 @@ class Simulation:
             parts = {"data": self.spend("data", 0.5), "productive": self.spend("productive", 3)}
             if validate:
                 seconds = self.spend("validation", 4)
-                self.log.event("validation", time=self.now, step=self.step, loss=1.0, seconds=seconds)
+                self.log.event(Validation(time=self.now, step=self.step, loss=1.0, seconds=seconds))
             snapshot_s = self.spend("snapshot", 2) if save else 0.0
             if save:
-                self.log.event("checkpoint", time=self.now, step=self.step, stall_s=snapshot_s, bytes=1)
+                self.log.event(Checkpoint(time=self.now, step=self.step, stall_s=snapshot_s, bytes=1))
                 self.committed = self.step
             step_s = sum(parts.values()) + snapshot_s
             row = make_row(self.step, self.now, step_s, self.generation)
@@ -420,17 +434,17 @@ def test_the_ledger_finds_back_what_each_second_of_a_simulated_run_was(
             run.train(run.random.randint(1, 12))
             if end == "stopped":
                 run.spend("other", 1)
-                log.event("stopped", time=run.now, step=run.step, reason="interrupted")
+                log.event(Stopped(time=run.now, step=run.step, reason="interrupted"))
             run.spend("down", 30)
             if end == "failure":
-                log.event("failure", time=run.now, cause="worker_died", generation=run.generation)
+                log.event(Failure(time=run.now, cause="worker_died", generation=run.generation))
                 run.spend("down", 30)
             else:
                 run.submit()
             run.start("worker_died" if end == "failure" else "resume")
         run.train(5)
         run.spend("other", 1)
-        log.event("stopped", time=run.now, step=run.step, reason="finished")
+        log.event(Stopped(time=run.now, step=run.step, reason="finished"))
     report = build_report(read_metrics(storage), read_events(storage), now=run.now + 100, config=config())
     assert_adds_up(report)
     # A validation or a checkpoint of a step that is rolled back stays what it was; a step's own parts are recomputed.
@@ -526,7 +540,8 @@ def test_the_page_is_self_contained_and_shows_what_happened(tmp_path: Path) -> N
     assert not page.tags & {"script", "link", "img", "iframe", "object"}
     assert "url(" not in html
     assert "@import" not in html
-    for words in ("Loss by step", "Loss by tokens", "World size over time", "node died", "4 → 3", "Configuration"):
+    shown = ("ranks", "loss", "tokens/s", "step 3, 300 tok", "node died · 11.0 s", "4 → 3", "Configuration")
+    for words in shown:
         assert words in page.words
     for state in ("productive", "recompute", "down", "validation"):
         assert state in page.words
@@ -567,7 +582,7 @@ def test_long_runs_are_drawn_with_a_bounded_number_of_points(tmp_path: Path) -> 
     events = [event("submitted", 0), generation(1, 0, 4, 0, "start"), event("stopped", 5000, step=5000)]
     _, files = make_report(write_run(tmp_path / "run", metrics, events), config(), now=T0)
     assert len(files["report.html"]) < 300_000
-    assert "steps 4,976 to 5,000" in files["report.html"].decode()
+    assert "steps 4,976 to 5,000: 500k tokens, 4 ranks" in files["report.html"].decode()
 
 
 def test_ticks_are_round_and_inside() -> None:
@@ -575,7 +590,7 @@ def test_ticks_are_round_and_inside() -> None:
     assert [label for _, label in number_ticks(3.91, 4.2, 4)] == ["4.0", "4.1", "4.2"]
     assert [label for _, label in number_ticks(0, 2.2e6, 4)] == ["0", "1M", "2M"]
     assert [label for _, label in number_ticks(0, 2.2, 5, whole=True)] == ["0", "1", "2"]
-    assert time_ticks(0, 3 * 3600)[-1] == (3 * 3600, "3 h")
+    assert time_ticks(0, 3 * 3600)[-1] == (3 * 3600, "3.0 h")
 
 
 @settings(max_examples=100)
@@ -606,16 +621,19 @@ def mixing(first: float = 3.0) -> dict[str, Any]:
 def test_the_data_mix_is_told_by_stage_and_by_what_was_trained_on() -> None:
     mix = data_mix(mixing(), 1000)
     assert mix is not None
-    names, heads, rows, bar = mix
-    assert (names, heads) == (["web", "code"], ["from 0", "from 500"])
-    assert rows == [["75.0%", "0.0%", "370", "37.0%"], ["25.0%", "100.0%", "630", "63.0%"]]
-    assert "code: 63.0%" in bar
+    assert mix.head == ["corpus", "from 0", "from 500", "tokens so far", "share"]
+    assert [getattr(row[0], "text", "") for row in mix.rows] == ["web", "code"]
+    assert [list(row[1:]) for row in mix.rows] == [
+        ["75.0%", "0.0%", "370", "37.0%"],
+        ["25.0%", "100.0%", "630", "63.0%"],
+    ]
+    assert mix.bar[1] == (0.63, "r1", "code: 63.0% of the tokens so far")
     assert data_mix(mixing(first=-1.0), 1000) is None  # a folder's config is not ours to judge
     assert data_mix({"data": {"corpora": {"web": "/web"}}}, 1000) is None
 
 
 def test_columns_cover_the_run_without_gaps() -> None:
-    ledger = account(*one_loss(), now=T0 + 100)
+    ledger = History.of_logs(*one_loss()).ledger(T0 + 100)
     for count in (1, 7, 300):
         found = columns(ledger, count)
         assert (found[0][0], found[-1][1]) == (ledger.begin, pytest.approx(ledger.end))
@@ -645,27 +663,35 @@ def test_two_runs_are_compared_setting_by_setting_and_batch_by_batch(tmp_path: P
     found = agreement(first, second)
     assert (found.common_steps, found.same_batches, found.first_other) == (6, 5, 6)
     assert (found.largest_loss_difference, found.at_step) == (pytest.approx(0.05), 5)
-    content = make_comparison([first, second], now=T0 + 30)
-    data = json.loads(content[".json"])
+    data = comparison([first, second])
     assert [run["name"] for run in data["runs"]] == ["first", "second"]
     assert data["runs"][0]["report"] == first.report
     assert data["agreement_with_first"]["second"]["same_batches"] == 5
-    page = Page(content[".html"].decode())
-    assert page.links == []
-    assert not page.tags & {"script", "link", "img", "iframe", "object"}
-    for words in ("2 runs compared", "node died", "optim.lr", "Against first", "4 → 3", "Ranks and states over time"):
-        assert words in page.words
-    assert "model.dim" not in page.words
-    assert "first: 8.0000\nsecond: 8.0100" in page.words  # one tooltip for both
+    text = shown([first, second])
+    for words in (
+        "node died",
+        "14.0 s",
+        "optim.lr",
+        "against the first run",
+        "3 to 4",
+        "5.00e-02 at step 5",
+        "productive",
+    ):
+        assert words in text
+    assert "model.dim" not in text
+
+
+def shown(runs: list[RunData]) -> str:
+    stream = io.StringIO()
+    Console(file=stream, width=200).print(as_table(runs))
+    return stream.getvalue()
 
 
 def test_runs_that_are_the_same_or_hold_nothing_can_be_compared_too(tmp_path: Path) -> None:
     empty = [write_run(tmp_path / name, [], [event("submitted", 0)]) for name in ("a", "b")]
-    Page(make_comparison([load_run(each, T0) for each in empty], now=T0)[".html"].decode())
+    assert "steps" in shown([load_run(each, T0) for each in empty])
     same = load_run(write_run(tmp_path / "c", *one_loss()), T0 + 100)
-    twin = dataclasses.replace(same, folder="/elsewhere/c")
-    page = Page(make_comparison([same, twin], now=T0)[".html"].decode())
-    assert "The same settings, commit and versions." in page.words
+    assert "differing settings: none" in shown([same, dataclasses.replace(same, folder="/elsewhere/c")])
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
@@ -678,19 +704,17 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> Non
     assert labels(runs[:1]) == ["mine"]
 
 
-def test_everything_on_a_comparison_is_escaped(tmp_path: Path) -> None:
-    evil = "<script>alert('x')</script>&\"\ud800"
+def test_what_a_run_says_is_no_markup_of_the_table(tmp_path: Path) -> None:
     metrics, events = one_loss()
     for entry in events:
-        entry.update(cause=evil, source=evil, reason=evil, detail=evil, git=evil, versions={evil: evil})
-    runs = []
-    for number in range(2):
-        settings = {"run": {"name": f"{evil}{number}"}, evil: {evil: f"{evil}{number}"}}
-        run = load_run(write_run(tmp_path / str(number), metrics, events), T0 + 100)
-        runs.append(dataclasses.replace(run, name=f"{evil}{number}", config=settings))
-    page = Page(make_comparison(runs, now=T0 + 100)[".html"].decode())
-    assert "script" not in page.tags
-    assert page.words.count("<script>alert('x')</script>") > 20
+        entry.update(cause="[red]gone[/]", git="[/]")
+    run = load_run(write_run(tmp_path / "0", metrics, events), T0 + 100)
+    runs = [
+        dataclasses.replace(run, name=f"[b]{number}", config={"[a]": {"[i]": f"[{number}]"}}) for number in range(2)
+    ]
+    text = shown(runs)
+    for words in ("[b]0", "[red]gone[/]", "[a].[i]", "[1]"):
+        assert words in text
 
 
 def test_too_many_or_too_few_different_runs_are_refused(tmp_path: Path) -> None:
@@ -702,21 +726,22 @@ def test_too_many_or_too_few_different_runs_are_refused(tmp_path: Path) -> None:
 
 def test_the_job_compares_runs_and_names_one_that_is_none(tmp_path: Path) -> None:
     def job(*arguments: str) -> subprocess.CompletedProcess[str]:
-        environment = os.environ | {"PYTHONPATH": str(REPO)}
+        environment = os.environ | {"PYTHONPATH": f"{REPO}:{REPO}/platform"}
         command = [sys.executable, "-m", "jobs.report", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
 
     folders = two_runs(tmp_path)
     done = job(*folders)
-    assert (done.returncode, done.stdout) == (0, "2 runs compared: comparison.html\n"), done.stderr
-    assert "2 runs compared" in (tmp_path / "comparison.html").read_text()
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^ +first +second$", done.stdout, re.MULTILINE)
+    assert re.search(r"^optim\.lr +0\.1 +0\.2$", done.stdout, re.MULTILINE)
     assert not (tmp_path / "first" / "report.html").exists()  # the runs are left as they are
-    done = job(*folders, "--out", "figures.json")
-    assert list(json.loads((tmp_path / "figures.json").read_text())["differing_settings"]) == [
-        "optim.lr",
-        "commit",
-        "version of torch",
-    ]
+    done = job(*folders, "--json", "--out", "figures.json")
+    assert json.loads((tmp_path / "figures.json").read_text()) == json.loads(done.stdout)
+    assert list(json.loads(done.stdout)["differing_settings"]) == ["optim.lr", "commit", "version of torch"]
+    done = job(*folders, "--out", "ab.html")
+    assert done.returncode == 2
+    assert "--out ab.html: a comparison is a table and JSON; name a file that ends in .json" in done.stderr
     done = job(folders[0], str(tmp_path / "nowhere"))
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
@@ -739,6 +764,11 @@ def test_the_job_writes_a_report_and_says_where(tmp_path: Path) -> None:
 
     done = job(str(tmp_path / "run"), "--out", str(tmp_path / "copy.json"))
     assert json.loads((tmp_path / "copy.json").read_bytes())["steps"] == 7
+
+    storage.delete("report.json")
+    done = job(str(tmp_path / "run"), "--json")
+    assert json.loads(done.stdout)["steps"] == 7
+    assert "report.json" not in storage.list()
 
     done = job(str(tmp_path / "nowhere"))
     assert done.returncode == 1

@@ -102,7 +102,9 @@ def test_a_host_that_does_not_answer_proves_nothing() -> None:
 def test_a_group_forms_without_the_dead_before_anybody_says_that_they_are(
     tmp_path: Path, processes: list[Process]
 ) -> None:
-    config = PretrainConfig(cluster=ClusterConfig(max_workers=8), observe=ObserveConfig(tensorboard=False))
+    config = PretrainConfig(
+        cluster=ClusterConfig(max_workers=8), observe=ObserveConfig(tensorboard=False, metrics=False)
+    )
     made = Coordinator(
         str(tmp_path), "run", secret=b"", checkpoints="checkpoints", config=config, submitted={"time": time.time()}
     )
@@ -111,7 +113,7 @@ def test_a_group_forms_without_the_dead_before_anybody_says_that_they_are(
         made.join(member, 3)
     assert made.formation("a", 0).formation is not None
     made.start_training(1, 0, {"workers": [{"node": member.node} for member in members]})
-    made.roll_call._thread.submit(int).result(10)  # they have been met
+    time.sleep(1.0)  # they are met meanwhile
     processes[2].kill()
     made.join(members[0], 3)
     made.join(members[1], 3)
@@ -121,6 +123,6 @@ def test_a_group_forms_without_the_dead_before_anybody_says_that_they_are(
     assert formation is not None
     assert [member.id for member in formation.members] == ["a", "b"]
     made.members_died([("node of c", members[2].pid)], 2, "worker_died", "Ray says it too")
-    failures = [update.content for update in made.updates if update.content["event"] == "failure"]
+    failures = [update.content for update in made.updates(0)[0] if update.content.get("event") == "failure"]
     assert [(failure["cause"], failure["ranks"]) for failure in failures] == [("worker_died", [2])]
-    made.roll_call.close()
+    made.shell.close()

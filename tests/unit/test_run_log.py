@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from regrow.record import log as run_log
+from regrow.record.events import Stopped, Submitted
 from regrow.record.log import METRIC_KEYS, RunLog, encode, next_generation, read_events, read_metrics
 from regrow.storage import Storage
 
@@ -57,14 +58,14 @@ def remote() -> Storage:
 
 def test_rows_and_events_come_back_as_they_were_written(storage: Storage) -> None:
     with RunLog(storage) as log:
-        log.event("submitted", host="a", versions={"torch": "2"})
+        log.event(Submitted(host="a", versions={"torch": "2"}))
         log.begin(1, 0)
         for step in (1, 2):
             assert log.row(make_row(step))
-        log.event("stopped", step=2, reason="finished", time=7.0)
+        log.event(Stopped(step=2, reason="finished", time=7.0))
     assert read_metrics(storage) == [make_row(1), make_row(2)]
     stopped, submitted = read_events(storage)  # in order of time, not of writing
-    assert stopped == {"time": 7.0, "event": "stopped", "step": 2, "reason": "finished"}
+    assert stopped == {"time": 7.0, "event": "stopped", "step": 2, "reason": "finished", "detail": ""}
     assert submitted["versions"] == {"torch": "2"}
     assert submitted["time"] == pytest.approx(time.time(), abs=60)
 
@@ -155,7 +156,7 @@ def test_keys_stand_in_their_documented_order_and_a_digest_may_be_a_number(local
 @pytest.mark.parametrize("tail", [b'{"step": 3, "lo', b"\x00\x00\x00", b'{"step": 3}', b"\xff\xfe"])
 def test_a_torn_last_line_is_dropped_at_open(local: Storage, tail: bytes) -> None:
     with RunLog(local) as log:
-        log.event("submitted", time=1.0)
+        log.event(Submitted(time=1.0))
         log.begin(1, 0)
         log.row(make_row(1))
         log.row(make_row(2))
@@ -164,7 +165,7 @@ def test_a_torn_last_line_is_dropped_at_open(local: Storage, tail: bytes) -> Non
             file.write(tail)
     assert [row["step"] for row in read_metrics(local)][:2] == [1, 2]  # before anyone mends it
     with RunLog(local) as log:
-        log.event("submitted", time=2.0)
+        log.event(Submitted(time=2.0))
         assert log.begin(2, 2).steps == 0
         log.row(make_row(3, 2))
     for name, num_lines in (("metrics.jsonl", 3), ("events.jsonl", 2)):
@@ -258,7 +259,7 @@ def test_rows_are_uploaded_by_themselves_and_events_at_once(remote: Storage) -> 
         log.row(make_row(1))
         wait_until(lambda: steps_of(remote) == [(1, 1)])
     with RunLog(remote, upload_every_s=1000) as log:
-        log.event("submitted")
+        log.event(Submitted())
         wait_until(lambda: len(read_events(remote)) == 1)
 
 
@@ -303,6 +304,7 @@ def test_generations_are_never_numbered_twice() -> None:
 
 WRITER = """
 import sys
+from regrow.record.events import Generation
 from regrow.record.log import METRIC_KEYS, RunLog, next_generation, read_events, read_metrics
 from regrow.storage import Storage
 storage = Storage.at(sys.argv[1])
@@ -310,7 +312,7 @@ start = len(read_metrics(storage))
 with RunLog(storage) as log:
     generation = next_generation(read_events(storage))
     log.begin(generation, max(0, start - 3))
-    log.event("generation", generation=generation)
+    log.event(Generation(generation=generation, world_size=1, start_step=0, cause="start"))
     print("ready", flush=True)
     for step in range(max(0, start - 3) + 1, 10**9):
         log.row(dict.fromkeys(METRIC_KEYS, 0.5) | {"step": step, "generation": generation, "time": float(step)})

@@ -13,13 +13,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from regrow.config.schema import DataConfig, PretrainConfig, RunConfig
-from regrow.data.corpora import Corpora, find_corpora
-from regrow.data.documents import Document, Piece, load_recipe
-from regrow.data.manifest import Manifest
 from regrow.data.preflight import check_corpus
-from regrow.data.prepare import prepare
-from regrow.data.shards import verify
-from regrow.data.tokenizer import train_tokenizer
+from regrow.data.prepare.documents import Document, Piece, load_recipe
+from regrow.data.prepare.prepare import prepare
+from regrow.data.prepare.tokenizer import train_tokenizer
+from regrow.data.read.corpora import Corpora, find_corpora
+from regrow.data.read.manifest import Manifest
+from regrow.data.read.shards import verify
 from regrow.errors import DataError
 from regrow.progress import Task
 from regrow.storage import Storage
@@ -109,7 +109,7 @@ def quiet(*update: object) -> None:
 def test_a_corpus_is_prepared_there_as_on_a_disk_and_goes_on_after_a_failure(
     bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("regrow.data.prepare.LOCAL_BYTES", 0)
+    monkeypatch.setattr("regrow.data.prepare.prepare.LOCAL_BYTES", 0)
     (tmp_path / "bpe.json").write_text(train_tokenizer(["abcdefgh " * 9], vocab_size=300).to_str())
     config = replace(CONFIG, tokenizer=str(tmp_path / "bpe.json"))
     local = prepare(config, WordRecipe(num_pieces=5), tmp_path / "words", progress=quiet)

@@ -9,23 +9,24 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from regrow.accept.pinning import Runtime, counting_runtime, on_a_device
+from regrow.control.values import NOTHING, Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import Box
 from regrow.plan.mesh import ALONE
 from regrow.state.entries import Entry
 from regrow.state.memory.control_word import ControlWord
 from regrow.state.memory.held import Held
-from regrow.state.memory.node import KeeperNode, Peer, Sealed
+from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.ranges import TIMEOUT_S
 from regrow.state.memory.reader import restore_snapshot
-from regrow.state.memory.slots import NOTHING, SLOT, Committed, Moment
+from regrow.state.memory.slots import SLOT, Committed
 from regrow.state.memory.writer import Snapshots
 from support.keepers import (
     RUN,
@@ -114,8 +115,8 @@ def test_own_memory_is_read_before_that_of_peers(tmp_path: Path) -> None:
         assert (result.peer_bytes, result.own_bytes >= needed) == (0, True)
 
 
-def commit(node: Node, generation: int, step: int, pinned: Moment = Moment()) -> None:  # noqa: B008
-    node.keeper.committed(Committed(Moment(generation, step), pinned))
+def commit(node: Node, generation: int, step: int, pinned: Version = Version()) -> None:  # noqa: B008
+    node.keeper.committed(Committed(Version(generation, step), pinned))
 
 
 def take(writer: Snapshots, step: int) -> bool:
@@ -135,7 +136,7 @@ def test_slots_take_turns_and_the_newest_committed_one_is_never_overwritten(tmp_
         assert writer.skipped == 1
         commit(nodes[0], 1, 1)
         assert not take(writer, 3)  # slot 1 is the newest committed, slot 2 on its way
-        wait_until(lambda: any(report.moment.step == 2 for report in nodes[0].reports))
+        wait_until(lambda: any(report.version.step == 2 for report in nodes[0].reports))
         commit(nodes[0], 1, 2)
         assert writer.begin(3, {})  # in the place of 1
         assert {held.moment.step for held in nodes[0].keeper.holdings()} == {2}
@@ -147,8 +148,8 @@ def test_what_is_on_its_way_to_storage_is_not_overwritten(tmp_path: Path) -> Non
         writer = Snapshots(where, entries_of(0, 1, state(1)), coordinates=ALONE, run_id=RUN, generation=1, num_slots=3)
         for step in range(1, 20):
             assert take(writer, step), step
-            wait_until(lambda: nodes[0].reports and nodes[0].reports[-1].moment.step == step)  # noqa: B023
-            commit(nodes[0], 1, step, Moment(1, 1) if step < 10 else Moment(1, 10))
+            wait_until(lambda: nodes[0].reports and nodes[0].reports[-1].version.step == step)  # noqa: B023
+            commit(nodes[0], 1, step, Version(1, 1) if step < 10 else Version(1, 10))
             held = {held.moment.step for held in nodes[0].keeper.holdings()}
             assert {step, 1 if step < 10 else 10} <= held, (step, held)
 
@@ -195,7 +196,7 @@ def test_a_keeper_that_could_not_reach_its_peer_tries_again(tmp_path: Path) -> N
         assert not nodes[0].reports
         nodes[0].keeper.set_peer(Peer("node-1", nodes[1].keeper.address))
         wait_until(lambda: bool(nodes[0].reports))
-        assert nodes[0].reports == [Sealed("node-0", Moment(1, 1), "node-1")]
+        assert nodes[0].reports == [SnapshotAck("node-0", Version(1, 1), "node-1")]
         assert [held.is_copy for held in nodes[1].keeper.holdings()] == [True]
 
 
@@ -212,7 +213,7 @@ def test_a_peer_that_says_nothing_keeps_nothing_from_the_next_one(tmp_path: Path
         with connection:
             nodes[0].keeper.set_peer(Peer("node-1", nodes[1].keeper.address))
             wait_until(lambda: bool(nodes[0].reports), TIMEOUT_S / 2)
-        assert nodes[0].reports == [Sealed("node-0", Moment(1, 1), "node-1")]
+        assert nodes[0].reports == [SnapshotAck("node-0", Version(1, 1), "node-1")]
         assert not complaints
 
 
@@ -282,7 +283,7 @@ def test_a_commit_of_a_newer_generation_frees_the_memory_of_older_ones(tmp_path:
         Snapshots(nodes[0].keeper.folder, entries_of(0, 1), coordinates=ALONE, run_id=RUN, generation=1)  # never sealed
         snapshot(nodes, 5, 1, generation=2)
         for node in nodes:
-            commit(node, 2, 5, pinned=Moment(1, 4))  # on its way to storage still
+            commit(node, 2, 5, pinned=Version(1, 4))  # on its way to storage still
             assert {held.moment.generation for held in node.keeper.holdings()} == {1, 2}
             commit(node, 2, 5)
             assert {held.moment.generation for held in node.keeper.holdings()} == {2}
@@ -344,7 +345,7 @@ def test_holdings_survive_a_removed_folder(tmp_path: Path) -> None:
     with cluster(tmp_path, 1) as nodes:
         shutil.rmtree(nodes[0].keeper.folder)
         assert nodes[0].keeper.holdings() == []
-        assert Held("a.slot.copy", Moment(1, 1), ALONE, 1, "").is_copy
+        assert Held("a.slot.copy", Version(1, 1), ALONE, 1, "").is_copy
 
 
 def test_the_driver_the_coordinator_and_keepers_do_without_torch() -> None:
@@ -404,57 +405,34 @@ def test_nobody_waits_for_the_commits_of_a_generation_that_is_over(tmp_path: Pat
         assert writer.await_commit(2, patience_s=60.0) < 30.0
 
 
-class Pinned:
-    """CUDA's runtime as far as it pins memory: what is pinned now, and how many more it pins."""
-
-    def __init__(self, room: int) -> None:
-        self.addresses: set[int] = set()
-        self.room = room
-
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        if address in self.addresses:
-            return 712  # cudaErrorHostMemoryAlreadyRegistered
-        if len(self.addresses) == self.room:
-            return 2  # cudaErrorMemoryAllocation
-        self.addresses.add(address)
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        self.addresses.remove(address)
-        return 0
-
-
 @pytest.fixture
-def pinned(monkeypatch: pytest.MonkeyPatch) -> Pinned:
-    runtime, event = Pinned(room=4), SimpleNamespace(synchronize=lambda: None, record=lambda: None)
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    return runtime
+def runtime() -> Iterator[Runtime]:
+    with counting_runtime() as counting:
+        yield counting
 
 
-def on_a_device(folder: Path, num_slots: int = 2) -> Snapshots:
-    entries = [SimpleNamespace(box=entry.box, memory=SimpleNamespace(is_cuda=True)) for entry in entries_of(0, 1)]
-    return Snapshots(folder, entries, coordinates=ALONE, run_id=RUN, generation=1, num_slots=num_slots)  # type: ignore[arg-type]
+def on_device(folder: Path) -> Snapshots:
+    return Snapshots(folder, on_a_device(entries_of(0, 1)), coordinates=ALONE, run_id=RUN, generation=1)
 
 
-def test_slots_that_are_given_up_are_pinned_no_longer(tmp_path: Path, pinned: Pinned) -> None:
+def test_slots_that_are_given_up_are_pinned_no_longer(tmp_path: Path, runtime: Runtime) -> None:
     for _ in range(3):  # as often as another node of the group has no room
-        snapshots = on_a_device(tmp_path)
-        assert len(pinned.addresses) == 2
+        snapshots = on_device(tmp_path)
+        assert len(runtime.pinned) == 2
         snapshots.discard()
-        assert not pinned.addresses
-        assert not list(tmp_path.glob(f"{SLOT}*"))
-    snapshots = on_a_device(tmp_path)
+        assert not runtime.pinned
+        assert not list(tmp_path.iterdir())
+    snapshots = on_device(tmp_path)
     snapshots.close()
-    assert not pinned.addresses
+    assert not runtime.pinned
+    assert {path.suffix for path in tmp_path.iterdir()} == {SLOT}
 
 
 def test_memory_that_cannot_be_pinned_is_a_problem_of_the_node_and_leaves_nothing(
-    tmp_path: Path, pinned: Pinned
+    tmp_path: Path, runtime: Runtime
 ) -> None:
-    pinned.room = 1
+    runtime.room = 1
     with pytest.raises(CheckpointError, match=r"cannot pin 0\.0 GB of .* \(cudaHostRegister: error 2\)"):
-        on_a_device(tmp_path)
-    assert not pinned.addresses
-    assert not list(tmp_path.glob(f"{SLOT}*"))
+        on_device(tmp_path)
+    assert not runtime.pinned
+    assert not list(tmp_path.iterdir())

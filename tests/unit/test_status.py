@@ -16,13 +16,14 @@ import pytest
 import yaml
 
 from regrow.errors import ClusterError, RegrowError
+from regrow.record import log as run_log
+from regrow.record.events import Cause, Generation, Submitted
+from regrow.record.history import History
+from regrow.record.lock import LOCK_FILE, is_held, lock_run
 from regrow.record.log import METRIC_KEYS, RunLog, encode, read_metrics
-from regrow.record.status import DRIVER_DIED, State, Status
-from regrow.record.status_logs import status_of
-from regrow.runtime import actor as coordinator
-from regrow.show import status_folder
-from regrow.show.status_folder import NewestRows, held, read_status
-from regrow.show.status_text import body, describe, heading, one_line
+from regrow.record.run_folder import read_status
+from regrow.record.status import State, Status, status_of
+from regrow.show.status import body, describe, heading, one_line
 from regrow.storage import Storage
 from regrow.submit.job_status import on_kubernetes, on_ray
 from regrow.submit.token import use_token
@@ -79,7 +80,7 @@ def status(
     rows: list[dict[str, Any]], events: list[dict[str, Any]], at: float, held: bool | None = None, **more: Any
 ) -> Status:
     given: dict[str, Any] = {"config": CONFIG} | more
-    return status_of(folder="/runs/mine", rows=rows, events=events, now=T0 + at, held=held, **given)
+    return status_of(History.of_logs(rows, events), folder="/runs/mine", now=T0 + at, held=held, **given)
 
 
 def test_a_run_that_trains_says_since_when_how_fast_and_how_long_it_will_take() -> None:
@@ -157,7 +158,7 @@ def test_a_job_that_died_without_a_word_is_an_interruption_of_the_next_one() -> 
     events = [*STARTED, submitted(100), generation(2, 120, 4, "resume", 10)]
     found = status([*ROWS, row(11, 122, 2)], events, 123)
     (interruption,) = found.interruptions
-    assert (interruption.cause, interruption.time, interruption.back_s) == (DRIVER_DIED, T0 + 30, 90.0)
+    assert (interruption.cause, interruption.time, interruption.back_s) == (Cause.driver_died, T0 + 30, 90.0)
     assert found.attempts == 2
 
 
@@ -311,42 +312,26 @@ def test_only_the_end_of_long_logs_is_read(tmp_path: Path, monkeypatch: pytest.M
     rows = [row(step, 10 + 2 * step) for step in range(1, 400)]
     storage = write(tmp_path / "mine", rows, STARTED)
     whole = read_status(storage, T0 + 810)
-    monkeypatch.setattr(status_folder, "TAIL_BYTES", 60_000)
-    assert 100 < len(read_metrics(NewestRows(storage))) < 250
+    monkeypatch.setattr(run_log, "TAIL_BYTES", 60_000)
+    assert 100 < len(read_metrics(storage, tail=True)) < 250
     assert read_status(storage, T0 + 810) == whole
-
-
-class Remote(status_folder.NewestRows):
-    """A folder that takes files whole only, as an object store does."""
-
-    def __init__(self, storage: Storage) -> None:
-        super().__init__(storage)
-        self.is_local = False
-
-    def list(self, name: str = "") -> list[str]:
-        return self.storage.list(name)
-
-    def write_chunks(self, name: str, chunks: Any) -> int:
-        return self.storage.write_chunks(name, chunks)
 
 
 def test_of_an_object_store_the_newest_segments_are_read_and_what_was_rolled_back_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from regrow.record import log as run_log
-
     monkeypatch.setattr(run_log, "SEGMENT_BYTES", 2000)
-    storage = Remote(Storage.at(tmp_path))
+    storage = Storage.at(f"memory://{tmp_path}")
     with RunLog(storage) as log:
-        log.event("submitted", host="elsewhere", time=T0)
+        log.event(Submitted(host="elsewhere", time=T0))
         for number, start, last in ((1, 0, 60), (2, 40, 45)):
             log.begin(number, start)
-            log.event("generation", time=T0 + start, generation=number, world_size=4, start_step=start, cause="start")
+            log.event(Generation(time=T0 + start, generation=number, world_size=4, start_step=start, cause="start"))
             for step in range(start + 1, last + 1):
                 log.row(row(step, 10 + 2 * step, number))
                 log.flush()
         assert len([name for name in storage.list() if name.startswith("metrics-")]) > 5
-        newest = read_metrics(NewestRows(storage))
+        newest = read_metrics(storage, tail=True)
         assert newest == read_metrics(storage)[-len(newest) :]
         assert len(newest) < 45
         assert read_status(storage, T0 + 101).step == 45
@@ -354,21 +339,18 @@ def test_of_an_object_store_the_newest_segments_are_read_and_what_was_rolled_bac
         assert read_status(storage, T0 + 101).step == 42
 
 
-def test_the_lock_is_the_coordinators() -> None:
-    assert status_folder.LOCK == coordinator.LOCK_FILE
-
-
 def test_who_holds_the_run_is_seen_by_its_lock(tmp_path: Path) -> None:
-    here, elsewhere = [event("submitted", 0, host=socket.gethostname())], [submitted(0)]
+    here, elsewhere = Submitted(host=socket.gethostname()), Submitted(host="elsewhere")
     storage = Storage.at(tmp_path)
-    assert held(storage, here) is None  # no lock yet
-    lock = coordinator._lock(storage)
-    assert held(storage, here) is True
-    assert held(storage, elsewhere) is True
+    assert is_held(storage, here) is None  # no lock yet
+    lock = lock_run(storage)
+    assert lock is not None
+    assert is_held(storage, here) is True
+    assert is_held(storage, elsewhere) is True
     lock.close()
-    assert held(storage, here) is False
-    assert held(storage, elsewhere) is None  # of a machine whose locks are not seen here
-    with open(tmp_path / coordinator.LOCK_FILE) as file:
+    assert is_held(storage, here) is False
+    assert is_held(storage, elsewhere) is None  # of a machine whose locks are not seen here
+    with open(tmp_path / LOCK_FILE) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # looking has left it free
 
 
@@ -447,7 +429,7 @@ def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     program = programs / "kubectl"
     program.write_text(
         "#!/bin/sh\n"
-        f'export PATH="{Path(sys.executable).parent}:$PATH" PYTHONPATH="{REPO}"\n'
+        f'export PATH="{Path(sys.executable).parent}:$PATH" PYTHONPATH="{REPO}:{REPO}/platform"\n'
         'case "$*" in *" exec "*jobs.status*) while [ "$1" != -- ]; do shift; done; shift; exec "$@" ;; esac\n'
         f'exec "{sys.executable}" "{stand_in_kubectl.__file__}" "$@"\n'
     )

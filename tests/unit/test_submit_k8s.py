@@ -11,9 +11,9 @@ import yaml
 from regrow.config.check import check
 from regrow.config.schema import PretrainConfig, SubmitAction, SubmitConfig
 from regrow.submit.check import check_submit
-from regrow.submit.lint import lint
 from regrow.submit.pods import GROUP, USER
 from regrow.submit.render import Code
+from regrow.submit.rules import broken_rules
 from support.submission import CODE, compose, rendered
 
 ROOT = Path(__file__).parents[2]
@@ -88,10 +88,10 @@ def test_the_image_has_the_users_ids_and_what_the_drain_needs() -> None:
 
 @pytest.mark.parametrize("site", SITES)
 def test_every_site_composes_and_renders_cleanly(site: str) -> None:
-    config, manifests = rendered(["+cluster=h100x64", f"+site={site}"])
+    config, _ = rendered(["+cluster=h100x64", f"+site={site}"])
     check(config)
     check_submit(config)
-    assert lint(manifests, config, CODE) == []
+    assert broken_rules(config, CODE, []) == []
 
 
 def test_the_readmes_site_is_one(tmp_path: Path) -> None:

@@ -97,14 +97,33 @@ def test_apply_goes_on_with_a_run_whose_job_has_ended(
 ) -> None:
     cluster.has_job(status)
     assert act("apply", "submit.follow=false") == 0
-    assert cluster.verbs == ["diff --server-side", "delete rayjobs.ray.io", "apply --server-side"]
+    assert cluster.verbs == [
+        "create --dry-run=server",
+        "diff --server-side",
+        "delete rayjobs.ray.io",
+        "apply --server-side",
+    ]
     assert "+  entrypoint: python -m jobs.pretrain" in capfd.readouterr().err
 
 
 def test_diff_shows_the_difference_and_changes_nothing(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
     assert act("diff") == 0
     assert "entrypoint" in capfd.readouterr().out
-    assert cluster.verbs == ["diff --server-side"]
+    assert cluster.verbs == ["diff --server-side", "create --dry-run=server"]
+
+
+@pytest.mark.parametrize("deleting", [{}, {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["a/b"]}])
+def test_a_job_is_not_replaced_by_one_that_the_server_refuses(cluster: Cluster, deleting: dict[str, Any]) -> None:
+    cluster.has_job(STOPPED, **deleting)
+    line = 'Error from server (BadRequest): strict decoding error: unknown field "spec.entrypiont"'
+    (cluster.folder / "refusal").write_text(line)
+    with pytest.raises(ClusterError, match="unknown field"):
+        act("apply")
+    with pytest.raises(ClusterError, match="unknown field"):
+        act("diff")
+    assert cluster.job is not None
+    trials = [call["arguments"][4:] for call in cluster.calls if "create" in call["arguments"]]
+    assert trials == [["create", "--dry-run=server", "--field-manager=regrow", "--validate=strict", "--filename=-"]] * 2
 
 
 def test_stop_asks_ray_in_the_head_pod_and_waits_for_the_checkpoint(
@@ -178,8 +197,28 @@ def test_a_broken_rule_is_refused_before_kubectl_is_asked(cluster: Cluster, capf
     assert act("apply", "submit.grace_s=10", "submit.shm_gb=1") == 1
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 2
-    assert all(line.startswith("error: spec.rayClusterSpec.workerGroupSpecs[0].template.spec.") for line in lines)
+    assert [line.partition("=")[0] for line in lines] == ["error: submit.shm_gb", "error: submit.grace_s"]
     assert cluster.calls == []
+
+
+def test_a_quota_that_the_job_of_before_fills_does_not_keep_its_successor_away(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.has_job(STOPPED)
+    line = (
+        'Error from server (Forbidden): error when creating "STDIN": rayjobs.ray.io "llama8b" is forbidden: exceeded '
+        "quota: runs, requested: count/rayjobs.ray.io=1, used: count/rayjobs.ray.io=4, limited: count/rayjobs.ray.io=4"
+    )
+    delete = Kubectl.delete
+
+    def freed(self: Kubectl, kind: str, name: str) -> None:
+        (cluster.folder / "refusal").unlink()
+        delete(self, kind, name)
+
+    monkeypatch.setattr(Kubectl, "delete", freed)
+    (cluster.folder / "refusal").write_text(line)
+    assert act("apply", "submit.follow=false") == 0
+    assert cluster.verbs[-1] == "apply --server-side"
 
 
 REFUSED = [

@@ -116,7 +116,7 @@ def test_what_cannot_be_compared_is_no_reason_not_to_go_on(
     monkeypatch.setattr("regrow.submit.kubectl.Kubectl.diff", refused)
     cluster.has_job(STOPPED)
     assert act("apply", "submit.follow=false") == 0
-    assert cluster.verbs == ["delete rayjobs.ray.io", "apply --server-side"]
+    assert cluster.verbs == ["create --dry-run=server", "delete rayjobs.ray.io", "apply --server-side"]
     assert "what has changed cannot be shown: kubectl diff: no diff on PATH" in capfd.readouterr().err
 
 

@@ -12,12 +12,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.submit.manifest import binary_quantity, decimal_quantity, quantity
+from regrow.submit.quantities import binary_quantity, decimal_quantity
 from regrow.submit.render import to_yaml
 from support import field_ownership as ownership
+from support.crd import NEEDS_CRD, openapi_schema
 from support.kubectl_yaml import documents, scalar
 from support.stand_in_kubectl import canonical
-from support.submission import CRD, rendered
+from support.submission import rendered
 
 # the first ten are those that a real kubectl read as something else
 LISTED = ["y", "Y", "n", "N", "08", "0o17", "0O7", "0X1f", "0B1", "+.5"]
@@ -78,6 +79,14 @@ def test_bare_scalars_are_to_the_stand_in_what_they_are_to_kubectl() -> None:
     }
 
 
+UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "m": 1e-3}
+
+
+def quantity(text: str) -> float:
+    digits = text.rstrip("kKMGTim")
+    return float(digits) * UNITS[text[len(digits) :]]
+
+
 @pytest.mark.parametrize("amount", [1, 999, 1000, 17_500, 16_000, 10**6, 1024 * 10**3, 3 * 10**15])
 def test_amounts_are_written_as_kuberay_would_write_them(amount: int) -> None:
     text = decimal_quantity(amount)
@@ -100,10 +109,9 @@ def test_every_amount_that_is_rendered_is_one_that_kuberay_leaves_as_it_is() -> 
                 assert canonical(text) == text
 
 
-@pytest.mark.skipif(not CRD.exists(), reason=f"KubeRay's schemas are not here: {CRD.name}")
+@NEEDS_CRD
 def test_the_stand_ins_lists_are_merged_as_kuberays_schema_says() -> None:
-    crd = yaml.load(CRD.read_bytes(), yaml.CSafeLoader)
-    (schema,) = (each["schema"]["openAPIV3Schema"] for each in crd["spec"]["versions"] if each["name"] == "v1")
+    schema = openapi_schema()
     seen = set()
 
     def compare(value: Any, node: Any, name: str) -> None:

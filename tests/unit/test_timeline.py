@@ -8,9 +8,10 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.record.ledger import account, columns
-from regrow.show.drill_page import render_drill
-from regrow.show.timeline import COLUMNS, LEFT, RIGHT, WIDTH, Mark, draw_timeline
+from regrow.record.history import History
+from regrow.record.ledger import Ledger, columns
+from regrow.show.page import drill_page
+from regrow.show.timeline import COLUMNS, LEFT, RIGHT, WIDTH, Mark, draw_timeline, marks_of
 
 Row = dict[str, Any]
 SVG = "{http://www.w3.org/2000/svg}"
@@ -47,8 +48,24 @@ def run(steps: int = 60, loses_at: int = 20) -> tuple[list[Row], list[Row]]:
     return rows, events
 
 
+def account(rows: list[Row], events: list[Row], now: float) -> Ledger:
+    return History.of_logs(rows, events).ledger(now)
+
+
 def picture(rows: list[Row], events: list[Row], marks: list[Mark]) -> str:
-    return draw_timeline(account(rows, events, 1e4), rows, events, marks, title="three & two")
+    return draw_timeline(account(rows, events, 1e4), rows, marks, title="three & two", noun="fault")
+
+
+def test_a_runs_own_interruptions_are_marked_with_their_causes_and_what_they_cost() -> None:
+    rows, events = run()
+    rows[30]["validation_loss"] = 5.25
+    (mark,) = marks_of(History.of_logs(rows, events))
+    assert (mark.text, mark.time, mark.back) == ("a worker died", events[2]["time"], rows[20]["time"])
+    drawn = draw_timeline(account(rows, events, 1e4), rows, [mark], title="mine")
+    assert "training stood still after 1 of 1 interruption" in drawn
+    assert "a worker died · 4.5 s" in drawn
+    assert "step 31: validation loss 5.2500" in drawn
+    assert "step 31: 3.1k tokens, 2 ranks, generation 2, loss 6.4500, 150 tokens/s" in drawn
 
 
 def test_it_shows_faults_states_ranks_loss_and_throughput() -> None:
@@ -58,7 +75,7 @@ def test_it_shows_faults_states_ranks_loss_and_throughput() -> None:
     texts = [text.text for text in root.iter(f"{SVG}text")]
     assert texts[0] == "three & two"
     assert "60 steps, 6k tokens, 2 to 3 ranks" in str(texts[1])
-    assert "training stood still after 1 of 1 faults" in str(texts[1])
+    assert "training stood still after 1 of 1 fault" in str(texts[1])
     assert {"kill_worker rank=1 · 5.5 s", "ranks", "loss", "tokens/s", "3", "2"} <= set(texts)
     assert any(str(text).startswith("productive 6") for text in texts)
     said = [title.text for title in root.iter(f"{SVG}title")]
@@ -82,6 +99,20 @@ def test_it_stands_alone_in_light_and_in_dark() -> None:
     for name in used:
         assert f"--{name}:" in light
         assert f"--{name}:" in dark
+
+
+def test_the_first_steep_steps_of_a_long_run_leave_the_panel_and_hide_nothing_of_the_rest() -> None:
+    rows, events = run(steps=1000, loses_at=500)
+    for row in rows[:20]:
+        row["loss"] = 1000.0
+    root = ElementTree.fromstring(picture(rows, events, []))
+    loss = root.findall(f"{SVG}svg")[0]
+    top, height = float(loss.attrib["y"]), float(loss.attrib["height"])
+    corners = [corner for line in loss.iter(f"{SVG}polyline") for corner in line.attrib["points"].split()]
+    ys = [float(corner.split(",")[1]) for corner in corners]
+    assert min(ys) < top  # cut off there
+    assert max(ys) - sorted(ys)[20] > 0.8 * height  # the others have the panel for themselves
+    assert loss.attrib["viewBox"].split()[1] == loss.attrib["y"]
 
 
 def test_everything_lies_inside_and_curves_break_where_the_group_changes() -> None:
@@ -173,7 +204,7 @@ def test_the_page_holds_picture_verdict_and_faults_and_escapes_what_it_is_told()
         ],
         "faults": [fault | {"lost_steps": 1, "source": "snapshot", "grows": False}],
     }
-    page = render_drill("a<b", result, {"steps": 60, "goodput": 0.5}, picture(rows, events, []))
+    page = drill_page("a<b", result, {"steps": 60, "goodput": 0.5}, picture(rows, events, []))
     for said in (
         "a&lt;b",
         "same &amp; same",

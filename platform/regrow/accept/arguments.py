@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from regrow.accept.claims import Part
+from regrow.config.plain import models
 from regrow.errors import ConfigError
 
 CLUSTER = "+cluster="
@@ -91,12 +92,6 @@ def _given(options: Options, name: str, value: str) -> Options:
     except ValueError as error:
         known = f"; one of {', '.join(Part)}" if name == "parts" else ""
         raise ConfigError(f"{PREFIX}{name}={value}: {error}{known}") from error
-
-
-def models() -> list[str]:
-    """Of conf/model, those that are sizes alone, and so of a size for one GPU."""
-    files = sorted((Path(__file__).parents[3] / "conf" / "model").glob("*.yaml"))
-    return [file.stem for file in files if "\nmodel:" not in file.read_text()]
 
 
 def _names() -> list[str]:

@@ -2,17 +2,25 @@
 
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
+from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import ray
+from ray import cloudpickle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from regrow.accept.claims import NotTested, Report
 from regrow.accept.runner import last_line
 from regrow.config.schema import PretrainConfig
+from regrow.config.store import pretrain_config
 
 ROOT = Path(__file__).parents[3]
 STEPS = {True: 400, False: 60}  # on GPUs, and without
@@ -34,8 +42,6 @@ def arguments() -> list[str]:
 
 
 def config_of(more: list[str]) -> PretrainConfig:
-    from regrow.config.store import pretrain_config
-
     return pretrain_config(more)
 
 
@@ -181,9 +187,6 @@ def kill(worker: dict[str, Any], config: PretrainConfig) -> None:
     if config.cluster.address is None:
         os.kill(worker["pid"], signal.SIGKILL)
         return
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
     _connect(config)
     where: Any = NodeAffinitySchedulingStrategy(worker["node"], soft=False)
     task = ray.remote(num_cpus=0, scheduling_strategy=where)(_kill)
@@ -196,9 +199,6 @@ def _kill(pid: int) -> None:
 
 def hosts(report: Report) -> None:
     """Every node looked at by a task of its own."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
     config = config_of(arguments())
     if config.cluster.address is None:
         raise NotTested("this cluster is started by the job, on this machine")
@@ -217,10 +217,6 @@ def hosts(report: Report) -> None:
 
 def look() -> dict[str, Any]:
     """On a node: what is installed there, and what is wrong with it. Needs nothing but Ray there."""
-    import resource
-    import socket
-    from importlib import metadata
-
     found = []
     for package in ("torch", "ray", "torchao", "regrow"):
         try:
@@ -243,9 +239,6 @@ def look() -> dict[str, Any]:
 
 
 def _connect(config: PretrainConfig) -> None:
-    import cloudpickle
-    import ray
-
     if not ray.is_initialized():
         ray.init(address=config.cluster.address, log_to_driver=False, include_dashboard=False)
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # nodes need no regrow for what is asked here

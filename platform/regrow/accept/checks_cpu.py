@@ -1,17 +1,11 @@
 """What a CPU can show: the failure path on a backend with NCCL's manners, snapshot slots, and groups changed often."""
 
-import os
-import resource
-import shutil
-import statistics
-import tempfile
 import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,26 +13,32 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from regrow.accept.claims import NotTested, Report
+from regrow.accept.generations import (
+    SETTLED,
+    Snapshotting,
+    change_groups,
+    device_entries,
+    in_memory,
+    judge_flat,
+    step_alone,
+)
 from regrow.accept.matrix import Row, run_matrix
-from regrow.accept.outlive import Fault, Scenario, Where
+from regrow.accept.outlive import Fault, Scenario, Where, stream_for
+from regrow.accept.pinning import counting_runtime
 from regrow.accept.ranks import Member, run_ranks
-from regrow.accept.tiny import count_up_rows, tiny_model
-from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
+from regrow.accept.tiny import tiny_model
+from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.parallel.float8 import inner_tensor
-from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
-from regrow.plan.mesh import ALONE, plan_mesh
+from regrow.plan.mesh import ALONE
 from regrow.state.entries import training_entries
 from regrow.state.memory.slots import SLOT, open_slot
 from regrow.state.memory.writer import Snapshots
-from regrow.train.build import build_step
 from regrow.train.certificate import BrokenStep, Certificate
-from regrow.train.step import TrainStep
 
 SETTLE_S = 4.0  # the watchdog of the asynchronous backend would end survivors after 3 s
 WATCHDOG = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "750"}
 FREE_S, FIRST_STEP_S = 30.0, 60.0  # few cores that others share: whether, not how fast
 GENERATIONS = 20
-SETTLED = 8  # generations after which a process has made all that it keeps
 FLAT_MIB = 12.0
 NEEDED = "all_gather_single"  # of torch.distributed, which the asynchronous backend is written against
 
@@ -99,9 +99,8 @@ def two_groups(report: Report) -> None:
 
 def abort_in_turn_and_at_once(member: Member) -> tuple[float, float]:
     """Seconds of both; one by one, in the wrong order, takes each group's timeout."""
-    from regrow.parallel.asynchronous import default_stream
-
-    took, stream = [], default_stream()
+    took: list[float] = []
+    stream: Any = stream_for(member.device)
     for number, side_by_side in enumerate((False, True)):
         timeout = timedelta(seconds=2.0)
         distributed_c10d._world.group_count = 0
@@ -146,9 +145,8 @@ def abort_all(backends: list[Any], *, side_by_side: bool) -> None:
 
 def slots(report: Report) -> None:
     """Snapshots of a model of one process, in memory."""
-    folder = Path(tempfile.mkdtemp(prefix="regrow-accept-", dir=_memory()))
-    try:
-        step = _step_alone(torch.device("cpu"), tiny_model(), ParallelConfig(), None)
+    with in_memory() as folder:
+        step = step_alone()
         entries = training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
         snapshots = Snapshots(folder, entries, coordinates=ALONE, run_id="accept", generation=1)
         snapshots.begin(1, {"step": 1})
@@ -168,8 +166,6 @@ def slots(report: Report) -> None:
         same, num_bytes = equal_bytes(sealed[0], entries) if sealed else (False, 0)
         report.found("cpu_slots_equal", same, f"{num_bytes / 1e6:.1f} MB compared", "the slot differs from the state")
         snapshots.close()
-    finally:
-        shutil.rmtree(folder)
 
 
 def equal_bytes(file: Path, entries: list[Any]) -> tuple[bool, int]:
@@ -184,44 +180,27 @@ def equal_bytes(file: Path, entries: list[Any]) -> tuple[bool, int]:
     return same, num_bytes
 
 
-class Runtime:
-    """CUDA's runtime as far as it pins memory."""
-
-    def __init__(self) -> None:
-        self.pinned: dict[int, int] = {}
-        self.ever = 0
-
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
-        if address in self.pinned:
-            return 712  # cudaErrorHostMemoryAlreadyRegistered
-        self.pinned[address] = num_bytes
-        self.ever += num_bytes
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        return 0 if self.pinned.pop(address, None) is not None else 713
-
-
-def pinned(report: Report) -> None:
+def pinned(report: Report, num_generations: int = GENERATIONS) -> None:
     """Snapshots of tensors that say they are on a device, with a runtime that counts what it pins."""
-    runtime: Any = Runtime()
-    event = SimpleNamespace(synchronize=lambda: None, record=lambda: None, query=lambda: True)
-    cuda: Any = torch.cuda
-    cuda.cudart, cuda.Stream, cuda.Event = (lambda: runtime), (lambda *_, **__: None), (lambda *_, **__: event)
-    folder = Path(tempfile.mkdtemp(prefix="regrow-accept-", dir=_memory()))
-    try:
-        step = _step_alone(torch.device("cpu"), tiny_model(), ParallelConfig(), None)
-        real = training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
-        entries: list[Any] = [SimpleNamespace(box=each.box, memory=SimpleNamespace(is_cuda=True)) for each in real]
-        after = []
-        for generation in range(1, GENERATIONS + 1):
-            snapshots = Snapshots(folder, entries, coordinates=ALONE, run_id="accept", generation=generation)
-            snapshots.discard() if generation % 2 else snapshots.close()
-            after.append(sum(runtime.pinned.values()))
-        figure = f"{after[-1]:,} B pinned after {GENERATIONS} generations, {runtime.ever:,} B in all"
-        report.found("cpu_pinned", len(set(after[1:])) == 1, figure, "what is pinned grows")
-    finally:
-        shutil.rmtree(folder)
+    with in_memory() as folder:
+        step = step_alone()
+        process, alone, kept = Snapshotting(folder / "node"), [], []
+        with counting_runtime(process.runtime) as runtime:
+            for generation in range(1, num_generations + 1):
+                entries = device_entries(step)
+                snapshots = Snapshots(folder, entries, coordinates=ALONE, run_id="accept", generation=generation)
+                snapshots.discard() if generation % 2 else snapshots.close()
+                alone.append(runtime.num_bytes)
+        figure = f"{alone[-1]:,} B pinned after {num_generations} generations, {runtime.ever:,} B in all"
+        for generation in range(1, num_generations + 1):
+            process.take(step, generation, num_steps=generation % 3)
+            kept.append((runtime.num_bytes, runtime.registered))
+        process.close()
+        report.found("cpu_pinned", not any(alone) and not runtime.pinned, figure, "what is pinned grows")
+        anew = kept[-1][1] - kept[SETTLED][1]
+        figure = f"{kept[-1][0]:,} B, {anew} times anew from generation {SETTLED + 1} to {num_generations}"
+        once = len({num_bytes for num_bytes, _ in kept[SETTLED:]}) == 1 and not anew
+        report.found("cpu_pinned_once", once, figure, "a group that was formed anew waits for its slots")
 
 
 def generations(report: Report) -> None:
@@ -229,80 +208,10 @@ def generations(report: Report) -> None:
         with report.about(name):
             if backend == "asynchronous":
                 _stream()
-            found = run_ranks(change_often, 2, backend, device_type="cpu")
-            report.found(name, *judge_flat(list(found), FLAT_MIB))
-
-
-def judge_flat(found: list[list["Held"]], most_mib: float, what: str = "memory") -> tuple[bool, str, str]:
-    """Whether processes kept no more at the end than once they had settled; the figure, and what grew."""
-    grown = [max(0.0, each[-1].memory_mib - each[SETTLED].memory_mib) for each in found]
-    threads = [each[-1].threads - each[SETTLED].threads for each in found]
-    descriptors = [each[-1].descriptors - each[SETTLED].descriptors for each in found]
-    form_s = statistics.median(held.form_s for each in found for held in each)
-    figure = (
-        f"{what} +{max(grown):.1f} MiB, threads {max(threads):+d}, descriptors {max(descriptors):+d} "
-        f"from generation {SETTLED + 1} to {len(found[0])}; {form_s:.2f} s to form a group"
-    )
-    problems = [what] * (max(grown) > most_mib) + ["threads"] * (max(threads) > 0)
-    problems += ["descriptors"] * (max(descriptors) > 0)
-    return not problems, figure, f"grows: {', '.join(problems)}"
-
-
-class Held:
-    """What a process holds after a generation."""
-
-    def __init__(self, form_s: float, memory_mib: float | None = None) -> None:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        self.form_s = form_s
-        self.memory_mib = pages * resource.getpagesize() / 2**20 if memory_mib is None else memory_mib
-        self.threads, self.descriptors = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-
-
-def change_often(member: Member, backend: str) -> list[Held]:
-    """Form a group, train for two steps and leave, again and again."""
-    import gc
-
-    from regrow.accept.outlive import stream_for
-    from regrow.parallel.stream import HostStream
-
-    stream: Any = HostStream() if backend == "gloo" else stream_for(member.device)
-    held = []
-    for number in range(GENERATIONS):
-        begun = time.monotonic()
-        distributed_c10d._world.group_count = 0
-        store = dist.PrefixStore(f"generation-{number}", member.connect())
-        dist.init_process_group(backend, store=store, rank=member.rank, world_size=2, timeout=timedelta(seconds=60))
-        mesh = build_mesh(plan_mesh(2, 1), "cpu")
-        step = stream.submit(partial(_step_alone, member.device, tiny_model(), ParallelConfig(), mesh)).result()
-        form_s = time.monotonic() - begun
-        for index in range(2):
-            rows = [count_up_rows(index, num_rows=4, seq_len=16)]
-            stream.submit(partial(step.run, rows, num_micro_batches=1, lr=1e-3, number=index)).result().resolve()
-        del step, mesh, store
-        dist.destroy_process_group()
-        let_go_of_meshes()
-        gc.collect()
-        time.sleep(0.02)  # for threads to end
-        held.append(Held(form_s))
-    return held
-
-
-def _step_alone(device: torch.device, model: ModelConfig, parallel: ParallelConfig, mesh: Any) -> TrainStep:
-    if mesh is None:
-        store = dist.HashStore()
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        mesh = build_mesh(plan_mesh(1, 1), device.type)
-    return build_step(model, parallel, OptimConfig(lr=1e-3), mesh=mesh, device=device, seed=0)
+            report.found(name, *judge_flat(change_groups(backend, GENERATIONS), FLAT_MIB))
 
 
 def _stream() -> Any:
     if not hasattr(dist, NEEDED):
         raise NotTested(f"the asynchronous backend needs torch 2.13 or later, this is {torch.__version__}")
-    from regrow.parallel.asynchronous import default_stream
-
-    return default_stream()
-
-
-def _memory() -> str:
-    return "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    return stream_for(torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from regrow.config.schema import AttentionKernel, Dtype, Float8, ModelConfig, Op
 from regrow.model.attention import attend, block_mask, document_starts_BT, mask_B1TT
 from regrow.model.loss import IGNORE_INDEX
 from regrow.parallel.apply import KERNELS, attention_kernels
-from regrow.parallel.float8 import inner_tensor
+from regrow.parallel.float8 import import_torchao, inner_tensor
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
 from regrow.train.build import build_step
@@ -135,10 +136,6 @@ def float8(report: Report) -> None:
 
 
 def _float8_error(recipe: str) -> tuple[float, float]:
-    from dataclasses import replace as change
-
-    from regrow.parallel.float8 import import_torchao
-
     torchao: Any = import_torchao()
     config = torchao.Float8LinearConfig.from_recipe_name(recipe)
     torch.manual_seed(0)
@@ -150,7 +147,7 @@ def _float8_error(recipe: str) -> tuple[float, float]:
         model = torch.nn.Sequential(torch.nn.Linear(1024, 2048, bias=False, device=CUDA, dtype=torch.bfloat16))
         model[0].load_state_dict(plain.state_dict())
         if emulate is not None:
-            torchao.convert_to_float8_training(model, config=change(config, emulate=emulate))
+            torchao.convert_to_float8_training(model, config=replace(config, emulate=emulate))
         given = x.clone().requires_grad_()
         out = model(given)
         out.backward(weight)

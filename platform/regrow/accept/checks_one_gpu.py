@@ -22,6 +22,7 @@ from torch import Tensor
 
 from regrow.accept.claims import NotTested, Report
 from regrow.accept.stand_ins import has_nvml
+from regrow.runtime.hardware.gpus import problem, read_gpus
 from regrow.runtime.hardware.probe import Prober
 from regrow.runtime.hardware.settings import OUTLIVES_ITS_GROUPS, apply_device_settings
 from regrow.train.certificate import BrokenStep, Certificate
@@ -247,8 +248,6 @@ def gpu_host(report: Report) -> None:
 
 
 def nvml(report: Report, number: int) -> None:
-    from regrow.runtime.hardware.gpus import problem, read_gpus
-
     if not has_nvml():
         raise NotTested("needs the package nvidia-ml-py, which is not installed")
     gpus = read_gpus()

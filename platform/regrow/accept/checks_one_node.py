@@ -6,32 +6,33 @@ was written.
 
 import gc
 import os
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from regrow.accept.checks_cpu import Held, abort_all, judge_flat
+from regrow.accept.checks_cpu import abort_all
 from regrow.accept.checks_one_gpu import probe_gpu
 from regrow.accept.claims import Report
+from regrow.accept.generations import Held, in_memory, judge_flat
 from regrow.accept.matrix import Row, run_matrix
 from regrow.accept.outlive import Fault, Generation, Scenario, Where
 from regrow.accept.ranks import Member, run_ranks
-from regrow.accept.timing import Load, Loaded, read_model
+from regrow.accept.timing import Load, Loaded
+from regrow.config.plain import read_model
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
+from regrow.control.values import Version
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh, coordinates_of
 from regrow.plan.mesh import plan_mesh
 from regrow.state.entries import training_entries
+from regrow.state.memory.slots import Committed
 from regrow.state.memory.writer import Snapshots
 
 GIB, MIB = 2**30, 2**20
@@ -316,15 +317,12 @@ def _eight_b(member: Member, float8: Float8) -> tuple[float, int, float]:
 
 def _with_snapshots(member: Member, loaded: Loaded, step_s: float) -> float:
     """Slots are committed at once: what a keeper does with them is not timed here."""
-    from regrow.state.memory.slots import Committed, Moment
-
     entries = training_entries(loaded.step.model, loaded.step.optimizer, inner_tensor=inner_tensor)
     num_bytes = sum(entry.memory.nbytes for entry in entries)
     stat = os.statvfs("/dev/shm")
     if stat.f_bavail * stat.f_frsize < 2.2 * num_bytes * member.world_size:
         return float("nan")
-    folder = Path(tempfile.mkdtemp(prefix="regrow-accept-", dir="/dev/shm"))
-    try:
+    with in_memory() as folder:
         mesh = build_mesh(plan_mesh(member.world_size, 1), "cuda")
         snapshots = Snapshots(folder, entries, coordinates=coordinates_of(mesh), run_id="accept", generation=1)
         loaded.before_update = lambda: void(snapshots.wait())
@@ -334,14 +332,12 @@ def _with_snapshots(member: Member, loaded: Loaded, step_s: float) -> float:
             number[0] += 1
             snapshots.begin(number[0], {})
             snapshots.confirm(number[0])
-            Committed(Moment(1, number[0])).write(folder)
+            Committed(Version(1, number[0])).write(folder)
 
         timed = loaded.time(6, snapshot)
         loaded.before_update = None
         snapshots.close()
         return timed.step_s / step_s - 1
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def void(_: object) -> None:
@@ -371,8 +367,7 @@ def _change_often(member: Member) -> tuple[list[Held], tuple[list[float], list[f
         del generation
         gc.collect()
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(member.device)
-        held.append(Held(inits[-1], (total - free) / MIB))
+        held.append(Held.on(member.device, inits[-1]))
     return held, (inits, aborts)
 
 

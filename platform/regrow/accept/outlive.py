@@ -333,14 +333,18 @@ def befall(scenario: Scenario) -> None:
 def backend_for(device: torch.device) -> str:
     if device.type == "cuda":
         return "nccl"
-    from regrow.parallel import asynchronous
-
-    return asynchronous.NAME
+    return str(_asynchronous().NAME)
 
 
 def stream_for(device: torch.device) -> Stream:
     if device.type == "cuda":
         return stream_of(device)
+    stream: Stream = _asynchronous().default_stream()
+    return stream
+
+
+def _asynchronous() -> Any:
+    """Written against torch 2.13; a GPU is looked at with older ones, too."""
     from regrow.parallel import asynchronous
 
-    return asynchronous.default_stream()
+    return asynchronous

@@ -12,7 +12,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from regrow.accept.claims import Finding, Part, State
 from regrow.accept.runner import Machine
@@ -131,8 +131,3 @@ def _width(stream: TextIO) -> int:
 def to_lines(findings: Sequence[Finding]) -> list[str]:
     """A line each as they are found, for the screen."""
     return [f"  {WORDS[each.state]:<15} {each.claim}: {cells(each)[2] or 'as expected'}" for each in findings]
-
-
-def as_dict(path: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(path.read_text())
-    return content

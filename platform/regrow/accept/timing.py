@@ -1,27 +1,25 @@
 """A model in this process' group, its steps timed as benchmarks/step.py does, and what profiler and allocator say."""
 
 import itertools
-import re
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity
 
-from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig, RopeScaling
-from regrow.errors import ConfigError
+from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
 from regrow.forecast.footprint import Rank, footprint
-from regrow.model.size import flops_per_token
+from regrow.model.size import flops_per_token, num_params
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
 from regrow.runtime.hardware.peak import peak_flops
 from regrow.train.build import build_step
 from regrow.train.step import TrainStep
 
-MODELS = Path(__file__).parents[3] / "conf" / "model"
 WARM_UP = 4
 
 
@@ -137,11 +135,6 @@ class Profiled:
 
 def profile(loaded: Loaded, num_steps: int = 3) -> Profiled:
     """By torch's profiler: the union of the device's kernels, and how long the host took to launch a step."""
-    import time
-
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
     loaded.settle()
     began = time.perf_counter()
     for _ in range(num_steps):
@@ -149,7 +142,7 @@ def profile(loaded: Loaded, num_steps: int = 3) -> Profiled:
     launched_s = time.perf_counter() - began
     loaded.settle()
     host_s = time.perf_counter() - began
-    with profiler(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as running:
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as running:
         for _ in range(num_steps):
             loaded.run()
         loaded.settle()
@@ -166,39 +159,6 @@ def profile(loaded: Loaded, num_steps: int = 3) -> Profiled:
     return Profiled(covered / whole, launched_s / host_s)
 
 
-def read_model(name: str) -> ModelConfig:
-    """A model of conf/model, whose YAML is of names, numbers and one level of nesting. Needs no YAML. Raises
-    ConfigError."""
-    path = MODELS / f"{name}.yaml"
-    if not path.exists():
-        known = ", ".join(sorted(each.stem for each in MODELS.glob("*.yaml")))
-        raise ConfigError(f"no model called {name!r}; available: {known}")
-    fields: dict[str, Any] = {}
-    part = fields
-    for line in path.read_text().splitlines():
-        key, _, value = line.partition("#")[0].partition(":")
-        if key.strip() and value.strip():
-            (part if line.startswith(" ") else fields)[key.strip()] = _scalar(value.strip())
-        elif key.strip() == "rope_scaling":
-            part = fields["rope_scaling"] = {}
-        elif key.strip():
-            raise ConfigError(f"{path} sets {key.strip()}, too: choose a model that is its sizes alone")
-    if "rope_scaling" in fields:
-        fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
-    return ModelConfig(**fields)
-
-
-def _scalar(text: str) -> Any:
-    if text in ("true", "false"):
-        return text == "true"
-    if re.fullmatch(r"-?\d+", text):
-        return int(text)
-    try:
-        return float(text)
-    except ValueError:
-        return text.strip("'\"")
-
-
 def group_alone() -> torch.device:
     """The default group, of this process alone; its device."""
     torch.cuda.set_device(0)
@@ -208,8 +168,6 @@ def group_alone() -> torch.device:
 
 def rows_that_fit(model: ModelConfig, seq_len: int, device: torch.device) -> int:
     """A power of two, by a generous estimate of what a compiled bfloat16 step holds (benchmarks/step.py)."""
-    from regrow.model.size import num_params
-
     memory = torch.cuda.get_device_properties(device).total_memory
     fixed = 18 * num_params(model)
     per_row = seq_len * (16 * model.vocab_size + 2 * model.num_layers * (12 * model.dim + 4 * model.ffn_dim))

@@ -346,7 +346,6 @@ class SubmitConfig:
     context: str | None = None  # kubectl's; null: its current one
     namespace: str = "regrow"  # of Kubernetes
     name: str | None = None  # of the RayJob; null: from run.name
-    crd_file: str | None = None  # the cluster's CustomResourceDefinition of RayJobs, to check manifests against
     image: str = "registry.example.com/regrow"  # without a tag: <commit>-ray<version>, as k8s/README.md builds it
     image_pull_policy: str = "IfNotPresent"  # or Always, Never
     image_pull_secret: str | None = None  # by name

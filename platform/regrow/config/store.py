@@ -121,11 +121,6 @@ def load_run_config(folder: Path) -> PretrainConfig:
         raise ConfigError(f"{folder} holds no config.yaml of a run ({_one_line(error)})") from error
 
 
-def to_yaml(config: PretrainConfig) -> str:
-    """The resolved config as YAML, keys in the schema's order."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
 def to_dict(config: PretrainConfig) -> dict[str, Any]:
     """The resolved config as plain dicts, strings and numbers (enumerations by name), as JSON would hold it."""
     container = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)

@@ -1,30 +1,31 @@
 """Which snapshot is the newest committed one: a step counts once every node of its generation has reported it. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from regrow.plan import placement
-from regrow.state.memory.held import Held
-from regrow.state.memory.node import Sealed
-from regrow.state.memory.slots import Moment
+from regrow.control.values import NEVER, Replica, SnapshotAck, Version
+
+IsWhole = Callable[[Version, Sequence[Any]], bool]  # do these replicas cover everything of a version?
 
 
 @dataclass(frozen=True)
 class SnapshotCommit:
     """A committed step, and the nodes that hold it: each with the node that has its copies, or ""."""
 
-    moment: Moment
+    version: Version
     peers: Mapping[str, str] = field(hash=False)
 
 
-class SnapshotBoard:
+class CommitTracker:
     """Collects what keepers report, for one generation after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_whole: IsWhole) -> None:
         self.newest: SnapshotCommit | None = None
+        self._is_whole = is_whole
         self._generation = 0
         self._peers: dict[str, str] = {}  # of the generation's nodes
-        self._reported: dict[Moment, set[str]] = {}  # which nodes did
+        self._reported: dict[Version, set[str]] = {}  # which nodes did
 
     def begin(self, generation: int, start_step: int, peers: Mapping[str, str]) -> None:
         """From here on only this generation's reports count, and a step needs all these nodes', copied to their peers.
@@ -33,7 +34,7 @@ class SnapshotBoard:
         """
         self._generation, self._peers = generation, dict(peers)
         self._reported.clear()
-        if self.newest is not None and self.newest.moment.step > start_step:
+        if self.newest is not None and self.newest.version.step > start_step:
             self.newest = None
 
     def replan(self, peers: Mapping[str, str]) -> None:
@@ -41,23 +42,27 @@ class SnapshotBoard:
         self._peers = dict(peers)
         self._reported.clear()
 
-    def sealed(self, report: Sealed) -> SnapshotCommit | None:
+    def sealed(self, report: SnapshotAck) -> SnapshotCommit | None:
         """Take a node's report; the commit that it completes, if it does."""
-        moment = report.moment
-        if moment.generation != self._generation or self._peers.get(report.node) != report.peer:
+        version = report.version
+        if version.generation != self._generation or self._peers.get(report.node) != report.peer:
             return None  # it had not heard yet of the node that is to hold its copies
-        if self.newest is not None and moment <= self.newest.moment:
+        if self.newest is not None and version <= self.newest.version:
             return None
-        nodes = self._reported.setdefault(moment, set())
+        nodes = self._reported.setdefault(version, set())
         nodes.add(report.node)
         if len(nodes) < len(self._peers):
             return None
-        self.newest = SnapshotCommit(moment, dict(self._peers))
-        for done in [each for each in self._reported if each <= moment]:
+        self.newest = SnapshotCommit(version, dict(self._peers))
+        for done in [each for each in self._reported if each <= version]:
             del self._reported[done]
         return self.newest
 
-    def newest_whole(self, held: Iterable[Held], logged: int) -> Moment:
+    def holds(self, step: int) -> bool:
+        """Whether a step, or a later one, is committed."""
+        return self.newest is not None and self.newest.version.step >= step
+
+    def newest_whole(self, held: Iterable[Replica], logged: int) -> Version:
         """The newest step that is whole in what is held. Raises AssertionError where nothing was committed.
 
         The committed one, or a later one of the newest generation that not all of its nodes have reported: ranks seal a
@@ -65,15 +70,15 @@ class SnapshotBoard:
         survived, it is as good. Not after `logged`, the last step that has a row.
         """
         assert self.newest is not None
-        committed, held = self.newest.moment, list(held)
+        committed, held = self.newest.version, list(held)
         later = {
             each.moment
             for each in held
             if each.moment > committed and each.moment.generation == self._generation and each.moment.step <= logged
         }
-        return max((moment for moment in later if is_whole(moment, held)), default=committed)
+        return max((version for version in later if self._is_whole(version, held)), default=committed)
 
-    def rebuild(self, known: Iterable[tuple[str, Moment, Iterable[Held]]]) -> None:
+    def rebuild(self, known: Iterable[tuple[str, Version, Iterable[Replica]]]) -> None:
         """After the coordinator was lost: from each keeper's (node, newest commit it knows, what it holds).
 
         Keepers hear of a commit after it was made, so the newest one that any of them knows is committed. Where parts
@@ -81,18 +86,12 @@ class SnapshotBoard:
         that is held whole. Nodes that hold it are known again, where their copies are is not: there is no need to,
         all of them are asked.
         """
-        found = [(node, moment, list(held)) for node, moment, held in known]
-        newest = max((moment for _, moment, _ in found), default=Moment())
+        found = [(node, version, list(held)) for node, version, held in known]
+        newest = max((version for _, version, _ in found), default=NEVER)
         all_held = [each for _, _, held in found for each in held]
-        if newest != Moment() and not is_whole(newest, all_held):
-            newest = max(
-                (e.moment for e in all_held if e.moment > newest and is_whole(e.moment, all_held)), default=newest
-            )
+        if newest != NEVER and not self._is_whole(newest, all_held):
+            later = {each.moment for each in all_held if each.moment > newest}
+            newest = max((version for version in later if self._is_whole(version, all_held)), default=newest)
         nodes = [node for node, _, held in found if any(each.moment == newest for each in held)]
         if nodes:
             self.newest = SnapshotCommit(newest, dict.fromkeys(nodes, ""))
-
-
-def is_whole(moment: Moment, held: Iterable[Held]) -> bool:
-    """Whether the ranks whose state of a step is held have every element of it."""
-    return placement.is_whole(each.coordinates for each in held if each.moment == moment)

@@ -8,9 +8,13 @@ collective, as they do, and begins none, is the one they wait for.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
+
+from regrow.control.commands import Ask, Outbox, Question, SaveStacks
+from regrow.control.membership import Member
 
 NOTHING = -1
 STEPS, SECONDS = 2.0, 0.4  # so many median steps, and seconds, without a step: ask
@@ -18,6 +22,10 @@ STOPPED_S = 0.7  # silent and stopped by a signal
 DARK_S = 5.0  # for a keeper to answer
 STUCK_SHARE = 0.25  # of a collective's timeout without a step: worth a look at where everyone is
 WINDOW = 50  # steps that the median is of
+ASK_AGAIN_S, ASKED_PER_S = 0.2, 2000.0  # between questions, and more where there are more keepers
+WHERE_AGAIN_S = 5.0  # between questions where everyone is: who gets on has begun a collective meanwhile
+LOOK_S = 1.5  # for keepers to say where everyone is
+LOOKED_AT = 64  # nodes, at most: stacks are read by people
 
 Worker = tuple[str, int]  # node, pid
 SLOW_FACTOR = 1.5  # of the median time
@@ -143,3 +151,166 @@ class Stragglers:
             for (node, pid), pulse in slow.items()
             if self._slow[node, pid] == SLOW_TIMES
         ]
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A member that does not get on, and why it is thought so."""
+
+    member: Member
+    dark: bool  # its node's keeper does not answer either
+    detail: str
+
+
+@dataclass
+class _Asked:
+    """One question to many keepers."""
+
+    number: int
+    question: Question
+    waiting: set[str]  # for these nodes' answers
+    at: float
+    answers: dict[str, Any] = field(default_factory=dict)  # None: the keeper is gone, which shows by itself
+
+
+class Health:
+    """Finds which member keeps a group from getting on, by asking the keepers of its nodes, once it stands still.
+
+    While it trains nobody is asked, but how fast devices are, and how GPUs are, from time to time.
+    """
+
+    def __init__(self, stalls: Stalls, out: Outbox, *, probe_every_steps: int = 0, on_gpus: bool = False) -> None:
+        """Ranks probe their devices every so many steps; GPUs can be asked how they are."""
+        self.stalls, self._probe_every_steps, self._on_gpus = stalls, probe_every_steps, on_gpus
+        self._gpus_read_in = 0  # the newest generation
+        self.gpus: dict[str, list[str]] = {}  # by node, what they told when they were asked last
+        self._out, self._number = out, 0
+        self._stragglers = Stragglers()
+        self._check_up: _Asked | None = None
+        self._hardware: _Asked | None = None
+        self._pulses: _Asked | None = None
+        self._stacks: _Asked | None = None
+        self._where: dict[Worker, Pulse] = {}  # when that was asked before
+        self._suspects: list[Suspect] = []
+        self._ask_at = 0.0
+        self._gone_since: dict[str, float] = {}  # nodes whose keepers are gone
+
+    def look_at_devices(self, step: int, generation: int, now: float, nodes: Sequence[str]) -> None:
+        """How fast they are, whenever all ranks have probed theirs; how GPUs are, with a group's first step too.
+
+        Of GPUs that fail, nobody can ask any more.
+        """
+        every = self._probe_every_steps
+        probed = every > 0 and (step - 1) % every == 0  # all have, a step before
+        if probed:
+            self._check_up = self._ask(Question.HEARTBEATS, nodes, now)
+        if self._on_gpus and (probed or self._gpus_read_in != generation):
+            self._gpus_read_in = generation
+            self._hardware = self._ask(Question.GPUS, nodes, now)
+
+    def answered(self, number: int, node: str, answer: Any) -> None:
+        """A keeper has answered; one that was asked something else meanwhile is late."""
+        for asked in (self._check_up, self._hardware, self._pulses, self._stacks):
+            if asked is not None and asked.number == number and node in asked.waiting:
+                asked.waiting.remove(node)
+                asked.answers[node] = answer
+                if asked is self._hardware and answer:
+                    self.gpus[node] = answer
+        if self._check_up is not None and not self._check_up.waiting:
+            self._finish_check_up(self._check_up)
+
+    def tick(self, now: float, members: Iterable[Member], nodes: Sequence[str]) -> list[Suspect]:
+        """The members of the current group that are to be given up; `nodes` are its own.
+
+        Without keepers nobody can be asked, and nobody is given up.
+        """
+        if not nodes or not self.stalls.stalled_s(now):
+            self._pulses, self._stacks, self._suspects = None, None, []
+            self._where.clear()
+            self._gone_since.clear()
+            return []
+        if self._stacks is not None:
+            return self._finish_look(self._stacks, now)
+        if self.stalls.wants_a_look(now):
+            self._begin_look(now, nodes)
+            return []
+        if self._pulses is None and now > self._ask_at:
+            stuck = self.stalls.stuck(now)
+            self._pulses = self._ask(Question.POSITIONS if stuck else Question.HEARTBEATS, nodes, now)
+        if self._pulses is not None:
+            self._suspects = self._found(self._pulses, now, list(members))
+            if self._suspects:
+                self._pulses = None
+                self._begin_look(now, nodes)
+        return []
+
+    def _ask(self, question: Question, nodes: Sequence[str], now: float) -> _Asked:
+        self._number += 1
+        self._out.append(Ask(self._number, question, tuple(nodes)))
+        return _Asked(self._number, question, set(nodes), now)
+
+    def _found(self, asked: _Asked, now: float, members: list[Member]) -> list[Suspect]:
+        suspects = []
+        for member in members:
+            pulses: list[Pulse] = asked.answers.get(member.node) or []
+            for pulse in self.stalls.hung(pulses):
+                if pulse.pid == member.pid:
+                    how = "stopped" if pulse.stopped else f"in state {pulse.state}" if pulse.state else "gone"
+                    detail = f"process {pulse.pid} {how}, last ran {pulse.silent_s:.1f} s ago"
+                    suspects.append(Suspect(member, False, detail))
+        waited = now - asked.at
+        if waited > DARK_S:
+            said = f"nothing was heard of the node for {waited:.1f} s"
+            suspects += [Suspect(member, True, said) for member in members if member.node in asked.waiting]
+        suspects += self._without_keeper(asked, now, members)
+        where = asked.question is Question.POSITIONS
+        if not asked.waiting and where:
+            suspects += self._left_behind(asked.answers, members)
+        if not asked.waiting or waited > DARK_S:
+            again_s = WHERE_AGAIN_S if where else ASK_AGAIN_S
+            self._ask_at = now + max(again_s, len(asked.answers) / ASKED_PER_S)
+            self._pulses = None
+        return suspects
+
+    def _without_keeper(self, asked: _Asked, now: float, members: list[Member]) -> list[Suspect]:
+        """Members on nodes whose keepers are gone for long: Ray would have told of them, or told a coordinator before.
+
+        A keeper alone that died is back before that.
+        """
+        for node, answer in asked.answers.items():
+            if answer is None:
+                self._gone_since.setdefault(node, now)
+            else:
+                self._gone_since.pop(node, None)
+        gone = {node for node, since in self._gone_since.items() if now - since > self.stalls.silence_s}
+        return [
+            Suspect(each, True, "its keeper is gone, and does not come back") for each in members if each.node in gone
+        ]
+
+    def _left_behind(self, answers: Mapping[str, list[Pulse] | None], members: list[Member]) -> list[Suspect]:
+        pulses = {(node, pulse.pid): pulse for node, answer in answers.items() for pulse in answer or []}
+        found = {(each.node, each.pid): each for each in members}
+        before, self._where = self._where, {worker: pulses[worker] for worker in found if worker in pulses}
+        return [
+            Suspect(found[worker], False, f"process {worker[1]} runs, and is not in the collective that others wait in")
+            for worker in left_behind(before, self._where)
+        ]
+
+    def _finish_check_up(self, asked: _Asked) -> None:
+        self._check_up = None
+        pulses = [(node, pulse) for node, answer in asked.answers.items() for pulse in answer or []]
+        for node, pulse, factor in self._stragglers.found(pulses):
+            more = {"pid": pulse.pid, "factor": factor, "probe_s": pulse.probe_s, "step": pulse.step}
+            self._out.record("straggler", node=node, **more)
+
+    def _begin_look(self, now: float, nodes: Sequence[str]) -> None:
+        first = {suspect.member.node for suspect in self._suspects if not suspect.dark}
+        self._stacks = self._ask(Question.STACKS, sorted(nodes, key=lambda node: node not in first)[:LOOKED_AT], now)
+
+    def _finish_look(self, asked: _Asked, now: float) -> list[Suspect]:
+        if asked.waiting and now - asked.at < LOOK_S:
+            return []
+        found = {node: text or "" for node, text in asked.answers.items()}
+        self._out.append(SaveStacks(self.stalls.stalled_s(now), found))
+        suspects, self._suspects, self._stacks = self._suspects, [], None
+        return suspects

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from regrow.config.schema import DataConfig, PretrainConfig
-from regrow.data.documents import DamagedPiece, Document, Piece, Recipe, load_recipe
-from regrow.data.hub import files_on_hub, is_hub
+from regrow.data.prepare.documents import DamagedPiece, Document, Piece, Recipe, load_recipe
+from regrow.data.prepare.hub import files_on_hub, is_hub
 from regrow.deadline import within
 from regrow.errors import DataError, UnseenError
 from regrow.storage import StorageError, in_threads, is_remote
 
 if TYPE_CHECKING:
-    from regrow.data.files import SourceFiles
+    from regrow.data.prepare.files import SourceFiles
 
 LOOK_S = 20.0  # for each place outside this machine: source, tokenizer, prepared corpora
 MARGIN = 1.25  # by which an estimate may be too low before a corpus is refused for it
@@ -126,7 +126,7 @@ def _large_enough(config: PretrainConfig, num_rows: int | None, basis: str) -> O
 
 
 def _counted(config: PretrainConfig) -> Outlook:
-    from regrow.data.corpora import find_corpora, order_of
+    from regrow.data.read.corpora import find_corpora, order_of
 
     corpora = find_corpora(config, progress=lambda stage, done, total: None)
     order_of(config, corpora)  # raises where they cannot fill a batch
@@ -135,16 +135,16 @@ def _counted(config: PretrainConfig) -> Outlook:
 
 
 def _is_prepared(config: PretrainConfig, recipe: Recipe) -> bool:
-    from regrow.data.manifest import MANIFEST
-    from regrow.data.prepare import corpus_folder
+    from regrow.data.prepare.prepare import corpus_folder
+    from regrow.data.read.manifest import MANIFEST
 
     return corpus_folder(config.data, config.run.storage_path, recipe).exists(MANIFEST)
 
 
 def _tokenizer(config: PretrainConfig) -> Any:
     """The tokenizer that was asked for. Raises DataError for one that does not fit the run."""
-    from regrow.data.prepare import check_tokenizer, read_tokenizer
-    from regrow.data.tokenizer import parse_tokenizer
+    from regrow.data.prepare.prepare import check_tokenizer, read_tokenizer
+    from regrow.data.prepare.tokenizer import parse_tokenizer
 
     location = str(config.data.tokenizer)
     tokenizer = parse_tokenizer(read_tokenizer(location), f"data.tokenizer={location}")
@@ -183,7 +183,7 @@ def _estimate(
 
 def _text_bytes(source: str, sizes: dict[str, int]) -> tuple[float, str]:
     """Bytes of text in files of these sizes: of parquet by the footers of some of them."""
-    from regrow.data.files import SourceFiles, kind_of
+    from regrow.data.prepare.files import SourceFiles, kind_of
 
     parquet = [name for name in sizes if kind_of(name) == "parquet"]
     plain = sum(
@@ -218,7 +218,7 @@ def _in_footer(files: "SourceFiles", name: str) -> tuple[str, int | None]:
 
 def _count(data: DataConfig, recipe: Recipe, pieces: Sequence[Piece], tokenizer: Any) -> int:
     """The training rows that a preparation will make."""
-    from regrow.data.spool import tokenized
+    from regrow.data.prepare.spool import tokenized
 
     num_tokens = 1  # the end-of-text before the first document
     for piece in pieces:
@@ -253,7 +253,7 @@ def _read(data: DataConfig, recipe: Recipe, pieces: Sequence[Piece], tokenizer: 
             continue
     bytes_per_token = None
     if texts and tokenizer is not None:
-        from regrow.data.tokenizer import encode
+        from regrow.data.prepare.tokenizer import encode
 
         sample = texts[:: -(-num_bytes // SAMPLE_BYTES)]
         num_tokens = sum(len(ids) + 1 for ids in encode(tokenizer, sample))

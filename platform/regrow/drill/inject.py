@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from regrow.control.values import Version
 from regrow.drill.faults import KINDS, NODE, WORKER, Fault
 from regrow.drill.nodes import LocalNodes
 from regrow.drill.processes import is_alive, send
 from regrow.errors import CheckpointError
 from regrow.state.memory.held import COPY
-from regrow.state.memory.slots import SLOT, Committed, Moment, open_slot
+from regrow.state.memory.slots import SLOT, Committed, open_slot
 
 MOST_FILLED = 4 << 30  # bytes
 SETTLE_S = 0.5  # for keepers to commit what was sealed before everything was stopped
@@ -272,7 +273,7 @@ def _damage(folder: Path) -> list[str]:
             header = open_slot(path) if path.name.endswith((SLOT, COPY)) else None
         except CheckpointError:
             continue
-        if header is None or Moment(header.generation, header.step) != newest:
+        if header is None or Version(header.generation, header.step) != newest:
             continue
         longest, offset = max(zip(header.boxes, header.offsets, strict=False), key=lambda each: each[0].num_bytes)
         with open(path, "r+b") as file:

@@ -1,14 +1,13 @@
 """A run folder from outside: its rows and events as they are written, and the drill's own record."""
 
-import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
-from regrow.record.log import EVENTS, METRICS, encode
+from regrow.record.events import Row
+from regrow.record.log import EVENTS, METRICS, Tail, encode
 
-Row = dict[str, Any]
 RECORD = "drill.jsonl"
 
 
@@ -16,7 +15,7 @@ class RunFollower:
     """Reads what was added to a run's logs since the last look. Rows that were taken back are read anew."""
 
     def __init__(self, folder: Path) -> None:
-        self._metrics, self._events = _Tail(folder / METRICS), _Tail(folder / EVENTS)
+        self._metrics, self._events = Tail(folder / METRICS), Tail(folder / EVENTS)
         self.rows: list[Row] = []
         self.events: list[Row] = []
         self.num_rows_read = 0
@@ -62,39 +61,10 @@ class Record:
             os.fsync(file.fileno())
 
     def read(self) -> list[Row]:
-        return _Tail(self.path).read()[0]
+        return Tail(self.path).read()[0]
 
     def next_fault(self) -> int:
         """The number of the first fault that was not carried out yet."""
         return 1 + max(
             (line["number"] for line in self.read() if line["record"] in ("fault", "not injected")), default=-1
         )
-
-
-class _Tail:
-    """A file of JSON lines, of which only what is new is read."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._inode, self._at = path, 0, 0
-
-    def read(self) -> tuple[list[Row], bool]:
-        """Whole lines since the last look, and whether these are all from the beginning, as the file was replaced."""
-        try:
-            with open(self.path, "rb") as file:
-                status = os.fstat(file.fileno())
-                anew = status.st_ino != self._inode or status.st_size < self._at
-                if anew:
-                    self._inode, self._at = status.st_ino, 0
-                file.seek(self._at)
-                data = file.read()
-        except FileNotFoundError:
-            return [], False
-        whole = data[: data.rfind(b"\n") + 1]
-        self._at += len(whole)
-        lines = []
-        for line in whole.splitlines():
-            try:
-                lines.append(json.loads(line))
-            except ValueError:  # torn by a crash
-                continue
-        return lines, anew

@@ -5,24 +5,25 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from regrow.config.schema import DrillJobConfig
-from regrow.data.batch import direct_batches, layout_of
-from regrow.data.corpora import find_corpora, order_of
+from regrow.data.read.batch import direct_batches, layout_of
+from regrow.data.read.corpora import find_corpora, order_of
 from regrow.drill.faults import Fault
 from regrow.drill.log import RunFollower
 from regrow.drill.verdict import Checkpoint, Evidence, Verdict, judge, outcomes
 from regrow.errors import CheckpointError
+from regrow.record.events import Row
+from regrow.record.history import History
+from regrow.record.ledger import Ledger
+from regrow.record.log import METRICS, Tail
 from regrow.record.run_folder import checkpoints_of
 from regrow.show.console import Console
-from regrow.show.drill_page import render_drill
-from regrow.show.report import account, write_report
+from regrow.show.page import drill_page
+from regrow.show.report import write_report
 from regrow.show.timeline import Mark, draw_timeline
 from regrow.state.disk import inspect as tools
 from regrow.storage import Storage
-
-Row = dict[str, Any]
 
 
 def gather(
@@ -37,7 +38,7 @@ def gather(
     """Everything that the verdict needs: computes every batch anew, reads every byte of every checkpoint."""
     watch = RunFollower(folder)
     watch.poll()
-    rows = raw_rows(folder)
+    rows, _ = Tail(folder / METRICS).read()  # as they stand there, none left out but torn ones
     checkpoints, run_id = checkpoints_of(str(folder))
     found = []
     try:
@@ -46,7 +47,7 @@ def gather(
         console.message("there is no checkpoint to check")
     keys = [name for each in found if each.index for name in each.index.tensors]
     in_memory = [f"memory/{name}" for record in records for name in record.get("memory") or []]
-    ledger = account(rows, watch.events, max((each["time"] for each in watch.events), default=0.0))
+    ledger = _ledger(rows, watch.events)
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if "drill_logs" not in path.parts)
     return Evidence(
         rows=rows,
@@ -69,18 +70,6 @@ def gather(
         report=write_report(Storage.at(folder), config),
         bands=ledger.bands,
     )
-
-
-def raw_rows(folder: Path) -> list[Row]:
-    """The lines of metrics.jsonl as they stand there, none left out but torn ones."""
-    lines = (folder / "metrics.jsonl").read_bytes().splitlines() if (folder / "metrics.jsonl").exists() else []
-    rows = []
-    for line in lines:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
 
 
 def expected_digests(config: DrillJobConfig, num_steps: int, console: Console) -> list[str]:
@@ -110,18 +99,21 @@ def conclude(config: DrillJobConfig, folder: Path, evidence: Evidence) -> bool:
         "faults": [asdict(each) for each in effects],
     }
     (folder / "verdict.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n")
-    ledger = account(evidence.rows, evidence.events, max((e["time"] for e in evidence.events), default=0.0))
     marks = [
         Mark(each.time, each.what, None if each.seconds is None else each.time + each.seconds, each.number, each.grows)
         for each in effects
     ]
     title = f"{config.drill.name}: {len(effects)} fault{'' if len(effects) == 1 else 's'}"
-    picture = draw_timeline(ledger, evidence.rows, evidence.events, marks, title=title)
+    picture = draw_timeline(_ledger(evidence.rows, evidence.events), evidence.rows, marks, title=title, noun="fault")
     (folder / "timeline.svg").write_text(picture)
-    (folder / "drill.html").write_text(render_drill(config.run.name, content, evidence.report, picture))
+    (folder / "drill.html").write_text(drill_page(config.run.name, content, evidence.report, picture))
     _show(verdicts, good)
     print(f"{folder}/drill.html, timeline.svg, verdict.json, drill.jsonl")
     return good
+
+
+def _ledger(rows: Sequence[Row], events: Sequence[Row]) -> Ledger:
+    return History.of_logs(rows, events).ledger(max((each["time"] for each in events), default=0.0))
 
 
 def _show(verdicts: Sequence[Verdict], good: bool) -> None:

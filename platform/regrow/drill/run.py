@@ -17,6 +17,7 @@ from regrow.drill.log import Record, RunFollower
 from regrow.drill.result import conclude, gather
 from regrow.drill.session import DrillSession
 from regrow.errors import ConfigError
+from regrow.progress import last_step
 from regrow.record.run_folder import run_folder
 from regrow.runtime.run_folder import check_may_start
 from regrow.show.console import Console
@@ -29,8 +30,8 @@ def run_drill(config: DrillJobConfig) -> bool:
     plan, seed = plan_of(config)
     config = _with_end(config, plan)
     check(config)
-    last_step = config.train.stop_at_step or config.train.steps
-    check_plan(plan, nodes=config.drill.nodes, max_workers=config.cluster.max_workers, last_step=last_step)
+    end = last_step(config.train.steps, config.train.stop_at_step)
+    check_plan(plan, nodes=config.drill.nodes, max_workers=config.cluster.max_workers, last_step=end)
     check_may_start(config)
     folder = run_folder(config).local_path
     _check_memory(config, plan)
@@ -41,12 +42,12 @@ def run_drill(config: DrillJobConfig) -> bool:
         with memory_of_its_own(config.drill.memory_mb) as memory:
             if memory:
                 config = replace(config, snapshot=replace(config.snapshot, folder=memory))
-            if not _is_over(folder, record, plan, last_step):
+            if not _is_over(folder, record, plan, end):
                 DrillSession(config, plan, seed, folder, record, console).run()
             else:
                 console.message("this drill is over: its verdict again; choose another run.name for another one")
         console.message("looking at every batch and every checkpoint")
-        evidence = gather(config, folder, plan, record.read(), reference, last_step, console)
+        evidence = gather(config, folder, plan, record.read(), reference, end, console)
     return conclude(config, folder, evidence)
 
 

@@ -17,7 +17,7 @@ from regrow.drill.job import DrillJob
 from regrow.drill.log import Record, RunFollower
 from regrow.drill.nodes import local_nodes
 from regrow.drill.verdict import outcomes
-from regrow.record.narrate import narrate
+from regrow.record.events import from_row
 from regrow.record.run_folder import read_record, run_folder
 from regrow.show.console import Console
 
@@ -221,7 +221,7 @@ class DrillSession:
     def _show(self) -> None:
         rows, events = self.shown
         for event in self.watch.events[events:]:
-            line = narrate(event)
+            line = from_row(event).sentence()
             if line:
                 self.console.message(line.partition("; MFU")[0])
         if self.watch.num_rows_read > rows and self.watch.rows:

@@ -381,4 +381,5 @@ def _notes(records: Sequence[Row], what: str) -> list[Row]:
 
 
 def _distance(loss: float | None, other: float | None) -> float:
-    return abs(loss - other) if loss is not None and other is not None else math.inf
+    differ = abs(loss - other) if loss is not None and other is not None else math.inf
+    return differ if math.isfinite(differ) else math.inf

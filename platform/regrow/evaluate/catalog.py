@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"  # of an exported model
 MOST_DOCUMENTS = 200  # of a corpus
 TASKS_FOLDER = Path(__file__).with_name("tasks")
 PYTHON_DOCS = {

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from regrow.config.schema import DataConfig
-from regrow.data.documents import Document, Recipe, content_hash, load_recipe
-from regrow.data.shards import ShardReader
+from regrow.data.prepare.documents import Document, Recipe, content_hash, load_recipe
+from regrow.data.read.shards import ShardReader
 from regrow.evaluate.catalog import MOST_DOCUMENTS
 
 if TYPE_CHECKING:

@@ -2,13 +2,12 @@
 
 import contextlib
 import difflib
-import fnmatch
+import json
 import logging
 import os
-import random
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -17,16 +16,21 @@ from typing import TYPE_CHECKING, Any
 
 from regrow.config.schema import Dtype
 from regrow.errors import EvaluationError, RegrowError, first_line
-from regrow.evaluate.catalog import OF_A_CORPUS, PYTHON_DOCS, SHIPPED, TASKS_FOLDER
+from regrow.evaluate.catalog import CONFIG, OF_A_CORPUS, PYTHON_DOCS, SHIPPED, TASKS_FOLDER, TOKENIZER_CONFIG
 from regrow.evaluate.results import TaskResult, task_results
 from regrow.record.provenance import git_sha, versions
 
 if TYPE_CHECKING:
-    from regrow.data.corpora import Corpora
-    from regrow.evaluate.scorer import Counter
+    from regrow.data.read.corpora import Corpora
 
 PACKAGES = ("lm_eval", "transformers", "accelerate", "datasets")
 BOOTSTRAP_ITERS = 1000  # for standard errors of metrics that have no formula
+LOGITS_BYTES = 2**30  # of one batch, in float32, with a batch size that nobody chose
+MOST_ROWS = 32
+NOT_FOR_USERS = (  # loggers: advice to writers of tasks, missing kernels, documents that windows are for
+    *("lm_eval.api.task", "lm_eval.tasks", "torchao", "torch.utils._pytree"),
+    "transformers.tokenization_utils_base",
+)
 INSTALL = "pip install 'regrow[evaluate]', in a checkout .venv/bin/pip install -c constraints.txt -e '.[evaluate]'"
 
 
@@ -51,9 +55,10 @@ def set_up(names: Sequence[str]) -> None:
     if missing:
         raise EvaluationError(f"{', '.join(missing)} missing; {INSTALL}")
     if all(name in SHIPPED for name in names):
-        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TQDM_DISABLE="1")
+        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # of lm_eval's bootstrap, which would fork this process
-    _log_briefly()
+    for name in NOT_FOR_USERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def usual_tasks(corpora: "Corpora | None") -> list[str]:
@@ -64,63 +69,66 @@ def usual_tasks(corpora: "Corpora | None") -> list[str]:
     return list(OF_A_CORPUS if on_python_docs else SHIPPED)
 
 
-def load_tasks(names: Sequence[str], corpora: "Corpora | None") -> dict[str, Any]:
-    """Tasks by name, pattern or YAML file, with their documents.
+def load_tasks(names: Sequence[str], corpora: "Corpora | None") -> list[Any]:
+    """lm_eval's tasks and groups by name, pattern or YAML file, with their documents.
 
     Raises EvaluationError for an unknown one, and for one that cannot be loaded.
     """
-    shipped = [name for name in names if name in SHIPPED]
-    others = [name for name in names if name not in SHIPPED]
-    if corpora is None and set(shipped) & OF_A_CORPUS.keys():
-        name = next(name for name in shipped if name in OF_A_CORPUS)
-        raise EvaluationError(f"{name} reads a prepared corpus; name its folder with --corpus")
+    if corpora is None and (of_a_corpus := [name for name in names if name in OF_A_CORPUS]):
+        raise EvaluationError(f"{of_a_corpus[0]} reads a prepared corpus; name its folder with --corpus")
     from lm_eval.tasks import TaskManager
 
-    loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     of = {} if corpora is None else {"corpora": dict(zip(corpora.names, corpora.folders, strict=True))}
     ours = TaskManager(include_path=TASKS_FOLDER, include_defaults=False, metadata=of)
-    for name in shipped:
-        _load(ours, name, loaded)
-    if others:
+    loaded = [each for name in names if name in SHIPPED for each in _load(ours, name)]
+    if others := [name for name in names if name not in SHIPPED]:
         theirs = TaskManager()
-        for name in _resolve(others, theirs.all_tasks):
-            _load(theirs, name, loaded)
+        loaded += [each for name in _resolve(others, theirs) for each in _load(theirs, name)]
     return loaded
 
 
-def evaluate(folder: Path, tasks: dict[str, Any], settings: Settings, counter: "Counter") -> dict[str, TaskResult]:
+def evaluate(folder: Path, tasks: list[Any], settings: Settings) -> dict[str, TaskResult]:
     """Results by task. Raises EvaluationError for what the model or the device cannot do."""
-    import numpy as np
     import torch
-    from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
-    from lm_eval.evaluator import evaluate as run
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
 
-    from regrow.evaluate.scorer import Scorer, check_device, usual_device
-
-    device = settings.device or usual_device()
-    check_device(device)
-    if settings.batch_size == "auto" and device == "cpu":
-        raise EvaluationError(
-            "--batch-size auto finds what a GPU's memory holds; give a number on cpu, or leave it out"
-        )
-    random.seed(DEFAULT_RANDOM_SEED)
-    np.random.seed(DEFAULT_OTHER_SEED)  # as lm_eval's own command does
-    torch.manual_seed(DEFAULT_OTHER_SEED)
+    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:  # lm_eval would take another one silently
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # an assertion where torch was built without CUDA
+        raise EvaluationError(f"--device {device} cannot be used: {first_line(error)}") from error
+    began = time.time()
     with contextlib.redirect_stdout(sys.stderr):  # lm_eval prints here and there
         try:
-            model = Scorer(folder, dtype=settings.dtype, device=device, batch_size=settings.batch_size, counter=counter)
+            model = HFLM(
+                str(folder),
+                backend="causal",
+                dtype="auto" if settings.dtype is None else settings.dtype.value,
+                softmax_dtype="float32",
+                device=device,
+                batch_size=settings.batch_size or usual_batch_size(folder),
+                add_bos_token=False if begins_with_end_of_text(folder) else None,
+            )
         except (ValueError, OSError, KeyError) as error:
             raise EvaluationError(f"transformers cannot load the model of {folder}: {first_line(error)}") from error
-        for name, task in tasks["tasks"].items():
-            _configure(name, task, settings.num_fewshot, DEFAULT_OTHER_SEED, context=model.max_length)
-        began = time.time()
         try:
-            found = run(
-                lm=model, task_dict=tasks, limit=settings.limit, bootstrap_iters=BOOTSTRAP_ITERS, log_samples=False
+            found = simple_evaluate(
+                model,
+                tasks=tasks,
+                num_fewshot=settings.num_fewshot,
+                limit=settings.limit,
+                bootstrap_iters=BOOTSTRAP_ITERS,
+                log_samples=False,
             )
         except torch.OutOfMemoryError as error:
             raise EvaluationError(
                 f"{device} has not enough memory for a batch of {model.batch_size}; set a smaller --batch-size"
+            ) from error
+        except (ValueError, AssertionError) as error:  # a task that this model or this way cannot be asked
+            raise EvaluationError(
+                f"lm_eval: {type(error).__name__}: {first_line(error)}; leave the task out, or use lm_eval's own "
+                "command on an exported checkpoint"
             ) from error
     conditions = {
         "limit": settings.limit,
@@ -135,39 +143,38 @@ def evaluate(folder: Path, tasks: dict[str, Any], settings: Settings, counter: "
     return task_results(found, conditions)
 
 
-def _configure(name: str, task: Any, num_fewshot: int | None, seed: int, *, context: int) -> None:
-    """Set a task up as lm_eval's command does. Raises EvaluationError for one that the model cannot be asked."""
-    if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-        why = "runs code that the model writes" if getattr(task, "UNSAFE_CODE", False) else "shows more than text"
-        raise EvaluationError(f"{name} {why}; use lm_eval's own command on an exported checkpoint")
-    if task.get_config("output_type") == "generate_until":
-        asked = (task.get_config("generation_kwargs") or {}).get("max_gen_toks", 256)
-        if asked >= context:
-            raise EvaluationError(f"{name} generates up to {asked} tokens; this model's context has {context}")
-    usual = task.get_config("num_fewshot")
-    if num_fewshot is not None and usual != 0:  # a task that says 0 means it
-        task.set_config(key="num_fewshot", value=num_fewshot)
-    elif usual is None:
-        task.set_config(key="num_fewshot", value=0)
-    task.set_fewshot_seed(seed=seed)
+def usual_batch_size(folder: Path) -> int:
+    """As many rows as keep a batch's logits within LOGITS_BYTES, at most MOST_ROWS; lm_eval's own default is one."""
+    config = json.loads((folder / CONFIG).read_bytes())
+    row_bytes = 4 * config.get("max_position_embeddings", 2048) * config["vocab_size"]
+    return max(1, min(MOST_ROWS, LOGITS_BYTES // row_bytes))
 
 
-def _resolve(names: Iterable[str], known: Sequence[str]) -> list[str]:
+def begins_with_end_of_text(folder: Path) -> bool:
+    """Whether documents begin and end with the same token, as those that regrow trains on.
+
+    Then no other token may be put before them. Some tokenizers would, as Llama 3's, and training never saw that one.
+    """
+    special = json.loads((folder / TOKENIZER_CONFIG).read_bytes())
+    is_llama = json.loads((folder / CONFIG).read_bytes()).get("model_type") == "llama"
+    return bool(is_llama and special.get("bos_token") and special.get("bos_token") == special.get("eos_token"))
+
+
+def _resolve(names: Sequence[str], manager: Any) -> Iterator[str]:
     """Patterns as the names that they match; raises EvaluationError for what is unknown."""
-    found = []
     for name in names:
-        matching = fnmatch.filter(known, name)
+        matching = manager.match_tasks([name])
         if not matching and not (name.endswith((".yaml", ".yml")) and Path(name).is_file()):
-            close = difflib.get_close_matches(name, [*known, *SHIPPED], n=1)
+            close = difflib.get_close_matches(name, [*manager.all_tasks, *SHIPPED], n=1)
             raise EvaluationError(
                 f"unknown task {name!r}{f', did you mean {close[0]}?' if close else ''}; --list names those that come "
                 "with regrow, `lm-eval ls tasks` those of lm_eval"
             )
-        found += matching or [name]
-    return found
+        yield from matching or [name]
 
 
-def _load(manager: Any, name: str, into: dict[str, Any]) -> None:
+def _load(manager: Any, name: str) -> list[Any]:
+    """A task, a group, or the tasks of a tag."""
     try:
         loaded = manager.load([name])
     except RegrowError:
@@ -179,30 +186,4 @@ def _load(manager: Any, name: str, into: dict[str, Any]) -> None:
             f"task {name} cannot be loaded ({type(error).__name__}: {first_line(error)}); its data come over the "
             f"network, unless Hugging Face's cache holds them. These need none: {', '.join(SHIPPED)}"
         ) from error
-    for kind in into:
-        into[kind].update(loaded.get(kind, {}))
-
-
-def _log_briefly() -> None:
-    """What lm_eval warns of as plain lines on stderr, each kind once; without what is not for its users."""
-    seen: set[tuple[str, int]] = set()
-
-    def once(record: logging.LogRecord) -> bool:
-        key = (record.pathname, record.lineno)
-        new = key not in seen
-        seen.add(key)
-        return new
-
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    handler.addFilter(once)
-    logger = logging.getLogger("lm_eval")
-    logger.handlers, logger.propagate = [handler], False
-    logger.setLevel(logging.WARNING)
-    for name in (
-        "lm_eval.api.task",  # advice to writers of tasks
-        "torchao",  # kernels that it comes without
-        "torch.utils._pytree",
-        "transformers.tokenization_utils_base",  # documents are longer than the context, which windows are for
-    ):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    return [loaded["groups"][name]] if name in loaded["groups"] else list(loaded["tasks"].values())

@@ -5,8 +5,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from regrow.config.schema import DataConfig
-from regrow.data.corpora import Corpora
-from regrow.data.tokenizer import parse_tokenizer
+from regrow.data.prepare.tokenizer import parse_tokenizer
+from regrow.data.read.corpora import Corpora
 from regrow.errors import DataError
 from regrow.evaluate import documents
 from regrow.evaluate.catalog import MOST_DOCUMENTS

@@ -10,8 +10,9 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from regrow.config.schema import DataConfig, Dtype
-from regrow.data.corpora import Corpora
+from regrow.data.read.corpora import Corpora
 from regrow.errors import EvaluationError
+from regrow.evaluate.catalog import CONFIG, TOKENIZER_CONFIG
 from regrow.record.run_folder import CHECKPOINTS, checkpoints_of, read_record
 from regrow.state.disk import inspect as tools
 from regrow.state.disk.catalog import step_folder
@@ -19,7 +20,6 @@ from regrow.state.disk.format import Index
 from regrow.state.exchange.runs import corpora_of, export_run
 from regrow.storage import Storage
 
-CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 EVALUATIONS = "evaluations"
 NEITHER = (
     "is neither a run's folder (<run.storage_path>/<run.name>, with checkpoints/) nor an exported model's (config.json "

@@ -8,7 +8,7 @@ class SnapshotMemory:
     """Bytes that one node's keeper holds at most."""
 
     at_smallest: int  # in a group of the smallest size allowed
-    of_before: int  # of the generation before, until the new one has committed a step
+    of_before: int  # of the generation before, until the new one has committed a step; then kept for the next one
 
     @property
     def total(self) -> int:

@@ -1,22 +1,36 @@
-"""Where the time of a run went: its two logs on one time line, every moment in exactly one state. Pure.
+"""Where the time of a run went: its logs on one time line, every moment in exactly one state. Pure.
 
-`account` paints each moment with one state, so the states add up to wall time whatever the logs hold. See
-docs/file-formats.md for what the states mean.
+`account` looks back over whole logs and paints each moment with one state, so the states add up to wall time whatever
+the logs hold. See docs/file-formats.md for what the states mean; `record.history` books them while they pass.
 """
 
 import itertools
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from regrow.record.log import Row
+from regrow.record.events import (
+    Cause,
+    Checkpoint,
+    DataFallback,
+    Event,
+    Failure,
+    Generation,
+    Rollback,
+    Row,
+    Stopped,
+    Submitted,
+    Validation,
+)
+from regrow.record.log import positive
 
 Floats = NDArray[np.float64]
+Kind = TypeVar("Kind", bound=Event)
 
 STATES = ("productive", "init", "restore", "snapshot", "data", "recompute", "down", "validation", "other")
 LOST = ("init", "restore", "recompute", "down")  # states that starting and interruptions cost
@@ -34,19 +48,19 @@ class Attempt:
 
     submitted: bool  # began with a `submitted` event, not within a running job
     begin: float
-    generation: Row | None = None  # its `generation` event; None when it never got there
+    generation: Generation | None = None  # None when it never got there
     last_life: float = 0.0
     first_step_begin: float | None = None  # of any step, a rolled-back one too
-    failure: Row | None = None  # the first `failure` event after the last sign of life
-    stopped: Row | None = None
+    failure: Failure | None = None  # the first one after the last sign of life
+    stopped: Stopped | None = None
 
     @property
     def world_size(self) -> int | None:
-        return self.generation.get("world_size") if self.generation else None
+        return self.generation.world_size if self.generation else None
 
     @property
     def ready(self) -> float | None:
-        return self.generation["time"] if self.generation else None
+        return self.generation.time if self.generation else None
 
 
 @dataclass(frozen=True)
@@ -62,28 +76,28 @@ class Ledger:
     undone: list[tuple[float, float, int]]  # from, to, and the generation that took the steps between them back
 
 
-def account(metrics: Sequence[Row], events: Sequence[Row], now: float) -> Ledger:
+def account(rows: Sequence[Row], events: Sequence[Event], now: float) -> Ledger:
     """Give every second between the submission and the end (`stopped`, else `now`) one state."""
-    begins, ends = _step_intervals(metrics, events)
-    times = [event["time"] for event in events if event["event"] != "rollback"]
-    rolled_back = _rolled_back(events)
-    known = [*times, *begins[:1], *ends[-1:], *(event["first_time"] for event in rolled_back)]
+    begins, ends = _step_intervals(rows, events)
+    undone = _undone(events)
+    times = [event.time for event in events if not isinstance(event, Rollback)]
+    known = [*times, *begins[:1], *ends[-1:], *(first for first, *_ in undone)]
     begin, end = (min(known), max(known)) if known else (now, now)
 
-    attempts = _attempts(begins, ends, events, rolled_back, begin)
+    attempts = _attempts(begins, ends, events, undone, begin)
     running = not attempts or attempts[-1].stopped is None
     end = max(end, now) if running else end
 
     claims: dict[str, list[tuple[float, float]]] = {layer: [] for layer in _LAYERS}
     _claim_attempts(claims, attempts, end, step_s=float(np.median(ends - begins)) if len(ends) else 0.0)
-    claims["recompute"] += [(event["first_time"], event["last_time"]) for event in rolled_back]
-    claims["validation"] += [(e["time"] - number(e, "seconds"), e["time"]) for e in named(events, "validation")]
-    claims["snapshot"] += [(e["time"] - number(e, "stall_s"), e["time"]) for e in named(events, "checkpoint")]
+    claims["recompute"] += [(first, last) for first, last, _ in undone]
+    claims["validation"] += [(e.time - positive(e.seconds), e.time) for e in of_kind(events, Validation)]
+    claims["snapshot"] += [(e.time - positive(e.stall_s), e.time) for e in of_kind(events, Checkpoint)]
     claims["step"] += list(zip(begins.tolist(), ends.tolist(), strict=True))
 
     edges, layers = _paint(claims, begin, end)
     widths = np.diff(edges)
-    painted = {layer: float(widths[layers == index].sum()) for index, layer in enumerate(_LAYERS)}
+    time_s = {layer: float(widths[layers == index].sum()) for index, layer in enumerate(_LAYERS)}
 
     # Within its step, the data wait and the snapshot take their share; a checkpoint event there already took some.
     def covered(layer: str) -> Floats:
@@ -92,22 +106,13 @@ def account(metrics: Sequence[Row], events: Sequence[Row], now: float) -> Ledger
         return np.interp(ends - begin, edges, total) - np.interp(begins - begin, edges, total)
 
     step = covered("step")
-    snapshot = np.clip(column(metrics, "snapshot_s") - covered("snapshot"), 0.0, step)
-    data = np.clip(column(metrics, "data_wait_s"), 0.0, step - snapshot)
+    snapshot = np.clip(_column(rows, "snapshot_s") - covered("snapshot"), 0.0, step)
+    data = np.clip(_column(rows, "data_wait_s"), 0.0, step - snapshot)
     productive = step - snapshot - data
-    time_s = {
-        "productive": float(productive.sum()),
-        "init": painted["init"],
-        "restore": painted["restore"],
-        "snapshot": painted["snapshot"] + float(snapshot.sum()),
-        "data": float(data.sum()),
-        "recompute": painted["recompute"],
-        "down": painted["down"],
-        "validation": painted["validation"],
-        "other": painted["other"],
-    }
-    undone = [(event["first_time"], event["last_time"], event["generation"]) for event in rolled_back]
-    return Ledger(begin, end, time_s, productive, attempts, _bands(edges + begin, layers), undone)
+    time_s["snapshot"] += float(snapshot.sum())
+    time_s |= {"productive": float(productive.sum()), "data": float(data.sum())}
+    bands = _bands(edges + begin, layers)
+    return Ledger(begin, end, {state: time_s[state] for state in STATES}, productive, attempts, bands, undone)
 
 
 def lost_to(ledger: Ledger) -> dict[str, float]:
@@ -116,12 +121,10 @@ def lost_to(ledger: Ledger) -> dict[str, float]:
     A gap before a group's first step has the cause that the group was formed for; steps that were done again have that
     of the first group that took them back. A gap that no group has ended yet is `unfinished`.
     """
-    formed = [attempt for attempt in ledger.attempts if attempt.generation]
-    causes = [str(attempt.generation.get("cause", "unknown")) for attempt in formed if attempt.generation]
-    firsts = (max(attempt.ready or 0.0, attempt.first_step_begin or 0.0) for attempt in formed)
-    gap_ends = list(itertools.accumulate(firsts, max))
-    numbers = [attempt.generation.get("generation") for attempt in formed if attempt.generation]
-    cause_of = dict(zip(numbers, causes, strict=True))
+    formed = [(attempt, attempt.generation) for attempt in ledger.attempts if attempt.generation]
+    causes = [generation.cause for _, generation in formed]
+    gap_ends = list(itertools.accumulate((max(a.ready or 0.0, a.first_step_begin or 0.0) for a, _ in formed), max))
+    cause_of = {generation.generation: generation.cause for _, generation in formed}
     lost: dict[str, float] = {}
     for begin, end, state in ledger.bands:
         if state not in LOST:
@@ -130,10 +133,10 @@ def lost_to(ledger: Ledger) -> dict[str, float]:
         for a, b in itertools.pairwise([begin, *sorted(edges), end] if state == "recompute" else [begin, end]):
             middle = (a + b) / 2
             if state == "recompute":
-                by = next((number for first, last, number in ledger.undone if first <= middle <= last), None)
-                cause = cause_of.get(by, "unfinished")
+                by = next((number for first, last, number in ledger.undone if first <= middle <= last), 0)
+                cause = cause_of.get(by, str(Cause.unfinished))
             else:
-                cause = [*causes, "unfinished"][bisect_left(gap_ends, middle)]
+                cause = [*causes, str(Cause.unfinished)][bisect_left(gap_ends, middle)]
             lost[cause] = lost.get(cause, 0.0) + b - a
     return lost
 
@@ -160,70 +163,76 @@ def columns(ledger: Ledger, count: int) -> list[tuple[float, float, str]]:
     return [(ledger.begin + a * width, ledger.begin + b * width, states[a]) for a, b in itertools.pairwise(cuts)]
 
 
-def _step_intervals(metrics: Sequence[Row], events: Sequence[Row]) -> tuple[Floats, Floats]:
+def _step_intervals(rows: Sequence[Row], events: Sequence[Event]) -> tuple[Floats, Floats]:
     """When each row's step began and ended, in unix seconds; no two overlap."""
-    ends = np.maximum.accumulate(np.array([row["time"] for row in metrics], dtype=np.float64))
-    begins = ends - column(metrics, "step_s")
-    for event in named(events, "validation"):  # step_s leaves it out, but it may lie between a step and its row
-        index = np.searchsorted(ends, event["time"] - number(event, "seconds") / 2)
-        if index < len(ends) and event["time"] >= begins[index]:
-            begins[index] -= number(event, "seconds")
+    ends = np.maximum.accumulate(np.array([row["time"] for row in rows], dtype=np.float64))
+    begins = ends - _column(rows, "step_s")
+    for event in of_kind(events, Validation):  # step_s leaves it out, but it may lie between a step and its row
+        index = np.searchsorted(ends, event.time - positive(event.seconds) / 2)
+        if index < len(ends) and event.time >= begins[index]:
+            begins[index] -= positive(event.seconds)
     begins[1:] = np.maximum(begins[1:], ends[:-1])
     return begins, ends
 
 
-def _rolled_back(events: Sequence[Row]) -> list[Row]:
-    """The rollback events, each from the true beginning of its first step, as `_step_intervals` finds it for rows."""
-    found = []
-    for rollback in named(events, "rollback"):
-        begin = rollback.get("first_time")
-        if begin is None:
+def _undone(events: Sequence[Event]) -> list[tuple[float, float, int]]:
+    """From, to, and the generation that took back what was done between them; from where its first step truly began."""
+    found, validations = [], of_kind(events, Validation)
+    for rollback in of_kind(events, Rollback):
+        begin, last = rollback.first_time, rollback.last_time
+        if begin is None or last is None:
             continue
-        for event in named(events, "validation"):
-            middle = event["time"] - number(event, "seconds") / 2
-            if begin <= event["time"] and middle <= rollback.get("first_step_end", begin):
-                begin -= number(event, "seconds")
+        for event in validations:
+            middle = event.time - positive(event.seconds) / 2
+            if begin <= event.time and middle <= (rollback.first_step_end or begin):
+                begin -= positive(event.seconds)
                 break
-        found.append({**rollback, "first_time": begin})
+        found.append((begin, last, rollback.generation))
     return found
 
 
-def _attempts(
-    begins: Floats, ends: Floats, events: Sequence[Row], rolled_back: Sequence[Row], begin: float
-) -> list[Attempt]:
-    """Cut the run into attempts at each `submitted` and at each `generation` that follows another one."""
-    marks: list[tuple[float, bool, Row | None]] = []  # time of the cut, was it a submission, the generation event
-    for event in events:
-        if event["event"] == "submitted":
-            marks.append((event["time"], True, None))
-        elif event["event"] == "generation":
-            if marks and marks[-1][2] is None:
-                marks[-1] = (marks[-1][0], marks[-1][1], event)
-            else:
-                marks.append((event["time"], False, event))
-    if marks:
-        marks[0] = (min(begin, marks[0][0]), *marks[0][1:])
-    else:
-        marks = [(begin, False, None)]
+def _marks(events: Sequence[Event], begin: float) -> list[tuple[float, bool, Generation | None]]:
+    """Cuts between attempts: each submission, and each generation that follows another one.
 
+    The time of the cut, whether it is a submission, and the attempt's generation.
+    """
+    marks: list[tuple[float, bool, Generation | None]] = []
+    for event in events:
+        if isinstance(event, Submitted):
+            marks.append((event.time, True, None))
+        elif isinstance(event, Generation):
+            if marks and marks[-1][2] is None:
+                marks[-1] = (*marks[-1][:2], event)
+            else:
+                marks.append((event.time, False, event))
+    if not marks:
+        return [(begin, False, None)]
+    marks[0] = (min(begin, marks[0][0]), *marks[0][1:])
+    return marks
+
+
+def _attempts(
+    begins: Floats, ends: Floats, events: Sequence[Event], undone: Sequence[tuple[float, float, int]], begin: float
+) -> list[Attempt]:
     attempts: list[Attempt] = []
-    event_times = [event["time"] for event in events]
-    undone_times = [event["last_time"] for event in rolled_back]
+    marks = _marks(events, begin)
+    event_times, undone_times = [event.time for event in events], [last for _, last, _ in undone]
     for index, (mark, submitted, generation) in enumerate(marks):
         until = marks[index + 1][0] if index + 1 < len(marks) else math.inf
         own = events[bisect_left(event_times, mark) if index else 0 : bisect_left(event_times, until)]
-        undone = rolled_back[bisect_right(undone_times, mark) if index else 0 : bisect_right(undone_times, until)]
+        taken = undone[bisect_right(undone_times, mark) if index else 0 : bisect_right(undone_times, until)]
         first, past = int(np.searchsorted(ends, mark, side="right")) if index else 0, bisect_right(ends, until)
-        life = [mark, *(e["time"] for e in own if _sign_of_life(e)), *(e["last_time"] for e in undone)]
-        starts = [e["first_time"] for e in undone]
+        life = [mark, *(e.time for e in own if _is_sign_of_life(e)), *(last for _, last, _ in taken)]
+        starts = [since for since, *_ in taken]
         if past > first:
             life.append(float(ends[past - 1]))
             starts.append(float(begins[first]))
+        failures = of_kind(own, Failure)
         if not starts:  # it was still starting when it failed
-            life += [e["time"] for e in own if e["event"] == "failure"]
+            life += [e.time for e in failures]
         if index and not submitted:  # it began to form before its event, which says that it is ready
             assert generation is not None
-            spent = number(generation, "init_s") + number(generation, "restore_s")
+            spent = positive(generation.init_s) + positive(generation.restore_s)
             mark = min(mark, max(mark - spent, attempts[-1].last_life))
         attempts.append(
             Attempt(
@@ -232,8 +241,8 @@ def _attempts(
                 generation=generation,
                 last_life=max(life),
                 first_step_begin=min(starts, default=None),
-                failure=next((e for e in own if e["event"] == "failure" and e["time"] >= max(life)), None),
-                stopped=next((e for e in reversed(own) if e["event"] == "stopped"), None),
+                failure=next((e for e in failures if e.time >= max(life)), None),
+                stopped=next((e for e in reversed(own) if isinstance(e, Stopped)), None),
             )
         )
     return attempts
@@ -250,7 +259,7 @@ def _claim_attempts(
             started = attempt.last_life if over else end
         claims["init"].append((attempt.begin, started))
         if attempt.generation and attempt.ready is not None:
-            restore_s = number(attempt.generation, "restore_s")
+            restore_s = positive(attempt.generation.restore_s)
             claims["restore"].append((max(attempt.begin, attempt.ready - restore_s), attempt.ready))
         if later is not None:
             claims["down"].append((attempt.last_life, later.begin))
@@ -292,28 +301,23 @@ def _bands(edges: Floats, layers: NDArray[np.intp]) -> list[tuple[float, float, 
     return [(times[a], times[b], names[of_cut[a]]) for a, b in itertools.pairwise(cuts)]
 
 
-def _sign_of_life(event: Row) -> bool:
+def _is_sign_of_life(event: Event) -> bool:
     """Did the worker group, or the driver on its way to one, do something?
 
     Noticing a failure is none, nor is what keepers and the coordinator do without a group: write a checkpoint from
     memory, complain of a snapshot, find the members of the next group.
     """
-    if event["event"] == "stopped":
-        return event.get("reason") != "failed"
-    if event["event"] == "checkpoint":
-        return "stall_s" in event
-    return event["event"] in ("submitted", "generation", "validation", "data_fallback")
+    match event:
+        case Stopped():
+            return event.reason != "failed"
+        case Checkpoint():
+            return event.stall_s is not None
+    return isinstance(event, Submitted | Generation | Validation | DataFallback)
 
 
-def named(events: Iterable[Row], name: str) -> list[Row]:
-    return [event for event in events if event["event"] == name]
+def of_kind(events: Sequence[Event], kind: type[Kind]) -> list[Kind]:
+    return [event for event in events if isinstance(event, kind)]
 
 
-def number(row: Mapping[str, Any], key: str) -> float:
-    """A duration in seconds; 0 where it is missing, null, negative or not finite."""
-    value = row.get(key)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value > 0 else 0.0
-
-
-def column(metrics: Sequence[Row], key: str) -> Floats:
-    return np.array([number(row, key) for row in metrics], dtype=np.float64)
+def _column(rows: Sequence[Row], key: str) -> Floats:
+    return np.array([positive(row.get(key)) for row in rows], dtype=np.float64)

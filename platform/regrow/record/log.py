@@ -14,13 +14,13 @@ import secrets
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
+from regrow.record.events import Event, Rollback, Row
 from regrow.storage import Storage
-
-Row = dict[str, Any]
 
 METRIC_KEYS = (
     "step",
@@ -41,16 +41,8 @@ METRIC_KEYS = (
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 SEGMENT_BYTES = 1 << 20  # a segment is uploaded again as it grows to this; then the next number begins
 UPLOAD_EVERY_S = 10.0
-
-
-@dataclass(frozen=True)
-class Rollback:
-    """Rows that a new generation took back because it starts from an earlier step."""
-
-    steps: int = 0
-    seconds: float = 0.0  # time those steps took: recomputed work
-    first_time: float | None = None  # unix time when the first of them began
-    last_time: float | None = None  # unix time when the last of them ended
+TAIL_BYTES = 256 << 10  # of metrics.jsonl, where only its end is read: some 700 steps
+TAIL_SEGMENTS = 2  # of an object store, up to a megabyte each
 
 
 class RunLog:
@@ -85,19 +77,20 @@ class RunLog:
             if not self.storage.is_local:  # the truncation itself: it stands before this generation's rows
                 self._files.append(METRICS, encode({"generation": generation, "start_step": start_step}))
                 self._files.flush()
-            rollback = _rollback(taken_back)
-            if rollback.steps:
-                self.event(
-                    "rollback",
-                    generation=generation,
-                    from_step=taken_back[-1]["step"],
-                    to_step=start_step,
-                    steps=rollback.steps,
-                    seconds=rollback.seconds,
-                    first_time=rollback.first_time,
-                    first_step_end=taken_back[0]["time"],
-                    last_time=rollback.last_time,
-                )
+            if not taken_back:
+                return Rollback(generation=generation, steps=0)
+            first, last = taken_back[0], taken_back[-1]
+            rollback = Rollback(
+                generation=generation,
+                from_step=last["step"],
+                to_step=start_step,
+                steps=len(taken_back),
+                seconds=math.fsum(row["step_s"] or 0.0 for row in taken_back),
+                first_time=first["time"] - (first["step_s"] or 0.0),
+                first_step_end=first["time"],
+                last_time=last["time"],
+            )
+            self.event(rollback)
             return rollback
 
     @property
@@ -125,10 +118,12 @@ class RunLog:
             self._next_step += 1
             return True
 
-    def event(self, event: str, /, **fields: Any) -> None:
-        """Append one event, stamped with the time now unless `time` is given, and make it durable."""
+    def event(self, event: Event) -> Event:
+        """Append one event, stamped with the time now where it has none, and make it durable; it is returned."""
+        stamped = event if event.time else replace(event, time=time.time())
         with self._lock:
-            self._files.append(EVENTS, encode({"time": time.time(), "event": event} | fields), durable=True)
+            self._files.append(EVENTS, encode(stamped.to_row()), durable=True)
+        return stamped
 
     def flush(self) -> None:
         """Make every row and event durable now; call it before a checkpoint of the step is committed."""
@@ -278,14 +273,38 @@ class _Uploader:
                     segment.number, segment.num_uploaded = segment.number + 1, 0
 
 
-def read_metrics(storage: Storage) -> list[Row]:
+class Tail:
+    """A local file of JSON lines, of which only what is new is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._inode, self._at = path, 0, 0
+
+    def read(self) -> tuple[list[Row], bool]:
+        """Whole lines since the last look, and whether these are all from the beginning, as the file was replaced."""
+        try:
+            with open(self.path, "rb") as file:
+                status = os.fstat(file.fileno())
+                anew = status.st_ino != self._inode or status.st_size < self._at
+                if anew:
+                    self._inode, self._at = status.st_ino, 0
+                file.seek(self._at)
+                data = file.read()
+        except FileNotFoundError:
+            return [], False
+        whole = data[: data.rfind(b"\n") + 1]
+        self._at += len(whole)
+        return [row for line in whole.splitlines() if (row := _decode(line)) is not None], anew
+
+
+def read_metrics(storage: Storage, *, tail: bool = False) -> list[Row]:
     """All rows that count, one a step, in order of steps: torn lines skipped, segments joined, later rows supersede.
 
-    Values that JSON cannot hold (NaN, infinities) are floats again.
+    Values that JSON cannot hold (NaN, infinities) are floats again. `tail`: only those at the end of long logs; what
+    a rollback took back does not count there either, as its generation's rows come behind them.
     """
     rows: list[Row] = []
     newest = None  # generation; an older one's rows after it come from a writer that did not know it was replaced
-    for row in _lines(storage, METRICS):
+    for row in _lines(storage, METRICS, tail=tail):
         if "step" not in row and "start_step" not in row:
             continue
         generation, step = row.get("generation", 0), row["step"] if "step" in row else row["start_step"] + 1
@@ -302,6 +321,16 @@ def read_metrics(storage: Storage) -> list[Row]:
 def read_events(storage: Storage) -> list[Row]:
     """All events in order of time; lines that a crash tore are skipped."""
     return sorted((row for row in _lines(storage, EVENTS) if "event" in row and "time" in row), key=itemgetter("time"))
+
+
+def is_number(value: Any) -> bool:
+    """Whether a row's value is there and finite."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def positive(value: Any) -> float:
+    """A duration in seconds; 0 where it is missing, null, negative or not finite."""
+    return float(value) if is_number(value) and value > 0 else 0.0
 
 
 def next_generation(events: Iterable[Mapping[str, Any]]) -> int:
@@ -348,13 +377,18 @@ def _decode(line: bytes) -> Row | None:
     return row
 
 
-def _lines(storage: Storage, name: str) -> Iterable[Row]:
+def _lines(storage: Storage, name: str, *, tail: bool = False) -> Iterable[Row]:
     """Every readable line: of the appended file, then of the segments in order of their names."""
     stem = name.removesuffix(".jsonl")
     segments = [entry for entry in storage.list() if entry.startswith(f"{stem}-") and entry.endswith(".jsonl")]
-    for file in [name, *segments]:
+    for file in [name, *segments[-TAIL_SEGMENTS if tail else 0 :]]:
         try:
-            data = storage.read_bytes(file)
+            if tail and storage.is_local:
+                begin = max(0, (storage.local_path / file).stat().st_size - TAIL_BYTES)
+                data = storage.read_range(file, begin, TAIL_BYTES)
+                data = data[data.find(b"\n") + 1 :] if begin else data
+            else:
+                data = storage.read_bytes(file)
         except FileNotFoundError:
             continue
         for line in data.splitlines():
@@ -367,17 +401,6 @@ def _segment_name(name: str, session: str, generation: int | None = None) -> str
     """Names sort as they should be read: by generation, then by the writer's start; no two writers share one."""
     stem = name.removesuffix(".jsonl")
     return f"{stem}-{session}" if generation is None else f"{stem}-{generation:06d}-{session}"
-
-
-def _rollback(rows: list[Row]) -> Rollback:
-    if not rows:
-        return Rollback()
-    return Rollback(
-        steps=len(rows),
-        seconds=math.fsum(row["step_s"] or 0.0 for row in rows),
-        first_time=rows[0]["time"] - (rows[0]["step_s"] or 0.0),
-        last_time=rows[-1]["time"],
-    )
 
 
 def _whole_lines(file: int, num_bytes: int) -> int:

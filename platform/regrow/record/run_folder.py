@@ -1,12 +1,21 @@
-"""A run folder, `<storage_path>/<run.name>/`, and its record, run.json. Neither hydra nor torch."""
+"""A run folder, `<storage_path>/<run.name>/`: its record and what the run in it does. Neither hydra nor torch."""
 
+import contextlib
 import json
 import secrets
 import time
+from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
 from regrow.config.schema import PretrainConfig
-from regrow.errors import ResumeError
+from regrow.errors import RegrowError, ResumeError
+from regrow.record.events import Submitted
+from regrow.record.history import History
+from regrow.record.lock import is_held
+from regrow.record.log import EVENTS, METRICS, read_events, read_metrics
+from regrow.record.status import Status, status_of
 from regrow.storage import Storage
 
 RUN_FILE, CONFIG_FILE, CHECKPOINTS = "run.json", "config.yaml", "checkpoints"
@@ -46,3 +55,44 @@ def write_record(folder: Storage, *, run_id: str, identity: dict[str, Any], mani
         "identity": identity,
     }
     folder.write_bytes(RUN_FILE, json.dumps(record, indent=1).encode())
+
+
+def read_status(storage: Storage, now: float | None = None) -> Status:
+    """What the run in this folder does now; of long logs of steps only the end is read: runs last for weeks.
+
+    Raises RegrowError where the folder holds no run.
+    """
+    config = run_config(storage)
+    history = History.of_logs(read_metrics(storage, tail=True), read_events(storage))
+    report = None
+    with contextlib.suppress(OSError, ValueError):
+        report = json.loads(storage.read_bytes("report.json"))
+    return status_of(
+        history,
+        folder=str(storage),
+        config=config,
+        now=time.time() if now is None else now,
+        held=is_held(storage, history.newest(Submitted)),
+        report=report if isinstance(report, dict) else None,
+    )
+
+
+def run_config(storage: Storage) -> dict[str, Any]:
+    """A run's config.yaml as plain dictionaries, empty where there is none.
+
+    Raises RegrowError where the folder holds no run, or config.yaml is damaged.
+    """
+    names, stems = storage.list(), tuple(name.removesuffix(".jsonl") for name in (EVENTS, METRICS))
+    if not any(name.startswith(stems) and name.endswith(".jsonl") for name in names):
+        raise RegrowError(
+            f"{storage} holds no run that has begun: no events.jsonl; name the folder <run.storage_path>/<run.name>"
+        )
+    if CONFIG_FILE not in names:
+        return {}
+    try:
+        content = yaml.safe_load(storage.read_bytes(CONFIG_FILE))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RegrowError(f"{storage}/config.yaml is damaged: {str(error).splitlines()[0]}") from error
+    if not isinstance(content, Mapping):
+        raise RegrowError(f"{storage}/config.yaml is damaged: it holds no settings")
+    return dict(content)

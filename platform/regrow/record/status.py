@@ -1,13 +1,44 @@
-"""What a run does now, as data: `status_logs` makes it of a run's logs, `status_text` says it. See docs/watching.md."""
+"""What a run does now, as data: made of the newest lines of its logs. Pure. See docs/watching.md.
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+A run that stopped writing is never taken for one that trains: `silent` says since when nothing was heard of it, `gone`
+that its processes are gone, `stalled` that they are there and no step comes.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
+from statistics import median
 from typing import Any
 
-from regrow.record.log import encode
+from regrow.record.events import (
+    Checkpoint,
+    CheckpointFailed,
+    DataFallback,
+    Drain,
+    Event,
+    Failure,
+    Forming,
+    Generation,
+    Quarantine,
+    Row,
+    Stalled,
+    Stopped,
+    Submitted,
+    Validation,
+)
+from regrow.record.history import History, Interruption
+from regrow.record.ledger import SILENCE_S
+from regrow.record.log import encode, is_number, positive
 
-DRIVER_DIED = "driver_died"  # the job ended without a word
+START_SILENCE_S = 600.0  # while a group starts or forms, which writes nothing: nodes may have to come first
+GONE_S = 15.0  # without a word and with the run's lock free: long enough to start the coordinator anew
+SHOWN = 5  # commits and interruptions
+SPEED_ROWS, PACE_ROWS = 50, 200  # newest rows, of one generation, that the speed and the time left are taken from
+STOPPED = {"interrupted": "it was asked to", "stop_at_step": "at train.stop_at_step"}
+ENDED_AS = {"finished": "finished", "failed": "failed"}  # reasons of a `stopped` event; the others: stopped
 
 
 class State(StrEnum):
@@ -16,30 +47,16 @@ class State(StrEnum):
     regrouping = "regrouping"  # a group is to train with other ranks, or again
     stalled = "stalled"  # no step for long, though the run's coordinator is there
     silent = "silent"  # nothing was heard for long
-    gone = "gone"  # nobody is there: it ended without a word
+    gone = "gone"  # its processes are gone: it ended without a word
     unseen = "unseen"  # a job of a cluster over which its folder cannot be read; `detail` says why
-    stopped = "stopped"  # in good order, before its last step
+    stopped = "stopped"  # in an orderly way, before its last step
     finished = "finished"
     failed = "failed"
 
     @property
     def over(self) -> bool:
-        """Nothing more comes unless somebody starts it again."""
+        """Nothing more comes unless it is started again."""
         return self in (State.gone, State.stopped, State.finished, State.failed)
-
-
-@dataclass(frozen=True)
-class Interruption:
-    """A group that ended, and what came of it. The last five are None as long as no other group trains."""
-
-    time: float
-    cause: str
-    detail: str = ""
-    ranks_before: int | None = None
-    ranks_after: int | None = None
-    back_s: float | None = None  # until another group was ready for its first step
-    lost_steps: int | None = None
-    source: str | None = None  # of the state that it went on from
 
 
 @dataclass(frozen=True)
@@ -120,3 +137,177 @@ class Status:
 
 def _made(kind: Any, content: Mapping[str, Any]) -> Any:
     return kind(**{each.name: content[each.name] for each in fields(kind) if each.name in content})
+
+
+def status_of(
+    history: History,
+    *,
+    folder: str,
+    config: Mapping[str, Any],
+    now: float,
+    held: bool | None = None,
+    report: Mapping[str, Any] | None = None,
+) -> Status:
+    """The status of a run.
+
+    Of the history's rows the newest are enough, its events must be all. `held`: whether a process holds the run's
+    lock, None where that cannot be known. `report` is the newest report.json.
+    """
+    group, train, cluster = (_group(config, name) for name in ("run", "train", "cluster"))
+    rows, submitted = list(history.rows), history.of(Submitted)
+    newest, last = history.newest(Generation), rows[-1] if rows else {}
+    heard_at = max([*(row["time"] for row in rows[-1:]), *(e.time for e in history.events[-1:])], default=None)
+    pace_s = _pace(rows)
+    state, since, detail = _state(history, now, pace_s=pace_s, heard_at=heard_at, held=held)
+    goodput, goodput_as_of = _goodput(report, submitted)
+    scored = [event for event in history.of(Validation) if is_number(event.loss)]
+    status = Status(
+        run=str(group.get("name") or folder.rstrip("/").rpartition("/")[2]),
+        folder=folder,
+        as_of=now,
+        state=state,
+        since=since,
+        detail=detail,
+        heard_at=heard_at,
+        submitted_at=submitted[0].time if submitted else None,
+        attempts=len(submitted),
+        step=last.get("step") or (newest.start_step if newest else 0),
+        steps=train.get("steps"),
+        stop_at_step=train.get("stop_at_step"),
+        tokens=last.get("tokens_seen"),
+        loss=last["loss"] if is_number(last.get("loss")) else None,
+        validation_loss=scored[-1].loss if scored else None,
+        validation_step=scored[-1].step if scored else None,
+        generation=newest.generation if newest else None,
+        world_size=newest.world_size if newest else None,
+        min_workers=cluster.get("min_workers"),
+        max_workers=cluster.get("max_workers"),
+        speed=_speed(rows),
+        checkpoints=[
+            Saved(each.step, each.time, each.bytes, each.stall_s if each.seconds is None else each.seconds)
+            for each in history.of(Checkpoint)[: -SHOWN - 1 : -1]
+        ],
+        interruptions=history.interruptions[: -SHOWN - 1 : -1],
+        causes=dict(Counter(each.cause for each in history.interruptions).most_common()),
+        warnings=[] if state is State.finished else _warnings(history, now),
+        goodput=goodput,
+        goodput_as_of=goodput_as_of,
+    )
+    if pace_s is None or status.last_step is None or state not in (State.training, State.regrouping):
+        return status
+    return replace(status, eta_s=pace_s * max(0, status.last_step - status.step))
+
+
+def _state(
+    history: History, now: float, *, pace_s: float | None, heard_at: float | None, held: bool | None
+) -> tuple[State, float | None, str]:
+    """What the run does, since when, and a word on it."""
+    if heard_at is None:
+        return State.starting, None, "nothing is logged yet"
+    ended, began = history.newest(Stopped), history.newest(Submitted)
+    begun_at = began.time if began else -math.inf
+    if ended and ended.time >= begun_at:
+        state = State(ENDED_AS.get(ended.reason, "stopped"))
+        said = STOPPED.get(ended.reason, ended.reason.replace("_", " ")) if state is State.stopped else ""
+        return state, ended.time, ended.detail or said
+
+    ready, forming = history.newest(Generation), history.newest(Forming)
+    ready_at = ready.time if ready else -math.inf
+    failures = [event for event in history.of(Failure) if event.time > ready_at]
+    if ready is None or ready_at < begun_at:
+        state, since, detail = State.starting, began.time if began else heard_at, _said(failures)
+    elif failures:
+        state, since, detail = State.regrouping, failures[0].time, _said(failures)
+    elif forming and forming.generation > ready.generation:
+        state, since, detail = State.regrouping, forming.time, "another group is forming"
+    else:
+        state, since, detail = State.training, ready.time, ""
+
+    quiet_s = now - heard_at
+    patience_s = max(SILENCE_S if state is State.training else START_SILENCE_S, 10 * (pace_s or 0.0))
+    before = f"it was {state.value}" + (f": {detail}" if detail else "")
+    if held is False and quiet_s > GONE_S:
+        return State.gone, heard_at, f"{before}; then the job ended without a word"
+    if quiet_s <= patience_s:
+        return state, since, detail
+    if held:
+        if state is not State.training:
+            return state, since, detail
+        return State.stalled, heard_at, _said(event for event in history.of(Stalled) if event.time >= heard_at)
+    return State.silent, heard_at, before
+
+
+def _warnings(history: History, now: float) -> list[str]:
+    """What is worth a look, of the newest group and those that are to follow it."""
+    ready, saved = history.newest(Generation), history.newest(Checkpoint)
+    ready_at, saved_at = ready.time if ready else -math.inf, saved.time if saved else -math.inf
+
+    def holds(event: Event) -> bool:
+        match event:
+            case CheckpointFailed():
+                return event.time > saved_at
+            case Drain():
+                return event.deadline > now
+            case Quarantine():
+                return event.time + event.seconds > now
+        return event.of_group and event.time >= ready_at
+
+    said = [_said([event]) for event in history.events if holds(event)]
+    fallbacks = sum(event.time >= ready_at for event in history.of(DataFallback))
+    if fallbacks:
+        said.append(f"the token stream was late {fallbacks} times in this generation; ranks read the shards directly")
+    if history.rows and not is_number(history.rows[-1].get("loss")):
+        said.append(f"the loss of step {history.rows[-1]['step']} is not finite")
+    return list(dict.fromkeys(said))
+
+
+def _speed(rows: Sequence[Row]) -> Speed | None:
+    timed = [row for row in _same_generation(rows)[-SPEED_ROWS:] if positive(row.get("step_s"))]
+    if not timed:
+        return None
+    speeds, mfus = ([row[key] for row in timed if is_number(row.get(key))] for key in ("tokens_per_s", "mfu"))
+    total_s = math.fsum(row["step_s"] for row in timed)
+    return Speed(
+        tokens_per_s=median(speeds) if speeds else None,
+        step_s=median(row["step_s"] for row in timed),
+        mfu=median(mfus) if mfus else None,
+        data_wait_share=math.fsum(positive(row.get("data_wait_s")) for row in timed) / total_s,
+        snapshot_share=math.fsum(positive(row.get("snapshot_s")) for row in timed) / total_s,
+    )
+
+
+def _pace(rows: Sequence[Row]) -> float | None:
+    """Seconds from one step to the next, what lies between them included; None before there were three."""
+    same = _same_generation(rows)[-PACE_ROWS:]
+    if len(same) < 2:
+        return None
+    return max(0.0, same[-1]["time"] - same[0]["time"]) / max(1, same[-1]["step"] - same[0]["step"])
+
+
+def _same_generation(rows: Sequence[Row]) -> list[Row]:
+    """The newest rows of one generation, without its first, which holds one-off costs, wherever one has any more."""
+    parts = [list(part) for _, part in itertools.groupby(rows, key=lambda row: row.get("generation"))]
+    return next((part[1:] for part in reversed(parts) if len(part) > 2), list(rows[-1:]))
+
+
+def _goodput(report: Mapping[str, Any] | None, submitted: Sequence[Submitted]) -> tuple[float | None, float | None]:
+    """That of the newest report, and when it was made: it begins with the first submission."""
+    goodput, wall_s = (report or {}).get("goodput"), (report or {}).get("wall_s")
+    if not is_number(goodput) or not is_number(wall_s) or not submitted:
+        return None, None
+    return goodput, submitted[0].time + (wall_s or 0.0)
+
+
+def _said(events: Iterable[Event]) -> str:
+    """What the first of these events says; empty where there is none."""
+    for event in events:
+        try:
+            return event.sentence() or event.title
+        except (TypeError, ValueError):  # of another version
+            return event.title
+    return ""
+
+
+def _group(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}

@@ -9,9 +9,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -20,20 +21,23 @@ import ray
 from regrow.config.check import check, geometry
 from regrow.config.schema import Float8, PretrainConfig
 from regrow.config.store import STARTED_AT
-from regrow.data.corpora import Corpora, find_corpora, order_of
-from regrow.data.distribute import on_ray
 from regrow.data.preflight import check_corpus
-from regrow.data.stream import start_stream, stop_stream
+from regrow.data.prepare.distribute import on_ray
+from regrow.data.read.corpora import Corpora, find_corpora, order_of
+from regrow.data.stream.start import start_stream, stop_stream
 from regrow.errors import RegrowError, first_line
 from regrow.model.linears import float8_line
 from regrow.parallel.phases import float8_steps
 from regrow.plan.topology import Table
-from regrow.record.narrate import narrate, startup_line
+from regrow.progress import last_step
+from regrow.record.events import Cause, from_row, startup_line
 from regrow.record.provenance import git_sha, versions
 from regrow.record.run_folder import CHECKPOINTS
 from regrow.runtime.actor import start_coordinator
 from regrow.runtime.cluster import Connection, check_room, cluster_for, why_not_in_place
-from regrow.runtime.job import Job, train_fn
+from regrow.runtime.entry import train_fn
+from regrow.runtime.job import Job
+from regrow.runtime.reporter import Reporter
 from regrow.runtime.run_folder import Run, check_may_start, open_run
 from regrow.show.console import Console
 from regrow.show.report import write_report
@@ -41,8 +45,9 @@ from regrow.state.disk.catalog import committed_steps
 from regrow.storage import Storage
 
 POLL_S = 0.2
-INTERRUPTED, CONTROLLER_DIED = "interrupted", "controller_died"
+INTERRUPTED = "interrupted"
 LEAVE_S = 20.0  # for the workers to end by themselves once the run is given up
+END_S = 240.0  # for the coordinator to write the rest of the log
 
 
 class Startup:
@@ -158,6 +163,8 @@ class _Session:
             driver_s=startup.seconds,
         )
         self.asked_to_stop = False
+        self.shown = 0  # the newest update
+        self.messages: SimpleQueue[str] = SimpleQueue()  # from other threads
         self.trainer = self._trainer()
         startup.done("imports")
 
@@ -180,33 +187,50 @@ class _Session:
 
     def train(self) -> str:
         """Run the worker group to its end; why it ended: finished, stop_at_step or interrupted."""
+        reporter = Reporter(
+            lambda: write_report(self.run.folder, self.config),
+            every_s=self.config.observe.report_every_s,
+            written=self._reported,
+            tell=self.messages.put,
+        )
         with self._interrupts():
-            fatal, error = self._fit()
-            while isinstance(error, ray.exceptions.RayActorError) and not fatal:
-                detail = f"Ray Train's controller, and its workers with it: {first_line(error)}"
-                ray.get(self.coordinator.group_failed.remote(CONTROLLER_DIED, detail, []), timeout=60)
-                self._show()
-                if self.config.cluster.in_place:
-                    from regrow.runtime.ray_train import remove_places
-
-                    remove_places(self.run.run_id)
-                self.job = replace(self.job, driver_s={})
-                self.trainer = self._trainer()
-                fatal, error = self._fit()
+            fatal, error = self._fit_until_over()
             if not fatal and error is None:
                 fatal = self._settle()
         stop_stream(self.stream)
         if error is not None and not fatal:
             fatal = f"Ray Train gave up: {str(error).strip().splitlines()[-1]}"
-        steps = committed_steps(self.run.folder / CHECKPOINTS)
+        try:
+            steps = committed_steps(self.run.folder / CHECKPOINTS)
+        except OSError as away:
+            steps, fatal = [], fatal or f"storage does not say which checkpoint is the newest: {first_line(away)}"
         step = steps[0] if steps else 0
         reason = self._reason(step, fatal)
-        ray.get(self.coordinator.close.remote(step, reason, fatal), timeout=60)
-        report = write_report(self.run.folder, self.config)
+        lost = ray.get(self.coordinator.close.remote(step, reason, fatal), timeout=END_S)
+        if lost:
+            self.console.message(lost)
+        report = reporter.last()
+        self._show_messages()
         if fatal:
             raise RegrowError(f"{fatal} (logs: {self.connection.session_dir}/logs)")
-        self._farewell(step, reason, report)
+        self._farewell(step, reason, report["final_loss"] if report is not None else None)
         return reason
+
+    def _fit_until_over(self) -> tuple[str, BaseException | None]:
+        """Have Ray Train run its workers, again where its controller died; as for `_fit`."""
+        fatal, error = self._fit()
+        while isinstance(error, ray.exceptions.RayActorError) and not fatal:
+            detail = f"Ray Train's controller, and its workers with it: {first_line(error)}"
+            ray.get(self.coordinator.group_failed.remote(Cause.controller_died, detail, []), timeout=60)
+            self._show()
+            if self.config.cluster.in_place:
+                from regrow.runtime.ray_train import remove_places
+
+                remove_places(self.run.run_id)
+            self.job = replace(self.job, driver_s={})
+            self.trainer = self._trainer()
+            fatal, error = self._fit()
+        return fatal, error
 
     def _fit(self) -> tuple[str, BaseException | None]:
         """Have Ray Train run its workers, and show what happens; why the run is given up, what Ray Train raised."""
@@ -220,20 +244,17 @@ class _Session:
 
         thread = threading.Thread(target=fit, name="ray-train", daemon=True)
         thread.start()
-        fatal, report_at, give_up_at = "", time.monotonic() + self.config.observe.report_every_s, float("inf")
+        fatal, give_up_at = "", float("inf")
         while thread.is_alive() and time.monotonic() < give_up_at:
             thread.join(POLL_S)
             fatal = self._show()
             if fatal and give_up_at == float("inf"):
                 give_up_at = time.monotonic() + LEAVE_S
-            if time.monotonic() > report_at:
-                begun = time.monotonic()
-                report = write_report(self.run.folder, self.config)
-                self.console.goodput = report["goodput"]
-                self.coordinator.reported.remote({key: report[key] for key in ("goodput", "capacity_goodput")})
-                took_s = time.monotonic() - begun  # grows with the log: at most a twentieth of the time
-                report_at = time.monotonic() + max(self.config.observe.report_every_s, 20 * took_s)
         return self._show() or fatal, outcome[0] if outcome else None
+
+    def _reported(self, report: Mapping[str, Any]) -> None:
+        self.console.goodput = report["goodput"]
+        self.coordinator.reported.remote({key: report[key] for key in ("goodput", "capacity_goodput")})
 
     def _settle(self) -> str:
         """Wait for the last checkpoint, which keepers write by themselves; why it failed, if it did."""
@@ -248,20 +269,26 @@ class _Session:
         """Show what happened since the last call; the fatal message if the run is over."""
         if self.asked_to_stop:  # again and again: a coordinator that was restarted does not know
             self.coordinator.request_stop.remote(INTERRUPTED)
-        updates, fatal = ray.get(self.coordinator.drain_updates.remote(), timeout=60)
+        self._show_messages()
+        updates, fatal = ray.get(self.coordinator.updates.remote(self.shown), timeout=60)
         for update in updates:
+            self.shown = update.number
             if update.kind == "row":
                 self.console.row(update.content)
                 if self.startup_s is not None:
                     self.console.message(startup_line(self.startup_s, update.content["step_s"]))
                     self.startup_s = None
             else:
-                line = narrate(update.content)
+                line = from_row(update.content).sentence()
                 if line:
                     self.console.message(line)
                 if update.content["event"] == "generation":
                     self.startup_s = update.content["startup_s"]
-        return fatal
+        return str(fatal)
+
+    def _show_messages(self) -> None:
+        while not self.messages.empty():
+            self.console.message(self.messages.get())
 
     @contextmanager
     def _interrupts(self) -> Iterator[None]:
@@ -287,8 +314,7 @@ class _Session:
             return "finished"
         return "stop_at_step" if step == self.config.train.stop_at_step else INTERRUPTED
 
-    def _farewell(self, step: int, reason: str, report: dict[str, Any]) -> None:
-        loss = report["final_loss"]
+    def _farewell(self, step: int, reason: str, loss: float | None) -> None:
         shown = f", loss {loss:.4f}" if loss is not None else ""
         if reason == "finished":
             self.console.message(f"finished {step} steps{shown}; report: {self.run.folder}/report.html")
@@ -300,7 +326,7 @@ class _Session:
 
 
 def _last_step(config: PretrainConfig) -> int:
-    return min(config.train.steps, config.train.stop_at_step or config.train.steps)
+    return last_step(config.train.steps, config.train.stop_at_step)
 
 
 def _opening(config: PretrainConfig, run: Run, corpora: Corpora) -> str:

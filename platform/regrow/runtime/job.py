@@ -1,4 +1,4 @@
-"""What the driver hands to every worker, and the function that Ray Train runs there.
+"""What the driver hands to every worker.
 
 No torch: the driver and Ray Train's controller load this too, and only workers should pay for that import.
 """
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from regrow.config.schema import PretrainConfig
-from regrow.data.corpora import Corpora
+from regrow.data.read.corpora import Corpora
 from regrow.plan.topology import Table
 
 CALL_TIMEOUT_S = 120.0  # of a call to the coordinator
@@ -30,17 +30,3 @@ class Job:
     first_generation: int  # the one that this driver starts with
     fit_at: float  # unix time at which the driver asked for workers
     driver_s: dict[str, float]  # what the driver did before that
-
-
-def train_fn(settings: dict[str, Job]) -> None:
-    """Ray Train's entry. A user's mistake ends the run through the coordinator; anything else restarts the group."""
-    import ray
-
-    from regrow.errors import RegrowError
-    from regrow.runtime.worker import run_worker
-
-    job = settings["job"]
-    try:
-        run_worker(job)
-    except RegrowError as error:
-        ray.get(job.coordinator.fail.remote(str(error)), timeout=CALL_TIMEOUT_S)

@@ -1,9 +1,9 @@
 """Keepers as Ray actors: one a node, detached, so that they outlive workers, the coordinator and the driver.
 
 Ray carries control alone; bytes go through shared memory and the keepers' own sockets. What keepers report of a step
-goes up a tree of them, and what is said to them goes down it: nobody, the coordinator at its root neither, hears from
-or speaks to more than FAN_OUT of them, however many nodes there are. A keeper whose coordinator is gone for long
-deletes what it holds and ends: an abandoned run leaves nothing in memory.
+goes up a tree of them, and what is said to them goes down it: no keeper, nor the coordinator at its root, hears from or
+speaks to more than `control.peers.FAN_OUT` of them, however many nodes there are. A keeper whose coordinator is gone
+for long deletes what it holds and ends: an abandoned run leaves nothing in memory.
 """
 
 import contextlib
@@ -21,21 +21,23 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from regrow.control.health import Pulse
+from regrow.control.values import Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError
+from regrow.runtime.calls import CoordinatorClient, KeeperCalls
 from regrow.runtime.hardware.gpus import XidWatch, read_gpus
 from regrow.runtime.liveness.deaths import Deaths
 from regrow.runtime.liveness.pulse import look, read_pulses, where
 from regrow.state.disk.upload import WriteOrder, Written
+from regrow.state.memory.arenas import remove_abandoned
 from regrow.state.memory.control_word import ControlWord
 from regrow.state.memory.held import Held
 from regrow.state.memory.link import Damaged, Link, measure
-from regrow.state.memory.node import KeeperNode, Peer, Sealed, is_served, last_used
+from regrow.state.memory.node import KeeperNode, is_served, last_used
 from regrow.state.memory.ranges import Address
-from regrow.state.memory.slots import Committed, Moment
+from regrow.state.memory.slots import Committed
 
 NAMESPACE = "regrow"
 COORDINATOR = "coordinator"  # its name is this after the run's id, a keeper's the node's id
-FAN_OUT = 8
 PING_S = 5.0
 ASK_AFTER = 0.25  # of the time after which a silent coordinator is given up
 CLOSE_S = 10.0
@@ -49,7 +51,7 @@ class KeeperInfo:
     domain: str  # that fails as one
     folder: str
     address: Address
-    newest: Moment  # the newest commit that it knows
+    newest: Version  # the newest commit that it knows
     held: tuple[Held, ...]
 
 
@@ -78,7 +80,7 @@ class Keeper:
         self.coordinator: Any = None
         self.place = Place()
         self.newest_message = -1
-        self.reports: dict[Moment, list[Sealed]] = {}  # of the nodes that this keeper speaks for
+        self.reports: dict[Version, list[SnapshotAck]] = {}  # of the nodes that this keeper speaks for
         self.heard_at = time.monotonic()
         self.checking_link = threading.Lock()
         self.link: Link | None = None  # to one other node
@@ -101,7 +103,7 @@ class Keeper:
                     secret=secret,
                     run_id=self.run_id,
                     report=lambda sealed: self.relay([sealed]),
-                    complain=lambda text: self.coordinator.complaint.remote(self.node_id, text),
+                    complain=lambda text: CoordinatorClient(self.coordinator).complaint(self.node_id, text),
                 )
                 self.keeper.start()
             self.keeper.secret = secret
@@ -116,19 +118,21 @@ class Keeper:
             self.reports.clear()
         self._keeper.set_peer(place.peer)
 
-    def relay(self, reports: Sequence[Sealed]) -> None:
+    def relay(self, reports: Sequence[SnapshotAck]) -> None:
         """Reports of this keeper and of those that it speaks for: passed on once all have reported a step."""
         with self.lock:
             place, size = self.place, self.place.num_nodes
             for report in reports:
-                self.reports.setdefault(report.moment, []).append(report)
+                self.reports.setdefault(report.version, []).append(report)
             whole = [moment for moment, of_moment in self.reports.items() if len({r.node for r in of_moment}) == size]
             sending = [report for moment in whole for report in self.reports[moment]]
             if whole:
                 self.reports = {moment: r for moment, r in self.reports.items() if moment > max(whole)}
         if sending:
-            up = self.coordinator.snapshots_sealed if place.leader is None else place.leader.relay
-            up.remote(sending)
+            if place.leader is None:
+                CoordinatorClient(self.coordinator).snapshots_sealed(sending)
+            else:
+                place.leader.relay.remote(sending)
 
     def committed(self, number: int, state: Committed) -> None:
         """What is committed now; messages are numbered, as they may overtake one another."""
@@ -140,7 +144,7 @@ class Keeper:
                 self.newest_message = number
                 self._keeper.committed(state)
 
-    def holdings(self, since: Moment) -> list[Held]:
+    def holdings(self, since: Version) -> list[Held]:
         """What this keeper holds of a step and of later ones."""
         return [held for held in self._keeper.holdings() if held.moment >= since]
 
@@ -220,15 +224,16 @@ class Keeper:
         return self.keeper
 
     def _note(self, event: str, **fields: Any) -> None:
-        self.coordinator.note.remote(event, {"node": self.node_id} | fields)
+        CoordinatorClient(self.coordinator).note(event, {"node": self.node_id} | fields)
 
     def _tell_xid(self, uuid: str, xid: int) -> None:
         if self.coordinator is not None:
-            self.coordinator.gpu_error.remote(self.node_id, uuid, xid)
+            CoordinatorClient(self.coordinator).gpu_error(self.node_id, uuid, xid)
 
     def _tell_gone(self, pid: int) -> None:
+        remove_abandoned(self.folder)
         if self.coordinator is not None:
-            self.coordinator.gone.remote(self.node_id, pid)
+            CoordinatorClient(self.coordinator).gone(self.node_id, pid)
 
     def _watch(self) -> None:
         """Find the coordinator again after this actor was restarted; end where none answers any more.
@@ -246,6 +251,9 @@ class Keeper:
                     self.heard_at = time.monotonic()
         self.close()
         ray.kill(self.me, no_restart=True)
+
+
+_offers: type[KeeperCalls] = Keeper  # mypy holds it to that
 
 
 def _delete_abandoned(mine: Path, abandon_after_s: float) -> None:

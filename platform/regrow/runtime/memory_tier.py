@@ -17,15 +17,17 @@ from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.plan.placement import placed
 from regrow.plan.topology import least_shards
 from regrow.runtime.abort import Address, Breaker
-from regrow.runtime.job import CALL_TIMEOUT_S, Job
+from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
+from regrow.runtime.job import Job
 from regrow.runtime.keeper import KeeperInfo, start_keeper
 from regrow.runtime.liveness.heartbeat import Heartbeat
 from regrow.state.collective import from_rank_0, gather
-from regrow.state.entries import Entry, Progress
-from regrow.state.memory.reader import Holder, Restored, Unrestorable, restore_snapshot
+from regrow.state.entries import Entry, Progress, restored_progress
+from regrow.state.memory.arenas import Arenas
+from regrow.state.memory.held import bytes_held
+from regrow.state.memory.reader import Holder, Restored, restore_snapshot
 from regrow.state.memory.writer import Snapshots
 
-SAFE_S = 5.0  # that training waits for keepers which fall behind
 ROOM_S, LOOK_S = 120.0, 0.5  # that a group waits for room in a node's memory; between looks
 
 
@@ -43,8 +45,9 @@ class MemoryTier:
             domain_label=self.config.domain_label,
             abandon_after_s=self.config.abandon_after_s,
         )
+        self.coordinator = CoordinatorClient(job.coordinator)
         self.snapshots: Snapshots | None = None  # of the current generation
-        self._start_step = 0  # of it
+        self._arenas: Arenas | None = None  # of all
         self._serving = self._serve()
         self._heartbeat: Heartbeat | None = None
 
@@ -56,7 +59,7 @@ class MemoryTier:
         least, serving = self.job.config.cluster.least_link_gb_per_s, self._serving
         with contextlib.suppress(ray.exceptions.RayError):
             info: KeeperInfo = ray.get(serving, timeout=CALL_TIMEOUT_S)
-            neighbours = ray.get(self.job.coordinator.neighbours.remote(info), timeout=CALL_TIMEOUT_S)
+            neighbours = self.coordinator.neighbours(info)
             problem: str = ray.get(self.keeper.check_link.remote(neighbours, least * 1e9), timeout=CALL_TIMEOUT_S)
             return problem
         return ""
@@ -83,7 +86,8 @@ class MemoryTier:
                 "name a folder in every node's memory, or take no snapshots: snapshot.every_steps=0"
             ) from error
         self.folder = Path(info.folder)
-        ray.get(self.job.coordinator.register_keeper.remote(self.keeper, info), timeout=CALL_TIMEOUT_S)
+        self._arenas = self._arenas or Arenas(self.folder)
+        self.coordinator.register_keeper(self.keeper, info)
         breaker.watch(set().union(*gather(gloo)))
         timeout_s = self.job.config.train.collective_timeout_s
         self._heartbeat = self._heartbeat or Heartbeat(self.folder, collective_timeout_s=timeout_s)
@@ -96,9 +100,8 @@ class MemoryTier:
         entries hold then is nothing to go by.
         """
         step, problem = 0, ""
-        coordinator = self.job.coordinator
-        for ask in (coordinator.newest_snapshot, coordinator.committed_snapshot):
-            newest = from_rank_0(ray.get(ask.remote(), timeout=CALL_TIMEOUT_S) if dist.get_rank() == 0 else None)
+        for ask in (self.coordinator.newest_snapshot, self.coordinator.committed_snapshot):
+            newest = from_rank_0(ask() if dist.get_rank() == 0 else None)
             if newest is None or newest[0] < at_least:
                 return None
             step, holders = newest
@@ -106,8 +109,8 @@ class MemoryTier:
             problem = next(filter(None, gather(mine)), "")
             if restored is not None and not problem:
                 for refused in restored.problems:
-                    self.job.coordinator.note.remote("snapshot_damaged", {"step": step, "detail": refused})
-                return Progress(**restored.scalars)
+                    self.coordinator.note("snapshot_damaged", {"step": step, "detail": refused})
+                return restored_progress(restored.scalars, global_batch_seqs=self.job.config.optim.global_batch_seqs)
         self._note({"step": step, "detail": problem})
         return None
 
@@ -117,14 +120,13 @@ class MemoryTier:
             restored = restore_snapshot(
                 entries, holders, node=self.node, folder=self.folder, secret=self.job.secret, reader=dist.get_rank()
             )
-        except Unrestorable as error:
+            restored_progress(restored.scalars, global_batch_seqs=self.job.config.optim.global_batch_seqs)
+        except CheckpointError as error:  # no copies of it are sound, or it is not where this run would go on
             return None, str(error)
         return restored, ""
 
-    def start(
-        self, entries: Sequence[Entry], coordinates: Coordinates, generation: int, start_step: int, stream: Stream
-    ) -> None:
-        """Make this rank's slots for what follows `start_step`, in steps that run on `stream`.
+    def start(self, entries: Sequence[Entry], coordinates: Coordinates, generation: int, stream: Stream) -> Snapshots:
+        """Make this rank's slots for a generation whose steps run on `stream`.
 
         Raises CheckpointError on every rank where one node's memory is too small: at once where the run begins, later
         once what has taken it did not go for `ROOM_S`.
@@ -144,6 +146,7 @@ class MemoryTier:
                         writers=nodes.count(self.node),
                         num_slots=self.config.slots,
                         submit=stream.submit if stream.num_ahead else None,
+                        arenas=self._arenas,
                     )
                 except CheckpointError as error:
                     problem = str(error)
@@ -155,22 +158,15 @@ class MemoryTier:
             if late[0]:
                 raise CheckpointError(f"{next(filter(None, problems))}; or take no snapshots: snapshot.every_steps=0")
             if problem:
-                self.job.coordinator.complaint.remote(self.node, problem)
+                self.coordinator.complaint(self.node, problem)
             time.sleep(LOOK_S)
-        self.snapshots, self._start_step = snapshots, start_step
+        self.snapshots = snapshots
+        return snapshots
 
-    def confirm(self, step: int) -> float:
-        """All collectives of a step have succeeded. Local.
-
-        Waits until a snapshot is safe that is at most `snapshot.every_steps` steps older; the seconds that took.
-        """
-        assert self.snapshots is not None
+    def stepped(self, step: int) -> None:
+        """This rank has seen a step succeed. Local."""
         assert self._heartbeat is not None
-        self.snapshots.confirm(step)
         self._heartbeat.stepped(step)
-        safe = (step - 1) // self.config.every_steps * self.config.every_steps
-        safe = self.snapshots.newest_begun(safe)  # some are left out, where keepers fall behind
-        return self.snapshots.await_commit(safe, patience_s=SAFE_S) if safe > self._start_step else 0.0
 
     def probed(self, probe_s: float) -> None:
         """How long this rank's device took for a probe. Local."""
@@ -193,6 +189,11 @@ class MemoryTier:
         if self._heartbeat is not None:
             self._heartbeat.leave()
 
+    def close(self) -> None:
+        """This process trains no more. Local."""
+        if self._arenas is not None:
+            self._arenas.close()
+
     def _serve(self) -> Any:
         return self.keeper.serve.remote(self.job.coordinator, self.job.secret)
 
@@ -209,8 +210,7 @@ class MemoryTier:
             has_peer=len(set(nodes)) > 1,
         )
         room = os.statvfs(self.folder)
-        held = sum(path.stat().st_blocks * 512 for path in self.folder.iterdir())
-        have = room.f_bavail * room.f_frsize + held
+        have = room.f_bavail * room.f_frsize + bytes_held(self.folder)
         if need.total <= have:
             return ""
         return (
@@ -223,4 +223,4 @@ class MemoryTier:
 
     def _note(self, fields: dict[str, Any]) -> None:
         if dist.get_rank() == 0:
-            self.job.coordinator.note.remote("snapshot_unreadable", fields)
+            self.coordinator.note("snapshot_unreadable", fields)

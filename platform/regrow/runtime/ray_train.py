@@ -28,7 +28,9 @@ from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup
 
-from regrow.runtime.trainer import ProcessGroupBackend, ProcessGroupConfig, last_line
+from regrow.record.events import Cause
+from regrow.runtime.backend import ProcessGroupBackend, ProcessGroupConfig, last_line
+from regrow.runtime.calls import CoordinatorClient
 
 LOOK_S = 0.5  # between looks for room
 FILL_AFTER_S = 3.0  # from a worker's death to the first look for room in its place
@@ -142,7 +144,7 @@ class InPlaceGroup(WorkerGroup):
         self._looked_at = 0.0
         job = self._train_run_context.train_loop_config["job"]  # type: ignore[index]
         cluster, self._run_id = job.config.cluster, job.run_id
-        self._coordinator, self._most = job.coordinator, cluster.max_workers + cluster.spare_workers
+        self._coordinator, self._most = CoordinatorClient(job.coordinator), cluster.max_workers + cluster.spare_workers
         self._unit = job.config.parallel.tp
         self._avoided: Any = None  # an answer of the coordinator's, on its way
         self._draining: dict[str, float] = {}
@@ -193,8 +195,8 @@ class InPlaceGroup(WorkerGroup):
         worker = self.get_workers()[place]
         process = (worker.metadata.node_id, worker.metadata.pid)
         left = len(self.get_workers()) - len(self._empty)
-        cause = "worker_hung" if isinstance(error, WorkerHealthCheckTimeoutError) else "worker_died"
-        self._coordinator.members_died.remote([process], left, cause, f"place {place}: {last_line(error)}")
+        cause = Cause.worker_hung if isinstance(error, WorkerHealthCheckTimeoutError) else Cause.worker_died
+        self._coordinator.members_died([process], left, cause, f"place {place}: {last_line(error)}")
 
     def _fill(self) -> None:
         """Have empty places filled, or one added, where Ray has room for them now; beside the control loop."""
@@ -219,13 +221,13 @@ class InPlaceGroup(WorkerGroup):
         draining = {node: at / 1e3 or time.time() for node, at in ray_state.get_draining_nodes().items()}  # 0: at once
         if draining.keys() != self._draining.keys():
             self._draining = draining
-            self._coordinator.draining.remote(draining)
+            self._coordinator.draining(draining)
         if self._avoided is not None and ray.wait([self._avoided], timeout=0)[0]:
             with contextlib.suppress(ray.exceptions.RayError):
                 places.avoided = frozenset(ray.get(self._avoided)) | draining.keys()
             self._avoided = None
         if self._avoided is None:
-            self._avoided = self._coordinator.avoided_nodes.remote()
+            self._avoided = self._coordinator.handle.avoided_nodes.remote()
 
     def _start_worker(self, place: int) -> None:
         context = self._worker_group_context

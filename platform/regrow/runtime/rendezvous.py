@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 import ray.util
@@ -20,7 +19,7 @@ from regrow.control.membership import Formation, Member
 from regrow.errors import RegrowError
 from regrow.parallel.fsdp import ASYNCHRONOUS, BACKENDS, let_go_of_meshes, set_timeout
 from regrow.runtime.abort import Address, Breaker, listening
-from regrow.runtime.job import CALL_TIMEOUT_S
+from regrow.runtime.calls import CoordinatorClient
 from regrow.state.collective import HOST_GROUP
 
 STORE_S = 10.0  # for the leader's store to be there, once the generation is known
@@ -52,7 +51,7 @@ class Joined:
 
 
 def join_generation(
-    coordinator: Any,
+    coordinator: CoordinatorClient,
     *,
     member_id: str,
     lifeline: int,
@@ -65,16 +64,16 @@ def join_generation(
 ) -> Joined | None:
     """Form the default process group of the next generation after `after`; None where the run is over.
 
-    Collective. `lifeline` is the port of this process' (`observe.roll_call`); `expected` are the processes that started
+    Collective. `lifeline` is this process' port (`runtime.liveness.probe`); `expected` are the processes that started
     together. Every later collective fails after `timeout_s`. `waiting` and what else is raised: as for `form_group`.
     Raises RegrowError if the run was given up.
     """
     host = ray.util.get_node_ip_address()
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=STORE_S))
     member = Member(member_id, ray.get_runtime_context().get_node_id(), host, store.port, os.getpid(), lifeline)
-    ray.get(coordinator.join.remote(member, expected), timeout=CALL_TIMEOUT_S)
+    coordinator.join(member, expected)
     while True:
-        answer = ray.get(coordinator.formation.remote(member_id, after), timeout=CALL_TIMEOUT_S)
+        answer = coordinator.formation(member_id, after)
         if answer.given_up:
             raise RegrowError(answer.given_up)
         if answer.over:
@@ -82,7 +81,7 @@ def join_generation(
         if answer.formation is not None:
             break
         if answer.join_again:
-            ray.get(coordinator.join.remote(member, expected), timeout=CALL_TIMEOUT_S)
+            coordinator.join(member, expected)
         time.sleep(answer.wait_s)
     formation: Formation = answer.formation
     rank = formation.rank_of(member_id)

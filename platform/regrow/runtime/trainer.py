@@ -1,6 +1,6 @@
 """Ray Train, as it comes or with a group that changes in place, for a run.
 
-Only its public interface is used here; `elastic.ray_train` touches its insides and is imported where that is safe.
+Only its public interface is used here; `runtime.ray_train` touches its insides and is imported where that is safe.
 """
 
 import os
@@ -8,10 +8,13 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError, NodeDiedError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
-from ray.train.backend import Backend, BackendConfig
+from ray.train.backend import BackendConfig
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from regrow.config.schema import PretrainConfig
+from regrow.record.events import Cause
+from regrow.runtime.backend import ProcessGroupConfig, last_line
+from regrow.runtime.calls import CoordinatorClient
 from regrow.runtime.cluster import worker_resources
 
 # Read by Ray Train from the driver's environment and passed on to its controller.
@@ -25,20 +28,6 @@ CLUSTER_TUNING = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "1",
 }
 LEAST_POLL_S, POLLS_PER_S = 0.25, 500.0  # how soon a dead worker is noticed; of all workers together
-
-
-class ProcessGroupBackend(Backend):
-    """Leaves process groups to `elastic.rendezvous`."""
-
-    share_cuda_visible_devices = True  # NCCL reaches a neighbour's memory only where it sees the device
-
-
-class ProcessGroupConfig(BackendConfig):
-    """In place of Ray's TorchConfig, whose module imports torch into the driver and the controller."""
-
-    @property
-    def backend_cls(self) -> type[Backend]:
-        return ProcessGroupBackend
 
 
 def build_trainer(
@@ -87,20 +76,13 @@ class ReportFailures(UserCallback):
         ranks = sorted(worker_exceptions)
         causes = {rank: cause_of(error) for rank, error in worker_exceptions.items()}
         # survivors fail because a peer died: the death is the cause
-        first = next((rank for rank in ranks if causes[rank] == "worker_died"), ranks[0])
+        first = next((rank for rank in ranks if causes[rank] == Cause.worker_died), ranks[0])
         detail = f"rank {first}: {last_line(worker_exceptions[first])}"
-        self.coordinator.group_failed.remote(causes[first], detail, ranks)
+        CoordinatorClient(self.coordinator).group_failed(causes[first], detail, ranks)
 
 
-def cause_of(error: Exception) -> str:
+def cause_of(error: Exception) -> Cause:
     """`worker_died` for a process or node that is gone, `worker_failed` for an exception in the train function."""
     text = f"{type(error).__name__} {type(error.__cause__).__name__}"
     gone = isinstance(error, ActorDiedError | ActorUnavailableError | NodeDiedError) or "HealthCheck" in text
-    return "worker_died" if gone else "worker_failed"
-
-
-def last_line(error: Exception) -> str:
-    """What an exception of Ray's comes to."""
-    lines = [line for line in str(error).strip().splitlines() if line.strip()]
-    last = lines[-1].strip() if lines else type(error).__name__
-    return last.partition(" Some common causes")[0][:400]  # Ray's advice, the same every time
+    return Cause.worker_died if gone else Cause.worker_failed

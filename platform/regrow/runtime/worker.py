@@ -9,10 +9,12 @@ import ctypes
 import gc
 import os
 import resource
+import threading
 import time
 import traceback
 import uuid
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import ray
@@ -21,39 +23,43 @@ import ray.util
 import torch
 
 from regrow.config.schema import Backend, PretrainConfig
-from regrow.data.batch import layout_of
+from regrow.data.read.batch import layout_of
 from regrow.errors import RegrowError, first_line
 from regrow.parallel.compile_cache import CompileCache
 from regrow.parallel.fsdp import BACKENDS
 from regrow.parallel.stream import Stream, stream_of
 from regrow.plan.topology import largest
 from regrow.runtime.abort import LEAVE_S, Breaker
+from regrow.runtime.calls import CoordinatorClient
 from regrow.runtime.generation import train_generation
 from regrow.runtime.hardware.gpus import cpus_near
 from regrow.runtime.hardware.interfaces import meet_at
 from regrow.runtime.hardware.probe import Prober, Unfit, check_gpu
 from regrow.runtime.hardware.settings import apply_device_settings
-from regrow.runtime.job import CALL_TIMEOUT_S, Job
+from regrow.runtime.job import Job
 from regrow.runtime.liveness.probe import Lifeline
 from regrow.runtime.memory_tier import MemoryTier
+from regrow.runtime.process import Process
 from regrow.runtime.rendezvous import Joined, join_generation, leave_generation
 from regrow.runtime.warm_up import warm_up
 from regrow.storage import Storage
 
 DRAIN_S = LEAVE_S * 2 / 3  # for a device to come to rest after its collectives were aborted
+THREAD_NAME = "train"  # of the thread that launches steps, in top -H and debuggers
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of mallopt(3)
 
 
 def run_worker(job: Job) -> None:
     """Train as long as the run lasts. Raises RegrowError for what another attempt would meet again."""
     config, expected = job.config, ray.train.get_context().get_world_size()
+    _name_thread(THREAD_NAME)
     meet_at(ray.util.get_node_ip_address(), os.environ)
     _allow_descriptors()
     if config.cluster.gpus_per_worker or config.cluster.backend is Backend.asynchronous:
         watched = config.cluster.in_place and config.snapshot.every_steps > 0  # by a heartbeat, which breaks groups off
         threads = max(1, int(config.cluster.cpus_per_worker))
         apply_device_settings(os.environ, in_place=watched, compile_threads=threads)
-    device, member_id, after, entered = _device(config), uuid.uuid4().hex[:12], 0, time.time()
+    device, entered = _device(config), time.time()
     backend, stream = _backend(config, device)
     lifeline = Lifeline(ray.util.get_node_ip_address())
     prober = _fit(job, device)
@@ -62,16 +68,27 @@ def run_worker(job: Job) -> None:
     stream.submit(partial(_warm_up, job, device, expected, backend)).result()
     if memory is not None and config.cluster.check_hardware and (problem := memory.why_unfit()):
         _end(job, problem)
+    process = Process(job, device, stream, prober, memory, compiled)
     gc.collect()
     gc.freeze()  # what is imported stays: collections between generations, and in steps, need not look at it
+    _train_generations(process, backend=backend, lifeline=lifeline.port, entered=entered)
+    if memory is not None:
+        memory.close()
+
+
+def _train_generations(process: Process, *, backend: str, lifeline: int, entered: float) -> None:
+    """One after another, to the end of the run."""
+    job, memory, device, stream = process.job, process.memory, process.device, process.stream
+    config, expected = job.config, ray.train.get_context().get_world_size()
+    member_id, after = uuid.uuid4().hex[:12], 0
     while True:
         joined: Joined | None = None
         breaker, broken = Breaker(), True
         try:
             joined = join_generation(
-                job.coordinator,
+                CoordinatorClient(job.coordinator),
                 member_id=member_id,
-                lifeline=lifeline.port,
+                lifeline=lifeline,
                 after=after,
                 expected=expected,
                 backend=backend,
@@ -83,7 +100,7 @@ def run_worker(job: Job) -> None:
                 broken = False
                 return
             stream.submit(partial(_share_cores, config, device, joined.on_my_host)).result()
-            over = train_generation(job, joined, memory, prober, device, stream, breaker, compiled, entered=entered)
+            over = train_generation(process, joined, breaker, entered=entered)
             broken = False
             if over:
                 return
@@ -112,7 +129,7 @@ def run_worker(job: Job) -> None:
         if device.type == "cuda":  # NCCL and the driver do not ask torch for what it keeps
             torch.cuda.empty_cache()
         if broken:
-            _probe(job, prober)
+            _probe(job, process.prober)
 
 
 def _until_the_deadline(generation: int, breaker: Breaker) -> None:
@@ -162,7 +179,7 @@ def _end(job: Job, problem: str) -> NoReturn:
     """End this process, whose device or link cannot be trusted: nothing of it may get any further."""
     node = ray.get_runtime_context().get_node_id()
     with contextlib.suppress(ray.exceptions.RayError):
-        ray.get(job.coordinator.unfit.remote(node, os.getpid(), problem), timeout=CALL_TIMEOUT_S)
+        CoordinatorClient(job.coordinator).unfit(node, os.getpid(), problem)
     os._exit(1)
 
 
@@ -172,7 +189,7 @@ def _report(job: Job, joined: Joined | None, error: Exception) -> None:
     if joined is not None:
         with contextlib.suppress(ray.exceptions.RayError):
             detail = f"rank {joined.rank}: {type(error).__name__}: {first_line(error)}"
-            ray.get(job.coordinator.broke.remote(joined.generation, detail[:500]), timeout=CALL_TIMEOUT_S)
+            CoordinatorClient(job.coordinator, joined.generation).broke(detail[:500])
 
 
 def _device(config: PretrainConfig) -> torch.device:
@@ -204,6 +221,12 @@ def _allow_descriptors() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _name_thread(name: str) -> None:
+    """Name the calling thread in the kernel, too, which Python does not before 3.14."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
 
 
 def _keep_freed_memory() -> None:

@@ -1,12 +1,12 @@
 """What the terminal shows: a live line while training with messages above it; plain lines elsewhere."""
 
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from regrow.progress import Task
+from regrow.progress import Task, last_step
+from regrow.show.units import CONTROL, duration, percent, ranks
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -17,7 +17,6 @@ PLAIN_EVERY_STEPS = 10  # and every so many steps,
 PLAIN_AT_MOST_EVERY_S = 0.5  # but no more than two a second
 FIRST_STEPS = 3  # each of these gets a line
 SMOOTHING = 0.1  # weight of the newest step in the smoothed step time
-_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class StepClock:
@@ -67,7 +66,7 @@ class Console:
         for line in lines:
             self.message(line)
         self._steps = steps
-        self._last_step = steps if stop_at_step is None else min(steps, stop_at_step)
+        self._last_step = last_step(steps, stop_at_step)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Show one metrics row: always at a terminal, now and then elsewhere."""
@@ -104,7 +103,7 @@ class Console:
         rate = (done - done_before) / elapsed_s if elapsed_s > 1 else 0.0
         speed = f", {_amount(rate, task.unit)}/s" if rate > 0 and task.unit else ""
         if share >= 1.0:
-            self._task, text = None, f"{task.name}: done in {_duration(elapsed_s)}{speed}"
+            self._task, text = None, f"{task.name}: done in {duration(elapsed_s)}{speed}"
             if self._terminal:
                 self._draw(text)
                 self._end_live()
@@ -112,7 +111,7 @@ class Console:
                 self._print(text)
             return
         size = f" of {_amount(total, task.unit)}" if total > 0 and task.unit else ""
-        left = f", {_duration((total - done) / rate)} left" if rate > 0 else ""
+        left = f", {duration((total - done) / rate)} left" if rate > 0 else ""
         text = f"{share:.0%}{size}{speed}{left}"
         if self._terminal:
             width = 24
@@ -171,15 +170,15 @@ class Console:
             f"loss {_number(row.get('loss'), '.4f')}",
             f"{_number(row.get('tokens_per_s'), ',.0f')} tok/s",
             f"MFU {_number(row.get('mfu'), '.1%')}",
-            f"{row['world_size']} rank{'s' if row['world_size'] != 1 else ''}",
+            ranks(row["world_size"]),
         ]
         if not self._terminal and row.get("validation_loss") is not None:
             parts.insert(2, f"validation loss {row['validation_loss']:.4f}")
         step_s = self._step_clock.step_s
         if step_s is not None and self._last_step is not None and row["step"] < self._last_step:
-            parts.append(f"ETA {_duration(step_s * (self._last_step - row['step']))}")
+            parts.append(f"ETA {duration(step_s * (self._last_step - row['step']))}")
         if self.goodput is not None:
-            parts.append(f"goodput {self.goodput:.1%}")
+            parts.append(f"goodput {percent(self.goodput)}")
         parts.append(f"gen {row['generation']}")  # last: a narrow terminal cuts it first
         return "  ".join(parts)
 
@@ -204,7 +203,7 @@ class Console:
         styled = Text(_clean(text), no_wrap=True, overflow="ellipsis")
         if self._colour:
             styled.highlight_regex(r"loss [\d.]+", "bold")
-            styled.highlight_regex(r"ETA \S+|━+", "cyan")
+            styled.highlight_regex(r"ETA [\d.]+ \w+( \d+ \w+)?|━+", "cyan")
         return styled
 
     def _end_live(self) -> None:
@@ -215,7 +214,7 @@ class Console:
 
 def _clean(text: str) -> str:
     """Without control characters, which a message from elsewhere may carry; tabs and line ends stay."""
-    return _CONTROL.sub("", text)
+    return CONTROL.sub("", text)
 
 
 def _number(value: float | None, form: str) -> str:
@@ -231,14 +230,3 @@ def _amount(value: float, unit: str) -> str:
             return f"{value:.1f} {prefix}B"
         value /= 1000
     return f"{value:,.1f} TB"
-
-
-def _duration(seconds: float) -> str:
-    """As `12 s`, `3:05` (minutes and seconds), `2:03:05` or `4 d 2:03`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{seconds:.1f} s" if seconds < 9.95 else f"{whole} s"
-    minutes, hours, days = whole // 60 % 60, whole // 3600 % 24, whole // 86400
-    if days:
-        return f"{days} d {hours}:{minutes:02d}"
-    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

@@ -9,38 +9,39 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from regrow.config.schema import PretrainConfig
 from regrow.control.cadence import Cadence
 from regrow.errors import first_line
+from regrow.progress import last_step
+from regrow.record.events import (
+    FAILURES,
+    GRACEFUL,
+    INCIDENTS,
+    Cause,
+    Checkpoint,
+    CheckpointFailed,
+    Event,
+    Failure,
+    Forming,
+    Generation,
+    Incident,
+    Row,
+    Stopped,
+    Submitted,
+    from_row,
+)
+from regrow.record.history import History
 from regrow.record.ledger import STATES
-from regrow.record.log import Row
-from regrow.record.narrate import CAUSES
-from regrow.record.state_clock import StateClock
+from regrow.record.log import is_number
 
 PUBLISH_S = 1.0  # Ray collects every ten seconds, and never more often than this
 RUN = "run"  # label of every figure
 # A counter is there before it first grows, or rate() would miss that. Ray refuses 0; this is lost in whatever comes.
 NOTHING = sys.float_info.min
-MOVED = ("grow", "drain", "end_of_float8")  # causes of groups that left in good order
-INCIDENTS = (
-    "stalled",
-    "straggler",
-    "unfit",
-    "gpu_error",
-    "link_failed",
-    "quarantine",
-    "drain",
-    "data_fallback",
-    "snapshot_failed",
-    "snapshot_damaged",
-    "snapshot_unreadable",
-    "checkpoint_damaged",
-    "coordinator_restarted",
-)
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,13 @@ FAMILIES = {
         Family("regrow_min_world_size", "cluster.min_workers"),
         Family("regrow_generation", "number of the newest group"),
         Family("regrow_submitted_timestamp_seconds", "when the job began"),
-        Family("regrow_stops_total", "jobs that ended in good order, by reason", "reason",
+        Family("regrow_stops_total", "jobs that ended in an orderly way, by reason", "reason",
                ("finished", "stop_at_step", "interrupted", "failed")),
         # what went wrong, and what it cost
         Family("regrow_restarts_total", "groups that began to train after another one, by cause", "cause",
-               tuple(cause for cause in CAUSES if cause != "start")),
+               tuple(map(str, (Cause.resume, *FAILURES, *GRACEFUL)))),
         Family("regrow_failures_total", "failures of groups, by cause", "cause",
-               tuple(cause for cause in CAUSES if cause not in ("start", "resume", *MOVED))),
+               tuple(map(str, FAILURES))),
         Family("regrow_recomputed_steps_total", "steps that were taken back, to be done again"),
         Family("regrow_incidents_total", "events worth a look, by kind", "kind", INCIDENTS),
         Family("regrow_state_seconds_total", "time of this job by state; all states add up to it", "state", STATES),
@@ -118,8 +119,9 @@ Key = tuple[str, str]  # name of a family, value of its label
 class Figures:
     """The numbers themselves: totals of counters since this began, the newest values of what goes up and down."""
 
-    def __init__(self, config: PretrainConfig, cadence: Cadence, events: Sequence[Row], now: float) -> None:
+    def __init__(self, config: PretrainConfig, cadence: Cadence, events: Sequence[Event], now: float) -> None:
         """`events` are the run's so far, those of this job included where its coordinator was restarted."""
+        self._history = History(newest_rows=1)
         self.values: dict[Key, float] = {
             (family.name, value): 0.0 for family in FAMILIES.values() if family.is_counter for value in family.values
         }
@@ -128,24 +130,24 @@ class Figures:
         self._cadence, self._takes_snapshots = cadence, config.snapshot.every_steps > 0
         self._step_s = 0.0  # smoothed
         self._set("regrow_running", 1)
-        self._set("regrow_target_steps", min(train.steps, train.stop_at_step or train.steps))
+        self._set("regrow_target_steps", last_step(train.steps, train.stop_at_step))
         self._set("regrow_target_world_size", cluster.max_workers)
         self._set("regrow_min_world_size", cluster.min_workers)
         for event in events:
-            self._see(event, event["time"])
-        phases = [event["event"] for event in events if event["event"] in ("submitted", "generation", "failure")]
-        self._clock = StateClock(now, training=phases[-1:] == ["generation"])
+            self._history.on(event)
+            self._see(event)
+        self._history.resume(now)
 
-    def row(self, row: Mapping[str, Any], now: float) -> None:
+    def row(self, row: Row, now: float) -> None:
         """A step has just ended."""
-        self._clock.row(row, now)
+        self._history.on(row, now)
         self._step_s = 0.9 * self._step_s + 0.1 * row["step_s"] if self._step_s else row["step_s"]
         self._add("regrow_steps_total", 1)
         self._add("regrow_tokens_total", self._tokens_per_step)
         self._add("regrow_step_seconds_total", row["step_s"])
         self._add("regrow_data_wait_seconds_total", row["data_wait_s"])
         self._add("regrow_snapshot_wait_seconds_total", row["snapshot_s"])
-        self._add("regrow_nonfinite_steps_total", 0 if _is_finite(row["loss"], row["grad_norm"]) else 1)
+        self._add("regrow_nonfinite_steps_total", not (is_number(row["loss"]) and is_number(row["grad_norm"])))
         self._set("regrow_step", row["step"])
         self._set("regrow_trained_tokens", row["tokens_seen"])
         self._set("regrow_loss", row["loss"])
@@ -157,30 +159,29 @@ class Figures:
         self._set("regrow_world_size", row["world_size"])
         self._set("regrow_last_step_timestamp_seconds", now)
 
-    def event(self, event: Mapping[str, Any], now: float) -> None:
+    def event(self, event: Event, now: float) -> None:
         """Something happened to the run, just now."""
-        name = event["event"]
-        if name == "submitted":
-            self._clock = StateClock(event.get("time", now))
-        self._clock.event(event, now)
-        self._see(event, event.get("time", now))
-        if name == "generation":
-            self._add("regrow_recomputed_steps_total", event.get("recomputed_steps", 0))
-            if event["cause"] != "start":
-                self._add("regrow_restarts_total", 1, event["cause"])
-        elif name == "failure":
-            self._add("regrow_failures_total", 1, event["cause"])
-        elif name == "checkpoint":
-            self._add("regrow_checkpoints_total", 1, "committed")
-            self._add("regrow_checkpoint_seconds_total", event["seconds"])
-            self._add("regrow_checkpoint_bytes_total", event["bytes"])
-        elif name == "checkpoint_failed":
-            self._add("regrow_checkpoints_total", 1, "failed")
-        elif name == "stopped":
-            self._set("regrow_running", 0)
-            self._add("regrow_stops_total", 1, event["reason"])
-        elif name in INCIDENTS:
-            self._add("regrow_incidents_total", 1, name)
+        event = event if event.time else replace(event, time=now)
+        self._history.on(event, now)
+        self._see(event)
+        match event:
+            case Generation():
+                self._add("regrow_recomputed_steps_total", event.recomputed_steps or 0)
+                if event.cause != Cause.start:
+                    self._add("regrow_restarts_total", 1, event.cause)
+            case Failure():
+                self._add("regrow_failures_total", 1, event.cause)
+            case Checkpoint():
+                self._add("regrow_checkpoints_total", 1, "committed")
+                self._add("regrow_checkpoint_seconds_total", event.seconds or 0.0)
+                self._add("regrow_checkpoint_bytes_total", event.bytes or 0)
+            case CheckpointFailed():
+                self._add("regrow_checkpoints_total", 1, "failed")
+            case Stopped():
+                self._set("regrow_running", 0)
+                self._add("regrow_stops_total", 1, event.reason)
+            case Incident():
+                self._add("regrow_incidents_total", 1, event.name)
 
     def snapshot(self, step: int, now: float) -> None:
         """A step was committed in the nodes' memory."""
@@ -195,28 +196,28 @@ class Figures:
 
     def tick(self, now: float) -> None:
         """Bring up to date what depends on the time."""
-        self._clock.tick(now)
-        for state, seconds in self._clock.seconds.items():
+        self._history.tick(now)
+        for state, seconds in self._history.seconds.items():
             self.values["regrow_state_seconds_total", state] = seconds
         self._set("regrow_checkpoint_interval_seconds", self._checkpoint_interval_s(now))
 
-    def _see(self, event: Mapping[str, Any], at: float) -> None:
+    def _see(self, event: Event) -> None:
         """What an event tells of the present, whenever it is read."""
-        match event["event"]:
-            case "submitted":
+        match event:
+            case Submitted():
                 for name in ("submitted", "last_step", "last_checkpoint"):
-                    self._set(f"regrow_{name}_timestamp_seconds", at)
+                    self._set(f"regrow_{name}_timestamp_seconds", event.time)
                 self.values.pop(("regrow_last_snapshot_timestamp_seconds", ""), None)
-            case "generation":
-                self._set("regrow_generation", event["generation"])
-                self._set("regrow_world_size", event["world_size"])
+            case Generation():
+                self._set("regrow_generation", event.generation)
+                self._set("regrow_world_size", event.world_size)
                 if self._takes_snapshots:
-                    self.values.setdefault(("regrow_last_snapshot_timestamp_seconds", ""), at)
-            case "forming" | "failure" | "stopped":
+                    self.values.setdefault(("regrow_last_snapshot_timestamp_seconds", ""), event.time)
+            case Forming() | Failure() | Stopped():
                 self._set("regrow_world_size", 0)
-            case "checkpoint":
-                self._set("regrow_checkpoint_step", event["step"])
-                self._set("regrow_last_checkpoint_timestamp_seconds", at)
+            case Checkpoint():
+                self._set("regrow_checkpoint_step", event.step)
+                self._set("regrow_last_checkpoint_timestamp_seconds", event.time)
 
     def _checkpoint_interval_s(self, now: float) -> float | None:
         """By whichever way one is due first; None where there is none yet."""
@@ -253,7 +254,7 @@ class RunMetrics:
     ) -> None:
         """`instruments` is `ray.util.metrics`, None to do nothing; `note` is told if no more figures come."""
         self._run, self._instruments, self._note = config.run.name, instruments, note
-        self._begin = partial(Figures, config, cadence, events)
+        self._begin = lambda now: Figures(config, cadence, [from_row(event) for event in events], now)
         self._made: dict[str, Any] = {}  # counters and gauges by name
         self._handed: dict[Key, float] = {}  # what Ray knows of counters
         self._handed_at = -math.inf
@@ -263,11 +264,11 @@ class RunMetrics:
     def _figures(self) -> Figures:
         return self._begin(time.time())
 
-    def row(self, row: Mapping[str, Any]) -> None:
+    def row(self, row: Row) -> None:
         self._take(lambda figures, now: figures.row(row, now))
 
-    def event(self, event: Mapping[str, Any]) -> None:
-        self._take(lambda figures, now: figures.event(event, now), at_once=event["event"] in ("submitted", "stopped"))
+    def event(self, event: Event) -> None:
+        self._take(lambda figures, now: figures.event(event, now), at_once=isinstance(event, Submitted | Stopped))
 
     def snapshot(self, step: int) -> None:
         self._take(lambda figures, now: figures.snapshot(step, now))
@@ -311,7 +312,3 @@ class RunMetrics:
                 self._handed[key] = 0.0 if before is None else value
             else:
                 self._made[family.name].set(value, tags=tags)
-
-
-def _is_finite(*values: float) -> bool:
-    return all(math.isfinite(value) for value in values)

@@ -1,6 +1,12 @@
-"""Durations, shares and times as people read them. Pure."""
+"""Durations, shares, sizes and times as people read them. Pure."""
 
+import re
+from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import Any
+
+# escape sequences and control characters but line ends, which a text from elsewhere may carry
+CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def percent(share: float) -> str:
@@ -24,7 +30,7 @@ def when(unix_s: float) -> str:
 
 
 def ranks(world_size: int) -> str:
-    return f"{world_size:,} rank{'s' if world_size != 1 else ''}"
+    return counted(world_size, "rank")
 
 
 def size(num_bytes: float) -> str:
@@ -33,3 +39,19 @@ def size(num_bytes: float) -> str:
         if num_bytes >= factor * 0.9995:
             return f"{num_bytes / factor:.3g} {prefix}B"
     return f"{num_bytes:.0f} B"
+
+
+def si(value: float) -> str:
+    """Three significant digits with k, M, G, T: `1.5k`, `614k`."""
+    for factor, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor * 0.9995:
+            return f"{value / factor:.3g}{suffix}"
+    return f"{value:.3g}"
+
+
+def or_dash(value: Any, show: Callable[[Any], str] = str) -> str:
+    return "-" if value is None else show(value)
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' if number != 1 else ''}"

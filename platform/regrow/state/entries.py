@@ -5,7 +5,7 @@ and so one entry. float8 all-gather weights are saved as their high-precision in
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import cast
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from regrow.errors import CheckpointError
 from regrow.model.llama import Llama
 from regrow.optim.adamw import MOMENTS, create_moments
 from regrow.plan.boxes import Box, Runs
@@ -21,7 +22,7 @@ from regrow.plan.boxes import Box, Runs
 
 @dataclass
 class Progress:
-    """Where training stands; all of it functions of the step, kept to be checked against the config on resume."""
+    """Where training stands; all of it functions of the step, and checked on every restore (`restored_progress`)."""
 
     step: int = 0  # optimizer steps done
     cursor: int = 0  # position of the next sample to train on
@@ -29,6 +30,19 @@ class Progress:
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)
+
+
+def restored_progress(scalars: Mapping[str, int], *, global_batch_seqs: int) -> Progress:
+    """Where a snapshot or checkpoint stands. Raises CheckpointError if that is not where this run would go on."""
+    progress = Progress(**scalars)
+    expected = progress.step * global_batch_seqs
+    if progress.cursor != expected:
+        raise CheckpointError(
+            f"the restored state has cursor {progress.cursor} at step {progress.step}; with "
+            f"optim.global_batch_seqs={global_batch_seqs} it would be {expected}: samples would be lost or trained on "
+            "twice; use the batch that it was trained with, or another run.name"
+        )
+    return progress
 
 
 @dataclass(frozen=True)

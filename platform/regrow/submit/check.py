@@ -5,11 +5,10 @@ import re
 
 from regrow.config.schema import SubmitConfig, SubmitJobConfig
 from regrow.errors import ConfigError
-from regrow.submit.operator_rules import LABEL_KEY, LABEL_VALUE
+from regrow.submit.names import DNS_1123, LABEL_KEY, LABEL_VALUE
 from regrow.submit.render import Code, image_of
 
 PLACEHOLDER = re.compile(r"example\.(com|org|net)|<[^>]*>|\bCHANGE_?ME\b", re.IGNORECASE)
-DNS_1123 = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 TAKEN = ("/", "/tmp", "/dev", "/dev/shm")  # in a pod
 

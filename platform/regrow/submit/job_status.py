@@ -17,8 +17,8 @@ from typing import Any
 from regrow.config.store import pretrain_config
 from regrow.errors import ClusterError, ConfigError, JobNotThereError, RegrowError, first_line
 from regrow.record.log import read_events
+from regrow.record.run_folder import read_status
 from regrow.record.status import State, Status
-from regrow.show.status_folder import read_status
 from regrow.show.units import when
 from regrow.storage import Storage
 from regrow.submit.kubectl import Kubectl

@@ -50,6 +50,15 @@ class Kubectl:
         options = ["--server-side", f"--field-manager={FIELD_MANAGER}", "--validate=strict"]
         return self._ask(["apply", *options, "--filename=-"], manifests)
 
+    def trial(self, manifests: str) -> None:
+        """Have the server refuse what it would refuse of new objects: unknown fields, wrong types, admission."""
+        options = ["--dry-run=server", f"--field-manager={FIELD_MANAGER}", "--validate=strict"]
+        try:
+            self._ask(["create", *options, "--filename=-"], manifests)
+        except ClusterError as error:
+            if not _HAS_A_PLACE.search(str(error)):
+                raise
+
     def diff(self, manifests: str) -> str:
         """What applying would change, as a unified diff; empty where nothing would."""
         # a dry run: fields that KubeRay, Kueue or another kubectl own are compared like the rest
@@ -132,6 +141,7 @@ class Kubectl:
         return done.stdout
 
 
+_HAS_A_PLACE = re.compile(r"\(AlreadyExists\)|exceeded quota: .*count/")  # looked at last; taken by the job of before
 _NOISE = re.compile(r"[-+]  (generation: \d+|suspend: (true|false))$")  # the server's count of changes; Kueue's switch
 _LOG = re.compile(r"^[EWIF]\d{4} \d\d:")  # kubectl's own log, which repeats what its last line says
 _ADVICE = re.compile(r"^(Please review the fields above|See 'kubectl)")

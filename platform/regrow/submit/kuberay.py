@@ -179,22 +179,27 @@ class KubeRay:
         raise ClusterError(f"RayJob {self.name} has not ended for {wait_s:g} s; see submit.action=logs")
 
     def _make_room(self, job: Object, manifests: str) -> None:
-        """Delete a job that has ended, and wait until it is gone. Raises ClusterError where it has not."""
+        """Delete a job that has ended, and wait until it is gone.
+
+        Raises ClusterError where it has not ended, and where its successor would be refused.
+        """
         state = (job.get("status") or {}).get("jobDeploymentStatus") or "New"
-        if job["metadata"].get("deletionTimestamp"):
+        deleting = job["metadata"].get("deletionTimestamp")
+        if not deleting and state not in ENDED:
+            raise ClusterError(
+                f"RayJob {self.name} is there ({state}): one run has one job; stop it first "
+                "(submit.action=stop), or choose another run.name"
+            )
+        self.kubectl.trial(manifests)
+        if deleting:
             self.waiting.say(f"RayJob {self.name} is being deleted; a new one is made once it is gone")
-        elif state in ENDED:
+        else:
             self.waiting.say(f"RayJob {self.name} has ended ({state}); its successor goes on with the run")
             try:
                 self.waiting.say(self.kubectl.diff(manifests).rstrip() or "nothing of the job has changed")
             except ClusterError as error:  # it is shown, not needed
                 self.waiting.say(f"what has changed cannot be shown: {error}")
             self.kubectl.delete(KIND, self.name)
-        else:
-            raise ClusterError(
-                f"RayJob {self.name} is there ({state}): one run has one job; stop it first "
-                "(submit.action=stop), or choose another run.name"
-            )
         self._until_gone(job, "no new one was made: submit.action=apply again makes it and goes on with the run")
 
     def _until_gone(self, job: Object, interrupted: str) -> None:

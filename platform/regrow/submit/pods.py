@@ -4,7 +4,7 @@ from math import ceil
 from typing import Any
 
 from regrow.config.schema import Network, PretrainConfig, SubmitConfig, Toleration
-from regrow.submit.manifest import binary_quantity, decimal_quantity
+from regrow.submit.quantities import binary_quantity, decimal_quantity
 from regrow.submit.sizes import GIB, Sizes
 
 USER, GROUP = 1000, 100  # as k8s/Dockerfile makes them

@@ -12,9 +12,10 @@ from typing import Any
 import yaml
 
 from regrow.config.schema import PretrainConfig, Queue, SubmitConfig, SubmitJobConfig
-from regrow.submit.manifest import Manifest
 from regrow.submit.pods import HEAD_OBJECT_STORE_BYTES, head_pod, submitter_pod, worker_pod
 from regrow.submit.sizes import longest_restart_s, sizes
+
+Manifest = dict[str, Any]
 
 MAX_NAME = 47  # characters of a RayJob's name: KubeRay appends to it
 GROUP = "workers"

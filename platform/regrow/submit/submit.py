@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Protocol
 
 import yaml
@@ -15,12 +14,10 @@ from regrow.record.provenance import git_sha
 from regrow.submit.arguments import pretrain_arguments
 from regrow.submit.check import check_may_apply, check_storage, check_submit
 from regrow.submit.corpus import look_at_corpus
-from regrow.submit.crd import load_schema, validate
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.kuberay import KubeRay, LostSight
-from regrow.submit.lint import lint
-from regrow.submit.manifest import Finding, Manifest
 from regrow.submit.render import Code, job_name, render, to_yaml
+from regrow.submit.rules import broken_rules
 from regrow.submit.token import use_token
 
 
@@ -37,23 +34,22 @@ def submit(config: SubmitJobConfig, given: Sequence[str]) -> int:
 def _on_kuberay(config: SubmitJobConfig, code: Code, given: Sequence[str]) -> int:
     action, options = config.submit.action, config.submit
     if action in (SubmitAction.render, SubmitAction.diff, SubmitAction.apply):
-        manifests = render(config, code, pretrain_arguments(config, given))
-        findings = lint(manifests, config, code) + _by_schema(manifests, options.crd_file)
-        for finding in dict.fromkeys(findings):
-            print(f"error: {finding}", file=sys.stderr)
-        if findings:
+        arguments = pretrain_arguments(config, given)
+        if broken := broken_rules(config, code, arguments):
+            print("\n".join(f"error: {line}" for line in broken), file=sys.stderr)
             return 1
         if action is SubmitAction.apply:
             check_may_apply(config, code)
         if action is not SubmitAction.diff:  # which starts nothing
             _look_at_corpus(config)
-        text = to_yaml(manifests)
+        text = to_yaml(render(config, code, arguments))
         if action is SubmitAction.render:
             sys.stdout.write(text)
             return 0
     kubectl = Kubectl(namespace=options.namespace, context=options.context)
     if action is SubmitAction.diff:
         difference = kubectl.diff(text)
+        kubectl.trial(text)
         sys.stdout.write(difference)
         if not difference:
             print(f"no difference: applying would change nothing of RayJob {job_name(config)}", file=sys.stderr)
@@ -120,10 +116,3 @@ def _until_the_end(follow: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("no longer following; the job runs on, and submit.action=stop ends it", file=sys.stderr)
         return 130
-
-
-def _by_schema(manifests: Sequence[Manifest], crd_file: str | None) -> list[Finding]:
-    if crd_file is None:
-        return []
-    schema = load_schema(Path(crd_file), kind="RayJob", version="v1")
-    return [finding for manifest in manifests for finding in validate(manifest, schema)]

@@ -1,12 +1,16 @@
-"""A training step from its configuration: model, optimizer and loss on this rank of a mesh."""
+"""What the loop needs, from the configuration: the step on this rank of a mesh, its numbers and its meter."""
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
+from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig, PretrainConfig
+from regrow.model.size import flops_per_token
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.fsdp import everyone, shard_group, tensor_group
+from regrow.plan.batch import BatchPlan
+from regrow.train.loop import LoopSettings
+from regrow.train.metrics import Meter
 from regrow.train.step import TrainStep, build_loss
 
 
@@ -32,4 +36,30 @@ def build_step(
         sync_every_micro_batch=bool(parallel.sync_every_micro_batch),
         keep_gathered=not parallel.reshard_after_forward,
         loss_function=build_loss(parallel, device, tensor_group(mesh)),
+    )
+
+
+def loop_settings(config: PretrainConfig, plan: BatchPlan, last_step: int) -> LoopSettings:
+    """The loop's numbers in a group with this batch plan, until this step."""
+    tokens_per_step = config.optim.global_batch_seqs * config.data.seq_len
+    return LoopSettings(
+        last_step=last_step,
+        total_tokens=config.train.steps * tokens_per_step,
+        tokens_per_step=tokens_per_step,
+        seqs_per_step=config.optim.global_batch_seqs,
+        slice_seqs=config.optim.global_batch_seqs // config.optim.num_slices,
+        num_micro_batches=plan.num_micro_batches,
+        validate_every_steps=config.train.validate_every_steps if config.train.validation_seqs else 0,
+        nonfinite_skips=config.train.nonfinite_skips,
+    )
+
+
+def meter_of(config: PretrainConfig, world_size: int, generation: int, *, peak_flops: float) -> Meter:
+    """`peak_flops` are those of all ranks together."""
+    return Meter(
+        tokens_per_step=config.optim.global_batch_seqs * config.data.seq_len,
+        flops_per_token=flops_per_token(config.model, config.data.seq_len),
+        peak_flops=peak_flops,
+        world_size=world_size,
+        generation=generation,
     )

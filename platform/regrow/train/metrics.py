@@ -1,12 +1,13 @@
 """Turns what a step returned into a row of `metrics.jsonl` (keys: docs/file-formats.md)."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from regrow.train.step import StepResult
 
+Batch = TypeVar("Batch")
 Result = TypeVar("Result")
 
 
@@ -22,6 +23,17 @@ class Meter:
     data_wait_s: float = 0.0  # since the last finished step
     snapshot_s: float = 0.0  # since the last finished step
     _last: float = field(default_factory=time.perf_counter)
+
+    def next(self, batches: Iterator[Batch]) -> Batch:
+        """The next batch, and how long it took to come."""
+        begun = time.perf_counter()
+        batch = next(batches)
+        self.data_wait_s += time.perf_counter() - begun
+        return batch
+
+    def snapshot_wait(self, wait: Callable[[], float]) -> None:
+        """Have the step wait for a snapshot."""
+        self.snapshot_s += wait()
 
     def outside_steps(self, work: Callable[[], Result]) -> Result:
         """Run something whose time belongs to no step, such as validation."""

@@ -58,10 +58,6 @@ class StepStats:
             self._event = torch.cuda.Event()
             self._event.record()
 
-    def ready(self) -> bool:
-        """Whether `resolve` would return at once."""
-        return self._event is None or self._event.query()
-
     def resolve(self) -> StepResult:
         """The numbers; waits for the device to reach the end of this step, not further.
 

@@ -11,7 +11,7 @@ LOOK_S = 0.5  # between looks for workers that are new
 
 
 class Deaths:
-    """Watches the processes that have a pulse in a folder (`observe.pulse`), on a thread of its own."""
+    """Watches the processes that have a pulse in a folder (`runtime.liveness.pulse`), on a thread of its own."""
 
     def __init__(self, folder: Path, tell: Callable[[int], None]) -> None:
         """`tell` gets the pid of each that has died, once."""

@@ -16,12 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
+from regrow.control.values import Version
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import ITEM_BYTES, Piece
 from regrow.state.checksums import CHUNK_BYTES, Crc, checksums
 from regrow.state.disk.format import DataFile, Index, encode_header
 from regrow.state.memory.held import Held, Snapshot, open_snapshot
-from regrow.state.memory.slots import Moment, SlotHeader
+from regrow.state.memory.slots import SlotHeader
 from regrow.state.reshard import written_share
 from regrow.storage import Storage
 
@@ -34,7 +35,7 @@ PIECE_BYTES = 512 * CHUNK_BYTES  # that are checked, then given to storage
 class WriteOrder:
     """Write what ranks of `origin` hold of a step: from its slots, or on its peer from their copies."""
 
-    moment: Moment
+    moment: Version
     origin: str  # the node whose ranks wrote the snapshot
     copies: bool
     folder: str  # in storage, of the step
@@ -94,10 +95,10 @@ def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> 
             parts.append((piece, offset + begin, snapshot.crc[first : first - (-piece.num_bytes // CHUNK_BYTES)]))
     if not parts:
         return None
-    payload, checked = snapshot.payload(), [(piece, crc) for piece, _, crc in parts]
+    checked = [(piece, crc) for piece, _, crc in parts]
     head = encode_header(checked, run_id=run_id, generation=header.generation, step=header.step)
 
-    def content() -> Iterator[bytes | memoryview]:
+    def content(payload: memoryview) -> Iterator[bytes | memoryview]:
         yield head
         for piece, offset, crc in parts:
             for begin in range(0, piece.num_bytes, PIECE_BYTES):
@@ -107,45 +108,36 @@ def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> 
                     raise CheckpointError(f"{snapshot.path.name}: {piece.box.name} fails its checksum")
                 yield data
 
-    num_bytes = target.write_chunks(name, content())
+    with snapshot.payload() as payload:
+        num_bytes = target.write_chunks(name, content(payload))
     return DataFile(name, num_bytes, len(head), hashlib.sha256(head).hexdigest())
 
 
 @dataclass
 class Upload:
-    """One checkpoint in the making, as the coordinator sees it. Pure: it says what to ask of whom, and is told.
+    """One checkpoint in the making, put together from what nodes have written. `control.checkpoints` decides who does.
 
     `peers` are the nodes of the snapshot's generation, each with the node that holds its copies, or "".
     """
 
-    moment: Moment
+    moment: Version
     peers: dict[str, str]
     folder: Storage  # of the step
     run_id: str
-    begun_at: float = field(default_factory=time.time)
-    stall_s: float = 0.0  # that training stood still for it
-    problem: str = ""  # why nothing can come of it any more
     _written: dict[str, Written] = field(default_factory=dict)  # by origin
 
     def orders(self) -> list[tuple[str, WriteOrder]]:
         """(node, order) to begin with: everyone its own."""
-        return [(node, self._order(node, copies=False)) for node in self.peers]
+        first = next(iter(self.peers))
+        return [(node, self.order(node, copies=False, describe=node == first)) for node in self.peers]
 
     def done(self, order: WriteOrder, written: Written) -> None:
         """An order was carried out."""
         self._written[order.origin] = written
 
-    def failed(self, node: str, order: WriteOrder, problem: str) -> tuple[str, WriteOrder] | None:
-        """A node could not; who is to do it instead. None where nobody can: `problem` says why then."""
-        peer = self.peers[order.origin]
-        if not order.copies and peer:
-            return peer, self._order(order.origin, copies=True)
-        self.problem = self.problem or f"node {node[:12]} {problem}"
-        return None
-
     @property
     def complete(self) -> bool:
-        return not self.problem and self._written.keys() == self.peers.keys()
+        return self._written.keys() == self.peers.keys()
 
     def index(self) -> Index:
         """Of the complete checkpoint. Raises CheckpointError where nodes hold different things."""
@@ -170,9 +162,9 @@ class Upload:
             information={"world_size": num_ranks, "written_at": time.time()},
         )
 
-    def _order(self, origin: str, *, copies: bool) -> WriteOrder:
-        first = origin == next(iter(self.peers))
-        return WriteOrder(self.moment, origin, copies, str(self.folder), secrets.token_hex(4), describe=first)
+    def order(self, origin: str, *, copies: bool, describe: bool) -> WriteOrder:
+        """To write what ranks of `origin` hold: from their snapshots, or from the copies of them."""
+        return WriteOrder(self.moment, origin, copies, str(self.folder), secrets.token_hex(4), describe)
 
 
 def write_index(folder: Storage, index: Index) -> bytes:

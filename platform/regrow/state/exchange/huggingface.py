@@ -5,18 +5,23 @@ RoPE's pairs are Hugging Face's already, so going there and back is a renaming: 
 
 import json
 import math
+import os
+import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
 from regrow.config.schema import Dtype, ModelConfig, RopeScaling
-from regrow.errors import CheckpointError
+from regrow.errors import CheckpointError, first_line
 from regrow.model.size import parameter_shapes
 from regrow.optim.adamw import MOMENTS
 from regrow.plan.boxes import ITEM_BYTES, Box
-from regrow.state.disk.format import SAFETENSORS_DTYPES, TORCH_DTYPES
+from regrow.state.disk.format import TORCH_DTYPES
 from regrow.state.disk.inspect import PIECE_BYTES, Advance
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.entries import Entry
@@ -36,7 +41,7 @@ _IN_BLOCKS = {
     "ffn.w2": "mlp.down_proj",
     "ffn.w3": "mlp.up_proj",
 }
-_HEADER_LIMIT = 100_000_000  # bytes, the format's own
+TIED = ("model.embed_tokens.weight", "lm_head.weight")
 
 
 def hugging_face_name(parameter: str) -> str:
@@ -61,7 +66,9 @@ def export_weights(
     seq_len: int | None,
     end_of_text_id: int | None,
 ) -> None:
-    """Write config.json and the weights. config.json comes last: a folder without it is unfinished.
+    """Write config.json and the weights, of which a file at a time is in memory.
+
+    config.json comes last: a folder without it is unfinished.
 
     `seq_len` is the context that the model was trained with, `end_of_text_id` begins and ends its documents; either
     may not be known.
@@ -69,7 +76,8 @@ def export_weights(
     files = _plan_files(model, dtype)
     weight_map = {hugging_face_name(name): file for file, names in files.items() for name in names}
     for file, names in files.items():
-        target.write_chunks(file, _file_chunks(tensors, names, dtype))
+        shard = {hugging_face_name(name): tensors.whole(f"model/{name}").to(getattr(torch, dtype)) for name in names}
+        target.write_bytes(file, save(shard, {"format": "pt"}))
     if len(files) > 1:
         total = sum(math.prod(shape) for shape in parameter_shapes(model).values()) * ITEM_BYTES[dtype]
         target.write_bytes(INDEX, _to_json({"metadata": {"total_size": total}, "weight_map": weight_map}))
@@ -136,31 +144,41 @@ def import_entries(
 
     Raises CheckpointError for a tensor that is missing, left over, damaged or of another shape.
     """
-    stored, shapes = _read_tables(source), parameter_shapes(model)
-    names = {hugging_face_name(name): name for name in shapes}
-    if model.tied and "lm_head.weight" in stored:  # some write it again
-        if not torch.equal(_load(stored["lm_head.weight"]), _load(stored[hugging_face_name("embed.weight")])):
-            raise CheckpointError(f"{source}: tie_word_embeddings is set, but lm_head.weight is not the embedding")
-        del stored["lm_head.weight"]
-    for name in sorted(names.keys() ^ stored.keys()):
-        if name in names:
-            raise CheckpointError(f"{source}: has no {name}, which its {CONFIG} calls for")
-        raise CheckpointError(f"{source}: holds {name}, which a model of its {CONFIG} does not have")
-    for published, name in names.items():
-        tensor, shape = stored[published], shapes[name]
-        if tensor.shape != shape:
-            raise CheckpointError(f"{tensor}: {published} is {list(tensor.shape)}, its {CONFIG} says {list(shape)}")
-        weight = _load(tensor)
-        advance(tensor.num_bytes)
-        zeros = torch.zeros_like(weight, dtype=getattr(torch, moments.value))
-        for prefix, memory in (("model", weight), *((f"optim/{moment}", zeros) for moment in MOMENTS)):
-            dtype = str(memory.dtype).removeprefix("torch.")
-            yield Entry(Box.whole(f"{prefix}/{name}", shape, dtype), memory)
+    shapes = parameter_shapes(model)
+    missing, tied = {hugging_face_name(name): name for name in shapes}, dict[str, torch.Tensor]()
+    for file, size in _files_of(source).items():
+        for published, weight in _tensors_of(source, file, size):
+            advance(weight.nbytes)
+            if model.tied and published in TIED:
+                tied[published] = weight
+                if published not in missing:  # some write the output again
+                    continue
+            name = missing.pop(published, None)
+            if name is None:
+                raise CheckpointError(
+                    f"{source}: holds {published}, which a model of its {CONFIG} does not have, or holds it twice"
+                )
+            if weight.shape != shapes[name]:
+                found, wanted = list(weight.shape), list(shapes[name])
+                raise CheckpointError(f"{source}/{file}: {published} is {found}, its {CONFIG} says {wanted}")
+            yield from _entries_of(name, weight, moments)
+    if missing:
+        raise CheckpointError(f"{source}: has no {min(missing)}, which its {CONFIG} calls for")
+    if len(tied) == len(TIED) and not torch.equal(*(weight.float() for weight in tied.values())):
+        raise CheckpointError(f"{source}: tie_word_embeddings is set, but lm_head.weight is not the embedding")
+
+
+def _entries_of(name: str, weight: torch.Tensor, moments: Dtype) -> Iterator[Entry]:
+    flat = weight.float().flatten()
+    zeros = torch.zeros_like(flat, dtype=getattr(torch, moments.value))
+    for prefix, memory in (("model", flat), *((f"optim/{moment}", zeros) for moment in MOMENTS)):
+        dtype = str(memory.dtype).removeprefix("torch.")
+        yield Entry(Box.whole(f"{prefix}/{name}", tuple(weight.shape), dtype), memory)
 
 
 def weight_bytes(source: Storage) -> int:
-    """Of all tensors in the folder's files."""
-    return sum(tensor.num_bytes for tensor in _read_tables(source).values())
+    """Of the folder's safetensors files."""
+    return sum(_files_of(source).values())
 
 
 def _describe(model: ModelConfig) -> dict[str, Any]:
@@ -223,88 +241,49 @@ def _plan_files(model: ModelConfig, dtype: Dtype) -> dict[str, list[str]]:
     return {f"model-{k:05d}-of-{len(shards):05d}.safetensors": names for k, names in enumerate(shards, start=1)}
 
 
-def _file_chunks(tensors: CheckpointTensors, names: list[str], dtype: Dtype) -> Iterator[bytes | memoryview]:
-    """One safetensors file: its header, then its tensors piece by piece."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name in names:
-        shape = tensors.index.tensors[f"model/{name}"][1]
-        end = at + math.prod(shape) * ITEM_BYTES[dtype]
-        header[hugging_face_name(name)] = {
-            "dtype": SAFETENSORS_DTYPES[dtype],
-            "shape": list(shape),
-            "data_offsets": [at, end],
-        }
-        at = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for name in names:
-        for piece in tensors.pieces(f"model/{name}"):
-            yield piece.to(getattr(torch, dtype)).view(torch.uint8).numpy().data
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor in a safetensors file."""
-
-    folder: Storage
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    num_bytes: int
-
-    def __str__(self) -> str:
-        return f"{self.folder}/{self.file}"
-
-
-def _read_tables(source: Storage) -> dict[str, _Stored]:
-    """Every tensor of the folder's safetensors files, by Hugging Face's name."""
+def _files_of(source: Storage) -> dict[str, int]:
+    """The folder's safetensors files and their sizes."""
     files = [ONE_FILE]
     try:
         if source.exists(INDEX):
             files = sorted(set(json.loads(source.read_bytes(INDEX))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{source}/{INDEX} is damaged: {type(error).__name__}: {error}") from error
-    return {name: stored for file in files for name, stored in _read_table(source, file).items()}
+    for file in files:
+        if "/" in file or file.startswith("."):
+            raise CheckpointError(f"{source}/{INDEX}: names {file!r}, which is not a file of its folder")
+        if not source.exists(file):
+            raise CheckpointError(f"{source}/{file} is not there; only weights in safetensors can be imported")
+    return {file: source.read_with(file, lambda opened: opened.seek(0, os.SEEK_END)) for file in files}
 
 
-def _read_table(source: Storage, file: str) -> dict[str, _Stored]:
-    if "/" in file or file.startswith("."):
-        raise CheckpointError(f"{source}/{INDEX}: names {file!r}, which is not a file of its folder")
+def _tensors_of(source: Storage, file: str, size: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a file, by Hugging Face's name. Raises CheckpointError where it is damaged."""
     try:
-        length = int.from_bytes(source.read_range(file, 0, 8), "little")
-        if not 0 < length <= _HEADER_LIMIT:
-            raise ValueError(f"a header of {length} bytes")
-        header = json.loads(source.read_range(file, 8, length))
-        header.pop("__metadata__", None)
-        table = {}
-        for name, tensor in header.items():
-            (begin, end), shape, dtype = tensor["data_offsets"], tuple(tensor["shape"]), TORCH_DTYPES[tensor["dtype"]]
-            if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
-                raise ValueError(f"{name} has {end - begin} bytes")
-            if not name.endswith("rotary_emb.inv_freq"):  # old versions saved what is a function of the config
-                table[name] = _Stored(source, file, dtype, shape, 8 + length + begin, end - begin)
-        return table
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{source}/{file} is not there; only weights in safetensors can be imported") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{source}/{file} cannot be read: {type(error).__name__}: {error}") from error
+        with _on_disk(source, file, size) as path, safe_open(path, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118, it is no mapping
+                if name.endswith("rotary_emb.inv_freq"):  # old versions saved what is a function of the config
+                    continue
+                tensor = opened.get_tensor(name)
+                if str(tensor.dtype).removeprefix("torch.") not in TORCH_DTYPES.values():
+                    raise CheckpointError(f"{source}/{file}: {name} is {tensor.dtype}, which no Llama's weights are")
+                yield name, tensor
+    except SafetensorError as error:
+        raise CheckpointError(f"{source}/{file} cannot be read: {first_line(error)}") from error
 
 
-def _load(stored: _Stored) -> torch.Tensor:
-    """The tensor, flat, as float32. Raises CheckpointError where the file ends before it does."""
-    item = ITEM_BYTES[stored.dtype]
-    memory = torch.empty(stored.num_bytes // item, dtype=torch.float32)
-    for at in range(0, stored.num_bytes, PIECE_BYTES):
-        wanted = min(PIECE_BYTES, stored.num_bytes - at)
-        data = stored.folder.read_range(stored.file, stored.offset + at, wanted)
-        if len(data) != wanted:
-            raise CheckpointError(f"{stored} ends too early; the file is damaged")
-        piece = torch.frombuffer(bytearray(data), dtype=getattr(torch, stored.dtype))
-        memory[at // item : (at + wanted) // item] = piece
-    return memory
+@contextmanager
+def _on_disk(source: Storage, file: str, size: int) -> Iterator[Path]:
+    """The file, or a copy of a remote one for the while."""
+    if source.is_local:
+        yield source.local_path / file
+        return
+    with tempfile.TemporaryDirectory(prefix="regrow-import-") as folder:
+        path = Path(folder, file)
+        with open(path, "wb") as copy:
+            for at in range(0, size, PIECE_BYTES):
+                copy.write(source.read_range(file, at, min(PIECE_BYTES, size - at)))
+        yield path
 
 
 def _to_json(content: dict[str, Any]) -> bytes:

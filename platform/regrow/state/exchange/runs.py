@@ -11,8 +11,8 @@ import yaml
 
 from regrow.config.identity import model_of
 from regrow.config.schema import DataConfig, Dtype
-from regrow.data.corpora import Corpora
-from regrow.data.tokenizer import parse_tokenizer
+from regrow.data.prepare.tokenizer import parse_tokenizer
+from regrow.data.read.corpora import Corpora
 from regrow.errors import CheckpointError, DataError
 from regrow.model.size import parameter_shapes
 from regrow.plan.boxes import ITEM_BYTES

@@ -5,18 +5,23 @@
 <file>.crc         beside each: sha256 of the header it belongs to, then the checksums of one box after another
 """
 
+import contextlib
 import logging
 import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
+from regrow.control.values import Version
 from regrow.errors import CheckpointError
+from regrow.plan import placement
 from regrow.plan.mesh import Coordinates
 from regrow.state.checksums import Crc, checksums
 from regrow.state.memory.ranges import Address
-from regrow.state.memory.slots import SLOT, Moment, SlotHeader, open_slot
+from regrow.state.memory.slots import SLOT, SlotHeader, open_slot, read_header, reading
 
 COPY, CHECKSUMS = ".copy", ".crc"
 _SHA256 = 64  # hexadecimal digits
@@ -29,7 +34,7 @@ class Held:
     """A sealed snapshot file that a keeper holds, and its checksums."""
 
     file: str
-    moment: Moment
+    moment: Version
     coordinates: Coordinates  # of the rank that wrote it
     writers: int  # ranks that wrote such a file of this step on their node
     header_sha256: str
@@ -63,23 +68,27 @@ class Snapshot:
     @property
     def held(self) -> Held:
         header = self.header
-        moment = Moment(header.generation, header.step)
+        moment = Version(header.generation, header.step)
         return Held(self.path.name, moment, header.coordinates, header.writers, header.sha256)
 
-    def payload(self) -> memoryview:
-        """The whole file's bytes, mapped. Raises CheckpointError."""
-        try:
-            memory: memoryview = np.memmap(self.path, np.uint8, "r").data
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{self.path}: cannot be mapped: {error}") from error
-        if len(memory) < self.header.offsets[-1]:
-            raise CheckpointError(f"{self.path}: is cut short")
-        return memory
+    @contextlib.contextmanager
+    def payload(self) -> Iterator[memoryview]:
+        """The whole file's bytes, mapped; they become no other snapshot's meanwhile. Raises CheckpointError."""
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(reading(self.path))
+                if read_header(file) != self.header:
+                    raise CheckpointError(f"{self.path}: holds another snapshot by now")
+                memory = _mapped(file, self.header)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{self.path}: cannot be mapped: {error}") from error
+            yield memory
 
     def check(self) -> None:
         """Raises CheckpointError where a checksum does not hold."""
-        if not np.array_equal(_checksums(self.payload(), self.header), self.crc):
-            raise CheckpointError(f"{self.path}: fails its checksums")
+        with self.payload() as payload:
+            if not np.array_equal(_checksums(payload, self.header), self.crc):
+                raise CheckpointError(f"{self.path}: fails its checksums")
 
 
 def open_snapshot(path: Path) -> Snapshot | None:
@@ -99,10 +108,14 @@ def open_snapshot(path: Path) -> Snapshot | None:
 
 def take_checksums(path: Path) -> Snapshot | None:
     """Checksum a slot that was sealed just now; None where it is empty again."""
-    header = open_slot(path)
-    if header is None:
+    try:
+        with reading(path) as file:
+            header = read_header(file)
+            if header is None:
+                return None
+            crc = _checksums(_mapped(file, header), header)
+    except FileNotFoundError:
         return None
-    crc = _checksums(Snapshot(path, header, np.empty(0, np.uint32)).payload(), header)
     write_beside(path, header.sha256.encode() + crc.tobytes())
     return open_snapshot(path)
 
@@ -122,6 +135,11 @@ def holdings(folder: Path, run_id: str) -> list[Held]:
     return held
 
 
+def is_whole(version: Version, held: Iterable[Held]) -> bool:
+    """Whether the ranks whose state of a version is held have every element of it."""
+    return placement.is_whole(each.coordinates for each in held if each.moment == version)
+
+
 def generation_of(name: str) -> int:
     """The generation that a slot, a copy or their checksums are of, by the name."""
     return int(name[1:].partition("-")[0])
@@ -139,6 +157,12 @@ def write_beside(path: Path, data: bytes) -> None:
     os.replace(temporary, _beside(path))
 
 
+def bytes_held(folder: Path) -> int:
+    """The memory that files take; a slot and its arena are one."""
+    statuses = [path.stat() for path in folder.iterdir()]
+    return sum({status.st_ino: status.st_blocks * 512 for status in statuses}.values())
+
+
 def forget(path: Path) -> None:
     """Delete the checksums of a snapshot, without which it is none."""
     _beside(path).unlink(missing_ok=True)
@@ -152,6 +176,14 @@ def remove(path: Path) -> None:
 
 def _beside(path: Path) -> Path:
     return path.with_name(path.name + CHECKSUMS)
+
+
+def _mapped(file: BinaryIO, header: SlotHeader) -> memoryview:
+    """The bytes of a file with this header. Raises CheckpointError where some are missing."""
+    memory: memoryview = np.memmap(file, np.uint8, "r").data
+    if len(memory) < header.offsets[-1]:
+        raise CheckpointError(f"{file.name}: is cut short")
+    return memory
 
 
 def _checksums(payload: memoryview, header: SlotHeader) -> Crc:

@@ -15,17 +15,18 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from regrow.control.values import Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError, first_line
 from regrow.state.disk.upload import WriteOrder, Written, write_parts
 from regrow.state.memory import held as files
 from regrow.state.memory import link
-from regrow.state.memory.held import COPY, Held, open_snapshot
+from regrow.state.memory.arenas import remove_abandoned
+from regrow.state.memory.held import COPY, Held, Snapshot, open_snapshot
 from regrow.state.memory.ranges import BLOCK, Address, Connection, RangeServer, connected
-from regrow.state.memory.slots import MAGIC, NOTICES, SLOT, Committed, Moment, open_slot
+from regrow.state.memory.slots import MAGIC, NOTICES, SLOT, Committed, open_slot, reading
 
 LOCK = "lock"  # held by the folder's keeper
 RETRY_S = 2.0  # after a snapshot could not be copied to the peer
@@ -33,23 +34,6 @@ RETRY_S = 2.0  # after a snapshot could not be copied to the peer
 Work = queue.Queue[str | None]  # names of slots that were sealed; None: no more
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Sealed:
-    """All snapshots of a step that a node's ranks wrote are checked, and copied if there is anybody to copy to."""
-
-    node: str
-    moment: Moment
-    peer: str  # the node that holds the copies; empty: no other node
-
-
-@dataclass(frozen=True)
-class Peer:
-    """The node, in another failure domain where there is one, that holds copies of another one's snapshots."""
-
-    node: str
-    address: Address
 
 
 class KeeperNode:
@@ -63,17 +47,18 @@ class KeeperNode:
         host: str,
         secret: bytes,
         run_id: str,
-        report: Callable[[Sealed], None],
+        report: Callable[[SnapshotAck], None],
         complain: Callable[[str], None] = log.warning,
     ) -> None:
         """`report` is told of steps that are safe, `complain` of what keeps one from it; both on a keeper's thread."""
         self.folder, self.node, self.secret, self.run_id = folder, node, secret, run_id
         self.report, self.complain = report, complain
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        remove_abandoned(folder)
         self.server = RangeServer(host, lambda: self.secret, self._answer)
         self._peer: Peer | None = None
         self._work: Work = queue.Queue()  # of the thread that copies to the peer
-        self._ready: dict[Moment, dict[str, Held]] = {}  # checked and copied
+        self._ready: dict[Version, dict[str, Held]] = {}  # checked and copied
         self._failed = False  # something waits to be tried again
         self._running = False
         self._lock, self._receiving, self._checking = threading.Lock(), threading.Lock(), threading.Lock()
@@ -126,6 +111,7 @@ class KeeperNode:
             generation = files.generation_of(path.name)
             if generation < state.newest.generation and generation != state.pinned.generation:
                 path.unlink(missing_ok=True)
+        remove_abandoned(self.folder)
 
     def write(self, order: WriteOrder) -> Written:
         """Write this node's part of a committed snapshot to storage. Takes as long as that does; CheckpointError."""
@@ -148,6 +134,7 @@ class KeeperNode:
             try:
                 data = self._notices.recv(4096)
             except TimeoutError:
+                remove_abandoned(self.folder)
                 if self._failed:
                     self._look_again()
                 continue
@@ -164,7 +151,7 @@ class KeeperNode:
         for path in self.folder.glob(f"*{SLOT}"):
             with contextlib.suppress(CheckpointError):
                 header = open_slot(path)
-                if header is not None and Moment(header.generation, header.step) > newest:
+                if header is not None and Version(header.generation, header.step) > newest:
                     self._put(path.name)
 
     def _put(self, name: str | None) -> None:
@@ -193,7 +180,7 @@ class KeeperNode:
         with self._lock:
             peer = self._peer
         if peer is not None:
-            self._push(path, held, peer)
+            self._push(snapshot, peer)
         with self._lock:
             if peer != self._peer:  # all of it again, for another one
                 return
@@ -201,20 +188,21 @@ class KeeperNode:
             ready[held.file] = held
             if len(ready) < held.writers:
                 return
-        self.report(Sealed(self.node, held.moment, peer.node if peer else ""))
+        self.report(SnapshotAck(self.node, held.moment, peer.node if peer else ""))
 
-    def _push(self, path: Path, held: Held, peer: Peer) -> None:
+    def _push(self, snapshot: Snapshot, peer: Peer) -> None:
         """Copy a slot with its checksums to the peer, which checks them. Raises CheckpointError.
 
         A copy that is there is left alone: its step may be committed by now, and nobody else have it.
         """
-        size = path.stat().st_size
+        path, size = snapshot.path, snapshot.header.offsets[-1]
         beside = files.read_beside(path)
-        with connected(peer.address, self.secret) as connection, open(path, "rb") as file:
+        # until the peer has all of it: what is sent of a file is not copied, and may wait in the socket
+        with reading(path) as file, connected(peer.address, self.secret) as connection:
             if _has_copy(connection, path.name + COPY, beside):
                 return
             put = {"op": "put", "file": path.name + COPY, "bytes": size, "checksums": len(beside)}
-            connection.send(put | {"header_sha256": held.header_sha256})
+            connection.send(put | {"header_sha256": snapshot.held.header_sha256})
             connection.send_bytes(beside)
             connection.send_file(file, [(0, size)])
             answer = connection.receive()
@@ -232,7 +220,7 @@ class KeeperNode:
         elif request["op"] == "describe":
             self._describe(path, connection)
         elif request["op"] == "get":
-            with open(path, "rb") as file:
+            with reading(path) as file:  # whoever asked has the checksums of what it asked for
                 connection.send_file(file, [(offset, size) for offset, size in request["ranges"]])
 
     def _describe(self, path: Path, connection: Connection) -> None:

@@ -121,9 +121,10 @@ def _take(
         if snapshot is None:
             raise CheckpointError("it is not there any more")
         _check(snapshot, holder, entries)
-        payload, pieces = snapshot.payload(), list(_pieces(snapshot, reads))
-        for piece in pieces:
-            piece.put(payload[piece.begin : piece.end], entries)
+        pieces = list(_pieces(snapshot, reads))
+        with snapshot.payload() as payload:
+            for piece in pieces:
+                piece.put(payload[piece.begin : piece.end], entries)
         return snapshot.header.scalars, sum(piece.num_bytes for piece in pieces), 0
     with connected(holder.address, secret) as connection:
         snapshot = _describe(connection, holder)

@@ -4,20 +4,24 @@
 
 A slot without its magic is empty, whatever else it holds: the magic is taken away before anything is overwritten and
 put back last, once the payload is whole and the step is known to have succeeded on every rank. Files outlive the
-process that wrote them; pages are there from the start, because touching cold ones costs more than the copy. Imports
-torch for trainers only: keepers and the coordinator do without.
+process that wrote them. Their memory may be used again for another generation's slot (`arenas`), and the file be larger
+than the slot: who reads one holds a lock on it (`reading`). Imports torch for trainers only: keepers and the
+coordinator do without.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
+from regrow.control.values import NEVER, Version
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import Box
 from regrow.plan.mesh import Coordinates, MeshShape
@@ -28,7 +32,6 @@ if TYPE_CHECKING:
 
 SLOT = ".slot"  # suffix of a slot's file
 COMMITTED, NOTICES = "committed", "keeper.sock"  # in a keeper's folder: the newest commit; its datagrams
-NOTHING = -1  # no generation, no step
 MAGIC = b"rgwsnap2"
 _PREFIX = len(MAGIC) + 8 + 32  # magic, header bytes, sha256
 _PAGE, _ALIGNED = 4096, 64
@@ -93,22 +96,9 @@ class SlotHeader:
 class SlotFile:
     """A slot that this process fills, again and again. One writer at a time; never shared between threads."""
 
-    def __init__(self, path: Path, header: SlotHeader) -> None:
-        """Create the file, every page of it. Raises CheckpointError where memory does not hold it."""
-        self.path, self.header = path, header
-        self._size = header.offsets[-1]
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, max(self._size, _PAGE))
-            self._map = mmap.mmap(descriptor, max(self._size, _PAGE), flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        except OSError as error:
-            path.unlink()
-            raise CheckpointError(
-                f"{path}: no room for a snapshot of {self._size:,} bytes ({error.strerror}); give {path.parent} more "
-                "memory (on Kubernetes, a larger memory volume), or use more workers"
-            ) from error
-        finally:
-            os.close(descriptor)
+    def __init__(self, path: Path, header: SlotHeader, memory: mmap.mmap) -> None:
+        """`memory` is that of the file, which is there and empty."""
+        self.path, self.header, self._map = path, header, memory
 
     def memory(self) -> list["Tensor"]:
         """The payload: a flat tensor for each box, sharing the file's memory."""
@@ -123,15 +113,9 @@ class SlotFile:
                 tensors.append(torch.empty(0, dtype=dtype))
         return tensors
 
-    def pages(self) -> "Tensor":
-        """The whole file as bytes, uint8."""
-        import torch
-
-        return torch.frombuffer(self._map, dtype=torch.uint8)
-
     def void(self) -> None:
         """Take the magic away: from here on the slot is empty."""
-        self._map[: len(MAGIC)] = bytes(len(MAGIC))
+        void(self._map)
 
     def seal(self, step: int, scalars: dict[str, int]) -> SlotHeader:
         """The payload is that of `step`: make it visible."""
@@ -162,39 +146,61 @@ def empty_header(
     return replace(header, payload_offset=-(-room // _PAGE) * _PAGE)
 
 
+def void(memory: mmap.mmap) -> None:
+    """Make a slot empty."""
+    memory[: len(MAGIC)] = bytes(len(MAGIC))
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[BinaryIO]:
+    """A slot or a copy of one, open. Its memory becomes no other slot's meanwhile.
+
+    It may have become one before: what is read is the slot's that `read_header` finds in here. Raises OSError.
+    """
+    with open(path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        try:
+            yield file
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing does not: a mapping may hold the file open for longer
+
+
 def open_slot(path: Path) -> SlotHeader | None:
     """The header of a slot in this node's memory; None where it is empty, being written, or gone.
 
     Raises CheckpointError for a damaged one.
     """
     try:
-        with open(path, "rb") as file:
-            prefix = file.read(_PREFIX)
-            if prefix[: len(MAGIC)] != MAGIC:
-                return None
-            length = int.from_bytes(prefix[len(MAGIC) : len(MAGIC) + 8], "little")
-            content = file.read(length) if length < os.fstat(file.fileno()).st_size else b""
+        with reading(path) as file:
+            return read_header(file)
     except FileNotFoundError:
         return None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def read_header(file: BinaryIO) -> SlotHeader | None:
+    """The same of an open file."""
+    prefix = file.read(_PREFIX)
+    if prefix[: len(MAGIC)] != MAGIC:
+        return None
+    length = int.from_bytes(prefix[len(MAGIC) : len(MAGIC) + 8], "little")
+    content = file.read(length) if length < os.fstat(file.fileno()).st_size else b""
     if hashlib.sha256(content).digest() != prefix[len(MAGIC) + 8 :]:
-        raise CheckpointError(f"{path}: the header of the snapshot is damaged")
+        raise CheckpointError("the header of the snapshot is damaged")
     return SlotHeader.decode(content)
-
-
-@dataclass(frozen=True, order=True)
-class Moment:
-    """A step of a generation."""
-
-    generation: int = NOTHING
-    step: int = NOTHING
 
 
 @dataclass(frozen=True)
 class Committed:
     """What a node knows of the run's snapshots: which must not be overwritten."""
 
-    newest: Moment = Moment()
-    pinned: Moment = Moment()  # on its way to storage
+    newest: Version = NEVER
+    pinned: Version = NEVER  # on its way to storage
+
+    def lets_go_of(self, moment: Version) -> bool:
+        """Whether a snapshot of this moment may be overwritten: a newer one is committed, and nobody writes it out."""
+        return moment < self.newest and moment != self.pinned
 
     @staticmethod
     def read(folder: Path) -> "Committed":
@@ -203,7 +209,7 @@ class Committed:
             numbers = _COMMIT.unpack((folder / COMMITTED).read_bytes())
         except FileNotFoundError:
             return Committed()
-        return Committed(Moment(*numbers[:2]), Moment(*numbers[2:]))
+        return Committed(Version(*numbers[:2]), Version(*numbers[2:]))
 
     def write(self, folder: Path) -> None:
         """Tell the node's trainers."""

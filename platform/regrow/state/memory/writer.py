@@ -21,11 +21,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from regrow.control.values import NOTHING
 from regrow.errors import CheckpointError
 from regrow.plan.mesh import Coordinates
 from regrow.state.entries import Entry
+from regrow.state.memory.arenas import Arena, Arenas
 from regrow.state.memory.control_word import ControlWord
-from regrow.state.memory.slots import NOTHING, NOTICES, Committed, SlotFile, empty_header, slot_name
+from regrow.state.memory.slots import NOTICES, Committed, SlotFile, empty_header, slot_name
 
 POLL_S, COMMIT_POLL_S = 0.01, 0.003
 
@@ -34,6 +36,7 @@ Submit = Callable[[Callable[[], None]], object]
 
 @dataclass
 class _Slot:
+    arena: Arena
     file: SlotFile
     memory: list[torch.Tensor]
     step: int = NOTHING  # that it holds, or is to hold once it is sealed
@@ -63,9 +66,11 @@ class Snapshots:
         writers: int = 1,
         num_slots: int = 2,
         submit: Submit | None = None,
+        arenas: Arenas | None = None,
     ) -> None:
         """`folder` is the keeper's; `writers` are the ranks that write there in this generation. What is given to
         `submit` is called once the steps that were launched before are done; None where they are done at once.
+        `arenas` are this process', None: none that outlive the generation.
 
         Raises CheckpointError where the node's memory does not hold the slots.
         """
@@ -74,15 +79,19 @@ class Snapshots:
             [entry.box for entry in entries], coordinates, run_id=run_id, generation=generation, writers=writers
         )
         token = secrets.token_hex(6)
+        paths = [folder / slot_name(generation, token, number) for number in range(num_slots)]
+        self._arenas, self._owns_arenas = arenas or Arenas(folder), arenas is None
         self._slots: list[_Slot] = []
         try:
-            for number in range(num_slots):
-                file = SlotFile(folder / slot_name(generation, token, number), header)
-                self._slots.append(_Slot(file, file.memory()))
+            for path, arena in zip(paths, self._arenas.take(paths, header.offsets[-1]), strict=True):
+                file = SlotFile(path, header, arena.memory)
+                self._slots.append(_Slot(arena, file, file.memory()))
             on_device = any(entry.memory.is_cuda for entry in entries)
-            self._copier = _DeviceCopy([slot.file for slot in self._slots]) if on_device else _HostCopy(submit)
+            for slot in self._slots if on_device else ():
+                slot.arena.pin()
+            self._copier = _DeviceCopy() if on_device else _HostCopy(submit)
         except CheckpointError:
-            self._unlink()
+            self._let_go(unlink=True)
             raise
         self._pending: _Pending | None = None
         self._lock = threading.Lock()
@@ -127,6 +136,7 @@ class Snapshots:
 
         False where no slot is free. Again for the same step: nothing.
         """
+        assert not self._closed, "its slots are another generation's"
         if step == self._begun:
             return True
         slot = self._free_slot()
@@ -174,26 +184,30 @@ class Snapshots:
         """Delete the slots, of which none was begun, and let go of their pages."""
         self._closed = True
         self._copier.close()
-        self._unlink()
+        self._let_go(unlink=True)
 
     def close(self) -> None:
-        """Void what is not sealed. Sealed slots stay: they are what the next generation starts from."""
+        """Void what is not sealed. SnapshotAck slots stay: they are what the next generation starts from."""
         if self._closed:
             return
         self._closed = True
-        self._copier.close()
+        self._copier.close()  # or what still copies would write to another generation's slots
         if self._pending is not None:
             self._pending.slot.file.void()
             self._pending = None
+        self._let_go(unlink=False)
 
     def _newest_committed(self) -> int:
         """Of this generation."""
         newest = Committed.read(self.folder).newest
         return newest.step if newest.generation == self.generation else NOTHING
 
-    def _unlink(self) -> None:
-        for slot in self._slots:
+    def _let_go(self, *, unlink: bool) -> None:
+        for slot in self._slots if unlink else ():
             slot.file.path.unlink()
+        self._arenas.release(slot.arena for slot in self._slots)
+        if self._owns_arenas:
+            self._arenas.close()
 
     def _seal(self, pending: _Pending, *, copied: bool = False, confirmed: bool = False) -> None:
         """Once it is both copied and confirmed, seal a snapshot and tell the keeper. On either thread."""
@@ -268,20 +282,9 @@ class _HostCopy:
 
 
 class _DeviceCopy:
-    """Copies from a CUDA device on a stream of its own, into pages that are pinned once."""
+    """Copies from a CUDA device on a stream of its own, into pages that are pinned."""
 
-    def __init__(self, files: Sequence[SlotFile]) -> None:
-        """Raises CheckpointError where the pages cannot be pinned, and then pins none."""
-        self._pinned: list[torch.Tensor] = []
-        for pages in (file.pages() for file in files):
-            outcome = int(torch.cuda.cudart().cudaHostRegister(pages.data_ptr(), pages.nbytes, 0))
-            if outcome:
-                self._unpin()
-                raise CheckpointError(
-                    f"cannot pin {pages.nbytes / 1e9:.1f} GB of {files[0].path.parent} for snapshots "
-                    f"(cudaHostRegister: error {outcome}); give the node more memory, or lower snapshot.slots"
-                )
-            self._pinned.append(pages)
+    def __init__(self) -> None:
         self._stream, self._copied = torch.cuda.Stream(), torch.cuda.Event()
         self._done: Callable[[], None] | None = None
 
@@ -305,9 +308,3 @@ class _DeviceCopy:
 
     def close(self) -> None:
         self._copied.synchronize()
-        self._unpin()
-
-    def _unpin(self) -> None:
-        for pages in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(pages.data_ptr())
-        self._pinned = []

@@ -1,0 +1,78 @@
+"""Pretrain a Llama without Ray or Hydra, under torchrun or in one process; the page to read first.
+
+  torchrun --nproc-per-node 8 -m jobs.pretrain_torchrun model=8b data=fineweb_edu parallel.dtype=bfloat16
+  python -m jobs.pretrain_torchrun run.name=alone train.steps=100
+
+Step, data order, batches, checkpoints and run folder are those of `python -m jobs.pretrain`, which goes on with such a
+run and the other way round. What this lacks is elasticity: the group keeps its size, and a lost rank ends it.
+Settings are key=value, as `python -m jobs.pretrain --help` lists them.
+"""
+
+import sys
+
+import torch
+
+from regrow.config.plain import pretrain_config
+from regrow.config.schema import PretrainConfig
+from regrow.config.topology import topology_of
+from regrow.data.read.batch import direct_batches, layout_of
+from regrow.data.read.corpora import order_of
+from regrow.errors import RegrowError
+from regrow.parallel.fsdp import build_mesh
+from regrow.parallel.phases import phase_after
+from regrow.runtime.hardware.peak import peak_flops
+from regrow.runtime.torchrun import TorchrunRun, for_this_group, process_group
+from regrow.show.console import Console
+from regrow.state.entries import Progress
+from regrow.train.build import build_step, loop_settings, meter_of
+from regrow.train.loop import train
+from regrow.train.saver import Cadence, CheckpointSaver
+from regrow.train.validation import Validation
+
+
+def train_phase(config: PretrainConfig, run: TorchrunRun, device: torch.device) -> Progress:
+    """Train from the newest checkpoint to the last step, or to where a run with float8 goes on in bfloat16."""
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    optim, corpora, layout = config.optim, run.corpora, layout_of(config)
+    topology = topology_of(config, world_size)
+    mesh = build_mesh(topology.mesh, device.type)
+
+    recipe, until = phase_after(config.parallel, config.train.steps, run.newest_step())
+    until = min(until, config.train.stop_at_step or until)
+    eot_id = corpora.eot_id if config.model.document_attention else None
+    step = build_step(config.model, recipe, optim, mesh=mesh, device=device, seed=config.run.seed, eot_id=eot_id)
+    progress = run.restore(step, mesh)
+
+    order, reader, slices = order_of(config, corpora), corpora.reader("train"), topology.slices_of(rank)
+    batches = direct_batches(order, reader, layout, slices=slices, start_step=progress.step, stop_step=until)
+    unit, num_units = topology.unit_of(rank), topology.mesh.num_units
+    validation = Validation(config, corpora, device=device, unit=unit, num_units=num_units)
+    peak = peak_flops(device, config.parallel.dtype)
+    run.begin(step, mesh, progress, validation, peak)
+    settings = loop_settings(config, topology.batch, until)
+    meter = meter_of(config, world_size, run.generation, peak_flops=peak.flops * world_size)
+    saver = CheckpointSaver(Cadence(until, checkpoint_every_steps=config.checkpoint.every_steps), run.write)
+    if progress.step < until:
+        train(
+            step, batches, progress, optim=optim, settings=settings, meter=meter, saver=saver, hooks=run, device=device
+        )
+    return progress
+
+
+def main(arguments: list[str]) -> None:
+    config = pretrain_config(arguments)
+    with Console(sys.stderr) as console, process_group(config.train.collective_timeout_s) as device:
+        config = for_this_group(config, device)
+        run = TorchrunRun(config, console)
+        while not run.is_over(progress := train_phase(config, run, device)):
+            pass  # float8 is over, and the next phase goes on from the checkpoint
+        run.close(progress)
+
+
+if __name__ == "__main__":
+    try:
+        if {"-h", "--help"} & set(sys.argv[1:]):
+            sys.exit(__doc__)
+        main(sys.argv[1:])
+    except RegrowError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,225 @@
+"""What control wants done; whoever runs it does that, and tells it by events what came of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from regrow.control.membership import Member
+from regrow.control.values import Peer, Version
+
+
+@dataclass(frozen=True)
+class Reply:
+    """To whoever's call the event was."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Form:
+    """A generation is numbered: from here on older ones are fenced off. Its members hear of it when they ask."""
+
+    generation: int
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """An event for the run's log, and for all that show it."""
+
+    event: str
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class BeginRows:
+    """Rows of this generation follow, from `start_step` + 1 on; later ones of earlier generations are taken back."""
+
+    generation: int
+    start_step: int
+
+
+@dataclass(frozen=True)
+class LogRow:
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """The run ends with this message."""
+
+    message: str
+
+
+# processes
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End a worker, through its node's keeper."""
+
+    node: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Connect:
+    """Members of a group that trains: see whose liveness ports can be reached at all."""
+
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Try the liveness ports of these members, which the others wait for."""
+
+    members: tuple[Member, ...]
+
+
+# keepers
+
+
+class Question(Enum):
+    """What keepers are asked, and do not wait for anything to answer but STACKS and POSITIONS."""
+
+    HEARTBEATS = "heartbeats"  # `health.Pulse` of each worker
+    POSITIONS = "positions"  # the same, once workers have said in which collective they are
+    GPUS = "gpus"  # a line for each
+    STACKS = "stacks"  # a text
+
+
+@dataclass(frozen=True)
+class Ask:
+    number: int
+    question: Question
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TellOver:
+    """A generation is over for one of its ranks: no worker of these nodes is to wait in its collectives."""
+
+    generation: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A keeper's place in a generation: who holds its copies, and its place in the tree of reports."""
+
+    peer: Peer | None
+    leader: str  # "": it reports to the coordinator
+    members: tuple[str, ...]
+    num_nodes: int  # itself, its members, theirs and so on
+
+
+@dataclass(frozen=True)
+class SendPlaces:
+    places: Mapping[str, Place]
+
+
+@dataclass(frozen=True)
+class Announce:
+    """To these nodes, which tell the others: what is committed, and what is on its way to storage."""
+
+    number: int  # messages may overtake one another
+    newest: Version
+    pinned: Version
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SnapshotCommitted:
+    """A step is committed in memory; for those who count."""
+
+    version: Version
+
+
+@dataclass(frozen=True)
+class SaveStacks:
+    """What every worker was doing while the group stood still, by node."""
+
+    stalled_s: float
+    found: Mapping[str, str]
+
+
+# storage
+
+
+@dataclass(frozen=True)
+class Write:
+    """Have a node write what ranks of `origin` hold of a version: from their snapshots, or from its copies."""
+
+    upload: int
+    version: Version
+    node: str
+    origin: str
+    copies: bool
+    describe: bool  # the tensors too: one node is enough for that
+
+
+@dataclass(frozen=True)
+class PublishIndex:
+    """All parts are written: put them together. `nodes` are all origins."""
+
+    upload: int
+    version: Version
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PublishCommit:
+    """The index is there: make the log's rows durable, then write COMMIT."""
+
+    upload: int
+    version: Version
+
+
+@dataclass(frozen=True)
+class Withdraw:
+    """COMMIT of this step was written after the run had gone back before it: take it away."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Delete:
+    """Delete checkpoints that are more than is kept."""
+
+
+Command = (
+    Reply
+    | Form
+    | Record
+    | BeginRows
+    | LogRow
+    | GiveUp
+    | Kill
+    | Connect
+    | Probe
+    | Ask
+    | TellOver
+    | SendPlaces
+    | Announce
+    | SnapshotCommitted
+    | SaveStacks
+    | Write
+    | PublishIndex
+    | PublishCommit
+    | Withdraw
+    | Delete
+)
+
+
+class Outbox(list[Command]):
+    """Commands, in the order in which they are to be carried out."""
+
+    def record(self, event: str, **fields: Any) -> None:
+        self.append(Record(event, fields))
+
+    def take(self) -> list[Command]:
+        """All of them; it is empty then."""
+        taken = list(self)
+        self.clear()
+        return taken

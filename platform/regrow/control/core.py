@@ -1,0 +1,347 @@
+"""Control: what happens to a run goes in, with the time; what is to be done comes out. The one place that decides.
+
+    for command in control.on(event, now):
+        carry_out(command)
+
+No clock, thread, file, network or random number is in here: the coordinator's actor, the tests' worlds in virtual time
+and a simulator run the same class. `now` is in seconds that never go back, on the clock of nodes' deadlines.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from regrow.config.schema import Backend, PretrainConfig
+from regrow.control import events as e
+from regrow.control.cadence import Cadence
+from regrow.control.commands import BeginRows, Command, Delete, LogRow, Outbox, Reply
+from regrow.control.commits import IsWhole
+from regrow.control.group import NOT_FINITE, QUARANTINE_WITHIN_S, Group
+from regrow.control.health import Health, Stalls
+from regrow.control.membership import Formation, Membership
+from regrow.control.nodes import Exclusions, NodeFailures
+from regrow.control.peers import FAN_OUT
+from regrow.control.snapshots import Snapshots
+from regrow.control.states import Ending, Forming, GroupState, LeavingGroup, Waiting
+from regrow.control.values import Version
+from regrow.record.log import METRIC_KEYS
+
+LEAST_PATIENCE_S, PATIENCE_STEPS = 10.0, 5  # for a survivor to find out that its group is broken
+DEVICE_PATIENCE_S = 50.0  # where a device has to come to rest first: a process that does not ends itself before
+
+
+class Fenced(Exception):
+    """A write came from a generation that is over."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """What is known of a run when a coordinator starts."""
+
+    generation: int = 0  # the newest one so far
+    logged: int = 0  # the last step that has a row
+    restarted: bool = False  # this coordinator takes the place of one that died
+
+
+@dataclass
+class _Rollbacks:
+    """For gradients that are not finite, in a row at one place."""
+
+    most: int
+    count: int = 0
+    at_step: int = 0
+
+    def again(self, step: int) -> bool:
+        """Whether one more is allowed: they count as long as the run does not get past the step of the one before."""
+        self.count = self.count + 1 if step <= self.at_step else 1
+        self.at_step = max(step, self.at_step)
+        return self.count <= self.most
+
+
+class Control:
+    """The decisions of one run. `on` and `tick` alone change anything."""
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        *,
+        is_whole: IsWhole,
+        now: float,
+        past: Past | None = None,
+        first_message: int = 0,
+        fan_out: int = FAN_OUT,
+    ) -> None:
+        """`first_message` is above the number of every announcement that an earlier coordinator sent."""
+        past = past or Past()
+        self._config, self._out = config, Outbox()
+        self.cadence = _cadence(config, now)
+        self._snapshots = Snapshots(
+            self._out,
+            self.cadence,
+            is_whole,
+            upload_timeout_s=config.checkpoint.timeout_s,
+            first_message=first_message,
+            fan_out=fan_out,
+            now=now,
+        )
+        self._group = _group(config, self._snapshots, self._out, past)
+        self._health = self._group.health
+        self._next_step, self._rows_may_be_missing = past.logged + 1, past.restarted
+        self._rollbacks = _Rollbacks(config.train.nonfinite_rollbacks)
+        self._num_failures = 0
+        self._handlers = self._all_handlers()
+
+    def on(self, event: e.Event, now: float) -> list[Command]:
+        """Take an event. Raises Fenced, having changed nothing, for a call of a generation that is over."""
+        if isinstance(event, e.Began | e.Row | e.CheckpointWanted | e.Leaving | e.NotFinite | e.Logged):
+            self.fence(event.generation)
+        self._handlers[type(event)](event, now)
+        return self._finish()
+
+    def tick(self, now: float) -> list[Command]:
+        """Decide what time alone decides. Call it several times a second."""
+        self._snapshots.checkpoints.tick(now)
+        stands_still = self._health.stalls.stalled_s(now) > 0  # thousands of members are not looked at for nothing
+        members = self._group.membership.survivors if stands_still else []
+        suspects = self._health.tick(now, members, self._snapshots.keepers.current if stands_still else ())
+        if suspects:
+            self._snapshots.gone_dark({each.member.node for each in suspects if each.dark}, now)
+            self._group.suspected(suspects, now)
+        self._group.tick(now)
+        return self._finish()
+
+    # what can be asked, which changes nothing
+
+    @property
+    def generation(self) -> int:
+        return self._group.generation
+
+    @property
+    def next_step(self) -> int:
+        """The step, counted from 1, that has no row yet."""
+        return self._next_step
+
+    @property
+    def state(self) -> GroupState:
+        """What the group does."""
+        return self._group.state
+
+    @property
+    def ending(self) -> Ending | None:
+        """How the run ends, once that is known."""
+        return self._group.ending
+
+    @property
+    def settling(self) -> tuple[bool, str]:
+        """Whether a checkpoint is still on its way; why the newest one failed, if it did."""
+        return self._snapshots.checkpoints.busy, self._snapshots.checkpoints.failure
+
+    @property
+    def newest_snapshot(self) -> Version | None:
+        """The newest step that is committed in memory."""
+        newest = self._snapshots.commits.newest
+        return newest.version if newest is not None else None
+
+    @property
+    def group_nodes(self) -> set[str]:
+        """Where the newest group's members are."""
+        return {member.node for member in self._group.membership.current}
+
+    @property
+    def copies_are_outside(self) -> bool:
+        """Whether a node that is not in the group holds its copies: then it matters whether that is alive."""
+        return bool(self._snapshots.keepers.outside)
+
+    def fence(self, generation: int) -> None:
+        """Raises Fenced unless this generation is the current one."""
+        if generation != self.generation:
+            raise Fenced(f"generation {generation} is over; {self.generation} is current")
+
+    def newest_whole(self, held: Sequence[Any]) -> Version:
+        """What a group that forms should begin from, of what keepers hold; see `CommitTracker.newest_whole`."""
+        return self._snapshots.commits.newest_whole(held, self._next_step - 1)
+
+    def excluded_nodes(self, now: float) -> set[str]:
+        """Where no worker is to be started."""
+        return self._group.excluded_nodes(now)
+
+    def can_ask(self, node: str) -> bool:
+        """Whether this node has a keeper, and is alive as far as is known."""
+        return self._snapshots.keepers.can_ask(node) and self._snapshots.keepers.is_alive(node)
+
+    # what events do
+
+    def _all_handlers(self) -> dict[type, Callable[[Any, float], None]]:
+        group, snapshots, checkpoints = self._group, self._snapshots, self._snapshots.checkpoints
+        return {
+            e.Joined: group.join,
+            e.Asked: self._asked,
+            e.Began: self._began,
+            e.Row: self._row,
+            e.CheckpointWanted: checkpoints.want,
+            e.Leaving: group.leave,
+            e.NotFinite: self._not_finite,
+            e.Logged: self._logged,
+            e.Noted: self._noted,
+            e.Done: group.finish,
+            e.Broke: group.broke,
+            e.Unfit: group.nodes.unfit,
+            e.Failed: group.fail,
+            e.Died: group.died,
+            e.Gone: group.gone,
+            e.PortRefused: group.refused,
+            e.GroupFailed: group.restarted_by_ray,
+            e.Notice: group.nodes.notice,
+            e.NodesAlive: snapshots.nodes_alive,
+            e.KeeperUp: snapshots.keeper_up,
+            e.NeighboursAsked: snapshots.neighbours,
+            e.KeepersFound: snapshots.keepers_found,
+            e.Sealed: self._sealed,
+            e.Complaint: snapshots.complain,
+            e.GpuError: group.nodes.gpu_error,
+            e.Answered: self._answered,
+            e.Written: checkpoints.written,
+            e.WriteFailed: checkpoints.write_failed,
+            e.IndexWritten: checkpoints.index_written,
+            e.CheckpointCommitted: checkpoints.committed,
+            e.PublishFailed: checkpoints.publish_failed,
+            e.Deleted: checkpoints.deleted,
+            e.StopAsked: group.stop,
+            e.Restarted: self._restarted,
+            e.Closed: self._closed,
+        }
+
+    def _asked(self, event: e.Asked, now: float) -> None:
+        state = self._group.state
+        safe = isinstance(state, LeavingGroup) and self._snapshots.commits.holds(state.step)
+        self._group.ask(event, now, last_snapshot_is_safe=safe)
+
+    def _began(self, event: e.Began, now: float) -> None:
+        """Later rows of earlier generations are taken back, and so are later snapshots and checkpoints."""
+        self._snapshots.begin(event.generation, event.start_step, event.nodes, now)
+        recomputed = max(0, self._next_step - 1 - event.start_step)
+        if event.start_step >= self._next_step and self._rows_may_be_missing:
+            self._note_missing_rows(event.start_step + 1)
+        self._next_step = event.start_step + 1
+        self._out.append(BeginRows(event.generation, event.start_step))
+        fields = {"generation": event.generation, "start_step": event.start_step, "cause": self._group.cause}
+        self._out.record("generation", **fields, recomputed_steps=recomputed, **event.details)
+        self._group.train(now)
+
+    def _row(self, event: e.Row, now: float) -> None:
+        row = event.row
+        if row["step"] < self._next_step:  # sent again, after a restart
+            self._out.append(Reply(self._group.stop_reason))
+            return
+        missing = [key for key in METRIC_KEYS if key not in row]
+        assert not missing, f"metrics row without {missing}"
+        if row["step"] > self._next_step and self._rows_may_be_missing:
+            self._note_missing_rows(row["step"])
+            self._out.append(BeginRows(event.generation, row["step"] - 1))
+            self._next_step = row["step"]
+        assert row["step"] == self._next_step, f"row of step {row['step']}, expected {self._next_step}"
+        self._rows_may_be_missing, self._group.failed_in_a_row = False, 0
+        self._next_step += 1
+        busy_s = max(row["step_s"] - row["data_wait_s"] - row["snapshot_s"], 1e-6)
+        self.cadence.stepped(busy_s, writing=self._snapshots.checkpoints.upload is not None)
+        self._health.stalls.stepped(row["step_s"], now)
+        least_s = DEVICE_PATIENCE_S if _is_on_device(self._config) else LEAST_PATIENCE_S
+        self._group.membership.patience_s = max(least_s, PATIENCE_STEPS * row["step_s"])
+        self._snapshots.complain_if_unsafe(now)
+        self._out.append(LogRow(row))
+        self._health.look_at_devices(row["step"], event.generation, now, self._snapshots.keepers.current)
+        self._out.append(Reply(self._group.stop_reason or self._group.why_leave(now)))
+
+    def _note_missing_rows(self, step: int) -> None:
+        self._out.record("note", text=f"rows before step {step} went with the coordinator that died")
+
+    def _sealed(self, event: e.Sealed, now: float) -> None:
+        """Late reports of a generation that is over count no more, though the next one has not begun."""
+        self._snapshots.sealed([ack for ack in event.acks if ack.version.generation == self.generation], now)
+
+    def _not_finite(self, event: e.NotFinite, now: float) -> None:
+        """Back to storage, or to the end."""
+        if not self._rollbacks.again(event.step):
+            self._group.give_up(
+                f"{event.detail}, after {self._rollbacks.count - 1} rollbacks too; look at the loss before it in "
+                "report.html, then lower optim.lr under another run.name, or allow more with train.nonfinite_skips"
+            )
+            return
+        self._snapshots.discard(now)
+        self._group.failed(NOT_FINITE, event.detail, [])
+        self._group.enter(Waiting(), now)
+
+    def _logged(self, event: e.Logged, now: float) -> None:
+        self._out.record(event.event, **{"generation": event.generation, **event.fields})
+
+    def _noted(self, event: e.Noted, now: float) -> None:
+        self._out.record(event.event, **event.fields)
+
+    def _answered(self, event: e.Answered, now: float) -> None:
+        self._health.answered(event.question, event.node, event.answer)
+
+    def _restarted(self, event: e.Restarted, now: float) -> None:
+        """Go on with the group that trains, which may not even have noticed."""
+        self._out.record("coordinator_restarted", generation=self.generation)
+        self._out.append(Delete())  # the one before it may have died doing so
+        if not event.members:
+            return  # nobody has formed a group since the driver started
+        group = self._group
+        group.formation, group.membership.current = Formation(self.generation, event.members), event.members
+        if event.start_step is None:
+            group.take_up(Forming(self.generation), event.lost, now)
+            return
+        last = max(event.start_step, self._next_step - 1)
+        self._next_step = last + 1
+        self._out.append(BeginRows(self.generation, last))
+        newest = self.newest_snapshot
+        self._snapshots.begin(self.generation, max(last, newest.step if newest else 0), event.nodes, now)
+        group.train(now)
+        group.take_up(group.state, event.lost, now)
+
+    def _closed(self, event: e.Closed, now: float) -> None:
+        self._group.membership.generation += 1
+
+    def _finish(self) -> list[Command]:
+        while self._num_failures < self._group.num_failures:
+            self._num_failures += 1
+            self.cadence.failed()
+        self._snapshots.announce_changes()
+        return self._out.take()
+
+
+def _is_on_device(config: PretrainConfig) -> bool:
+    return config.cluster.gpus_per_worker > 0 or config.cluster.backend is Backend.asynchronous
+
+
+def _cadence(config: PretrainConfig, now: float) -> Cadence:
+    checkpoint = config.checkpoint
+    return Cadence(
+        every_steps=checkpoint.every_steps,
+        every_minutes=checkpoint.every_minutes,
+        automatic=checkpoint.automatic,
+        mtbf_hours=checkpoint.mtbf_hours,
+        now=now,
+    )
+
+
+def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past) -> Group:
+    cluster = config.cluster
+    sizes = range(cluster.min_workers, cluster.max_workers + 1)
+    membership = Membership(sizes, config.parallel.tp, generation=past.generation)
+    exclusions = Exclusions(cluster.quarantine_failures, QUARANTINE_WITHIN_S, cluster.quarantine_s)
+    return Group(
+        membership,
+        NodeFailures(exclusions, membership, out),
+        Health(
+            Stalls(cluster.silence_s, config.train.collective_timeout_s, cluster.stuck_s),
+            out,
+            probe_every_steps=cluster.probe_every_steps,
+            on_gpus=cluster.gpus_per_worker > 0,
+        ),
+        snapshots.keepers,
+        out,
+        in_place=cluster.in_place,
+        wait_for_workers_s=cluster.wait_for_workers_s,
+        cause="resume" if past.generation else "start",
+    )

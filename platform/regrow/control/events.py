@@ -1,0 +1,345 @@
+"""What control is told, each with the time at which it happened (`Control.on(event, now)`).
+
+Calls of workers that carry a generation are refused (`Fenced`) once that is over.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from regrow.control.membership import Member
+from regrow.control.values import Address, Replica, SnapshotAck, Version
+
+# a worker
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A worker is ready for the next generation; see `Membership.join`."""
+
+    member: Member
+    expected: int  # processes that started together
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A worker asks for the first generation after `after` that it is in; the reply is a `states.Answer`."""
+
+    member_id: str
+    after: int
+
+
+@dataclass(frozen=True)
+class Began:
+    """Rank 0: the group has restored, and trains from `start_step`."""
+
+    generation: int
+    start_step: int
+    nodes: tuple[str, ...]
+    details: Mapping[str, Any]  # for the log
+
+
+@dataclass(frozen=True)
+class Row:
+    """Rank 0: the metrics of one step. The reply is why the group should leave, or empty."""
+
+    generation: int
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CheckpointWanted:
+    """Rank 0: the snapshot of this step, or the next one if it is lost, is to become a checkpoint."""
+
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """Rank 0: the whole group leaves after this step, to form anew; `cause` is its own, or empty where it was told."""
+
+    generation: int
+    step: int
+    cause: str
+
+
+@dataclass(frozen=True)
+class NotFinite:
+    """Rank 0: the whole group leaves, for gradients are not finite."""
+
+    generation: int
+    step: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class Logged:
+    """Rank 0: something for the log that is true of this generation."""
+
+    generation: int
+    event: str
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Something for the log that is true whatever generation it comes from."""
+
+    event: str
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Done:
+    """Rank 0: the last step is trained."""
+
+
+@dataclass(frozen=True)
+class Broke:
+    """A rank cannot go on, because of a peer's death or by itself: its peers may wait for it, and hear nothing."""
+
+    generation: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """A process' device computes wrong numbers; it ends itself."""
+
+    node: str
+    pid: int
+    detail: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The run cannot go on for a reason that another attempt would meet again."""
+
+    message: str
+
+
+# Ray Train's controller, and the liveness probes
+
+
+@dataclass(frozen=True)
+class Died:
+    """Processes, by node and pid, are gone; `left` are there still, those included that are starting."""
+
+    processes: tuple[tuple[str, int], ...]
+    left: int
+    cause: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A node's keeper has seen one of its workers end."""
+
+    node: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class PortRefused:
+    """The liveness ports of these members refuse connections: the processes are gone."""
+
+    member_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class GroupFailed:
+    """Ray Train ends the whole group and starts another one."""
+
+    cause: str
+    detail: str
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Notice:
+    """All nodes that are about to be taken away, and when."""
+
+    deadlines: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class NodesAlive:
+    """The nodes that Ray has not found dead."""
+
+    nodes: frozenset[str]
+
+
+# a keeper
+
+
+@dataclass(frozen=True)
+class KeeperUp:
+    """A node's keeper is up; `restarted`: in the place of one that died, and asks for work."""
+
+    node: str
+    domain: str  # that fails as one
+    address: Address
+    restarted: bool = False
+
+
+@dataclass(frozen=True)
+class NeighboursAsked:
+    """A keeper that is new: which nodes is it to measure its links to? The reply is a list of `values.Peer`."""
+
+    node: str
+    address: Address
+
+
+@dataclass(frozen=True)
+class KeepersFound:
+    """Keepers that outlived an earlier coordinator: (node, newest commit it knows, what it holds)."""
+
+    known: tuple[tuple[str, Version, Sequence[Replica]], ...]
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """Nodes have versions safe."""
+
+    acks: Sequence[SnapshotAck]
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """A keeper cannot do what it is for."""
+
+    node: str
+    text: str
+
+
+@dataclass(frozen=True)
+class GpuError:
+    """The driver of a node's GPU reports an error; `meaning` is empty for those that programs cause."""
+
+    node: str
+    gpu: str
+    xid: int
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A keeper's answer to `commands.Ask`; None where it is gone."""
+
+    question: int
+    node: str
+    answer: Any
+
+
+@dataclass(frozen=True)
+class Written:
+    """A node has written what ranks of `origin` hold."""
+
+    upload: int
+    origin: str
+
+
+@dataclass(frozen=True)
+class WriteFailed:
+    """A node could not."""
+
+    upload: int
+    origin: str
+    node: str
+    problem: str
+
+
+# storage
+
+
+@dataclass(frozen=True)
+class IndexWritten:
+    upload: int
+
+
+@dataclass(frozen=True)
+class CheckpointCommitted:
+    upload: int
+    step: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class PublishFailed:
+    """The index or COMMIT of a checkpoint could not be written."""
+
+    upload: int
+    problem: str
+
+
+@dataclass(frozen=True)
+class Deleted:
+    """Old checkpoints were deleted; what went wrong, or empty."""
+
+    problem: str
+
+
+# the driver, and the actor itself
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """Commit a checkpoint and leave at the next step."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """This coordinator takes the place of one that died. What its log says of the newest generation: who is in it, from
+    where it trains, if it does, and which ranks it has lost, if it is over."""
+
+    members: tuple[Member, ...]  # none: no group was formed since the driver started
+    start_step: int | None
+    nodes: tuple[str, ...]
+    lost: tuple[int, ...] | None = None  # Ray tells of them once, and told the one before
+
+
+@dataclass(frozen=True)
+class Closed:
+    """The run is over: every write from here on is refused."""
+
+
+Event = (
+    Joined
+    | Asked
+    | Began
+    | Row
+    | CheckpointWanted
+    | Leaving
+    | NotFinite
+    | Logged
+    | Noted
+    | Done
+    | Broke
+    | Unfit
+    | Failed
+    | Died
+    | Gone
+    | PortRefused
+    | GroupFailed
+    | Notice
+    | NodesAlive
+    | KeeperUp
+    | NeighboursAsked
+    | KeepersFound
+    | Sealed
+    | Complaint
+    | GpuError
+    | Answered
+    | Written
+    | WriteFailed
+    | IndexWritten
+    | CheckpointCommitted
+    | PublishFailed
+    | Deleted
+    | StopAsked
+    | Restarted
+    | Closed
+)

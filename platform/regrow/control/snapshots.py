@@ -1,0 +1,107 @@
+"""What is safe: snapshots that are committed in memory, checkpoints that are made of them, and who is told. Pure."""
+
+from collections.abc import Sequence
+
+from regrow.control.cadence import Cadence
+from regrow.control.checkpoints import Checkpoints
+from regrow.control.commands import Announce, Outbox, Reply, SendPlaces, SnapshotCommitted
+from regrow.control.commits import CommitTracker, IsWhole
+from regrow.control.events import Complaint, KeepersFound, KeeperUp, NeighboursAsked, NodesAlive
+from regrow.control.peers import KeeperRegistry
+from regrow.control.values import NEVER, SnapshotAck
+
+UNSAFE_S = 120.0  # without a commit in memory: worth a word
+
+
+class Snapshots:
+    """The run's keepers, and what they hold."""
+
+    def __init__(
+        self,
+        out: Outbox,
+        cadence: Cadence,
+        is_whole: IsWhole,
+        *,
+        upload_timeout_s: float,
+        first_message: int,
+        fan_out: int,
+        now: float,
+    ) -> None:
+        self.keepers = KeeperRegistry(fan_out)
+        self.commits = CommitTracker(is_whole)
+        self.checkpoints = Checkpoints(cadence, self.commits, self.keepers, out, timeout_s=upload_timeout_s)
+        self._out, self._message = out, first_message
+        self._announced = (NEVER, NEVER)  # what is committed, what is pinned
+        self._safe_at = now  # when a snapshot last committed
+        self._complaints: set[str] = set()  # in this generation
+
+    def begin(self, generation: int, start_step: int, nodes: Sequence[str], now: float) -> None:
+        """A generation trains from `start_step`: later snapshots and checkpoints of those before it are given up."""
+        self._complaints.clear()
+        self._safe_at = now
+        self.keepers.begin(nodes)
+        self.commits.begin(generation, start_step, self.keepers.peers)
+        self._out.append(SendPlaces(self.keepers.places()))
+        self.checkpoints.began(start_step, now)
+
+    def sealed(self, acks: Sequence[SnapshotAck], now: float) -> None:
+        """Nodes have versions safe; once it is all of a version's, that is committed."""
+        commits = [ack for ack in acks if self.commits.sealed(ack) is not None]
+        if commits:
+            self._safe_at = now
+            self._out.append(SnapshotCommitted(commits[-1].version))
+            self.checkpoints.begin_if_due(now)
+
+    def discard(self, now: float) -> None:
+        """What is in memory is not to be used: the state itself went wrong."""
+        self.commits.newest = None
+        self.checkpoints.discard(now)
+
+    def keeper_up(self, event: KeeperUp, now: float) -> None:
+        self.keepers.up(event)
+        if event.restarted and event.node in {*self.keepers.peers, *self.keepers.peers.values()}:
+            self._out.append(SendPlaces(self.keepers.places()))
+            self._announce()
+
+    def keepers_found(self, event: KeepersFound, now: float) -> None:
+        self.commits.rebuild(event.known)
+
+    def nodes_alive(self, event: NodesAlive, now: float) -> None:
+        self.keepers.nodes_alive(event.nodes)
+
+    def neighbours(self, event: NeighboursAsked, now: float) -> None:
+        self._out.append(Reply(self.keepers.neighbours(event.node, event.address)))
+
+    def gone_dark(self, nodes: set[str], now: float) -> None:
+        self.keepers.gone_dark(nodes)
+        self.checkpoints.gone_dark(nodes, now)
+
+    def complain(self, event: Complaint, now: float) -> None:
+        """Said once a generation: a keeper tries again and again. Is it a node with the group's copies that died?"""
+        if self.keepers.replan():
+            self.commits.replan(self.keepers.peers)
+            self._out.append(SendPlaces(self.keepers.places()))
+        if event.node not in self._complaints:
+            self._complaints.add(event.node)
+            self._out.record("snapshot_failed", detail=event.text)
+
+    def complain_if_unsafe(self, now: float) -> None:
+        """A group trains on, and nothing of it is committed."""
+        if self.keepers.peers and now - self._safe_at > UNSAFE_S:
+            text = f"no snapshot has been committed for {UNSAFE_S:.0f} s; a lost node would cost as much"
+            self.complain(Complaint("", text), now)
+
+    def announce_changes(self) -> None:
+        """Say what is committed and what is pinned, once that has changed."""
+        newest = self.commits.newest.version if self.commits.newest else NEVER
+        known, pinned = self._announced
+        if newest not in (NEVER, known) or self.checkpoints.pinned != pinned:
+            self._announce()
+
+    def _announce(self) -> None:
+        newest = self.commits.newest.version if self.commits.newest else NEVER
+        self._announced = newest, self.checkpoints.pinned
+        self._message += 1
+        nodes = tuple(node for node in self.keepers.speakers if node in self.keepers.known)
+        if nodes:
+            self._out.append(Announce(self._message, *self._announced, nodes))

@@ -1,0 +1,77 @@
+"""The states of a run: what its group does, and how the run ends. Values; `group.Group` moves from one to the next.
+
+Waiting -> Forming -> Training -> Waiting    a rank is lost, at whichever of them: the others form the next group
+                      Training -> Leaving -> Forming    in good order: to grow, to leave nodes, to change arithmetic
+any -> Stopping -> Finished, any -> GivenUp
+"""
+
+from dataclasses import dataclass
+
+from regrow.control.membership import Formation
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """No generation is on: workers start, or the group is over for one of its ranks, and those that are left come."""
+
+
+@dataclass(frozen=True)
+class Forming:
+    """A generation is numbered and given out; its ranks connect, build and restore."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Training:
+    """A group takes steps."""
+
+    generation: int
+    asked_to_leave: str = ""  # GROW or DRAIN, once its rows were answered so
+
+
+@dataclass(frozen=True)
+class LeavingGroup:
+    """The group left in good order after a step, whose snapshot is worth waiting for until then."""
+
+    step: int
+    until: float
+
+
+GroupState = Waiting | Forming | Training | LeavingGroup
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """The group was asked to commit a checkpoint and leave."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The last step is trained."""
+
+    reason: str = "finished"
+
+
+@dataclass(frozen=True)
+class GivenUp:
+    """Another attempt would meet the same."""
+
+    message: str
+    reason: str = "failed"
+
+
+Ending = Stopping | Finished | GivenUp
+
+
+@dataclass(frozen=True)
+class Answer:
+    """To a worker that asks for its generation: that, or the reason to end, or to ask again after `wait_s`."""
+
+    formation: Formation | None = None
+    over: bool = False
+    given_up: str = ""
+    join_again: bool = False  # the coordinator does not know it: it was restarted
+    wait_s: float = 0.0

@@ -1,0 +1,118 @@
+"""Spooled pieces -> token shards. Which tokens a shard holds is arithmetic, so any task can make any shard alone.
+
+A split is one stream of tokens: an end-of-text, then every document and an end-of-text behind it, group after group of
+pieces, bucket after bucket, in the order of the documents' keys. Rows of `seq_len + 1` tokens overlap by one; what is
+left of the stream behind the last row is dropped and counted.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from regrow.data.prepare.spool import Spool, Spooled
+from regrow.data.read.document_index import write_index
+from regrow.data.read.manifest import SPLITS, Shard
+from regrow.data.read.shards import write_shard
+from regrow.storage import Storage, in_threads
+
+Section = tuple[int, int, int, int]  # first token of it in the stream, its tokens, group, bucket
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The token stream of every split, laid out over the buckets of the groups of pieces."""
+
+    groups: tuple[tuple[int, ...], ...]  # pieces that are shuffled with each other
+    sections: tuple[tuple[Section, ...], ...]  # of each split, in the order of the stream; empty ones left out
+    num_tokens: tuple[int, ...]  # of each split, the leading end-of-text included
+    seq_len: int
+    rows_per_group: int
+    rows_per_shard: int
+    eot_id: int
+
+    def num_rows(self, split: int) -> int:
+        return (self.num_tokens[split] - 1) // self.seq_len
+
+    def num_shards(self, split: int) -> int:
+        return -(-self.num_rows(split) // self.rows_per_shard)
+
+
+def lay_out(
+    groups: Sequence[Sequence[int]],
+    spooled: Sequence[Spooled],
+    *,
+    seq_len: int,
+    rows_per_group: int,
+    rows_per_shard: int,
+    eot_id: int,
+) -> Layout:
+    """Add up what the pieces hold."""
+    sections, totals = [], []
+    for split in range(len(SPLITS)):
+        mine: list[Section] = []
+        position = 1
+        for number, group in enumerate(groups):
+            counts = np.array([spooled[piece].num_tokens[split] for piece in group]).sum(axis=0)
+            for bucket, count in enumerate(counts.tolist()):
+                if count:
+                    mine.append((position, count, number, bucket))
+                    position += count
+        sections.append(tuple(mine))
+        totals.append(position)
+    return Layout(
+        tuple(map(tuple, groups)), tuple(sections), tuple(totals), seq_len, rows_per_group, rows_per_shard, eot_id
+    )
+
+
+def assemble_shard(layout: Layout, spool: Spool, folder: Storage, split: int, number: int) -> Shard:
+    """Write one shard and its document index. The same bytes however often it is done; done once there is a record."""
+    first_row = number * layout.rows_per_shard
+    num_rows = min(layout.rows_per_shard, layout.num_rows(split) - first_row)
+    begin = first_row * layout.seq_len
+    end = begin + num_rows * layout.seq_len + 1
+    stream = np.full(end - begin, layout.eot_id, np.uint32)  # token 0 of the stream is an end-of-text
+    begins: list[NDArray[np.int64]] = []  # of the documents that the targets are of: tokens begin + 1 to end - 1
+    ids: list[pa.StringArray] = []
+    for position, count, group, bucket in layout.sections[split]:
+        a, b = max(position, begin), min(position + count, end)
+        if a < b:
+            part = spool.read_bucket(layout.groups[group], split, bucket)
+            found = len(part.tokens)
+            assert found == count, f"bucket {bucket} of group {group}: {found} tokens instead of {count}"
+            stream[a - begin : b - begin] = part.tokens[a - position : b - position]
+            starts = position + part.begins
+            here = (starts < end) & (np.append(starts[1:], position + count) > begin + 1)
+            begins.append(starts[here])
+            ids.append(part.ids.filter(pa.array(here)))
+    rows = np.lib.stride_tricks.sliding_window_view(stream, layout.seq_len + 1)[:: layout.seq_len]
+    name = shard_name(split, number)
+    documents_sha256 = write_index(folder, name, np.concatenate(begins), pa.concat_arrays(ids))
+    shard = write_shard(folder, name, rows, rows_per_group=layout.rows_per_group, documents_sha256=documents_sha256)
+    folder.write_bytes(record_name(split, number), json.dumps(asdict(shard)).encode())
+    return shard
+
+
+def finished_shards(folder: Storage, names: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Shard]:
+    """Those of the shards, by split and number, that an earlier attempt finished."""
+    there = set(folder.list())
+
+    def load(name: tuple[int, int]) -> Shard | None:
+        shard = Shard(**json.loads(folder.read_bytes(record_name(*name))))
+        last = folder.read_range(shard.file, shard.num_bytes - 1, 2) if shard.file in there else b""
+        return shard if len(last) == 1 else None  # neither cut short nor another one
+
+    recorded = [name for name in names if record_name(*name) in there]
+    found = zip(recorded, in_threads(load, recorded), strict=True)
+    return {name: shard for name, shard in found if shard is not None}
+
+
+def shard_name(split: int, number: int) -> str:
+    return f"{SPLITS[split]}-{number:05d}.parquet"
+
+
+def record_name(split: int, number: int) -> str:
+    return f"{SPLITS[split]}-{number:05d}.record"

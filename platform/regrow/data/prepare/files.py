@@ -1,0 +1,286 @@
+"""Text in files: parquet, JSON lines and plain text, on local disk or wherever pyarrow.fs and fsspec reach.
+
+Files are cut into pieces of about `PIECE_BYTES`, so that a task's memory does not grow with them. Storage that fails
+for a while is asked again; what can be fetched but not be read is a `DamagedPiece`.
+"""
+
+import contextlib
+import fnmatch
+import gzip
+import io
+import itertools
+import json
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow.fs import FileSelector, FileType, LocalFileSystem
+
+from regrow.data.prepare.documents import DamagedPiece, Document, Piece, Skipped
+from regrow.errors import DataError, UnseenError, first_line
+from regrow.storage import RemoteStorage, in_threads, is_remote
+
+PIECE_BYTES = 64 << 20  # of text
+SUFFIXES = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".md": "text"}
+RETRIES, FIRST_WAIT_S = 5, 0.5  # of storage that fails: 0.5 + 1 + 2 + 4 + 8 s
+EMPTY, INVALID, TOO_LONG = "empty", "invalid UTF-8", "longer than data.max_document_chars"
+
+Result = TypeVar("Result")
+
+
+class SourceFiles:
+    """The files that a path, a folder, a glob or a URI of either names."""
+
+    def __init__(self, source: str) -> None:
+        """Raises DataError if the location cannot be opened."""
+        self.source = source
+        self.fs: Any = LocalFileSystem()
+        self.root = str(Path(source.removeprefix("file://")).expanduser().absolute())
+        if is_remote(source):
+            remote = RemoteStorage.from_uri(source)
+            self.fs, self.root = remote.fs, remote.root
+
+    def list(self) -> list[tuple[str, int]]:
+        """(path, bytes) of every file of a kind that can be read, sorted by path. Raises DataError if there is none."""
+        head, _, _ = self.root.partition("*")
+        folder = self.root if head == self.root else head.rpartition("/")[0]
+        try:
+            info = patiently(lambda: self.fs.get_file_info(folder))
+            if info.type == FileType.File:
+                found = [info]
+            elif info.type == FileType.Directory:
+                found = patiently(lambda: self.fs.get_file_info(FileSelector(folder, recursive=True)))
+            else:
+                found = []
+        except OSError as error:
+            raise UnseenError(f"data.source={self.source} cannot be listed: {first_line(error)}") from error
+        if info.type == FileType.NotFound:
+            missing = UnseenError if isinstance(self.fs, LocalFileSystem) else DataError  # others may have that path
+            raise missing(
+                f"data.source={self.source}: there is no {folder}; give a file, folder, glob or URI that is there"
+            )
+        files = sorted(
+            (f.path, f.size)
+            for f in found
+            if f.type == FileType.File and kind_of(f.path) and (head == self.root or fnmatch.fnmatch(f.path, self.root))
+        )
+        if not files:
+            kinds = " ".join(f"*{suffix}" for suffix in SUFFIXES)
+            raise DataError(f"data.source={self.source} names no file of a kind that can be read: {kinds} (also .gz)")
+        return files
+
+    def name(self, path: str) -> str:
+        """A file's name relative to the source: the same wherever the source is mounted."""
+        head = self.root.partition("*")[0]
+        folder = self.root if head == self.root and path != self.root else head.rpartition("/")[0]
+        return path.removeprefix(folder).lstrip("/")
+
+    def path(self, name: str) -> str:
+        head = self.root.partition("*")[0]
+        if head == self.root and self.root.endswith("/" + name):
+            return self.root
+        folder = self.root if head == self.root else head.rpartition("/")[0]
+        return f"{folder}/{name}"
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """A range of a file's bytes. Raises OSError for storage that goes on failing."""
+
+        def fetch() -> bytes:
+            with self.fs.open_input_file(self.path(name)) as file:
+                return file.read_at((file.size() if stop is None else stop) - start, start)
+
+        return patiently(fetch)
+
+    def parquet(self, name: str) -> pq.ParquetFile:
+        """Open a parquet file. Raises DamagedPiece if it is none."""
+
+        def open_file() -> pq.ParquetFile:
+            file = pq.ParquetFile(self.fs.open_input_file(self.path(name)), page_checksum_verification=True)
+            rows = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+            if sum(rows) != file.metadata.num_rows:  # Arrow would read as many as each row group claims
+                raise ValueError(f"its row groups have {sum(rows)} rows, its footer says {file.metadata.num_rows}")
+            return file
+
+        return self.parse(name, open_file)
+
+    def parse(self, name: str, parse: Callable[[], Result]) -> Result:
+        """Tell what cannot be read from what cannot be fetched: Arrow raises OSError for both."""
+        try:
+            return _network_as_os(parse)
+        except (OSError, pa.ArrowException, ValueError) as error:
+            self.read(name, 0, 1)  # raises if it is the storage that fails
+            try:
+                return _network_as_os(parse)
+            except (OSError, pa.ArrowException, ValueError):
+                raise DamagedPiece(first_line(error)) from error
+
+
+def kind_of(path: str) -> str:
+    """parquet, jsonl or text by the file's suffix, perhaps before .gz; empty for anything else."""
+    return SUFFIXES.get(Path(path.removesuffix(".gz")).suffix, "") if not Path(path).name.startswith(".") else ""
+
+
+def cut_files(files: SourceFiles) -> list[Piece]:
+    """All files as pieces. A parquet file whose footer cannot be read stays one piece, to be named when it is read."""
+    return [piece for pieces in in_threads(partial(_cut_file, files), files.list()) for piece in pieces]
+
+
+def _cut_file(files: SourceFiles, file: tuple[str, int]) -> list[Piece]:
+    path, size = file
+    name = files.name(path)
+    if kind_of(path) == "parquet":
+        with contextlib.suppress(DamagedPiece):
+            return list(_cut_parquet(name, files.parquet(name).metadata))
+    elif kind_of(path) == "jsonl" and not path.endswith(".gz"):
+        count = max(1, -(-size // PIECE_BYTES))
+        bounds = [size * k // count for k in range(count + 1)]
+        return [Piece(name, a, b, max(b - a, 1)) for a, b in itertools.pairwise(bounds)]
+    return [Piece(name, num_bytes=max(size, 1))]
+
+
+def _cut_parquet(name: str, metadata: Any) -> Iterator[Piece]:
+    sizes = [metadata.row_group(g).total_byte_size for g in range(metadata.num_row_groups)]
+    start = 0
+    while start < len(sizes):
+        stop, size = start + 1, sizes[start]
+        while stop < len(sizes) and size + sizes[stop] <= PIECE_BYTES:
+            size, stop = size + sizes[stop], stop + 1
+        yield Piece(name, start, stop, max(size, 1))
+        start = stop
+    if not sizes:
+        yield Piece(name, 0, 0)
+
+
+def parquet_rows(files: SourceFiles, piece: Piece, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    """A parquet piece's rows, some at a time, with those of `columns` that the file has.
+
+    Raises DamagedPiece where the file has no text column or a page cannot be decoded.
+    """
+    file = files.parquet(piece.file)
+    have = {field.name: field.type for field in file.schema_arrow}
+    text = have.get(columns[0])
+    if text is None:
+        raise DamagedPiece(f"no column {columns[0]!r}; it has {', '.join(have) or 'none'}")
+    if not (pa.types.is_string(text) or pa.types.is_large_string(text) or pa.types.is_string_view(text)):
+        raise DamagedPiece(f"column {columns[0]!r} is {text}, not string")
+    wanted = [column for column in columns if column in have]
+    stop = file.num_row_groups if piece.stop is None else piece.stop
+    for group in range(piece.start, stop):
+        table = files.parse(piece.file, partial(file.read_row_group, group, columns=wanted, use_threads=False))
+        yield from table.to_batches(max_chunksize=1024)
+
+
+def json_lines(files: SourceFiles, piece: Piece) -> Iterator[dict[str, Any] | Skipped]:
+    """The objects of a JSON lines piece: lines that begin in [start, stop). Raises DamagedPiece if no line is JSON."""
+    if piece.file.endswith(".gz"):
+        data = _gunzip(files.read(piece.file))
+    else:
+        # a line that began before the start belongs to the piece before; the last one may end behind the stop
+        begin = max(piece.start - 1, 0)
+        data = files.read(piece.file, begin, piece.stop)
+        if piece.start:
+            data = data[data.find(b"\n") + 1 :] if b"\n" in data else b""
+        end = piece.stop
+        while end is not None and data and not data.endswith(b"\n"):
+            more = files.read(piece.file, end, end + (1 << 20))
+            if not more:
+                break
+            line, newline, _ = more.partition(b"\n")
+            data, end = data + line + newline, end + len(more)
+    num_lines = num_parsed = 0
+    for line in io.BytesIO(data):
+        if not line.strip():
+            continue
+        num_lines += 1
+        try:
+            value = json.loads(line)
+        except UnicodeDecodeError:
+            yield Skipped(INVALID)
+            continue
+        except (ValueError, RecursionError):
+            yield Skipped("a line that is no JSON")
+            continue
+        num_parsed += 1
+        yield value if isinstance(value, dict) else Skipped("a line that is no JSON object")
+    if num_lines and not num_parsed:
+        raise DamagedPiece("no line is JSON")
+
+
+def plain_text(files: SourceFiles, piece: Piece) -> str | Skipped:
+    """A text file whole."""
+    data = files.read(piece.file)
+    try:
+        return (_gunzip(data) if piece.file.endswith(".gz") else data).decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return Skipped(INVALID)
+
+
+def checked(name: str, text: object, *, max_chars: int) -> Document | Skipped:
+    """A document, unless its text is none that can be trained on."""
+    if isinstance(text, bytes):
+        return Skipped(INVALID)
+    if not isinstance(text, str) or not text.strip():
+        return Skipped(EMPTY)
+    if len(text) > max_chars:
+        return Skipped(TOO_LONG)
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # half of a surrogate pair, as JSON may spell one
+            return Skipped(INVALID)
+    return Document(name, text)
+
+
+def patiently(operation: Callable[[], Result]) -> Result:
+    """Call, and call again with growing waits while storage fails. FileNotFoundError is final."""
+    for wait_s in [FIRST_WAIT_S * 2**k for k in range(RETRIES)]:
+        try:
+            return _network_as_os(operation)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            time.sleep(wait_s)
+    return _network_as_os(operation)
+
+
+def _network_as_os(operation: Callable[[], Result]) -> Result:
+    """The hub's HTTP client raises errors that are no OSError for a network that fails."""
+    try:
+        return operation()
+    except Exception as error:
+        if any(each.__name__ in ("TransportError", "HTTPError") for each in type(error).__mro__):
+            raise OSError(first_line(error)) from error
+        raise
+
+
+def column(batch: pa.RecordBatch, name: str) -> list[Any]:
+    """A column's values: None for nulls and where there is no such column, bytes for a text that is no UTF-8."""
+    index = batch.schema.get_field_index(name)
+    if index < 0:
+        return [None] * len(batch)
+    values = batch.column(index)
+    try:
+        return values.to_pylist()
+    except UnicodeDecodeError:
+        return [_text(value) for value in values]
+
+
+def _text(value: Any) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError:
+        return value.as_buffer().to_pybytes()
+
+
+def _gunzip(data: bytes) -> bytes:
+    try:
+        if not data:
+            raise EOFError("no bytes")  # gzip takes them for no text
+        return gzip.decompress(data)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise DamagedPiece(f"not gzip, or cut short: {first_line(error)}") from error

@@ -1,0 +1,162 @@
+"""The prepared corpora that a run trains on: the one that its recipe makes, or several that it mixes."""
+
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from regrow.config.schema import DataConfig, PretrainConfig
+from regrow.data.prepare.prepare import Distribute, Progress, find_or_prepare
+from regrow.data.read.batch import Rows, layout_of
+from regrow.data.read.manifest import Manifest
+from regrow.data.read.range_cache import RangeCache
+from regrow.data.read.shards import ShardReader
+from regrow.errors import DataError
+from regrow.plan.mixture import Mixture, plan_mixture
+from regrow.plan.order import ORDER_VERSION, CorpusOrder, Order
+from regrow.storage import Storage
+
+
+@dataclass(frozen=True)
+class Corpora:
+    """Where they lie, in the order in which their rows are numbered. Travels to every process of a run."""
+
+    names: tuple[str, ...]
+    folders: tuple[str, ...]  # paths or URIs
+    cache_folder: str  # on each node, for those in object stores
+    cache_bytes: int
+
+    @staticmethod
+    def at(folder: Path | str, config: DataConfig | None = None) -> "Corpora":
+        """One corpus alone."""
+        return Corpora.of({"": str(folder)}, config or DataConfig())
+
+    @staticmethod
+    def of(folders: Mapping[str, str], config: DataConfig) -> "Corpora":
+        """Corpora by name."""
+        places = tuple(str(Storage.at(folder)) for folder in folders.values())  # workers have another working directory
+        cache_folder = config.cache_dir or str(RangeCache.default_folder())
+        return Corpora(tuple(folders), places, cache_folder, int(config.cache_gb * 1e9))
+
+    @cached_property
+    def manifests(self) -> tuple[Manifest, ...]:
+        return tuple(Manifest.load(folder) for folder in self.folders)
+
+    @property
+    def sha256(self) -> str:
+        """Identifies their content, wherever they lie."""
+        if len(self.manifests) == 1:
+            return self.manifests[0].sha256
+        content = [[name, manifest.sha256] for name, manifest in zip(self.names, self.manifests, strict=True)]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+    @property
+    def eot_id(self) -> int:
+        return self.manifests[0].tokenizer.eot_id
+
+    def reader(self, split: str) -> "CorporaReader":
+        """A reader of the rows of all corpora. Raises DataError where one of them is not there."""
+        cache = RangeCache(Path(self.cache_folder), self.cache_bytes)
+        return CorporaReader(
+            [ShardReader(folder, split, None if Storage.at(folder).is_local else cache) for folder in self.folders]
+        )
+
+
+class CorporaReader:
+    """Rows of one split of some corpora, numbered through, one corpus after another. Threads may share one."""
+
+    def __init__(self, readers: Sequence[ShardReader]) -> None:
+        self.readers = readers
+        self._starts = np.cumsum([0, *(reader.num_rows for reader in readers)])
+        self.num_rows = int(self._starts[-1])
+
+    def read(self, row_ids: NDArray[np.int64]) -> Rows:
+        """Rows, uint32[n, seq_len + 1], in the order asked. Raises DataError as `ShardReader.read` does."""
+        if len(self.readers) == 1:
+            return self.readers[0].read(row_ids)
+        corpus, rows = self.place(row_ids)
+        out = np.empty((len(rows), self.readers[0].row_tokens), np.uint32)
+        for k in np.unique(corpus):
+            out[corpus == k] = self.readers[k].read(rows[corpus == k])
+        return out
+
+    def place(self, row_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The corpus that each row is of, and its number there."""
+        corpus = np.searchsorted(self._starts, row_ids, side="right") - 1
+        return corpus, row_ids - self._starts[corpus]
+
+    def first_rows(self, num_rows: int) -> NDArray[np.int64]:
+        """At most so many rows: the first ones of every corpus, of each as many where it has them."""
+        turns = itertools.zip_longest(
+            *(range(a, min(b, a + num_rows)) for a, b in itertools.pairwise(self._starts.tolist()))
+        )
+        rows = [row for turn in turns for row in turn if row is not None]
+        return np.array(rows[:num_rows], np.int64)
+
+
+def find_corpora(config: PretrainConfig, *, progress: Progress, distribute: Distribute = map) -> Corpora:
+    """The corpora of a run; prepared now, if it names none that are.
+
+    Raises DataError for those that do not fit each other, or the run.
+    """
+    if config.data.corpora:
+        corpora = Corpora.of(config.data.corpora, config.data)
+    else:
+        folder, _ = find_or_prepare(config.data, config.run.storage_path, progress=progress, distribute=distribute)
+        corpora = Corpora.at(str(folder), config.data)
+    _check(config, corpora)
+    return corpora
+
+
+def order_of(config: PretrainConfig, corpora: Corpora) -> Order:
+    """The order of a run over the training rows. Raises DataError if they cannot fill one global batch."""
+    rows = [manifest.splits["train"].num_rows for manifest in corpora.manifests]
+    least = config.optim.global_batch_seqs
+    if sum(rows) < least:
+        raise DataError(
+            f"{corpora.manifests[0].recipe} has {sum(rows)} train rows of {config.data.seq_len} tokens, fewer than one "
+            f"global batch of optim.global_batch_seqs={least}; lower it to at most {sum(rows)}, "
+            "lower data.seq_len, or choose a larger data.recipe"
+        )
+    shapes = [CorpusOrder(n, m.rows_per_group) for n, m in zip(rows, corpora.manifests, strict=True)]
+    return Order(tuple(shapes), mixture_of(config, corpora), layout_of(config).window_rows, config.run.seed)
+
+
+def mixture_of(config: PretrainConfig, corpora: Corpora) -> Mixture:
+    """The mixture of a run; where it says nothing, each corpus by its number of rows. Raises ConfigError."""
+    if len(corpora.names) == 1 and not config.data.mixture:
+        return Mixture.of_one()
+    sizes = {name: float(m.splits["train"].num_rows) for name, m in zip(corpora.names, corpora.manifests, strict=True)}
+    stages = [(stage.from_tokens, stage.weights) for stage in config.data.mixture] or [(0, sizes)]
+    return plan_mixture(stages, corpora.names, seq_len=config.data.seq_len)
+
+
+def _check(config: PretrainConfig, corpora: Corpora) -> None:
+    first = corpora.manifests[0]
+    for folder, manifest in zip(corpora.folders, corpora.manifests, strict=True):
+        if manifest.order_version != ORDER_VERSION:
+            raise DataError(
+                f"{folder} was prepared for order version {manifest.order_version}, this code has "
+                f"{ORDER_VERSION}; delete it and run python -m jobs.prepare_data"
+            )
+        if manifest.seq_len != config.data.seq_len:
+            raise DataError(
+                f"{folder} has rows of {manifest.seq_len} tokens; set data.seq_len={manifest.seq_len}, "
+                f"or prepare it again with data.seq_len={config.data.seq_len}"
+            )
+        if manifest.tokenizer.vocab_size > config.model.vocab_size:
+            raise DataError(
+                f"{folder} has token ids up to {manifest.tokenizer.vocab_size}, model.vocab_size="
+                f"{config.model.vocab_size} is fewer; raise it"
+            )
+        if manifest.tokenizer.sha256 != first.tokenizer.sha256:
+            raise DataError(
+                f"{folder} and {corpora.folders[0]} were prepared with different tokenizers; "
+                "prepare one of them again with data.tokenizer of the other"
+            )

@@ -1,0 +1,19 @@
+"""The token stream: one actor and one Ray Data Dataset produce windows ahead of training, for any world size.
+
+    TokenStream (actor, outlives worker groups)              ranks (any number, new ones at every resize)
+    tickets -> [ Ray Data: ticket -> window -> blocks ]  ->  get(window, blocks) -> references to blocks of slices
+
+Where a node has several ranks, a `NodeFetcher` asks for all of them: one call a node and window.
+
+What a rank receives is checked against `Order`, row by row; whatever the stream cannot deliver the rank reads from the
+shards itself. So the stream decides how fast data comes, never which.
+
+The Dataset's source is a task that asks the actor which windows to produce next ("tickets"). That makes three things
+free that Ray Data has no setting for: it cannot run ahead (its own backpressure bounds bytes, and spins a core while it
+holds), it starts in the same time however long the run is (a source with a block per window took 14 ms for each), and
+a rollback is another ticket, not another Dataset. Ray is imported here, and nowhere else in `data` but in
+`distribute`.
+
+`start`: start and stop; `actor`: what is kept and asked for; `fetcher`: a node's calls; `dataset`: Ray Data; `blocks`:
+a window as Arrow; `client`: a rank's batches.
+"""

@@ -1,0 +1,187 @@
+"""The actor that keeps windows ahead of training."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from regrow.data.read.batch import BatchLayout
+from regrow.data.read.corpora import Corpora
+from regrow.data.stream.dataset import build_dataset
+from regrow.data.stream.fetcher import NodeFetcher
+from regrow.data.stream.problem import first_line_of
+from regrow.plan.order import Order
+
+KEPT_BACK = 2  # windows behind training that stay, for a rollback
+MAX_CALLS = 10_000  # calls that may wait in the actor at once: ranks times two, with room
+MAX_BACKOFF_S = 30.0  # between restarts of a Dataset that keeps failing
+
+log = logging.getLogger(__name__)
+
+
+class TokenStream:
+    """Keeps the windows around the newest one asked for: `prefetch_windows` from it on, and a few behind.
+
+    An asyncio actor: its state changes on the event loop only. A thread runs the Dataset and hands blocks over.
+    """
+
+    def __init__(
+        self,
+        order: Order,
+        corpora: Corpora,
+        layout: BatchLayout,
+        *,
+        start_step: int,
+        stop_step: int,
+        prefetch_windows: int,
+        stream_cpus: float,
+    ) -> None:
+        self.order, self.corpora, self.layout = order, corpora, layout
+        self.prefetch_windows, self.stream_cpus = prefetch_windows, stream_cpus
+        self.last_window = (stop_step - 1) // layout.window_steps
+        self.newest = start_step // layout.window_steps  # the newest window asked for
+        self.claimed = False  # whether anybody asked yet: a restarted actor does not know where training is
+        self.kept: dict[int, list[Any]] = {}  # window -> references to its blocks
+        self.in_flight: deque[int] = deque()  # windows that tickets are out for, in their order
+        self.arrived: list[Any] = []  # references of the first one in flight
+        self.run = 0  # of the Dataset; grows with every restart
+        self.source = ""  # the one task that may draw this run's tickets
+        self.counts = {"asked": 0, "windows": 0, "restarts": 0, "refused": 0}
+        self.fetchers: dict[str, Any] = {}  # node id -> actor
+        self.changed: asyncio.Event | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.stopping = False  # no more tickets
+        self.stopped = False  # the thread has ended
+
+    async def start(self) -> None:
+        """Begin to produce. The other calls do it too, for an actor that was restarted."""
+        if self.loop is None:
+            self.loop, self.changed = asyncio.get_running_loop(), asyncio.Event()
+            handle = ray.get_runtime_context().current_actor
+            threading.Thread(target=self._produce, args=(handle,), name="token-stream", daemon=True).start()
+
+    async def get(self, window: int, blocks: list[int], seek: bool, timeout_s: float) -> list[Any] | None:
+        """References to these blocks of a window, waiting until they are there; None if they will not be.
+
+        A rank that begins says `seek`: only that may move the stream back. A rank that lags reads directly.
+        """
+        await self.start()
+        self.counts["asked"] += 1
+        if seek or not self.claimed or window > self.newest:
+            self.newest, self.claimed = min(window, self.last_window), True
+            for old in [w for w in self.kept if not self._is_near(w)]:
+                del self.kept[old]
+            self._notify()
+        give_up_at = time.monotonic() + timeout_s
+        while window not in self.kept:
+            left_s = give_up_at - time.monotonic()
+            if left_s <= 0 or not (window in self.in_flight or window in self._wanted()):
+                self.counts["refused"] += 1
+                return None
+            await self._change(left_s)
+        return [self.kept[window][k] for k in blocks]
+
+    async def fetcher(self, node_id: str) -> Any:
+        """The actor that asks for all ranks of a node; it ends with this one."""
+        if node_id not in self.fetchers:
+            there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+            options = ray.remote(NodeFetcher).options(
+                num_cpus=0, scheduling_strategy=there, max_restarts=-1, max_concurrency=MAX_CALLS
+            )
+            self.fetchers[node_id] = options.remote(ray.get_runtime_context().current_actor)
+        return self.fetchers[node_id]
+
+    async def tickets(self, run: int, source: str) -> list[int]:
+        """The next windows to produce, waiting until there are any; none: the Dataset is to end."""
+        self.source = self.source or source
+        if source != self.source:  # Ray ran the source again after it died: tickets that it had drawn are lost
+            self._end_run(run)
+        while run == self.run and not self.stopping:
+            windows = [w for w in self._wanted() if w not in self.kept and w not in self.in_flight]
+            if windows:
+                self.in_flight += windows
+                return windows
+            await self._change()
+        return []
+
+    async def stop(self) -> None:
+        """Let the Dataset end, and return when it has."""
+        self.stopping = True
+        if self.loop is not None:
+            self._notify()
+            while not self.stopped:
+                await self._change()
+
+    async def status(self) -> dict[str, Any]:
+        """Counts since the start, and what is kept: for reports and tests."""
+        await self.start()
+        return {**self.counts, "kept": sorted(self.kept), "newest": self.newest, "cpu_s": time.process_time()}
+
+    def _wanted(self) -> range:
+        return range(self.newest, min(self.newest + self.prefetch_windows, self.last_window + 1))
+
+    def _is_near(self, window: int) -> bool:
+        # training is one window behind the newest, which a rank asks for when it begins the one before
+        return self.newest - 1 - KEPT_BACK <= window <= self.newest + self.prefetch_windows
+
+    def _notify(self) -> None:
+        assert self.changed is not None
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    async def _change(self, timeout_s: float | None = None) -> None:
+        assert self.changed is not None
+        try:
+            await asyncio.wait_for(self.changed.wait(), timeout_s)
+        except TimeoutError:
+            return
+
+    def _arrive(self, run: int, references: list[Any]) -> None:
+        """Blocks come in the order of the tickets, one after another."""
+        if run != self.run:
+            return
+        for reference in references:
+            self.arrived.append(reference)
+            if len(self.arrived) == self.layout.num_blocks:
+                window, blocks, self.arrived = self.in_flight.popleft(), self.arrived, []
+                self.counts["windows"] += 1
+                if self._is_near(window):
+                    self.kept[window] = blocks
+        self._notify()
+
+    def _end_run(self, run: int) -> None:
+        if run == self.run:
+            self.run, self.source = run + 1, ""
+            self.in_flight.clear()
+            self.arrived = []
+            self.counts["restarts"] += 1
+            self._notify()
+
+    def _produce(self, handle: Any) -> None:
+        """Run a Dataset, and another one after it has failed, until the stream is stopped."""
+        assert self.loop is not None
+        backoff_s = 0.5
+        while not self.stopping:
+            run, began = self.run, time.monotonic()
+            try:
+                dataset = build_dataset(handle, run, self.order, self.corpora, self.layout, self.stream_cpus)
+                for bundle in dataset.iter_internal_ref_bundles():  # internal: no public call hands out references
+                    assert all(entry.metadata.num_rows == 1 for entry in bundle.blocks)
+                    self.loop.call_soon_threadsafe(self._arrive, run, [entry.ref for entry in bundle.blocks])
+            except Exception as error:
+                log.warning("token stream: %s; restarting it", first_line_of(error))
+            if self.stopping:
+                break
+            self.loop.call_soon_threadsafe(self._end_run, run)
+            backoff_s = 0.5 if time.monotonic() - began > MAX_BACKOFF_S else min(2 * backoff_s, MAX_BACKOFF_S)
+            time.sleep(backoff_s)
+        self.loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        self.stopped = True
+        self._notify()

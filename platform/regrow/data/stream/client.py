@@ -1,0 +1,146 @@
+"""A rank's batches out of the token stream, checked against the order, or read from the shards."""
+
+import functools
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import ray
+
+from regrow.data.read.batch import BatchLayout, RankBatch, RowReader, direct_batches
+from regrow.data.stream.blocks import Block, block_of
+from regrow.data.stream.problem import first_line_of
+from regrow.plan.order import Order
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
+SEEK_PATIENCE_S = 1.0  # a stream that has fed a group has the next one's first window by then, or lost it with a node
+RETRY_PATIENCE_S = 0.1  # a rank that had to read directly waits no longer than this, until the stream delivers again
+
+Fallback = Callable[[int, str], None]  # (window, reason)
+
+log = logging.getLogger(__name__)
+
+
+class Ask(Protocol):
+    """A way to call `TokenStream.get`; the reference of the call under way."""
+
+    def __call__(
+        self, window: int, blocks: list[int], seek: bool, timeout_s: float, /
+    ) -> "ObjectRef[list[ObjectRef[Any]] | None]": ...
+
+
+def ways_to_ask(
+    stream: Any, fetcher: Any, layout: BatchLayout, *, group: int, slices_on_node: Sequence[range]
+) -> list[Ask]:
+    """How a rank asks: through its node's `fetcher`, if that dies, the stream itself, and the other way round.
+
+    `group` tells worker groups apart; `slices_on_node` are those of each of its ranks on this node.
+    """
+    if fetcher is None:
+        return [stream.get.remote]
+    node_blocks = sorted({block for slices in slices_on_node for block in layout.blocks_of(slices)})
+    return [functools.partial(fetcher.get.remote, group, node_blocks), stream.get.remote]
+
+
+def rank_batches(
+    asks: Sequence[Ask],
+    order: Order,
+    reader: RowReader,
+    layout: BatchLayout,
+    *,
+    slices: range,
+    start_step: int,
+    stop_step: int,
+    stall_timeout_s: float,
+    has_fed: bool = False,
+    on_fallback: Fallback | None = None,
+) -> Iterator[RankBatch]:
+    """A rank's batches of steps [start_step, stop_step), exactly those of `direct_batches`, as the stream delivers.
+
+    The next window is fetched while one is trained on. A window that does not come in time, is lost, or is not the one
+    that `order` asks for is read from the shards, reported to `on_fallback`, and the next one is tried again; where
+    a way to ask failed, in the next of them. A stream that `has_fed` the group before this one is waited for less: Ray
+    may take many seconds to find out that a node is gone, and what it held with it.
+    """
+    if start_step >= stop_step:
+        return
+    ways = itertools.cycle(asks)
+    ask = next(ways)
+    blocks_of = layout.blocks_of(slices)
+    coming = _Fetch(ask, start_step // layout.window_steps, blocks_of, seek=True, timeout_s=stall_timeout_s)
+    patience_s, step = min(stall_timeout_s, SEEK_PATIENCE_S) if has_fed else stall_timeout_s, start_step
+    while step < stop_step:
+        window = step // layout.window_steps
+        steps = range(step, min((window + 1) * layout.window_steps, stop_step))
+        try:
+            blocks = coming.result(patience_s)
+            batches: Iterator[RankBatch] = iter([assemble(blocks, layout, s, slices) for s in steps])
+            patience_s = stall_timeout_s
+        except Exception as error:  # whatever Ray raises: the rows are on storage all the same
+            (on_fallback or _warn)(window, first_line_of(error))
+            batches = direct_batches(order, reader, layout, slices=slices, start_step=steps.start, stop_step=steps.stop)
+            patience_s = RETRY_PATIENCE_S
+            if not isinstance(error, (TimeoutError, LookupError)):  # whoever was asked may be dead
+                ask = next(ways)
+        if steps.stop < stop_step:
+            coming = _Fetch(ask, window + 1, blocks_of, seek=False, timeout_s=stall_timeout_s)
+        for batch in batches:
+            coming.advance()
+            yield batch
+        step = steps.stop
+
+
+class _Fetch:
+    """A rank's blocks of one window, on their way to this process.
+
+    No thread: one that is still in `ray.get` when its process disconnects from Ray takes the process with it.
+    """
+
+    def __init__(self, ask: Ask, window: int, blocks: range, *, seek: bool, timeout_s: float) -> None:
+        self._call = ask(window, list(blocks), seek, timeout_s)
+        self._references: list[Any] | None = None
+
+    def advance(self) -> None:
+        """Once the stream has named the blocks, have them brought to this node. Never waits, never fails."""
+        try:
+            if self._references is None and ray.wait([self._call], timeout=0)[0]:
+                self._references = ray.get(self._call) or []
+                if self._references:
+                    ray.wait(self._references, num_returns=len(self._references), timeout=0)
+        except Exception:  # `result` meets it again
+            return
+
+    def result(self, patience_s: float) -> list[Block]:
+        """The blocks, waiting at most so long for them. Raises whatever is in the way."""
+        give_up_at = time.monotonic() + patience_s
+        try:
+            references = ray.get(self._call, timeout=patience_s)
+            if references is None:
+                raise LookupError("the stream does not hold the window")
+            return [block_of(t) for t in ray.get(references, timeout=max(give_up_at - time.monotonic(), 0.0))]
+        except ray.exceptions.GetTimeoutError:
+            raise TimeoutError(f"the stream delivered nothing for {patience_s:g} s") from None
+
+
+def assemble(blocks: list[Block], layout: BatchLayout, step: int, slices: range) -> RankBatch:
+    """One step's batch out of a window's blocks. Raises LookupError if a row is not where it should be."""
+    per_slice, first = layout.window_steps * layout.slice_seqs, step % layout.window_steps * layout.slice_seqs
+    positions, rows = [], []
+    for number, (block_positions, block_rows) in zip(layout.blocks_of(slices), blocks, strict=False):
+        held = layout.slices_of_block(number)
+        for k in range(max(held.start, slices.start), min(held.stop, slices.stop)):
+            begin = (k - held.start) * per_slice + first
+            positions.append(block_positions[begin : begin + layout.slice_seqs])
+            rows.append(block_rows[begin : begin + layout.slice_seqs])
+    if not np.array_equal(np.concatenate(positions), layout.positions(step, slices)):
+        raise LookupError(f"the stream delivered other positions than those of step {step}")
+    return RankBatch(step, np.concatenate(positions), np.concatenate(rows))
+
+
+def _warn(window: int, reason: str) -> None:
+    log.warning("token stream: window %d is read from the shards: %s", window, reason)

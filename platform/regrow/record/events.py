@@ -1,0 +1,464 @@
+"""What can happen to a run: every event of events.jsonl as a dataclass, with its fields, its causes and its words.
+
+`to_row` is the line in events.jsonl, `from_row` reads one back, whichever version wrote it: fields that this version
+does not know are kept in `more`, and a line that lacks what its event needs becomes `Unknown`. Names ending in `_s` are
+seconds, times are unix seconds. The table in docs/file-formats.md says when each is written. Pure.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, ClassVar
+
+Row = dict[str, Any]
+
+
+class Cause(StrEnum):
+    """Why a group was formed, and why the one before it ended. A failure's cause is also that of the next group."""
+
+    start = "start"
+    resume = "resume"
+    worker_died = "worker_died"
+    worker_failed = "worker_failed"
+    worker_hung = "worker_hung"
+    node_silent = "node_silent"
+    controller_died = "controller_died"
+    nonfinite = "nonfinite"
+    grow = "grow"
+    drain = "drain"
+    end_of_float8 = "end_of_float8"
+    # no event has these two: a job of which the next one finds that it ended, a group that nothing has followed yet
+    driver_died = "driver_died"
+    unfinished = "unfinished"
+
+
+CAUSE_WORDS: dict[str, str] = {
+    Cause.start: "started",
+    Cause.resume: "resumed",
+    Cause.worker_died: "a worker died",
+    Cause.worker_failed: "a worker failed",
+    Cause.worker_hung: "a worker hung",
+    Cause.node_silent: "a node fell silent",
+    Cause.controller_died: "Ray Train's controller died",
+    Cause.nonfinite: "gradients are not finite",
+    Cause.grow: "grew",
+    Cause.drain: "left draining nodes",
+    Cause.end_of_float8: "went on in bfloat16",
+    Cause.driver_died: "the job ended without a word",
+    Cause.unfinished: "not yet back",
+}
+GRACEFUL = (Cause.grow, Cause.drain, Cause.end_of_float8)  # the whole group left together, to form anew
+FAILURES = (
+    Cause.worker_died,
+    Cause.worker_failed,
+    Cause.worker_hung,
+    Cause.node_silent,
+    Cause.controller_died,
+    Cause.nonfinite,
+)
+
+
+def cause_words(cause: object) -> str:
+    """A cause in words, also one of another version."""
+    return CAUSE_WORDS.get(str(cause)) or str(cause).replace("_", " ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened to a run."""
+
+    name: ClassVar[str] = ""  # as in events.jsonl: the class' name in lower case
+    words: ClassVar[str] = ""  # the sentence, a format of the event
+
+    time: float = 0.0  # when it happened; 0: now, which the log fills in
+    more: Row = field(default_factory=dict)  # fields that this version does not know
+
+    def __init_subclass__(cls) -> None:
+        cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
+        EVENTS[cls.name] = cls
+
+    def to_row(self) -> Row:
+        """The line of events.jsonl. What is None is left out."""
+        own = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("time", "more")}
+        told = {key: value for key, value in own.items() if value is not None}
+        return {"time": self.time, "event": self.name} | told | self.more
+
+    def sentence(self) -> str | None:
+        """One line for people; None for an event that need not be seen live."""
+        return self.words.format(self) or None
+
+    @property
+    def title(self) -> str:
+        return self.name.replace("_", " ")
+
+    @property
+    def of_group(self) -> bool:
+        """Whether it is worth a look as long as the group that met it."""
+        return isinstance(self, GroupIncident)
+
+
+EVENTS: dict[str, type[Event]] = {}
+
+
+class Incident(Event):
+    """An event that somebody should look at; alerts count them by kind."""
+
+
+class GroupIncident(Incident):
+    """An incident that holds as long as the group that met it."""
+
+
+del EVENTS["incident"], EVENTS["group_incident"]  # kinds of events
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unknown(Event):
+    """An event of another version."""
+
+    said: str  # its name
+
+    @property
+    def of_group(self) -> bool:
+        return issubclass(EVENTS.get(self.said, Event), GroupIncident)
+
+    def to_row(self) -> Row:
+        return {"time": self.time, "event": self.said} | self.more
+
+    @property
+    def title(self) -> str:
+        return self.said.replace("_", " ")
+
+
+del EVENTS["unknown"]
+
+
+# the life of a run and of its groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted(Event):
+    """A job of this run was started: what, where and by which command."""
+
+    run_id: str | None = None  # the run's, random
+    host: str | None = None  # name of the driver's machine
+    pid: int | None = None  # the driver's
+    min_workers: int | None = None  # cluster.min_workers
+    max_workers: int | None = None  # cluster.max_workers
+    git: str | None = None  # commit, with -dirty where tracked files differ
+    versions: dict[str, str] | None = None  # of Python and libraries
+    command: str | None = None  # as it was typed
+    geometry: list[str] | None = None  # lines that say how the batch is split
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forming(Event):
+    """A group gets its number; its members join."""
+
+    generation: int  # its number
+    members: list[Row] = field(default_factory=list)  # by rank: id node host port pid lifeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation(Event):
+    """A group is ready for its first step. It began to form `init_s + restore_s` before."""
+
+    generation: int  # its number
+    world_size: int  # ranks
+    start_step: int  # steps done before
+    cause: str  # why it was formed: a Cause
+    source: str | None = None  # where its state came from: seed, snapshot (the nodes' memory), checkpoint
+    recomputed_steps: int | None = None  # steps that are to be done again
+    init_s: float | None = None  # forming the group and building the model
+    restore_s: float | None = None  # loading the state
+    startup_s: dict[str, float] | None = None  # phase -> seconds: what driver and workers did before
+    workers: list[Row] | None = None  # by rank: host node pid device graphs lowered
+    peak_flops: float | None = None  # FLOP/s of one rank's device, which MFU is taken of
+    peak_source: str | None = None  # where that is known from
+    regrow: str | None = None  # folder of the code that rank 0 runs
+
+    def sentence(self) -> str:
+        ranks = f"{self.world_size} rank{'s' if self.world_size != 1 else ''}"
+        mfu = ""
+        if self.peak_flops:
+            mfu = f"; MFU: 6N + 12LHQT FLOPs a token over {self.peak_flops / 1e12:,.3g} TFLOP/s a rank"
+            mfu += f" ({self.peak_source})"
+        source = f", state from {self.source}" if self.source else ""
+        why = f"{cause_words(self.cause)}{source}"
+        return f"generation {self.generation}: {ranks} from step {self.start_step} ({why}){mfu}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure(Event):
+    """A group broke, or lost ranks."""
+
+    cause: str = "unknown"  # a Cause, one of FAILURES
+    detail: str = ""  # a sentence: who, and how it was noticed
+    generation: int | None = None  # the group's number
+    ranks: list[int] | None = None  # those that were lost, as far as known
+    gpus: dict[str, list[str]] | None = None  # node -> what each of its GPUs told last: temperature, power, clock
+
+    def sentence(self) -> str:
+        return f"{cause_words(self.cause)}: {self.detail}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollback(Event):
+    """A generation took back the rows past its start."""
+
+    generation: int  # the one that starts
+    steps: int  # how many rows were taken back
+    from_step: int | None = None  # the newest one's
+    to_step: int | None = None  # step from which the generation starts
+    seconds: float = 0.0  # that these steps had taken: recomputed work
+    first_time: float | None = None  # when the first of them began
+    first_step_end: float | None = None  # when the first of them ended
+    last_time: float | None = None  # when the last of them ended
+    words = "rolled back from step {0.from_step} to {0.to_step}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stopped(Event):
+    """A job ended in an orderly way."""
+
+    step: int | None = None  # the newest in storage
+    reason: str = "stopped"  # finished, stop_at_step, interrupted, failed
+    detail: str = ""  # of a failure: what to do about it
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorRestarted(Incident):
+    """The coordinator died and is back; the group went on meanwhile."""
+
+    generation: int  # the group's number
+    words = "the coordinator died and is back, training went on; generation {0.generation}"
+
+
+# what is saved, and what of it turns out to be damaged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(Event):
+    """A checkpoint was committed to storage."""
+
+    step: int  # of its state
+    bytes: int | None = None  # written to storage
+    seconds: float | None = None  # from its beginning to its commit
+    reason: str | None = None  # it was written for: steps, minutes, interval, end, drain
+    stall_s: float | None = None  # for which training stood still up to `time`, where ranks write themselves
+    generation: int | None = None  # of these ranks
+
+    def sentence(self) -> str:
+        size = f": {self.bytes / 1e6:,.1f} MB" if self.bytes is not None else ""
+        return f"checkpoint of step {self.step} committed{size}" + (
+            f" in {self.seconds:.2f} s" if self.seconds is not None else ""
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFailed(Event):
+    """A checkpoint was given up; training goes on."""
+
+    step: int  # of its state
+    detail: str = ""  # what went wrong
+    words = "checkpoint of step {0.step} was not written, training goes on: {0.detail}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointDamaged(GroupIncident):
+    """A group that forms could not use a checkpoint, and takes the one before it."""
+
+    step: int  # of its state
+    detail: str = ""  # what is wrong with it
+    generation: int | None = None  # the group's number
+    words = "checkpoint of step {0.step} cannot be used, trying the one before: {0.detail}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotFailed(GroupIncident):
+    """A keeper cannot make snapshots safe, or none was committed for long; once a generation and node."""
+
+    detail: str  # a sentence
+    words = "{0.detail}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotDamaged(GroupIncident):
+    """A rank that restores refused a copy of a committed snapshot, and read another one."""
+
+    step: int  # of its state
+    detail: str = ""  # what is wrong with it
+    words = "a copy of the snapshot of step {0.step} cannot be used, another one was: {0.detail}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotUnreadable(GroupIncident):
+    """A group that forms could not read a committed snapshot whole, and goes back to a checkpoint."""
+
+    step: int  # of its state
+    detail: str = ""  # what is wrong with it
+    words = "the snapshot of step {0.step} cannot be used, going back to storage: {0.detail}"
+
+
+# what the loop does beside its steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation(Event):
+    """The validation split was scored; training stood still for `seconds` up to `time`."""
+
+    step: int | None = None  # after which
+    loss: float | None = None  # nats a token
+    seconds: float = 0.0  # that it took
+    generation: int | None = None  # of the group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(Event):
+    """A profile of some steps was written."""
+
+    step: int  # the window's last
+    folder: str  # that holds it, in the run folder
+    words = "profile of the steps up to {0.step}: {0.folder}/summary.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFallback(Incident):
+    """The token stream did not deliver a window, so a rank read it from the shards itself."""
+
+    rank: int  # of the group
+    window: int  # number of the window
+    reason: str = ""  # why the stream was not waited for
+    generation: int | None = None  # of the group
+    words = (
+        "the token stream did not deliver window {0.window} to rank {0.rank} ({0.reason}); it reads the same rows "
+        "directly"
+    )
+
+
+# nodes, devices and processes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drain(Incident):
+    """A node is to be taken away."""
+
+    node: str  # id
+    deadline: float  # unix time by which it goes
+    words = "node {0.node:.12} is to be taken away; the group leaves it in time"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quarantine(Incident):
+    """A node failed too often and is left alone for a while."""
+
+    node: str  # id
+    seconds: float  # for which it is left alone
+    words = (
+        "node {0.node:.12} failed again and again: it is left alone for {0.seconds:.0f} s "
+        "(cluster.quarantine_failures, cluster.quarantine_s)"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stalled(GroupIncident):
+    """A group stood still; before a worker is ended for it, and once where none is found to blame."""
+
+    seconds: float  # since the last step
+    generation: int | None = None  # of the group
+    stacks: str = ""  # file in the run folder that says what every worker was doing
+    words = "no step for {0.seconds:.1f} s; what every worker was doing: {0.stacks}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Straggler(GroupIncident):
+    """A process computes far slower than the others."""
+
+    node: str  # id
+    pid: int  # of the process
+    factor: float  # its time for the probe over the others' median
+    probe_s: float | None = None  # its time for the probe
+    step: int | None = None  # before which it was measured
+    words = (
+        "process {0.pid} on node {0.node:.12} computes {0.factor:.1f} times as long as the others: the whole group "
+        "waits for it"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unfit(GroupIncident):
+    """A device computed a wrong product, or a worker may not join for what its GPU or its node's link is like."""
+
+    node: str  # id
+    pid: int  # of the process
+    detail: str = ""  # what was measured
+    words = "process {0.pid} on node {0.node:.12} was ended: {0.detail}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuError(GroupIncident):
+    """A GPU's driver reported an error."""
+
+    node: str  # id
+    gpu: str  # uuid
+    xid: int  # number of the error
+    meaning: str = ""  # of a fault of the hardware; empty where it may be a program's
+
+    def sentence(self) -> str:
+        known = f" ({self.meaning})" if self.meaning else ""
+        return f"node {self.node[:12]}, {self.gpu}: Xid {self.xid}{known}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link(Event):
+    """A new node's link to another one was measured."""
+
+    node: str  # id of the new node
+    to: str  # id of the other one
+    sent: float | None = None  # bytes/s
+    received: float | None = None  # bytes/s
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinkFailed(GroupIncident):
+    """A new node could not reach another one; it tries the next."""
+
+    node: str  # id of the new node
+    to: str  # id of the other one
+    detail: str = ""  # what went wrong
+    words = "node {0.node:.12} did not reach node {0.to:.12}: {0.detail}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note(Event):
+    """A sentence about something that no other event is for."""
+
+    text: str  # the sentence
+    generation: int | None = None  # of the group that says it
+    words = "{0.text}"
+
+
+INCIDENTS = tuple(name for name, kind in EVENTS.items() if issubclass(kind, Incident))
+
+
+def from_row(row: Mapping[str, Any]) -> Event:
+    """The event that a line of events.jsonl holds, whichever version wrote it."""
+    kind = EVENTS.get(str(row["event"]))
+    given = {key: value for key, value in row.items() if key != "event"}
+    known = {each.name for each in fields(kind)} - {"more"} if kind is not None else {"time"}
+    told = {key: value for key, value in given.items() if key in known and value is not None}
+    more = {key: value for key, value in given.items() if key not in known}
+    if kind is not None:
+        try:
+            return kind(**told, more=more)
+        except TypeError:  # it lacks what it needs
+            more |= told
+            more.pop("time", None)
+    return Unknown(time=given.get("time") or 0.0, said=str(row["event"]), more=more)
+
+
+def startup_line(startup_s: Mapping[str, float], first_step_s: float) -> str:
+    """Where the time from the command to the first step went."""
+    parts = [f"{name} {seconds:.1f}" for name, seconds in startup_s.items() if seconds >= 0.05]
+    total = sum(startup_s.values()) + first_step_s
+    return f"first step after {total:.1f} s: {', '.join(parts)}, step with its data {first_step_s:.1f}"

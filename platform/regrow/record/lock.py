@@ -1,0 +1,63 @@
+"""One writer a run: an exclusive lock on its folder that ends with the process which holds it."""
+
+import fcntl
+import os
+import socket
+import time
+from typing import TextIO
+
+from regrow.errors import ResumeError
+from regrow.record.events import Submitted
+from regrow.storage import Storage
+
+LOCK_FILE = ".lock"  # held by the run's writer for as long as it lives, where storage has locks
+LOCK_WAIT_S = 30.0  # a killed predecessor takes a moment to be gone
+
+
+def lock_run(folder: Storage) -> TextIO | None:
+    """Hold what is returned for as long as the lock is needed; None where storage has none (generations fence there).
+
+    Raises ResumeError where another process keeps it.
+    """
+    if not folder.is_local:
+        return None
+    folder.local_path.mkdir(parents=True, exist_ok=True)
+    file = open(folder.local_path / LOCK_FILE, "w")  # noqa: SIM115 (held open for as long as the lock is)
+    give_up_at = time.monotonic() + LOCK_WAIT_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.write(str(os.getpid()))
+            file.flush()
+            return file
+        except BlockingIOError:
+            if time.monotonic() > give_up_at:
+                raise ResumeError(
+                    f"run folder {folder} is in use by another process; wait for it, stop it, or choose another "
+                    "run.name"
+                ) from None
+            time.sleep(0.2)
+        except OSError:  # a file system without locks
+            return None
+
+
+def is_held(storage: Storage, submitted: Submitted | None) -> bool | None:
+    """Whether the run's writer lives, as its lock says; None where that cannot be known.
+
+    A lock that is free says something only where it would have been taken: on the machine of the newest submission.
+    """
+    if not storage.is_local:
+        return None
+    try:
+        descriptor = os.open(storage.local_path / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a coordinator that comes just now tries again
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return None
+    finally:
+        os.close(descriptor)
+    return False if submitted is not None and submitted.host == socket.gethostname() else None

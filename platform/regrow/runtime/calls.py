@@ -1,0 +1,223 @@
+"""What workers, keepers and Ray Train's controller call of the coordinator, and it of keepers: typed, both ways.
+
+The protocols are what the actors offer, and mypy holds the actors to them; the clients are the one place where a call
+is put into Ray's `handle.method.remote(...)`. `CoordinatorClient` puts its generation into every call that is fenced.
+"""
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+import ray
+
+from regrow.control.health import Pulse
+from regrow.control.membership import Member
+from regrow.control.states import Answer
+from regrow.control.values import Peer, SnapshotAck, Version
+from regrow.state.disk.upload import WriteOrder, Written
+from regrow.state.memory.held import Held, Holder
+from regrow.state.memory.slots import Committed
+
+if TYPE_CHECKING:
+    from regrow.runtime.keeper import KeeperInfo, Place
+
+CALL_TIMEOUT_S = 120.0  # of a call to the coordinator
+
+Value = TypeVar("Value")
+Snapshot = tuple[int, list[Holder]]  # a step, and where its files are
+
+
+class CoordinatorCalls(Protocol):
+    """The coordinator's actor, as others than the driver see it."""
+
+    def ready(self) -> int: ...
+    def join(self, member: Member, expected: int) -> None: ...
+    def formation(self, member_id: str, after: int) -> Answer: ...
+    def next_step(self) -> int: ...
+    def start_training(self, generation: int, start_step: int, details: Mapping[str, Any]) -> None: ...
+    def row(self, generation: int, row: Mapping[str, Any]) -> str: ...
+    def want_checkpoint(self, generation: int, step: int) -> None: ...
+    def commit(self, generation: int, step_folder: str, pointer: bytes) -> None: ...
+    def event(self, generation: int, event: str, fields: Mapping[str, Any]) -> None: ...
+    def note(self, event: str, fields: Mapping[str, Any]) -> None: ...
+    def leaving(self, generation: int, step: int, cause: str) -> None: ...
+    def not_finite(self, generation: int, step: int, detail: str) -> None: ...
+    def done(self) -> None: ...
+    def broke(self, generation: int, detail: str) -> None: ...
+    def unfit(self, node: str, pid: int, detail: str) -> None: ...
+    def fail(self, message: str) -> None: ...
+    def newest_snapshot(self) -> Snapshot | None: ...
+    def committed_snapshot(self) -> Snapshot | None: ...
+    def register_keeper(self, handle: Any, info: "KeeperInfo") -> None: ...
+    def neighbours(self, info: "KeeperInfo") -> list[Peer]: ...
+    def greet(self, node: str, handle: Any) -> None: ...
+    def snapshots_sealed(self, reports: Sequence[SnapshotAck]) -> None: ...
+    def complaint(self, node: str, text: str) -> None: ...
+    def gone(self, node: str, pid: int) -> None: ...
+    def gpu_error(self, node: str, gpu: str, xid: int) -> None: ...
+    def members_died(self, processes: Sequence[tuple[str, int]], left: int, cause: str, detail: str) -> None: ...
+    def group_failed(self, cause: str, detail: str, ranks: Sequence[int]) -> None: ...
+    def draining(self, deadlines: Mapping[str, float]) -> None: ...
+    def avoided_nodes(self) -> set[str]: ...
+
+
+class KeeperCalls(Protocol):
+    """A keeper's actor."""
+
+    def serve(self, coordinator: Any, secret: bytes) -> "KeeperInfo": ...
+    def take_place(self, place: "Place") -> None: ...
+    def relay(self, reports: Sequence[SnapshotAck]) -> None: ...
+    def committed(self, number: int, state: Committed) -> None: ...
+    def holdings(self, since: Version) -> list[Held]: ...
+    def write(self, order: WriteOrder) -> Written: ...
+    def pulses(self) -> list[Pulse]: ...
+    def where(self) -> list[Pulse]: ...
+    def gpus(self) -> list[str]: ...
+    def look(self) -> str: ...
+    def check_link(self, neighbours: Sequence[Peer], least_bytes_per_s: float) -> str: ...
+    def over(self, generation: int) -> None: ...
+    def end_process(self, pid: int) -> None: ...
+    def close(self) -> None: ...
+
+
+class KeeperClient:
+    """A keeper, to the coordinator. Calls with an answer return a future of it; its errors are Ray's."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def serve(self, coordinator: Any, secret: bytes) -> "Future[KeeperInfo]":
+        return _future(self.handle.serve.remote(coordinator, secret))
+
+    def holdings(self, since: Version) -> Future[list[Held]]:
+        return _future(self.handle.holdings.remote(since))
+
+    def write(self, order: WriteOrder) -> Future[Written]:
+        return _future(self.handle.write.remote(order))
+
+    def pulses(self) -> Future[list[Pulse]]:
+        return _future(self.handle.pulses.remote())
+
+    def where(self) -> Future[list[Pulse]]:
+        return _future(self.handle.where.remote())
+
+    def gpus(self) -> Future[list[str]]:
+        return _future(self.handle.gpus.remote())
+
+    def look(self) -> Future[str]:
+        return _future(self.handle.look.remote())
+
+    def take_place(self, place: "Place") -> None:
+        self.handle.take_place.remote(place)
+
+    def committed(self, number: int, state: Committed) -> None:
+        self.handle.committed.remote(number, state)
+
+    def over(self, generation: int) -> None:
+        self.handle.over.remote(generation)
+
+    def end_process(self, pid: int) -> None:
+        self.handle.end_process.remote(pid)
+
+
+class CoordinatorClient:
+    """The coordinator, to all others than the driver; to a worker in its generation, once it has one.
+
+    Calls that return a reference are waited for with `ray.get`, which raises what the coordinator raised: a worker
+    that is fenced off ends there.
+    """
+
+    def __init__(self, handle: Any, generation: int = 0) -> None:
+        self.handle, self.generation = handle, generation
+
+    # before a generation
+
+    def join(self, member: Member, expected: int) -> None:
+        _wait(self.handle.join.remote(member, expected))
+
+    def formation(self, member_id: str, after: int) -> Answer:
+        return cast(Answer, _wait(self.handle.formation.remote(member_id, after)))
+
+    def next_step(self) -> int:
+        return int(_wait(self.handle.next_step.remote()))
+
+    def newest_snapshot(self) -> Snapshot | None:
+        return cast("Snapshot | None", _wait(self.handle.newest_snapshot.remote()))
+
+    def committed_snapshot(self) -> Snapshot | None:
+        return cast("Snapshot | None", _wait(self.handle.committed_snapshot.remote()))
+
+    def register_keeper(self, keeper: Any, info: "KeeperInfo") -> None:
+        _wait(self.handle.register_keeper.remote(keeper, info))
+
+    def neighbours(self, info: "KeeperInfo") -> list[Peer]:
+        return cast("list[Peer]", _wait(self.handle.neighbours.remote(info)))
+
+    def unfit(self, node: str, pid: int, detail: str) -> None:
+        _wait(self.handle.unfit.remote(node, pid, detail))
+
+    # in it; refused once it is over
+
+    def start_training(self, start_step: int, details: Mapping[str, Any]) -> None:
+        _wait(self.handle.start_training.remote(self.generation, start_step, details))
+
+    def commit(self, step_folder: str, pointer: bytes) -> None:
+        _wait(self.handle.commit.remote(self.generation, step_folder, pointer))
+
+    def row(self, row: Mapping[str, Any]) -> Any:
+        """A reference to why the group should leave, or to an empty string."""
+        return self.handle.row.remote(self.generation, row)
+
+    def want_checkpoint(self, step: int) -> Any:
+        return self.handle.want_checkpoint.remote(self.generation, step)
+
+    def event(self, event: str, fields: Mapping[str, Any]) -> Any:
+        return self.handle.event.remote(self.generation, event, fields)
+
+    def leaving(self, step: int, cause: str) -> Any:
+        return self.handle.leaving.remote(self.generation, step, cause)
+
+    def not_finite(self, step: int, detail: str) -> Any:
+        return self.handle.not_finite.remote(self.generation, step, detail)
+
+    # whatever the generation
+
+    def broke(self, detail: str) -> None:
+        _wait(self.handle.broke.remote(self.generation, detail))
+
+    def done(self) -> Any:
+        return self.handle.done.remote()
+
+    def note(self, event: str, fields: Mapping[str, Any]) -> None:
+        self.handle.note.remote(event, fields)
+
+    def complaint(self, node: str, text: str) -> None:
+        self.handle.complaint.remote(node, text)
+
+    # of a keeper, and of Ray Train's controller; nobody waits for these
+
+    def snapshots_sealed(self, reports: Sequence[SnapshotAck]) -> None:
+        self.handle.snapshots_sealed.remote(reports)
+
+    def gone(self, node: str, pid: int) -> None:
+        self.handle.gone.remote(node, pid)
+
+    def gpu_error(self, node: str, gpu: str, xid: int) -> None:
+        self.handle.gpu_error.remote(node, gpu, xid)
+
+    def members_died(self, processes: Sequence[tuple[str, int]], left: int, cause: str, detail: str) -> None:
+        self.handle.members_died.remote(processes, left, cause, detail)
+
+    def group_failed(self, cause: str, detail: str, ranks: Sequence[int]) -> None:
+        self.handle.group_failed.remote(cause, detail, ranks)
+
+    def draining(self, deadlines: Mapping[str, float]) -> None:
+        self.handle.draining.remote(deadlines)
+
+
+def _future(reference: Any) -> "Future[Any]":
+    return cast("Future[Any]", reference.future())
+
+
+def _wait(reference: Any) -> Any:
+    return ray.get(reference, timeout=CALL_TIMEOUT_S)

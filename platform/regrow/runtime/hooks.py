@@ -1,0 +1,139 @@
+"""What a rank tells the coordinator while it trains, and hears from it; see `train.hooks.Hooks`."""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import ray
+
+from regrow.control.group import DRAIN, GROW
+from regrow.parallel.float8 import inner_tensor
+from regrow.plan.mesh import Coordinates
+from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
+from regrow.runtime.process import Process
+from regrow.state.collective import rank
+from regrow.state.disk import catalog, store
+from regrow.state.entries import Progress, training_entries
+from regrow.storage import Storage
+from regrow.train.profile import ProfileWindow
+from regrow.train.step import TrainStep
+from regrow.train.validation import Validation
+
+
+class GenerationHooks:
+    """The hooks of one rank in one generation, and the saver's ways to the coordinator."""
+
+    def __init__(
+        self, process: Process, generation: int, step: TrainStep, coordinates: Coordinates, validation: Validation
+    ) -> None:
+        """`coordinates` are this rank's."""
+        self._process, self._job, self._generation = process, process.job, generation
+        self._coordinator = CoordinatorClient(process.job.coordinator, generation)
+        self._step, self._coordinates, self._validation = step, coordinates, validation
+        self._rank, self._probed = rank(), 0
+        self._replies: deque[Any] = deque()  # of calls on their way to the coordinator
+        self._stop = ""  # why to leave
+        self.window = _profile_window(process) if self._rank == 0 else None
+
+    def log(self, row: dict[str, Any]) -> None:
+        if self._rank == 0:
+            self._replies.append(self._coordinator.row(row))
+            self.profile(row["step"])
+            if self._process.compiled is not None:
+                keep = self._process.compiled.keep_new
+                threading.Thread(target=keep, name="compile-cache", daemon=True).start()
+                self._process.compiled = None
+
+    def wants_to_leave(self) -> bool:
+        replies = self._replies
+        ready, _ = ray.wait(list(replies), num_returns=len(replies), timeout=0) if replies else ([], [])
+        for reply in ready:  # raises what the coordinator raised: a fenced-off rank ends here
+            self._stop = ray.get(reply) or self._stop
+            replies.remove(reply)
+        return bool(self._stop)
+
+    def validate(self, step: int) -> float:
+        begun = time.perf_counter()
+        with self.at_length():  # the first one compiles
+            loss = self._validation.loss(self._step, self._process.stream, step)
+        self._event("validation", {"step": step, "loss": loss, "seconds": time.perf_counter() - begun})
+        return loss
+
+    def profile(self, step: int) -> None:
+        """Training has come to the end of this step."""
+        with self.at_length():
+            written = self.window.after(step) if self.window is not None else None
+        if written is not None:
+            self._coordinator.note("profile", {"step": step, "folder": written})
+
+    def stepped(self, step: int) -> None:
+        """This rank has seen a step succeed: its heartbeat says so, and now and then how fast its device is."""
+        if self._process.memory is not None:
+            self._process.memory.stepped(step)
+        every_steps = self._job.config.cluster.probe_every_steps
+        if every_steps and step % every_steps == 0 and step > self._probed:
+            self._probed = step
+            seconds = self._process.prober.probe()
+            if self._process.memory is not None:
+                self._process.memory.probed(seconds)
+
+    def at_length(self) -> contextlib.AbstractContextManager[None]:
+        """Nobody is to be given up for what takes long here."""
+        memory = self._process.memory
+        return memory.at_length() if memory is not None else contextlib.nullcontext()
+
+    def want_checkpoint(self, step: int) -> None:
+        """Have keepers write this step, from memory. A group that leaves to grow or drain goes on from memory."""
+        if self._rank == 0 and self._stop not in (GROW, DRAIN):
+            self._replies.append(self._coordinator.want_checkpoint(step))
+
+    def write(self, progress: Progress) -> None:
+        """Write a checkpoint by the ranks themselves: training stands still. Collective."""
+        begun = time.perf_counter()
+        folder = Storage.at(self._job.checkpoints)
+        index = store.save(
+            folder,
+            training_entries(self._step.model, self._step.optimizer, inner_tensor=inner_tensor),
+            scalars=progress.to_dict(),
+            run_id=self._job.run_id,
+            generation=self._generation,
+            coordinates=self._coordinates,
+            commit=self._commit,
+        )
+        stall_s = time.perf_counter() - begun
+        fields = {"step": progress.step, "seconds": stall_s, "stall_s": stall_s, "bytes": index.num_bytes}
+        self._event("checkpoint", fields)
+        if self._rank == 0 and (problem := catalog.try_retain(folder, keep=self._job.config.checkpoint.keep)):
+            self._event("note", {"text": problem})
+
+    def not_finite(self, step: int, detail: str) -> None:
+        """Every rank is about to leave for this."""
+        if self._rank == 0:
+            call = self._coordinator.not_finite(step, detail)
+            ray.get([*self._replies, call], timeout=CALL_TIMEOUT_S)
+
+    def close(self, *, left_at: int | None, cause: str) -> None:
+        """Wait until the coordinator has everything; say that the group left after a step, and why if it was not told
+        to, or that it has finished."""
+        if self._rank == 0:
+            coordinator = self._coordinator
+            self._replies.append(coordinator.leaving(left_at, cause) if left_at is not None else coordinator.done())
+        ray.get(list(self._replies), timeout=CALL_TIMEOUT_S)
+        self._replies.clear()
+
+    def _event(self, name: str, fields: dict[str, Any]) -> None:
+        if self._rank == 0:
+            self._replies.append(self._coordinator.event(name, fields))
+
+    def _commit(self, step_folder: str, pointer: bytes) -> None:
+        self._coordinator.commit(step_folder, pointer)
+
+
+def _profile_window(process: Process) -> ProfileWindow | None:
+    observe = process.job.config.observe
+    if observe.profile_at_step is None:
+        return None
+    folder = Storage.at(process.job.folder)
+    return ProfileWindow(folder, process.device, first=observe.profile_at_step, num_steps=observe.profile_steps)

@@ -1,0 +1,101 @@
+"""The run's log on a thread of its own: training never waits for storage, and what that does not take is written later.
+
+Works are done in their order, each until it succeeds: a row or an event that cannot be written now is kept in memory.
+"""
+
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+
+from regrow.errors import first_line
+
+RETRY_S = 2.0  # between tries of what storage does not take
+LATE_S = 30.0  # that storage may take for one work before it is told of
+
+
+class LogWriter:
+    """Safe to use from several threads."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        """`tell` gets one line when storage stays away, and one when it is back; from the writer's thread."""
+        self._tell = tell
+        self._works: deque[Callable[[], object]] = deque()
+        self._changed = threading.Condition()
+        self._put = self._done = 0  # works, so far
+        self._busy_since: float | None = None  # with the first of them
+        self._away_since: float | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+        self._thread.start()
+
+    def put(self, work: Callable[[], object]) -> int:
+        """Have something written after all that was put before; the number to `wait` for."""
+        with self._changed:
+            self._works.append(work)
+            self._put += 1
+            self._changed.notify_all()
+            return self._put
+
+    def wait(self, number: int, timeout_s: float) -> bool:
+        """Whether a work was done in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._done >= number, timeout_s)
+
+    def flush(self, work: Callable[[], object], timeout_s: float) -> None:
+        """Have all that was put so far, and then this, done. Raises OSError where that takes too long."""
+        if not self.wait(self.put(work), timeout_s):
+            raise OSError(f"the run's log was not written within {timeout_s:.0f} s")
+
+    def check(self) -> None:
+        """Tell of a storage that neither takes what it is given nor says why. Call it often."""
+        since = self._busy_since
+        if since is not None and time.monotonic() - since > LATE_S:
+            self._is_away(since, f"it has not answered for {LATE_S:.0f} s")
+
+    def close(self, timeout_s: float) -> int:
+        """End once all is written, or in vain after a while: how many works were not done."""
+        self.wait(self._put, timeout_s)
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            return len(self._works)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._works or self._closed)
+                if self._closed:
+                    return
+                work = self._works[0]
+            self._busy_since = time.monotonic()
+            try:
+                work()
+            except OSError as error:
+                self._is_away(self._busy_since, first_line(error))
+                with self._changed:
+                    self._changed.wait_for(lambda: self._closed, RETRY_S)
+                continue
+            except Exception:  # a mistake of ours; what comes after it counts
+                traceback.print_exc()
+            self._is_back()
+            with self._changed:
+                self._works.popleft()
+                self._done += 1
+                self._changed.notify_all()
+
+    def _is_away(self, since: float, why: str) -> None:
+        with self._changed:
+            is_news = self._away_since is None
+            self._away_since = since if is_news else self._away_since
+        if is_news:
+            self._tell(
+                f"the run folder cannot be written ({why}): training goes on, the log is kept in memory until it can"
+            )
+
+    def _is_back(self) -> None:
+        with self._changed:
+            self._busy_since, since, self._away_since = None, self._away_since, None
+        if since is not None:
+            self._tell(f"the run folder can be written again, after {time.monotonic() - since:.0f} s; nothing is lost")

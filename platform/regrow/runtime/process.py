@@ -1,0 +1,23 @@
+"""What a worker process keeps from one generation to the next."""
+
+from dataclasses import dataclass
+
+import torch
+
+from regrow.parallel.compile_cache import CompileCache
+from regrow.parallel.stream import Stream
+from regrow.runtime.hardware.probe import Prober
+from regrow.runtime.job import Job
+from regrow.runtime.memory_tier import MemoryTier
+
+
+@dataclass
+class Process:
+    """A worker: its device, where its steps run, and its ways to keeper and compile cache."""
+
+    job: Job
+    device: torch.device
+    stream: Stream
+    prober: Prober
+    memory: MemoryTier | None  # None where nothing is snapshotted
+    compiled: CompileCache | None  # that takes what the first step compiles; None once it was told, or without one

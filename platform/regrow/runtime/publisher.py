@@ -1,0 +1,100 @@
+"""A checkpoint's way into storage, but for the parts, which keepers write: index, COMMIT, retention. On a thread."""
+
+import contextlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from regrow.control import events as e
+from regrow.control.commands import PublishCommit, PublishIndex, Write
+from regrow.errors import first_line
+from regrow.state.disk.catalog import step_folder, try_retain
+from regrow.state.disk.format import COMMIT, Index
+from regrow.state.disk.upload import Upload, WriteOrder, Written, write_index
+from regrow.storage import Storage
+
+
+class Publisher:
+    """One thing after another; `done` tells what came of them. Nothing here waits but `commit`'s caller."""
+
+    def __init__(self, checkpoints: Storage, run_id: str, *, keep: int, flush_log: Callable[[], None]) -> None:
+        """`flush_log` makes the log's rows durable, so that a committed step's is never missing. Raises OSError."""
+        self._checkpoints, self._run_id, self._keep, self._flush_log = checkpoints, run_id, keep, flush_log
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="storage")
+        self._upload: Upload | None = None  # the newest one
+        self._number = 0  # its
+        self._published: dict[int, tuple[Index, bytes]] = {}  # index, what COMMIT is to hold; by upload
+        self._working: list[Future[e.Event | None]] = []
+
+    def order(self, write: Write) -> WriteOrder:
+        """What a keeper is to be given."""
+        if write.upload != self._number or self._upload is None:
+            self._number = write.upload
+            folder = self._checkpoints / step_folder(write.version.step)
+            self._upload = Upload(write.version, {}, folder, self._run_id)
+        return self._upload.order(write.origin, copies=write.copies, describe=write.describe)
+
+    def written(self, number: int, order: WriteOrder, written: Written) -> None:
+        """A keeper has carried out an order of this upload."""
+        if number == self._number and self._upload is not None:
+            self._upload.done(order, written)
+
+    def publish_index(self, command: PublishIndex) -> None:
+        upload = self._upload
+        assert upload is not None
+        upload.peers = dict.fromkeys(command.nodes, "")
+
+        def publish() -> e.Event:
+            try:
+                index = upload.index()
+                self._published = {command.upload: (index, write_index(upload.folder, index))}
+            except Exception as error:  # of nodes that hold different things; storage raises many kinds
+                return e.PublishFailed(command.upload, first_line(error))
+            return e.IndexWritten(command.upload)
+
+        self._working.append(self._thread.submit(publish))
+
+    def publish_commit(self, command: PublishCommit) -> None:
+        def publish() -> e.Event:
+            index, pointer = self._published[command.upload]
+            try:
+                self._commit(step_folder(command.version.step), pointer)
+            except Exception as error:
+                return e.PublishFailed(command.upload, first_line(error))
+            return e.CheckpointCommitted(command.upload, command.version.step, index.num_bytes)
+
+        self._working.append(self._thread.submit(publish))
+
+    def commit(self, folder: str, pointer: bytes, *, fence: Callable[[], None]) -> None:
+        """Write COMMIT of a checkpoint that ranks have written themselves. Waits; raises what `fence` does."""
+
+        def commit() -> None:
+            fence()
+            self._commit(folder, pointer)
+
+        self._thread.submit(commit).result()
+
+    def withdraw(self, step: int) -> None:
+        """Take COMMIT of this step away."""
+
+        def withdraw() -> None:
+            with contextlib.suppress(OSError):  # then retention does, once it is old
+                self._checkpoints.delete(f"{step_folder(step)}/{COMMIT}")
+
+        self._thread.submit(withdraw)
+
+    def delete(self) -> None:
+        """Delete checkpoints that are more than is kept."""
+        self._working.append(self._thread.submit(lambda: e.Deleted(try_retain(self._checkpoints, keep=self._keep))))
+
+    def done(self) -> list[e.Event]:
+        """What came of things since the last call."""
+        done = [each for each in self._working if each.done()]
+        self._working = [each for each in self._working if not each.done()]
+        return [event for each in done if (event := each.result()) is not None]
+
+    def close(self, *, wait: bool = True) -> None:
+        self._thread.shutdown(wait=wait)
+
+    def _commit(self, folder: str, pointer: bytes) -> None:
+        self._flush_log()
+        self._checkpoints.write_bytes(f"{folder}/{COMMIT}", pointer)

@@ -1,0 +1,140 @@
+"""What a generation starts from: a step built for it, filled from the nodes' memory, from storage, or from the seed."""
+
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import ray
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from regrow.config.schema import ParallelConfig, PretrainConfig
+from regrow.errors import CheckpointError
+from regrow.model.llama import Llama, init_weights
+from regrow.parallel.float8 import inner_tensor
+from regrow.parallel.fsdp import coordinates_of, replica_group
+from regrow.parallel.phases import recipe_after
+from regrow.runtime.abort import Breaker, listening
+from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
+from regrow.runtime.job import Job
+from regrow.runtime.memory_tier import MemoryTier
+from regrow.runtime.process import Process
+from regrow.runtime.rendezvous import Joined
+from regrow.state.collective import from_rank_0, gather
+from regrow.state.disk import catalog, store
+from regrow.state.entries import Entry, Progress, reset_moments, restored_progress, training_entries
+from regrow.storage import Storage
+from regrow.train.build import build_step
+from regrow.train.step import TrainStep
+
+
+@dataclass
+class Restored:
+    """What a generation trains, and where it goes on."""
+
+    step: TrainStep
+    entries: list[Entry]  # of its state
+    progress: Progress
+    source: str  # of the state: snapshot, checkpoint or seed
+    built_at: float  # unix time, the model was there
+    keeper_at: float  # this rank's keeper was known
+    filled_at: float  # the state was there
+
+
+def build_and_restore(process: Process, joined: Joined, mesh: DeviceMesh, breaker: Breaker) -> Restored:
+    """A step for this mesh with the newest committed state. Collective; raises as `restore` does."""
+    job, stream, generation = process.job, process.stream, joined.generation
+    expected = expected_step(job)
+
+    def built(after: int) -> tuple[TrainStep, list[Entry]]:
+        return stream.submit(partial(build, job, mesh, process.device, after=after)).result()
+
+    def filled() -> tuple[Progress, str]:
+        return stream.submit(partial(restore, job, generation, step, entries, mesh, process.memory)).result()
+
+    step, entries = built(expected)
+    built_at = time.time()
+    if process.memory is not None:
+        process.memory.join(generation, listening() - joined.listened, breaker)
+    keeper_at = time.time()
+    progress, source = filled()
+    if recipe(job.config, progress.step) != recipe(job.config, expected):  # it went back to before the end of float8
+        del step, entries
+        step, entries = built(progress.step)
+        progress, source = filled()
+    return Restored(step, entries, progress, source, built_at, keeper_at, time.time())
+
+
+def recipe(config: PretrainConfig, step: int) -> ParallelConfig:
+    """What the step after this one is trained with."""
+    return recipe_after(config.parallel, config.train.steps, step)
+
+
+def expected_step(job: Job) -> int:
+    """After which step the group will most likely go on, where that makes a difference to what is built. Collective."""
+    config = job.config
+    if recipe(config, 0) == recipe(config, config.train.steps):
+        return 0
+    asked = dist.get_rank() == 0
+    return from_rank_0(CoordinatorClient(job.coordinator).next_step() - 1 if asked else 0)
+
+
+def build(job: Job, mesh: DeviceMesh, device: torch.device, *, after: int) -> tuple[TrainStep, list[Entry]]:
+    """A step, and what its state is made of, to go on after this one; nothing is filled yet. Collective."""
+    config = job.config
+    eot_id = job.corpora.eot_id if config.model.document_attention else None
+    parallel = recipe(config, after)
+    step = build_step(config.model, parallel, config.optim, mesh=mesh, device=device, seed=None, eot_id=eot_id)
+    return step, training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
+
+
+def restore(
+    job: Job,
+    generation: int,
+    built: TrainStep,
+    entries: list[Entry],
+    mesh: DeviceMesh,
+    memory: MemoryTier | None,
+) -> tuple[Progress, str]:
+    """Load the newest committed state that is sound, on all ranks the same one; from seed if there is none.
+
+    Collective. From the nodes' memory, where that holds it, else from storage. A damaged checkpoint is reported and the
+    one before it taken. `entries` are those of `built`.
+    Raises CheckpointError if all checkpoints are damaged.
+    """
+    folder, coordinates = Storage.at(job.checkpoints), coordinates_of(mesh)
+    steps = from_rank_0(catalog.committed_steps(folder) if dist.get_rank() == 0 else [])
+    if memory is not None:
+        restored = memory.restore(entries, at_least=steps[0] if steps else 0)
+        if restored is not None:
+            return restored, "snapshot"
+    for step in steps:
+        problem, index, progress = "", None, None
+        try:
+            index = catalog.open_checkpoint(folder, step, run_id=job.run_id)
+            store.restore(folder, index, entries, coordinates)
+            progress = restored_progress(index.scalars, global_batch_seqs=job.config.optim.global_batch_seqs)
+        except CheckpointError as error:
+            problem = str(error)
+        problems = [found for found in gather(problem) if found]
+        if not problems:
+            assert index is not None
+            assert progress is not None
+            store.share_parts(entries, coordinates, replica_group(mesh))
+            return progress, "checkpoint"
+        if dist.get_rank() == 0:
+            fields = {"step": step, "detail": problems[0]}
+            ray.get(
+                CoordinatorClient(job.coordinator, generation).event("checkpoint_damaged", fields),
+                timeout=CALL_TIMEOUT_S,
+            )
+    if steps:
+        raise CheckpointError(
+            f"none of the checkpoints at {folder} (steps {', '.join(map(str, steps))}) can be restored; {problems[0]}; "
+            "choose another run.name to start over"
+        )
+    init_weights(cast(Llama, built.model), job.config.run.seed)
+    reset_moments(built.optimizer)
+    return Progress(), "seed"

@@ -1,0 +1,248 @@
+"""Carries out what control decides, on a clock and threads of its own: no display, report or slow store delays it."""
+
+import contextlib
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from regrow.config.schema import PretrainConfig
+from regrow.control import commands as c
+from regrow.control import events as e
+from regrow.control.core import Control, Past
+from regrow.errors import first_line
+from regrow.record.events import from_row
+from regrow.record.log import RunLog
+from regrow.runtime.fleet import Fleet
+from regrow.runtime.liveness.probe import RollCall
+from regrow.runtime.log_writer import LogWriter
+from regrow.runtime.publisher import Publisher
+from regrow.show.prometheus import RunMetrics
+from regrow.show.tensorboard import TensorBoard
+from regrow.state.memory.held import is_whole
+from regrow.storage import Storage
+
+TICK_S = 0.1
+STACKS = "stacks"  # folder, of what everyone did while a group stood still
+FLUSH_S = 60.0  # for the log, before COMMIT
+FORM_S = 5.0  # for a generation's number to be in the log, before anybody hears of it
+CLOSE_S = 60.0  # for the log, in the end
+FLUSH_EVERY_S = 10.0  # where the log is uploaded: shows whether storage is there
+NUM_UPDATES = 10_000  # that are kept for the driver
+
+
+@dataclass(frozen=True)
+class Update:
+    """One thing to show, in order."""
+
+    number: int
+    kind: str  # "row" (of metrics) or "event"
+    content: dict[str, Any]
+
+
+class Shell:
+    """Safe to use from several threads. `now` is unix time at the start, and steady from there."""
+
+    def __init__(
+        self,
+        config: PretrainConfig,
+        folder: Storage,
+        checkpoints: Storage,
+        run_id: str,
+        *,
+        secret: bytes,
+        past: Past,
+        events: list[dict[str, Any]],
+        instruments: Any,
+    ) -> None:
+        """`events` are the log's so far; `instruments` is `ray.util.metrics`, or None."""
+        self._config, self._folder = config, folder
+        self.lock = threading.RLock()
+        self._started = time.time() - time.monotonic()
+        self.control = Control(config, is_whole=is_whole, now=self.now, past=past, first_message=time.time_ns())
+        self._writer = LogWriter(self._tell_of_storage)
+        self._log = RunLog(folder)
+        self.publisher = Publisher(checkpoints, run_id, keep=config.checkpoint.keep, flush_log=self._flush_log)
+        self.fleet = Fleet(run_id, secret, self.publisher)
+        self.metrics = RunMetrics(
+            config, self.control.cadence, events, instruments=instruments, note=lambda text: self._note(text)
+        )
+        self._tensorboard: TensorBoard | None = None
+        self._draws = config.observe.tensorboard
+        self._roll_call = RollCall()
+        self._updates: deque[Update] = deque(maxlen=NUM_UPDATES)
+        self._num_updates = time.time_ns()  # above those of a coordinator before this one
+        self._later: deque[e.Event] = deque()  # what carrying out commands has found
+        self._flushed = (0, self.now)  # the log's newest flush, and when it was asked for
+        self._formed = (0, 0.0)  # the log's work of the newest generation's number, and until when it is waited for
+        self._closing = threading.Event()
+        self._timer = threading.Thread(target=self._run, name="timer", daemon=True)
+        self._carriers: dict[type, Callable[[Any], None]] = {
+            c.Form: self._form,
+            c.Record: lambda command: self.record(command.event, command.fields),
+            c.BeginRows: self._begin_rows,
+            c.LogRow: self._log_row,
+            c.GiveUp: lambda command: None,  # workers hear it when they ask, the driver with `updates`
+            c.Kill: self.fleet.kill,
+            c.Connect: lambda command: self._roll_call.meet(command.members),
+            c.Probe: self._probe,
+            c.Ask: self.fleet.ask,
+            c.TellOver: self.fleet.tell_over,
+            c.SendPlaces: self.fleet.send_places,
+            c.Announce: self.fleet.announce,
+            c.SnapshotCommitted: lambda command: self.metrics.snapshot(command.version.step),
+            c.SaveStacks: self._save_stacks,
+            c.Write: self.fleet.write,
+            c.PublishIndex: self.publisher.publish_index,
+            c.PublishCommit: self.publisher.publish_commit,
+            c.Withdraw: lambda command: self.publisher.withdraw(command.step),
+            c.Delete: lambda command: self.publisher.delete(),
+        }
+
+    @property
+    def now(self) -> float:
+        return self._started + time.monotonic()
+
+    def start(self) -> None:
+        """From here on time passes."""
+        self._timer.start()
+
+    def tell(self, event: e.Event) -> Any:
+        """An event to control; its reply, once all that follows from it is under way. Raises Fenced."""
+        with self.lock:
+            reply = self._carry_out(self.control.on(event, self.now))
+            while self._later:
+                self._carry_out(self.control.on(self._later.popleft(), self.now))
+            return reply
+
+    def await_formed(self) -> None:
+        """The newest generation's number is in the log: a coordinator after this one does not give it out again.
+
+        While storage is away it may not be, and the group goes on all the same.
+        """
+        number, until = self._formed
+        self._writer.wait(number, max(0.0, until - time.monotonic()))
+
+    def record(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Into the log, and to all that show it."""
+        with self.lock:
+            typed = from_row({"time": time.time(), "event": event, **fields})
+            self._writer.put(lambda: self._log.event(typed))
+            self.metrics.event(typed)
+            self._update("event", typed.to_row())
+
+    def updates(self, after: int) -> list[Update]:
+        """What happened after the update of this number, as far as it is still known."""
+        with self.lock:
+            return [update for update in self._updates if update.number > after]
+
+    def close(self) -> int:
+        """Write what is left, and end; how many rows and events could not be written."""
+        self._closing.set()
+        if self._timer.is_alive():
+            self._timer.join()
+        with self.lock:
+            self._roll_call.close()
+            self._writer.put(self._log.close)
+            if self._tensorboard is not None:
+                self._writer.put(lambda: self._draw(lambda: self._tensorboard.close() if self._tensorboard else None))
+        left = self._writer.close(CLOSE_S)
+        self.publisher.close(wait=not left)
+        return left
+
+    def _run(self) -> None:
+        while not self._closing.wait(TICK_S):
+            try:
+                self.tick()
+            except Exception:  # a mistake of ours; the next tick goes on
+                traceback.print_exc()
+
+    def tick(self) -> None:
+        """Take in what keepers and storage have answered, and let control decide what time alone decides."""
+        with self.lock:
+            for event in [*self.fleet.answers(), *self.publisher.done()]:
+                try:
+                    self.tell(event)
+                except Exception:  # a mistake of ours, of one answer
+                    traceback.print_exc()
+            self._carry_out(self.control.tick(self.now))
+            self.metrics.tick()
+        number, at = self._flushed
+        if not self._folder.is_local and self.now - at > FLUSH_EVERY_S and self._writer.wait(number, 0.0):
+            self._flushed = self._writer.put(self._log.flush), self.now
+        self._writer.check()
+
+    def _carry_out(self, commands: list[c.Command]) -> Any:
+        reply = None
+        for command in commands:
+            if isinstance(command, c.Reply):
+                reply = command.value
+            else:
+                self._carriers[type(command)](command)
+        return reply
+
+    def _form(self, command: c.Form) -> None:
+        fields = {"generation": command.generation, "members": [asdict(each) for each in command.members]}
+        self.record("forming", fields)
+        self._formed = self._writer.put(lambda: None), time.monotonic() + FORM_S
+
+    def _begin_rows(self, command: c.BeginRows) -> None:
+        self._writer.put(lambda: self._log.begin(command.generation, command.start_step))
+        if self._draws:
+            self._writer.put(lambda: self._draw(lambda: self._begin_tensorboard(command.start_step)))
+
+    def _draw(self, work: Callable[[], None]) -> None:
+        """TensorBoard's writer does not recover, and metrics.jsonl has the same numbers."""
+        try:
+            work()
+        except Exception as error:
+            self._tensorboard, self._draws = None, False
+            self._note(f"no more TensorBoard files: {first_line(error)}")
+
+    def _begin_tensorboard(self, start_step: int) -> None:
+        if self._tensorboard is not None:
+            self._tensorboard.begin(start_step)
+        else:
+            self._tensorboard = TensorBoard.open(self._folder, start_step=start_step, note=self._note)
+
+    def _log_row(self, command: c.LogRow) -> None:
+        row = dict(command.row)
+        self._writer.put(lambda: self._log.row(row))
+        if self._draws:
+            self._writer.put(lambda: self._draw(lambda: self._tensorboard.row(row) if self._tensorboard else None))
+        self.metrics.row(row)
+        self._update("row", row)
+
+    def _probe(self, command: c.Probe) -> None:
+        dead = self._roll_call.gone(command.members, time.monotonic())
+        if dead:
+            self._later.append(e.PortRefused(tuple(member.id for member in dead)))
+
+    def _save_stacks(self, command: c.SaveStacks) -> None:
+        generation = self.control.generation
+        name = f"{STACKS}/generation-{generation:06d}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}.txt"
+        text = "\n".join(f"== node {node}\n{where or 'no answer'}" for node, where in command.found.items())
+
+        def save() -> None:
+            with contextlib.suppress(OSError):  # the group matters more
+                self._folder.write_bytes(name, text.encode())
+
+        self._writer.put(save)
+        self.record("stalled", {"generation": generation, "seconds": command.stalled_s, "stacks": name})
+
+    def _update(self, kind: str, content: dict[str, Any]) -> None:
+        self._num_updates += 1
+        self._updates.append(Update(self._num_updates, kind, content))
+
+    def _note(self, text: str) -> None:
+        self.record("note", {"text": text})
+
+    def _tell_of_storage(self, text: str) -> None:
+        print(text, flush=True)
+        self._note(text)
+
+    def _flush_log(self) -> None:
+        self._writer.flush(self._log.flush, FLUSH_S)

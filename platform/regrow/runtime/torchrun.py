@@ -1,0 +1,223 @@
+"""Ranks that torchrun started, or one process: their group, the run's folder, and what they write there. No Ray."""
+
+import contextlib
+import datetime
+import os
+import shlex
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from regrow.config.schema import PretrainConfig
+from regrow.data.read.corpora import Corpora, find_corpora
+from regrow.errors import CheckpointError, RegrowError
+from regrow.forecast.passes import settled
+from regrow.parallel.float8 import inner_tensor
+from regrow.parallel.fsdp import BACKENDS, coordinates_of, replica_group
+from regrow.parallel.stream import stream_of
+from regrow.record import events
+from regrow.record.lock import lock_run
+from regrow.record.log import RunLog, next_generation, read_events
+from regrow.record.provenance import git_sha, versions
+from regrow.record.run_folder import CHECKPOINTS
+from regrow.runtime.hardware.peak import Peak
+from regrow.runtime.run_folder import Run, open_run
+from regrow.show.console import Console
+from regrow.state.collective import from_rank_0, gather, rank
+from regrow.state.disk import catalog, store
+from regrow.state.entries import Progress, restored_progress, set_optimizer_step, training_entries
+from regrow.train.step import TrainStep
+from regrow.train.validation import Validation
+
+Result = TypeVar("Result")
+
+
+@contextlib.contextmanager
+def process_group(timeout_s: float) -> Iterator[torch.device]:
+    """The default group, of torchrun's ranks or of this process alone; this rank's device."""
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else None
+    device = device or torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group(BACKENDS[device.type], timeout=timeout, **({} if "RANK" in os.environ else alone))
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def for_this_group(config: PretrainConfig, device: torch.device) -> PretrainConfig:
+    """The configuration of a run whose group has this size from its first step to its last, on such a device."""
+    world_size = dist.get_world_size()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else config.cluster.name
+    gpus = int(device.type == "cuda")
+    cluster = replace(config.cluster, name=name, min_workers=world_size, max_workers=world_size, gpus_per_worker=gpus)
+    return settled(replace(config, cluster=cluster))[0]
+
+
+def on_first_rank(work: Callable[[], Result]) -> Result:
+    """What the first rank's `work` returns, on every rank. Collective; a RegrowError there is raised on all."""
+    outcome: Result | RegrowError | None = None
+    if rank() == 0:
+        try:
+            outcome = work()
+        except RegrowError as error:
+            outcome = error
+    outcome = from_rank_0(outcome)
+    if isinstance(outcome, RegrowError):
+        raise outcome
+    return outcome  # type: ignore[return-value]
+
+
+class TorchrunRun:
+    """A run's folder, held open by the first rank; the loop's hooks, on every rank."""
+
+    def __init__(self, config: PretrainConfig, console: Console) -> None:
+        """Prepare the corpus where it is missing, and open the folder. Collective; raises RegrowError on all ranks."""
+        self.config, self.console, self.rank = config, console, rank()
+        self.corpora: Corpora = on_first_rank(partial(find_corpora, config, progress=console.progress))
+        self.run: Run = on_first_rank(partial(open_run, config, manifest_sha256=self.corpora.sha256))
+        self.checkpoints = self.run.folder / CHECKPOINTS
+        self._lock = lock_run(self.run.folder) if self.rank == 0 else None
+        self.generation = on_first_rank(lambda: next_generation(read_events(self.run.folder)))
+        self._log = RunLog(self.run.folder) if self.rank == 0 else None
+        self.asked_to_stop = False
+        world_size = dist.get_world_size()
+        self.event(
+            events.Submitted(
+                run_id=self.run.run_id,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                min_workers=world_size,
+                max_workers=world_size,
+                git=git_sha(),
+                versions=versions(),
+                command=shlex.join(sys.argv),
+            )
+        )
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._stop)
+
+    def newest_step(self) -> int:
+        """Of the committed checkpoints; 0 where there is none. Collective."""
+        return on_first_rank(lambda: max(catalog.committed_steps(self.checkpoints), default=0))
+
+    def restore(self, step: TrainStep, mesh: DeviceMesh) -> Progress:
+        """Fill the step with the newest checkpoint that is sound; it is as initialised where there is none. Collective.
+
+        Raises CheckpointError where there are some and none is sound.
+        """
+        entries = training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
+        coordinates, problem = coordinates_of(mesh), ""
+        for number in from_rank_0(catalog.committed_steps(self.checkpoints)):
+            try:
+                index = catalog.open_checkpoint(self.checkpoints, number, run_id=self.run.run_id)
+                store.restore(self.checkpoints, index, entries, coordinates)
+                mine = ""
+            except CheckpointError as error:
+                mine = str(error)
+            problem = next(filter(None, gather(mine)), "")
+            if not problem:
+                store.share_parts(entries, coordinates, replica_group(mesh))
+                set_optimizer_step(step.optimizer, index.step)
+                return restored_progress(index.scalars, global_batch_seqs=self.config.optim.global_batch_seqs)
+            self.event(events.CheckpointDamaged(step=number, detail=problem))
+        if problem:
+            raise CheckpointError(f"{problem}; none of the checkpoints at {self.checkpoints} can be restored")
+        return Progress()
+
+    def begin(self, step: TrainStep, mesh: DeviceMesh, start: Progress, validation: Validation, peak: Peak) -> None:
+        """The group trains this from here on."""
+        self._step, self._coordinates, self._validation = step, coordinates_of(mesh), validation
+        self._stream = stream_of(next(step.model.buffers()).device)
+        worker = {"host": socket.gethostname(), "node": socket.gethostname(), "pid": os.getpid()}
+        workers = gather(worker | {"device": str(next(step.model.buffers()).device)})
+        rollback = self._log.begin(self.generation, start.step) if self._log else None
+        begun = events.Generation(
+            generation=self.generation,
+            start_step=start.step,
+            cause=events.Cause.resume if self.run.resumed_step is not None else events.Cause.start,
+            recomputed_steps=rollback.steps if rollback else 0,
+            world_size=dist.get_world_size(),
+            source="checkpoint" if start.step else "seed",
+            workers=workers,
+            peak_flops=peak.flops,
+            peak_source=peak.source,
+        )
+        self.event(begun)
+        self.message(begun.sentence())
+
+    def is_over(self, progress: Progress) -> bool:
+        """Whether nothing is left to train, for now."""
+        last_step = min(self.config.train.steps, self.config.train.stop_at_step or self.config.train.steps)
+        return progress.step >= last_step or any(gather(self.asked_to_stop))
+
+    def log(self, row: dict[str, Any]) -> None:
+        if self._log is not None:
+            self._log.row(row)
+            self.console.row(row)
+
+    def wants_to_leave(self) -> bool:
+        return self.asked_to_stop
+
+    def validate(self, step: int) -> float:
+        begun = time.perf_counter()
+        loss = self._validation.loss(self._step, self._stream, step)
+        self.event(events.Validation(step=step, loss=loss, seconds=time.perf_counter() - begun))
+        return loss
+
+    def write(self, progress: Progress) -> None:
+        """Write and commit a checkpoint. Collective."""
+        begun = time.perf_counter()
+        entries = training_entries(self._step.model, self._step.optimizer, inner_tensor=inner_tensor)
+        if self._log is not None:
+            self._log.flush()  # a committed step's row is never missing
+        index = store.save(
+            self.checkpoints,
+            entries,
+            scalars=progress.to_dict(),
+            run_id=self.run.run_id,
+            generation=self.generation,
+            coordinates=self._coordinates,
+        )
+        took_s = time.perf_counter() - begun
+        written = events.Checkpoint(step=progress.step, seconds=took_s, stall_s=took_s, bytes=index.num_bytes)
+        self.event(written)
+        self.message(written.sentence())
+        if self.rank == 0 and (problem := catalog.try_retain(self.checkpoints, keep=self.config.checkpoint.keep)):
+            self.event(events.Note(text=problem))
+
+    def close(self, progress: Progress) -> None:
+        """Training has ended at this step, which is in storage."""
+        finished = progress.step >= self.config.train.steps
+        reason = "finished" if finished else "interrupted" if self.asked_to_stop else "stop_at_step"
+        self.event(events.Stopped(step=progress.step, reason=reason))
+        self.message(f"{reason.replace('_', ' ')}: step {progress.step} of {self.config.train.steps} is committed")
+        if self._log is not None:
+            self._log.close()
+
+    def message(self, text: str) -> None:
+        if self.rank == 0:
+            self.console.message(text)
+
+    def event(self, event: events.Event) -> None:
+        if self._log is not None:
+            self._log.event(event)
+
+    def _stop(self, signum: int, frame: FrameType | None) -> None:
+        if self.asked_to_stop:
+            raise KeyboardInterrupt
+        self.asked_to_stop = True
+        self.message("stopping after this step with a checkpoint; once more to end at once")

@@ -1,0 +1,154 @@
+"""When the training state is kept, in memory and in storage: the one policy. See `train.hooks.Saver`."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from regrow.state.collective import gather
+from regrow.state.entries import Progress
+from regrow.state.memory.writer import Snapshots
+
+SAFE_S = 5.0  # that training waits for keepers which fall behind
+LAST_ROOM_S = 30.0  # that the snapshot of the last step waits for room; a node that is taken away gives little more
+
+Write = Callable[[Progress], None]  # a checkpoint, by all ranks; collective
+Stepped = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """Steps at which the state is kept, counted from 1."""
+
+    last_step: int
+    snapshot_every_steps: int = 0  # 0: never
+    checkpoint_every_steps: int | None = None  # None: only at the end
+
+    def snapshot(self, step: int) -> bool:
+        return _divides(self.snapshot_every_steps, step)
+
+    def checkpoint(self, step: int) -> bool:
+        return step == self.last_step or _divides(self.checkpoint_every_steps, step)
+
+
+def _divides(every_steps: int | None, step: int) -> bool:
+    return every_steps is not None and every_steps > 0 and step % every_steps == 0
+
+
+class CheckpointSaver:
+    """In storage alone: training stands still while the ranks write."""
+
+    def __init__(self, cadence: Cadence, write: Write, *, stepped: Stepped = lambda step: None) -> None:
+        """`stepped` is told of each step that the host has seen succeed."""
+        self._cadence, self._write, self._stepped = cadence, write, stepped
+        self._saved = -1  # the newest step that is in storage
+
+    def has_room(self, step: int) -> bool:
+        return True
+
+    def before_update(self) -> float:
+        return 0.0
+
+    def confirm(self, step: int) -> float:
+        self._stepped(step)
+        return 0.0
+
+    def is_checkpoint_due(self, step: int) -> bool:
+        return self._cadence.checkpoint(step)
+
+    def after_step(self, progress: Progress, *, blocked: bool, read: bool) -> float:
+        return self.finish(progress, blocked=blocked) if self.is_checkpoint_due(progress.step) else 0.0
+
+    def finish(self, progress: Progress, *, blocked: bool) -> float:
+        begun = time.perf_counter()
+        if self._saved != progress.step:
+            self._saved = progress.step
+            self._write(progress)
+        return time.perf_counter() - begun
+
+
+class SnapshotSaver:
+    """In the nodes' memory, from where keepers write checkpoints: training waits for neither, but for room."""
+
+    def __init__(
+        self,
+        cadence: Cadence,
+        snapshots: Snapshots,
+        *,
+        start_step: int,
+        num_ahead: int,
+        want_checkpoint: Callable[[int], None],
+        write: Write,
+        stepped: Stepped = lambda step: None,
+        at_length: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        """`num_ahead` steps are launched before one is read. `want_checkpoint` has the keepers write a step, `write`
+        the ranks themselves, where a last step found no room. `stepped` is told of a step before anything is waited
+        for; within `at_length` nobody takes this process for hung."""
+        self._cadence, self._snapshots, self._start_step, self._num_ahead = cadence, snapshots, start_step, num_ahead
+        self._want_checkpoint, self._write = want_checkpoint, write
+        self._stepped, self._at_length = stepped, at_length
+        self._saved = -1  # the newest step that is, or will be, in storage
+
+    def has_room(self, step: int) -> bool:
+        # read `num_ahead` steps later: this step's own snapshot may have been begun by then
+        needed = 1 + (self._num_ahead if self._cadence.snapshot(step) else 0)
+        if self._snapshots.room() >= needed:
+            return True
+        # a step ahead, what is not committed now will be by then, unless keepers fall behind
+        return needed > 1 and not self._snapshots.is_late
+
+    def before_update(self) -> float:
+        return self._snapshots.wait()
+
+    def confirm(self, step: int) -> float:
+        """Waits until a snapshot is safe that is at most `snapshot_every_steps` steps older."""
+        self._snapshots.confirm(step)
+        self._stepped(step)
+        every_steps = max(1, self._cadence.snapshot_every_steps)
+        # some are left out, where keepers fall behind
+        safe = self._snapshots.newest_begun((step - 1) // every_steps * every_steps)
+        return self._snapshots.await_commit(safe, patience_s=SAFE_S) if safe > self._start_step else 0.0
+
+    def is_checkpoint_due(self, step: int) -> bool:
+        return self._cadence.checkpoint(step)
+
+    def after_step(self, progress: Progress, *, blocked: bool, read: bool) -> float:
+        due = self.is_checkpoint_due(progress.step)
+        if due:
+            return self._keep(progress, blocked=blocked, last=progress.step == self._cadence.last_step)
+        if not self._cadence.snapshot(progress.step) or blocked:
+            return 0.0
+        waited_s = self._begin(progress, blocked=False, last=False)
+        return waited_s + (self.confirm(progress.step) if read else 0.0)
+
+    def finish(self, progress: Progress, *, blocked: bool) -> float:
+        return self._keep(progress, blocked=blocked, last=True) if self._saved != progress.step else 0.0
+
+    def _keep(self, progress: Progress, *, blocked: bool, last: bool) -> float:
+        """In memory, and from there in storage; where its snapshot was not begun a later one's will do, unless it is
+        the last."""
+        waited_s = self._begin(progress, blocked=blocked, last=last) + self.confirm(progress.step)
+        begun, self._saved = time.perf_counter(), progress.step
+        if last and self._snapshots.begun != progress.step:
+            with self._at_length():
+                self._write(progress)
+        else:
+            self._want_checkpoint(progress.step)
+        return waited_s + time.perf_counter() - begun
+
+    def _begin(self, progress: Progress, *, blocked: bool, last: bool) -> float:
+        """Begin to copy the state, which does not change before `before_update`.
+
+        Where some rank is `blocked` it waits for room, longest where this is the `last` step, and begins on no rank if
+        none comes.
+        """
+        begun = time.perf_counter()
+        if self._snapshots.begun != progress.step:
+            with self._at_length():
+                room = not blocked or all(gather(self._snapshots.await_room(LAST_ROOM_S if last else SAFE_S)))
+                if room and self._num_ahead:
+                    self._snapshots.await_room(LAST_ROOM_S)
+            if room and not self._snapshots.begin(progress.step, progress.to_dict()):
+                raise RuntimeError(f"the room for the snapshot of step {progress.step} is gone")
+        return time.perf_counter() - begun

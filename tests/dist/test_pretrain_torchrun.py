@@ -1,0 +1,134 @@
+"""jobs.pretrain_torchrun: the same run under torchrun and in one process, without Ray or Hydra."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from regrow.record.log import read_events, read_metrics
+from regrow.storage import Storage
+from support.corpus import write_corpus
+
+ROOT = Path(__file__).parents[2]
+STEPS, SEQ_LEN, VOCAB = 12, 32, 512
+SMALL = [
+    "model.dim=64",
+    "model.num_layers=2",
+    "model.num_heads=4",
+    "model.num_kv_heads=2",
+    "model.ffn_dim=160",
+    f"model.vocab_size={VOCAB}",
+    f"data.vocab_size={VOCAB}",
+    f"data.seq_len={SEQ_LEN}",
+    f"train.steps={STEPS}",
+    "train.validate_every_steps=6",
+    "train.validation_seqs=12",
+    "checkpoint.every_steps=4",
+    "observe.peak_tflops=1",
+]
+# a finder that refuses what the door is to do without
+WITHOUT = """
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("ray", "hydra", "omegaconf"):
+            raise ImportError(f"{name} is not to be imported here")
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus") / "rows"
+    rng = np.random.default_rng(0)
+    rows = (np.cumsum(rng.integers(0, 3, (400, SEQ_LEN + 1)), axis=1) % VOCAB).astype(np.uint32)
+    write_corpus(
+        folder, rows[:360], rows_per_group=8, rows_per_shard=120, vocab_size=VOCAB, validation=rows[360:]
+    )
+    return folder
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(WITHOUT)
+    paths = [str(tmp_path / "site"), str(ROOT / "platform"), os.environ.get("PYTHONPATH", "")]
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return clean | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+
+
+def pretrain(
+    environment: dict[str, str], storage: Path, name: str, *settings: str, ranks: int = 1
+) -> subprocess.CompletedProcess[str]:
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
+    command = [sys.executable, "-m", *launcher, "jobs.pretrain_torchrun"]
+    return subprocess.run(
+        [*command, f"run.storage_path={storage}", f"run.name={name}", *SMALL, *settings],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def succeed(environment: dict[str, str], storage: Path, name: str, *settings: str, ranks: int = 1) -> list[dict]:
+    done = pretrain(environment, storage, name, *settings, ranks=ranks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_metrics(Storage.at(storage / name))
+
+
+def losses(rows: Sequence[dict]) -> list[float]:
+    return [row["loss"] for row in rows]
+
+
+def test_one_process_and_ranks_of_torchrun_train_the_same_run_and_go_on_with_each_others(
+    environment: dict[str, str], tmp_path: Path, corpus: Path
+) -> None:
+    rows = f"data.corpora.rows={corpus}"
+    alone = succeed(environment, tmp_path, "alone", rows)
+    assert [row["step"] for row in alone] == list(range(1, STEPS + 1))
+    assert losses(alone)[-1] < losses(alone)[0]
+    assert [row["step"] for row in alone if "validation_loss" in row] == [6, 12]
+    first = succeed(environment, tmp_path, "both", rows, "train.stop_at_step=5", ranks=2)
+    assert len(first) == 5
+    both = succeed(environment, tmp_path, "both", rows)  # by another number of ranks
+    assert [row["batch_digest"] for row in both] == [row["batch_digest"] for row in alone]
+    assert losses(both) == pytest.approx(losses(alone), abs=1e-5)
+    events = read_events(Storage.at(tmp_path / "both"))
+    begun = [(e["cause"], e["source"], e["start_step"], e["world_size"]) for e in events if e["event"] == "generation"]
+    assert begun == [("start", "seed", 0, 2), ("resume", "checkpoint", 5, 1)]
+    assert [event["reason"] for event in events if event["event"] == "stopped"] == ["stop_at_step", "finished"]
+    assert sorted(path.name for path in (tmp_path / "both/checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
+
+
+def test_a_run_with_float8_goes_on_in_bfloat16_for_its_last_steps(
+    environment: dict[str, str], tmp_path: Path, corpus: Path
+) -> None:
+    float8 = ["parallel.float8=tensorwise", "parallel.bfloat16_tail=0.5", "parallel.dtype=bfloat16"]
+    rows = succeed(environment, tmp_path, "tail", f"data.corpora.rows={corpus}", *float8)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    begun = [e["start_step"] for e in read_events(Storage.at(tmp_path / "tail")) if e["event"] == "generation"]
+    assert begun == [0, 6]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["train.stesp=3"], "unknown setting 'train.stesp'; did you mean 'train.steps'?"),
+        (["optim.num_slices=5"], "optim.global_batch_seqs=12"),
+        (["data.corpora.rows=/nowhere"], "/nowhere holds no finished corpus"),
+    ],
+)
+def test_a_mistake_is_one_line_on_every_rank(
+    environment: dict[str, str], tmp_path: Path, corpus: Path, settings: list[str], message: str
+) -> None:
+    done = pretrain(environment, tmp_path, "wrong", f"data.corpora.rows={corpus}", *settings)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "wrong").exists()

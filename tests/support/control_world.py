@@ -1,0 +1,769 @@
+"""A world in virtual time around `regrow.control.core.Control`: workers, keepers with memory, storage, a log, faults.
+
+Everything is as simple as the promises allow: the training state is one number that every step changes, so that a state
+made of the wrong steps is seen; a snapshot is that number once for each shard. Messages take random times, overtake one
+another and, where nobody waits for them, get lost. What must never be is checked as it happens (`Broken`).
+"""
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig
+from regrow.control import commands as c
+from regrow.control import events as e
+from regrow.control.core import Control, Fenced, Past
+from regrow.control.health import Pulse
+from regrow.control.membership import Formation, Member
+from regrow.control.states import Answer, GivenUp
+from regrow.control.values import NEVER, Version
+from regrow.record.log import METRIC_KEYS
+
+STEP_S, POLL_S, TICK_S = 1.0, 0.3, 0.5
+COLLECTIVE_S = 8.0  # after which a rank that waits for a dead one fails by itself
+SLOTS = 3
+KEEP = 2
+KINDS = ["worker", "worker", "node", "keeper", "coordinator", "stop", "notice", "zombie", "broke", "dark", "nonfinite"]
+
+
+class Broken(AssertionError):
+    """A promise was not kept."""
+
+
+def advance(state: int, step: int) -> int:
+    """The training state after a step, from the one before it."""
+    return (state * 1_000_003 + step) % (1 << 61)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A snapshot file: one node's part of a version."""
+
+    moment: Version
+    origin: str
+    num_shards: int
+    state: int
+
+
+def is_whole(version: Version, held: Iterable[Shard]) -> bool:
+    found = {each.origin: each for each in held if each.moment == version}
+    return bool(found) and len(found) == next(iter(found.values())).num_shards
+
+
+@dataclass
+class Worker:
+    id: str
+    node: str
+    pid: int
+    after: int = 0
+    generation: int = 0  # that it trains in, or tries to; 0: it waits for one
+    alive: bool = True
+    stopped: bool = False
+
+
+def state_of(worker: Worker) -> str:
+    """As the kernel says."""
+    return "" if not worker.alive else "T" if worker.stopped else "S"
+
+
+@dataclass
+class Node:
+    name: str
+    alive: bool = True
+    up: bool = True  # its keeper
+    dark: bool = False
+    slots: list[Shard | None] = field(default_factory=lambda: [None] * SLOTS)
+    copies: dict[tuple[str, int], Shard] = field(default_factory=dict)  # by origin and slot
+    heard: tuple[int, Version, Version] = (-1, NEVER, NEVER)  # number of the message, what is committed, what is pinned
+    peer: str = ""
+
+    @property
+    def held(self) -> list[Shard]:
+        return [each for each in self.slots if each is not None] + list(self.copies.values())
+
+    def hear(self, number: int, newest: Version, pinned: Version) -> None:
+        if number > self.heard[0]:
+            self.heard = number, newest, pinned
+            keep = lambda s: s.moment.generation >= newest.generation or s.moment == pinned  # noqa: E731
+            self.slots = [each if each is not None and keep(each) else None for each in self.slots]
+            self.copies = {key: each for key, each in self.copies.items() if keep(each)}
+
+    def free_slot(self) -> int | None:
+        """Never the newest committed one, nor one that is on its way to storage, nor the newest of all."""
+        _, newest, pinned = self.heard
+        for number, each in enumerate(self.slots):
+            if each is None or (each.moment not in (newest, pinned) and each.moment < newest):
+                return number
+        return None
+
+
+@dataclass
+class Run:
+    """What a generation's ranks share: they are in step, or all wait."""
+
+    formation: Formation
+    ready: set[str] = field(default_factory=set)
+    began: bool = False
+    over: bool = False
+    step: int = 0
+    state: int = 0
+
+
+class World:
+    """Call `run`; faults are drawn from `rng`, or given."""
+
+    control_class: type[Control] = Control
+
+    def __init__(self, seed: int, *, num_nodes: int, last_step: int, min_workers: int = 1) -> None:
+        self.rng, self.now, self.last_step = random.Random(seed), 1000.0, last_step
+        self.config = PretrainConfig(
+            cluster=ClusterConfig(min_workers=min_workers, max_workers=num_nodes, wait_for_workers_s=600.0),
+            checkpoint=CheckpointConfig(every_steps=4, keep=KEEP, timeout_s=30.0),
+        )
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.numbers = itertools.count(1)
+        self.nodes: dict[str, Node] = {}
+        self.workers: dict[str, Worker] = {}
+        self.runs: dict[int, Run] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.durable_rows = 0  # that no death of the coordinator takes away
+        self.events: list[tuple[float, str, dict[str, Any]]] = []
+        self.storage: dict[int, tuple[Version, int]] = {}  # step -> what is committed there, and its state
+        self.parts: dict[tuple[int, str], int] = {}  # of an upload, by origin
+        self.committed: dict[Version, frozenset[str]] = {}  # in memory; and on which nodes
+        self.newest_generation, self.lost_at = 0, Version()
+        self.losses: list[tuple[float, str]] = []
+        self.max_nodes = num_nodes
+        self.num_coordinators, self.up = 0, True
+        self.done = self.over = False
+        self.given_up = ""
+        self.control = self._control(Past())
+        for _ in range(num_nodes):
+            self.add_node()
+        self.after(TICK_S, self._tick)
+
+    # time
+
+    def after(self, seconds: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self.queue, (self.now + seconds, next(self.numbers), what))
+
+    def soon(self) -> float:
+        """How long a message takes: most are quick, some are not."""
+        return self.rng.random() * (0.05 if self.rng.random() < 0.9 else 3.0)
+
+    def run(self, until_s: float) -> None:
+        """Let things happen until the run is over, for so long at most."""
+        end = self.now + until_s
+        while self.queue and not self.over:
+            at, _, what = heapq.heappop(self.queue)
+            if at > end:
+                raise Broken(f"no end after {until_s} s: {self.control.state}, step {len(self.rows)}")
+            self.now = max(self.now, at)
+            what()
+
+    # the coordinator
+
+    def _control(self, past: Past) -> Control:
+        self.num_coordinators += 1
+        return self.control_class(
+            self.config, is_whole=is_whole, now=self.now, past=past, first_message=self.num_coordinators * 10**6
+        )
+
+    def tell(self, event: e.Event, *, zombie: bool = False) -> Any:
+        """An event to control; what it replies. Refused where its generation is over."""
+        generation = getattr(event, "generation", None)
+        fenced = isinstance(event, e.Began | e.Row | e.CheckpointWanted | e.Leaving | e.NotFinite | e.Logged)
+        reply = None
+        for command in self.control.on(event, self.now):
+            if isinstance(command, c.Reply):
+                reply = command.value
+            else:
+                self._carry_out(command)
+        if fenced and generation != self.newest_generation:
+            raise Broken(f"{type(event).__name__} of generation {generation} was taken in {self.newest_generation}")
+        return reply
+
+    def send(self, event: e.Event, seconds: float | None = None, *, lossy: bool = False) -> None:
+        """The same, some time from now; calls wait for a coordinator that is away, reports that may be lost do not."""
+        if lossy and self.rng.random() < 0.1:
+            return
+
+        def arrive() -> None:
+            if self.up:
+                self.tell(event)
+            elif not lossy:
+                self.after(0.5, arrive)
+
+        self.after(self.soon() if seconds is None else seconds, arrive)
+
+    def _tick(self) -> None:
+        if self.up:
+            for command in self.control.tick(self.now):
+                self._carry_out(command)
+        self.after(TICK_S, self._tick)
+
+    def restart_coordinator(self) -> None:
+        if not self.up:
+            return
+        self.up = False
+        lost = min(self.rng.choice((0, 0, 1, 2)), len(self.rows) - self.durable_rows)
+        del self.rows[len(self.rows) - lost :]
+        self.after(0.2 + self.rng.random(), self._come_back)
+
+    def _come_back(self) -> None:
+        forming = [fields for _, name, fields in self.events if name == "forming"][-1:]
+        begun = [fields for _, name, fields in self.events if name == "generation"][-1:]
+        logged = self.rows[-1]["step"] if self.rows else 0
+        self.control = self._control(Past(self.newest_generation, logged, restarted=True))
+        self.up = True
+        alive = [node for node in self.nodes.values() if node.alive and node.up]
+        for node in alive:
+            self.tell(self._keeper_up(node))
+        self.tell(e.KeepersFound(tuple((node.name, node.heard[1], node.held) for node in alive)))
+        failed = [fields for _, name, fields in self.events if name == "failure"]
+        lost = [rank for fields in failed if fields["generation"] == self.newest_generation for rank in fields["ranks"]]
+        begins = begun[0] if begun and begun[0]["generation"] == self.newest_generation else None
+        self.tell(
+            e.Restarted(
+                forming[0]["members"] if forming else (),
+                begins["start_step"] if begins else None,
+                tuple(begins["nodes"]) if begins else (),
+                tuple(lost) if lost else None,
+            )
+        )
+
+    # what control wants done
+
+    def _carry_out(self, command: c.Command) -> None:
+        name = f"_do_{type(command).__name__}"
+        getattr(self, name, lambda command: None)(command)
+
+    def _do_Form(self, command: c.Form) -> None:
+        if command.generation <= self.newest_generation:
+            raise Broken(f"generation {command.generation} after {self.newest_generation}")
+        ids = [member.id for member in command.members]
+        if len(set(ids)) != len(ids) or not self.config.cluster.min_workers <= len(ids) <= self.max_nodes:
+            raise Broken(f"a group of {ids}")
+        self.newest_generation = command.generation
+        self.runs[command.generation] = Run(Formation(command.generation, command.members))
+        fields = {"generation": command.generation, "members": command.members}
+        self.events.append((self.now, "forming", fields))
+
+    def _do_Record(self, command: c.Record) -> None:
+        self.durable_rows = len(self.rows)  # one writer, in order, and events are flushed
+        self.events.append((self.now, command.event, dict(command.fields)))
+
+    def _do_GiveUp(self, command: c.GiveUp) -> None:
+        self.given_up, self.over = command.message, True
+
+    def _do_BeginRows(self, command: c.BeginRows) -> None:
+        if command.generation != self.newest_generation:
+            raise Broken(f"rows of generation {command.generation} in {self.newest_generation}")
+        self.rows = [row for row in self.rows if row["step"] <= command.start_step]
+        self.durable_rows = min(self.durable_rows, len(self.rows))
+
+    def _do_LogRow(self, command: c.LogRow) -> None:
+        row = command.row
+        if row["generation"] != self.newest_generation:
+            raise Broken(f"a row of generation {row['generation']} in {self.newest_generation}")
+        if self.rows and row["step"] <= self.rows[-1]["step"]:
+            raise Broken(f"a row of step {row['step']} after {self.rows[-1]['step']}")
+        self.rows.append(dict(row))
+
+    def _do_Kill(self, command: c.Kill) -> None:
+        for worker in self.workers.values():
+            if (worker.node, worker.pid) == (command.node, command.pid) and self.nodes[worker.node].up:
+                self.after(0.05, lambda worker=worker: self.kill_worker(worker))  # type: ignore[misc]
+
+    def _do_Probe(self, command: c.Probe) -> None:
+        refused = tuple(m.id for m in command.members if not self.workers[m.id].alive and self.nodes[m.node].alive)
+        if refused and self.rng.random() < 0.7:
+            self.send(e.PortRefused(refused), 0.1, lossy=True)
+
+    def _do_Ask(self, command: c.Ask) -> None:
+        for name in command.nodes:
+            node = self.nodes[name]
+            if node.alive and node.up and not node.dark:
+                self.send(e.Answered(command.number, name, self._answer(command.question, node)), lossy=True)
+            elif not node.alive:
+                self.send(e.Answered(command.number, name, None), 1.0)
+
+    def _answer(self, question: c.Question, node: Node) -> Any:
+        if question in (c.Question.HEARTBEATS, c.Question.POSITIONS):
+            return [
+                Pulse(w.pid, w.generation, 0, 5.0 if w.stopped else 0.0, 0.0, state_of(w))
+                for w in self.workers.values()
+                if w.node == node.name
+            ]
+        return "stacks" if question is c.Question.STACKS else ["a GPU"]
+
+    def _do_TellOver(self, command: c.TellOver) -> None:
+        for name in command.nodes:
+            if self.rng.random() < 0.9:
+                self.after(self.soon(), lambda name=name: self._told_over(name, command.generation))  # type: ignore[misc]
+
+    def _told_over(self, name: str, generation: int) -> None:
+        for worker in list(self.workers.values()):
+            if worker.node == name and worker.generation and worker.generation <= generation:
+                self._come_again(worker)
+
+    def _do_SendPlaces(self, command: c.SendPlaces) -> None:
+        for name, place in command.places.items():
+            self.after(self.soon(), lambda name=name, place=place: self._take_place(name, place))  # type: ignore[misc]
+
+    def _take_place(self, name: str, place: c.Place) -> None:
+        node = self.nodes[name]
+        if node.alive and node.up:
+            node.peer = place.peer.node if place.peer else ""
+            for slot, shard in enumerate(node.slots):
+                if shard is not None and shard.moment > node.heard[1]:
+                    self._push(node, slot, shard)
+
+    def _do_Announce(self, command: c.Announce) -> None:
+        if command.newest != NEVER and command.newest not in self.committed:
+            raise Broken(f"{command.newest} was announced and is not committed")
+        for name in self.control._snapshots.keepers.known:  # down the tree, which is not modelled
+            self.after(self.soon(), lambda name=name: self._hear(name, command))  # type: ignore[misc]
+
+    def _hear(self, name: str, command: c.Announce) -> None:
+        node = self.nodes[name]
+        if node.alive and node.up:
+            node.hear(command.number, command.newest, command.pinned)
+
+    def _do_SnapshotCommitted(self, command: c.SnapshotCommitted) -> None:
+        version = command.version
+        if version.generation != self.newest_generation:
+            raise Broken(f"{version} was committed in generation {self.newest_generation}")
+        members = self.runs[version.generation].formation.members
+        origins = {member.node for member in members}
+        for origin in origins:
+            holders = [
+                n.name for n in self.nodes.values() if any(s.moment == version and s.origin == origin for s in n.held)
+            ]
+            others = [name for name in holders if name != origin]
+            gone = [
+                at for at, name in self.losses if name in (origin, self.nodes[origin].peer) and at > self.now - 10.0
+            ]
+            if not holders and not gone:
+                raise Broken(f"{version} was committed, and nobody has the part of {origin}")
+            if self.nodes[origin].peer and not others and not gone:
+                raise Broken(f"{version} was committed, and nobody has a copy of {origin}'s part")
+        self.committed[version] = frozenset(origins)
+
+    def _do_Write(self, command: c.Write) -> None:
+        if command.version not in self.committed:
+            raise Broken(f"a checkpoint of {command.version}, which is not committed")
+        node, failed = self.nodes[command.node], e.WriteFailed(command.upload, command.origin, command.node, "is gone")
+        self.after(0.2 + self.rng.random(), lambda: self._write(command, node, failed))
+
+    def _write(self, command: c.Write, node: Node, failed: e.WriteFailed) -> None:
+        held = node.copies.values() if command.copies else node.slots
+        found = [each for each in held if each and each.moment == command.version and each.origin == command.origin]
+        if not (node.alive and node.up and found) or self.rng.random() < 0.05:
+            self._from_storage(failed, self.soon())
+            return
+        self.parts[command.upload + 10**6 * self.num_coordinators, command.origin] = found[0].state
+        self._from_storage(e.Written(command.upload, command.origin), self.soon())
+
+    def _do_PublishIndex(self, command: c.PublishIndex) -> None:
+        for origin in command.nodes:
+            if (command.upload + 10**6 * self.num_coordinators, origin) not in self.parts:
+                raise Broken(f"the index of {command.version} without the part of {origin}")
+        late = self.rng.random() < 0.1  # slow storage
+        answer: e.Event = e.IndexWritten(command.upload)
+        if self.rng.random() < 0.05:
+            answer = e.PublishFailed(command.upload, "storage is away")
+        self._from_storage(answer, 40.0 if late else 0.2)
+
+    def _do_PublishCommit(self, command: c.PublishCommit) -> None:
+        self.durable_rows = len(self.rows)
+        key, version = command.upload + 10**6 * self.num_coordinators, command.version
+        states = {state for (upload, _), state in self.parts.items() if upload == key}
+        if len(states) != 1:
+            raise Broken(f"a checkpoint of {version} of {len(states)} states")
+        seconds = 20.0 * self.rng.random() if self.rng.random() < 0.1 else 0.1
+        coordinator = self.num_coordinators
+
+        def arrive() -> None:
+            if coordinator == self.num_coordinators and self.up:
+                self.storage[version.step] = version, states.pop()
+                self.tell(e.CheckpointCommitted(command.upload, version.step, 1))
+
+        self.after(seconds, arrive)
+
+    def _from_storage(self, answer: e.Event, seconds: float) -> None:
+        """An answer to this coordinator, and to none after it."""
+        coordinator = self.num_coordinators
+
+        def arrive() -> None:
+            if coordinator == self.num_coordinators and self.up:
+                self.tell(answer)
+
+        self.after(seconds, arrive)
+
+    def _do_Withdraw(self, command: c.Withdraw) -> None:
+        self.storage.pop(command.step, None)
+
+    def _do_Delete(self, command: c.Delete) -> None:
+        for step in sorted(self.storage)[:-KEEP]:
+            del self.storage[step]
+
+    # nodes and workers
+
+    def add_node(self) -> None:
+        node = Node(f"n{next(self.numbers)}")
+        self.nodes[node.name] = node
+        self.add_worker(node)
+
+    def add_worker(self, node: Node) -> None:
+        worker = Worker(f"w{next(self.numbers)}", node.name, next(self.numbers))
+        self.workers[worker.id] = worker
+        self.after(self.soon(), lambda: self._join(worker))
+
+    def _keeper_up(self, node: Node, *, restarted: bool = False) -> e.KeeperUp:
+        return e.KeeperUp(node.name, node.name, (node.name, 1), restarted)
+
+    def _member(self, worker: Worker) -> Member:
+        return Member(worker.id, worker.node, worker.node, 1, worker.pid, 1)
+
+    def _join(self, worker: Worker) -> None:
+        if not worker.alive or self.over:
+            return
+        if worker.stopped or not self.up:
+            self.after(1.0, lambda: self._join(worker))
+            return
+        self.tell(e.Joined(self._member(worker), self.max_nodes))
+        self._ask(worker)
+
+    def _ask(self, worker: Worker) -> None:
+        if not worker.alive or worker.generation or self.over:
+            return
+        if worker.stopped or not self.up:
+            self.after(0.5, lambda: self._ask(worker))
+            return
+        answer: Answer = self.tell(e.Asked(worker.id, worker.after))
+        if answer.formation is not None:
+            generation = answer.formation.generation
+            worker.after = worker.generation = generation
+            self._enter(worker, self.runs[generation])
+        elif answer.join_again:
+            self.after(self.soon(), lambda: self._join(worker))
+        elif answer.over or answer.given_up:
+            worker.alive = False
+            self.over = self.over or bool(answer.given_up)
+        else:
+            self.after(POLL_S, lambda: self._ask(worker))
+
+    def _come_again(self, worker: Worker) -> None:
+        """Its group is over for it."""
+        if worker.alive and worker.generation:
+            run = self.runs[worker.generation]
+            run.over, worker.generation = True, 0
+            self.after(self.soon(), lambda: self._join(worker))
+
+    def _enter(self, worker: Worker, run: Run) -> None:
+        run.ready.add(worker.id)
+        generation = run.formation.generation
+        if run.ready == {member.id for member in run.formation.members} and not run.over:
+            self.after(0.2, lambda: self._restore(run))
+        self.after(COLLECTIVE_S + self.rng.random(), lambda: self._fail_if_stuck(worker, generation, -1))
+
+    def _fail_if_stuck(self, worker: Worker, generation: int, step: int) -> None:
+        """A collective's timeout: the group has not got on since."""
+        run = self.runs[generation]
+        if not worker.alive or worker.stopped or worker.generation != generation:
+            return
+        if (run.step if run.began else -1) > step and not run.over:
+            at = run.step
+            self.after(COLLECTIVE_S, lambda: self._fail_if_stuck(worker, generation, at))
+            return
+        self.send(e.Broke(generation, f"{worker.id}: timeout"), lossy=True)
+        self._come_again(worker)
+
+    def _all_here(self, run: Run) -> bool:
+        generation = run.formation.generation
+        workers = [self.workers[member.id] for member in run.formation.members]
+        return not run.over and all(w.alive and not w.stopped and w.generation == generation for w in workers)
+
+    def _restore(self, run: Run) -> None:
+        """As ranks do: from memory, where that is newer than storage and whole; else from storage, or nothing."""
+        if not self._all_here(run):
+            return
+        if not self.up:
+            self.after(0.5, lambda: self._restore(run))
+            return
+        generation = run.formation.generation
+        for member in run.formation.members:
+            self.tell(self._keeper_up(self.nodes[member.node]))
+        step, state = max(((step, state) for step, (_, state) in self.storage.items()), default=(0, 0))
+        if self.control.newest_snapshot is not None:
+            held = [
+                shard for node in self.nodes.values() if node.alive and node.up and not node.dark for shard in node.held
+            ]
+            version = self.control.newest_whole(held)
+            if is_whole(version, held) and version.step >= step:
+                states = {shard.state for shard in held if shard.moment == version}
+                if len(states) != 1:
+                    raise Broken(f"{version} has {len(states)} states")
+                step, state = version.step, states.pop()
+            elif version in self.committed and not self._has_lost_two(version):
+                raise Broken(f"{version} was committed, no two nodes were lost, and it is not whole")
+        run.step, run.state = step, state
+        nodes = tuple(dict.fromkeys(member.node for member in run.formation.members))
+        self.tell(e.NodesAlive(frozenset(node.name for node in self.nodes.values() if node.alive)))
+        try:
+            self.tell(e.Began(generation, step, nodes, {"nodes": nodes}))
+        except Fenced:
+            self._leave_all(run)
+            return
+        run.began = True
+        self.after(STEP_S, lambda: self._step(run))
+
+    def _has_lost_two(self, version: Version) -> bool:
+        """Whether two of a version's nodes were lost, or are away: memory need not have it then."""
+        nodes = [self.nodes[name] for name in self.committed[version]]
+        away = [node for node in nodes if not (node.alive and node.up) or node.dark]
+        return len(away) > 1 or (bool(away) and not away[0].peer) or bool(away and not self.nodes[away[0].peer].alive)
+
+    def _leave_all(self, run: Run) -> None:
+        for member in run.formation.members:
+            self._come_again(self.workers[member.id])
+
+    def _step(self, run: Run) -> None:
+        """One optimizer step of all ranks, its row, and its snapshots."""
+        if not self._all_here(run):
+            return
+        if not self.up:  # a row's reply is not waited for, but for a step or two
+            self.after(0.3, lambda: self._step(run))
+            return
+        generation = run.formation.generation
+        run.step += 1
+        run.state = advance(run.state, run.step)
+        row = dict.fromkeys(METRIC_KEYS, 0.0) | {"step": run.step, "generation": generation, "step_s": STEP_S}
+        row["state"] = run.state
+        try:
+            reason = self.tell(e.Row(generation, row))
+            self._snapshot(run)
+            if run.step >= self.last_step:
+                self.tell(e.CheckpointWanted(generation, run.step))
+                self.tell(e.Done())
+                self.done = self.over = True
+                return
+            if reason:
+                self.tell(e.Leaving(generation, run.step, ""))
+                self._leave_all(run)
+                return
+        except Fenced:
+            self._leave_all(run)
+            return
+        self.after(STEP_S * (0.9 + 0.2 * self.rng.random()), lambda: self._step(run))
+
+    def _snapshot(self, run: Run) -> None:
+        version = Version(run.formation.generation, run.step)
+        nodes = [self.nodes[name] for name in dict.fromkeys(m.node for m in run.formation.members)]
+        slots = [node.free_slot() for node in nodes]
+        if None in slots:
+            return  # a step is snapshot by all ranks or by none
+        for node, slot in zip(nodes, slots, strict=True):
+            assert slot is not None
+            shard = Shard(version, node.name, len(nodes), run.state)
+            node.slots[slot] = shard
+            if node.up:
+                self._push(node, slot, shard)
+
+    def _push(self, node: Node, slot: int, shard: Shard) -> None:
+        """Copy a shard to the peer, then report it."""
+        peer = node.peer
+
+        def copied() -> None:
+            if not (node.alive and node.up) or node.slots[slot] != shard or node.peer != peer:
+                return
+            if peer:
+                there = self.nodes[peer]
+                if not (there.alive and there.up) or there.dark:
+                    self.send(e.NodesAlive(frozenset(n.name for n in self.nodes.values() if n.alive)), 0.9)
+                    self.send(e.Complaint(node.name, "its peer is gone"), 1.0)
+                    self.after(2.0, copied)
+                    return
+                there.copies[node.name, slot] = shard
+            from regrow.control.values import SnapshotAck
+
+            self.send(e.Sealed([SnapshotAck(node.name, shard.moment, peer)]), lossy=True)
+
+        self.after(self.soon(), copied)
+
+    # faults
+
+    def kill_worker(self, worker: Worker, *, refill: bool = True) -> None:
+        if not worker.alive:
+            return
+        worker.alive = False
+        if worker.generation:
+            self.runs[worker.generation].over = True
+        node, detail = self.nodes[worker.node], f"{worker.id} died"
+        if node.alive and node.up and self.rng.random() < 0.7:
+            self.send(e.Gone(node.name, worker.pid), 0.3)
+        left = sum(each.alive for each in self.workers.values())
+        died = e.Died(((worker.node, worker.pid),), left, "worker_died", detail)
+        self.send(died, 0.5 + 3 * self.rng.random())
+        if refill:
+            self.after(3 + 5 * self.rng.random(), lambda: self.add_worker(node) if node.alive else None)
+
+    def kill_node(self, node: Node) -> None:
+        """With its memory; another one comes in its place."""
+        if not node.alive:
+            return
+        node.alive = node.up = False
+        node.slots, node.copies = [None] * SLOTS, {}
+        self.losses.append((self.now, node.name))
+        for worker in [each for each in self.workers.values() if each.node == node.name]:
+            self.kill_worker(worker, refill=False)
+        self.after(5 + 5 * self.rng.random(), self.add_node)
+
+    def kill_keeper(self, node: Node) -> None:
+        """What it held is there for the next one."""
+        if not (node.alive and node.up):
+            return
+        node.up = False
+        self.losses.append((self.now, node.name))
+
+        def back() -> None:
+            if node.alive:
+                node.up = True
+                node.peer = ""
+                self.send(self._keeper_up(node, restarted=True))
+
+        self.after(0.5 + 2 * self.rng.random(), back)
+
+    def stop_worker(self, worker: Worker) -> None:
+        """Ray Train finds it in the end, if nobody does before."""
+        worker.stopped = worker.alive
+        self.after(60.0, lambda: self.kill_worker(worker) if worker.stopped else None)
+
+    def continue_worker(self, worker: Worker) -> None:
+        worker.stopped = False
+        if worker.alive and worker.generation:
+            self._come_again(worker)
+
+    def drain(self, node: Node) -> None:
+        if node.alive:
+            deadline = self.now + 15.0
+            self.tell_if_up(e.Notice({node.name: deadline}))
+            self.after(15.0, lambda: self.kill_node(node))
+
+    def tell_if_up(self, event: e.Event) -> None:
+        if self.up:
+            self.tell(event)
+
+    def zombie(self) -> None:
+        """A rank 0 of a generation that is over wakes up, and tries to write."""
+        generation = self.newest_generation - 1
+        if not self.up or generation < 1:
+            return
+        row = dict.fromkeys(METRIC_KEYS, 0.0) | {"step": self.control.next_step, "generation": generation, "state": 0}
+        for event in (
+            e.Row(generation, row),
+            e.CheckpointWanted(generation, self.control.next_step),
+            e.Began(generation, 0, (), {}),
+            e.Leaving(generation, 1, "grow"),
+            e.Logged(generation, "checkpoint", {}),
+        ):
+            before = len(self.rows), len(self.events)
+            try:
+                self.tell(event)
+            except Fenced:
+                if before != (len(self.rows), len(self.events)):
+                    raise Broken("a call was refused and has changed something") from None
+                continue
+            raise Broken(f"{type(event).__name__} of generation {generation} was taken in {self.newest_generation}")
+
+    def not_finite(self, run: Run) -> None:
+        """Gradients are not finite: all ranks leave, and memory is not to be used."""
+        if not run.over and run.formation.generation == self.newest_generation:
+            self.tell(e.NotFinite(run.formation.generation, run.step, "loss is nan"))
+            self._leave_all(run)
+
+    def fault(self) -> None:
+        """One of all kinds, at random."""
+        rng, nodes = self.rng, [node for node in self.nodes.values() if node.alive]
+        workers = [worker for worker in self.workers.values() if worker.alive]
+        if self.over or not nodes or not workers:
+            return
+        kind = rng.choice(KINDS)
+        worker, node = rng.choice(workers), rng.choice(nodes)
+        if kind == "worker":
+            self.kill_worker(worker)
+        elif kind == "node":
+            self.kill_node(node)
+        elif kind == "keeper":
+            self.kill_keeper(node)
+        elif kind == "coordinator":
+            self.restart_coordinator()
+        elif kind == "stop":
+            self.stop_worker(worker)
+            self.after(12.0 * rng.random(), lambda: self.continue_worker(worker))
+        elif kind == "notice":
+            self.drain(node)
+        elif kind == "zombie":
+            self.zombie()
+        elif kind == "broke" and worker.generation:
+            self.send(e.Broke(worker.generation, "a damaged shard"))
+            self._come_again(worker)
+        elif kind == "nonfinite" and worker.generation and self.up and self.runs[worker.generation].began:
+            self.not_finite(self.runs[worker.generation])
+        elif kind == "dark":
+            node.dark = True
+            self.after(20.0 * rng.random(), lambda: setattr(node, "dark", False))
+
+    # what must be in the end
+
+    def check_log(self) -> None:
+        """Rows are the steps in order, each with the state that all samples before it make; causes are known."""
+        state, expected = 0, 1
+        missing = {
+            fields["text"] for _, name, fields in self.events if name == "note" and "went with" in fields["text"]
+        }
+        for row in self.rows:
+            if row["step"] != expected and not missing:
+                raise Broken(f"a row of step {row['step']} where {expected} is expected")
+            for step in range(expected, row["step"] + 1):
+                state = advance(state, step)
+            if row["state"] != state:
+                raise Broken(f"step {row['step']} has a state that is not made of the samples before it")
+            expected = row["step"] + 1
+        for step, (_, kept) in self.storage.items():
+            made = 0
+            for each in range(1, step + 1):
+                made = advance(made, each)
+            if kept != made:
+                raise Broken(f"the checkpoint of step {step} has a state that is not made of the samples before it")
+        causes: set[str] = {"start"}
+        for _, name, fields in self.events:
+            if name == "failure":
+                causes.add(fields["cause"])
+            elif name == "coordinator_restarted":
+                causes |= {"resume", "worker_failed"}
+            elif name == "generation":
+                if fields["cause"] not in causes | {"grow", "drain", "worker_failed"}:
+                    raise Broken(f"generation {fields['generation']} has the cause {fields['cause']!r}")
+                causes = set()
+        generations = [fields["generation"] for _, name, fields in self.events if name == "generation"]
+        if generations != sorted(set(generations)):
+            raise Broken(f"generations began in the order {generations}")
+
+
+def play(seed: int, control_class: type[Control] = Control, *, num_faults: int | None = None) -> World:
+    """A run of a few steps with faults at random times, to its end. Raises Broken."""
+    rng = random.Random(seed)
+    world_class = type("Played", (World,), {"control_class": control_class})
+    world: World = world_class(seed, num_nodes=rng.choice((1, 2, 3, 3, 4)), last_step=rng.choice((6, 10, 14)))
+    for _ in range(rng.choice((0, 1, 2, 2, 3, 4)) if num_faults is None else num_faults):
+        world.after(rng.random() * 20.0, world.fault)
+    world.run(2000.0)
+    world.check_log()
+    if not world.done and not isinstance(world.control.ending, GivenUp):
+        raise Broken("the run ended, and did not say why")
+    return world

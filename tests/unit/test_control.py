@@ -1,0 +1,615 @@
+"""What control decides, event by event, in virtual time."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig
+from regrow.control import commands as c
+from regrow.control import events as e
+from regrow.control.checkpoints import RETRY_S
+from regrow.control.core import DEVICE_PATIENCE_S, Control, Fenced, Past
+from regrow.control.group import LEAVING_S, MAX_FAILED_GENERATIONS, YIELD_S
+from regrow.control.health import WHERE_AGAIN_S, Pulse
+from regrow.control.membership import Formation, Member
+from regrow.control.states import Answer, Finished, Forming, GivenUp, LeavingGroup, Training, Waiting
+from regrow.control.values import NEVER, Peer, SnapshotAck, Version
+from regrow.record.log import METRIC_KEYS
+from regrow.runtime.abort import LEAVE_S
+from support.control_world import Shard, is_whole
+
+CLUSTER = ClusterConfig(max_workers=8, wait_for_workers_s=60)
+
+
+class Told:
+    """A control, and all that it wanted since `clear`."""
+
+    def __init__(self, past: Past | None = None, *, checkpoint: CheckpointConfig | None = None, **cluster: Any) -> None:
+        config = PretrainConfig(
+            cluster=replace(CLUSTER, **cluster), checkpoint=checkpoint or CheckpointConfig(every_steps=10)
+        )
+        self.now, self.commands = 1000.0, list[c.Command]()
+        self.control = Control(config, is_whole=is_whole, now=self.now, past=past)
+
+    def __call__(self, event: e.Event | None = None) -> Any:
+        """Tell it an event, or that time has passed; its reply."""
+        found = self.control.on(event, self.now) if event is not None else self.control.tick(self.now)
+        self.commands += found
+        return next((command.value for command in found if isinstance(command, c.Reply)), None)
+
+    def clear(self) -> None:
+        self.commands.clear()
+
+    def of(self, kind: type) -> list[Any]:
+        return [command for command in self.commands if isinstance(command, kind)]
+
+    def records(self, event: str) -> list[dict[str, Any]]:
+        return [dict(command.fields) for command in self.of(c.Record) if command.event == event]
+
+    def join(self, *members: Member, expected: int | None = None) -> None:
+        for member in members:
+            self(e.Joined(member, expected or len(members)))
+
+    def ask(self, member_id: str, after: int = 0) -> Answer:
+        self.now += 0.001  # whether a group can be formed is not looked at in one instant twice
+        answer: Answer = self(e.Asked(member_id, after))
+        return answer
+
+    def form(self, *members: Member) -> Formation:
+        """The next group, of these processes; they come back, if they were in the one before."""
+        self.join(*members)
+        answer = self.ask(members[0].id, self.control.generation)
+        assert answer.formation is not None
+        return answer.formation
+
+    def begin(self, nodes: Iterable[str], step: int = 0) -> None:
+        """Their keepers are up, and the newest group trains."""
+        for node in nodes:
+            self(e.KeeperUp(node, node, (node, 1)))
+        self(e.Began(self.control.generation, step, tuple(nodes), {}))
+
+    def row(self, step: int, **fields: Any) -> str:
+        row = dict.fromkeys(METRIC_KEYS, 0.5) | {"generation": self.control.generation, "step": step} | fields
+        reason: str = self(e.Row(self.control.generation, row))
+        return reason
+
+    def seal(self, version: Version, peers: dict[str, str]) -> None:
+        self(e.Sealed([SnapshotAck(node, version, peer) for node, peer in peers.items()]))
+
+
+def one(pid: int, node: str = "node") -> Member:
+    return Member(f"m{pid}", node, "127.0.0.1", pid, pid)
+
+
+def test_every_write_of_a_generation_that_is_over_is_refused_and_changes_nothing() -> None:
+    told = Told()
+    old = told.form(one(1)).generation
+    told.begin(["node"])
+    new = told.form(one(1)).generation
+    told.clear()
+    row = dict.fromkeys(METRIC_KEYS, 0.5) | {"step": 1, "generation": old}
+    for event in (
+        e.Row(old, row),
+        e.Began(old, 0, (), {}),
+        e.CheckpointWanted(old, 1),
+        e.Leaving(old, 1, ""),
+        e.NotFinite(old, 1, "nan"),
+        e.Logged(old, "checkpoint", {}),
+    ):
+        with pytest.raises(Fenced, match=f"generation {old} is over; {new} is current"):
+            told(event)
+    assert told.commands == []
+    assert told.control.state == Forming(new)
+
+
+def test_a_runs_states_have_names() -> None:
+    told = Told()
+    assert told.control.state == Waiting()
+    generation = told.form(one(1)).generation
+    assert told.control.state == Forming(generation)
+    told.begin(["node"])
+    assert told.control.state == Training(generation)
+    told(e.Leaving(generation, 4, "end_of_float8"))
+    assert told.control.state == LeavingGroup(4, told.now + LEAVING_S)
+    told(e.Done())
+    assert told.control.ending == Finished()
+
+
+def test_groups_that_keep_failing_before_a_step_give_the_run_up() -> None:
+    told = Told()
+    told(e.GroupFailed("worker_failed", "rank 0: no such thing", (0,)))
+    for _ in range(MAX_FAILED_GENERATIONS):
+        told.form(one(1))
+    told.join(one(1))
+    assert "no such thing" in told.ask("m1", told.control.generation).given_up
+    assert len(told.of(c.GiveUp)) == 1
+
+
+def test_a_death_is_recorded_once_and_the_others_form_the_next_generation() -> None:
+    told = Told()
+    first = told.form(one(1), one(2), one(3)).generation
+    for _ in range(2):
+        told(e.Died((("node", 2),), 2, "worker_died", "gone"))
+    assert len(told.records("failure")) == 1
+    told.join(one(1))
+    assert told.ask("m1", first).formation is None  # m3 is alive, and has not come yet
+    told.join(one(3))
+    answer = told.ask("m3", first)
+    assert answer.formation is not None
+    assert [member.id for member in answer.formation.members] == ["m1", "m3"]
+    told.begin(["node"])
+    assert told.records("generation")[-1]["cause"] == "worker_died"
+
+
+def test_a_node_whose_workers_die_one_by_one_has_failed_once_in_each_generation() -> None:
+    told = Told()
+    for _ in range(PretrainConfig().cluster.quarantine_failures):
+        assert told.control.excluded_nodes(told.now) == set()
+        told.form(*(one(pid, f"node {pid // 3}") for pid in range(6)))
+        for pid in (3, 4, 5):
+            told(e.Died((("node 1", pid),), 5, "worker_died", "gone"))
+    assert told.control.excluded_nodes(told.now) == {"node 1"}
+    assert [fields["node"] for fields in told.records("quarantine")] == ["node 1"]
+
+
+def test_a_failure_says_how_the_gpus_of_its_nodes_were() -> None:
+    told = Told(gpus_per_worker=1)
+    nodes = [f"node {number}" for number in range(4)]
+    told.form(*(one(pid, node) for pid, node in enumerate(nodes)))
+    told.begin(nodes)
+    told.row(1)
+    asked = next(command for command in told.of(c.Ask) if command.question is c.Question.GPUS)
+    assert asked.nodes == tuple(nodes)
+    for number in (1, 2):
+        told(e.Answered(asked.number, f"node {number}", [f"H100 GPU-{number}: 90 C"]))
+    told(e.Answered(asked.number, "node 3", None))
+    told(e.Died((("node 1", 1), ("node 3", 3)), 2, "worker_died", "gone"))
+    (failure,) = told.records("failure")
+    assert failure["gpus"] == {"node 1": ["H100 GPU-1: 90 C"]}
+    assert failure["ranks"] == [1, 3]
+
+
+def test_errors_of_a_gpu_count_as_failures_of_its_node_once_a_generation_and_programs_faults_do_not() -> None:
+    told = Told(quarantine_failures=2)
+    for _ in range(2):
+        told.form(*(one(pid, f"node {pid}") for pid in range(4)))
+        for meaning in ("", "", "fell off the bus", "fell off the bus"):
+            told(e.GpuError("node 2", "GPU-2", 79 if meaning else 13, meaning))
+    assert [fields["meaning"] for fields in told.records("gpu_error")] == ["", "", *["fell off the bus"] * 2] * 2
+    assert [fields["node"] for fields in told.records("quarantine")] == ["node 2"]
+
+
+def test_gpus_are_asked_with_a_groups_first_step_and_at_every_check_up() -> None:
+    told, asked_at = Told(gpus_per_worker=1, probe_every_steps=4), list[int]()
+    for steps in (range(1, 8), range(8, 12)):
+        told.form(one(1))
+        told.begin(["node"], steps.start - 1)
+        for step in steps:
+            told.clear()
+            told.row(step)
+            asked_at += [step for command in told.of(c.Ask) if command.question is c.Question.GPUS]
+    assert asked_at == [1, 5, 8, 9]
+
+
+def test_a_node_that_failed_again_and_again_is_used_where_too_few_are_left() -> None:
+    told = Told(quarantine_failures=1)
+    told.form(one(1), one(2, "barred"))
+    told(e.Died((("barred", 2),), 1, "worker_died", "gone"))
+    told(e.Notice({"leaving": told.now}))
+    told.form(one(1))
+    assert told.control.excluded_nodes(told.now) == {"barred", "leaving"}
+    told(e.Died((("node", 1),), 0, "worker_died", "gone"))
+    assert told.control.excluded_nodes(told.now) == {"barred", "leaving"}  # others may come yet
+    told.now += YIELD_S + 0.1
+    assert told.control.excluded_nodes(told.now) == {"leaving"}
+    told.join(one(3, "barred"), expected=1)
+    told.now += 10.0
+    assert told.ask("m3").formation is not None
+    assert told.control.excluded_nodes(told.now) == {"barred", "leaving"}
+
+
+def test_rows_may_be_missing_only_where_the_coordinator_was_restarted() -> None:
+    told = Told()
+    told.form(one(1))
+    told.begin(["node"])
+    with pytest.raises(AssertionError, match="row of step 3, expected 1"):
+        told.row(3)
+    again = Told(Past(1, 0, restarted=True))
+    again(e.Restarted((one(1),), 0, ("node",)))
+    again.row(3)
+    again.row(4)
+    with pytest.raises(AssertionError, match="row of step 6, expected 5"):
+        again.row(6)
+    assert [command.row["step"] for command in again.of(c.LogRow)] == [3, 4]
+    assert again.records("note") == [{"text": "rows before step 3 went with the coordinator that died"}]
+    again.clear()
+    again.row(4)  # sent again
+    assert again.of(c.LogRow) == []
+
+
+def test_a_coordinator_that_was_restarted_knows_of_the_deaths_that_the_one_before_was_told_of() -> None:
+    """Ray tells of them once: the run would wait for the dead for ever."""
+    told = Told(Past(4, 10, restarted=True))
+    told(e.Restarted((one(1), one(2, "gone")), 7, ("node", "gone"), lost=(1,)))
+    assert told.control.state == Waiting()
+    told.join(one(1))
+    answer = told.ask("m1", 4)
+    assert answer.formation is not None
+    assert answer.formation.generation == 5
+    assert [member.id for member in answer.formation.members] == ["m1"]
+
+
+def test_members_whose_keeper_is_gone_for_long_are_given_up_though_nobody_tells_of_them() -> None:
+    told = Told(Past(4, 10, restarted=True), silence_s=30.0)
+    told(e.KeeperUp("node", "node", ("node", 1)))
+    told(e.KeeperUp("gone", "gone", ("gone", 1)))
+    told(e.Restarted((one(1), one(2, "gone")), 10, ("node", "gone")))
+    lost_at = None
+    for _ in range(700):
+        told.now += 0.2
+        for command in (told(), *told.of(c.Ask))[1:]:
+            for node in command.nodes:
+                alive = [Pulse(1, 4, 10, 0.0, 0.0, "S")] if command.question is not c.Question.STACKS else "stacks"
+                told(e.Answered(command.number, node, alive if node == "node" else None))
+        told.commands = [command for command in told.commands if not isinstance(command, c.Ask)]
+        if told.records("failure") and lost_at is None:
+            lost_at = told.now
+    assert lost_at is not None
+    assert 60.0 < lost_at - 1000.0 < 75.0  # silence_s for the first step, silence_s for a keeper to come back
+    (failure,) = told.records("failure")
+    assert (failure["cause"], failure["ranks"]) == ("node_silent", [1])
+
+
+@pytest.mark.parametrize("restarted", [True, False])
+def test_old_checkpoints_are_deleted_by_a_coordinator_that_was_restarted_not_by_a_new_jobs(restarted: bool) -> None:
+    """The one before may have died doing so; a new job may need what `checkpoint.keep` would now delete."""
+    told = Told(Past(3, 10, restarted))
+    if restarted:
+        told(e.Restarted((), None, ()))
+    told()
+    assert len(told.of(c.Delete)) == restarted
+
+
+def test_whoever_waits_is_told_when_the_run_is_over() -> None:
+    told = Told()
+    told(e.Done())
+    told.join(one(1))
+    assert told.ask("m1").over
+
+
+def test_too_few_for_too_long_end_the_run() -> None:
+    told = Told(wait_for_workers_s=5)
+    told.form(one(1))
+    told(e.Died((("node", 1),), 0, "worker_died", "gone"))
+    told.now += 4.9
+    told()
+    assert told.control.ending is None
+    told.now += 0.2
+    told()
+    assert isinstance(told.control.ending, GivenUp)
+    assert "fewer than cluster.min_workers=1 for 5 s" in told.control.ending.message
+    assert told.of(c.GiveUp) == [c.GiveUp(told.control.ending.message)]
+
+
+def test_a_group_that_is_restarted_as_a_whole_waits_for_none_of_the_one_before() -> None:
+    told = Told()
+    first = told.form(one(1), one(2), one(3)).generation
+    told(e.GroupFailed("worker_died", "gone", (1,)))
+    told.join(one(4), one(5))  # a smaller one
+    answer = told.ask("m4", first)
+    assert answer.formation is not None
+    assert [member.id for member in answer.formation.members] == ["m4", "m5"]
+    assert [fields["cause"] for fields in told.records("failure")] == ["worker_died"]
+
+
+def test_a_group_that_could_not_be_formed_is_not_given_out_again() -> None:
+    told = Told()
+    first = told.form(one(1), one(2), one(3)).generation
+    answer = told.ask("m2")
+    assert answer.formation is not None
+    assert answer.formation.generation == first  # as often as it is asked for
+    told.join(one(1), expected=3)  # it waited for the others in vain, and did not learn which generation that was
+    assert [command.generation for command in told.of(c.TellOver)] == [first]  # nor will the others
+    assert told.ask("m1").formation is None  # they have not come back yet
+    told(e.Died((("node", 3),), 2, "worker_died", "gone"))
+    told.join(one(2), expected=3)
+    answer = told.ask("m2")
+    assert answer.formation is not None
+    assert answer.formation.generation > first
+    assert [member.id for member in answer.formation.members] == ["m1", "m2"]
+    told.begin(["node"])  # it trains
+    told.join(one(1), expected=2)
+    # one for the death; who trains finds out by itself
+    assert [command.generation for command in told.of(c.TellOver)] == [first, first]
+
+
+def test_a_rank_that_fails_by_itself_has_the_others_told_once() -> None:
+    """On NCCL they wait for it in a kernel, and hear nothing."""
+    told = Told()
+    old, new = told.form(one(1)).generation, told.form(one(1)).generation
+    told.clear()  # that it came back while the first was forming
+    told(e.Broke(old, "rank 0: of a group that is over"))
+    assert told.of(c.TellOver) == []
+    told(e.Broke(new, "rank 3: OutOfMemoryError: CUDA out of memory"))
+    told(e.Broke(new, "rank 0: BrokenStep: broken off"))
+    assert [command.generation for command in told.of(c.TellOver)] == [new]
+    third = told.form(one(1)).generation
+    told(e.Broke(third, "rank 1: DataError: a damaged shard"))
+    assert told.of(c.TellOver)[-1].generation == third
+
+
+def test_a_worker_that_its_node_saw_end_is_lost_at_once_and_once() -> None:
+    told = Told()
+    generation = told.form(one(1)).generation
+    told(e.Gone("node", 99))  # of an earlier group
+    assert told.of(c.TellOver) == []
+    told(e.Gone("node", 1))
+    told(e.Gone("node", 1))
+    told(e.Died((("node", 1),), 0, "worker_died", "says Ray, a second later"))
+    assert [command.generation for command in told.of(c.TellOver)] == [generation]
+    assert [(fields["cause"], fields["ranks"]) for fields in told.records("failure")] == [("worker_died", [0])]
+
+
+def test_members_whose_ports_refuse_connections_are_not_waited_for() -> None:
+    told = Told()
+    first = told.form(one(1), one(2)).generation
+    told.begin(["node"])
+    assert told.of(c.Connect)[-1].members == (one(1), one(2))
+    told.join(one(1))
+    assert told.ask("m1", first).formation is None
+    assert told.of(c.Probe)[-1].members == (one(2),)
+    told(e.PortRefused(("m2",)))
+    assert told.ask("m1", first).formation is not None
+    told(e.Died((("node", 2),), 1, "worker_died", "Ray says it too"))
+    assert [(fields["cause"], fields["ranks"]) for fields in told.records("failure")] == [("worker_died", [1])]
+
+
+def test_who_ends_itself_because_its_device_hangs_does_so_before_it_is_ended() -> None:
+    assert LEAVE_S < DEVICE_PATIENCE_S
+
+
+# checkpoints
+
+
+def uploading(nodes: str = "abc", *, copies: bool = False) -> Told:
+    """A checkpoint of step 10 has begun; without copies nobody else can write what one node could not."""
+    told = Told()
+    told.form(*(one(pid, node) for pid, node in enumerate(nodes)))
+    told.begin(nodes)
+    peers = {node: place.peer.node if place.peer else "" for node, place in told.of(c.SendPlaces)[-1].places.items()}
+    told.seal(Version(1, 10), peers)
+    assert [(order.node, order.copies) for order in told.of(c.Write)] == [(node, False) for node in nodes]
+    assert [order.describe for order in told.of(c.Write)] == [True, *[False] * (len(nodes) - 1)]
+    return told
+
+
+def test_a_checkpoint_is_parts_then_index_then_commit_then_retention() -> None:
+    told = uploading()
+    assert told.of(c.Announce)[-1].pinned == Version(1, 10)
+    for node in "abc":
+        assert told.of(c.PublishIndex) == []
+        told(e.Written(1, node))
+    assert told.of(c.PublishIndex) == [c.PublishIndex(1, Version(1, 10), ("a", "b", "c"))]
+    assert told.of(c.PublishCommit) == []
+    told(e.IndexWritten(1))
+    assert told.of(c.PublishCommit) == [c.PublishCommit(1, Version(1, 10))]
+    assert told.control.settling == (True, "")
+    told.now += 2.0
+    told(e.CheckpointCommitted(1, 10, 1234))
+    (recorded,) = told.records("checkpoint")
+    assert recorded == {"step": 10, "seconds": 2.0, "bytes": 1234, "reason": "every 10 steps"}
+    assert len(told.of(c.Delete)) == 1
+    assert told.of(c.Announce)[-1].pinned == NEVER
+    assert told.control.settling == (False, "")
+
+
+def test_what_a_node_cannot_write_the_one_with_its_copies_does_and_nodes_that_fail_both_cost_the_checkpoint() -> None:
+    told = uploading()
+    told.clear()
+    told(e.WriteFailed(1, "a", "a", "is gone"))
+    (order,) = told.of(c.Write)
+    assert (order.origin, order.copies, order.describe) == ("a", True, True)
+    told(e.WriteFailed(1, "a", order.node, "is gone too"))
+    told(e.WriteFailed(1, "b", "b", "is gone"))  # of a checkpoint that was given up
+    assert [fields["step"] for fields in told.records("checkpoint_failed")] == [10]
+    assert told.control.settling == (False, f"the checkpoint of step 10 was not written: node {order.node} is gone too")
+    told.now += RETRY_S + 1.0
+    told.seal(Version(1, 11), {"a": "b", "b": "c", "c": "a"})
+    assert [order.version.step for order in told.of(c.Write)][1:] == [11, 11, 11]
+
+
+def test_a_checkpoint_that_takes_too_long_is_given_up_and_says_what_it_waits_for() -> None:
+    told = Told(checkpoint=CheckpointConfig(every_steps=10, timeout_s=60.0))
+    told.form(one(1, "a"))
+    told.begin("a")
+    told.seal(Version(1, 10), {"a": ""})
+    told.now += 61.0
+    told()
+    (failed,) = told.records("checkpoint_failed")
+    assert failed["detail"] == "after 60 s node a writes still; checkpoint.timeout_s allows more"
+
+
+def test_a_commit_that_arrives_after_the_run_went_back_before_it_is_withdrawn() -> None:
+    told = uploading()
+    for node in "abc":
+        told(e.Written(1, node))
+    told(e.IndexWritten(1))  # COMMIT is on its way, and storage is slow
+    told.form(*(one(pid, node) for pid, node in enumerate("abc")))
+    told(e.Began(2, 8, ("a", "b", "c"), {}))
+    assert [fields["step"] for fields in told.records("checkpoint_failed")] == [10]
+    told(e.CheckpointCommitted(1, 10, 1))
+    assert told.of(c.Withdraw) == [c.Withdraw(10)]
+    assert told.records("checkpoint") == []
+
+
+def test_a_commit_that_only_took_too_long_counts_once_it_is_there() -> None:
+    told = uploading()
+    for node in "abc":
+        told(e.Written(1, node))
+    told(e.IndexWritten(1))
+    told.now += 1e5
+    told()
+    assert len(told.records("checkpoint_failed")) == 1
+    told(e.CheckpointCommitted(1, 10, 1))
+    assert told.of(c.Withdraw) == []
+    assert [fields["step"] for fields in told.records("checkpoint")] == [10]
+
+
+def test_checkpoints_that_cannot_be_deleted_are_told_of() -> None:
+    told = Told()
+    told(e.Deleted("old checkpoints were not all deleted"))
+    told(e.Deleted(""))
+    assert told.records("note") == [{"text": "old checkpoints were not all deleted"}]
+
+
+# keepers
+
+
+def test_a_group_on_one_node_has_its_copies_on_another_that_is_up_until_that_is_gone() -> None:
+    told = Told()
+    told.form(one(1, "a"))
+    for node, domain in {"a": "rack 1", "b": "rack 1", "c": "rack 2"}.items():
+        told(e.KeeperUp(node, domain, (node, 1)))
+
+    def peer() -> str:
+        place = told.of(c.SendPlaces)[-1].places["a"]
+        return place.peer.node if place.peer else ""
+
+    told(e.Began(1, 0, ("a",), {}))
+    assert peer() == "c"  # of another rack
+    told.seal(Version(1, 5), {"a": "c"})
+    assert told.of(c.Announce)[-1].nodes == ("a", "c")
+    told.clear()
+    told(e.NodesAlive(frozenset("abc")))
+    told(e.Complaint("a", "slow"))
+    assert told.of(c.SendPlaces) == []
+    told(e.NodesAlive(frozenset("ab")))
+    told(e.Complaint("a", "its peer is gone"))
+    assert peer() == "b"
+    told.seal(Version(1, 6), {"a": "c"})  # these copies went with it
+    assert told.control.newest_snapshot == Version(1, 5)
+    told.seal(Version(1, 6), {"a": "b"})
+    assert told.control.newest_snapshot == Version(1, 6)
+    told(e.NodesAlive(frozenset("a")))
+    told(e.Complaint("a", "its peer is gone"))
+    told.seal(Version(1, 7), {"a": ""})
+    assert told.control.newest_snapshot == Version(1, 7)
+    assert len(told.records("snapshot_failed")) == 1  # once a generation
+
+
+def test_a_step_that_survivors_have_all_of_needs_no_commit() -> None:
+    told = Told()
+    nodes = "abc"
+    told.form(*(one(pid, node) for pid, node in enumerate(nodes)))
+    told.begin(nodes, 9)
+    for step in range(10, 14):
+        told.row(step)
+        if step == 10:
+            told.seal(Version(1, 10), {"a": "b", "b": "c", "c": "a"})
+    held = [Shard(Version(1, step), node, 3, 0) for step in (10, 11, 13) for node in nodes]
+    held += [Shard(Version(1, 12), "a", 3, 0), Shard(Version(1, 14), "a", 1, 0)]  # torn; and without a row
+    assert told.control.newest_whole(held) == Version(1, 13)
+    assert told.control.newest_whole(held[:6]) == Version(1, 11)
+    assert told.control.newest_whole([]) == Version(1, 10)
+
+
+def test_a_newcomer_is_given_nodes_that_train_else_those_that_came_before_it() -> None:
+    told = Told()
+
+    def given(node: str) -> list[str]:
+        peers: list[Peer] = told(e.NeighboursAsked(node, (node, 1)))
+        assert all(peer.address == (peer.node, 1) for peer in peers)
+        return [peer.node for peer in peers]
+
+    assert given("a") == []
+    assert given("b") == ["a"]
+    assert given("a") == ["b"]  # another rank of it asks
+    assert given("c") == ["a", "b"]
+    told(e.NodesAlive(frozenset("abdef")))
+    assert given("d") == ["a", "b"]
+    told.form(one(1, "a"), one(2, "b"))
+    told.begin("ab")
+    found = given("e")
+    assert sorted(found[:2]) == ["a", "b"]
+    assert found[2:] == ["d"]
+    assert given("a") == ["b", "e", "d"]
+
+
+# members that do not get on
+
+
+def answering(told: Told, here: dict[str, Callable[[], Any]]) -> None:
+    """Keepers answer what they were asked."""
+    asked = told.of(c.Ask)
+    told.commands = [command for command in told.commands if not isinstance(command, c.Ask)]
+    for command in asked:
+        for node in command.nodes:
+            answer = f"the stacks of {node}" if command.question is c.Question.STACKS else here[node]()
+            told(e.Answered(command.number, node, answer))
+
+
+def test_who_runs_and_never_arrives_is_given_up_after_two_questions_and_a_look() -> None:
+    """On node b, where a process that is no member is idle, too."""
+    told = Told(silence_s=30.0, stuck_s=60.0)
+    told.form(one(11, "a"), one(22, "b"))
+    told.begin("ab")
+    told.row(1, step_s=1.0)
+    told.clear()
+    state, asked = Pulse(0, 1, 9, 0.0, 0.0, "S", collectives=40), [0]
+
+    def of_a() -> list[Pulse]:
+        asked[0] += 1
+        return [replace(state, pid=11, collectives=41, waits=True, asked=asked[0])]
+
+    here = {
+        "a": of_a,
+        "b": lambda: [replace(state, pid=22, asked=asked[0]), replace(state, pid=33, asked=asked[0])],
+    }
+    begun = told.now
+    for at in (2.0, 30.0, 59.0):
+        told.now = begun + at
+        told()
+        assert {command.question for command in told.of(c.Ask)} <= {c.Question.HEARTBEATS}
+        answering(told, here)
+        told()
+    for at in (61.0, 61.0 + 0.9 * WHERE_AGAIN_S):
+        told.now = begun + at
+        told()
+        answering(told, here)
+        told()
+        assert told.of(c.Kill) == []
+    for at in (62.0 + WHERE_AGAIN_S, 62.1 + WHERE_AGAIN_S):
+        told.now = begun + at
+        told()
+        answering(told, here)
+        told()
+        answering(told, here)
+    told()
+    (saved,) = told.of(c.SaveStacks)
+    assert saved.found == {"b": "the stacks of b", "a": "the stacks of a"}
+    assert told.of(c.Kill) == [c.Kill("b", 22)]
+    (failure,) = told.records("failure")
+    assert failure["cause"] == "worker_hung"
+    assert "process 22 runs, and is not in the collective that others wait in" in failure["detail"]
+
+
+def test_what_gpus_told_last_is_kept_also_of_nodes_that_answer_no_more() -> None:
+    told = Told(gpus_per_worker=1, probe_every_steps=1)
+    told.form(*(one(pid, node) for pid, node in enumerate("abc")))
+    told.begin("abc")
+
+    def asked() -> int:
+        number: int = [command.number for command in told.of(c.Ask) if command.question is c.Question.GPUS][-1]
+        return number
+
+    told.row(1)
+    told(e.Answered(asked(), "a", ["50 C"]))
+    told(e.Answered(asked(), "c", []))
+    told(e.Answered(asked(), "b", ["60 C"]))
+    told.row(2)
+    told(e.Answered(asked(), "b", ["70 C"]))
+    told(e.Answered(asked(), "a", None))
+    told(e.Died((("a", 0), ("b", 1), ("c", 2)), 0, "worker_died", "gone"))
+    assert told.records("failure")[0]["gpus"] == {"a": ["50 C"], "b": ["70 C"]}

@@ -1,0 +1,163 @@
+"""Random schedules of joins, losses, notices, slow, lost and reordered messages, and restarts, in virtual time.
+
+`support.control_world` checks the promises as they happen: a step's row and state follow from the samples before
+it, each once (1, 2); what is committed is whole and has its copies (4); a generation that is over changes nothing (6);
+every new group has a cause that was recorded (8). Once no more faults come, a run comes to its end.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from regrow.control import checkpoints, commits, core, group
+from regrow.control.commands import BeginRows, Command, Outbox
+from support.control_world import Broken, World, play
+
+NUM_SCHEDULES = 10_000
+
+
+def test_ten_thousand_random_schedules_keep_the_promises() -> None:
+    ends = [play(seed) for seed in range(NUM_SCHEDULES)]
+    assert sum(world.done for world in ends) > 0.99 * NUM_SCHEDULES
+    names = {name for world in ends for _, name, _ in world.events}
+    assert names >= {"failure", "drain", "coordinator_restarted", "checkpoint", "checkpoint_failed", "snapshot_failed"}
+    causes = {fields["cause"] for world in ends for _, name, fields in world.events if name == "generation"}
+    assert causes >= {"worker_died", "worker_hung", "node_silent", "grow", "drain", "nonfinite", "worker_failed"}
+
+
+FAULTS: dict[str, Callable[[World, int], None]] = {
+    "worker": lambda world, number: world.kill_worker(_nth(world.workers, number)),
+    "node": lambda world, number: world.kill_node(_nth(world.nodes, number)),
+    "keeper": lambda world, number: world.kill_keeper(_nth(world.nodes, number)),
+    "coordinator": lambda world, number: world.restart_coordinator(),
+    "stop": lambda world, number: world.stop_worker(_nth(world.workers, number)),
+    "continue": lambda world, number: world.continue_worker(_nth(world.workers, number)),
+    "drain": lambda world, number: world.drain(_nth(world.nodes, number)),
+    "zombie": lambda world, number: world.zombie(),
+}
+
+
+def _nth(things: dict[str, Any], number: int) -> Any:
+    return list(things.values())[number % len(things)]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 2**32),
+    num_nodes=st.integers(1, 4),
+    schedule=st.lists(st.tuples(st.floats(0, 30), st.sampled_from(sorted(FAULTS)), st.integers(0, 9)), max_size=6),
+)
+def test_any_schedule_of_faults_keeps_the_promises(
+    seed: int, num_nodes: int, schedule: list[tuple[float, str, int]]
+) -> None:
+    """Hypothesis makes what it finds small."""
+    world = World(seed, num_nodes=num_nodes, last_step=10)
+    for at, fault, number in schedule:
+        world.after(at, lambda fault=fault, number=number: FAULTS[fault](world, number))  # type: ignore[misc]
+    world.run(3000.0)
+    world.check_log()
+
+
+# The schedules have teeth: with these mistakes in control, some of them must break a promise
+
+
+def no_fence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core.Control, "fence", lambda self, generation: None)
+
+
+def commits_without_all_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sealed(self: Any, report: Any) -> Any:
+        version = report.version
+        if version.generation != self._generation or (self.newest and version <= self.newest.version):
+            return None
+        self.newest = commits.SnapshotCommit(version, dict(self._peers))
+        return self.newest
+
+    monkeypatch.setattr(commits.CommitTracker, "sealed", sealed)
+
+
+def copies_on_any_peer_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if reports of a node that has not heard of its peer were as good."""
+    sealed = commits.CommitTracker.sealed
+
+    def careless(self: Any, report: Any) -> Any:
+        return sealed(self, commits.SnapshotAck(report.node, report.version, self._peers.get(report.node, "")))
+
+    monkeypatch.setattr(commits.CommitTracker, "sealed", careless)
+
+
+def rows_are_not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    take = Outbox.take
+
+    def without(self: Outbox) -> list[Command]:
+        return [command for command in take(self) if not isinstance(command, BeginRows)]
+
+    monkeypatch.setattr(Outbox, "take", without)
+
+
+def late_reports_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a generation that is over, while the next one forms."""
+    monkeypatch.setattr(core.Control, "_sealed", lambda self, event, now: self._snapshots.sealed(event.acks, now))
+
+
+def generations_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator that was restarted does not know what the one before it numbered."""
+    init = core.Control.__init__
+
+    def forgetful(self: Any, config: Any, *, past: Any, **options: Any) -> None:
+        init(self, config, past=core.Past(max(0, past.generation - 1), past.logged, past.restarted), **options)
+
+    monkeypatch.setattr(core.Control, "__init__", forgetful)
+
+
+def the_dead_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deaths that Ray told an earlier coordinator of are forgotten: the run would stand still for ever."""
+    take_up = group.Group.take_up
+    monkeypatch.setattr(group.Group, "take_up", lambda self, state, lost, now: take_up(self, state, None, now))
+    monkeypatch.setattr("regrow.control.health.Health._without_keeper", lambda *_: [])
+
+
+def the_index_comes_before_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = checkpoints.Checkpoints.written
+
+    def early(self: Any, event: Any, now: float) -> None:
+        if self.upload is not None:
+            self.upload.written |= self.upload.peers.keys()
+        written(self, event, now)
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "written", early)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        no_fence,
+        commits_without_all_nodes,
+        copies_on_any_peer_count,
+        rows_are_not_rolled_back,
+        late_reports_count,
+        generations_are_used_again,
+        the_dead_are_waited_for,
+        the_index_comes_before_all_parts,
+    ],
+    ids=lambda mistake: mistake.__name__,
+)
+def test_a_mistake_in_control_is_found(mistake: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mistake(monkeypatch)
+    for seed in range(3000):
+        try:
+            play(seed)
+        except (Broken, AssertionError):
+            return
+    pytest.fail(f"3000 schedules, and nobody saw that {mistake.__name__}")
+
+
+def test_a_schedule_is_a_function_of_its_seed() -> None:
+    seed = random.Random(0).randrange(1000)
+    one, other = play(seed), play(seed)
+    assert one.events == other.events
+    assert one.rows == other.rows

@@ -1,0 +1,69 @@
+"""Configurations without Hydra are those that Hydra composes."""
+
+from pathlib import Path
+
+import pytest
+
+from regrow.config import plain
+from regrow.config.store import pretrain_config
+from regrow.errors import ConfigError
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+def names(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        *([f"model={name}"] for name in names("model")),
+        *([f"data={name}"] for name in names("data")),
+        *([f"+cluster={name}"] for name in names("cluster")),
+        ["+cluster=h100x64", "model=70b", "data=python_docs"],
+        ["model=8b", "model.rope_scaling.factor=32", "optim.lr=3e-4", "train.steps=7", "run.name=a=b"],
+        [
+            "parallel.float8=rowwise",
+            "parallel.compile=true",
+            "cluster.threads_per_worker=null",
+            "data.source=s3://a/b c",
+        ],
+        [
+            "+data.corpora.web=/a/b",
+            "optim.moments=bfloat16",
+            "checkpoint.every_steps=null",
+            "checkpoint.every_minutes=2",
+        ],
+    ],
+    ids=" ".join,
+)
+def test_the_same_configuration_as_hydras(arguments: list[str]) -> None:
+    quoted = [a if " " not in a and a.count("=") == 1 else a.replace("=", "='", 1) + "'" for a in arguments]
+    assert plain.pretrain_config(arguments) == pretrain_config(quoted)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("train.stesp=3", "unknown setting 'train.stesp'; did you mean 'train.steps'?"),
+        ("train.steps=many", "train.steps=many is no int"),
+        ("parallel.float8=fast", "parallel.float8=fast is no Float8, one of none, tensorwise"),
+        ("parallel.compile=maybe", "parallel.compile=maybe is no bool"),
+        ("model=9b", "no model called '9b'; available: 150m, 1_8b"),
+        ("data.mixture=[]", "data.mixture=[] cannot be given here; use jobs.pretrain"),
+        ("train", "'train' is no key=value"),
+        ("train=3", "train=3 cannot be given here"),
+    ],
+)
+def test_a_mistake_is_one_line_with_the_value(argument: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plain.pretrain_config([argument])
+    assert str(caught.value).startswith(message)
+
+
+def test_models_that_are_sizes_alone_are_read_by_name() -> None:
+    assert plain.read_model("150m").tied
+    assert "debug" not in plain.models()
+    assert plain.read_model("debug").name == "debug"
