@@ -80,7 +80,7 @@ class Worker:
             snapshots.confirm(self.step)
             if commits:
                 moment = Version(self.generation, self.step)
-                wait_until(lambda: any(report.moment == moment for report in self.node.reports))  # noqa: B023
+                wait_until(lambda: any(report.version == moment for report in self.node.reports))  # noqa: B023
                 self.node.keeper.committed(Committed(moment))
         snapshots.close()
         return sorted(folder.glob(f"g{self.generation:06d}-*{SLOT}"))
