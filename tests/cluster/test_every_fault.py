@@ -81,7 +81,7 @@ def test_a_failure_a_lost_node_a_killed_and_a_stopped_worker(
 
         def settle() -> None:
             """Past where torch's watchdog, were it on, would end survivors: four times TORCH_NCCL_WAIT_..._MILSEC."""
-            job.wait_for(lambda: sizes()[-1] == 4, 400)
+            job.wait_for(lambda: sizes()[-1:] == [4], 400)
             steps = job.events("generation")[-1]["start_step"] + 5
             job.wait_for(lambda: job.last_step() >= steps, 400)
 

@@ -1,5 +1,6 @@
 """The memory of snapshot slots outlives generations: mapped and pinned once, never torn under a reader, never left."""
 
+import fcntl
 import os
 import random
 import shutil
@@ -227,8 +228,19 @@ def test_memory_that_is_being_read_is_not_made_another_slot(
         assert_state(read(nodes, change, monkeypatch), 2)
         assert len(inodes[0]) == 2
         assert inode not in inodes[0]
+        wait_until(lambda: is_unread(nodes[0].keeper.folder, inode))  # a push ends with the peer's answer
         nodes[0].keeper.committed(Committed(Version(4, 0)))
         assert inode in {path.stat().st_ino for path in worker.train(0)}, "and after that it is used"
+
+
+def is_unread(folder: Path, inode: int) -> bool:
+    (path, *_) = (each for each in folder.iterdir() if each.stat().st_ino == inode)
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def test_who_comes_too_late_to_read_a_slot_is_told(tmp_path: Path) -> None:

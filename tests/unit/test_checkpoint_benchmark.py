@@ -126,7 +126,7 @@ def test_a_side_saves_every_step_and_leaves_nothing_behind(side: str, short_fold
         check=True,
         stdout=subprocess.PIPE,
         text=True,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT / 'platform'}:{ROOT}"},
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT / 'platform'}:{ROOT / 'tests'}:{ROOT}"},
         timeout=250,
     )
     result = json.loads(done.stdout.splitlines()[-1])

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regrow.config.schema import DataConfig
+from regrow.data.prepare import files
 from regrow.data.prepare.documents import Document, Piece, Skipped, load_recipe
 from regrow.data.prepare.files import SourceFiles, cut_files, json_lines
-from regrow.data.prepare.prepare import files, prepare
+from regrow.data.prepare.prepare import prepare
 from regrow.data.prepare.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from regrow.data.read.manifest import Manifest
 from regrow.data.read.shards import ShardReader, verify

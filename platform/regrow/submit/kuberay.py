@@ -105,7 +105,7 @@ class KubeRay:
             f"run {annotations.get('regrow/run-name', '?')}, commit {annotations.get('regrow/git-sha', '?')}, "
             f"started {status.get('startTime', 'not yet')}",
         ]
-        lines += [f"! {reason}" for reason in self._reasons(job)]
+        lines += [f"! {reason}" for reason in why_idle(self.kubectl, job)]
         cluster = status.get("rayClusterStatus") or {}
         if cluster:
             counts = {key: cluster.get(f"{key}WorkerReplicas", 0) for key in ("ready", "desired", "min", "max")}
@@ -248,31 +248,12 @@ class KubeRay:
             raise ClusterError(f"there is no namespace {namespace}; name another, or make it as k8s/README.md does")
         return f"no RayJob {self.name} in namespace {namespace}: not started, or removed after it had ended"
 
-    def _reasons(self, job: Object) -> list[Reason]:
-        """Why nothing happens, as far as we may look."""
-        status = job.get("status") or {}
-        if status.get("jobDeploymentStatus") in ENDED and not job["metadata"].get("deletionTimestamp"):
-            return []
-        around = Around(events=self._optional(self.kubectl.warnings))
-        if job["spec"].get("suspend") and "kueue.x-k8s.io/queue-name" in (job["metadata"].get("labels") or {}):
-            selector = f"kueue.x-k8s.io/job-uid={job['metadata'].get('uid')}"
-            found = self._optional(lambda: self.kubectl.select("workloads.kueue.x-k8s.io", selector))
-            around = Around(around.events, found)
-        return reasons(job, around, now=time.time())
-
-    @staticmethod
-    def _optional(ask: Callable[[], list[Object]]) -> list[Object]:
-        try:
-            return ask()
-        except ClusterError:  # not allowed, or not there: the rest is said all the same
-            return []
-
     def _tell(self, job: Object, told: "_Told") -> None:
         """Say what is new of why nothing happens."""
         if time.monotonic() < told.next_at:
             return
         told.next_at = time.monotonic() + REASONS_S
-        for reason in self._reasons(job):
+        for reason in why_idle(self.kubectl, job):
             if reason.text not in told.texts:
                 told.texts.add(reason.text)
                 self.waiting.say(f"  ! {reason}")
@@ -306,6 +287,26 @@ class KubeRay:
                 if begun is not None:
                     self.waiting.say(f"Kubernetes answers again, after {duration(now - begun)}")
                 return answer
+
+
+def why_idle(kubectl: Kubectl, job: Object) -> list[Reason]:
+    """Why nothing happens to a job, as far as we may look."""
+    status = job.get("status") or {}
+    if status.get("jobDeploymentStatus") in ENDED and not job["metadata"].get("deletionTimestamp"):
+        return []
+    around = Around(events=_as_far_as_allowed(kubectl.warnings))
+    if job["spec"].get("suspend") and "kueue.x-k8s.io/queue-name" in (job["metadata"].get("labels") or {}):
+        selector = f"kueue.x-k8s.io/job-uid={job['metadata'].get('uid')}"
+        found = _as_far_as_allowed(lambda: kubectl.select("workloads.kueue.x-k8s.io", selector))
+        around = Around(around.events, found)
+    return reasons(job, around, now=time.time())
+
+
+def _as_far_as_allowed(ask: Callable[[], list[Object]]) -> list[Object]:
+    try:
+        return ask()
+    except ClusterError:  # not allowed, or not there: the rest is said all the same
+        return []
 
 
 class _Told:
