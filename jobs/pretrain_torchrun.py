@@ -49,7 +49,7 @@ def train_phase(config: PretrainConfig, run: TorchrunRun, device: torch.device) 
     order, reader, slices = order_of(config, corpora), corpora.reader("train"), plan.ranges[unit]
     batches = direct_batches(order, reader, layout, slices=slices, start_step=progress.step, stop_step=until)
     validation = Validation(config, corpora, device=device, unit=unit, num_units=shape.num_units)
-    peak = peak_flops(device, config.parallel.dtype)
+    peak = peak_flops(device, config.parallel.dtype, config.observe.peak_tflops)
     run.begin(step, mesh, progress, validation, peak)
     settings = loop_settings(config, plan, until)
     meter = meter_of(config, world_size, run.generation, peak_flops=peak.flops * world_size)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from regrow.record import lock
 from regrow.record.log import read_events, read_metrics
 from regrow.storage import Storage
 from support.corpus import write_corpus
@@ -124,7 +125,7 @@ def test_a_run_with_float8_goes_on_in_bfloat16_for_its_last_steps(
         (["data.corpora.rows=/nowhere"], "/nowhere holds no finished corpus"),
     ],
 )
-def test_a_mistake_is_one_line_on_every_rank(
+def test_a_mistake_is_one_line(
     environment: dict[str, str], tmp_path: Path, corpus: Path, settings: list[str], message: str
 ) -> None:
     done = pretrain(environment, tmp_path, "wrong", f"data.corpora.rows={corpus}", *settings)
@@ -132,3 +133,17 @@ def test_a_mistake_is_one_line_on_every_rank(
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "wrong").exists()
+
+
+def test_a_run_that_another_process_trains_is_refused_on_all_ranks(
+    environment: dict[str, str], tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that holds no lock hears of it, too, and does not wait for the first one."""
+    monkeypatch.setattr(lock, "LOCK_WAIT_S", 0.0)
+    held = lock.lock_run(Storage.at(tmp_path / "busy"))
+    done = pretrain(environment, tmp_path, "busy", f"data.corpora.rows={corpus}", ranks=2)
+    assert held is not None
+    assert done.returncode == 1
+    assert done.stderr.count("error: run folder") == 2
+    assert "is in use by another process" in done.stderr
+    assert not (tmp_path / "busy/config.yaml").exists()

@@ -1,4 +1,4 @@
-"""Which committed snapshots become checkpoints, who writes them, and when COMMIT may be written. Pure.
+"""Which committed snapshots become checkpoints, which nodes write them, and when COMMIT may be written. Pure.
 
 Keepers write one checkpoint at a time while training goes on, and what is on its way is pinned in memory. Where a node
 does not write its part, because it is gone or its memory is damaged, the one with its copies does. Then comes the
@@ -36,7 +36,7 @@ class Stage(Enum):
 
 @dataclass
 class Upload:
-    """One checkpoint in the making. `peers` as in the snapshot's commit; `asked`, by origin, who writes its part."""
+    """One checkpoint in the making. `peers` as in the snapshot's commit; `asked`, by origin, which node writes its part."""
 
     number: int
     version: Version

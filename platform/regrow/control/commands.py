@@ -1,4 +1,4 @@
-"""What control wants done; whoever runs it does that, and tells it by events what came of it."""
+"""What control wants done; the shell that runs it does that, and tells it by events what came of it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from regrow.control.values import Peer, Version
 
 @dataclass(frozen=True)
 class Reply:
-    """To whoever's call the event was."""
+    """The answer to the call that the event was."""
 
     value: Any
 
@@ -106,7 +106,7 @@ class TellOver:
 
 @dataclass(frozen=True)
 class Place:
-    """A keeper's place in a generation: who holds its copies, and its place in the tree of reports."""
+    """A keeper's place in a generation: which node holds its copies, and its place in the tree of reports."""
 
     peer: Peer | None
     leader: str  # "": it reports to the coordinator
@@ -131,7 +131,7 @@ class Announce:
 
 @dataclass(frozen=True)
 class SnapshotCommitted:
-    """A step is committed in memory; for those who count."""
+    """A step is committed in memory; for the figures."""
 
     version: Version
 

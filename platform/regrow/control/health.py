@@ -15,8 +15,8 @@ from typing import Any
 
 from regrow.control.commands import Ask, Outbox, Question, SaveStacks
 from regrow.control.membership import Member
+from regrow.control.values import NOTHING
 
-NOTHING = -1
 STEPS, SECONDS = 2.0, 0.4  # so many median steps, and seconds, without a step: ask
 STOPPED_S = 0.7  # silent and stopped by a signal
 DARK_S = 5.0  # for a keeper to answer

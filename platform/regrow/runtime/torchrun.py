@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from regrow.record import events
 from regrow.record.lock import lock_run
 from regrow.record.log import RunLog, next_generation, read_events
 from regrow.record.provenance import git_sha, versions
-from regrow.record.run_folder import CHECKPOINTS
+from regrow.record.run_folder import CHECKPOINTS, run_folder
 from regrow.runtime.hardware.peak import Peak
 from regrow.runtime.run_folder import Run, open_run
 from regrow.show.console import Console
@@ -88,9 +88,9 @@ class TorchrunRun:
         """Prepare the corpus where it is missing, and open the folder. Collective; raises RegrowError on all ranks."""
         self.config, self.console, self.rank = config, console, rank()
         self.corpora: Corpora = on_first_rank(partial(find_corpora, config, progress=console.progress))
-        self.run: Run = on_first_rank(partial(open_run, config, manifest_sha256=self.corpora.sha256))
+        self._lock: TextIO | None = None  # the first rank's
+        self.run: Run = on_first_rank(self._open)
         self.checkpoints = self.run.folder / CHECKPOINTS
-        self._lock = lock_run(self.run.folder) if self.rank == 0 else None
         self.generation = on_first_rank(lambda: next_generation(read_events(self.run.folder)))
         self._log = RunLog(self.run.folder) if self.rank == 0 else None
         self.asked_to_stop = False
@@ -110,6 +110,11 @@ class TorchrunRun:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
 
+    def _open(self) -> Run:
+        """Lock the folder, then open it: a run that another process trains is refused before anything is written."""
+        self._lock = lock_run(run_folder(self.config))
+        return open_run(self.config, manifest_sha256=self.corpora.sha256)
+
     def newest_step(self) -> int:
         """Of the committed checkpoints; 0 where there is none. Collective."""
         return on_first_rank(lambda: max(catalog.committed_steps(self.checkpoints), default=0))
@@ -121,7 +126,7 @@ class TorchrunRun:
         """
         entries = training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
         part, problem = part_of(mesh), ""
-        for number in from_rank_0(catalog.committed_steps(self.checkpoints)):
+        for number in on_first_rank(partial(catalog.committed_steps, self.checkpoints)):
             try:
                 index = catalog.open_checkpoint(self.checkpoints, number, run_id=self.run.run_id)
                 store.restore(self.checkpoints, index, entries, part)

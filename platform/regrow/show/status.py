@@ -1,4 +1,4 @@
-"""A run's status for people: redrawn in place at a terminal that watches, lines elsewhere, or JSON."""
+"""A run's status for people: redrawn in place at a terminal that watches, lines elsewhere."""
 
 import io
 import os
@@ -32,14 +32,14 @@ Line = tuple[str, str]  # its label, which may be empty, and what it says
 class Screen:
     """Shows one status after another on a text stream. NO_COLOR turns colours off."""
 
-    def __init__(self, stream: TextIO, *, json: bool = False, watch: bool = False) -> None:
-        self._stream, self._json, self._watch = stream, json, watch
+    def __init__(self, stream: TextIO, *, watch: bool = False) -> None:
+        self._stream, self._watch = stream, watch
         self._terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
         self._live: Live | None = None
         self._newest: Status | None = None
 
     def __enter__(self) -> "Screen":
-        if self._terminal and self._watch and not self._json:
+        if self._terminal and self._watch:
             self._live = Live(console=self._rich(), auto_refresh=False)
             self._live.start()
         return self
@@ -52,8 +52,6 @@ class Screen:
         self._newest = status
         if self._live is not None:
             self._live.update(rendered(status, note), refresh=True)
-        elif self._json:
-            self._print(status.to_json())
         elif self._watch:
             self._print(one_line(status))
         elif self._terminal:
@@ -65,7 +63,7 @@ class Screen:
         """Something that is no status; the newest one stays."""
         if self._live is not None and self._newest is not None:
             self.show(self._newest, text)
-        elif not self._json:
+        else:
             self._print(text)
 
     def _print(self, text: str) -> None:

@@ -5,8 +5,9 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+from regrow.control.values import NOTHING
+
 WORD = "word"
-NOTHING = -1
 _WORD = struct.Struct("<qq")
 
 
