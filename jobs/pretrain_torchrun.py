@@ -34,13 +34,12 @@ from regrow.train.validation import Validation
 def train_phase(config: PretrainConfig, run: TorchrunRun, device: torch.device) -> Progress:
     """Train from the newest checkpoint to the last step, or to where a run with float8 goes on in bfloat16."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    optim, corpora, layout = config.optim, run.corpora, layout_of(config)
-    shape = plan_mesh(world_size, config.parallel.dp_replicate, config.parallel.tp)
-    slices_per_pass = config.parallel.slices_per_pass
-    plan = plan_batch(num_slices=optim.num_slices, world_size=shape.num_units, slices_per_pass=slices_per_pass)
+    optim, parallel, corpora, layout = config.optim, config.parallel, run.corpora, layout_of(config)
+    shape = plan_mesh(world_size, parallel.dp_replicate, parallel.tp)
+    plan = plan_batch(num_slices=optim.num_slices, world_size=shape.num_units, slices_per_pass=parallel.slices_per_pass)
     unit, mesh = rank // shape.tp, build_mesh(shape, device.type)
 
-    recipe, until = phase_after(config.parallel, config.train.steps, run.newest_step())
+    recipe, until = phase_after(parallel, config.train.steps, run.newest_step())
     until = min(until, config.train.stop_at_step or until)
     eot_id = corpora.eot_id if config.model.document_attention else None
     step = build_step(config.model, recipe, optim, mesh=mesh, device=device, seed=config.run.seed, eot_id=eot_id)
@@ -49,7 +48,7 @@ def train_phase(config: PretrainConfig, run: TorchrunRun, device: torch.device) 
     order, reader, slices = order_of(config, corpora), corpora.reader("train"), plan.ranges[unit]
     batches = direct_batches(order, reader, layout, slices=slices, start_step=progress.step, stop_step=until)
     validation = Validation(config, corpora, device=device, unit=unit, num_units=shape.num_units)
-    peak = peak_flops(device, config.parallel.dtype, config.observe.peak_tflops)
+    peak = peak_flops(device, parallel.dtype, config.observe.peak_tflops)
     run.begin(step, mesh, progress, validation, peak)
     settings = loop_settings(config, plan, until)
     meter = meter_of(config, world_size, run.generation, peak_flops=peak.flops * world_size)

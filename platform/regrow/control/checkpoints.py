@@ -36,7 +36,7 @@ class Stage(Enum):
 
 @dataclass
 class Upload:
-    """One checkpoint in the making. `peers` as in the snapshot's commit; `asked`, by origin, which node writes its part."""
+    """A checkpoint in the making. `peers` as in the snapshot's commit; `asked`: by origin, the node that writes it."""
 
     number: int
     version: Version
