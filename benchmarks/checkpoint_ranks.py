@@ -18,13 +18,12 @@ from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
 from regrow.optim.adamw import MOMENTS, build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
-from regrow.parallel.fsdp import build_mesh, replica_group
-from regrow.plan.mesh import plan_mesh
+from regrow.parallel.fsdp import build_mesh, coordinates_of, replica_group
+from regrow.plan.mesh import Coordinates, plan_mesh
 from regrow.state.collective import gather
 from regrow.state.disk import catalog, store
 from regrow.state.disk.format import COMMIT
-from regrow.state.entries import Entry, part_of, training_entries
-from regrow.state.layout import Part
+from regrow.state.entries import Entry, training_entries
 from regrow.state.memory.held import Holder
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.slots import Committed
@@ -46,7 +45,7 @@ class State:
     entries: list[Entry]
     tensors: dict[str, Tensor]  # the same ones by the same names, as DTensors: what DCP takes
     optimizer: torch.optim.Optimizer
-    part: Part
+    coordinates: Coordinates
     replicas: dist.ProcessGroup | None  # that hold the same part
 
     @property
@@ -69,7 +68,7 @@ def build(model_name: str, *, dp_replicate: int = 1, seed: int = SEED) -> State:
         for power, moment in enumerate(MOMENTS, start=2):
             tensors[f"optim/{moment}/{name}"] = optimizer.state[parameter][moment]
             optimizer.state[parameter][moment].copy_(parameter.detach() ** power)
-    return State(entries, tensors, optimizer, part_of(mesh), replica_group(mesh))
+    return State(entries, tensors, optimizer, coordinates_of(mesh), replica_group(mesh))
 
 
 def scalars(step: int) -> dict[str, int]:
@@ -104,7 +103,7 @@ class OurSaver:
         self.snapshots = Snapshots(
             place.folder,
             state.entries,
-            part=state.part,
+            coordinates=state.coordinates,
             run_id=RUN_ID,
             generation=GENERATION,
             writers=writers_on(place, world_size, places),
@@ -222,7 +221,7 @@ def write_checkpoints(model: str, folder: Path) -> int:
         scalars=scalars(STEP),
         run_id=RUN_ID,
         generation=GENERATION,
-        part=state.part,
+        coordinates=state.coordinates,
     )
     peer.save(state.tensors, folder / "dcp")
     dist.barrier()
@@ -255,15 +254,15 @@ def restore(side: str, model: str, folder: Path, holders: Sequence[Holder], plac
 
 def from_storage(state: State, storage: LocalStorage) -> None:
     """Restore as the job does where memory has nothing. Collective where there are replicas."""
-    store.restore(storage, catalog.open_checkpoint(storage, STEP, run_id=RUN_ID), state.entries, state.part)
-    store.share_parts(state.entries, state.part, state.replicas)
+    store.restore(storage, catalog.open_checkpoint(storage, STEP, run_id=RUN_ID), state.entries, state.coordinates)
+    store.share_parts(state.entries, state.coordinates, state.replicas)
 
 
 def check(state: State, model: str, dp_replicate: int = 1) -> None:
     """The state is, bit for bit, the one that was saved."""
     expected = build(model, dp_replicate=dp_replicate).entries
     for entry, want in zip(state.entries, expected, strict=True):
-        assert torch.equal(entry.memory, want.memory), entry.span.name
+        assert torch.equal(entry.memory, want.memory), entry.box.name
 
 
 class CountingStorage(LocalStorage):

@@ -14,13 +14,12 @@ import torch
 
 from regrow.config.plain import pretrain_config
 from regrow.config.schema import PretrainConfig
+from regrow.config.topology import topology_of
 from regrow.data.read.batch import direct_batches, layout_of
 from regrow.data.read.corpora import order_of
 from regrow.errors import RegrowError
 from regrow.parallel.fsdp import build_mesh
 from regrow.parallel.phases import phase_after
-from regrow.plan.batch import plan_batch
-from regrow.plan.mesh import plan_mesh
 from regrow.runtime.hardware.peak import peak_flops
 from regrow.runtime.torchrun import TorchrunRun, for_this_group, process_group
 from regrow.show.console import Console
@@ -35,9 +34,8 @@ def train_phase(config: PretrainConfig, run: TorchrunRun, device: torch.device) 
     """Train from the newest checkpoint to the last step, or to where a run with float8 goes on in bfloat16."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     optim, parallel, corpora, layout = config.optim, config.parallel, run.corpora, layout_of(config)
-    shape = plan_mesh(world_size, parallel.dp_replicate, parallel.tp)
-    plan = plan_batch(num_slices=optim.num_slices, world_size=shape.num_units, slices_per_pass=parallel.slices_per_pass)
-    unit, mesh = rank // shape.tp, build_mesh(shape, device.type)
+    topology = topology_of(config, world_size)
+    mesh = build_mesh(topology.mesh, device.type)
 
     recipe, until = phase_after(parallel, config.train.steps, run.newest_step())
     until = min(until, config.train.stop_at_step or until)
@@ -45,12 +43,13 @@ def train_phase(config: PretrainConfig, run: TorchrunRun, device: torch.device) 
     step = build_step(config.model, recipe, optim, mesh=mesh, device=device, seed=config.run.seed, eot_id=eot_id)
     progress = run.restore(step, mesh)
 
-    order, reader, slices = order_of(config, corpora), corpora.reader("train"), plan.ranges[unit]
+    order, reader, slices = order_of(config, corpora), corpora.reader("train"), topology.slices_of(rank)
     batches = direct_batches(order, reader, layout, slices=slices, start_step=progress.step, stop_step=until)
-    validation = Validation(config, corpora, device=device, unit=unit, num_units=shape.num_units)
+    unit, num_units = topology.unit_of(rank), topology.mesh.num_units
+    validation = Validation(config, corpora, device=device, unit=unit, num_units=num_units)
     peak = peak_flops(device, parallel.dtype, config.observe.peak_tflops)
     run.begin(step, mesh, progress, validation, peak)
-    settings = loop_settings(config, plan, until)
+    settings = loop_settings(config, topology.batch, until)
     meter = meter_of(config, world_size, run.generation, peak_flops=peak.flops * world_size)
     saver = CheckpointSaver(Cadence(until, checkpoint_every_steps=config.checkpoint.every_steps), run.write)
     if progress.step < until:

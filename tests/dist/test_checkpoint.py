@@ -12,7 +12,7 @@ from regrow.state.disk import catalog
 
 from regrow.state.disk import store
 from regrow.state.disk.format import COMMIT
-from regrow.state.layout import Span
+from regrow.plan.boxes import Box
 from regrow.state.entries import Entry, training_entries
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.config.schema import Dtype, OptimConfig, ParallelConfig
@@ -23,20 +23,20 @@ from regrow.parallel.float8 import inner_tensor
 from regrow.storage import Storage
 from support.gloo import RankError, run_ranks
 from support.state import entries_after, whole
-from regrow.accept.tiny import ragged_model, tiny_model
+from regrow.accept.tiny import ragged_model
 
 RUN = "0123456789abcdef"
 
 
 def save_on_ranks(folder: str, replicas: int, tied: bool, float8: bool, tp: int = 1) -> dict[str, torch.Tensor]:
-    entries, part, _ = entries_after(2, replicas=replicas, tp=tp, tied=tied, float8=float8, seed=1)
+    entries, coordinates, _ = entries_after(2, replicas=replicas, tp=tp, tied=tied, float8=float8, seed=1)
     store.save(
         Storage.at(folder),
         entries,
         scalars={"step": 2, "cursor": 48, "tokens_seen": 96},
         run_id=RUN,
         generation=1,
-        part=part,
+        coordinates=coordinates,
     )
     return whole(entries)
 
@@ -44,13 +44,13 @@ def save_on_ranks(folder: str, replicas: int, tied: bool, float8: bool, tp: int 
 def restore_on_ranks(
     folder: str, replicas: int, tied: bool, float8: bool, tp: int = 1
 ) -> tuple[dict[str, torch.Tensor], int]:
-    entries, part, group = entries_after(
+    entries, coordinates, group = entries_after(
         1, replicas=replicas, tp=tp, tied=tied, float8=float8, seed=2
     )  # another state, to be overwritten whole
     index = catalog.open_checkpoint(Storage.at(folder), 2, run_id=RUN)
     assert index.scalars == {"step": 2, "cursor": 48, "tokens_seen": 96}
-    num_bytes = store.restore(Storage.at(folder), index, entries, part)
-    store.share_parts(entries, part, group)
+    num_bytes = store.restore(Storage.at(folder), index, entries, coordinates)
+    store.share_parts(entries, coordinates, group)
     return whole(entries), num_bytes
 
 
@@ -79,11 +79,11 @@ def test_float8_all_gather_weights_are_saved_in_high_precision_and_restored_bitw
 
 def narrow_moments(folder: str, steps: int, seed: int) -> dict[str, torch.Tensor]:
     """Saved after `steps` steps; with none, restored."""
-    entries, part, _ = entries_after(steps, float8=True, moments=Dtype.bfloat16, seed=seed)
+    entries, coordinates, _ = entries_after(steps, float8=True, moments=Dtype.bfloat16, seed=seed)
     if steps:
-        store.save(Storage.at(folder), entries, scalars={"step": 2}, run_id=RUN, generation=1, part=part)
+        store.save(Storage.at(folder), entries, scalars={"step": 2}, run_id=RUN, generation=1, coordinates=coordinates)
     else:
-        store.restore(Storage.at(folder), catalog.open_checkpoint(Storage.at(folder), 2), entries, part)
+        store.restore(Storage.at(folder), catalog.open_checkpoint(Storage.at(folder), 2), entries, coordinates)
     return whole(entries)
 
 
@@ -96,14 +96,6 @@ def test_moments_in_bfloat16_are_saved_as_that_and_restored_bitwise(tmp_path: Pa
         assert torch.equal(restored[name], tensor), name
 
 
-def in_rows(name: str, tensor: torch.Tensor, tp: int) -> torch.Tensor:
-    """A tensor in its own order, of which `entries` hold blocks of columns."""
-    if tp == 1 or not name.endswith((".wo.weight", ".w2.weight")):
-        return tensor
-    num_rows = tiny_model(dim=64).dim
-    return tensor.view(tp, num_rows, -1).transpose(0, 1).flatten()
-
-
 @pytest.mark.parametrize(("before", "replicas", "tp"), [(6, 1, 2), (8, 2, 2), (1, 1, 1)])
 def test_state_cut_by_tensor_parallelism_is_restored_however_it_is_cut(
     tmp_path: Path, before: int, replicas: int, tp: int
@@ -112,16 +104,14 @@ def test_state_cut_by_tensor_parallelism_is_restored_however_it_is_cut(
     assert all(not tensor.isnan().any() for tensor in saved.values())
     index = catalog.open_checkpoint(Storage.at(tmp_path), 2)
     assert index.num_bytes - sum(file.header_bytes for file in index.files) == sum(t.nbytes for t in saved.values())
-    assert set(index.column_blocks.values()) == ({tp} if tp > 1 else set())
     tensors = CheckpointTensors(Storage.at(tmp_path), index, lambda num_bytes: None)
     for name, tensor in saved.items():
-        assert torch.equal(tensors.whole(name).flatten(), in_rows(name, tensor, tp)), name
+        assert torch.equal(tensors.whole(name), tensor), name
     for after, replicas_after, tp_after in [(3, 1, 1), (4, 1, 2)]:
         restored, _ = run_ranks(restore_on_ranks, after, str(tmp_path), replicas_after, False, True, tp_after)[0]
         assert restored.keys() == saved.keys()
         for name, tensor in saved.items():
-            got = in_rows(name, restored[name], tp_after)
-            assert torch.equal(got, in_rows(name, tensor, tp)), f"{name} {before}x{tp} -> {after}x{tp_after}"
+            assert torch.equal(restored[name], tensor), f"{name} {before}x{tp} -> {after}x{tp_after}"
 
 
 def test_each_element_is_stored_once_even_with_replicas(tmp_path: Path) -> None:
@@ -148,8 +138,7 @@ def test_files_are_plain_safetensors_that_other_tools_read(tmp_path: Path) -> No
     (file,) = (tmp_path / "step-00000001").glob("*.safetensors")
     with safe_open(file, "pt") as content:
         for entry in entries:
-            key = f"{entry.span.name}[{entry.span.start}:{entry.span.stop}]"
-            assert torch.equal(content.get_tensor(key), entry.memory), key
+            assert torch.equal(content.get_tensor(str(entry.box)), entry.memory.view(entry.box.sizes)), entry.box
         assert content.metadata()["run_id"] == RUN
 
 
@@ -192,13 +181,13 @@ def test_another_runs_checkpoint_is_refused(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda e: e[1:], "holds model/embed.weight, which the model does not have"),
-        (lambda e: [*e, Entry(Span("model/new", (3,), "float32", 0, 3), torch.zeros(3))], "has no model/new"),
+        (lambda e: [*e, Entry(Box.whole("model/new", (3,)), torch.zeros(3))], "has no model/new"),
     ],
 )
 def test_a_missing_or_extra_tensor_is_named(tmp_path: Path, change: object, message: str) -> None:
     entries = save_alone(tmp_path, 1)
     index = catalog.open_checkpoint(Storage.at(tmp_path), 1)
-    first = next(i for i, entry in enumerate(entries) if entry.span.name == "model/embed.weight")
+    first = next(i for i, entry in enumerate(entries) if entry.box.name == "model/embed.weight")
     entries = [entries[first], *entries[:first], *entries[first + 1 :]]
     with pytest.raises(CheckpointError, match=message):
         store.restore(Storage.at(tmp_path), index, change(entries))  # type: ignore[operator]

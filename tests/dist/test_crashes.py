@@ -25,13 +25,13 @@ import pytest
 
 from regrow.state.disk import store
 from regrow.state.disk.catalog import committed_steps, open_checkpoint
-from regrow.state.layout import Part
 from regrow.state.memory.reader import restore_snapshot
 from regrow.control.values import Version
 from regrow.state.memory.slots import Committed
 from regrow.state.memory.writer import Snapshots
 from regrow.state.disk.inspect import verify
 from regrow.errors import CheckpointError
+from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.record.log import read_metrics
 from regrow.storage import Storage
 from support.beacon import PHASES, Beacon
@@ -473,7 +473,8 @@ def test_ranks_that_hear_of_a_commit_at_different_times_snapshot_the_same_steps(
     for rank in range(2):
         folder = tmp_path / str(rank)
         folder.mkdir()
-        ranks.append(Snapshots(folder, make_entries(rank, 2), part=Part(rank, 2), run_id=RUN, generation=1))
+        at = Coordinates(MeshShape(1, 2), rank)
+        ranks.append(Snapshots(folder, make_entries(rank, 2), coordinates=at, run_id=RUN, generation=1))
     for step in (1, 2):
         assert [rank.room() for rank in ranks] == [3 - step] * 2
         for rank in ranks:

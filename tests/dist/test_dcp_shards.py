@@ -52,9 +52,9 @@ def test_what_torch_saved_in_shards_is_put_together(tmp_path: Path) -> None:
     run_ranks(save_sharded, 3, str(tmp_path / "run"), str(tmp_path / "sharded"))
     assert len(list((tmp_path / "sharded").glob("*.distcp"))) == 3
     state = ExportedState(tmp_path / "sharded")
-    entries = {entry.span.name: entry for entry in state.entries(lambda num_bytes: None)}
+    entries = {entry.box.name: entry for entry in state.entries(lambda num_bytes: None)}
     before = saved(tmp_path / "run")
     assert entries.keys() == before.keys()
     for name, tensor in before.items():
-        assert entries[name].span.shape == tuple(tensor.shape)
+        assert entries[name].box.shape == tuple(tensor.shape)
         assert torch.equal(entries[name].memory.view(tensor.shape), tensor), name

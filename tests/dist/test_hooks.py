@@ -15,7 +15,7 @@ from regrow.config.schema import OptimConfig, ParallelConfig, PretrainConfig
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
-from regrow.parallel.fsdp import build_mesh
+from regrow.parallel.fsdp import build_mesh, coordinates_of
 from regrow.parallel.stream import HostStream
 from regrow.plan.mesh import plan_mesh
 from regrow.runtime import calls
@@ -24,7 +24,7 @@ from regrow.runtime.process import Process
 from regrow.state.disk.catalog import committed_steps, open_checkpoint
 from regrow.state.disk.format import COMMIT
 from regrow.state.disk.store import restore
-from regrow.state.entries import Progress, part_of, training_entries
+from regrow.state.entries import Progress, training_entries
 from regrow.state.memory.writer import Snapshots
 from regrow.storage import LocalStorage
 from regrow.train import saver as saver_module
@@ -67,17 +67,17 @@ def stuck_keepers(memory: Path, storage: Path) -> tuple[list[tuple[Any, ...]], f
     built = partial(build_model, tiny_model(), ParallelConfig(), mesh=mesh, device=torch.device("cpu"))
     model = built(seed=0)
     optimizer = build_optimizer(model, OptimConfig())
-    entries, part = training_entries(model, optimizer, inner_tensor=inner_tensor), part_of(mesh)
+    entries, coordinates = training_entries(model, optimizer, inner_tensor=inner_tensor), coordinates_of(mesh)
     writers = dist.get_world_size()
     snapshots = Snapshots(
-        memory, entries, part=part, run_id=RUN, generation=GENERATION, writers=writers, num_slots=SLOTS
+        memory, entries, coordinates=coordinates, run_id=RUN, generation=GENERATION, writers=writers, num_slots=SLOTS
     )
     coordinator = Coordinator(LocalStorage(storage))
     job: Any = SimpleNamespace(config=PretrainConfig(), coordinator=coordinator, checkpoints=str(storage), run_id=RUN)
     step: Any = SimpleNamespace(model=model, optimizer=optimizer)
     memory_tier: Any = SimpleNamespace(at_length=coordinator.at_length, stepped=lambda step: None)
     process = Process(job, torch.device("cpu"), HostStream(), cast(Any, None), memory_tier, None)
-    hooks = hooks_module.GenerationHooks(process, GENERATION, step, part, cast(Any, None))
+    hooks = hooks_module.GenerationHooks(process, GENERATION, step, coordinates, cast(Any, None))
     saver = saver_module.SnapshotSaver(
         saver_module.Cadence(SLOTS + 3, snapshot_every_steps=1, checkpoint_every_steps=1),
         snapshots,
@@ -105,7 +105,7 @@ def stuck_keepers(memory: Path, storage: Path) -> tuple[list[tuple[Any, ...]], f
     index = open_checkpoint(coordinator.storage, newest, run_id=RUN)
     other = built(seed=1)
     restored = training_entries(other, build_optimizer(other, OptimConfig()), inner_tensor=inner_tensor)
-    restore(coordinator.storage, index, restored, part)
+    restore(coordinator.storage, index, restored, coordinates)
     same = all(torch.equal(a.memory, b.memory) for a, b in zip(restored, entries, strict=True))
     return coordinator.calls, waited_s, same and index.step == newest == SLOTS + 3
 

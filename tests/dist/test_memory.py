@@ -63,11 +63,12 @@ class Nodes:
 
 
 def take(
-    folders: list[str], generation: int, replicas: int, tp: int, float8: bool, holders: list[Holder]
+    folders: list[str], generation: int, replicas: int, tp: int, float8: bool, even: bool, holders: list[Holder]
 ) -> dict[str, torch.Tensor]:
     """Some ranks' state: of two real steps, or restored from holders; its snapshot is taken. The whole of it."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    entries, part, _ = entries_after(1 if holders else 2, replicas=replicas, tp=tp, float8=float8, seed=generation)
+    steps = 1 if holders else 2
+    entries, coordinates, _ = entries_after(steps, replicas=replicas, tp=tp, float8=float8, even=even, seed=generation)
     folder = Path(folders[rank % len(folders)])
     if holders:
         result = restore_snapshot(
@@ -76,7 +77,7 @@ def take(
         assert result.scalars == {"step": 2}
         assert not result.problems
     writers = [other % len(folders) for other in range(size)].count(rank % len(folders))
-    writer = Snapshots(folder, entries, part=part, run_id=RUN, generation=generation, writers=writers)
+    writer = Snapshots(folder, entries, coordinates=coordinates, run_id=RUN, generation=generation, writers=writers)
     assert writer.begin(2, {"step": 2})
     writer.wait()
     writer.confirm(2)
@@ -84,23 +85,24 @@ def take(
 
 
 @pytest.mark.parametrize(
-    ("tp", "float8", "layouts"),
+    ("float8", "layouts"),
     [
-        (1, True, [(3, 1), (2, 1), (3, 1)]),
-        (1, False, [(4, 2), (5, 1), (4, 2)]),
-        (2, True, [(6, 1), (4, 1), (6, 1)]),
-        (2, False, [(4, 1), (8, 2)]),
+        (True, [(3, 1, 1), (2, 1, 1), (3, 1, 1)]),
+        (False, [(4, 2, 1), (5, 1, 1), (4, 2, 1)]),
+        (True, [(6, 1, 2), (4, 1, 2), (6, 1, 2)]),
+        (False, [(4, 1, 2), (8, 2, 2)]),
+        (False, [(4, 2, 1), (4, 1, 2), (3, 1, 1)]),
     ],
 )
 def test_state_moves_from_layout_to_layout_and_back_without_storage_and_with_a_node_lost_each_time(
-    tmp_path: Path, tp: int, float8: bool, layouts: list[tuple[int, int]]
+    tmp_path: Path, float8: bool, layouts: list[tuple[int, int, int]]
 ) -> None:
     first: dict[str, torch.Tensor] = {}
     holders: list[Holder] = []
-    nodes = Nodes(tmp_path, 4)
+    nodes, even = Nodes(tmp_path, 4), any(tp > 1 for _, _, tp in layouts)
     try:
-        for generation, (ranks, replicas) in enumerate(layouts, start=1):
-            saved = run_ranks(take, ranks, nodes.folders()[:ranks], generation, replicas, tp, float8, holders)[0]
+        for generation, (ranks, replicas, tp) in enumerate(layouts, start=1):
+            saved = run_ranks(take, ranks, nodes.folders()[:ranks], generation, replicas, tp, float8, even, holders)[0]
             first = first or saved
             assert saved.keys() == first.keys()
             for name, tensor in first.items():

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
-from regrow.model.cut import WHOLE
 from regrow.model.llama import Llama
 from regrow.model.loss import IGNORE_INDEX
 from regrow.parallel.compile import graphs_compiled
 from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
 from regrow.plan.mesh import plan_mesh
+from regrow.plan.placement import dims_of
 from support.gloo import run_ranks
 from support.reference_llama import assert_gradients
 from regrow.accept.tiny import count_up_rows, tiny_model
@@ -35,10 +35,13 @@ NUM_STEPS = 6
 
 def whole_of_cut(model: Llama, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """A parameter or gradient in full, from every rank's shard of its block. Collective."""
-    cut, block = model.cuts.get(name, WHOLE), whole(tensor.detach()).contiguous()
+    block, shape = whole(tensor.detach()).contiguous(), model.boxes[name].shape
     blocks = [torch.empty_like(block) for _ in range(dist.get_world_size())]
     dist.all_gather(blocks, block)
-    return torch.cat(blocks[: cut.num_blocks], dim=0 if cut.by_rows else 1)
+    if block.shape == shape:
+        return block
+    dim = dims_of(name)["tp"]
+    return torch.cat(blocks[: shape[dim] // block.size(dim)], dim=dim)
 
 
 def losses(training: Training) -> list[tuple[float, float, int]]:

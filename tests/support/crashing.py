@@ -13,6 +13,7 @@ import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,7 @@ def fill(entries: "list[Any]", step: int) -> None:
     import torch
 
     for number, entry in enumerate(entries):
-        index = torch.arange(entry.span.start, entry.span.stop)
+        index = torch.arange(prod(entry.box.shape)).view(entry.box.shape)[entry.box.slices].reshape(-1)
         entry.memory.copy_((index + 1_000_003 * number + 7919 * step) % 2**24)  # which float32 holds exactly
 
 
@@ -179,13 +180,14 @@ def make_entries(shard: int, num_shards: int) -> "list[Any]":
     """A rank's shards, zeros."""
     import torch
 
+    from regrow.plan.boxes import Box
+    from regrow.plan.mesh import Coordinates, MeshShape
+    from regrow.plan.placement import placed
     from regrow.state.entries import Entry
-    from regrow.state.layout import Part, Span, shard_span
 
-    spans = [
-        shard_span(Span(name, shape, dtype, 0, 0), Part(shard, num_shards)) for name, (shape, dtype) in SHAPES.items()
-    ]
-    return [Entry(span, torch.zeros(span.num_elements, dtype=getattr(torch, span.dtype))) for span in spans]
+    at = Coordinates(MeshShape(1, num_shards), shard)
+    boxes = [placed(Box.whole(name, shape, dtype), at) for name, (shape, dtype) in SHAPES.items()]
+    return [Entry(box, torch.zeros(box.num_elements, dtype=getattr(torch, box.dtype))) for box in boxes]
 
 
 def assert_state(entries: "list[Any]", scalars: dict[str, int], step: int) -> None:
@@ -195,10 +197,10 @@ def assert_state(entries: "list[Any]", scalars: dict[str, int], step: int) -> No
     from regrow.state.entries import Entry
 
     assert scalars == scalars_of(step)
-    expected = [Entry(entry.span, torch.zeros_like(entry.memory)) for entry in entries]
+    expected = [Entry(entry.box, torch.zeros_like(entry.memory)) for entry in entries]
     fill(expected, step)
     for have, want in zip(entries, expected, strict=True):
-        assert torch.equal(have.memory, want.memory), f"{have.span} is not that of step {step}"
+        assert torch.equal(have.memory, want.memory), f"{have.box} is not that of step {step}"
 
 
 def scalars_of(step: int) -> dict[str, int]:
@@ -212,10 +214,10 @@ def _train(member: Member, beacon: Beacon, group: Group, rank: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from regrow.plan.mesh import Coordinates, MeshShape
     from regrow.record.log import METRIC_KEYS
     from regrow.runtime.keeper import COORDINATOR
     from regrow.state.collective import from_rank_0, gather
-    from regrow.state.layout import Part
     from regrow.state.memory import writer as snapshot
 
     torch.set_num_threads(1)
@@ -228,20 +230,20 @@ def _train(member: Member, beacon: Beacon, group: Group, rank: int) -> None:
     coordinator = find(member.world, f"{RUN}:{COORDINATOR}")
     keeper = find(member.world, f"{RUN}:{member.node}")
     num_shards = num_ranks // group.num_replicas
-    part = Part(rank % num_shards, num_shards, rank // num_shards, group.num_replicas)
-    entries = make_entries(part.shard, num_shards)
+    coordinates = Coordinates(MeshShape(group.num_replicas, num_shards), rank)
+    entries = make_entries(rank % num_shards, num_shards)
 
     generation = from_rank_0(get(coordinator.begin_generation.remote()) if rank == 0 else 0)
     info = get(keeper.serve.remote(coordinator, SECRET))
     get(coordinator.register_keeper.remote(keeper, info))
     gather(None)
     with beacon.inside("restore"):
-        step = _restore(member, coordinator, Path(info.folder), entries, part, rank)
+        step = _restore(member, coordinator, Path(info.folder), entries, coordinates, rank)
     with beacon.inside("slots"):
         snapshots = snapshot.Snapshots(
             Path(info.folder),
             entries,
-            part=part,
+            coordinates=coordinates,
             run_id=RUN,
             generation=generation,
             writers=group.nodes.count(member.node),
@@ -285,12 +287,14 @@ def _defy(coordinator: Handle, generation: int, step: int) -> None:
             raise AssertionError("a generation that is over wrote something")
 
 
-def _restore(member: Member, coordinator: Handle, folder: Path, entries: "list[Any]", part: Any, rank: int) -> int:
+def _restore(
+    member: Member, coordinator: Handle, folder: Path, entries: "list[Any]", coordinates: Any, rank: int
+) -> int:
     """The step that is gone on from; what was restored is checked."""
+    from regrow.plan.mesh import Coordinates, MeshShape
     from regrow.state.collective import from_rank_0, gather
     from regrow.state.disk import store
     from regrow.state.disk.catalog import committed_steps, open_checkpoint
-    from regrow.state.layout import Part
     from regrow.state.memory.reader import Unrestorable, restore_snapshot
 
     checkpoints = Storage.at(member.world / "run" / "checkpoints")
@@ -310,7 +314,8 @@ def _restore(member: Member, coordinator: Handle, folder: Path, entries: "list[A
         fill(entries, 0)
         return 0
     index = open_checkpoint(checkpoints, steps[0], run_id=RUN)
-    store.restore(checkpoints, index, entries, Part(part.shard, part.num_shards))
+    alone = Coordinates(MeshShape(1, coordinates.mesh.dp_shard), rank % coordinates.mesh.dp_shard)  # reads all itself
+    store.restore(checkpoints, index, entries, alone)
     assert_state(entries, index.scalars, steps[0])
     return steps[0]
 

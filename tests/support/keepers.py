@@ -4,17 +4,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
 from pathlib import Path
 
 import torch
 
 from regrow.control.values import Peer, SnapshotAck, Version
+from regrow.plan.boxes import Box
+from regrow.plan.mesh import Coordinates, MeshShape
+from regrow.plan.placement import placed
 from regrow.state.disk.catalog import step_folder
 from regrow.state.disk.format import COMMIT, Index
 from regrow.state.disk.upload import Upload, write_index
 from regrow.state.entries import Entry
-from regrow.state.layout import Part, Span, shard_rows
 from regrow.state.memory.held import Holder
 from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.writer import Snapshots
@@ -39,12 +40,11 @@ def entries_of(shard: int, num_shards: int, whole: dict[str, torch.Tensor] | Non
     """A rank's shards: of a state, or of zeros."""
     entries = []
     for name, shape in SHAPES.items():
-        rows, width = shard_rows(shape[0], shard, num_shards), prod(shape[1:])
-        span = Span(name, shape, "float32", rows.start * width, rows.stop * width)
-        memory = torch.zeros(span.num_elements)
+        box = placed(Box.whole(name, shape), Coordinates(MeshShape(1, num_shards), shard))
+        memory = torch.zeros(box.num_elements)
         if whole is not None:
-            memory.copy_(whole[name].reshape(-1)[span.start : span.stop])
-        entries.append(Entry(span, memory))
+            memory.copy_(whole[name][box.slices].reshape(-1))
+        entries.append(Entry(box, memory))
     return entries
 
 
@@ -52,8 +52,7 @@ def assert_state(entries: Sequence[Entry], step: int) -> None:
     """Every element is that of the state after `step`."""
     whole = state(step)
     for entry in entries:
-        expected = whole[entry.span.name].reshape(-1)[entry.span.start : entry.span.stop]
-        assert torch.equal(entry.memory, expected), entry.span
+        assert torch.equal(entry.memory, whole[entry.box.name][entry.box.slices].reshape(-1)), entry.box
 
 
 @dataclass
@@ -111,7 +110,7 @@ def snapshot(
             Snapshots(
                 nodes[place].keeper.folder,
                 entries[-1],
-                part=Part(shard, num_shards, replica, replicas),
+                coordinates=Coordinates(MeshShape(replicas, num_shards), replica * num_shards + shard),
                 run_id=RUN,
                 generation=generation,
                 writers=places.count(place),
@@ -122,7 +121,7 @@ def snapshot(
         whole, moment = state(each), Version(generation, each)
         for mine, writer in zip(entries, writers, strict=True):
             for entry in mine:
-                entry.memory.copy_(whole[entry.span.name].reshape(-1)[entry.span.start : entry.span.stop])
+                entry.memory.copy_(whole[entry.box.name][entry.box.slices].reshape(-1))
             assert writer.begin(each, scalars_of(each))
             writer.wait()
             writer.confirm(each)

@@ -31,4 +31,4 @@ def save_run(folder: Path | str, model: ModelConfig, *, steps: tuple[int, ...] =
         store.save(run / CHECKPOINTS, entries, scalars=progress.to_dict(), run_id=RUN_ID, generation=1)
     config = PretrainConfig(model=model, data=DataConfig(seq_len=8))
     write_record(run, run_id=RUN_ID, identity=identity(config), manifest_sha256="0" * 64)
-    return {entry.span.name: entry.memory.view(entry.span.shape) for entry in entries}
+    return {entry.box.name: entry.memory.view(entry.box.shape) for entry in entries}

@@ -17,9 +17,9 @@ import torch
 from regrow.accept.pinning import Runtime, counting_runtime, on_a_device
 from regrow.control.values import Version
 from regrow.errors import CheckpointError
+from regrow.plan.mesh import ALONE
 from regrow.state.disk.upload import WriteOrder, write_parts
 from regrow.state.entries import Entry
-from regrow.state.layout import WHOLE
 from regrow.state.memory import reader as memory
 from regrow.state.memory.arenas import MOST_WASTE, Arena, Arenas
 from regrow.state.memory.held import Holder, bytes_held, open_snapshot
@@ -66,7 +66,7 @@ class Worker:
         snapshots = Snapshots(
             folder,
             on_a_device(entries) if self.device else entries,
-            part=WHOLE,
+            coordinates=ALONE,
             run_id=RUN,
             generation=self.generation,
             num_slots=self.num_slots,
@@ -113,7 +113,7 @@ def test_slots_that_a_group_could_not_use_are_pinned_already_when_it_tries_again
     arenas = Arenas(tmp_path)
     for generation in range(1, 6):
         entries = on_a_device(entries_of(0, 1))
-        snapshots = Snapshots(tmp_path, entries, part=WHOLE, run_id=RUN, generation=generation, arenas=arenas)
+        snapshots = Snapshots(tmp_path, entries, coordinates=ALONE, run_id=RUN, generation=generation, arenas=arenas)
         snapshots.discard()
         assert not list(tmp_path.glob(f"*{SLOT}"))
     assert runtime.registered == 2
@@ -263,7 +263,7 @@ def slots_of(folder: Path, generation: int, count: int) -> list[Path]:
 
 def seal(folder: Path, arena: Arena, generation: int, step: int) -> None:
     assert arena.slot is not None
-    header = empty_header([], WHOLE, run_id=RUN, generation=generation, writers=1)
+    header = empty_header([], ALONE, run_id=RUN, generation=generation, writers=1)
     SlotFile(arena.slot, header, arena.memory).seal(step, {})
 
 
@@ -333,13 +333,13 @@ OWNER = """
 import sys, time
 from pathlib import Path
 from regrow.state.memory.arenas import Arenas
-from regrow.state.layout import WHOLE
+from regrow.plan.mesh import ALONE
 from regrow.state.memory.slots import SlotFile, empty_header
 folder = Path(sys.argv[1])
 slots = [folder / f"g000001-token-{number}.slot" for number in range(3)]
 arenas = Arenas(folder)
 taken = arenas.take(slots, 1 << 16)
-SlotFile(slots[0], empty_header([], WHOLE, run_id="run", generation=1, writers=1), taken[0].memory).seal(4, {})
+SlotFile(slots[0], empty_header([], ALONE, run_id="run", generation=1, writers=1), taken[0].memory).seal(4, {})
 slots[2].unlink()
 print("ready", flush=True)
 time.sleep(600)
@@ -386,12 +386,12 @@ def test_memory_that_a_device_may_write_to_yet_is_not_made_another_slot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arenas = Arenas(tmp_path)
-    first = Snapshots(tmp_path, entries_of(0, 1), part=WHOLE, run_id=RUN, generation=1, arenas=arenas)
+    first = Snapshots(tmp_path, entries_of(0, 1), coordinates=ALONE, run_id=RUN, generation=1, arenas=arenas)
     inodes = {path.stat().st_ino for path in tmp_path.glob(f"*{SLOT}")}
     monkeypatch.setattr(first._copier, "close", lambda: (_ for _ in ()).throw(RuntimeError("it does not come to rest")))
     with pytest.raises(RuntimeError):
         first.close()
-    Snapshots(tmp_path, entries_of(0, 1), part=WHOLE, run_id=RUN, generation=2, arenas=arenas)
+    Snapshots(tmp_path, entries_of(0, 1), coordinates=ALONE, run_id=RUN, generation=2, arenas=arenas)
     assert not inodes & {path.stat().st_ino for path in tmp_path.glob(f"g000002*{SLOT}")}
 
 

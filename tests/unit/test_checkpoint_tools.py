@@ -11,6 +11,7 @@ import torch
 
 from regrow.accept.tiny import tiny_model
 from regrow.errors import CheckpointError
+from regrow.plan.boxes import Box
 from regrow.record.run_folder import checkpoints_of
 from regrow.state.disk import inspect as tools
 from regrow.state.disk.catalog import open_checkpoint
@@ -18,7 +19,6 @@ from regrow.state.disk.format import COMMIT
 from regrow.state.disk.store import save_one_by_one
 from regrow.state.disk.tensors import CheckpointTensors, differences, statistics
 from regrow.state.entries import Entry
-from regrow.state.layout import Span
 from regrow.storage import Storage
 from support.runs import RUN_ID, save_run
 from support.s3 import s3_server
@@ -90,7 +90,7 @@ def test_inspect_shows_scalars_tensors_files_and_statistics(run: Path) -> None:
 
 
 def test_statistics_are_those_of_the_whole_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tools, "PIECE_BYTES", tools.CHUNK_BYTES)
+    monkeypatch.setattr("regrow.state.disk.tensors.PIECE_BYTES", tools.CHUNK_BYTES)
     values = torch.randn(300, 251, generator=torch.Generator().manual_seed(0))
     values[7, 7], values[299, 250] = float("inf"), float("nan")
     save(tmp_path, {"model/odd": values, "model/even": torch.arange(-3.0, 3.0)})
@@ -102,10 +102,7 @@ def test_statistics_are_those_of_the_whole_tensor(tmp_path: Path, monkeypatch: p
 
 
 def save(folder: Path, tensors: dict[str, torch.Tensor], step: int = 0) -> None:
-    entries = [
-        Entry(Span(name, tuple(tensor.shape), "float32", 0, tensor.numel()), tensor.view(-1))
-        for name, tensor in tensors.items()
-    ]
+    entries = [Entry(Box.whole(name, tuple(tensor.shape)), tensor.view(-1)) for name, tensor in tensors.items()]
     save_one_by_one(Storage.at(folder), entries, scalars={"step": step}, run_id=RUN_ID)
 
 

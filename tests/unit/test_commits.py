@@ -2,13 +2,19 @@
 
 from regrow.control.commits import CommitTracker
 from regrow.control.values import SnapshotAck, Version
-from regrow.state.layout import Part
+from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.state.memory.held import COPY, Held, is_whole
 from regrow.state.memory.slots import SLOT
 
 
 def held(step: int, shard: int, *, copy: bool = False) -> Held:
-    return Held(f"g000001-{shard}-{step}{SLOT}{COPY if copy else ''}", Version(1, step), Part(shard, 2), 1, "")
+    return Held(
+        f"g000001-{shard}-{step}{SLOT}{COPY if copy else ''}",
+        Version(1, step),
+        Coordinates(MeshShape(1, 2), shard),
+        1,
+        "",
+    )
 
 
 def rebuilt(*known: tuple[str, int, list[Held]]) -> CommitTracker:

@@ -94,12 +94,12 @@ def test_every_cluster_file_passes_every_rule(cluster: str) -> None:
 
     ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        plans = check(to_dataclass(compose("pretrain", overrides=[f"+cluster={cluster}"])))
-    assert all(plan.busy_share >= 0.85 for plan in plans)
+        table = check(to_dataclass(compose("pretrain", overrides=[f"+cluster={cluster}"])))
+    assert all(each.batch.busy_share >= 0.85 for each in table.values())
 
 
 def test_the_defaults_pass_every_rule() -> None:
-    assert [plan.world_size for plan in check(PretrainConfig())] == [1]
+    assert list(check(PretrainConfig())) == [1]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_attention_within_documents_has_a_kernel_of_its_own() -> None:
 def test_ranks_that_share_their_arithmetic_divide_what_they_share() -> None:
     config = PretrainConfig()
     config.parallel.tp, config.cluster.min_workers, config.cluster.max_workers = 4, 4, 8
-    assert [plan.world_size for plan in check(config)] == [1, 2]  # units
+    assert {size: each.batch.world_size for size, each in check(config).items()} == {4: 1, 8: 2}
     config.model.num_kv_heads = 2
     with pytest.raises(ConfigError, match=r"parallel\.tp=4 must divide model\.num_kv_heads=2; set parallel\.tp=2"):
         check(config)

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from regrow.errors import CheckpointError
+from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.state.disk import catalog, store
 from regrow.state.disk import inspect as tools
 from regrow.state.disk.format import COMMIT
-from regrow.state.layout import Part
 from regrow.state.memory.held import CHECKSUMS, COPY, Holder
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.slots import MAGIC, SLOT, open_slot
@@ -135,8 +135,8 @@ class Memory:
         header = open_slot(path)
         assert header is not None
         prefix = len(MAGIC) + 8 + 32
-        spans = zip(header.offsets, header.spans, strict=False)
-        return [slice(prefix + len(header.encode())), *(slice(at, at + span.num_bytes) for at, span in spans)]
+        boxes = zip(header.offsets, header.boxes, strict=False)
+        return [slice(prefix + len(header.encode())), *(slice(at, at + box.num_bytes) for at, box in boxes)]
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -164,9 +164,9 @@ def test_damaged_snapshots_are_named_and_their_copies_or_the_step_before_used(tm
 
 def read_alone(memory: Memory, holder: Holder, *, bad: bool) -> None:
     """Where only this holder has a part, it is given exactly, or refused by the holder's name; here and from afar."""
-    part = holder.held.part
+    shard, num_shards = holder.held.coordinates.along("dp_shard")
     for where in (holder.node, next(node for node in memory.folders if node != holder.node)):
-        _, problem = memory.restore(holder.held.moment.step, [holder], part.shard, part.num_shards, where, 0)
+        _, problem = memory.restore(holder.held.moment.step, [holder], shard, num_shards, where, 0)
         assert problem or not bad, f"{holder.name}: its damage went unnoticed"
         assert not problem or holder.name in problem
 
@@ -174,7 +174,7 @@ def read_alone(memory: Memory, holder: Holder, *, bad: bool) -> None:
 def read_whole(memory: Memory, step: int, spoiled: set[Path], rng: Rng) -> bool:
     """Restore a step into some ranks; whether that worked. It must, where of every shard one file is sound."""
     bad = [holder for holder in memory.holders[step] if not spoiled.isdisjoint(memory.files(holder))]
-    good = {holder.held.part.shard for holder in memory.holders[step] if holder not in bad}
+    good = {holder.held.coordinates.along("dp_shard")[0] for holder in memory.holders[step] if holder not in bad}
     touched = {path.name.removesuffix(CHECKSUMS) for path in changed(memory.sound)}
     num_shards, works = int(rng.integers(1, 4)), True
     for known in (memory.holders[step], holders(memory.nodes, step)):  # asked before the damage, and after it
@@ -211,7 +211,7 @@ def restore_newest(checkpoints: Storage, num_shards: int) -> tuple[int | None, d
             try:
                 entries = entries_of(shard, num_shards)
                 index = catalog.open_checkpoint(checkpoints, step, run_id=RUN)
-                store.restore(checkpoints, index, entries, Part(shard, num_shards))
+                store.restore(checkpoints, index, entries, Coordinates(MeshShape(1, num_shards), shard))
                 assert index.scalars == scalars_of(step)
                 assert_state(entries, step)
             except CheckpointError as error:

@@ -207,7 +207,7 @@ def test_damaged_metadata_and_missing_files_end_in_one_error(folder: Path, tmp_p
         (tmp_path / "dcp" / METADATA).write_bytes(data)
         try:
             for entry in ExportedState(tmp_path / "dcp").entries(lambda num_bytes: None):
-                assert entry.memory.numel() == entry.span.num_elements
+                assert entry.memory.numel() == entry.box.num_elements
         except CheckpointError as error:
             refused += str(tmp_path / "dcp") in str(error)
     assert refused > 100

@@ -15,10 +15,10 @@ from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.values import Version
 from regrow.errors import CheckpointError
+from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.runtime.fleet import Fleet
 from regrow.runtime.keeper import KeeperInfo
 from regrow.runtime.publisher import Publisher
-from regrow.state.layout import Part
 from regrow.state.memory.held import Held, Holder
 from regrow.storage import Storage
 from support.actors import Handle
@@ -71,7 +71,7 @@ class Nodes:
     def hold(self, version: Version, *, copies: bool) -> None:
         for shard, keeper in enumerate(self.keepers.values()):
             for each in (shard, (shard - 1) % 3) if copies else (shard,):
-                keeper.held.append(Held(f"{keeper.node}{each}", version, Part(each, 3), 1, ""))
+                keeper.held.append(Held(f"{keeper.node}{each}", version, Coordinates(MeshShape(1, 3), each), 1, ""))
 
     def holders(self, version: Version, can_ask: Sequence[str] = "abc", group: list[str] | None = None) -> list[Holder]:
         return self.fleet.holders(version, lambda node: node in can_ask, group)
@@ -83,7 +83,7 @@ def test_all_that_can_be_asked_are_and_answer_for_this_version_and_later_ones(tm
         nodes.hold(Version(1, step), copies=step == 10)
     found = nodes.holders(Version(1, 10))
     assert {holder.held.moment.step for holder in found} == {10, 11}
-    shards = sorted(holder.held.part.shard for holder in found if holder.held.moment.step == 10)
+    shards = sorted(holder.held.coordinates.rank for holder in found if holder.held.moment.step == 10)
     assert shards == [0, 0, 1, 1, 2, 2]
     assert {holder.node for holder in nodes.holders(Version(1, 10), can_ask="ac")} == {"a", "c"}
 
@@ -124,9 +124,7 @@ def test_nodes_that_hold_different_things_make_no_checkpoint(tmp_path: Path) -> 
     publisher = publisher_in(tmp_path)
     for node in "ab":
         order = publisher.order(c.Write(1, Version(1, 10), node, node, copies=False, describe=node == "a"))
-        written: Any = SimpleNamespace(
-            files=(), scalars={}, tensors_sha256=node, tensors={}, num_ranks=1, column_blocks={}
-        )
+        written: Any = SimpleNamespace(files=(), scalars={}, tensors_sha256=node, tensors={}, num_ranks=1)
         publisher.written(1, order, written)
     publisher.publish_index(c.PublishIndex(1, Version(1, 10), ("a", "b")))
     assert until(publisher.done) == [e.PublishFailed(1, "node b holds another state than a")]

@@ -16,6 +16,7 @@ from regrow.data.prepare.tokenizer import END_OF_TEXT
 from regrow.data.read.manifest import Manifest
 from regrow.errors import CheckpointError, DataError
 from regrow.model.llama import Llama
+from regrow.model.size import parameter_shapes
 from regrow.record.run_folder import checkpoints_of, read_record
 from regrow.state.disk.inspect import choose
 from regrow.state.disk.tensors import CheckpointTensors
@@ -108,7 +109,7 @@ def test_transformers_gives_the_same_logits(model: ModelConfig, tmp_path: Path) 
 
 
 def names_of(model: ModelConfig) -> list[str]:
-    return list(huggingface.shapes_of(model))
+    return list(parameter_shapes(model))
 
 
 def test_names_are_those_that_llama_for_causal_lm_has() -> None:
@@ -227,7 +228,7 @@ def test_the_settings_of_newer_and_older_versions_are_understood(tmp_path: Path)
     source = Storage.at(tmp_path / "hf")
     read = read_model(source)
     assert {**vars(read), "name": ""} == {**vars(model), "name": ""}
-    entries = {entry.span.name: entry for entry in import_entries(source, read, lambda num_bytes: None)}
+    entries = {entry.box.name: entry for entry in import_entries(source, read, lambda num_bytes: None)}
     assert torch.equal(entries["model/embed.weight"].memory, saved["model/embed.weight"].view(-1))
     assert entries.keys() == saved.keys()
 

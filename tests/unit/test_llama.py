@@ -5,7 +5,8 @@ import torch
 
 from regrow.accept.tiny import ragged_model, tiny_model
 from regrow.config.schema import ModelConfig, RopeScaling
-from regrow.model.llama import INIT_STD, Llama, _blocks, init_weights, rope_frequencies_Q2, rotate
+from regrow.model.llama import INIT_STD, Llama, init_weights, rope_frequencies_Q2, rotate
+from regrow.plan.mesh import Coordinates, MeshShape
 from support.reference_llama import reference_frequency, reference_logits
 
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save
@@ -136,18 +137,18 @@ def test_initialisation_does_not_depend_on_the_number_of_threads(num_threads):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-@pytest.mark.parametrize("shape", [(9001, 300), (5, 7), (3, 2**19), (1000, 1024)])
-def test_blocks_of_all_shards_together_cover_each_row_once(world_size, shape):
-    size = -(-shape[0] // world_size)
-    rows, starts = [], set()
-    for rank in range(world_size):
-        for block, overlap in _blocks(
-            torch.Size(shape), range(min(rank * size, shape[0]), min((rank + 1) * size, shape[0]))
-        ):
-            assert block.start <= overlap.start < overlap.stop <= block.stop
-            assert len(block) == 1 or len(block) * shape[1] <= 2**18
-            starts.add((block.start, block.stop))
-            rows.extend(overlap)
-    assert rows == list(range(shape[0]))
-    assert starts == {(block.start, block.stop) for block, _ in _blocks(torch.Size(shape), range(shape[0]))}
+@pytest.mark.parametrize("mesh", [MeshShape(1, 7), MeshShape(2, 3, 2)])
+def test_each_rank_draws_its_box_of_the_same_weights(mesh):
+    config = ModelConfig(vocab_size=8192, dim=40, num_layers=1, num_heads=4, num_kv_heads=2, ffn_dim=7000)
+    whole = dict(built(config, seed=3).named_parameters())  # of which some take several blocks of the initialisation
+    for rank in range(mesh.world_size):
+        with torch.device("meta"):
+            model = Llama(config)
+        model.place(Coordinates(mesh, rank))
+        for name, box in model.boxes.items():
+            module, _, parameter = name.rpartition(".")
+            setattr(model.get_submodule(module), parameter, torch.nn.Parameter(torch.empty(box.sizes, device="meta")))
+        model.to_empty(device="cpu")
+        init_weights(model, 3)
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, whole[name][model.boxes[name].slices]), f"{name} of rank {rank}"

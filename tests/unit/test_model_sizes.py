@@ -6,7 +6,7 @@ from omegaconf import OmegaConf
 
 from regrow.config.schema import ModelConfig
 from regrow.model.llama import Llama
-from regrow.model.size import num_matmul_params, num_params
+from regrow.model.size import num_matmul_params, num_params, parameter_shapes
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 
@@ -40,6 +40,7 @@ def test_parameter_count_equals_the_published_one(name):
     with torch.device("meta"):
         model = Llama(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[name]
+    assert list(parameter_shapes(config).items()) == [(name, tuple(p.shape)) for name, p in model.named_parameters()]
     assert num_params(config) == PUBLISHED[name]
     assert config.name == name
 

@@ -18,8 +18,9 @@ import torch
 from regrow.accept.pinning import Runtime, counting_runtime, on_a_device
 from regrow.control.values import NOTHING, Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError
+from regrow.plan.boxes import Box
+from regrow.plan.mesh import ALONE
 from regrow.state.entries import Entry
-from regrow.state.layout import WHOLE, Span
 from regrow.state.memory.control_word import ControlWord
 from regrow.state.memory.held import Held
 from regrow.state.memory.node import KeeperNode
@@ -144,7 +145,7 @@ def test_slots_take_turns_and_the_newest_committed_one_is_never_overwritten(tmp_
 def test_what_is_on_its_way_to_storage_is_not_overwritten(tmp_path: Path) -> None:
     with cluster(tmp_path, 1) as nodes:
         where = nodes[0].keeper.folder
-        writer = Snapshots(where, entries_of(0, 1, state(1)), part=WHOLE, run_id=RUN, generation=1, num_slots=3)
+        writer = Snapshots(where, entries_of(0, 1, state(1)), coordinates=ALONE, run_id=RUN, generation=1, num_slots=3)
         for step in range(1, 20):
             assert take(writer, step), step
             wait_until(lambda: nodes[0].reports and nodes[0].reports[-1].version.step == step)  # noqa: B023
@@ -163,7 +164,7 @@ def test_slots_that_memory_has_no_room_for_leave_nothing_there(tmp_path: Path, m
 
     monkeypatch.setattr(os, "posix_fallocate", fallocate)
     with pytest.raises(CheckpointError, match="no room for a snapshot"):
-        Snapshots(tmp_path, entries_of(0, 1, state(1)), part=WHOLE, run_id=RUN, generation=1, num_slots=3)
+        Snapshots(tmp_path, entries_of(0, 1, state(1)), coordinates=ALONE, run_id=RUN, generation=1, num_slots=3)
     assert next(calls) == 3
     assert list(tmp_path.iterdir()) == []
 
@@ -187,7 +188,7 @@ def test_a_keeper_that_could_not_reach_its_peer_tries_again(tmp_path: Path) -> N
         complaints: list[str] = []
         nodes[0].keeper.complain = complaints.append
         writer = Snapshots(
-            nodes[0].keeper.folder, entries_of(0, 1, state(1)), part=WHOLE, run_id=RUN, generation=1, num_slots=2
+            nodes[0].keeper.folder, entries_of(0, 1, state(1)), coordinates=ALONE, run_id=RUN, generation=1, num_slots=2
         )
         assert take(writer, 1)
         wait_until(lambda: len(complaints) >= 2)  # it has tried again
@@ -205,7 +206,7 @@ def test_a_peer_that_says_nothing_keeps_nothing_from_the_next_one(tmp_path: Path
         nodes[0].keeper.complain = complaints.append
         nodes[0].keeper.set_peer(Peer("node-1", silent.getsockname()))
         writer = Snapshots(
-            nodes[0].keeper.folder, entries_of(0, 1, state(1)), part=WHOLE, run_id=RUN, generation=1, num_slots=2
+            nodes[0].keeper.folder, entries_of(0, 1, state(1)), coordinates=ALONE, run_id=RUN, generation=1, num_slots=2
         )
         assert take(writer, 1)
         connection, _ = silent.accept()
@@ -232,13 +233,13 @@ def test_a_copy_that_is_there_is_left_alone_when_the_keeper_looks_again(tmp_path
 def test_snapshots_larger_than_any_socket_buffer_travel_whole(tmp_path: Path) -> None:
     with cluster(tmp_path, 2) as nodes:
         whole = torch.arange(12_000_000, dtype=torch.float32)
-        span = Span("model/w", (12_000_000,), "float32", 0, 12_000_000)
+        box = Box.whole("model/w", (12_000_000,))
         writer = Snapshots(
-            nodes[0].keeper.folder, [Entry(span, whole)], part=WHOLE, run_id=RUN, generation=1, num_slots=1
+            nodes[0].keeper.folder, [Entry(box, whole)], coordinates=ALONE, run_id=RUN, generation=1, num_slots=1
         )
         assert take(writer, 4)
         wait_until(lambda: bool(nodes[0].reports))
-        target = [Entry(span, torch.zeros(12_000_000))]
+        target = [Entry(box, torch.zeros(12_000_000))]
         copies = [holder for holder in holders(nodes, 4) if holder.held.is_copy]
         where = nodes[0].keeper
         result = restore_snapshot(target, copies, node=where.node, folder=where.folder, secret=SECRET)
@@ -262,7 +263,9 @@ def test_a_new_secret_is_obeyed(tmp_path: Path) -> None:
 
 def test_what_is_not_confirmed_is_never_visible(tmp_path: Path) -> None:
     with cluster(tmp_path, 1) as nodes:
-        writer = Snapshots(nodes[0].keeper.folder, entries_of(0, 1, state(3)), part=WHOLE, run_id=RUN, generation=1)
+        writer = Snapshots(
+            nodes[0].keeper.folder, entries_of(0, 1, state(3)), coordinates=ALONE, run_id=RUN, generation=1
+        )
         writer.begin(3, {})
         writer.wait()
         time.sleep(0.1)
@@ -277,7 +280,7 @@ def test_what_is_not_confirmed_is_never_visible(tmp_path: Path) -> None:
 def test_a_commit_of_a_newer_generation_frees_the_memory_of_older_ones(tmp_path: Path) -> None:
     with cluster(tmp_path, 2) as nodes:
         snapshot(nodes, 4, 2)
-        Snapshots(nodes[0].keeper.folder, entries_of(0, 1), part=WHOLE, run_id=RUN, generation=1)  # never sealed
+        Snapshots(nodes[0].keeper.folder, entries_of(0, 1), coordinates=ALONE, run_id=RUN, generation=1)  # never sealed
         snapshot(nodes, 5, 1, generation=2)
         for node in nodes:
             commit(node, 2, 5, pinned=Version(1, 4))  # on its way to storage still
@@ -334,7 +337,7 @@ def test_no_room_in_memory_is_said_plainly(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(CheckpointError, match=r"no room for a snapshot of [\d,]+ bytes .*larger memory volume"):
-        Snapshots(tmp_path, entries_of(0, 1), part=WHOLE, run_id=RUN, generation=1)
+        Snapshots(tmp_path, entries_of(0, 1), coordinates=ALONE, run_id=RUN, generation=1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -342,7 +345,7 @@ def test_holdings_survive_a_removed_folder(tmp_path: Path) -> None:
     with cluster(tmp_path, 1) as nodes:
         shutil.rmtree(nodes[0].keeper.folder)
         assert nodes[0].keeper.holdings() == []
-        assert Held("a.slot.copy", Version(1, 1), WHOLE, 1, "").is_copy
+        assert Held("a.slot.copy", Version(1, 1), ALONE, 1, "").is_copy
 
 
 def test_the_driver_the_coordinator_and_keepers_do_without_torch() -> None:
@@ -380,7 +383,7 @@ def test_a_copy_is_made_in_its_place_among_the_steps_and_sealed_once_it_is_whole
     launched: list[Callable[[], None]] = []
     with cluster(tmp_path, 1) as nodes:
         folder, entries = nodes[0].keeper.folder, entries_of(0, 1, state(1))
-        writer = Snapshots(folder, entries, part=WHOLE, run_id=RUN, generation=1, submit=launched.append)
+        writer = Snapshots(folder, entries, coordinates=ALONE, run_id=RUN, generation=1, submit=launched.append)
         assert writer.begin(1, {"step": 1, "cursor": 12})
         for entry, later in zip(entries, entries_of(0, 1, state(2)), strict=True):
             entry.memory.copy_(later.memory)  # by a step that was launched before
@@ -409,7 +412,7 @@ def runtime() -> Iterator[Runtime]:
 
 
 def on_device(folder: Path) -> Snapshots:
-    return Snapshots(folder, on_a_device(entries_of(0, 1)), part=WHOLE, run_id=RUN, generation=1)
+    return Snapshots(folder, on_a_device(entries_of(0, 1)), coordinates=ALONE, run_id=RUN, generation=1)
 
 
 def test_slots_that_are_given_up_are_pinned_no_longer(tmp_path: Path, runtime: Runtime) -> None:

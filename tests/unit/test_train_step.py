@@ -7,7 +7,8 @@ from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.model.llama import Llama
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
-from regrow.train.step import IGNORE_INDEX, StepResult, TrainStep, evaluate, sum_cross_entropy
+from regrow.train.certificate import BrokenStep, Certificate
+from regrow.train.step import IGNORE_INDEX, StepResult, TrainStep, evaluate, sum_cross_entropy, whole_loss
 
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save
 
@@ -95,3 +96,19 @@ def test_evaluation_sums_over_all_targets_and_leaves_no_gradient():
     assert all(parameter.grad is None for parameter in step.model.parameters())
     filling = torch.full((4, 13), IGNORE_INDEX)
     assert evaluate(step.model, [filling], num_batches=2, group=None) == (0.0, 0)
+
+
+def test_nothing_more_is_launched_of_a_step_whose_generation_is_over():
+    step, launched = make_step(), []
+    step.certificate = certificate = Certificate(1, 1, torch.device("cpu"))
+
+    def over_in_the_second(model: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        launched.append(inputs)
+        if len(launched) == 2:
+            certificate.clear()
+        return whole_loss(model, inputs, targets)
+
+    step.loss_function = over_in_the_second
+    with pytest.raises(BrokenStep, match="generation 1 was over while a step was launched"):
+        step.run(list(ROWS.split(1)), num_micro_batches=6, lr=1e-3)
+    assert len(launched) == 2

@@ -29,8 +29,8 @@ from regrow.accept.ranks import Member, run_ranks
 from regrow.accept.tiny import tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.parallel.float8 import inner_tensor
+from regrow.plan.mesh import ALONE
 from regrow.state.entries import training_entries
-from regrow.state.layout import WHOLE
 from regrow.state.memory.slots import SLOT, open_slot
 from regrow.state.memory.writer import Snapshots
 from regrow.train.certificate import BrokenStep, Certificate
@@ -148,7 +148,7 @@ def slots(report: Report) -> None:
     with in_memory() as folder:
         step = step_alone()
         entries = training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
-        snapshots = Snapshots(folder, entries, part=WHOLE, run_id="accept", generation=1)
+        snapshots = Snapshots(folder, entries, coordinates=ALONE, run_id="accept", generation=1)
         snapshots.begin(1, {"step": 1})
         snapshots.wait()
         time.sleep(0.1)
@@ -188,7 +188,7 @@ def pinned(report: Report, num_generations: int = GENERATIONS) -> None:
         with counting_runtime(process.runtime) as runtime:
             for generation in range(1, num_generations + 1):
                 entries = device_entries(step)
-                snapshots = Snapshots(folder, entries, part=WHOLE, run_id="accept", generation=generation)
+                snapshots = Snapshots(folder, entries, coordinates=ALONE, run_id="accept", generation=generation)
                 snapshots.discard() if generation % 2 else snapshots.close()
                 alone.append(runtime.num_bytes)
         figure = f"{alone[-1]:,} B pinned after {num_generations} generations, {runtime.ever:,} B in all"

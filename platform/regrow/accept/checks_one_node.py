@@ -29,9 +29,9 @@ from regrow.config.plain import read_model
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
 from regrow.control.values import Version
 from regrow.parallel.float8 import inner_tensor
-from regrow.parallel.fsdp import build_mesh
+from regrow.parallel.fsdp import build_mesh, coordinates_of
 from regrow.plan.mesh import plan_mesh
-from regrow.state.entries import part_of, training_entries
+from regrow.state.entries import training_entries
 from regrow.state.memory.slots import Committed
 from regrow.state.memory.writer import Snapshots
 
@@ -324,7 +324,7 @@ def _with_snapshots(member: Member, loaded: Loaded, step_s: float) -> float:
         return float("nan")
     with in_memory() as folder:
         mesh = build_mesh(plan_mesh(member.world_size, 1), "cuda")
-        snapshots = Snapshots(folder, entries, part=part_of(mesh), run_id="accept", generation=1)
+        snapshots = Snapshots(folder, entries, coordinates=coordinates_of(mesh), run_id="accept", generation=1)
         loaded.before_update = lambda: void(snapshots.wait())
         number = [0]
 

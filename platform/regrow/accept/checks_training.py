@@ -21,10 +21,10 @@ from regrow.config.plain import read_model
 from regrow.config.schema import Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
 from regrow.parallel.compile import graphs_compiled
 from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
-from regrow.plan.mesh import plan_mesh
+from regrow.plan.boxes import Box
+from regrow.plan.mesh import ALONE, plan_mesh
 from regrow.runtime.abort import Breaker
 from regrow.state.entries import Entry
-from regrow.state.layout import WHOLE, Span
 from regrow.state.memory.arenas import Arenas
 from regrow.state.memory.slots import SLOT, open_slot
 from regrow.state.memory.writer import Snapshots
@@ -173,7 +173,7 @@ def slots(report: Report) -> None:
         cuda.cudart = lambda: counted
         began = time.perf_counter()
         arenas = Arenas(folder)
-        snapshots = Snapshots(folder, entries, part=WHOLE, run_id="accept", generation=1, arenas=arenas)
+        snapshots = Snapshots(folder, entries, coordinates=ALONE, run_id="accept", generation=1, arenas=arenas)
         made_s = time.perf_counter() - began
         rate = 2 * size_gib * GIB / made_s / 1e9
         figure = f"{rate:.1f} GB/s, two of {size_gib:.1f} GiB in {made_s:.1f} s"
@@ -194,7 +194,7 @@ def slots_kept(report: Report, folder: Path, entries: list[Entry], arenas: Arena
         path.unlink()
     before, began = counted.registered, time.perf_counter()
     for generation in range(2, 5):
-        again = Snapshots(folder, entries, part=WHOLE, run_id="accept", generation=generation, arenas=arenas)
+        again = Snapshots(folder, entries, coordinates=ALONE, run_id="accept", generation=generation, arenas=arenas)
         again.discard()
     took_s, anew = (time.perf_counter() - began) / 3, counted.registered - before
     figure = f"{took_s:.3f} s a generation, {anew} times pinned anew"
@@ -206,8 +206,7 @@ def state_of(num_bytes: int, device: torch.device) -> list[Entry]:
     count = 64 * MIB
     entries = []
     for number in range(max(1, num_bytes // (4 * count))):
-        span = Span(f"model/{number}", (count,), "float32", 0, count)
-        entries.append(Entry(span, torch.randn(count, device=device)))
+        entries.append(Entry(Box.whole(f"model/{number}", (count,)), torch.randn(count, device=device)))
     return entries
 
 

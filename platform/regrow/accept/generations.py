@@ -27,9 +27,8 @@ from regrow.parallel.compile import graphs_compiled
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
 from regrow.parallel.stream import HostStream
-from regrow.plan.mesh import plan_mesh
+from regrow.plan.mesh import ALONE, plan_mesh
 from regrow.state.entries import Entry, training_entries
-from regrow.state.layout import WHOLE
 from regrow.state.memory.arenas import Arenas
 from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.slots import Committed
@@ -138,7 +137,7 @@ class Snapshotting:
             snapshots = Snapshots(
                 self._keeper.folder,
                 device_entries(step),
-                part=WHOLE,
+                coordinates=ALONE,
                 run_id="accept",
                 generation=generation,
                 arenas=self._arenas,

@@ -44,7 +44,7 @@ class _OnDevice(torch.Tensor):
 
 def on_a_device(entries: Sequence[Entry]) -> list[Entry]:
     """The same memory, by tensors that say they are on a device."""
-    return [Entry(entry.span, entry.memory.as_subclass(_OnDevice)) for entry in entries]
+    return [Entry(entry.box, entry.memory.as_subclass(_OnDevice)) for entry in entries]
 
 
 @contextlib.contextmanager

@@ -14,27 +14,30 @@ from regrow.config.schema import (
     PlanJobConfig,
     PretrainConfig,
 )
+from regrow.config.topology import topologies
 from regrow.errors import ConfigError
-from regrow.plan.batch import BatchPlan, check_world_sizes
+from regrow.plan.batch import check_world_sizes
 from regrow.plan.mixture import plan_mixture
+from regrow.plan.topology import Table, Topology
 
 FLOAT8_MULTIPLE = 16  # of all dims of a float8 product on GPUs: torch._scaled_mm; emulated ones take any
 
 
-def check(config: PretrainConfig) -> list[BatchPlan]:
-    """Check everything that can be checked before anything starts; the batch plan of every feasible world size.
+def check(config: PretrainConfig) -> dict[int, Topology]:
+    """Check everything that can be checked before anything starts; the topology of every feasible world size.
 
     Raises ConfigError (BatchError for the batch) for the first rule that is broken.
     """
     for rule in (_run, _train, _cluster, _model, _data, _optim, _parallel, _checkpoint, _observe):
         rule(config)
-    return check_world_sizes(
+    check_world_sizes(
         num_slices=config.optim.num_slices,
         global_batch_seqs=config.optim.global_batch_seqs,
-        min_workers=config.cluster.min_workers // config.parallel.tp,
-        max_workers=config.cluster.max_workers // config.parallel.tp,
-        tp=config.parallel.tp,
+        min_workers=config.cluster.min_workers,
+        max_workers=config.cluster.max_workers,
+        unit=config.parallel.tp,
     )
+    return topologies(config)
 
 
 def check_data(config: PretrainConfig) -> None:
@@ -50,12 +53,12 @@ def check_plan(config: PlanJobConfig) -> None:
     _need(plan.memory_gib is None or plan.memory_gib > 0, f"plan.memory_gib={plan.memory_gib} must be positive")
 
 
-def geometry(config: PretrainConfig, plans: list[BatchPlan]) -> list[str]:
+def geometry(config: PretrainConfig, table: Table) -> list[str]:
     """What the batch looks like, for a person, a fact a line; with the idle share of every feasible world size."""
     optim, data = config.optim, config.data
     batch_tokens = optim.global_batch_seqs * data.seq_len
     slice_seqs, in_a_pass = optim.global_batch_seqs // optim.num_slices, config.parallel.slices_per_pass or 1
-    shares = ", ".join(f"{plan.world_size * config.parallel.tp}:{plan.idle_share:.1%}" for plan in plans)
+    shares = ", ".join(f"{world_size}:{each.batch.idle_share:.1%}" for world_size, each in table.items())
     return [
         f"global batch {optim.global_batch_seqs} sequences x {data.seq_len} tokens = {batch_tokens:,} tokens; "
         f"{config.train.steps:,} steps = {config.train.steps * batch_tokens:,} tokens",

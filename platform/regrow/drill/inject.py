@@ -275,7 +275,7 @@ def _damage(folder: Path) -> list[str]:
             continue
         if header is None or Version(header.generation, header.step) != newest:
             continue
-        longest, offset = max(zip(header.spans, header.offsets, strict=False), key=lambda each: each[0].num_bytes)
+        longest, offset = max(zip(header.boxes, header.offsets, strict=False), key=lambda each: each[0].num_bytes)
         with open(path, "r+b") as file:
             at = offset + longest.num_bytes // 2
             (byte,) = os.pread(file.fileno(), 1, at)

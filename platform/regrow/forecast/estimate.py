@@ -9,14 +9,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from regrow.config.schema import ActivationCheckpoint, Float8, PlanConfig, PretrainConfig
+from regrow.config.topology import topologies, topology_of
 from regrow.errors import ConfigError
 from regrow.forecast.cost import Network, PassWork, StepTime, Traffic, step_time
 from regrow.forecast.devices import DEVICES, GIB, MEASURED_SHARES, Device, find_device
 from regrow.forecast.footprint import FLOAT32, Footprint, Rank, footprint, num_in_shards
 from regrow.forecast.memory import plan_snapshot_memory
 from regrow.model.size import flops_per_token, moment_bytes, num_params, num_params_of_block, state_bytes
-from regrow.plan.batch import BatchPlan, plan_batch
-from regrow.plan.mesh import MeshShape, plan_mesh
+from regrow.plan.batch import BatchPlan
+from regrow.plan.mesh import MeshShape
+from regrow.plan.topology import Table, least_shards
 
 USABLE_SHARE = 0.92  # of a device's memory; the rest is for its context, collectives and what lies between allocations
 # elementwise operations of a block, forward and backward: how often they read or write all of a token's activations of
@@ -51,6 +53,7 @@ class Forecast:
             "dp_replicate": self.mesh.dp_replicate,
             "dp_shard": self.mesh.dp_shard,
             "tp": self.mesh.tp,
+            "axes": vars(self.mesh),
             "passes": self.batch.num_micro_batches,
             "idle_share": self.batch.idle_share,
             "bytes": {**self.memory.kinds, "total": self.memory.total},
@@ -68,17 +71,16 @@ class Forecast:
 
 def forecasts(config: PretrainConfig, device: Device, network: Network) -> list[Forecast]:
     """Every world size from the smallest to the largest."""
-    sizes = range(config.cluster.min_workers, config.cluster.max_workers + 1, config.parallel.tp)
-    return [forecast(config, world_size, device, network) for world_size in sizes]
+    table = topologies(config)
+    return [forecast(config, world_size, device, network, table) for world_size in table]
 
 
-def forecast(config: PretrainConfig, world_size: int, device: Device, network: Network) -> Forecast:
-    mesh = plan_mesh(world_size, config.parallel.dp_replicate, config.parallel.tp)
-    batch = plan_batch(
-        num_slices=config.optim.num_slices,
-        world_size=mesh.num_units,
-        slices_per_pass=config.parallel.slices_per_pass,
-    )
+def forecast(
+    config: PretrainConfig, world_size: int, device: Device, network: Network, table: Table | None = None
+) -> Forecast:
+    """Of one world size; `table` has those that the group may have, too, and none others if it is not given."""
+    table = table or {world_size: topology_of(config, world_size)}
+    mesh, batch = table[world_size].mesh, table[world_size].batch
     rank = rank_of(config, batch, mesh)
     work, traffic = pass_work(rank), pass_traffic(rank)
     time = step_time(
@@ -102,7 +104,7 @@ def forecast(config: PretrainConfig, world_size: int, device: Device, network: N
         memory=footprint(rank),
         time=time,
         usable_bytes=int(device.memory_bytes * USABLE_SHARE),
-        snapshot_bytes=_snapshot_bytes(config, mesh, network),
+        snapshot_bytes=_snapshot_bytes(config, mesh, network, least_shards(table)),
         offloaded_bytes=_offloaded_bytes(rank, network) if rank.offloads else 0,
         tokens_per_s=tokens / time.step_s,
         mfu=flops / time.step_s / (world_size * device.flops),
@@ -249,15 +251,15 @@ def _offloaded_bytes(rank: Rank, network: Network) -> int:
     return network.ranks_per_node * num_in_shards(rank) * (2 * FLOAT32 + moment_bytes(rank.moments))
 
 
-def _snapshot_bytes(config: PretrainConfig, mesh: MeshShape, network: Network) -> int:
+def _snapshot_bytes(config: PretrainConfig, mesh: MeshShape, network: Network, least_shards: int) -> int:
     if config.snapshot.every_steps == 0:
         return 0
-    cluster, world_size = config.cluster, mesh.world_size
+    world_size = mesh.world_size
     return plan_snapshot_memory(
         state_bytes=state_bytes(config.model, config.optim.moments, mesh.tp),
         slots=config.snapshot.slots,
         ranks_on_node=min(network.ranks_per_node, world_size),
         num_shards=mesh.dp_shard,
-        least_shards=max(1, cluster.min_workers // mesh.tp // mesh.dp_replicate),
+        least_shards=least_shards,
         has_peer=world_size > network.ranks_per_node,
     ).total

@@ -15,11 +15,14 @@ CPU, eager, in tests/dist/test_footprint.py.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, ParallelConfig
 from regrow.model.linears import block_linears
-from regrow.model.size import moment_bytes
+from regrow.model.size import Shapes, block_shapes, moment_bytes, outer_shapes
+from regrow.plan.boxes import Box
+from regrow.plan.mesh import Coordinates, MeshShape
+from regrow.plan.placement import placed
 
 FLOAT32 = 4  # bytes
 TOKEN_BYTES = 16  # ids of inputs and targets
@@ -118,25 +121,27 @@ def footprint(rank: Rank) -> Footprint:
 
 def fsdp_groups(rank: Rank) -> tuple[Group | None, list[Group], Group]:
     """The embedding, the blocks, and the output; tied, the embedding belongs to the output, gathered first then."""
-    model, item, tp = rank.model, rank.item_bytes, rank.parallel.tp
-    linears = block_linears(model, tp).values()
-    table, norm = (model.vocab_size // tp, model.dim), (model.dim,)
+    model, item = rank.model, rank.item_bytes
     travels = 1 if rank.parallel.float8 is Float8.tensorwise_all_gather else item
+    mesh = MeshShape(1, rank.dp_shard, rank.parallel.tp)
 
-    def group(*parts: tuple[tuple[int, ...], int]) -> Group:
-        shards = [math.ceil(shape[0] / rank.dp_shard) * math.prod(shape[1:]) for shape, _ in parts]
-        whole_bytes = sum(shard * item_bytes for shard, (_, item_bytes) in zip(shards, parts, strict=True))
+    def group(shapes: Shapes, linear_bytes: int = item) -> Group:
+        wholes = [Box.whole(*each) for each in shapes.items()]
+        shards = [placed(whole, Coordinates(mesh)).num_elements for whole in wholes]  # rank 0 has most
+        gathered = (
+            shard * (linear_bytes if len(whole.shape) > 1 else item)
+            for shard, whole in zip(shards, wholes, strict=True)
+        )
         return Group(
             padded=sum(shards) * rank.dp_shard,
             shard=sum(shards),
-            whole_bytes=whole_bytes * rank.dp_shard,
-            largest=max(math.prod(shape) for shape, _ in parts),
+            whole_bytes=sum(gathered) * rank.dp_shard,
+            largest=max(placed(whole, Coordinates(replace(mesh, dp_shard=1))).num_elements for whole in wholes),
         )
 
-    blocks = [
-        group(*((shape, travels) for shape in linears), (norm, item), (norm, item)) for _ in range(model.num_layers)
-    ]
-    return None if model.tied else group((table, item)), blocks, group((table, item), (norm, item))
+    outer, block = outer_shapes(model), group(block_shapes(model), travels)
+    embed = {} if model.tied else {"embed.weight": outer.pop("embed.weight")}
+    return group(embed) if embed else None, [replace(block) for _ in range(model.num_layers)], group(outer)
 
 
 def num_in_shards(rank: Rank) -> int:
@@ -155,8 +160,8 @@ def block_activations(rank: Rank) -> BlockActivations:
     """
     model, item, mode, tp = rank.model, rank.item_bytes, rank.parallel.activation_checkpoint, rank.parallel.tp
     compiled = rank.parallel.compile
-    dim, kv = model.dim, model.num_kv_heads * (model.dim // model.num_heads) / tp
-    ffn, mine = model.ffn_dim / tp, model.dim / tp
+    linears = block_linears(model, tp)
+    dim, kv, ffn, mine = model.dim, linears["wk"][0], linears["w1"][0], model.dim / tp
     # a CPU's norms are made of several operations, and keep both what they are given and what they scale in float32
     norms = 2 * mine * (item if rank.on_gpu else 2 * FLOAT32)
     sums = FLOAT32 * (model.num_heads + 2) / tp  # of exponentials, and of squares

@@ -12,11 +12,11 @@ from typing import TypeVar
 
 from regrow.config.check import check
 from regrow.config.schema import ParallelConfig, PlanConfig, PretrainConfig
+from regrow.config.topology import topologies, topology_of
 from regrow.errors import ConfigError
 from regrow.forecast.cost import Network
 from regrow.forecast.devices import GIB, Device
 from regrow.forecast.estimate import forecast, gpu_of, network_of
-from regrow.plan.batch import plan_batch
 
 ROOM_SHARE = 0.85  # of what is usable, that larger passes may fill: what compiled blocks keep on a GPU is an assumption
 MOST_SIZES = 9  # of the group, that are looked at
@@ -57,8 +57,7 @@ def settle_passes(config: C, device: Device | None, network: Network) -> tuple[C
 def _fastest_that_fits(config: C, device: Device, network: Network) -> C:
     """The fastest at the largest world size that fits all; where none does, what takes least memory."""
     parallel, cluster = config.parallel, config.cluster
-    units = cluster.max_workers // parallel.tp
-    most = plan_batch(num_slices=config.optim.num_slices, world_size=units).most_slices
+    most = topology_of(config, cluster.max_workers).batch.most_slices
     # passes of one size: each other one would be compiled too
     sizes = [parallel.slices_per_pass] if parallel.slices_per_pass else [n for n in range(1, most + 1) if most % n == 0]
     reduces = [False, True] if parallel.sync_every_micro_batch is None else [parallel.sync_every_micro_batch]
@@ -73,10 +72,10 @@ def _fastest_that_fits(config: C, device: Device, network: Network) -> C:
 
 
 def _fits(config: PretrainConfig, room: float, device: Device, network: Network) -> bool:
-    cluster, tp = config.cluster, config.parallel.tp
-    sizes = range(cluster.min_workers, cluster.max_workers + 1, tp)
+    table = topologies(config)
+    sizes = list(table)
     looked_at = {*sizes[:: max(1, len(sizes) // (MOST_SIZES - 2))], sizes[0], sizes[-1]}
-    found = (forecast(config, size, device, network) for size in sorted(looked_at))
+    found = (forecast(config, size, device, network, table) for size in sorted(looked_at))
     return all(each.memory.total <= room * each.usable_bytes for each in found)
 
 

@@ -1,7 +1,12 @@
 """The linear layers of a block, and which of them are worth computing in float8. Needs no torch."""
 
 from regrow.config.schema import ModelConfig
+from regrow.model.size import block_shapes
+from regrow.plan.boxes import Box
+from regrow.plan.mesh import Coordinates, MeshShape
+from regrow.plan.placement import placed
 
+LINEARS = ("wq", "wk", "wv", "w1", "w3", "wo", "w2")
 FLOAT8_MULTIPLE = 16  # rows and columns of what scaled matrix products multiply
 
 
@@ -11,13 +16,9 @@ def block_linears(config: ModelConfig, tp: int = 1) -> dict[str, tuple[int, int]
     >>> block_linears(ModelConfig(), tp=2)["wo"]
     (256, 128)
     """
-    width = config.dim // config.num_heads
-    heads, kv_heads, ffn = config.num_heads * width // tp, config.num_kv_heads * width // tp, config.ffn_dim // tp
-    inwards = {"wq": heads, "wk": kv_heads, "wv": kv_heads, "w1": ffn, "w3": ffn}
-    return {name: (rows, config.dim) for name, rows in inwards.items()} | {
-        "wo": (config.dim, heads),
-        "w2": (config.dim, ffn),
-    }
+    at, shapes = Coordinates(MeshShape(1, 1, tp)), block_shapes(config)
+    sizes = {name.split(".")[-2]: placed(Box.whole(name, shape), at).sizes for name, shape in shapes.items()}
+    return {name: (sizes[name][0], sizes[name][1]) for name in LINEARS}
 
 
 def why_not_float8(rows: int, columns: int) -> str:

@@ -10,17 +10,19 @@ RoPE follows Hugging Face's convention: a head's first half is rotated against i
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 
 from regrow.config.schema import ModelConfig, RopeScaling
 from regrow.model.attention import Mask, attend, document_mask, document_starts_BT
-from regrow.model.cut import WHOLE, Cut
+from regrow.plan.boxes import Box
+from regrow.plan.mesh import Coordinates
+from regrow.plan.placement import placed
 
 INIT_STD = 0.02
 TRUNCATE_AT = 3.0  # standard deviations
@@ -124,12 +126,16 @@ class Llama(nn.Module):
         assert config.document_attention == (eot_id is not None), f"{config.document_attention=} {eot_id=}"
         self.config = config
         self.eot_id = eot_id
-        self.cuts: dict[str, Cut] = {}  # by parameter, where tensor parallelism has left this rank a block of it
         self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output = None if config.tied else Output(config.dim, config.vocab_size, bias=False)
         self.register_buffer("rope_Q2", self.rope_frequencies_Q2(), persistent=False)
+        self.boxes = {name: Box.whole(name, tuple(each.shape)) for name, each in self.named_parameters()}
+
+    def place(self, at: Coordinates) -> None:
+        """Note in `boxes` what this rank is to hold of each parameter; who cuts them asks the same table."""
+        self.boxes = {name: placed(box, at) for name, box in self.boxes.items()}
 
     def use_attention_kernels(self, kernels: tuple[SDPBackend, ...]) -> None:
         """For attention over whole rows, the first that can; none leaves the choice to torch."""
@@ -189,18 +195,19 @@ def init_weights(model: Llama, seed: int) -> None:
     init_buffers(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            local, first_row = _local_rows(parameter.detach())
-            if parameter.ndim == 1:
+            local, box = parameter.detach(), model.boxes[name]
+            local = local.to_local() if isinstance(local, DTensor) else local
+            assert tuple(local.shape) == box.sizes, f"{name}: holds {tuple(local.shape)}, its place is {box}"
+            if len(box.shape) == 1:
                 local.fill_(1.0)
                 continue
-            std, cut = _init_std(name, model.config), model.cuts.get(name, WHOLE)
-            shape = cut.whole_shape(tuple(parameter.shape))
-            first_row += cut.block * parameter.shape[0] if cut.by_rows else 0
-            columns = slice(None) if cut.by_rows else slice(cut.block * shape[1] // cut.num_blocks, None)
-            for block, rows in _blocks(shape, range(first_row, first_row + local.size(0))):
-                values = _truncated_normal((len(block), *shape[1:]), std, f"{seed}:{name}:{block.start}", local.device)
-                inside = values[rows.start - block.start : rows.stop - block.start, columns]
-                local.narrow(0, rows.start - first_row, len(rows)).copy_(inside[:, : local.size(1)])
+            std, (rows, columns) = _init_std(name, model.config), box.slices
+            num_rows = max(1, INIT_BLOCK_ELEMENTS // box.shape[1])  # of a block
+            for first in range(rows.start // num_rows * num_rows, rows.stop if box.num_elements else 0, num_rows):
+                last = min(first + num_rows, box.shape[0])
+                values = _truncated_normal((last - first, box.shape[1]), std, f"{seed}:{name}:{first}", local.device)
+                begin, end = max(first, rows.start), min(last, rows.stop)
+                local[begin - rows.start : end - rows.start].copy_(values[begin - first : end - first, columns])
 
 
 def _init_std(name: str, config: ModelConfig) -> float:
@@ -213,32 +220,6 @@ def _init_std(name: str, config: ModelConfig) -> float:
         layer = int(name.split(".")[1])
         return INIT_STD / math.sqrt(2 * (layer + 1))
     return INIT_STD
-
-
-def _local_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """This rank's part of a parameter and the global number of its first row."""
-    if not isinstance(parameter, DTensor):
-        return parameter, 0
-    first_row, num_rows = 0, parameter.shape[0]
-    for axis, placement in enumerate(parameter.placements):
-        assert placement in (Replicate(), Shard(0)), f"init_weights knows rows only, not {placement}"
-        if placement == Shard(0):  # as torch.chunk: ceil(n / W) rows each, the last ranks fewer or none
-            size = -(-num_rows // parameter.device_mesh.size(axis))
-            offset = min(size * parameter.device_mesh.get_local_rank(axis), num_rows)
-            first_row, num_rows = first_row + offset, min(size, num_rows - offset)
-    local = parameter.to_local()
-    assert local.size(0) == num_rows, f"holds {local.size(0)} rows, expected {num_rows}"
-    return local, first_row
-
-
-def _blocks(shape: tuple[int, ...], shard: range) -> Iterator[tuple[range, range]]:
-    """Blocks of rows that overlap `shard`, and the overlap."""
-    if not shard:
-        return
-    size = max(1, INIT_BLOCK_ELEMENTS // math.prod(shape[1:]))
-    for start in range(shard.start // size * size, shard.stop, size):
-        block = range(start, min(start + size, shape[0]))
-        yield block, range(max(block.start, shard.start), min(block.stop, shard.stop))
 
 
 def _truncated_normal(shape: tuple[int, ...], std: float, seed: str, device: torch.device) -> Tensor:

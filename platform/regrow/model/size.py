@@ -1,8 +1,46 @@
 """How many parameters a model has, what its training state takes, and how much arithmetic a token. Needs no torch."""
 
+from math import prod
+
 from regrow.config.schema import Dtype, ModelConfig
+from regrow.plan.boxes import Box
+from regrow.plan.mesh import Coordinates, MeshShape
+from regrow.plan.placement import placed
 
 PARAMETER_BYTES = 4  # float32
+
+Shapes = dict[str, tuple[int, ...]]  # by parameter, in the model's order
+
+
+def parameter_shapes(config: ModelConfig) -> Shapes:
+    """Every parameter's shape; a tied embedding is one parameter."""
+    embed, *rest = outer_shapes(config).items()
+    blocks = (block_shapes(config, number) for number in range(config.num_layers))
+    return dict([embed, *(item for block in blocks for item in block.items()), *rest])
+
+
+def outer_shapes(config: ModelConfig) -> Shapes:
+    """Of what is in no block."""
+    table = (config.vocab_size, config.dim)
+    return {"embed.weight": table, "norm.weight": (config.dim,)} | ({} if config.tied else {"output.weight": table})
+
+
+def block_shapes(config: ModelConfig, number: int = 0) -> Shapes:
+    """Of one block."""
+    dim, ffn, head_dim = config.dim, config.ffn_dim, config.dim // config.num_heads
+    heads, kv_heads = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    shapes: Shapes = {
+        "attention_norm": (dim,),
+        "attention.wq": (heads, dim),
+        "attention.wk": (kv_heads, dim),
+        "attention.wv": (kv_heads, dim),
+        "attention.wo": (dim, heads),
+        "ffn_norm": (dim,),
+        "ffn.w1": (ffn, dim),
+        "ffn.w3": (ffn, dim),
+        "ffn.w2": (dim, ffn),
+    }
+    return {f"layers.{number}.{name}.weight": shape for name, shape in shapes.items()}
 
 
 def num_params(config: ModelConfig) -> int:
@@ -11,11 +49,9 @@ def num_params(config: ModelConfig) -> int:
     >>> num_params(ModelConfig())
     5048576
     """
-    head_dim = config.dim // config.num_heads
-    attention = config.dim * head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
-    block = attention + 3 * config.dim * config.ffn_dim + 2 * config.dim
-    embeddings = config.vocab_size * config.dim * (1 if config.tied else 2)
-    return embeddings + config.num_layers * block + config.dim
+    return sum(map(prod, outer_shapes(config).values())) + config.num_layers * sum(
+        map(prod, block_shapes(config).values())
+    )
 
 
 def num_matmul_params(config: ModelConfig) -> int:
@@ -29,8 +65,12 @@ def num_params_of_block(config: ModelConfig, tp: int) -> int:
     >>> num_params_of_block(ModelConfig(), 1) == num_params(ModelConfig())
     True
     """
-    norms = (2 * config.num_layers + 1) * config.dim
-    return (num_params(config) - norms) // tp + norms
+    at = Coordinates(MeshShape(1, 1, tp))
+    outer, block = (
+        sum(placed(Box.whole(*each), at).num_elements for each in shapes.items())
+        for shapes in (outer_shapes(config), block_shapes(config))
+    )
+    return outer + config.num_layers * block
 
 
 def moment_bytes(moments: Dtype) -> int:

@@ -9,7 +9,7 @@ from regrow.model.llama import Llama, init_buffers, init_weights
 from regrow.parallel.activation_checkpoint import apply_activation_checkpoint
 from regrow.parallel.compile import apply_compile
 from regrow.parallel.float8 import apply_float8, refresh_float8_scales
-from regrow.parallel.fsdp import apply_fsdp, data_parallel_mesh, settle_shards, tensor_group
+from regrow.parallel.fsdp import apply_fsdp, coordinates_of, data_parallel_mesh, settle_shards, tensor_group
 from regrow.parallel.separate_reduce import reduce_separately
 from regrow.parallel.tensor_parallel import apply_tensor_parallel
 
@@ -40,6 +40,7 @@ def build_model(
     """
     with torch.device("meta"):
         model = Llama(model_config, eot_id)
+    model.place(coordinates_of(mesh))
     model.use_attention_kernels(attention_kernels(parallel_config.attention, torch.device(device)))
     if mesh is not None and (group := tensor_group(mesh)) is not None:
         apply_tensor_parallel(model, group)

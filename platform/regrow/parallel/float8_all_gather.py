@@ -6,7 +6,6 @@ shard is padded with zeros before it travels, the padding is cut off on arrival,
 where `refresh_float8_scales` puts it.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ from torchao.float8.float8_training_tensor import (
     LinearMMConfig,
     hp_tensor_and_scale_to_float8,
 )
+
+from regrow.plan.boxes import chunk
 
 # FSDP pads, cuts and moves its shards with these, and must get its own kind of tensor back
 _KEEP_WRAPPED = frozenset(
@@ -106,7 +107,7 @@ class Float8GatheredWeight(torch.Tensor):
         """FSDP's hook before the gather: this rank's rows as float8, padded to as many as every rank sends."""
         scale = module.float8_gather_scale
         assert isinstance(scale, Tensor), "no scale: call refresh_float8_scales once the parameters are set"
-        num_rows, shard = math.ceil(outer_size[0] / mesh.size()), self._tensor
+        num_rows, shard = len(chunk(outer_size[0], 0, mesh.size())), self._tensor
         if shard.size(0) < num_rows:
             shard = torch.cat([shard, shard.new_zeros((num_rows - shard.size(0), *shard.shape[1:]))])
         cast = hp_tensor_and_scale_to_float8(shard, scale, self._float8_dtype, self._mm_config, GemmInputRole.WEIGHT)

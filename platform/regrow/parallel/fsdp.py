@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from regrow.config.schema import Backend, Dtype
 from regrow.model.llama import Llama
-from regrow.plan.mesh import MeshShape
+from regrow.plan.mesh import ALONE, Coordinates, MeshShape
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by device type, for init_process_group
 ASYNCHRONOUS = Backend.asynchronous.value  # the backend of `parallel.asynchronous`
@@ -83,6 +83,18 @@ def replica_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
 def axes_of(mesh: DeviceMesh) -> tuple[str, ...]:
     assert mesh.mesh_dim_names is not None
     return mesh.mesh_dim_names
+
+
+def coordinates_of(mesh: DeviceMesh | None) -> Coordinates:
+    """This rank's place on a mesh that `build_mesh` made; None: it is alone."""
+    if mesh is None:
+        return ALONE
+    size = {name: mesh[name].size() for name in axes_of(mesh)}
+    shape = MeshShape(size.get("dp_replicate", 1), size["dp_shard"], size.get("tp", 1))
+    rank = 0
+    for name in axes_of(mesh):
+        rank = rank * size[name] + mesh.get_local_rank(name)
+    return Coordinates(shape, rank)
 
 
 def apply_fsdp(

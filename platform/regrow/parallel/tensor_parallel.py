@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed import _functional_collectives as collectives
 
-from regrow.model.cut import Cut
 from regrow.model.llama import Llama
 from regrow.model.loss import IGNORE_INDEX
+from regrow.plan.boxes import Box
+from regrow.plan.mesh import Coordinates, MeshShape
+from regrow.plan.placement import dims_of, placed
 
 SEQUENCE = 1  # dim of activations
 GROUP: Any = "regrow_tp"  # the name by which collectives find this rank's group
@@ -38,23 +40,19 @@ def apply_tensor_parallel(model: Llama, group: dist.ProcessGroup) -> None:
     Heads, key and value heads, feed-forward width, vocabulary and the tokens of a sequence are multiples of the group's
     size.
     """
-    size, rank = group.size(), group.rank()
     _give_name(group)
-    by_rows, by_columns = Cut(size, rank), Cut(size, rank, by_rows=False)
+    at = Coordinates(MeshShape(1, 1, group.size()), group.rank())
+    for name, parameter in list(model.named_parameters()):
+        box = placed(Box.whole(name, tuple(parameter.shape)), at)
+        if box.sizes != box.shape:
+            _cut(model, name.removesuffix(".weight"), box.sizes)
     layer: Any
-    for number, layer in enumerate(model.layers):
-        for name in ("attention.wq", "attention.wk", "attention.wv", "ffn.w1", "ffn.w3"):
-            _cut(model, f"layers.{number}.{name}", by_rows)
-        for name in ("attention.wo", "ffn.w2"):
-            _cut(model, f"layers.{number}.{name}", by_columns)
+    for layer in model.layers:
         for module in (layer.attention, layer.ffn):
             module.register_forward_pre_hook(_gather_input)
             module.register_forward_hook(_scatter_output)
-    _cut(model, "embed", by_rows)
-    model.embed.forward = partial(_embed, model.embed, rank)  # type: ignore[method-assign]
+    model.embed.forward = partial(_embed, model.embed, group.rank())  # type: ignore[method-assign]
     model.norm.register_forward_hook(_gather_output)
-    if model.output is not None:
-        _cut(model, "output", by_rows)
 
 
 def sum_uncut_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -68,8 +66,7 @@ def sum_uncut_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 def uncut_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Those that every rank of a group has."""
-    cuts: dict[str, Cut] = getattr(model, "cuts", {})
-    return [parameter for name, parameter in model.named_parameters() if name not in cuts]
+    return [parameter for name, parameter in model.named_parameters() if "tp" not in dims_of(name)]
 
 
 def loss_and_gradient_of_cut(logits_CV: Tensor, targets_C: Tensor, *, rank: int) -> tuple[Tensor, Tensor]:
@@ -92,15 +89,12 @@ def loss_and_gradient_of_cut(logits_CV: Tensor, targets_C: Tensor, *, rank: int)
     return loss, gradient_CV.to(logits_CV.dtype)
 
 
-def _cut(model: Llama, name: str, cut: Cut) -> None:
+def _cut(model: Llama, name: str, sizes: tuple[int, ...]) -> None:
     """Leave a module its block of its weight."""
     module: Any = model.get_submodule(name)
-    rows, columns = (size // blocks for size, blocks in zip(module.weight.shape, cut.blocks, strict=True))
-    assert cut.whole_shape((rows, columns)) == tuple(module.weight.shape), f"{name}: {module.weight.shape} {cut}"
-    module.weight = nn.Parameter(module.weight.new_empty(rows, columns))
+    module.weight = nn.Parameter(module.weight.new_empty(sizes))
     if isinstance(module, nn.Linear):
-        module.out_features, module.in_features = rows, columns
-    model.cuts[f"{name}.weight"] = cut
+        module.out_features, module.in_features = sizes
 
 
 def _give_name(group: dist.ProcessGroup) -> None:

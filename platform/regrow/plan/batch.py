@@ -1,6 +1,5 @@
 """How a global batch is shared out: slices -> ranks -> micro-batches. Pure arithmetic, the same on every rank."""
 
-import itertools
 from dataclasses import dataclass
 
 from regrow.errors import BatchError
@@ -14,8 +13,16 @@ class BatchPlan:
 
     num_slices: int
     world_size: int  # data-parallel ranks: units of those that share the same rows
-    ranges: tuple[range, ...]  # slices of each data-parallel rank, contiguous, in rank order
     slices_per_pass: int  # most slices of one micro-batch
+
+    def range_of(self, rank: int) -> range:
+        """Slices of a data-parallel rank."""
+        return range(rank * self.num_slices // self.world_size, (rank + 1) * self.num_slices // self.world_size)
+
+    @property
+    def ranges(self) -> tuple[range, ...]:
+        """Slices of each data-parallel rank, contiguous, in rank order."""
+        return tuple(map(self.range_of, range(self.world_size)))
 
     @property
     def most_slices(self) -> int:
@@ -58,24 +65,23 @@ def plan_batch(*, num_slices: int, world_size: int, slices_per_pass: int = 1) ->
             f"num_slices={num_slices} gives 0 slices to {world_size - num_slices} of {world_size} ranks; "
             f"set optim.num_slices >= {world_size} or cluster.max_workers <= {num_slices}"
         )
-    bounds = [rank * num_slices // world_size for rank in range(world_size + 1)]
-    ranges = tuple(range(a, b) for a, b in itertools.pairwise(bounds))
-    return BatchPlan(num_slices, world_size, ranges, max(1, slices_per_pass))
+    return BatchPlan(num_slices, world_size, max(1, slices_per_pass))
 
 
 def check_world_sizes(
-    *, num_slices: int, global_batch_seqs: int, min_workers: int, max_workers: int, tp: int = 1
+    *, num_slices: int, global_batch_seqs: int, min_workers: int, max_workers: int, unit: int = 1
 ) -> list[BatchPlan]:
-    """Plan every world size from `min_workers` to `max_workers`, counted in units of `tp` workers.
+    """Plan every world size from `min_workers` to `max_workers` that is whole units, of `unit` workers each.
 
     Raises BatchError, naming a setting that works, if any of them is impossible or leaves ranks idle for more than
     15% of the passes, or if the slices do not divide the global batch.
     """
     if not 1 <= min_workers <= max_workers:
         raise BatchError(
-            f"cluster.min_workers={min_workers * tp} and cluster.max_workers={max_workers * tp}: "
+            f"cluster.min_workers={min_workers} and cluster.max_workers={max_workers}: "
             "need 1 <= min_workers <= max_workers"
         )
+    least, most = min_workers // unit, max_workers // unit
     if global_batch_seqs < 1 or num_slices < 1 or global_batch_seqs % num_slices:
         raise BatchError(
             f"optim.global_batch_seqs={global_batch_seqs} does not divide into "
@@ -83,7 +89,7 @@ def check_world_sizes(
             f"set optim.global_batch_seqs={-(-max(global_batch_seqs, 1) // max(num_slices, 1)) * max(num_slices, 1)}"
         )
     plans, idle = [], []
-    for world_size in range(min_workers, max_workers + 1):
+    for world_size in range(least, most + 1):
         if num_slices < world_size:
             idle.append((world_size, 1.0))
             continue
@@ -96,11 +102,10 @@ def check_world_sizes(
         what = (
             f"gives 0 slices to {world_size - num_slices} of {world_size} ranks"
             if num_slices < world_size
-            else f"leaves ranks idle {share:.0%} of the passes at {world_size * tp} workers (at most 15% allowed)"
+            else f"leaves ranks idle {share:.0%} of the passes at {world_size * unit} workers (at most 15% allowed)"
         )
         raise BatchError(
-            f"optim.num_slices={num_slices} {what}; "
-            + _suggestion(num_slices, global_batch_seqs, min_workers, max_workers)
+            f"optim.num_slices={num_slices} {what}; " + _suggestion(num_slices, global_batch_seqs, least, most)
         )
     return plans
 

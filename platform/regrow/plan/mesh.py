@@ -1,6 +1,7 @@
 """The shape of the device mesh at a world size. Pure arithmetic, the same on every rank."""
 
 from dataclasses import dataclass
+from math import prod
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,30 @@ class MeshShape:
         """Mesh axes by name, outermost first; FSDP alone has one, HSDP another, tensor parallelism its own."""
         replicas = {"dp_replicate": self.dp_replicate} if self.dp_replicate > 1 else {}
         return replicas | {"dp_shard": self.dp_shard} | ({"tp": self.tp} if self.tp > 1 else {})
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """A rank's place on a mesh, whose ranks are numbered along the innermost axis first."""
+
+    mesh: MeshShape
+    rank: int = 0
+
+    def along(self, axis: str) -> tuple[int, int]:
+        """The rank's coordinate along an axis, and the axis' size.
+
+        >>> Coordinates(MeshShape(dp_replicate=2, dp_shard=3, tp=2), rank=8).along("dp_shard")
+        (1, 3)
+        """
+        axes = list(self.mesh.axes.items())
+        at = next((number for number, (name, _) in enumerate(axes) if name == axis), None)
+        if at is None:
+            return 0, 1
+        size = axes[at][1]
+        return self.rank // prod(size for _, size in axes[at + 1 :]) % size, size
+
+
+ALONE = Coordinates(MeshShape(1, 1))
 
 
 def plan_mesh(world_size: int, dp_replicate: int, tp: int = 1) -> MeshShape:

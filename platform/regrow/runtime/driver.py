@@ -28,6 +28,7 @@ from regrow.data.stream.start import start_stream, stop_stream
 from regrow.errors import RegrowError, first_line
 from regrow.model.linears import float8_line
 from regrow.parallel.phases import float8_steps
+from regrow.plan.topology import Table
 from regrow.progress import last_step
 from regrow.record.events import Cause, from_row, startup_line
 from regrow.record.provenance import git_sha, versions
@@ -68,7 +69,7 @@ def pretrain(config: PretrainConfig) -> None:
     An interrupt commits a checkpoint first and then exits with status 130.
     """
     startup = Startup()
-    plans = check(config)
+    topologies = check(config)
     check_may_start(config)
     with Console(sys.stderr) as console:
         startup.done("config")
@@ -83,7 +84,7 @@ def pretrain(config: PretrainConfig) -> None:
             glue = "regrow.runtime.ray_train" if config.cluster.in_place else "regrow.runtime.trainer"
             threading.Thread(target=importlib.import_module, args=(glue,), name="imports").start()
         with cluster_for(config.cluster) as connection:
-            lines = geometry(config, plans)
+            lines = geometry(config, topologies)
             if config.parallel.float8 is not Float8.none:
                 lines.append(float8_line(config.model, config.parallel.float8.value, config.parallel.tp))
                 if (last := float8_steps(config.parallel, config.train.steps)) < config.train.steps:
@@ -104,7 +105,7 @@ def pretrain(config: PretrainConfig) -> None:
                     "raise train.steps or train.stop_at_step to go on, or choose another run.name"
                 )
                 return
-            reason = _Session(config, run, corpora, console, startup, connection, lines).train()
+            reason = _Session(config, run, corpora, console, startup, connection, lines, topologies).train()
     if reason == INTERRUPTED:
         sys.exit(130)
 
@@ -121,6 +122,7 @@ class _Session:
         startup: Startup,
         connection: Connection,
         geometry: list[str],
+        topologies: Table,
     ) -> None:
         self.config, self.run, self.console, self.connection = config, run, console, connection
         secret = secrets.token_bytes(32)
@@ -147,6 +149,7 @@ class _Session:
         self.startup_s: dict[str, float] | None = None
         self.job = Job(
             config=config,
+            topologies=topologies,
             run_id=run.run_id,
             secret=secret,
             folder=str(run.folder),

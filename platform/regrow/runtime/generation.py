@@ -22,10 +22,9 @@ from regrow.data.read.corpora import order_of
 from regrow.data.stream.client import Ask, rank_batches, ways_to_ask
 from regrow.parallel.compile import graphs_compiled, graphs_lowered
 from regrow.parallel.float8 import refresh_float8_scales
-from regrow.parallel.fsdp import build_mesh, connect
+from regrow.parallel.fsdp import build_mesh, connect, coordinates_of
 from regrow.parallel.phases import float8_steps
-from regrow.plan.batch import plan_batch
-from regrow.plan.mesh import MeshShape, plan_mesh
+from regrow.plan.mesh import MeshShape
 from regrow.runtime.abort import Breaker
 from regrow.runtime.calls import CoordinatorClient
 from regrow.runtime.hardware.peak import Peak, peak_flops
@@ -35,7 +34,7 @@ from regrow.runtime.process import Process
 from regrow.runtime.rendezvous import Joined, form_s
 from regrow.runtime.restore import Restored, build_and_restore
 from regrow.state.collective import gather
-from regrow.state.entries import part_of, set_optimizer_step
+from regrow.state.entries import set_optimizer_step
 from regrow.train.build import loop_settings, meter_of
 from regrow.train.certificate import BrokenStep, Certificate
 from regrow.train.hooks import Saver
@@ -53,13 +52,8 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
     not; whatever a collective raises where a rank is lost.
     """
     begun, job, config = time.time(), process.job, process.job.config
-    shape = plan_mesh(joined.world_size, config.parallel.dp_replicate, config.parallel.tp)
-    plan = plan_batch(
-        num_slices=config.optim.num_slices,
-        world_size=shape.num_units,
-        slices_per_pass=config.parallel.slices_per_pass,
-    )
-    mesh = _connected_mesh(process, joined, shape, breaker)
+    topology = job.topologies[joined.world_size]
+    mesh = _connected_mesh(process, joined, topology.mesh, breaker)
     certificate = Certificate(joined.generation, joined.world_size, process.device)
     breaker.first(certificate.clear)
     restored = build_and_restore(process, joined, mesh, breaker)
@@ -68,15 +62,15 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
     last_step = min(config.train.steps, config.train.stop_at_step or config.train.steps)
     end_of_float8 = float8_steps(config.parallel, config.train.steps)
     until = min(last_step, end_of_float8) if progress.step < end_of_float8 else last_step  # this generation
-    unit = joined.rank // shape.tp
-    validation = Validation(config, job.corpora, device=process.device, unit=unit, num_units=shape.num_units)
-    hooks = GenerationHooks(process, joined.generation, step, part_of(mesh), validation)
+    unit, num_units = topology.unit_of(joined.rank), topology.mesh.num_units
+    validation = Validation(config, job.corpora, device=process.device, unit=unit, num_units=num_units)
+    hooks = GenerationHooks(process, joined.generation, step, coordinates_of(mesh), validation)
     saver = _saver(process, joined, restored, mesh, hooks, last_step=until)
     set_optimizer_step(step.optimizer, progress.step)
     process.stream.submit(partial(refresh_float8_scales, step.model)).result()
     ready = time.time()
 
-    batches = _batches(job, joined, plan.ranges[unit], start_step=progress.step, stop_step=until)
+    batches = _batches(job, joined, topology.slices_of(joined.rank), start_step=progress.step, stop_step=until)
     peak = peak_flops(process.device, config.parallel.dtype, config.observe.peak_tflops)
     meter = meter_of(config, joined.world_size, joined.generation, peak_flops=sum(gather(peak.flops)))
     _announce(process, joined, restored, peak, entered=entered, begun=begun, ready=ready)
@@ -89,7 +83,7 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
                 batches,
                 progress,
                 optim=config.optim,
-                settings=loop_settings(config, plan, until),
+                settings=loop_settings(config, topology.batch, until),
                 meter=meter,
                 saver=saver,
                 hooks=hooks,
@@ -132,7 +126,7 @@ def _saver(
     cadence = Cadence(last_step, config.snapshot.every_steps, config.checkpoint.every_steps)
     if process.memory is None:
         return CheckpointSaver(cadence, hooks.write, stepped=hooks.stepped)
-    snapshots = process.memory.start(restored.entries, part_of(mesh), joined.generation, process.stream)
+    snapshots = process.memory.start(restored.entries, coordinates_of(mesh), joined.generation, process.stream)
     return SnapshotSaver(
         cadence,
         snapshots,

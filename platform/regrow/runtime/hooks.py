@@ -10,12 +10,12 @@ import ray
 
 from regrow.control.group import DRAIN, GROW
 from regrow.parallel.float8 import inner_tensor
+from regrow.plan.mesh import Coordinates
 from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
 from regrow.runtime.process import Process
 from regrow.state.collective import rank
 from regrow.state.disk import catalog, store
 from regrow.state.entries import Progress, training_entries
-from regrow.state.layout import Part
 from regrow.storage import Storage
 from regrow.train.profile import ProfileWindow
 from regrow.train.step import TrainStep
@@ -25,11 +25,13 @@ from regrow.train.validation import Validation
 class GenerationHooks:
     """The hooks of one rank in one generation, and the saver's ways to the coordinator."""
 
-    def __init__(self, process: Process, generation: int, step: TrainStep, part: Part, validation: Validation) -> None:
-        """`part` is what this rank holds of the state."""
+    def __init__(
+        self, process: Process, generation: int, step: TrainStep, coordinates: Coordinates, validation: Validation
+    ) -> None:
+        """`coordinates` are this rank's."""
         self._process, self._job, self._generation = process, process.job, generation
         self._coordinator = CoordinatorClient(process.job.coordinator, generation)
-        self._step, self._part, self._validation = step, part, validation
+        self._step, self._coordinates, self._validation = step, coordinates, validation
         self._rank, self._probed = rank(), 0
         self._replies: deque[Any] = deque()  # of calls on their way to the coordinator
         self._stop = ""  # why to leave
@@ -97,7 +99,7 @@ class GenerationHooks:
             scalars=progress.to_dict(),
             run_id=self._job.run_id,
             generation=self._generation,
-            part=self._part,
+            coordinates=self._coordinates,
             commit=self._commit,
         )
         stall_s = time.perf_counter() - begun

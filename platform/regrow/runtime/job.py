@@ -8,6 +8,7 @@ from typing import Any
 
 from regrow.config.schema import PretrainConfig
 from regrow.data.read.corpora import Corpora
+from regrow.plan.topology import Table
 
 CALL_TIMEOUT_S = 120.0  # of a call to the coordinator
 
@@ -17,6 +18,7 @@ class Job:
     """One attempt at a run, as its workers need to know it."""
 
     config: PretrainConfig
+    topologies: Table  # of every world size that the group may have
     run_id: str
     secret: bytes  # that keepers ask of those who want bytes
     folder: str  # the run's

@@ -4,7 +4,6 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,9 @@ import torch.distributed as dist
 from regrow.errors import CheckpointError, first_line
 from regrow.forecast.memory import plan_snapshot_memory
 from regrow.parallel.stream import Stream
+from regrow.plan.mesh import Coordinates, MeshShape
+from regrow.plan.placement import placed
+from regrow.plan.topology import least_shards
 from regrow.runtime.abort import Address, Breaker
 from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
 from regrow.runtime.job import Job
@@ -21,7 +23,6 @@ from regrow.runtime.keeper import KeeperInfo, start_keeper
 from regrow.runtime.liveness.heartbeat import Heartbeat
 from regrow.state.collective import from_rank_0, gather
 from regrow.state.entries import Entry, Progress, restored_progress
-from regrow.state.layout import Part
 from regrow.state.memory.arenas import Arenas
 from regrow.state.memory.held import bytes_held
 from regrow.state.memory.reader import Holder, Restored, restore_snapshot
@@ -124,7 +125,7 @@ class MemoryTier:
             return None, str(error)
         return restored, ""
 
-    def start(self, entries: Sequence[Entry], part: Part, generation: int, stream: Stream) -> Snapshots:
+    def start(self, entries: Sequence[Entry], coordinates: Coordinates, generation: int, stream: Stream) -> Snapshots:
         """Make this rank's slots for a generation whose steps run on `stream`.
 
         Raises CheckpointError on every rank where one node's memory is too small: at once where the run begins, later
@@ -133,13 +134,13 @@ class MemoryTier:
         nodes = gather(self.node)
         give_up_at = time.monotonic() + (ROOM_S if generation > self.job.first_generation else 0.0)
         while True:
-            problem, snapshots = self._shortage(entries, part, nodes), None
+            problem, snapshots = self._shortage(entries, coordinates.mesh, nodes), None
             if not problem:
                 try:
                     snapshots = Snapshots(
                         self.folder,
                         entries,
-                        part=part,
+                        coordinates=coordinates,
                         run_id=self.job.run_id,
                         generation=generation,
                         writers=nodes.count(self.node),
@@ -196,18 +197,16 @@ class MemoryTier:
     def _serve(self) -> Any:
         return self.keeper.serve.remote(self.job.coordinator, self.job.secret)
 
-    def _shortage(self, entries: Sequence[Entry], part: Part, nodes: list[str]) -> str:
+    def _shortage(self, entries: Sequence[Entry], mesh: MeshShape, nodes: list[str]) -> str:
         """Why this node's memory does not do for the smallest group allowed, and for the one before it; or empty."""
         cluster = self.job.config.cluster
-        least_shards = max(1, cluster.min_workers // part.num_replicas // part.num_blocks)
-        blocks = [prod(entry.span.blocks) for entry in entries]  # what is not cut, every rank of a unit has
-        sizes = [entry.span.whole_elements * entry.memory.element_size() for entry in entries]
+        of_one = Coordinates(MeshShape(1, 1, mesh.tp))  # where a unit's ranks hold the whole model
         need = plan_snapshot_memory(
-            state_bytes=sum(size // of for size, of in zip(sizes, blocks, strict=True)),
+            state_bytes=sum(placed(entry.box, of_one).num_bytes for entry in entries),
             slots=self.config.slots,
             ranks_on_node=nodes.count(self.node),
-            num_shards=part.num_shards,
-            least_shards=least_shards,
+            num_shards=mesh.dp_shard,
+            least_shards=least_shards(self.job.topologies),
             has_peer=len(set(nodes)) > 1,
         )
         room = os.statvfs(self.folder)

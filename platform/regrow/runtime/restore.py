@@ -11,10 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from regrow.config.schema import ParallelConfig, PretrainConfig
-from regrow.errors import CheckpointError
 from regrow.model.llama import Llama, init_weights
 from regrow.parallel.float8 import inner_tensor
-from regrow.parallel.fsdp import replica_group
+from regrow.parallel.fsdp import coordinates_of, replica_group
 from regrow.parallel.phases import recipe_after
 from regrow.runtime.abort import Breaker, listening
 from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
@@ -22,9 +21,9 @@ from regrow.runtime.job import Job
 from regrow.runtime.memory_tier import MemoryTier
 from regrow.runtime.process import Process
 from regrow.runtime.rendezvous import Joined
-from regrow.state.collective import from_rank_0, gather
+from regrow.state.collective import from_rank_0, on_first_rank
 from regrow.state.disk import catalog, store
-from regrow.state.entries import Entry, Progress, part_of, reset_moments, restored_progress, training_entries
+from regrow.state.entries import Entry, Progress, reset_moments, training_entries
 from regrow.storage import Storage
 from regrow.train.build import build_step
 from regrow.train.step import TrainStep
@@ -104,37 +103,30 @@ def restore(
     one before it taken. `entries` are those of `built`.
     Raises CheckpointError if all checkpoints are damaged.
     """
-    folder, part = Storage.at(job.checkpoints), part_of(mesh)
-    steps = from_rank_0(catalog.committed_steps(folder) if dist.get_rank() == 0 else [])
+    folder = Storage.at(job.checkpoints)
+    steps = on_first_rank(partial(catalog.committed_steps, folder))
     if memory is not None:
         restored = memory.restore(entries, at_least=steps[0] if steps else 0)
         if restored is not None:
             return restored, "snapshot"
-    for step in steps:
-        problem, index, progress = "", None, None
-        try:
-            index = catalog.open_checkpoint(folder, step, run_id=job.run_id)
-            store.restore(folder, index, entries, part)
-            progress = restored_progress(index.scalars, global_batch_seqs=job.config.optim.global_batch_seqs)
-        except CheckpointError as error:
-            problem = str(error)
-        problems = [found for found in gather(problem) if found]
-        if not problems:
-            assert index is not None
-            assert progress is not None
-            store.share_parts(entries, part, replica_group(mesh))
-            return progress, "checkpoint"
+
+    def damaged(step: int, detail: str) -> None:
         if dist.get_rank() == 0:
-            fields = {"step": step, "detail": problems[0]}
-            ray.get(
-                CoordinatorClient(job.coordinator, generation).event("checkpoint_damaged", fields),
-                timeout=CALL_TIMEOUT_S,
-            )
-    if steps:
-        raise CheckpointError(
-            f"none of the checkpoints at {folder} (steps {', '.join(map(str, steps))}) can be restored; {problems[0]}; "
-            "choose another run.name to start over"
-        )
+            report = CoordinatorClient(job.coordinator, generation)
+            ray.get(report.event("checkpoint_damaged", {"step": step, "detail": detail}), timeout=CALL_TIMEOUT_S)
+
+    restored = store.restore_newest(
+        folder,
+        steps,
+        entries,
+        coordinates_of(mesh),
+        replica_group(mesh),
+        run_id=job.run_id,
+        global_batch_seqs=job.config.optim.global_batch_seqs,
+        damaged=damaged,
+    )
+    if restored is not None:
+        return restored, "checkpoint"
     init_weights(cast(Llama, built.model), job.config.run.seed)
     reset_moments(built.optimizer)
     return Progress(), "seed"

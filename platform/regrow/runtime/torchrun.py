@@ -8,11 +8,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import Any, TextIO, TypeVar
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from regrow.config.schema import PretrainConfig
 from regrow.data.read.corpora import Corpora, find_corpora
-from regrow.errors import CheckpointError, RegrowError
 from regrow.forecast.passes import settled
 from regrow.parallel.float8 import inner_tensor
-from regrow.parallel.fsdp import BACKENDS, replica_group
+from regrow.parallel.fsdp import BACKENDS, coordinates_of, replica_group
 from regrow.parallel.stream import stream_of
 from regrow.record import events
 from regrow.record.lock import lock_run
@@ -33,13 +32,11 @@ from regrow.record.run_folder import CHECKPOINTS, run_folder
 from regrow.runtime.hardware.peak import Peak
 from regrow.runtime.run_folder import Run, open_run
 from regrow.show.console import Console
-from regrow.state.collective import from_rank_0, gather, rank
+from regrow.state.collective import gather, on_first_rank, rank
 from regrow.state.disk import catalog, store
-from regrow.state.entries import Progress, part_of, restored_progress, set_optimizer_step, training_entries
+from regrow.state.entries import Progress, set_optimizer_step, training_entries
 from regrow.train.step import TrainStep
 from regrow.train.validation import Validation
-
-Result = TypeVar("Result")
 
 
 @contextlib.contextmanager
@@ -65,20 +62,6 @@ def for_this_group(config: PretrainConfig, device: torch.device) -> PretrainConf
     gpus = int(device.type == "cuda")
     cluster = replace(config.cluster, name=name, min_workers=world_size, max_workers=world_size, gpus_per_worker=gpus)
     return settled(replace(config, cluster=cluster))[0]
-
-
-def on_first_rank(work: Callable[[], Result]) -> Result:
-    """What the first rank's `work` returns, on every rank. Collective; a RegrowError there is raised on all."""
-    outcome: Result | RegrowError | None = None
-    if rank() == 0:
-        try:
-            outcome = work()
-        except RegrowError as error:
-            outcome = error
-    outcome = from_rank_0(outcome)
-    if isinstance(outcome, RegrowError):
-        raise outcome
-    return outcome  # type: ignore[return-value]
 
 
 class TorchrunRun:
@@ -125,27 +108,24 @@ class TorchrunRun:
         Raises CheckpointError where there are some and none is sound.
         """
         entries = training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
-        part, problem = part_of(mesh), ""
-        for number in on_first_rank(partial(catalog.committed_steps, self.checkpoints)):
-            try:
-                index = catalog.open_checkpoint(self.checkpoints, number, run_id=self.run.run_id)
-                store.restore(self.checkpoints, index, entries, part)
-                mine = ""
-            except CheckpointError as error:
-                mine = str(error)
-            problem = next(filter(None, gather(mine)), "")
-            if not problem:
-                store.share_parts(entries, part, replica_group(mesh))
-                set_optimizer_step(step.optimizer, index.step)
-                return restored_progress(index.scalars, global_batch_seqs=self.config.optim.global_batch_seqs)
-            self.event(events.CheckpointDamaged(step=number, detail=problem))
-        if problem:
-            raise CheckpointError(f"{problem}; none of the checkpoints at {self.checkpoints} can be restored")
-        return Progress()
+        restored = store.restore_newest(
+            self.checkpoints,
+            on_first_rank(partial(catalog.committed_steps, self.checkpoints)),
+            entries,
+            coordinates_of(mesh),
+            replica_group(mesh),
+            run_id=self.run.run_id,
+            global_batch_seqs=self.config.optim.global_batch_seqs,
+            damaged=lambda number, detail: self.event(events.CheckpointDamaged(step=number, detail=detail)),
+        )
+        if restored is None:
+            return Progress()
+        set_optimizer_step(step.optimizer, restored.step)
+        return restored
 
     def begin(self, step: TrainStep, mesh: DeviceMesh, start: Progress, validation: Validation, peak: Peak) -> None:
         """The group trains this from here on."""
-        self._step, self._part, self._validation = step, part_of(mesh), validation
+        self._step, self._coordinates, self._validation = step, coordinates_of(mesh), validation
         self._stream = stream_of(next(step.model.buffers()).device)
         worker = {"host": socket.gethostname(), "node": socket.gethostname(), "pid": os.getpid()}
         workers = gather(worker | {"device": str(next(step.model.buffers()).device)})
@@ -195,7 +175,7 @@ class TorchrunRun:
             scalars=progress.to_dict(),
             run_id=self.run.run_id,
             generation=self.generation,
-            part=self._part,
+            coordinates=self._coordinates,
         )
         took_s = time.perf_counter() - begun
         written = events.Checkpoint(step=progress.step, seconds=took_s, stall_s=took_s, bytes=index.num_bytes)

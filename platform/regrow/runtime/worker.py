@@ -28,7 +28,7 @@ from regrow.errors import RegrowError, first_line
 from regrow.parallel.compile_cache import CompileCache
 from regrow.parallel.fsdp import BACKENDS
 from regrow.parallel.stream import Stream, stream_of
-from regrow.plan.batch import plan_batch
+from regrow.plan.topology import largest
 from regrow.runtime.abort import LEAVE_S, Breaker
 from regrow.runtime.calls import CoordinatorClient
 from regrow.runtime.generation import train_generation
@@ -65,7 +65,7 @@ def run_worker(job: Job) -> None:
     prober = _fit(job, device)
     memory = MemoryTier(job) if config.snapshot.every_steps else None  # its keeper starts beside what follows
     compiled = _compiled_before(job, device)
-    stream.submit(partial(_warm_up, config, device, expected, backend)).result()
+    stream.submit(partial(_warm_up, job, device, expected, backend)).result()
     if memory is not None and config.cluster.check_hardware and (problem := memory.why_unfit()):
         _end(job, problem)
     process = Process(job, device, stream, prober, memory, compiled)
@@ -167,14 +167,10 @@ def _compiled_before(job: Job, device: torch.device) -> CompileCache | None:
     return cache
 
 
-def _warm_up(config: PretrainConfig, device: torch.device, expected: int, backend: str) -> None:
+def _warm_up(job: Job, device: torch.device, expected: int, backend: str) -> None:
     """As for a group of so many."""
-    plan = plan_batch(
-        num_slices=config.optim.num_slices,
-        world_size=max(1, min(expected, config.cluster.max_workers) // config.parallel.tp),
-        slices_per_pass=config.parallel.slices_per_pass,
-    )
-    pass_seqs = plan.most_slices_of_a_pass * layout_of(config).slice_seqs
+    config = job.config
+    pass_seqs = largest(job.topologies, expected).batch.most_slices_of_a_pass * layout_of(config).slice_seqs
     seq_len = config.data.seq_len
     warm_up(device, config.model, config.parallel, pass_seqs=pass_seqs, seq_len=seq_len, backend=backend)
 

@@ -14,8 +14,8 @@ from typing import Any
 import jinja2
 
 from regrow.errors import BatchError, ConfigError
-from regrow.plan.batch import plan_batch
 from regrow.plan.mixture import UNIT, plan_mixture
+from regrow.plan.topology import plan_topology
 from regrow.record.events import Checkpoint, Generation, Submitted, cause_words, startup_line
 from regrow.record.history import History
 from regrow.record.ledger import SILENCE_S, STATES, Ledger
@@ -329,7 +329,7 @@ def _geometry(config: Mapping[str, Any], history: History) -> Section:
     rows, tp = [], (config.get("parallel") or {}).get("tp", 1)
     for world_size in sorted(each for each in sizes if each):
         try:
-            plan = plan_batch(num_slices=num_slices, world_size=world_size // tp)
+            plan = plan_topology(world_size, num_slices=num_slices, tp=tp).batch
         except BatchError:
             continue
         fewest, most = min(map(len, plan.ranges)), max(map(len, plan.ranges))

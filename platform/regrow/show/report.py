@@ -10,7 +10,7 @@ from typing import Any
 
 from regrow.config.schema import PretrainConfig
 from regrow.errors import BatchError
-from regrow.plan.batch import plan_batch
+from regrow.plan.topology import plan_topology
 from regrow.record.events import Cause, Checkpoint, DataFallback, Generation, Row
 from regrow.record.history import History, recoveries
 from regrow.record.ledger import Ledger, lost_to
@@ -81,13 +81,13 @@ def _capacity_goodput(ledger: Ledger, rows: Sequence[Row], config: Mapping[str, 
         return None
     world_sizes = [row["world_size"] for row in rows]
     most = max([config.get("cluster", {}).get("max_workers") or 1, *world_sizes])
-    share = {size: size / most * _busy_share(num_slices, max(1, size // tp)) for size in set(world_sizes)}
+    share = {size: size / most * _busy_share(num_slices, size, tp) for size in set(world_sizes)}
     useful = math.fsum(s * share[size] for s, size in zip(ledger.productive_s.tolist(), world_sizes, strict=True))
     return round(useful / wall_s, 6)
 
 
-def _busy_share(num_slices: int, world_size: int) -> float:
+def _busy_share(num_slices: int, world_size: int, tp: int) -> float:
     try:
-        return plan_batch(num_slices=num_slices, world_size=world_size).busy_share
+        return plan_topology(world_size, num_slices=num_slices, tp=tp).batch.busy_share
     except BatchError:
-        return num_slices / world_size  # a rank or more without a slice: the configuration changed under the run
+        return min(1.0, num_slices * tp / world_size)  # no such topology: the configuration changed under the run

@@ -1,6 +1,6 @@
-"""The crc32 of each chunk of a span's bytes: made once, when a snapshot is sealed, and checked wherever they travel.
+"""The crc32 of each chunk of a box's bytes: made once, when a snapshot is sealed, and checked wherever they travel.
 
-Chunks are counted from a span's first byte, so that a span keeps its checksums from a slot in memory to a file in
+Chunks are counted from a box's first byte, so that a box keeps its checksums from a slot in memory to a file in
 storage.
 """
 
@@ -24,7 +24,7 @@ def num_chunks(num_bytes: int) -> int:
 
 
 def whole_chunks(begin: int, end: int, num_bytes: int) -> tuple[int, int, slice]:
-    """The chunks that cover bytes [begin, end) of a span of `num_bytes`: first byte, last byte, and which they are.
+    """The chunks that cover bytes [begin, end) of a box of `num_bytes`: first byte, last byte, and which they are.
 
     >>> whole_chunks(20_000, 30_000, 100_000)
     (16384, 32768, slice(1, 2, None))

@@ -1,4 +1,4 @@
-"""What is saved: every tensor of the training state as (span, local memory), and the scalars beside them.
+"""What is saved: every tensor of the training state as (box, local memory), and the scalars beside them.
 
 Names: `model/<parameter>`, `optim/exp_avg/<parameter>`, `optim/exp_avg_sq/<parameter>`. Tied weights are one parameter
 and so one entry. float8 all-gather weights are saved as their high-precision inner tensor.
@@ -6,19 +6,18 @@ and so one entry. float8 all-gather weights are saved as their high-precision in
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from regrow.errors import CheckpointError
-from regrow.model.cut import WHOLE as NOT_CUT
-from regrow.model.cut import Cut
+from regrow.model.llama import Llama
 from regrow.optim.adamw import MOMENTS, create_moments
-from regrow.state.layout import WHOLE, Part, Span, shard_span
+from regrow.plan.boxes import Box, Runs
 
 
 @dataclass
@@ -48,10 +47,10 @@ def restored_progress(scalars: Mapping[str, int], *, global_batch_seqs: int) -> 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor's part that this rank holds: `memory` is the flat local shard, sharing storage with the live state."""
+    """One tensor's box that this rank holds: `memory` is the flat local shard, sharing storage with the live state."""
 
-    span: Span
-    memory: Tensor  # [span.num_elements]
+    box: Box
+    memory: Tensor  # [box.num_elements]
 
 
 def training_entries(
@@ -62,23 +61,14 @@ def training_entries(
     `inner_tensor` unwraps float8 parameters. Entries share memory with the live state: writing to them restores it.
     """
     create_moments(optimizer)
+    boxes = cast(Llama, model).boxes
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    cuts: dict[str, Cut] = getattr(model, "cuts", {})
     tensors = [(f"model/{name}", name, parameter) for name, parameter in model.named_parameters()]
     for parameter in _parameters(optimizer):
         name = names[id(parameter)]
         tensors += [(f"optim/{moment}/{name}", name, optimizer.state[parameter][moment]) for moment in MOMENTS]
-    entries = [_entry(key, tensor, cuts.get(name, NOT_CUT), inner_tensor) for key, name, tensor in tensors]
-    return sorted(entries, key=lambda entry: entry.span.name)
-
-
-def part_of(mesh: DeviceMesh | None) -> Part:
-    """The part of the state that this rank of a mesh holds, a mesh as `parallel.fsdp.build_mesh` makes it."""
-    if mesh is None:
-        return WHOLE
-    assert mesh.mesh_dim_names is not None
-    axes = {name: (mesh.get_local_rank(name), mesh[name].size()) for name in mesh.mesh_dim_names}
-    return Part(*axes["dp_shard"], *axes.get("dp_replicate", (0, 1)), *axes.get("tp", (0, 1)))
+    entries = [_entry(key, tensor, boxes[name], inner_tensor) for key, name, tensor in tensors]
+    return sorted(entries, key=lambda entry: entry.box.name)
 
 
 def set_optimizer_step(optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -95,31 +85,40 @@ def reset_moments(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state[parameter][moment].zero_()
 
 
-def fill(target: Tensor, data: memoryview) -> None:
-    """Make these bytes the elements of a flat tensor, on whatever device it is."""
-    source = np.frombuffer(data, np.uint8)
-    if target.is_cpu:
-        np.copyto(target.view(torch.uint8).numpy(), source)
+def fill(target: Tensor, runs: Runs, data: memoryview) -> None:
+    """Put runs of elements, counted in `data` from its first byte, to their places in a flat tensor on any device."""
+    steps = [np.diff(each) for each in (runs.source, runs.target)]
+    if len(runs.length) > 1 and not any(np.ptp(each) for each in (*steps, runs.length)):  # as columns are
+        size = (len(runs.length), int(runs.length[0]))
+        to, source = (
+            flat.as_strided(size, (int(step[0]), 1), flat.storage_offset() + int(first[0]))
+            for flat, first, step in zip(
+                (target, _elements(data, target.dtype)), (runs.target, runs.source), steps[::-1], strict=True
+            )
+        )
+        to.copy_(source)
         return
+    item = target.element_size()
+    for first, at, length in zip(runs.source.tolist(), runs.target.tolist(), runs.length.tolist(), strict=True):
+        place, run = target[at : at + length], data[first * item : (first + length) * item]
+        if target.is_cpu:
+            np.copyto(place.view(torch.uint8).numpy(), np.frombuffer(run, np.uint8))
+        else:
+            place.copy_(_elements(run, target.dtype))
+
+
+def _elements(data: memoryview, dtype: torch.dtype) -> Tensor:
     with warnings.catch_warnings():  # that they may not be writable
         warnings.simplefilter("ignore")
-        target.view(torch.uint8).copy_(torch.from_numpy(source))
+        return torch.from_numpy(np.frombuffer(data, np.uint8)).view(dtype)
 
 
-def _entry(name: str, tensor: Tensor, cut: Cut, inner_tensor: Callable[[Tensor], Tensor]) -> Entry:
-    local, shard, num_shards = tensor, 0, 1
-    if isinstance(tensor, DTensor):
-        local, shards = tensor.to_local(), [p for p in tensor.placements if isinstance(p, Shard)]
-        axis = next((i for i, placement in enumerate(tensor.placements) if isinstance(placement, Shard)), None)
-        assert [each.dim for each in shards] in ([], [0]), f"{name}: only dim 0 may be sharded, and once"
-        if axis is not None:
-            shard, num_shards = tensor.device_mesh.get_local_rank(axis), tensor.device_mesh.size(axis)
+def _entry(name: str, tensor: Tensor, box: Box, inner_tensor: Callable[[Tensor], Tensor]) -> Entry:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     memory = inner_tensor(local.detach())
-    dtype = str(memory.dtype).removeprefix("torch.")
-    whole = Span(name, cut.whole_shape(tuple(tensor.shape)), dtype, 0, 0, cut.blocks)
-    span = shard_span(whole, Part(shard, num_shards, block=cut.block, num_blocks=cut.num_blocks))
-    assert memory.numel() == span.num_elements, f"{name}: holds {memory.numel()} elements, expected {span}"
-    return Entry(span, memory.view(-1))
+    box = replace(box, name=name, dtype=str(memory.dtype).removeprefix("torch."))
+    assert tuple(memory.shape) == box.sizes, f"{name}: holds {tuple(memory.shape)}, its place is {box}"
+    return Entry(box, memory.view(-1))
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

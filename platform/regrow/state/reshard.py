@@ -1,68 +1,127 @@
-"""What to read from where: (spans that sources hold, spans that this rank wants) -> reads. Pure, no I/O.
+"""What to read from where: (pieces that sources hold, pieces that this rank wants) -> runs of elements. Pure, no I/O.
 
-Each wanted element is read exactly once, in pieces as long as the sources allow.
+Each wanted element is read exactly once, whatever layout the sources were written in.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeVar
+
+import numpy as np
 
 from regrow.errors import CheckpointError
-from regrow.state.layout import Span
+from regrow.plan.boxes import ITEM_BYTES, Box, Piece, Runs, common_runs
+from regrow.plan.mesh import Coordinates
+from regrow.plan.placement import num_copies
+from regrow.state.checksums import CHUNK_BYTES, whole_chunks
 
 Copy = TypeVar("Copy")
 
 
 @dataclass(frozen=True)
 class Source:
-    """A span and the file that holds it."""
+    """A piece of a box and the file that holds it."""
 
     file: str
-    span: Span
+    piece: Piece
 
 
 @dataclass(frozen=True)
 class Read:
-    """Copy elements [start, stop) of the tensor from `source` to the wanted span at index `want`."""
+    """Copy runs of elements from `source` to the box of the wanted piece at index `want`."""
 
     source: Source
     want: int
-    start: int
-    stop: int
+    runs: Runs
 
 
-def plan_reads(have: Iterable[Source], want: Sequence[Span]) -> list[Read]:
-    """Cover every wanted span from the sources, which do not overlap.
+def plan_reads(have: Iterable[Source], want: Sequence[Piece]) -> list[Read]:
+    """Cover every wanted piece from the sources, which do not overlap.
 
-    Raises CheckpointError naming the tensor and the elements that no source holds.
+    Raises CheckpointError naming a box of which no source holds some elements.
     """
     by_name: dict[str, list[Source]] = defaultdict(list)
     for source in have:
-        if source.span.num_elements:
-            by_name[source.span.name].append(source)
-    starts = {}
-    for name, sources in by_name.items():
-        sources.sort(key=lambda source: (source.span.start, -source.span.stop))
-        starts[name] = [source.span.start for source in sources]
-
+        if source.piece.num_elements:
+            by_name[source.piece.box.name].append(source)
+    tables = {name: _Table(sources) for name, sources in by_name.items()}
     reads = []
-    for index, span in enumerate(want):
-        sources, at = by_name.get(span.name, []), span.start
-        # the last source that starts at or before `at`
-        following = bisect_right(starts.get(span.name, []), at) - 1
-        while at < span.stop:
-            if not 0 <= following < len(sources) or not (
-                sources[following].span.start <= at < sources[following].span.stop
-            ):
-                raise CheckpointError(
-                    f"{span.name}: no file holds elements {at} and on (wanted {span.start}:{span.stop})"
-                )
-            stop = min(span.stop, sources[following].span.stop)
-            reads.append(Read(sources[following], index, at, stop))
-            at, following = stop, following + 1
+    for index, piece in enumerate(want):
+        missing = piece.num_elements
+        for source in tables[piece.box.name].near(piece.box) if missing and piece.box.name in tables else ():
+            runs = common_runs(source.piece, piece)
+            if len(runs.length):
+                reads.append(Read(source, index, runs))
+                missing -= runs.num_elements
+        if missing > 0:
+            raise CheckpointError(
+                f"no file holds elements of {piece.box}: {missing:,} of {piece.num_elements:,} are missing"
+            )
     return reads
+
+
+class _Table:
+    """The sources of one tensor, in order of their first rows."""
+
+    def __init__(self, sources: list[Source]) -> None:
+        self.sources = sorted(sources, key=lambda source: (source.piece.box.offsets, source.piece.start))
+        rows = [(*source.piece.box.slices, slice(0, 1))[0] for source in self.sources]
+        self.first = [each.start for each in rows]
+        self.last = list(accumulate((each.stop for each in rows), max))
+
+    def near(self, box: Box) -> list[Source]:
+        """Those that may have rows in common with a box, and few others."""
+        rows = (*box.slices, slice(0, 1))[0]
+        return self.sources[bisect_right(self.last, rows.start) : bisect_left(self.first, rows.stop)]
+
+
+class Window(NamedTuple):
+    """Whole chunks of a source that are read at once, and what is wanted of them."""
+
+    begin: int  # bytes from the source's first
+    end: int
+    chunks: slice  # of the source
+    runs: Runs  # counted from `begin`
+
+
+def windows(read: Read, most_bytes: int) -> Iterator[Window]:
+    """A read as windows of about so many bytes, at whose borders no chunk is read twice unless a run begins there."""
+    runs, item = read.runs, ITEM_BYTES[read.source.piece.box.dtype]
+    first, last = runs.source * item, (runs.source + runs.length) * item
+    apart = (first[1:] - last[:-1] >= CHUNK_BYTES) | (first[1:] // most_bytes != first[:-1] // most_bytes)
+    for a, b in pairwise([0, *(np.flatnonzero(apart) + 1).tolist(), len(first)]):
+        at, end = int(first[a]), int(last[b - 1])
+        while at < end:
+            stop = end if b - a > 1 else min(end, (at // most_bytes + 1) * most_bytes)
+            begin, aligned_end, chunks = whole_chunks(at, stop, read.source.piece.num_bytes)
+            some = runs[a:b]
+            if b - a == 1:
+                skipped = at // item - some.source
+                some = Runs(some.source + skipped, some.target + skipped, np.array([(stop - at) // item]))
+            yield Window(begin, aligned_end, chunks, Runs(some.source - begin // item, some.target, some.length))
+            at = stop
+
+
+def share(box: Box, index: int, count: int) -> Piece:
+    """The piece of a box that one of several ranks that hold it writes or reads, so that each element moves once.
+
+    Pieces begin at borders of the box's chunks, whose checksums they keep.
+
+    >>> share(Box.whole("w", (10_000,)), 1, 3).start, share(Box.whole("w", (10_000,)), 1, 3).stop
+    (0, 4096)
+    """
+    size = CHUNK_BYTES // ITEM_BYTES[box.dtype]
+    chunks = -(-box.num_elements // size)
+    start, stop = (min(chunks * part // count * size, box.num_elements) for part in (index, index + 1))
+    return Piece(box, start, stop)
+
+
+def written_share(box: Box, at: Coordinates) -> Piece:
+    """What of its box a rank writes: every element is written by one of the ranks that hold it."""
+    return share(box, *num_copies(box.name, at))
 
 
 def nearest(copies: Sequence[tuple[int, Copy]], *, reader: int) -> Copy:

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from math import ceil
 
 from regrow.config.schema import PretrainConfig, SubmitConfig
+from regrow.config.topology import topologies
 from regrow.forecast.memory import plan_snapshot_memory
 from regrow.model.size import state_bytes
-from regrow.plan.mesh import plan_mesh
+from regrow.plan.topology import least_shards
 
 GIB = 2**30
 HEADERS = 1.02  # of snapshots, over their tensors: headers, checksums, pages
@@ -54,16 +55,15 @@ def snapshot_bytes(config: PretrainConfig, *, workers_per_node: int, has_peer: b
     """The most that a worker asks of its node's memory before it takes snapshots, over all feasible world sizes."""
     if config.snapshot.every_steps == 0:
         return 0
-    cluster, parallel = config.cluster, config.parallel
-    most = 0
-    for world_size in range(cluster.min_workers, cluster.max_workers + 1, parallel.tp):
-        mesh = plan_mesh(world_size, parallel.dp_replicate, parallel.tp)
+    table, most = topologies(config), 0
+    for world_size, topology in table.items():
+        mesh = topology.mesh
         plan = plan_snapshot_memory(
-            state_bytes=state_bytes(config.model, config.optim.moments, parallel.tp),
+            state_bytes=state_bytes(config.model, config.optim.moments, mesh.tp),
             slots=config.snapshot.slots,
             ranks_on_node=min(workers_per_node, world_size),
             num_shards=mesh.dp_shard,
-            least_shards=max(1, cluster.min_workers // parallel.tp // mesh.dp_replicate),
+            least_shards=least_shards(table),
             has_peer=has_peer,
         )
         most = max(most, plan.total)

@@ -39,6 +39,11 @@ class Certificate:
         """This rank's share [1] of the sum, float64 on the device: the last thing before the all-reduce."""
         return self._alive.to(self._device, non_blocking=True) * self._number(step)
 
+    def raise_if_over(self) -> None:
+        """Raises BrokenStep once the flag is down: nothing more need be launched."""
+        if self._over:
+            raise BrokenStep(f"generation {self._generation} was over while a step was launched")
+
     def check(self, step: int, total: float) -> None:
         """Raises BrokenStep unless the sum of all ranks' fields shows that every collective of the step was real."""
         if self._over:

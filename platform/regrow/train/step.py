@@ -124,7 +124,8 @@ class TrainStep:
         `micro_batches` are this rank's rows, int64 [m, T+1] each on the model's device, at least one and at most
         `num_micro_batches`, which is the same on every rank: a short rank repeats its last one with every target
         ignored, which adds exactly nothing. `flag`, `blocked` (any rank) and `digest` (sum) come back in the result.
-        `before_update` is called before parameters and moments change.
+        `before_update` is called before parameters and moments change. Raises BrokenStep, between micro-batches, where
+        the generation is over.
         """
         assert 1 <= len(micro_batches) <= num_micro_batches, f"{len(micro_batches)=} {num_micro_batches=}"
         loss, num_tokens = self.accumulate(micro_batches, num_micro_batches)
@@ -140,6 +141,8 @@ class TrainStep:
         divisor = num_tokens.clamp(min=1)
         loss = torch.zeros((), dtype=torch.float64, device=num_tokens.device)
         for index in range(num_micro_batches):
+            if self.certificate is not None:
+                self.certificate.raise_if_over()  # what is launched, a device has to come through before it is at rest
             inputs, targets = pairs[min(index, len(pairs) - 1)]
             if index >= len(pairs):
                 targets = torch.full_like(targets, IGNORE_INDEX)

@@ -1,4 +1,4 @@
-"""The bytes of a checkpoint: safetensors files of raw spans, one JSON index, then COMMIT. See docs/file-formats.md.
+"""The bytes of a checkpoint: safetensors files of raw boxes, one JSON index, then COMMIT. See docs/file-formats.md.
 
 A chain of trust from one small file: COMMIT names the index by its sha256, the index names each data file's header by
 its sha256, and the header holds the crc32 of every chunk of data. Whatever is torn, swapped or flipped breaks it.
@@ -9,18 +9,19 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from regrow.errors import CheckpointError
+from regrow.plan.boxes import ITEM_BYTES, Box, Piece, chunk
 from regrow.state.checksums import CHUNK_BYTES, Crc
-from regrow.state.layout import ITEM_BYTES, Span
 
-FORMAT, VERSION = "regrow-checkpoint", 2
-VERSION_WITH_BLOCKS = 3  # of an index that has `column_blocks`, and is otherwise the same
+FORMAT, VERSION = "regrow-checkpoint", 4
+READABLE = (2, 3, VERSION)
+FLAT = f"{FORMAT}-2"  # of files in versions 2 and 3: elements [start, stop) of a tensor, or of its blocks of columns
 COMMIT = "COMMIT"
 SAFETENSORS_DTYPES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16", "int64": "I64"}
 TORCH_DTYPES = {code: name for name, code in SAFETENSORS_DTYPES.items()}
@@ -47,7 +48,7 @@ class Index:
     tensors: dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape
     files: tuple[DataFile, ...]
     information: dict[str, Any] = field(default_factory=dict)  # world size, time: read by people only
-    column_blocks: dict[str, int] = field(default_factory=dict)  # tensors stored as so many blocks of columns, by name
+    column_blocks: dict[str, int] = field(default_factory=dict)  # version 3: tensors in so many blocks of columns
 
     @property
     def num_bytes(self) -> int:
@@ -61,7 +62,7 @@ class Index:
     def to_json(self) -> bytes:
         content = {
             "format": FORMAT,
-            "version": VERSION_WITH_BLOCKS if self.column_blocks else VERSION,
+            "version": VERSION,
             "run_id": self.run_id,
             "generation": self.generation,
             "step": self.step,
@@ -69,7 +70,7 @@ class Index:
             "tensors": {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in self.tensors.items()},
             "files": [vars(file) for file in self.files],
             "information": self.information,
-        } | ({"column_blocks": self.column_blocks} if self.column_blocks else {})
+        }
         return json.dumps(content, indent=1).encode()
 
     @staticmethod
@@ -77,10 +78,10 @@ class Index:
         """Raises CheckpointError where `data` is not an index of a version that this code reads."""
         try:
             content = json.loads(data)
-            if content["format"] != FORMAT or content["version"] not in (VERSION, VERSION_WITH_BLOCKS):
+            if content["format"] != FORMAT or content["version"] not in READABLE:
                 raise CheckpointError(
                     f"{where} is {content['format']} version {content['version']}; this regrow reads {FORMAT} "
-                    f"{VERSION} and {VERSION_WITH_BLOCKS}"
+                    f"{', '.join(map(str, READABLE))}"
                 )
             return Index(
                 run_id=content["run_id"],
@@ -98,29 +99,29 @@ class Index:
 
 @dataclass(frozen=True)
 class Stored:
-    """A span inside a data file, and what checks it."""
+    """A piece of a box inside a data file, and what checks it."""
 
-    span: Span
+    piece: Piece
     offset: int  # of its first byte in the file
     crc: Crc  # of each chunk of it
 
 
-def encode_header(spans: Iterable[tuple[Span, Crc]], *, run_id: str, generation: int, step: int) -> bytes:
-    """The safetensors header of a file that holds these spans one after another, padded to 8 bytes."""
+def encode_header(pieces: Iterable[tuple[Piece, Crc]], *, run_id: str, generation: int, step: int) -> bytes:
+    """The safetensors header of a file that holds these pieces one after another, padded to 8 bytes."""
     entries: dict[str, Any] = {}
     checks: dict[str, str] = {}
-    shapes: dict[str, list[int]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     at = 0
-    for span, crc in spans:
-        key = f"{span.name}[{span.start}:{span.stop}]"
+    for piece, crc in pieces:
+        key, shape = _key(piece)
         entries[key] = {
-            "dtype": SAFETENSORS_DTYPES[span.dtype],
-            "shape": [span.num_elements],
-            "data_offsets": [at, at + span.num_bytes],
+            "dtype": SAFETENSORS_DTYPES[piece.box.dtype],
+            "shape": shape,
+            "data_offsets": [at, at + piece.num_bytes],
         }
         checks[key] = base64.b64encode(crc.tobytes()).decode()
-        shapes[span.name] = list(span.shape)
-        at += span.num_bytes
+        shapes[piece.box.name] = piece.box.shape
+        at += piece.num_bytes
     metadata = {
         "format": f"{FORMAT}-{VERSION}",
         "run_id": run_id,
@@ -136,7 +137,7 @@ def encode_header(spans: Iterable[tuple[Span, Crc]], *, run_id: str, generation:
 
 
 def decode_header(data: bytes, file: DataFile, index: Index, where: str) -> list[Stored]:
-    """The spans of a data file from its header bytes. Raises CheckpointError where the index names other ones."""
+    """The pieces in a data file from its header bytes. Raises CheckpointError where the index names other ones."""
     if hashlib.sha256(data).hexdigest() != file.header_sha256:
         raise CheckpointError(
             f"{where}: the header's sha256 is not the one in the index; the file is damaged or swapped"
@@ -145,15 +146,44 @@ def decode_header(data: bytes, file: DataFile, index: Index, where: str) -> list
     metadata = content.pop("__metadata__")
     if (metadata["run_id"], int(metadata["step"])) != (index.run_id, index.step):
         raise CheckpointError(f"{where}: belongs to run {metadata['run_id']} step {metadata['step']}")
-    assert int(metadata["chunk_bytes"]) == CHUNK_BYTES, "version 2 has one chunk size"
+    assert int(metadata["chunk_bytes"]) == CHUNK_BYTES, "every version has one chunk size"
     shapes, checks = json.loads(metadata["shapes"]), json.loads(metadata["crc32"])
     stored = []
     for key, entry in content.items():
-        name, _, bounds = key.rpartition("[")
-        start, stop = (int(bound) for bound in bounds.rstrip("]").split(":"))
-        span = Span(name, tuple(shapes[name]), TORCH_DTYPES[entry["dtype"]], start, stop)
-        stored.append(Stored(span, file.header_bytes + entry["data_offsets"][0], _decode_crc(checks[key])))
+        name, *ranges = key.split("[")
+        bounds = [[tuple(map(int, each.split(":"))) for each in r.rstrip("]").split(",") if each] for r in ranges]
+        whole = Box.whole(name, tuple(shapes[name]), TORCH_DTYPES[entry["dtype"]])
+        if metadata["format"] == FLAT:
+            start, stop = bounds[0][0]
+            piece = _piece_of_columns(whole, start, stop, index.column_blocks.get(name, 1))
+        else:
+            offsets, sizes = tuple(a for a, _ in bounds[0]), tuple(b - a for a, b in bounds[0])
+            piece = Piece.all_of(replace(whole, offsets=offsets, sizes=sizes))
+            for start, stop in bounds[1] if len(bounds) > 1 else ():
+                piece = Piece(piece.box, start, stop)
+        stored.append(Stored(piece, file.header_bytes + entry["data_offsets"][0], _decode_crc(checks[key])))
     return stored
+
+
+def _key(piece: Piece) -> tuple[str, tuple[int, ...]]:
+    """Names a piece in its file, and its shape there: a box has its sizes, elements [start, stop) of one are flat.
+
+    >>> _key(Piece(Box("w", (8, 8), (2, 0), (3, 8)), 0, 24))
+    ('w[2:5,0:8]', (3, 8))
+    >>> _key(Piece(Box("w", (8, 8), (2, 0), (3, 8)), 4, 24))
+    ('w[2:5,0:8][4:24]', (20,))
+    """
+    if piece == Piece.all_of(piece.box):
+        return str(piece.box), piece.box.sizes
+    return f"{piece.box}[{piece.start}:{piece.stop}]", (piece.num_elements,)
+
+
+def _piece_of_columns(whole: Box, start: int, stop: int, blocks: int) -> Piece:
+    """Elements [start, stop) of a tensor as versions 2 and 3 count them: one block of columns after another."""
+    if blocks == 1:
+        return Piece(whole, start, stop)
+    block, first = divmod(start, whole.num_elements // blocks)
+    return Piece(whole.narrow(1, chunk(whole.shape[1], block, blocks)), first, first + stop - start)
 
 
 def _decode_crc(text: str) -> Crc:

@@ -5,15 +5,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import prod
 
 from regrow.errors import CheckpointError
+from regrow.plan.boxes import Box, Piece
 from regrow.state.checksums import CHUNK_BYTES
 from regrow.state.disk.catalog import open_checkpoint, step_folder
 from regrow.state.disk.format import COMMIT, Index
-from regrow.state.disk.read import check_size, read_elements, read_header
-from regrow.state.layout import ITEM_BYTES, Span
-from regrow.state.reshard import Read, Source, plan_reads
+from regrow.state.disk.read import check_size, read_chunks, read_header
+from regrow.state.reshard import Source, plan_reads
 from regrow.storage import Storage
 
 PIECE_BYTES = 1024 * CHUNK_BYTES  # read and checked at a time
@@ -82,24 +81,18 @@ def verify(checkpoints: Storage, index: Index, advance: Advance) -> None:
     for file in index.files:
         check_size(source, file)
         for stored in read_header(source, file, index):
-            sources.append(Source(file.name, stored.span))
-            for span in pieces(stored.span):
-                read_elements(source, Read(sources[-1], 0, span.start, span.stop), stored)
-                advance(span.num_elements * ITEM_BYTES[span.dtype])
-    plan_reads(sources, [whole_span(index, name) for name in index.tensors])
+            sources.append(Source(file.name, stored.piece))
+            for begin in range(0, stored.piece.num_bytes, PIECE_BYTES):
+                end = min(begin + PIECE_BYTES, stored.piece.num_bytes)
+                read_chunks(source, file.name, stored, begin, end)
+                advance(end - begin)
+    plan_reads(sources, [Piece.all_of(whole_box(index, name)) for name in index.tensors])
 
 
-def whole_span(index: Index, name: str) -> Span:
+def whole_box(index: Index, name: str) -> Box:
     """All of a tensor, as the index describes it."""
     dtype, shape = index.tensors[name]
-    return Span(name, shape, dtype, 0, prod(shape))
-
-
-def pieces(span: Span) -> Iterator[Span]:
-    """A span in pieces of PIECE_BYTES, which keeps them at the borders of chunks."""
-    size = PIECE_BYTES // ITEM_BYTES[span.dtype]
-    for start in range(span.start, span.stop, size):
-        yield replace(span, start=start, stop=min(start + size, span.stop))
+    return Box.whole(name, shape, dtype)
 
 
 def _look(checkpoints: Storage, step: int, run_id: str | None) -> Found:

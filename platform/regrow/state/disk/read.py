@@ -3,17 +3,16 @@
 import numpy as np
 
 from regrow.errors import CheckpointError
-from regrow.state.checksums import checksums, whole_chunks
+from regrow.state.checksums import CHUNK_BYTES, checksums
 from regrow.state.disk.format import DataFile, Index, Stored, decode_header
-from regrow.state.layout import ITEM_BYTES
-from regrow.state.reshard import Read, Source
+from regrow.state.reshard import Source
 from regrow.storage import Storage
 
 
 def read_headers(source: Storage, index: Index) -> dict[Source, Stored]:
     """What every data file in the step's folder `source` holds, and where. Raises CheckpointError as `read_header`."""
     return {
-        Source(file.name, stored.span): stored for file in index.files for stored in read_header(source, file, index)
+        Source(file.name, stored.piece): stored for file in index.files for stored in read_header(source, file, index)
     }
 
 
@@ -26,21 +25,19 @@ def read_header(source: Storage, file: DataFile, index: Index) -> list[Stored]:
     return decode_header(data, file, index, f"{source}/{file.name}")
 
 
-def read_elements(source: Storage, read: Read, stored: Stored) -> memoryview:
-    """The bytes of a read, from whole chunks whose checksums hold. Raises CheckpointError where one does not."""
-    item = ITEM_BYTES[stored.span.dtype]
-    begin, end = (read.start - stored.span.start) * item, (read.stop - stored.span.start) * item
-    aligned_begin, aligned_end, chunks = whole_chunks(begin, end, stored.span.num_bytes)
+def read_chunks(source: Storage, file: str, stored: Stored, begin: int, end: int) -> memoryview:
+    """Bytes [begin, end) of what is stored, whole chunks whose checksums hold. Raises CheckpointError where one does
+    not."""
     try:
-        content = source.read_range(read.source.file, stored.offset + aligned_begin, aligned_end - aligned_begin)
+        data = memoryview(source.read_range(file, stored.offset + begin, end - begin))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{source}/{read.source.file}: it was there, and is not any more") from error
-    data = memoryview(content)
-    if data.nbytes != aligned_end - aligned_begin or not np.array_equal(checksums(data), stored.crc[chunks]):
-        raise CheckpointError(
-            f"{source}/{read.source.file}: {stored.span.name} fails its checksum; the file is damaged"
-        )
-    return data[begin - aligned_begin : end - aligned_begin]
+        raise CheckpointError(f"{source}/{file}: it was there, and is not any more") from error
+    first = begin // CHUNK_BYTES
+    if data.nbytes != end - begin or not np.array_equal(
+        checksums(data), stored.crc[first : first - (begin - end) // CHUNK_BYTES]
+    ):
+        raise CheckpointError(f"{source}/{file}: {stored.piece.box.name} fails its checksum; the file is damaged")
+    return data
 
 
 def check_size(source: Storage, file: DataFile) -> None:

@@ -6,22 +6,23 @@ A file name is never written twice, so that neither a zombie nor an earlier atte
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from regrow.errors import CheckpointError
+from regrow.plan.boxes import Piece
+from regrow.plan.mesh import ALONE, Coordinates
 from regrow.state.checksums import checksums
 from regrow.state.collective import gather, rank
-from regrow.state.disk.catalog import step_folder
-from regrow.state.disk.format import COMMIT, DataFile, Index, Stored, encode_header
-from regrow.state.disk.read import read_elements, read_headers
+from regrow.state.disk.catalog import open_checkpoint, step_folder
+from regrow.state.disk.format import COMMIT, DataFile, Index, encode_header
+from regrow.state.disk.read import read_headers
+from regrow.state.disk.tensors import read_pieces
 from regrow.state.disk.upload import write_index
-from regrow.state.entries import Entry, fill
-from regrow.state.layout import WHOLE, Part, Span, column_blocks, replica_part, written_part
-from regrow.state.reshard import Source, plan_reads
+from regrow.state.entries import Entry, Progress, restored_progress
+from regrow.state.reshard import share, written_share
 from regrow.storage import Storage
 
 Commit = Callable[[str, bytes], None]  # (folder name, content of COMMIT): writes it, or raises if fenced off
@@ -35,7 +36,7 @@ def save(
     scalars: dict[str, int],
     run_id: str,
     generation: int,
-    part: Part = WHOLE,
+    coordinates: Coordinates = ALONE,
     commit: Commit | None = None,
 ) -> Index:
     """Write and commit the checkpoint of one step. Collective over the default group (or alone, without one).
@@ -49,7 +50,7 @@ def save(
     token = f"g{generation:06d}-{secrets.token_hex(4)}"
     written: DataFile | str | None
     try:
-        written = _write_file(target, f"{token}.safetensors", entries, (run_id, generation, step), part)
+        written = _write_file(target, f"{token}.safetensors", entries, (run_id, generation, step), coordinates)
     except Exception as error:  # storage raises many kinds; every rank must hear of it
         written = f"{type(error).__name__}: {error}"
     outcomes = gather(written)
@@ -62,10 +63,13 @@ def save(
         generation=generation,
         step=step,
         scalars=scalars,
-        tensors={entry.span.name: (entry.span.dtype, entry.span.shape) for entry in entries},
+        tensors={entry.box.name: (entry.box.dtype, entry.box.shape) for entry in entries},
         files=tuple(outcome for outcome in outcomes if isinstance(outcome, DataFile)),
-        information={"world_size": len(outcomes), "num_replicas": part.num_replicas, "written_at": time.time()},
-        column_blocks=column_blocks(entry.span for entry in entries),
+        information={
+            "world_size": len(outcomes),
+            "num_replicas": coordinates.along("dp_replicate")[1],
+            "written_at": time.time(),
+        },
     )
     problem = None
     if rank() == 0:
@@ -88,9 +92,9 @@ def save_one_by_one(folder: Storage, entries: Iterable[Entry], *, scalars: dict[
     target, identity = folder / step_folder(step), (run_id, 0, step)
     files, tensors = [], {}
     for batch in _batches(entries):
-        file = _write_file(target, f"g000000-{secrets.token_hex(4)}.safetensors", batch, identity, WHOLE)
+        file = _write_file(target, f"g000000-{secrets.token_hex(4)}.safetensors", batch, identity, ALONE)
         files += [file] if file else []
-        tensors.update({entry.span.name: (entry.span.dtype, entry.span.shape) for entry in batch})
+        tensors.update({entry.box.name: (entry.box.dtype, entry.box.shape) for entry in batch})
         del batch  # before the next ones are read
     index = Index(
         run_id=run_id,
@@ -105,7 +109,7 @@ def save_one_by_one(folder: Storage, entries: Iterable[Entry], *, scalars: dict[
     return index
 
 
-def restore(folder: Storage, index: Index, entries: Sequence[Entry], part: Part = WHOLE) -> int:
+def restore(folder: Storage, index: Index, entries: Sequence[Entry], coordinates: Coordinates = ALONE) -> int:
     """Read this rank's entries in place, whatever layout the checkpoint was written in; returns the bytes read.
 
     Local: no collective. Of several replicas each reads a share, and `share_parts` completes them. Strict: an entry
@@ -113,65 +117,66 @@ def restore(folder: Storage, index: Index, entries: Sequence[Entry], part: Part 
     anything damaged. After an error the entries hold a mixture: restore again.
     """
     _check_same(index, entries, folder)
-    source = folder / step_folder(index.step)
+    source, replica = folder / step_folder(index.step), coordinates.along("dp_replicate")
     stored = read_headers(source, index)
-    blocks = [index.column_blocks.get(entry.span.name, 1) for entry in entries]
-    same = [entry for entry, stored_in in zip(entries, blocks, strict=True) if entry.span.blocks[1] == stored_in]
-    num_bytes = 0
-    for read in plan_reads(stored, [replica_part(entry.span, part.replica, part.num_replicas) for entry in same]):
-        data = read_elements(source, read, stored[read.source])
-        entry = same[read.want]
-        fill(entry.memory[read.start - entry.span.start : read.stop - entry.span.start], data)
-        num_bytes += len(data)
-    for entry, stored_in in zip(entries, blocks, strict=True):
-        if entry.span.blocks[1] != stored_in:
-            num_bytes += _restore_in_other_blocks(source, stored, entry, stored_in)
-    return num_bytes
+    return read_pieces(source, stored, stored, [(share(entry.box, *replica), entry.memory) for entry in entries])
 
 
-def _restore_in_other_blocks(source: Storage, stored: Mapping[Source, Stored], entry: Entry, num_blocks: int) -> int:
-    """Fill an entry of a tensor that is stored in another number of blocks of columns than it is held in here.
+def restore_newest(
+    folder: Storage,
+    steps: Sequence[int],
+    entries: Sequence[Entry],
+    coordinates: Coordinates,
+    replicas: dist.ProcessGroup | None,
+    *,
+    run_id: str,
+    global_batch_seqs: int,
+    damaged: Callable[[int, str], None],
+) -> Progress | None:
+    """Fill the entries with the newest of these checkpoints that every rank can read; None where there is none.
 
-    Its rows are read whole, from every block of theirs that has columns of the entry's; of replicas, each reads all.
+    Collective, with the same `steps`, newest first, on all ranks; `replicas` as `share_parts` has it. `damaged` hears
+    of each that is passed over: its step, and what the first rank with a problem says of it.
+    Raises CheckpointError where none of them is sound.
     """
-    span = entry.span
-    num_rows, num_columns = span.shape
-    width, stored_width = num_columns // span.blocks[1], num_columns // num_blocks
-    if not span.num_elements:
-        return 0
-    block, first = divmod(span.start, num_rows * width)
-    rows = range(first // width, first // width + span.num_elements // width)
-    columns = range(block * width, (block + 1) * width)
-    target, num_bytes = entry.memory.view(len(rows), width), 0
-    for number in range(columns.start // stored_width, -(-columns.stop // stored_width)):
-        begin = number * num_rows * stored_width
-        want = replace(span, start=begin + rows.start * stored_width, stop=begin + rows.stop * stored_width)
-        whole = torch.empty(want.num_elements, dtype=entry.memory.dtype)
-        for read in plan_reads([each for each in stored if each.span.name == span.name], [want]):
-            data = read_elements(source, read, stored[read.source])
-            fill(whole[read.start - want.start : read.stop - want.start], data)
-            num_bytes += len(data)
-        left, right = max(columns.start, number * stored_width), min(columns.stop, (number + 1) * stored_width)
-        taken = whole.view(len(rows), stored_width)[:, left - number * stored_width : right - number * stored_width]
-        target[:, left - columns.start : right - columns.start].copy_(taken)
-    return num_bytes
+    problem = ""
+    for step in steps:
+        mine, index, progress = "", None, None
+        try:
+            index = open_checkpoint(folder, step, run_id=run_id)
+            restore(folder, index, entries, coordinates)
+            progress = restored_progress(index.scalars, global_batch_seqs=global_batch_seqs)
+        except CheckpointError as error:
+            mine = str(error)
+        problem = next(filter(None, gather(mine)), "")
+        if not problem:
+            share_parts(entries, coordinates, replicas)
+            return progress
+        damaged(step, problem)
+    if problem:
+        raise CheckpointError(
+            f"none of the checkpoints at {folder} (steps {', '.join(map(str, steps))}) can be restored; {problem}; "
+            "choose another run.name to start over"
+        )
+    return None
 
 
-def share_parts(entries: Sequence[Entry], part: Part, group: dist.ProcessGroup | None) -> None:
+def share_parts(entries: Sequence[Entry], coordinates: Coordinates, group: dist.ProcessGroup | None) -> None:
     """Give the other replicas of this shard what this rank read, and take what they read. Collective over `group`.
 
     `group` are the ranks that hold the same shard, in the order of their replicas; None where there is one replica.
     """
     if group is None:
         return
+    replica, num_replicas = coordinates.along("dp_replicate")
     for entry in entries:
-        spans = [replica_part(entry.span, replica, part.num_replicas) for replica in range(part.num_replicas)]
-        size = max(span.num_elements for span in spans)
+        shares = [share(entry.box, each, num_replicas) for each in range(num_replicas)]
+        size = max(each.num_elements for each in shares)
         if not size:
             continue
-        parts = [entry.memory[s.start - entry.span.start : s.stop - entry.span.start] for s in spans]
-        mine, everyone = entry.memory.new_zeros(size), [entry.memory.new_empty(size) for _ in spans]
-        mine[: len(parts[part.replica])] = parts[part.replica]
+        parts = [entry.memory[each.start : each.stop] for each in shares]
+        mine, everyone = entry.memory.new_zeros(size), [entry.memory.new_empty(size) for _ in shares]
+        mine[: len(parts[replica])] = parts[replica]
         dist.all_gather(everyone, mine, group=group)
         for target, received in zip(parts, everyone, strict=True):
             target.copy_(received[: len(target)])
@@ -182,19 +187,19 @@ def _write_file(
     name: str,
     entries: Sequence[Entry],
     identity: tuple[str, int, int],
-    part: Part,
+    coordinates: Coordinates,
 ) -> DataFile | None:
     """Write this rank's part; None where it has nothing to write."""
-    parts: list[tuple[Span, memoryview]] = []
+    parts: list[tuple[Piece, memoryview]] = []
     for entry in entries:
-        span = written_part(entry.span, part)
-        if span.num_elements:
-            memory = entry.memory[span.start - entry.span.start : span.stop - entry.span.start]
-            parts.append((span, memoryview(memory.cpu().contiguous().view(torch.uint8).numpy().data).cast("B")))
+        piece = written_share(entry.box, coordinates)
+        if piece.num_elements:
+            memory = entry.memory[piece.start : piece.stop]
+            parts.append((piece, memoryview(memory.cpu().contiguous().view(torch.uint8).numpy().data).cast("B")))
     if not parts:
         return None
     run_id, generation, step = identity
-    checked = [(span, checksums(data)) for span, data in parts]
+    checked = [(piece, checksums(data)) for piece, data in parts]
     header = encode_header(checked, run_id=run_id, generation=generation, step=step)
     num_bytes = target.write_chunks(name, [header, *(data for _, data in parts)])
     return DataFile(name, num_bytes, len(header), hashlib.sha256(header).hexdigest())
@@ -222,7 +227,7 @@ def _batches(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 
 def _check_same(index: Index, entries: Sequence[Entry], folder: Storage) -> None:
-    mine = {entry.span.name: (entry.span.dtype, entry.span.shape) for entry in entries}
+    mine = {entry.box.name: (entry.box.dtype, entry.box.shape) for entry in entries}
     where = f"{folder}/{step_folder(index.step)}"
     for name in sorted(mine.keys() | index.tensors.keys()):
         if name not in index.tensors:

@@ -1,18 +1,19 @@
 """The tensors of a committed checkpoint, read in pieces: none of them has to fit in memory. Every byte is checked."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from regrow.plan.boxes import Piece
 from regrow.state.disk.catalog import step_folder
-from regrow.state.disk.format import Index
-from regrow.state.disk.inspect import PIECE_BYTES, Advance, pieces, whole_span
-from regrow.state.disk.read import read_elements, read_headers
-from regrow.state.layout import ITEM_BYTES, Span
-from regrow.state.reshard import Source, plan_reads
+from regrow.state.disk.format import Index, Stored
+from regrow.state.disk.inspect import PIECE_BYTES, Advance, whole_box
+from regrow.state.disk.read import read_chunks, read_headers
+from regrow.state.entries import fill
+from regrow.state.reshard import Source, plan_reads, windows
 from regrow.storage import Storage
 
 
@@ -26,43 +27,18 @@ class CheckpointTensors:
         self._stored = read_headers(self._source, index)
         self._by_name: dict[str, list[Source]] = defaultdict(list)
         for source in self._stored:
-            self._by_name[source.span.name].append(source)
+            self._by_name[source.piece.box.name].append(source)
 
     def __str__(self) -> str:
         return str(self._source)
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The tensor, flat, piece after piece. Raises CheckpointError where its data is damaged."""
-        blocks = self.index.column_blocks.get(name, 1)
-        if blocks > 1:
-            yield from self._rows(name, blocks)
-            return
-        for span in pieces(whole_span(self.index, name)):
-            piece = self._read(span)
+        for box in whole_box(self.index, name).slabs(PIECE_BYTES):
+            piece = torch.empty(box.num_elements, dtype=getattr(torch, box.dtype))
+            read_pieces(self._source, self._stored, self._by_name[name], [(Piece.all_of(box), piece)])
             self._advance(piece.nbytes)
             yield piece
-
-    def _rows(self, name: str, blocks: int) -> Iterator[Tensor]:
-        """The same of a tensor that is stored as blocks of columns, some whole rows at a time."""
-        dtype, (num_rows, num_columns) = self.index.tensors[name]
-        width, rows_at_once = num_columns // blocks, max(1, PIECE_BYTES // ITEM_BYTES[dtype] // num_columns)
-        for first in range(0, num_rows, rows_at_once):
-            last = min(first + rows_at_once, num_rows)
-            begins = [(block * num_rows + first) * width for block in range(blocks)]
-            spans = [replace(whole_span(self.index, name), start=b, stop=b + (last - first) * width) for b in begins]
-            columns = [self._read(span).view(last - first, width) for span in spans]
-            piece = torch.cat(columns, dim=1).flatten()
-            self._advance(piece.nbytes)
-            yield piece
-
-    def _read(self, span: Span) -> Tensor:
-        """Elements in the order in which they are stored."""
-        elements = torch.empty(span.num_elements, dtype=getattr(torch, span.dtype))
-        for read in plan_reads(self._by_name[span.name], [span]):
-            data = read_elements(self._source, read, self._stored[read.source])
-            target = elements[read.start - span.start : read.stop - span.start]
-            target.copy_(torch.frombuffer(bytearray(data), dtype=elements.dtype))
-        return elements
 
     def whole(self, name: str) -> Tensor:
         """The tensor in its shape."""
@@ -73,6 +49,19 @@ class CheckpointTensors:
             flat[at : at + len(piece)] = piece
             at += len(piece)
         return tensor
+
+
+def read_pieces(
+    source: Storage, stored: Mapping[Source, Stored], have: Iterable[Source], want: Sequence[tuple[Piece, Tensor]]
+) -> int:
+    """Fill pieces of (piece, memory of its whole box) from a step's folder; the bytes read. Raises CheckpointError."""
+    num_bytes = 0
+    for read in plan_reads(have, [piece for piece, _ in want]):
+        for window in windows(read, PIECE_BYTES):
+            data = read_chunks(source, read.source.file, stored[read.source], window.begin, window.end)
+            fill(want[read.want][1], window.runs, data)
+            num_bytes += len(data)
+    return num_bytes
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,12 @@ import numpy as np
 
 from regrow.control.values import Version
 from regrow.errors import CheckpointError
+from regrow.plan.boxes import ITEM_BYTES, Piece
 from regrow.state.checksums import CHUNK_BYTES, Crc, checksums
 from regrow.state.disk.format import DataFile, Index, encode_header
-from regrow.state.layout import ITEM_BYTES, Span, column_blocks, written_part
 from regrow.state.memory.held import Held, Snapshot, open_snapshot
 from regrow.state.memory.slots import SlotHeader
+from regrow.state.reshard import written_share
 from regrow.storage import Storage
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape
@@ -51,7 +52,6 @@ class Written:
     scalars: dict[str, int]
     tensors_sha256: str
     tensors: Tensors | None  # where they were asked for
-    column_blocks: dict[str, int] = field(default_factory=dict)
 
 
 def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id: str) -> Written:
@@ -77,37 +77,36 @@ def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id
     with ThreadPoolExecutor(WRITERS, thread_name_prefix="write") as writers:
         outcomes = list(writers.map(write, range(len(mine)), mine))
     header = outcomes[0][1]
-    tensors = {span.name: (span.dtype, span.shape) for span in header.spans}
-    blocks = column_blocks(header.spans)
-    digest = hashlib.sha256(json.dumps([sorted(tensors.items()), sorted(blocks.items())]).encode()).hexdigest()
+    tensors = {box.name: (box.dtype, box.shape) for box in header.boxes}
+    digest = hashlib.sha256(json.dumps(sorted(tensors.items())).encode()).hexdigest()
     data_files = tuple(file for file, _ in outcomes if file is not None)
-    return Written(data_files, len(mine), header.scalars, digest, tensors if order.describe else None, blocks)
+    return Written(data_files, len(mine), header.scalars, digest, tensors if order.describe else None)
 
 
 def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> DataFile | None:
     """Write one rank's part; None where it has nothing to write."""
     header = snapshot.header
-    parts: list[tuple[Span, int, Crc]] = []  # what to write, its first byte in the slot, its checksums
-    for span, offset, chunk in zip(header.spans, header.offsets, header.first_chunks, strict=False):
-        part = written_part(span, header.part)
-        if part.num_elements:
-            begin = (part.start - span.start) * ITEM_BYTES[span.dtype]
+    parts: list[tuple[Piece, int, Crc]] = []  # what to write, its first byte in the slot, its checksums
+    for box, offset, chunk in zip(header.boxes, header.offsets, header.first_chunks, strict=False):
+        piece = written_share(box, header.coordinates)
+        if piece.num_elements:
+            begin = piece.start * ITEM_BYTES[box.dtype]
             first = chunk + begin // CHUNK_BYTES
-            parts.append((part, offset + begin, snapshot.crc[first : first - (-part.num_bytes // CHUNK_BYTES)]))
+            parts.append((piece, offset + begin, snapshot.crc[first : first - (-piece.num_bytes // CHUNK_BYTES)]))
     if not parts:
         return None
-    checked = [(span, crc) for span, _, crc in parts]
+    checked = [(piece, crc) for piece, _, crc in parts]
     head = encode_header(checked, run_id=run_id, generation=header.generation, step=header.step)
 
     def content(payload: memoryview) -> Iterator[bytes | memoryview]:
         yield head
-        for span, offset, crc in parts:
-            for begin in range(0, span.num_bytes, PIECE_BYTES):
-                piece = payload[offset + begin : offset + min(begin + PIECE_BYTES, span.num_bytes)]
+        for piece, offset, crc in parts:
+            for begin in range(0, piece.num_bytes, PIECE_BYTES):
+                data = payload[offset + begin : offset + min(begin + PIECE_BYTES, piece.num_bytes)]
                 first = begin // CHUNK_BYTES
-                if not np.array_equal(checksums(piece), crc[first : first - (-len(piece) // CHUNK_BYTES)]):
-                    raise CheckpointError(f"{snapshot.path.name}: {span.name} fails its checksum")
-                yield piece
+                if not np.array_equal(checksums(data), crc[first : first - (-len(data) // CHUNK_BYTES)]):
+                    raise CheckpointError(f"{snapshot.path.name}: {piece.box.name} fails its checksum")
+                yield data
 
     with snapshot.payload() as payload:
         num_bytes = target.write_chunks(name, content(payload))
@@ -161,7 +160,6 @@ class Upload:
             tensors=first.tensors,
             files=files,
             information={"world_size": num_ranks, "written_at": time.time()},
-            column_blocks=first.column_blocks,
         )
 
     def order(self, origin: str, *, copies: bool, describe: bool) -> WriteOrder:

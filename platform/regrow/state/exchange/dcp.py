@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from regrow.errors import CheckpointError, first_line
 from regrow.optim.adamw import MOMENTS
+from regrow.plan.boxes import Box
 from regrow.state.disk.inspect import Advance
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.entries import Entry, Progress
-from regrow.state.layout import Span
 
 METADATA = ".metadata"
 
@@ -99,8 +99,8 @@ class ExportedState:
             if name is not None:
                 tensor = self._assemble(key, chunks)
                 advance(self._bytes_of(key))
-                span = Span(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), 0, tensor.numel())
-                yield Entry(span, tensor.view(-1))
+                box = Box.whole(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+                yield Entry(box, tensor.view(-1))
 
     def _assemble(self, key: str, chunks: Sequence["_Chunk"]) -> Tensor:
         tensor = None

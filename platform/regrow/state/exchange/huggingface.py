@@ -9,7 +9,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ from safetensors.torch import save
 
 from regrow.config.schema import Dtype, ModelConfig, RopeScaling
 from regrow.errors import CheckpointError, first_line
-from regrow.model.llama import Llama
+from regrow.model.size import parameter_shapes
 from regrow.optim.adamw import MOMENTS
+from regrow.plan.boxes import ITEM_BYTES, Box
 from regrow.state.disk.format import TORCH_DTYPES
 from regrow.state.disk.inspect import PIECE_BYTES, Advance
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.entries import Entry
-from regrow.state.layout import ITEM_BYTES, Span
 from regrow.storage import Storage
 
 CONFIG, ONE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -80,7 +79,7 @@ def export_weights(
         shard = {hugging_face_name(name): tensors.whole(f"model/{name}").to(getattr(torch, dtype)) for name in names}
         target.write_bytes(file, save(shard, {"format": "pt"}))
     if len(files) > 1:
-        total = sum(math.prod(shape) for shape in shapes_of(model).values()) * ITEM_BYTES[dtype]
+        total = sum(math.prod(shape) for shape in parameter_shapes(model).values()) * ITEM_BYTES[dtype]
         target.write_bytes(INDEX, _to_json({"metadata": {"total_size": total}, "weight_map": weight_map}))
     special = {"bos_token_id": end_of_text_id, "eos_token_id": end_of_text_id}
     target.write_bytes("generation_config.json", _to_json(special))
@@ -145,7 +144,7 @@ def import_entries(
 
     Raises CheckpointError for a tensor that is missing, left over, damaged or of another shape.
     """
-    shapes = shapes_of(model)
+    shapes = parameter_shapes(model)
     missing, tied = {hugging_face_name(name): name for name in shapes}, dict[str, torch.Tensor]()
     for file, size in _files_of(source).items():
         for published, weight in _tensors_of(source, file, size):
@@ -174,7 +173,7 @@ def _entries_of(name: str, weight: torch.Tensor, moments: Dtype) -> Iterator[Ent
     zeros = torch.zeros_like(flat, dtype=getattr(torch, moments.value))
     for prefix, memory in (("model", flat), *((f"optim/{moment}", zeros) for moment in MOMENTS)):
         dtype = str(memory.dtype).removeprefix("torch.")
-        yield Entry(Span(f"{prefix}/{name}", tuple(weight.shape), dtype, 0, memory.numel()), memory)
+        yield Entry(Box.whole(f"{prefix}/{name}", tuple(weight.shape), dtype), memory)
 
 
 def weight_bytes(source: Storage) -> int:
@@ -226,18 +225,11 @@ def _rope_scaling(settings: dict[str, Any], where: str) -> RopeScaling | None:
     )
 
 
-def shapes_of(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every parameter's shape, in the order of the model."""
-    with torch.device("meta"):
-        llama = Llama(replace(model, document_attention=False))
-    return {name: tuple(parameter.shape) for name, parameter in llama.named_parameters()}
-
-
 def _plan_files(model: ModelConfig, dtype: Dtype) -> dict[str, list[str]]:
     """Which parameters each file holds: at most SHARD_BYTES of them, or one."""
     shards: list[list[str]] = [[]]
     held = 0
-    for name, shape in shapes_of(model).items():
+    for name, shape in parameter_shapes(model).items():
         num_bytes = math.prod(shape) * ITEM_BYTES[dtype]
         if shards[-1] and held + num_bytes > SHARD_BYTES:
             shards.append([])

@@ -14,6 +14,8 @@ from regrow.config.schema import DataConfig, Dtype
 from regrow.data.prepare.tokenizer import parse_tokenizer
 from regrow.data.read.corpora import Corpora
 from regrow.errors import CheckpointError, DataError
+from regrow.model.size import parameter_shapes
+from regrow.plan.boxes import ITEM_BYTES
 from regrow.record.run_folder import CHECKPOINTS, CONFIG_FILE, new_run_id, read_record, write_record
 from regrow.state.disk.format import Index
 from regrow.state.disk.inspect import Start
@@ -21,7 +23,6 @@ from regrow.state.disk.store import save_one_by_one
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.entries import Entry, Progress
 from regrow.state.exchange import dcp, huggingface
-from regrow.state.layout import ITEM_BYTES
 from regrow.storage import Storage
 
 NOT_TOLD = ("name", "document_attention")  # of a model by Hugging Face's config.json
@@ -68,7 +69,7 @@ def _export_weights(run: Storage, index: Index, target: Storage, dtype: Dtype, s
         end_of_text = parse_tokenizer(tokenizer, corpora.folders[0]).id_to_token(corpora.eot_id)
         assert end_of_text is not None, "preparation found it in this file"
         huggingface.export_tokenizer(target, tokenizer, end_of_text=end_of_text, seq_len=seq_len)
-    num_bytes = sum(prod(shape) for shape in huggingface.shapes_of(model).values()) * ITEM_BYTES["float32"]
+    num_bytes = sum(prod(shape) for shape in parameter_shapes(model).values()) * ITEM_BYTES["float32"]
     huggingface.export_weights(
         CheckpointTensors(run / CHECKPOINTS, index, start(num_bytes)),
         model,

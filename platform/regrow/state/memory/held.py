@@ -2,7 +2,7 @@
 
 <name>.slot        a trainer's slot (`slots`)
 <name>.slot.copy   the same of a rank on the node whose peer this is
-<file>.crc         beside each: sha256 of the header it belongs to, then the checksums of one span after another
+<file>.crc         beside each: sha256 of the header it belongs to, then the checksums of one box after another
 """
 
 import contextlib
@@ -17,8 +17,9 @@ import numpy as np
 
 from regrow.control.values import Version
 from regrow.errors import CheckpointError
+from regrow.plan import placement
+from regrow.plan.mesh import Coordinates
 from regrow.state.checksums import Crc, checksums
-from regrow.state.layout import Part
 from regrow.state.memory.ranges import Address
 from regrow.state.memory.slots import SLOT, SlotHeader, open_slot, read_header, reading
 
@@ -34,7 +35,7 @@ class Held:
 
     file: str
     moment: Version
-    part: Part
+    coordinates: Coordinates  # of the rank that wrote it
     writers: int  # ranks that wrote such a file of this step on their node
     header_sha256: str
 
@@ -62,13 +63,13 @@ class Snapshot:
 
     path: Path
     header: SlotHeader
-    crc: Crc  # of all spans, one after another
+    crc: Crc  # of all boxes, one after another
 
     @property
     def held(self) -> Held:
         header = self.header
         moment = Version(header.generation, header.step)
-        return Held(self.path.name, moment, header.part, header.writers, header.sha256)
+        return Held(self.path.name, moment, header.coordinates, header.writers, header.sha256)
 
     @contextlib.contextmanager
     def payload(self) -> Iterator[memoryview]:
@@ -135,10 +136,8 @@ def holdings(folder: Path, run_id: str) -> list[Held]:
 
 
 def is_whole(version: Version, held: Iterable[Held]) -> bool:
-    """Whether every shard of every block of a version is there."""
-    parts = [each.part for each in held if each.moment == version]
-    held_of = {(part.block, part.shard) for part in parts}
-    return bool(parts) and len(held_of) == parts[0].num_blocks * parts[0].num_shards
+    """Whether the ranks whose state of a version is held have every element of it."""
+    return placement.is_whole(each.coordinates for each in held if each.moment == version)
 
 
 def generation_of(name: str) -> int:
@@ -188,5 +187,5 @@ def _mapped(file: BinaryIO, header: SlotHeader) -> memoryview:
 
 
 def _checksums(payload: memoryview, header: SlotHeader) -> Crc:
-    spans = zip(header.spans, header.offsets, strict=False)
-    return np.concatenate([checksums(payload[at : at + span.num_bytes]) for span, at in spans])
+    boxes = zip(header.boxes, header.offsets, strict=False)
+    return np.concatenate([checksums(payload[at : at + box.num_bytes]) for box, at in boxes])

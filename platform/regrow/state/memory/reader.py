@@ -1,26 +1,27 @@
 """Restoring from snapshots: this node's by memory map, other nodes' from their keepers, exactly the ranges needed.
 
-Which rank of the old layout holds what follows from shapes alone, so that only those files are opened that have
-something to give. Every byte is checked against the checksums that a keeper made when the snapshot was sealed. A holder
-that is gone or whose bytes are damaged is left out, and what it was to give comes from another copy.
+Which rank of the old layout holds which boxes follows from the placement table, so that only those files are opened
+that have something to give. Every byte is checked against the checksums that a keeper made when the snapshot was
+sealed. A holder that is gone or whose bytes are damaged is left out, and what it was to give comes from another copy.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from regrow.errors import CheckpointError
-from regrow.state.checksums import CHUNK_BYTES, Crc, checksums, whole_chunks
+from regrow.plan.boxes import Piece
+from regrow.plan.placement import placed, that_hold
+from regrow.state.checksums import CHUNK_BYTES, checksums
 from regrow.state.entries import Entry, fill
-from regrow.state.layout import ITEM_BYTES, Span, parts_that_hold, shard_span
 from regrow.state.memory.held import Holder, Snapshot, open_snapshot
-from regrow.state.memory.ranges import Connection, Ranges, connected
+from regrow.state.memory.ranges import Connection, connected
 from regrow.state.memory.slots import SlotHeader
-from regrow.state.reshard import Read, Source, nearest, plan_reads
+from regrow.state.reshard import Read, Source, Window, nearest, plan_reads, windows
 
 OWN, PEER = 0, 1  # distances
 PIECE_BYTES = 64 * CHUNK_BYTES  # that are checked, then copied
@@ -59,8 +60,7 @@ def restore_snapshot(
     problems: list[str] = []
     while True:
         try:
-            chosen = _choose(left, node, reader)
-            by_holder = _plan(entries, chosen)
+            by_holder = _plan(entries, left, node, reader)
         except CheckpointError as error:
             raise Unrestorable("; ".join([str(error), *problems])) from error
         restored = Restored({}, problems=tuple(problems))
@@ -78,32 +78,37 @@ def restore_snapshot(
             return restored
 
 
-def _choose(holders: Sequence[Holder], node: str, reader: int) -> dict[tuple[int, int], Holder]:
-    """For each (block, shard) of the old layout the copy that this reader takes."""
-    copies: dict[tuple[int, int], list[tuple[int, Holder]]] = defaultdict(list)
-    for holder in sorted(holders, key=lambda holder: holder.name):
-        part = holder.held.part
-        copies[part.block, part.shard].append((OWN if holder.node == node else PEER, holder))
-    return {place: nearest(same, reader=reader + place[1]) for place, same in copies.items()}
-
-
-def _plan(entries: Sequence[Entry], chosen: dict[tuple[int, int], Holder]) -> dict[Holder, list[Read]]:
-    """What to read from whom. Raises CheckpointError where a shard is missing."""
-    if not chosen:
+def _plan(entries: Sequence[Entry], holders: Sequence[Holder], node: str, reader: int) -> dict[Holder, list[Read]]:
+    """What to read from whom. Raises CheckpointError where elements are missing."""
+    if not holders:
         raise CheckpointError("no snapshot can be read: nobody holds one")
-    num_shards = next(iter(chosen.values())).held.part.num_shards
-    by_name = {holder.name: holder for holder in chosen.values()}
-    sources = [
-        Source(chosen[place].name, shard_span(entry.span, chosen[place].held.part))
-        for entry in entries
-        for place in parts_that_hold(entry.span, num_shards)
-        if place in chosen
-    ]
+    mesh = holders[0].held.coordinates.mesh
+    by_name = {holder.name: holder for holder in sorted(holders, key=lambda holder: holder.name)}
+
+    @cache
+    def by_coordinates(axes: tuple[str, ...]) -> dict[tuple[int, ...], list[Holder]]:
+        found: dict[tuple[int, ...], list[Holder]] = defaultdict(list)
+        for holder in by_name.values():
+            found[tuple(holder.held.coordinates.along(axis)[0] for axis in axes)].append(holder)
+        return found
+
+    taken: dict[tuple[tuple[str, int], ...], Holder] = {}
+    sources = []
+    for entry in entries:
+        for place in that_hold(entry.box, mesh):
+            key = tuple(place.items())
+            same = by_coordinates(tuple(place)).get(tuple(place.values()), [])
+            if key not in taken and same:  # nearest: of this node, then those that are read anyway
+                far = [2 * (holder.node != node) + (holder not in taken.values()) for holder in same]
+                taken[key] = nearest(list(zip(far, same, strict=True)), reader=reader + place["dp_shard"])
+            if key in taken:
+                box = placed(entry.box, taken[key].held.coordinates)
+                sources.append(Source(taken[key].name, Piece.all_of(box)))
     by_holder: dict[Holder, list[Read]] = defaultdict(list)
-    for read in plan_reads(sources, [entry.span for entry in entries]):
+    for read in plan_reads(sources, [Piece.all_of(entry.box) for entry in entries]):
         by_holder[by_name[read.source.file]].append(read)
     if not by_holder:  # this rank holds nothing; the scalars are for it too
-        by_holder[next(iter(chosen.values()))] = []
+        by_holder[min(by_name.values(), key=lambda holder: holder.node != node)] = []
     return by_holder
 
 
@@ -116,80 +121,68 @@ def _take(
         if snapshot is None:
             raise CheckpointError("it is not there any more")
         _check(snapshot, holder, entries)
-        num_bytes = 0
+        pieces = list(_pieces(snapshot, reads))
         with snapshot.payload() as payload:
-            for piece in _pieces(snapshot, reads):
+            for piece in pieces:
                 piece.put(payload[piece.begin : piece.end], entries)
-                num_bytes += piece.end - piece.begin
-        return snapshot.header.scalars, num_bytes, 0
+        return snapshot.header.scalars, sum(piece.num_bytes for piece in pieces), 0
     with connected(holder.address, secret) as connection:
         snapshot = _describe(connection, holder)
         _check(snapshot, holder, entries)
         pieces = list(_pieces(snapshot, reads))
-        ranges = [(piece.begin, piece.end - piece.begin) for piece in pieces]
-        connection.send({"op": "get", "file": holder.held.file, "ranges": _joined(ranges)})
-        buffer: memoryview = np.empty(max((size for _, size in ranges), default=0), np.uint8).data
-        for piece, (_, size) in zip(pieces, ranges, strict=True):
-            connection.receive_into(buffer[:size])
-            piece.put(buffer[:size], entries)
-    return snapshot.header.scalars, 0, sum(size for _, size in ranges)
+        connection.send({"op": "get", "file": holder.held.file, "ranges": _joined(pieces)})
+        buffer: memoryview = np.empty(max((piece.num_bytes for piece in pieces), default=0), np.uint8).data
+        for piece in pieces:
+            connection.receive_into(buffer[: piece.num_bytes])
+            piece.put(buffer[: piece.num_bytes], entries)
+    return snapshot.header.scalars, 0, sum(piece.num_bytes for piece in pieces)
 
 
-def _joined(ranges: Ranges) -> list[tuple[int, int]]:
-    """The same bytes in the same order, neighbours as one range."""
-    joined: list[tuple[int, int]] = []
-    for offset, size in ranges:
-        if joined and sum(joined[-1]) == offset:
-            joined[-1] = (joined[-1][0], joined[-1][1] + size)
-        else:
-            joined.append((offset, size))
-    return joined
+@dataclass(frozen=True)
+class _Piece:
+    """A window of a read, where its chunks lie in the file, and what checks them."""
 
-
-class _Piece(NamedTuple):
-    """Some elements of a read, and the whole chunks of the file that they lie in."""
-
-    source: Span
-    want: int  # index of the entry
-    start: int  # elements of the tensor
-    stop: int
+    read: Read
+    window: Window
     begin: int  # byte in the file
-    end: int
-    crc: Crc
-    inner: slice  # of the bytes between them
+    crc: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.window.end - self.window.begin
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.num_bytes
 
     def put(self, chunks: memoryview, entries: Sequence[Entry]) -> None:
         """Check the chunks, and copy what is wanted of them."""
-        if checksums(chunks).tobytes() != self.crc.tobytes():
-            raise CheckpointError(f"{self.source.name} fails its checksum")
-        entry = entries[self.want]
-        fill(entry.memory[self.start - entry.span.start : self.stop - entry.span.start], chunks[self.inner])
+        if checksums(chunks).tobytes() != self.crc:
+            raise CheckpointError(f"{self.read.source.piece.box.name} fails its checksum")
+        fill(entries[self.read.want].memory, self.window.runs, chunks)
+
+
+def _joined(pieces: Sequence[_Piece]) -> list[tuple[int, int]]:
+    """Their (offset, bytes) in the file, in the same order, neighbours as one range."""
+    joined: list[tuple[int, int]] = []
+    for piece in pieces:
+        if joined and sum(joined[-1]) == piece.begin:
+            joined[-1] = (joined[-1][0], joined[-1][1] + piece.num_bytes)
+        else:
+            joined.append((piece.begin, piece.num_bytes))
+    return joined
 
 
 def _pieces(snapshot: Snapshot, reads: Sequence[Read]) -> Iterator[_Piece]:
     """Reads in pieces that a processor's cache holds: they are copied right after they were checked."""
     header = snapshot.header
     where = zip(header.offsets, header.first_chunks, strict=True)
-    places = {span.name: place for span, place in zip(header.spans, where, strict=False)}
+    places = {box.name: place for box, place in zip(header.boxes, where, strict=False)}
     for read in reads:
-        span = read.source.span
-        offset, first = places[span.name]
-        item = ITEM_BYTES[span.dtype]
-        at, end = (read.start - span.start) * item, (read.stop - span.start) * item
-        while at < end:
-            stop = min(end, (at // PIECE_BYTES + 1) * PIECE_BYTES)
-            begin_chunks, end_chunks, chunks = whole_chunks(at, stop, span.num_bytes)
-            yield _Piece(
-                source=span,
-                want=read.want,
-                start=span.start + at // item,
-                stop=span.start + stop // item,
-                begin=offset + begin_chunks,
-                end=offset + end_chunks,
-                crc=snapshot.crc[first + chunks.start : first + chunks.stop],
-                inner=slice(at - begin_chunks, stop - begin_chunks),
-            )
-            at = stop
+        offset, first = places[read.source.piece.box.name]
+        for window in windows(read, PIECE_BYTES):
+            crc = snapshot.crc[first + window.chunks.start : first + window.chunks.stop]
+            yield _Piece(read, window, offset + window.begin, crc.tobytes())
 
 
 def _describe(connection: Connection, holder: Holder) -> Snapshot:
@@ -206,11 +199,9 @@ def _check(snapshot: Snapshot, holder: Holder, entries: Sequence[Entry]) -> None
     """Raises CheckpointError unless the file is the committed one and holds what follows from the entries' shapes."""
     if snapshot.held != holder.held:
         raise CheckpointError("it is not the snapshot that was committed")
-    have = {span.name: span for span in snapshot.header.spans}
-    part = holder.held.part
-    want = {entry.span.name: shard_span(entry.span, part) for entry in entries}
+    have = {box.name: box for box in snapshot.header.boxes}
+    want = {entry.box.name: placed(entry.box, holder.held.coordinates) for entry in entries}
     for name in sorted(have.keys() | want.keys()):
         if have.get(name) != want.get(name):
-            raise CheckpointError(
-                f"{name}: the snapshot has {have.get(name, 'no such tensor')}, the model {want.get(name, 'none')}"
-            )
+            have_it, want_it = (f"{of[name]!r}" if name in of else "no such tensor" for of in (have, want))
+            raise CheckpointError(f"{name}: the snapshot has {have_it}, the model {want_it}")

@@ -1,6 +1,6 @@
 """Snapshot slots: one rank's part of the training state of one step, as a plain file in memory (`/dev/shm`).
 
-    magic, header bytes, sha256 of the header | header: JSON | padding | payload: the spans, each at 64 bytes' multiple
+    magic, header bytes, sha256 of the header | header: JSON | padding | payload: the boxes, each at 64 bytes' multiple
 
 A slot without its magic is empty, whatever else it holds: the magic is taken away before anything is overwritten and
 put back last, once the payload is whole and the step is known to have succeeded on every rank. Files outlive the
@@ -23,15 +23,16 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from regrow.control.values import NEVER, Version
 from regrow.errors import CheckpointError
+from regrow.plan.boxes import Box
+from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.state.checksums import num_chunks
-from regrow.state.layout import Part, Span
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SLOT = ".slot"  # suffix of a slot's file
 COMMITTED, NOTICES = "committed", "keeper.sock"  # in a keeper's folder: the newest commit; its datagrams
-MAGIC = b"rgwsnap1"
+MAGIC = b"rgwsnap2"
 _PREFIX = len(MAGIC) + 8 + 32  # magic, header bytes, sha256
 _PAGE, _ALIGNED = 4096, 64
 _COMMIT = struct.Struct("<qqqq")  # generation and step, of what is committed and of what is pinned
@@ -46,25 +47,25 @@ class SlotHeader:
     generation: int
     step: int
     scalars: dict[str, int]
-    part: Part  # of the state
+    coordinates: Coordinates  # of the rank
     writers: int  # ranks of this generation on the node
-    spans: tuple[Span, ...]  # in the order of the payload
+    boxes: tuple[Box, ...]  # in the order of the payload
     payload_offset: int
 
     @property
     def offsets(self) -> list[int]:
-        """Where each span begins in the file, and where the payload ends."""
+        """Where each box begins in the file, and where the payload ends."""
         at = [self.payload_offset]
-        for span in self.spans:
-            at.append(-(-(at[-1] + span.num_bytes) // _ALIGNED) * _ALIGNED)
+        for box in self.boxes:
+            at.append(-(-(at[-1] + box.num_bytes) // _ALIGNED) * _ALIGNED)
         return at
 
     @property
     def first_chunks(self) -> list[int]:
-        """The number of each span's first chunk among the checksums of the slot, and how many there are in all."""
+        """The number of each box's first chunk among the checksums of the slot, and how many there are in all."""
         at = [0]
-        for span in self.spans:
-            at.append(at[-1] + num_chunks(span.num_bytes))
+        for box in self.boxes:
+            at.append(at[-1] + num_chunks(box.num_bytes))
         return at
 
     @property
@@ -75,18 +76,19 @@ class SlotHeader:
     def encode(self) -> bytes:
         content: dict[str, Any] = {
             **vars(self),
-            "part": vars(self.part),
-            "spans": [[span.name, span.shape, span.dtype, span.start, span.stop, span.blocks] for span in self.spans],
+            "coordinates": [*vars(self.coordinates.mesh).values(), self.coordinates.rank],
+            "boxes": [list(vars(box).values()) for box in self.boxes],
         }
         return json.dumps(content, separators=(",", ":")).encode()
 
     @staticmethod
     def decode(data: bytes) -> "SlotHeader":
         content = json.loads(data)
-        content["part"] = Part(**content["part"])
-        content["spans"] = tuple(
-            Span(name, tuple(shape), dtype, start, stop, tuple(blocks))
-            for name, shape, dtype, start, stop, blocks in content["spans"]
+        *mesh, rank = content["coordinates"]
+        content["coordinates"] = Coordinates(MeshShape(*mesh), rank)
+        content["boxes"] = tuple(
+            Box(name, tuple(shape), tuple(offsets), tuple(sizes), dtype)
+            for name, shape, offsets, sizes, dtype in content["boxes"]
         )
         return SlotHeader(**content)
 
@@ -99,14 +101,14 @@ class SlotFile:
         self.path, self.header, self._map = path, header, memory
 
     def memory(self) -> list["Tensor"]:
-        """The payload: a flat tensor for each span, sharing the file's memory."""
+        """The payload: a flat tensor for each box, sharing the file's memory."""
         import torch
 
         tensors = []
-        for span, offset in zip(self.header.spans, self.header.offsets, strict=False):
-            dtype = getattr(torch, span.dtype)
-            if span.num_elements:
-                tensors.append(torch.frombuffer(self._map, dtype=dtype, count=span.num_elements, offset=offset))
+        for box, offset in zip(self.header.boxes, self.header.offsets, strict=False):
+            dtype = getattr(torch, box.dtype)
+            if box.num_elements:
+                tensors.append(torch.frombuffer(self._map, dtype=dtype, count=box.num_elements, offset=offset))
             else:
                 tensors.append(torch.empty(0, dtype=dtype))
         return tensors
@@ -135,9 +137,11 @@ def generation_of(name: str) -> int:
     return int(name[1:].partition("-")[0])
 
 
-def empty_header(spans: Sequence[Span], part: Part, *, run_id: str, generation: int, writers: int) -> SlotHeader:
-    """The header of a slot for these spans, its payload beginning on a page."""
-    header = SlotHeader(run_id, generation, 0, {}, part, writers, tuple(spans), 0)
+def empty_header(
+    boxes: Sequence[Box], coordinates: Coordinates, *, run_id: str, generation: int, writers: int
+) -> SlotHeader:
+    """The header of a slot for these boxes, its payload beginning on a page."""
+    header = SlotHeader(run_id, generation, 0, {}, coordinates, writers, tuple(boxes), 0)
     room = _PREFIX + len(header.encode()) + _ROOM
     return replace(header, payload_offset=-(-room // _PAGE) * _PAGE)
 

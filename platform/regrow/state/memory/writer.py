@@ -23,8 +23,8 @@ import torch
 
 from regrow.control.values import NOTHING
 from regrow.errors import CheckpointError
+from regrow.plan.mesh import Coordinates
 from regrow.state.entries import Entry
-from regrow.state.layout import Part
 from regrow.state.memory.arenas import Arena, Arenas
 from regrow.state.memory.control_word import ControlWord
 from regrow.state.memory.slots import NOTICES, Committed, SlotFile, empty_header, slot_name
@@ -60,7 +60,7 @@ class Snapshots:
         folder: Path,
         entries: Sequence[Entry],
         *,
-        part: Part,
+        coordinates: Coordinates,
         run_id: str,
         generation: int,
         writers: int = 1,
@@ -75,8 +75,9 @@ class Snapshots:
         Raises CheckpointError where the node's memory does not hold the slots.
         """
         self.folder, self.entries, self.generation = folder, list(entries), generation
-        spans = [entry.span for entry in entries]
-        header = empty_header(spans, part, run_id=run_id, generation=generation, writers=writers)
+        header = empty_header(
+            [entry.box for entry in entries], coordinates, run_id=run_id, generation=generation, writers=writers
+        )
         token = secrets.token_hex(6)
         paths = [folder / slot_name(generation, token, number) for number in range(num_slots)]
         self._arenas, self._owns_arenas = arenas or Arenas(folder), arenas is None

@@ -1,0 +1,109 @@
+"""Who holds which box of a parameter: one table, in closed form, the same on every rank. Pure.
+
+AdamW's moments lie where their parameters do. What an axis does not split, all its ranks hold.
+"""
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import NamedTuple
+
+from regrow.plan.boxes import Box, chunk, covers
+from regrow.plan.mesh import Coordinates, MeshShape
+
+Dims = Mapping[str, int]  # mesh axis -> the dimension that it splits; outer splits first
+
+
+class Row(NamedTuple):
+    pattern: str  # of a parameter's name
+    dims: Dims
+
+
+ROWS, COLUMNS = {"tp": 0, "dp_shard": 0}, {"tp": 1, "dp_shard": 0}
+TABLE = (  # the first row that matches counts
+    Row("layers.*.attention.w[qkv].weight", ROWS),
+    Row("layers.*.attention.wo.weight", COLUMNS),
+    Row("layers.*.ffn.w[13].weight", ROWS),
+    Row("layers.*.ffn.w2.weight", COLUMNS),
+    Row("embed.weight", ROWS),
+    Row("output.weight", ROWS),
+    Row("*", {"dp_shard": 0}),  # norms: tensor parallelism leaves them whole
+)
+
+
+@cache
+def dims_of(name: str) -> Dims:
+    """Which axis splits which dimension of a parameter, or of a moment of it: `optim/exp_avg/<parameter>`."""
+    parameter = name.rpartition("/")[2]
+    return next(row.dims for row in TABLE if fnmatchcase(parameter, row.pattern))
+
+
+def placed(whole: Box, at: Coordinates) -> Box:
+    """What a rank holds of the tensor that `whole`, any box of it, is of.
+
+    >>> mesh = MeshShape(dp_replicate=1, dp_shard=4, tp=2)
+    >>> str(placed(Box.whole("layers.0.ffn.w2.weight", (5, 10)), Coordinates(mesh, rank=5)))
+    'layers.0.ffn.w2.weight[4:5,5:10]'
+    """
+    return _split(Box.whole(whole.name, whole.shape, whole.dtype), dims_of(whole.name), at)
+
+
+def that_hold(box: Box, mesh: MeshShape) -> list[dict[str, int]]:
+    """Which ranks of a mesh hold elements of a box: coordinates along the axes that split its tensor.
+
+    >>> that_hold(Box("layers.0.ffn.w1.weight", (12, 10), (4, 0), (4, 10)), MeshShape(1, 2, 2))
+    [{'tp': 0, 'dp_shard': 1}, {'tp': 1, 'dp_shard': 0}]
+    """
+    found: list[tuple[dict[str, int], Box]] = [({}, Box.whole(box.name, box.shape, box.dtype))]
+    for axis, dim in dims_of(box.name).items():
+        size = mesh.axes.get(axis, 1)
+        found = [
+            ({**at, axis: index}, held.narrow(dim, chunk(held.sizes[dim], index, size)))
+            for at, held in found
+            for index in _touching(held, dim, size, box)
+        ]
+    return [at for at, held in found if held.intersection(box)]
+
+
+def is_whole(ranks: Iterable[Coordinates]) -> bool:
+    """Whether these ranks of a mesh hold between them every element of every parameter that the table places."""
+    ranks = set(ranks)
+    return bool(ranks) and all(
+        _covers(ranks, dims) for dims in {tuple(row.dims.items()): row.dims for row in TABLE}.values()
+    )
+
+
+def num_copies(name: str, at: Coordinates) -> tuple[int, int]:
+    """Which of the ranks that hold the same box a rank is, and how many they are.
+
+    >>> num_copies("norm.weight", Coordinates(MeshShape(dp_replicate=2, dp_shard=3, tp=2), rank=7))
+    (3, 4)
+    """
+    index, count = 0, 1
+    for axis in at.mesh.axes:
+        if axis not in dims_of(name):
+            coordinate, size = at.along(axis)
+            index, count = index * size + coordinate, count * size
+    return index, count
+
+
+def _split(box: Box, dims: Dims, at: Coordinates) -> Box:
+    for axis, dim in dims.items():
+        box = box.narrow(dim, chunk(box.sizes[dim], *at.along(axis)))
+    return box
+
+
+def _touching(held: Box, dim: int, count: int, box: Box) -> range:
+    """Which of so many chunks of a box hold elements of another one, as far as one dimension tells."""
+    most = -(-held.sizes[dim] // count)
+    first, last = (at - held.offsets[dim] for at in (box.offsets[dim], box.offsets[dim] + box.sizes[dim]))
+    return range(max(0, first // most), min(count, -(-last // most))) if most else range(0)
+
+
+def _covers(ranks: Iterable[Coordinates], dims: Dims) -> bool:
+    """Of a tensor with an element for each of their boxes."""
+    shape = [1] * (max(dims.values(), default=-1) + 1)
+    for axis, dim in dims.items():
+        shape[dim] *= next(iter(ranks)).mesh.axes.get(axis, 1)
+    whole = Box.whole("", tuple(shape))
+    return covers((_split(whole, dims, at) for at in ranks), whole.shape)
