@@ -1,4 +1,4 @@
-"""Acceptance refuses what it should: on the backend with NCCL's manners, with what guards taken away; and what lasts."""
+"""Acceptance refuses what it should: with NCCL's manners and guards taken away; and what lasts."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +11,8 @@ from regrow.accept.claims import Report, read_report
 from regrow.accept.generations import change_groups, judge_flat
 from regrow.accept.matrix import Row, run_matrix
 from regrow.accept.outlive import Fault, Scenario
-from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.accept.tiny import tiny_model
+from regrow.config.schema import OptimConfig, ParallelConfig
 
 SMALL = Scenario(
     model=tiny_model(num_layers=1),

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from regrow.state.collective import gather
-from regrow.runtime.rendezvous import FORM_S, Joined, form_group, leave_generation
-from regrow.runtime.abort import Breaker, listening
-from regrow.parallel.fsdp import build_mesh
 from regrow.control.membership import Formation, Member
+from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
+from regrow.runtime.abort import Breaker, listening
+from regrow.runtime.rendezvous import FORM_S, Joined, form_group, leave_generation
+from regrow.state.collective import gather
 from support.gloo import run_ranks
 
 

@@ -8,22 +8,20 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from regrow.state.disk import catalog
-
-from regrow.state.disk import store
-from regrow.state.disk.format import COMMIT
-from regrow.plan.boxes import Box
-from regrow.state.entries import Entry, training_entries
-from regrow.state.disk.tensors import CheckpointTensors
+from regrow.accept.tiny import ragged_model
 from regrow.config.schema import Dtype, OptimConfig, ParallelConfig
 from regrow.errors import CheckpointError
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
+from regrow.plan.boxes import Box
+from regrow.state.disk import catalog, store
+from regrow.state.disk.format import COMMIT
+from regrow.state.disk.tensors import CheckpointTensors
+from regrow.state.entries import Entry, training_entries
 from regrow.storage import Storage
 from support.gloo import RankError, run_ranks
 from support.state import entries_after, whole
-from regrow.accept.tiny import ragged_model
 
 RUN = "0123456789abcdef"
 

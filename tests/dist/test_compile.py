@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from regrow.accept.tiny import tiny_model
 from regrow.config.schema import (
     ActivationCheckpoint,
     AttentionKernel,
@@ -17,7 +18,6 @@ from regrow.config.schema import (
 )
 from regrow.parallel.apply import build_model
 from support.gloo import run_ranks
-from regrow.accept.tiny import tiny_model
 from support.training import Training, plain_losses, train
 
 OPTIM = OptimConfig(lr=1e-2, global_batch_seqs=12, num_slices=6)

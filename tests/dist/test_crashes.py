@@ -23,16 +23,16 @@ from typing import Any
 
 import pytest
 
-from regrow.state.disk import store
-from regrow.state.disk.catalog import committed_steps, open_checkpoint
-from regrow.state.memory.reader import restore_snapshot
 from regrow.control.values import Version
-from regrow.state.memory.slots import Committed
-from regrow.state.memory.writer import Snapshots
-from regrow.state.disk.inspect import verify
 from regrow.errors import CheckpointError
 from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.record.log import read_metrics
+from regrow.state.disk import store
+from regrow.state.disk.catalog import committed_steps, open_checkpoint
+from regrow.state.disk.inspect import verify
+from regrow.state.memory.reader import restore_snapshot
+from regrow.state.memory.slots import Committed
+from regrow.state.memory.writer import Snapshots
 from regrow.storage import Storage
 from support.beacon import PHASES, Beacon
 from support.crashing import (

@@ -8,15 +8,15 @@ import torch.distributed.checkpoint as torch_dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from regrow.state.exchange.dcp import ExportedState
-from regrow.state.disk.tensors import CheckpointTensors
-from regrow.state.disk.inspect import choose
-from regrow.record.run_folder import checkpoints_of
+from regrow.accept.tiny import ragged_model
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
+from regrow.record.run_folder import checkpoints_of
+from regrow.state.disk.inspect import choose
+from regrow.state.disk.tensors import CheckpointTensors
+from regrow.state.exchange.dcp import ExportedState
 from support.gloo import run_ranks
 from support.runs import save_run
-from regrow.accept.tiny import ragged_model
 
 
 def saved(folder: Path) -> dict[str, Tensor]:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+from regrow.accept.tiny import tiny_model
 from regrow.config.schema import ActivationCheckpoint, OptimConfig, ParallelConfig
 from support.gloo import run_ranks
-from regrow.accept.tiny import tiny_model
 from support.training import Training, plain_losses, train
 
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from regrow.accept.tiny import tiny_model
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
 from regrow.parallel.float8 import inner_tensor, refresh_float8_scales
 from support.gloo import run_ranks
-from regrow.accept.tiny import tiny_model
 from support.training import Training, build, micro_batches, run_steps, train
 
 RECIPES = [recipe for recipe in Float8 if recipe is not Float8.none]

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from regrow.config.schema import ActivationCheckpoint, Dtype, ModelConfig, OptimConfig, ParallelConfig
+from regrow.forecast.footprint import Rank, footprint
 from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
 from support.gloo import run_ranks
 from support.peak_memory import peak_bytes
 from support.training import Training, build, run_steps
-from regrow.forecast.footprint import Rank, footprint
 
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save
 

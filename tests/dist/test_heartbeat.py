@@ -10,14 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from regrow.state.collective import gather
-from regrow.runtime.liveness.heartbeat import RECORDERS, Heartbeat, newest_collective
-from regrow.runtime.liveness import pulse as pulse_module
-from regrow.control.health import Pulse
-from regrow.runtime.liveness.pulse import where
-from regrow.state.memory.control_word import ControlWord
-from regrow.control.health import Worker, left_behind
+from regrow.control.health import Pulse, Worker, left_behind
 from regrow.runtime.abort import Breaker, listening
+from regrow.runtime.liveness import pulse as pulse_module
+from regrow.runtime.liveness.heartbeat import RECORDERS, Heartbeat, newest_collective
+from regrow.runtime.liveness.pulse import where
+from regrow.state.collective import gather
+from regrow.state.memory.control_word import ControlWord
 from support.gloo import run_ranks
 from support.members import OFF, Member, run_members
 

@@ -119,6 +119,6 @@ def test_checkpoints_are_asked_for_and_the_last_is_written_by_the_ranks_themselv
     ]
     assert [call[0] for call in first[0][SLOTS + 2 :]] == ["commit", "event"]
     assert second[0] == []
-    for calls, waited_s, restored in (first, second):
-        assert waited_s >= 0.5, calls
+    for seen, waited_s, restored in (first, second):
+        assert waited_s >= 0.5, seen
         assert restored

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from regrow.accept.tiny import tiny_model
 from regrow.config.schema import ModelConfig, OptimConfig
 from regrow.runtime.rendezvous import leave_generation
 from support.gloo import run_ranks
-from regrow.accept.tiny import tiny_model
 from support.training import Training, build
 
 DEADLINE_S = 30.0  # far below the group's timeout

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from regrow.state.memory.held import Holder
+from regrow.control.peers import plan_peers
 from regrow.control.values import Peer, SnapshotAck
+from regrow.state.memory.held import Holder
 from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.writer import Snapshots
-from regrow.control.peers import plan_peers
 from support.gloo import run_ranks
 from support.state import entries_after, whole
 

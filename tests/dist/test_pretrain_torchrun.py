@@ -47,9 +47,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("corpus") / "rows"
     rng = np.random.default_rng(0)
     rows = (np.cumsum(rng.integers(0, 3, (400, SEQ_LEN + 1)), axis=1) % VOCAB).astype(np.uint32)
-    write_corpus(
-        folder, rows[:360], rows_per_group=8, rows_per_shard=120, vocab_size=VOCAB, validation=rows[360:]
-    )
+    write_corpus(folder, rows[:360], rows_per_group=8, rows_per_shard=120, vocab_size=VOCAB, validation=rows[360:])
     return folder
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from regrow.accept.tiny import count_up_rows, ragged_model, tiny_model
 from regrow.config.schema import (
     ActivationCheckpoint,
     AttentionKernel,
@@ -13,11 +14,10 @@ from regrow.config.schema import (
     OptimConfig,
     ParallelConfig,
 )
+from regrow.train.step import IGNORE_INDEX, evaluate
 from support.gloo import run_ranks
 from support.reference_llama import assert_gradients
-from regrow.accept.tiny import count_up_rows, ragged_model, tiny_model
 from support.training import Training, build, micro_batches, plain_losses, run_steps, train, whole
-from regrow.train.step import IGNORE_INDEX, evaluate
 
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save
 

@@ -15,13 +15,13 @@ import torch
 from omegaconf import OmegaConf
 from torch.distributed.tensor import distribute_tensor
 
-from regrow.state.exchange.huggingface import hugging_face_name
+from regrow.accept.tiny import count_up_rows
 from regrow.config.schema import ActivationCheckpoint, Dtype, ModelConfig, OptimConfig, ParallelConfig
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
-from support.gloo import run_ranks
-from regrow.accept.tiny import count_up_rows
+from regrow.state.exchange.huggingface import hugging_face_name
 from regrow.train.build import build_step
+from support.gloo import run_ranks
 
 ROOT = Path(__file__).parents[2]
 ABSENT = ["ray", "hydra", "omegaconf", "yaml", "pyarrow", "tokenizers", "fsspec"]

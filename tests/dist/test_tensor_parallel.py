@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
 from regrow.model.llama import Llama
 from regrow.model.loss import IGNORE_INDEX
@@ -16,11 +17,10 @@ from regrow.parallel.compile import graphs_compiled
 from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
 from regrow.plan.mesh import plan_mesh
 from regrow.plan.placement import dims_of
+from regrow.train.step import evaluate
 from support.gloo import run_ranks
 from support.reference_llama import assert_gradients
-from regrow.accept.tiny import count_up_rows, tiny_model
 from support.training import Training, build, micro_batches, plain_losses, run_steps, train, whole
-from regrow.train.step import evaluate
 
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save
 

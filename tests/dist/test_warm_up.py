@@ -10,14 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from regrow.accept.tiny import tiny_model
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, OptimConfig, ParallelConfig
 from regrow.parallel.compile import graphs_compiled, graphs_lowered
 from regrow.parallel.compile_cache import CompileCache
+from regrow.runtime.warm_up import warm_up, warm_up_loss
 from regrow.storage import Storage
 from support.gloo import run_ranks
-from regrow.accept.tiny import tiny_model
 from support.training import Training, train
-from regrow.runtime.warm_up import warm_up, warm_up_loss
 
 CPU = torch.device("cpu")
 OPTIM = OptimConfig(lr=1e-2, global_batch_seqs=12, num_slices=6)
