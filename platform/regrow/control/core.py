@@ -16,7 +16,7 @@ from regrow.control import events as e
 from regrow.control.cadence import Cadence
 from regrow.control.commands import BeginRows, Command, Delete, LogRow, Outbox, Reply
 from regrow.control.commits import IsWhole
-from regrow.control.group import NOT_FINITE, QUARANTINE_WITHIN_S, Group
+from regrow.control.group import QUARANTINE_WITHIN_S, Group
 from regrow.control.health import Health, Stalls
 from regrow.control.membership import Formation, Membership
 from regrow.control.nodes import Exclusions, NodeFailures
@@ -24,6 +24,7 @@ from regrow.control.peers import FAN_OUT
 from regrow.control.snapshots import Snapshots
 from regrow.control.states import Ending, Forming, GroupState, LeavingGroup, Waiting
 from regrow.control.values import Version
+from regrow.record.events import Cause
 from regrow.record.log import METRIC_KEYS
 
 LEAST_PATIENCE_S, PATIENCE_STEPS = 10.0, 5  # for a survivor to find out that its group is broken
@@ -268,7 +269,7 @@ class Control:
             )
             return
         self._snapshots.discard(now)
-        self._group.failed(NOT_FINITE, event.detail, [])
+        self._group.failed(Cause.nonfinite, event.detail, [])
         self._group.enter(Waiting(), now)
 
     def _logged(self, event: e.Logged, now: float) -> None:
@@ -343,5 +344,5 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
         out,
         in_place=cluster.in_place,
         wait_for_workers_s=cluster.wait_for_workers_s,
-        cause="resume" if past.generation else "start",
+        cause=Cause.resume if past.generation else Cause.start,
     )

@@ -33,12 +33,8 @@ from regrow.control.states import (
     Training,
     Waiting,
 )
+from regrow.record.events import Cause
 
-HUNG, DARK, DEAD = "worker_hung", "node_silent", "worker_died"
-NOT_FINITE = "nonfinite"
-UNKNOWN = "worker_failed"  # until something else is known of the generation that is running
-# why a group leaves in good order: for a larger one, without some nodes, or to go on in bfloat16
-GROW, DRAIN, END_OF_FLOAT8 = "grow", "drain", "end_of_float8"
 YIELD_S = 10.0  # that too few wait for workers elsewhere before nodes are used that failed again and again
 FORM_POLL_S = 0.02  # at which a worker asks for its generation
 FORM_POLLS_PER_S = 2000.0  # of all workers together
@@ -151,7 +147,7 @@ class Group:
         for member in membership.left_out:
             self.out.append(Kill(member.node, member.pid))  # Ray Train finds it dead, and fills its place
             detail = f"{membership.patience_s:.0f} s without a word, ended"
-            self.failed(HUNG, detail, [ranks[member.id]], [member.node])
+            self.failed(Cause.worker_hung, detail, [ranks[member.id]], [member.node])
         membership.left_out.clear()
         if formation is None:
             return None
@@ -174,7 +170,7 @@ class Group:
 
     def train(self, now: float) -> None:
         """It is ready."""
-        self.cause = UNKNOWN
+        self.cause = Cause.worker_failed  # until something else is known of this generation
         self.enter(Training(self.generation), now)
         self.out.append(Connect(self.membership.current))
 
@@ -187,10 +183,11 @@ class Group:
     def why_leave(self, now: float) -> str:
         """Why the group should leave in good order and form anew, or empty."""
         self.membership.avoided = self.nodes.exclusions.excluded(now)
+        reason = ""
         if self.membership.wants_to_leave_nodes():
-            reason = DRAIN
-        else:
-            reason = GROW if self.membership.wants_to_grow(now) else ""
+            reason = Cause.drain
+        elif self.membership.wants_to_grow(now):
+            reason = Cause.grow
         if reason and isinstance(self.state, Training):
             self.state = replace(self.state, asked_to_leave=reason)
         return reason
@@ -205,7 +202,7 @@ class Group:
     def died(self, event: Died, now: float) -> None:
         """Ray Train has found processes dead, or given them up."""
         gone = set(event.processes)
-        if event.cause == HUNG:  # they are to go
+        if event.cause == Cause.worker_hung:  # they are to go
             self.out.extend(Kill(node, pid) for node, pid in event.processes)
         membership = self.membership
         known = {member.id: member for member in [*membership.current, *membership.waiting.values()]}
@@ -217,21 +214,23 @@ class Group:
         dead = [each for each in self.membership.survivors if (each.node, each.pid) == (event.node, event.pid)]
         if dead and self.in_place and self.ending is None:  # where all restart, Ray Train says why
             detail = f"process {event.pid} on node {event.node[:12]}: gone, says its node"
-            self._lose((member.id for member in dead), DEAD, detail, now)
+            self._lose((member.id for member in dead), Cause.worker_died, detail, now)
 
     def refused(self, event: PortRefused, now: float) -> None:
         """These do not come, for they are dead; Ray Train finds it later."""
         dead = [member for member in self.membership.missing if member.id in event.member_ids]
         gone = ", ".join(f"process {member.pid} on node {member.node[:12]}" for member in dead)
         if dead:
-            self._lose((member.id for member in dead), DEAD, f"{gone}: gone, its port refuses connections", now)
+            detail = f"{gone}: gone, its port refuses connections"
+            self._lose((member.id for member in dead), Cause.worker_died, detail, now)
 
     def suspected(self, suspects: list[Suspect], now: float) -> None:
         """End processes that keep the others waiting; of a node that has gone dark nothing more is expected."""
         self.out.extend(Kill(each.member.node, each.member.pid) for each in suspects)
         dark = {each.member.node for each in suspects if each.dark}
         details = dict.fromkeys(f"node {each.member.node[:12]}: {each.detail}" for each in suspects)
-        self._lose((each.member.id for each in suspects), DARK if dark else HUNG, "; ".join(details), now)
+        cause = Cause.node_silent if dark else Cause.worker_hung
+        self._lose((each.member.id for each in suspects), cause, "; ".join(details), now)
 
     def broke(self, event: Broke, now: float) -> None:
         """What it says is kept for the case that all of them cannot go on."""

@@ -27,7 +27,7 @@ class Training:
     """A group takes steps."""
 
     generation: int
-    asked_to_leave: str = ""  # GROW or DRAIN, once its rows were answered so
+    asked_to_leave: str = ""  # Cause.grow or drain, once its rows were answered so
 
 
 @dataclass(frozen=True)

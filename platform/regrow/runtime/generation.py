@@ -16,7 +16,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import regrow
-from regrow.control.group import END_OF_FLOAT8
 from regrow.data.read.batch import RankBatch, layout_of
 from regrow.data.read.corpora import order_of
 from regrow.data.stream.client import Ask, rank_batches, ways_to_ask
@@ -25,6 +24,7 @@ from regrow.parallel.float8 import refresh_float8_scales
 from regrow.parallel.fsdp import build_mesh, connect, coordinates_of
 from regrow.parallel.phases import float8_steps
 from regrow.plan.mesh import MeshShape
+from regrow.record.events import Cause
 from regrow.runtime.abort import Breaker
 from regrow.runtime.calls import CoordinatorClient
 from regrow.runtime.hardware.peak import Peak, peak_flops
@@ -73,7 +73,7 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
     batches = _batches(job, joined, topology.slices_of(joined.rank), start_step=progress.step, stop_step=until)
     peak = peak_flops(process.device, config.parallel.dtype, config.observe.peak_tflops)
     meter = meter_of(config, joined.world_size, joined.generation, peak_flops=sum(gather(peak.flops)))
-    _announce(process, joined, restored, peak, entered=entered, begun=begun, ready=ready)
+    _announce(process, joined, restored, topology.mesh, peak, entered=entered, begun=begun, ready=ready)
     left = False
     if progress.step < last_step:
         hooks.profile(progress.step)
@@ -100,7 +100,7 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
         saver.finish(progress, blocked=False)
     if process.memory is not None and process.memory.snapshots is not None:
         process.memory.snapshots.close()
-    cause = "" if left or until == last_step else END_OF_FLOAT8
+    cause = "" if left or until == last_step else Cause.end_of_float8
     left = left or until < last_step
     hooks.close(left_at=progress.step if left else None, cause=cause)
     return not left
@@ -160,6 +160,7 @@ def _announce(
     process: Process,
     joined: Joined,
     restored: Restored,
+    shape: MeshShape,
     peak: Peak,
     *,
     entered: float,
@@ -184,6 +185,7 @@ def _announce(
     }
     details = {
         "world_size": joined.world_size,
+        "axes": shape.axes,
         "source": restored.source,
         "startup_s": startup_s,
         "init_s": time.time() - entered - (ready - restored.built_at),

@@ -8,9 +8,9 @@ from typing import Any
 
 import ray
 
-from regrow.control.group import DRAIN, GROW
 from regrow.parallel.float8 import inner_tensor
 from regrow.plan.mesh import Coordinates
+from regrow.record.events import Cause
 from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
 from regrow.runtime.process import Process
 from regrow.state.collective import rank
@@ -86,7 +86,7 @@ class GenerationHooks:
 
     def want_checkpoint(self, step: int) -> None:
         """Have keepers write this step, from memory. A group that leaves to grow or drain goes on from memory."""
-        if self._rank == 0 and self._stop not in (GROW, DRAIN):
+        if self._rank == 0 and self._stop not in (Cause.grow, Cause.drain):
             self._replies.append(self._coordinator.want_checkpoint(step))
 
     def write(self, progress: Progress) -> None:
