@@ -12,7 +12,8 @@ from support.cluster import SMALL, Job, run_to_end
 from support.fail_once import can_fail_once
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
-STEPS, COMPARED = 220, 100  # losses are compared over so many: beyond, the order of additions tells
+STEPS = 5000  # more than the faults take on any machine: the job is stopped behind the last one
+COMPARED = 100  # losses are compared over so many: beyond, the order of additions tells
 RUN = [
     *SMALL,
     "model.dim=128",
@@ -103,9 +104,10 @@ def test_a_failure_a_lost_node_a_killed_and_a_stopped_worker(
             assert pids(job, generations) <= before - {victim}
             settle()
             assert len(before & pids(job, -1)) == 3, "survivors keep their processes"
-        assert job.wait(900) == 0, job.printed()
+        job.interrupt()
+        assert job.wait(300) == 0, job.printed()
         rows = job.metrics()
-        assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+        assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
         differences = [abs(row["loss"] - loss) for row, loss in zip(rows, one, strict=False)]
         print(f"{name}: largest difference {max(differences):.2e} over {COMPARED} steps, tolerance {tolerance:.2e}")
         assert max(differences) <= tolerance

@@ -77,6 +77,11 @@ class Network(StrEnum):
     infiniband = "infiniband"  # or RoCE
 
 
+class DrillHosts(StrEnum):
+    together = "together"
+    apart = "apart"
+
+
 class Queue(StrEnum):
     none = "none"
     kueue = "kueue"
@@ -309,7 +314,9 @@ class DrillConfig:
     least_nodes: int = 2  # that random faults leave
     most_nodes: int = 3  # that random faults bring
     workers_on_node: int = 1  # a node's room
-    memory_mb: int | None = None  # give the nodes a memory of this size to share, as root; null: snapshot.folder
+    hosts: DrillHosts = DrillHosts.together  # together: one address and memory; apart: namespaces of their own, as root
+    memory_mb: int | None = None  # of /dev/shm, as root: all nodes' together, or each apart; null: as it is, or 1024
+    host_memory_mb: int | None = None  # of each host apart, a limit of its control group; null: none
     host_silence_s: float = 10.0  # after which Ray takes a silent node for dead
     reference: bool = True  # compare losses with an undisturbed run of the same settings, made once
     compared_steps: int = 100  # over which losses must agree; beyond, the order of additions tells

@@ -30,6 +30,7 @@ class Kind:
     victim: str = ""
     options: Mapping[str, float | None] = field(default_factory=dict)
     nodes: int = 0  # how many more nodes there are after it
+    apart: bool = False  # it takes hosts apart
 
 
 KINDS: dict[str, Kind] = {
@@ -55,6 +56,63 @@ KINDS: dict[str, Kind] = {
     "kill_controller": Kind("Ray Train's controller is killed"),
     "kill_driver": Kind("the job's own process is killed, and the job started again", options={"restart_after_s": 2.0}),
     "fill_memory": Kind("the nodes' memory is filled up", options={"leave_mb": 4.0, "for_s": 10.0}),
+    "stop_coordinator": Kind("the coordinator is stopped, and continued later", options={"for_s": 10.0}),
+    "stop_controller": Kind("Ray Train's controller is stopped, and continued later", options={"for_s": 10.0}),
+    "stop_keeper": Kind("a node's keeper is stopped, and continued later", NODE, {"for_s": 10.0}),
+    "stop_driver": Kind("the job's own process is stopped, and continued later", options={"for_s": 10.0}),
+    "interrupt_driver": Kind(
+        "the job is asked to stop, as by Ctrl-C, and started again once it has", options={"restart_after_s": 2.0}
+    ),
+    "drain_all": Kind("Ray is told that every node will go, and none does", options={"deadline_s": 20.0}),
+    "partition_node": Kind(
+        "a node is cut off from all others, Ray gives it up, it is back, and goes",
+        NODE,
+        {"for_s": 25.0},
+        nodes=-1,
+        apart=True,
+    ),
+    "partition_head": Kind(
+        "a node and the head do not reach each other, its peers still do; it is back, and goes",
+        NODE,
+        {"for_s": 25.0, "one_way": 0.0},
+        nodes=-1,
+        apart=True,
+    ),
+    "partition_peer": Kind(
+        "a node and the next one do not reach each other, all others do",
+        NODE,
+        {"for_s": 20.0, "one_way": 0.0},
+        apart=True,
+    ),
+    "blink_node": Kind(
+        "a node is cut off from all others for less than Ray takes to give it up", NODE, {"for_s": 4.0}, apart=True
+    ),
+    "partition_storage": Kind("a node's storage does not answer for a while", NODE, {"for_s": 20.0}, apart=True),
+    "slow_link": Kind("a node's link is slow for a while", NODE, {"rate_mbit": 20.0, "for_s": 20.0}, apart=True),
+    "bad_link": Kind(
+        "a node's link delays and loses for a while",
+        NODE,
+        {"delay_ms": 20.0, "loss_percent": 1.0, "for_s": 20.0},
+        apart=True,
+    ),
+    "full_storage": Kind("storage has no room for a while, for all nodes", options={"for_s": 20.0}, apart=True),
+    "read_only_storage": Kind("storage is read-only for a while, for all nodes", options={"for_s": 20.0}, apart=True),
+    "failing_storage": Kind("storage fails for a while, for all nodes", options={"for_s": 20.0}, apart=True),
+    "slow_storage": Kind(
+        "storage answers late for a while, for all nodes", options={"delay_s": 5.0, "for_s": 20.0}, apart=True
+    ),
+    "hung_storage": Kind("storage does not answer for a while, for all nodes", options={"for_s": 20.0}, apart=True),
+    "restart_raylet": Kind(
+        "a raylet dies with all that it started and comes back on the same host, as another node", NODE, apart=True
+    ),
+    "return_small_node": Kind(
+        "a node with too little memory for snapshots is added; it goes later",
+        options={"memory_mb": 8.0, "for_s": 30.0},
+        apart=True,
+    ),
+    "return_node_without_storage": Kind(
+        "a node whose storage fails is added; it goes later", options={"for_s": 30.0}, apart=True
+    ),
 }
 _LINE = re.compile(r"\s*(?:at\s+step\s+(?P<step>\d+)|after\s+(?P<after>\d+(?:\.\d+)?)\s*s)\s*:\s*(?P<faults>.*\S)\s*")
 
@@ -133,11 +191,13 @@ def plan_lines(faults: Sequence[Fault]) -> list[str]:
     return lines
 
 
-def check_plan(faults: Sequence[Fault], *, nodes: int, max_workers: int, last_step: int) -> None:
+def check_plan(faults: Sequence[Fault], *, nodes: int, max_workers: int, last_step: int, apart: bool) -> None:
     """Check a plan against the cluster and the run that it is for. Raises ConfigError for the first mistake."""
     here = nodes
     for fault in faults:
         line = f"{fault.when}: {fault.what}"
+        if KINDS[fault.kind].apart and not apart:
+            raise ConfigError(f"fault '{line}' takes hosts apart: drill.hosts=apart")
         if fault.at_step is not None and fault.at_step >= last_step:
             raise ConfigError(f"fault '{line}' would never be due: the run ends with step {last_step}")
         if fault.rank is not None and fault.rank >= max_workers:

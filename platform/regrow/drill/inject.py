@@ -11,7 +11,7 @@ from typing import Any
 
 from regrow.control.values import Version
 from regrow.drill.faults import KINDS, NODE, WORKER, Fault
-from regrow.drill.nodes import LocalNodes
+from regrow.drill.nodes import Nodes
 from regrow.drill.processes import is_alive, send
 from regrow.errors import CheckpointError
 from regrow.state.memory.held import COPY
@@ -21,6 +21,7 @@ MOST_FILLED = 4 << 30  # bytes
 SETTLE_S = 0.5  # for keepers to commit what was sealed before everything was stopped
 ZOMBIE_S = 5.0  # after a process or a node is continued: is it still there?
 FILLER = "drill-filler"
+NOBODY = (1 << 22) + 1  # beyond the largest pid
 
 Victim = dict[str, Any]  # {"what": "worker", "rank": 1, "pid": 123, "node": "..."}
 Note = Callable[..., None]  # of a fault by its number: what came of it, and fields
@@ -46,19 +47,24 @@ class Scene:
         assert value is not None, f"{self.fault.kind} without {name}"
         return value
 
+    @property
+    def options(self) -> Mapping[str, float | None]:
+        """That the fault's kind has."""
+        return KINDS[self.fault.kind].options
+
     def worker(self, rank: int) -> Victim:
         return {"what": "worker", "rank": rank, "pid": self.workers[rank]["pid"], "node": self.workers[rank]["node"]}
 
 
 class Injector:
-    """Does what faults say, and later what follows from them. `tick` is called often."""
+    """Does what faults say, and later what follows from them. `tick` is called often, `does` has what is possible."""
 
-    def __init__(self, nodes: LocalNodes, *, seed: int, note: Note) -> None:
+    def __init__(self, nodes: Nodes, *, seed: int, note: Note) -> None:
         self.nodes, self.seed, self.note = nodes, seed, note
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._stopped: set[int] = set()
-        self._filler = Path(nodes.memory_folder) / FILLER
-        self._does: dict[str, Callable[[Scene], list[Victim]]] = {
+        self._undo: dict[int, Callable[[], None]] = {}  # what is still wrong, by the fault's number
+        self.does: dict[str, Callable[[Scene], list[Victim]]] = {
             "kill_worker": self._kill_worker,
             "stop_worker": self._stop_worker,
             "slow_worker": self._slow_worker,
@@ -72,6 +78,12 @@ class Injector:
             "kill_controller": self._kill_controller,
             "kill_driver": self._kill_driver,
             "fill_memory": self._fill_memory,
+            "stop_coordinator": lambda scene: self._stop_actor(scene, "Coordinator", "coordinator"),
+            "stop_controller": lambda scene: self._stop_actor(scene, "Controller", "controller"),
+            "stop_keeper": lambda scene: self._stop_actor(scene, "Keeper", "keeper", self._node_id(scene.node)),
+            "stop_driver": self._stop_driver,
+            "interrupt_driver": self._interrupt_driver,
+            "drain_all": self._drain_all,
         }
 
     def inject(self, number: int, fault: Fault, workers: Sequence[Mapping[str, Any]], driver: int) -> list[Victim]:
@@ -79,7 +91,7 @@ class Injector:
         dice, victim = random.Random(f"{self.seed}/{number}"), KINDS[fault.kind].victim
         rank = self._choose_worker(fault, workers, dice) if victim == WORKER else -1
         node = self._choose_node(fault, workers, dice) if victim == NODE else -1
-        return self._does[fault.kind](Scene(number, fault, workers, driver, rank, node))
+        return self.does[fault.kind](Scene(number, fault, workers, driver, rank, node))
 
     def tick(self) -> None:
         """Do what is due of earlier faults."""
@@ -98,39 +110,41 @@ class Injector:
         """Undo what is not undone yet."""
         self._later.clear()
         send(signal.SIGCONT, self._stopped)
-        self._filler.unlink(missing_ok=True)
+        for number in list(self._undo):
+            self._heal(number)
 
     def _kill_worker(self, scene: Scene) -> list[Victim]:
         victim = scene.worker(scene.rank)
-        send(signal.SIGKILL, [victim["pid"]])
+        send(signal.SIGKILL, [self._pid(victim)])
         return [victim]
 
     def _stop_worker(self, scene: Scene) -> list[Victim]:
         victim = scene.worker(scene.rank)
-        self._stop([victim["pid"]])
+        pids = [self._pid(victim)]
+        self._stop(pids)
         continue_after_s = scene.fault.option("continue_after_s")
         if continue_after_s is not None:
-            self._after(continue_after_s, lambda: self._wake(scene.number, [victim["pid"]], node=""))
+            self.later(continue_after_s, lambda: self._wake(scene.number, pids, node=""))
         return [victim]
 
     def _slow_worker(self, scene: Scene) -> list[Victim]:
         victim, until = scene.worker(scene.rank), time.monotonic() + scene.option("for_s")
-        share, period_s, pid = scene.option("share"), scene.option("period_s"), victim["pid"]
+        share, period_s, pid = scene.option("share"), scene.option("period_s"), self._pid(victim)
 
         def stop() -> None:
             if time.monotonic() < until and is_alive(pid):
                 self._stop([pid])
-                self._after(share * period_s, go_on)
+                self.later(share * period_s, go_on)
 
         def go_on() -> None:
             self._continue([pid])
-            self._after((1 - share) * period_s, stop)
+            self.later((1 - share) * period_s, stop)
 
         stop()
         return [victim]
 
     def _corrupt_snapshot(self, scene: Scene) -> list[Victim]:
-        node, pids = scene.workers[scene.rank]["node"], [worker["pid"] for worker in scene.workers]
+        node, pids = scene.workers[scene.rank]["node"], [self._pid(worker) for worker in scene.workers]
         other = next((rank for rank, worker in enumerate(scene.workers) if worker["node"] != node), None)
         if other is None or not all(map(is_alive, pids)):
             raise NotNow("it takes workers on two nodes, all of them alive")
@@ -146,24 +160,24 @@ class Injector:
         return [{"what": "snapshot", "node": node, "files": damaged}, scene.worker(other)]
 
     def _kill_node(self, scene: Scene) -> list[Victim]:
-        victims = self._on_node(scene)
+        victims = self.on_node(scene)
         self.nodes.kill(scene.node)
         return victims
 
     def _drain_node(self, scene: Scene) -> list[Victim]:
-        victims, deadline_s = self._on_node(scene), scene.option("deadline_s")
+        victims, deadline_s = self.on_node(scene), scene.option("deadline_s")
         self.nodes.drain(scene.node, deadline_s=deadline_s, message=f"drill, fault {scene.number}")
-        self._after(deadline_s, lambda: self._end_node(scene.number, victims[0]["node"]))
+        self.later(deadline_s, lambda: self.end_node(scene.number, victims[0]["node"]))
         return victims
 
     def _black_hole_node(self, scene: Scene) -> list[Victim]:
-        victims, pids = self._on_node(scene), self.nodes.pids(scene.node)
+        victims, pids = self.on_node(scene), self.nodes.pids(scene.node)
         self._stop(pids)
         kill_after_s, continue_after_s = scene.fault.option("kill_after_s"), scene.fault.option("continue_after_s")
         if kill_after_s is not None:
-            self._after(kill_after_s, lambda: self._end_node(scene.number, victims[0]["node"]))
+            self.later(kill_after_s, lambda: self.end_node(scene.number, victims[0]["node"]))
         elif continue_after_s is not None:
-            self._after(continue_after_s, lambda: self._wake(scene.number, pids, node=victims[0]["node"]))
+            self.later(continue_after_s, lambda: self._wake(scene.number, pids, node=victims[0]["node"]))
         return victims
 
     def _kill_controller(self, scene: Scene) -> list[Victim]:
@@ -175,17 +189,41 @@ class Injector:
         send(signal.SIGKILL, [scene.driver])
         return [{"what": "driver", "pid": scene.driver}]
 
+    def _stop_driver(self, scene: Scene) -> list[Victim]:
+        self._stop([scene.driver])
+        self.later(scene.option("for_s"), lambda: self._wake(scene.number, [scene.driver], node=""))
+        return [{"what": "driver", "pid": scene.driver}]
+
+    def _interrupt_driver(self, scene: Scene) -> list[Victim]:
+        os.killpg(scene.driver, signal.SIGINT)
+        return [{"what": "driver", "pid": scene.driver}]
+
+    def _drain_all(self, scene: Scene) -> list[Victim]:
+        for number in range(len(self.nodes.nodes)):
+            self.nodes.drain(number, deadline_s=scene.option("deadline_s"), message=f"drill, fault {scene.number}")
+        return [victim for number in range(len(self.nodes.nodes)) for victim in self.on_node(scene, number)]
+
     def _fill_memory(self, scene: Scene) -> list[Victim]:
-        size = max(0, free_bytes(self.nodes.memory_folder) - int(scene.option("leave_mb") * 1e6))
-        assert size <= MOST_FILLED, "this was to be checked before anything began"
-        with open(self._filler, "wb") as file:
-            if size:
-                os.posix_fallocate(file.fileno(), 0, size)
-        self._after(scene.option("for_s"), lambda: self._empty(scene.number))
-        return [{"what": "memory", "folder": self.nodes.memory_folder, "bytes": size}]
+        fillers, victims = [], []
+        for folder in self.nodes.memory_folders():
+            size = max(0, free_bytes(folder) - int(scene.option("leave_mb") * 1e6))
+            assert size <= MOST_FILLED, "this was to be checked before anything began"
+            fillers.append(folder / FILLER)
+            victims.append({"what": "memory", "folder": str(folder), "bytes": size})
+            with open(fillers[-1], "wb") as file:
+                if size:
+                    os.posix_fallocate(file.fileno(), 0, size)
+
+        def empty() -> None:
+            for filler in fillers:
+                filler.unlink(missing_ok=True)
+
+        self.until_healed(scene, empty, "memory freed")
+        return victims
 
     def _choose_worker(self, fault: Fault, workers: Sequence[Mapping[str, Any]], dice: random.Random) -> int:
-        free = [rank for rank, each in enumerate(workers) if is_alive(each["pid"]) and each["pid"] not in self._stopped]
+        pids = [self._pid(worker) for worker in workers]
+        free = [rank for rank, pid in enumerate(pids) if is_alive(pid) and pid not in self._stopped]
         if fault.rank is None and free:
             return free[int(dice.random() * len(free))]
         if fault.rank is None or fault.rank not in free:
@@ -206,8 +244,8 @@ class Injector:
             raise NotNow("that node is not up")
         return chosen
 
-    def _on_node(self, scene: Scene) -> list[Victim]:
-        node_id = self._node_id(scene.node)
+    def on_node(self, scene: Scene, number: int | None = None) -> list[Victim]:
+        node_id = self._node_id(scene.node if number is None else number)
         ranks = [rank for rank, worker in enumerate(scene.workers) if worker["node"] == node_id]
         return [{"what": "node", "node": node_id}, *map(scene.worker, ranks)]
 
@@ -215,12 +253,30 @@ class Injector:
         return str(self.nodes.nodes[number].node_id)
 
     def _kill_actor(self, class_name: str, what: str, node: str | None = None) -> list[Victim]:
+        victim = self._actor(class_name, what, node)
+        if not send(signal.SIGKILL, [self._pid(victim)]):
+            raise NotNow(f"no {what} is up")
+        return [victim]
+
+    def _stop_actor(self, scene: Scene, class_name: str, what: str, node: str | None = None) -> list[Victim]:
+        victim = self._actor(class_name, what, node)
+        pids = [self._pid(victim)]
+        self._stop(pids)
+        self.later(scene.option("for_s"), lambda: self._wake(scene.number, pids, node=""))
+        return [victim]
+
+    def _actor(self, class_name: str, what: str, node: str | None = None) -> Victim:
         for actor in self.nodes.actors():
             here, pid = actor["Address"]["NodeID"], actor["Pid"]
             named = actor["ActorClassName"].rpartition(".")[2].endswith(class_name)
-            if named and node in (None, here) and actor["State"] == "ALIVE" and send(signal.SIGKILL, [pid]):
-                return [{"what": what, "pid": pid, "node": here}]
+            victim = {"what": what, "pid": pid, "node": here}
+            if named and node in (None, here) and actor["State"] == "ALIVE" and is_alive(self._pid(victim)):
+                return victim
         raise NotNow(f"no {what} is up")
+
+    def _pid(self, victim: Mapping[str, Any]) -> int:
+        """As this process sees it; of one that has ended, a pid that nothing has."""
+        return self.nodes.pid(victim["node"], victim["pid"]) or NOBODY
 
     def _stop(self, pids: Sequence[int]) -> None:
         self._stopped |= set(send(signal.SIGSTOP, pids))
@@ -239,27 +295,39 @@ class Injector:
             alive = [pid for pid in woken if is_alive(pid)]
             self.note(number, "looked at again", processes=len(alive))
             if node and pids[0] not in alive:  # its raylet gave up: the host is given back
-                self._end_node(number, node)
+                self.end_node(number, node)
 
         if woken:
-            self._after(ZOMBIE_S, look)
+            self.later(ZOMBIE_S, look)
 
-    def _end_node(self, number: int, node: str) -> None:
+    def end_node(self, number: int, node: str) -> None:
         here = self.nodes.number_of(node)
         if here is not None:
             self._stopped -= set(self.nodes.pids(here))
             self.nodes.kill(here)
             self.note(number, "node gone", node=node)
 
-    def _empty(self, number: int) -> None:
-        self._filler.unlink(missing_ok=True)
-        self.note(number, "memory freed")
+    def until_healed(self, scene: Scene, heal: Callable[[], None], note: str) -> None:
+        """Something is wrong for as long as the fault says, or until the drill ends."""
+        number = scene.number
+        self._undo[number] = heal
 
-    def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        def due() -> None:
+            self._heal(number)
+            self.note(number, note)
+
+        self.later(scene.option("for_s"), due)
+
+    def _heal(self, number: int) -> None:
+        heal = self._undo.pop(number, None)
+        if heal is not None:
+            heal()
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
         self._later.append((time.monotonic() + seconds, action))
 
 
-def free_bytes(folder: str) -> int:
+def free_bytes(folder: str | Path) -> int:
     """Room on the file system of a folder."""
     room = os.statvfs(folder)
     return room.f_bavail * room.f_frsize

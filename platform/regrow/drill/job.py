@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,13 +17,12 @@ from typing import Any
 from regrow.config.schema import DrillJobConfig, PretrainConfig
 from regrow.config.store import pretrain_overrides, to_dict
 from regrow.drill.log import RunFollower
-from regrow.drill.nodes import LocalNodes
+from regrow.drill.nodes import Nodes, Process, start_pretrain
 from regrow.drill.processes import of_ray, send, wait_until_gone
 from regrow.errors import ConfigError, RegrowError
 from regrow.record.run_folder import run_folder
 from regrow.show.console import Console
 
-ROOT = Path(__file__).parents[3]
 BEYOND_STEPS = 50  # of the undisturbed run, after those whose losses must agree
 LAST_BYTES = 4096
 POLL_S = 0.1
@@ -34,19 +32,20 @@ GONE_S = 20.0
 class DrillJob:
     """`python -m jobs.pretrain` on the drill's nodes: started, and started again, with the same arguments."""
 
-    def __init__(self, config: DrillJobConfig, nodes: LocalNodes) -> None:
+    def __init__(self, config: DrillJobConfig, nodes: Nodes) -> None:
         joined = replace(config.cluster, address=nodes.address, local_nodes=0, dashboard=False)
         self.arguments = pretrain_overrides(replace(config, cluster=joined))
         self.output = run_folder(config).local_path / "drill.out"
-        self.folder = nodes.folder
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        self.nodes = nodes
         self.started_at = 0.0
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self._kill_at = float("inf")
 
     def start(self) -> int:
         """Its pid."""
         self.started_at = time.time()
-        self._process = _pretrain(self.arguments, self.output, self.folder)
+        self._process = self.nodes.start_job(self.arguments, self.output)
         return self._process.pid
 
     @property
@@ -112,7 +111,8 @@ def reference_rows(config: DrillJobConfig, console: Console) -> list[dict[str, A
     console.message(f"first {steps} steps with nothing happening, at one worker, to compare with: {folder}")
     with tempfile.TemporaryDirectory(prefix="rgf", dir="/tmp", ignore_cleanup_errors=True) as ray_folder:
         output = folder.parent / f"{folder.name}.out"
-        process = _pretrain(pretrain_overrides(undisturbed), output, ray_folder)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        process = start_pretrain(pretrain_overrides(undisturbed), output, ray_folder)
         console.start([], steps=steps)
         try:
             while process.poll() is None:
@@ -152,21 +152,6 @@ def memory_of_its_own(size_mb: int | None) -> Iterator[str]:
             yield folder
         finally:
             subprocess.run(["umount", "-l", folder], check=False)
-
-
-def _pretrain(arguments: list[str], output: Path, ray_folder: str) -> subprocess.Popen[bytes]:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    with open(output, "ab") as file:
-        return subprocess.Popen(
-            [sys.executable, "-m", "jobs.pretrain", *arguments],
-            cwd=ROOT,
-            env={**environment, "RAY_TMPDIR": ray_folder},
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
 
 
 def _tail(path: Path) -> list[str]:

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from regrow.config.check import check
-from regrow.config.schema import DrillJobConfig
+from regrow.config.schema import DrillHosts, DrillJobConfig
 from regrow.drill.faults import Fault, RandomFaults, check_plan, draw_faults, from_json, parse_plan, to_json
+from regrow.drill.hosts import check_possible
 from regrow.drill.inject import MOST_FILLED, free_bytes
 from regrow.drill.job import memory_of_its_own, reference_rows
 from regrow.drill.log import Record, RunFollower
@@ -31,7 +32,10 @@ def run_drill(config: DrillJobConfig) -> bool:
     config = _with_end(config, plan)
     check(config)
     end = last_step(config.train.steps, config.train.stop_at_step)
-    check_plan(plan, nodes=config.drill.nodes, max_workers=config.cluster.max_workers, last_step=end)
+    apart = config.drill.hosts is DrillHosts.apart
+    if apart:
+        check_possible()
+    check_plan(plan, nodes=config.drill.nodes, max_workers=config.cluster.max_workers, last_step=end, apart=apart)
     check_may_start(config)
     folder = run_folder(config).local_path
     _check_memory(config, plan)
@@ -39,7 +43,7 @@ def run_drill(config: DrillJobConfig) -> bool:
     _keep_plan(folder, plan, seed)
     with Console(sys.stderr) as console:
         reference = reference_rows(config, console) if config.drill.reference else []
-        with memory_of_its_own(config.drill.memory_mb) as memory:
+        with memory_of_its_own(None if apart else config.drill.memory_mb) as memory:
             if memory:
                 config = replace(config, snapshot=replace(config.snapshot, folder=memory))
             if not _is_over(folder, record, plan, end):
@@ -95,7 +99,7 @@ def _with_end(config: DrillJobConfig, plan: list[Fault]) -> DrillJobConfig:
 
 
 def _check_memory(config: DrillJobConfig, plan: list[Fault]) -> None:
-    fills = [fault for fault in plan if fault.kind == "fill_memory"]
+    fills = [fault for fault in plan if fault.kind == "fill_memory" and config.drill.hosts is DrillHosts.together]
     if fills and config.drill.memory_mb is None and free_bytes(config.snapshot.folder) > MOST_FILLED:
         raise ConfigError(
             f"{config.snapshot.folder} has {free_bytes(config.snapshot.folder) / 1e9:.1f} GB free, a drill fills at "

@@ -6,16 +6,19 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from regrow.config.schema import DrillJobConfig
+from regrow.config.schema import DrillHosts, DrillJobConfig
 from regrow.drill.faults import KINDS, Fault
 from regrow.drill.inject import Injector, NotNow
+from regrow.drill.inject_apart import InjectorApart
 from regrow.drill.job import DrillJob
 from regrow.drill.log import Record, RunFollower
-from regrow.drill.nodes import local_nodes
+from regrow.drill.nodes import Nodes, local_nodes
+from regrow.drill.nodes_apart import NodesApart, nodes_apart
 from regrow.drill.verdict import outcomes
 from regrow.record.events import from_row
 from regrow.record.run_folder import read_record, run_folder
@@ -24,6 +27,7 @@ from regrow.show.console import Console
 POLL_S = 0.05
 NOT_NOW_S = 180.0  # for a fault to find its victim
 LEAVE_S = 120.0  # for a job that is asked to stop to have its checkpoint
+MEMORY_MB = 1024  # /dev/shm of a host apart, where drill.memory_mb does not say
 LEFT_S = 30.0  # for what a job leaves behind to go away
 RAYS_OWN = {  # one each a cluster, whatever runs on it; IDLE are processes without an actor or a task
     "_AutoscalingCoordinatorActor", "_StatsActor", "_UsageCollectionActor", "TrainStateActor",
@@ -43,6 +47,7 @@ class DrillSession:
         self.not_now_since = 0.0
         self.restart_at: float | None = None
         self.restarts = config.drill.restarts
+        self.interrupted: Fault | None = None  # the job was asked to stop by a fault, and has not yet
         self.stopping = ""  # why the job was asked to stop
         self.began = self.heard_at = time.monotonic()
         self.watch.poll()
@@ -61,12 +66,12 @@ class DrillSession:
             "health_check_failure_threshold": max(1, round(drill.host_silence_s / 3.0)),
         }
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-        cpus = int(-(-drill.workers_on_node * self.config.cluster.cpus_per_worker // 1))
-        with local_nodes(
-            num_nodes, cpus=cpus, memory_folder=self.config.snapshot.folder, system_config=health
-        ) as nodes:
+        with self._start_nodes(num_nodes, health) as nodes:
             self.nodes, self.job = nodes, DrillJob(self.config, nodes)
-            self.injector = Injector(nodes, seed=self.seed, note=self._note)
+            if isinstance(nodes, NodesApart):
+                self.injector: Injector = InjectorApart(nodes, seed=self.seed, note=self._note)
+            else:
+                self.injector = Injector(nodes, seed=self.seed, note=self._note)
             try:
                 self._start_job("start")
                 self._go_on()
@@ -77,8 +82,22 @@ class DrillSession:
                 self.job.kill()
                 self._keep_logs()
             self._look_for_leftovers()
-        left = [f"process {pid}: {title}" for pid, title in nodes.titles()]
-        self.record.write("left", where="after the nodes' end", found=left)
+        self.record.write("left", where="after the nodes' end", found=nodes.left())
+
+    def _start_nodes(self, num_nodes: int, health: dict[str, int]) -> AbstractContextManager[Nodes]:
+        drill, snapshot = self.config.drill, self.config.snapshot
+        cpus = int(-(-drill.workers_on_node * self.config.cluster.cpus_per_worker // 1))
+        if drill.hosts is DrillHosts.together:
+            return local_nodes(num_nodes, cpus=cpus, memory_folder=snapshot.folder, system_config=health)
+        return nodes_apart(
+            num_nodes,
+            cpus=cpus,
+            storage=self.folder.parent,
+            memory_mb=drill.memory_mb or MEMORY_MB,
+            host_memory_mb=drill.host_memory_mb,
+            snapshot_folder=snapshot.folder,
+            system_config=health,
+        )
 
     def _nodes_by_now(self) -> int:
         """As many as the faults so far have left."""
@@ -133,6 +152,11 @@ class DrillSession:
             return False
         status = self.job.poll()
         if status is None:
+            return False
+        if self.interrupted is not None:
+            self.record.write("job ended", status=status, unexpected=False, detail=self.interrupted.what)
+            self.restart_at = now + (self.interrupted.option("restart_after_s") or 0.0)
+            self.interrupted = None
             return False
         expected = bool(status == 0 or self.stopping)
         detail = self.stopping or self.job.last_words()
@@ -192,6 +216,8 @@ class DrillSession:
         )
         self.console.message(f"step {step}: {fault.what} {_whom(victims)}")
         self.next, self.not_now_since, self.due_from = number + 1, 0.0, time.monotonic()
+        if fault.kind == "interrupt_driver":
+            self.interrupted = fault
         if fault.kind == "kill_driver":
             self.job.wait()
             self.record.write("job ended", status=None, unexpected=False, detail=fault.what)
@@ -239,16 +265,18 @@ class DrillSession:
             left = [f"actor {kind} {name}".strip() for kind, name in actors if kind not in RAYS_OWN]
             left += [f"placement group {name}" for name in self.nodes.placement_groups()]
             left += [f"process {pid}: {title}" for pid, title in self.nodes.titles() if _is_the_jobs(title)]
-            left += [f"memory {path.name}" for path in Path(self.config.snapshot.folder).glob(pattern)]
+            memory = [path for folder in self.nodes.memory_folders() for path in folder.glob(pattern)]
+            left += [f"memory {path.name}" for path in memory]
         self.record.write("left", where="after the job's end", found=left)
-        for path in Path(self.config.snapshot.folder).glob(pattern):
+        for path in memory:
             shutil.rmtree(path, ignore_errors=True)
 
     def _keep_logs(self) -> None:
         """Ray's logs of this attempt, beside the run's."""
         target = self.folder / "drill_logs" / f"{self.record.session:03d}"
-        with contextlib.suppress(OSError, shutil.Error):
-            shutil.copytree(Path(self.nodes.folder) / "session_latest/logs", target, symlinks=True)
+        for name, logs in self.nodes.logs().items():
+            with contextlib.suppress(OSError, shutil.Error):
+                shutil.copytree(logs, target / name, symlinks=True)
 
 
 def _is_the_jobs(title: str) -> bool:

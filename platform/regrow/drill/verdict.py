@@ -208,7 +208,7 @@ def _committed_is_whole(evidence: Evidence) -> Verdict:
 
 
 def _survivors_stay(evidence: Evidence) -> Verdict:
-    befallen = {pid for fault in _named(evidence.records, "fault") for pid in _pids(fault)}
+    befallen = {process for fault in _named(evidence.records, "fault") for process in _processes(fault)}
     wrong, kept, changes = [], 0, 0
     before: Row | None = None
     for event in evidence.events:
@@ -221,7 +221,7 @@ def _survivors_stay(evidence: Evidence) -> Verdict:
                 for rank, worker in enumerate(before["workers"]):
                     if (worker["node"], worker["pid"]) in here:
                         kept += 1
-                    elif worker["pid"] not in befallen:
+                    elif (worker["node"], worker["pid"]) not in befallen:
                         wrong.append(
                             f"generation {before['generation']} -> {event['generation']}: rank {rank}, pid "
                             f"{worker['pid']}, is gone, and nothing had befallen it"
@@ -318,10 +318,10 @@ def _no_false_eviction(evidence: Evidence) -> Verdict:
     for event in evictions:
         earlier = [fault for fault in faults if fault["time"] <= event["time"]]
         workers = groups.get(event.get("generation"), [])
-        gone = [workers[rank]["pid"] for rank in event.get("ranks") or [] if rank < len(workers)]
+        gone = [workers[rank] for rank in event.get("ranks") or [] if rank < len(workers)]
         if gone:
-            befallen = {pid for fault in earlier for pid in _pids(fault)}
-            explained = set(gone) <= befallen
+            befallen = {process for fault in earlier for process in _processes(fault)}
+            explained = {(worker["node"], worker["pid"]) for worker in gone} <= befallen
         else:
             explained = any(event["time"] - fault["time"] < EXPLAINS_S for fault in earlier)
         if not explained:
@@ -367,9 +367,9 @@ def _wall(events: Sequence[Row]) -> tuple[float, float]:
     return (min(times), max(event["time"] for event in events)) if times else (0.0, 0.0)
 
 
-def _pids(fault: Row) -> list[int]:
-    """Of workers that a fault befell."""
-    return [victim["pid"] for victim in fault["victims"] if victim["what"] == "worker"]
+def _processes(fault: Row) -> list[tuple[str, int]]:
+    """Node and pid of workers that a fault befell: on hosts apart, each has pids of its own."""
+    return [(victim["node"], victim["pid"]) for victim in fault["victims"] if victim["what"] == "worker"]
 
 
 def _named(lines: Sequence[Row], name: str, *, key: str = "record") -> list[Row]:

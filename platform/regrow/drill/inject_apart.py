@@ -1,0 +1,100 @@
+"""Faults that take hosts apart: networks that part, storage that breaks, hosts that come back wrong."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from regrow.drill.hosts import Host
+from regrow.drill.inject import ZOMBIE_S, Injector, Note, NotNow, Scene, Victim
+from regrow.drill.nodes_apart import NodesApart
+
+
+class InjectorApart(Injector):
+    """On nodes whose hosts are apart."""
+
+    nodes: NodesApart
+
+    def __init__(self, nodes: NodesApart, *, seed: int, note: Note) -> None:
+        super().__init__(nodes, seed=seed, note=note)
+        self.does |= {
+            "partition_node": lambda scene: self._part(scene, self._others(scene), gone=True),
+            "partition_head": lambda scene: self._part(scene, [self.nodes.head], gone=True),
+            "blink_node": lambda scene: self._part(scene, self._others(scene)),
+            "partition_peer": self._partition_peer,
+            "partition_storage": lambda scene: self._break_storage(scene, "hung", self.nodes.nodes[scene.node].host),
+            "slow_link": self._shape,
+            "bad_link": self._shape,
+            "full_storage": lambda scene: self._break_storage(scene, "full"),
+            "read_only_storage": lambda scene: self._break_storage(scene, "read_only"),
+            "failing_storage": lambda scene: self._break_storage(scene, "failing"),
+            "slow_storage": lambda scene: self._break_storage(scene, "slow"),
+            "hung_storage": lambda scene: self._break_storage(scene, "hung"),
+            "restart_raylet": self._restart_raylet,
+            "return_small_node": lambda scene: self._add(scene, shm_mb=int(scene.option("memory_mb"))),
+            "return_node_without_storage": lambda scene: self._add(scene, broken="failing"),
+        }
+
+    def _partition_peer(self, scene: Scene) -> list[Victim]:
+        """The next node by number: with three, the one that is left reaches both."""
+        count = len(self.nodes.nodes)
+        if count < 2:
+            raise NotNow("it takes two nodes")
+        other = (scene.node + 1) % count
+        victims = self._part(scene, [self.nodes.nodes[other].host])
+        return [*victims, *self.on_node(scene, other)]
+
+    def _part(self, scene: Scene, others: Sequence[Host], *, gone: bool = False) -> list[Victim]:
+        """Part a node from others; one that Ray has given up goes some time after it is back."""
+        node = self.nodes.nodes[scene.node]
+        host, one_way = node.host, bool(scene.fault.options.get("one_way"))
+        self.nodes.hosts.partition(host, others, one_way=one_way)
+
+        def heal() -> None:
+            there = [each for each in others if each.up]  # a host that was powered off has no link any more
+            if host.up:
+                self.nodes.hosts.partition(host, there, on=False, one_way=one_way)
+            if gone:
+                self.later(ZOMBIE_S, lambda: self.end_node(scene.number, node.node_id))
+
+        self.until_healed(scene, heal, "the network is whole again")
+        return self.on_node(scene)
+
+    def _shape(self, scene: Scene) -> list[Victim]:
+        host = self.nodes.nodes[scene.node].host
+        self.nodes.hosts.shape(host, **{key: scene.option(key) for key in scene.options if key != "for_s"})
+
+        def heal() -> None:
+            if host.up:
+                self.nodes.hosts.shape(host)
+
+        self.until_healed(scene, heal, "the link is as before")
+        return [{"what": "link", "node": self.nodes.nodes[scene.node].node_id}]
+
+    def _break_storage(self, scene: Scene, kind: str, host: Host | None = None) -> list[Victim]:
+        hosts = self._all() if host is None else [host]
+        delay_s = scene.option("delay_s") if kind == "slow" else 0.0
+        for each in hosts:
+            self.nodes.hosts.break_storage(each, kind, delay_s)
+
+        def heal() -> None:
+            for each in hosts:
+                if each.up:
+                    self.nodes.hosts.break_storage(each)
+
+        self.until_healed(scene, heal, "storage works again")
+        return [{"what": "storage", "kind": kind, "hosts": [each.name for each in hosts]}]
+
+    def _restart_raylet(self, scene: Scene) -> list[Victim]:
+        victims = self.on_node(scene)
+        return [*victims, {"what": "new node", "node": self.nodes.restart_raylet(scene.node)}]
+
+    def _add(self, scene: Scene, **wrong: Any) -> list[Victim]:
+        node_id = self.nodes.add(**wrong)
+        self.until_healed(scene, lambda: self.end_node(scene.number, node_id), "it went")
+        return [{"what": "new node", "node": node_id}]
+
+    def _others(self, scene: Scene) -> list[Host]:
+        own = self.nodes.nodes[scene.node].host
+        return [each for each in self._all() if each is not own]
+
+    def _all(self) -> list[Host]:
+        return [self.nodes.head, *(node.host for node in self.nodes.nodes)]
