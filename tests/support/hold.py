@@ -24,7 +24,8 @@ def held(thread: int) -> Iterator[None]:
 
 def thread_named(pid: int, name: str) -> int:
     """The thread of a process that has this name in the kernel."""
-    (thread,) = (task for task in Path(f"/proc/{pid}/task").iterdir() if (task / "comm").read_text().strip() == name)
+    tasks = (task for task in Path(f"/proc/{pid}/task").iterdir() if (task / "comm").read_text().strip() == name)
+    thread = min(tasks, key=lambda task: int(task.name))  # threads that it starts, as OpenMP's, inherit the name
     return int(thread.name)
 
 

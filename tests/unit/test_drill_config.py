@@ -35,7 +35,9 @@ def test_the_plans_that_the_documentation_promises_are_there() -> None:
         "kill_worker kill_node grow_shrink pair_nodes stop_worker zombie drain black_hole kill_keeper kill_coordinator"
     )
     named += " kill_controller kill_driver corrupt_snapshot fill_memory slow_worker two_at_once soak"
-    named += " stopped_actors notices partition_node partition_head partition_peer blink_node slow_link storage newcomers"
+    named += (
+        " stopped_actors notices partition_node partition_head partition_peer blink_node slow_link storage newcomers"
+    )
     assert sorted(named.split()) == PLANS
     documented = (Path(CONF_DIR).parent / "docs/drills.md").read_text()
     assert all(f"`{plan}`" in documented for plan in PLANS)
@@ -50,9 +52,7 @@ def test_a_plan_that_is_shipped_fits_its_cluster_and_its_run(name: str) -> None:
     check(config)
     last_step = config.train.stop_at_step or config.train.steps
     apart = config.drill.hosts is DrillHosts.apart
-    check_plan(
-        plan, nodes=config.drill.nodes, max_workers=config.cluster.max_workers, last_step=last_step, apart=apart
-    )
+    check_plan(plan, nodes=config.drill.nodes, max_workers=config.cluster.max_workers, last_step=last_step, apart=apart)
     assert config.drill.name == name
     assert config.run.name == f"drill-{name}"
     assert config.snapshot.every_steps == 1

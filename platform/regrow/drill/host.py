@@ -48,7 +48,7 @@ def set_up(plan: HostPlan) -> None:
     for descriptor, path in [*held, *([storage] if storage else [])]:
         source = f"/proc/self/fd/{descriptor}"
         Path(path).mkdir(parents=True, exist_ok=True)
-        subprocess.run(["mount", "--bind", source, path], check=True, pass_fds=[descriptor])
+        subprocess.run(["mount", "--no-canonicalize", "--bind", source, path], check=True, pass_fds=[descriptor])
         os.close(descriptor)
     run(["ip", "link", "set", "lo", "up"])
     run(["ip", "link", "add", "docker0", "type", "bridge"])  # as on a machine with Docker

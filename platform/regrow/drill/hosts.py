@@ -156,8 +156,9 @@ class HostsApart:
     """A network of hosts. Raises ConfigError, in one line, where this machine cannot have one."""
 
     def __init__(
-        self, *, storage: Path | None, carried: Sequence[Path] = (), shm_mb: int, memory_mb: int | None
+        self, *, storage: Path | None, carried: Sequence[Path] = (), shm_mb: int, memory_mb: int | None = None
     ) -> None:
+        """`storage` is a folder that faults can break; `carried` are folders below /tmp that hosts are to see."""
         check_possible()
         self.shm_mb, self.memory_mb = shm_mb, memory_mb
         self.storage = None if storage is None else storage.resolve()

@@ -60,8 +60,7 @@ class NodesApart(Nodes):
             if system_config:
                 settings.append(f"--system-config={json.dumps(system_config)}")
             self.state = self._state()
-            ray = self._ray(self.head, settings)
-            self.head_id = self._id_of(self.head, ray)
+            self.head_id = self._join(self.head, settings).node_id
         except BaseException:
             self.hosts.close()
             raise
@@ -76,7 +75,7 @@ class NodesApart(Nodes):
         host = self.hosts.add(f"node{self._started}", shm_mb=shm_mb)
         if broken:
             self.hosts.break_storage(host, broken)
-        self.nodes.append(self._join(host))
+        self.nodes.append(self._join(host, self._as_node))
         return self.nodes[-1].node_id
 
     def restart_raylet(self, number: int) -> str:
@@ -84,7 +83,7 @@ class NodesApart(Nodes):
         node = self.nodes[number]
         send(signal.SIGKILL, self.pids(number))
         node.ray.wait(RAYLET_GONE_S)
-        self.nodes[number] = self._join(node.host)
+        self.nodes[number] = self._join(node.host, self._as_node)
         return self.nodes[number].node_id
 
     def kill(self, number: int) -> list[int]:
@@ -137,9 +136,21 @@ class NodesApart(Nodes):
     def _memory(self, host: Host) -> Path:
         return host.root / self.snapshot_folder.lstrip("/")
 
-    def _join(self, host: Host) -> NodeApart:
-        ray = self._ray(host, [f"--address={self.address}", f"--num-cpus={self.cpus}"])
-        return NodeApart(host, self._id_of(host, ray), ray)
+    @property
+    def _as_node(self) -> list[str]:
+        return [f"--address={self.address}", f"--num-cpus={self.cpus}"]
+
+    def _join(self, host: Host, settings: list[str]) -> NodeApart:
+        """Start Ray on a host: again where it gave up, as it does after 30 s on a machine that is busy."""
+        for last in (False, False, True):
+            ray = self._ray(host, settings)
+            try:
+                return NodeApart(host, self._id_of(host, ray), ray)
+            except RuntimeError:
+                if last:
+                    raise
+                send(signal.SIGKILL, tree(host.pid)[1:])
+        raise AssertionError
 
     def _ray(self, host: Host, settings: list[str]) -> HostProcess:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
