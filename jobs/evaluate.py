@@ -22,15 +22,11 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="name the tasks that come with regrow, and end")
     parser.add_argument("--step", type=int, metavar="N", help="of a run; default: the newest sound checkpoint")
     parser.add_argument("--corpus", metavar="FOLDER", help="a prepared one, for the corpus tasks; default: the run's")
-    parser.add_argument(
-        "--limit", type=partial(natural, least=1), metavar="N", help="examples of each task, the first ones"
-    )
+    parser.add_argument("--limit", type=partial(natural, least=1), metavar="N", help="of each task's examples")
     parser.add_argument("--num-fewshot", type=natural, metavar="N", help="examples in the prompt; default: the task's")
     parser.add_argument("--batch-size", type=batch_size, metavar="N|auto", help="default: by the size of the logits")
     parser.add_argument("--device", help="as cpu or cuda:1; default: cuda where there is any")
-    parser.add_argument(
-        "--dtype", type=Dtype, choices=list(Dtype), help="of the weights; default: float32, or the export's"
-    )
+    parser.add_argument("--dtype", type=Dtype, choices=list(Dtype), help="default: float32, or the export's own")
     parser.add_argument("--out", metavar="FOLDER", help="for results.json; default: <run>/evaluations/step-XXXXXXXX")
     options = parser.parse_args()
     if options.model is None and not options.list:

@@ -1,7 +1,6 @@
 """Look into a prepared corpus: `python -m jobs.inspect_data <folder> [--samples N] [--verify] [--diff FOLDER] ...`."""
 
 import argparse
-import itertools
 import json
 import sys
 from functools import partial
@@ -9,17 +8,23 @@ from pathlib import Path
 
 import numpy as np
 
+from regrow.config.store import load_run_config
 from regrow.data.read.batch import layout_of
 from regrow.data.read.corpora import Corpora, order_of
-from regrow.data.read.inspect import decode_rows, differences, document_lengths, rows_of_batch
+from regrow.data.read.inspect import (
+    batch_lines,
+    decode_rows,
+    differences,
+    document_lengths,
+    length_lines,
+    manifest_lines,
+    rows_of_batch,
+)
 from regrow.data.read.manifest import MANIFEST, Manifest
 from regrow.data.read.shards import ShardReader, verify
 from regrow.errors import DataError, RegrowError
 from regrow.progress import Task
 from regrow.show.console import Console
-
-BAR = 40  # characters of the longest bar
-SHOWN_DOCUMENTS = 3  # of each row of a batch
 
 
 def main() -> None:
@@ -44,54 +49,30 @@ def main() -> None:
 def inspect(options: argparse.Namespace) -> None:
     folder = options.folder.removesuffix(MANIFEST) or "."
     manifest = Manifest.load(folder)
-    print(f"{manifest.recipe}, {manifest.num_tokens:,} tokens in rows of {manifest.seq_len} + 1; {manifest.sha256}")
-    for name, split in manifest.splits.items():
-        size = sum(shard.num_bytes for shard in split.shards)
-        print(f"{name}: {split.num_rows:,} rows, shards: {len(split.shards)}, {size / 1e6:,.1f} MB")
-    for name, count in manifest.counts.items():
-        print(f"  {name}: {count:,}")
-    for piece, why in manifest.damaged.items():
-        print(f"  left out, cannot be read: {piece}: {why}")
+    print("\n".join(manifest_lines(manifest)))
     with Console(sys.stderr) as console:
         if options.verify:
             for done, total in verify(folder):
                 console.progress(Task("verifying", "B"), done, total)
         if options.lengths:
-            show_lengths(ShardReader(folder, options.split), console)
+            measuring = partial(console.progress, Task("measuring documents", "rows"))
+            lengths = document_lengths(ShardReader(folder, options.split), progress=measuring)
+            print("\n".join(length_lines(lengths)))
     if options.samples:
         rows = np.unique(np.linspace(0, manifest.splits[options.split].num_rows - 1, options.samples).astype(np.int64))
         for row, text in zip(rows.tolist(), decode_rows(ShardReader(folder, options.split), rows), strict=True):
             print(f"\n--- {options.split} row {row}\n{text}")
     if options.batch is not None:
-        show_batch(folder, options.run, options.batch)
+        config = load_run_config(options.run)
+        corpora = Corpora.of(config.data.corpora, config.data) if config.data.corpora else Corpora.at(folder)
+        if corpora.sha256 != json.loads((options.run / "run.json").read_bytes())["manifest_sha256"]:
+            named = " and ".join(corpora.folders)
+            raise DataError(f"run {options.run} did not train on {named}; give the corpus that it did")
+        rows_of_step = rows_of_batch(corpora, layout_of(config), order_of(config, corpora), options.batch)
+        print("\n".join(batch_lines(rows_of_step)))
     if options.diff is not None:
         found = differences(manifest, Manifest.load(options.diff))
         print("\n".join(found) or "the same corpus")
-
-
-def show_lengths(reader: ShardReader, console: Console) -> None:
-    lengths = document_lengths(reader, progress=partial(console.progress, Task("measuring documents", "rows")))
-    print(f"{lengths.documents:,} documents of {lengths.mean:,.0f} tokens on average, the longest {lengths.longest:,}")
-    for (low, high), count in zip(itertools.pairwise(lengths.bounds), lengths.counts, strict=True):
-        if count:
-            print(f"  {low:>9,} to {high - 1:>9,}  {count:>9,}  {'#' * -(-BAR * count // max(lengths.counts))}")
-
-
-def show_batch(folder: str, run: Path, step: int) -> None:
-    from regrow.config.store import load_run_config
-
-    config = load_run_config(run)
-    corpora = Corpora.of(config.data.corpora, config.data) if config.data.corpora else Corpora.at(folder)
-    if corpora.sha256 != json.loads((run / "run.json").read_bytes())["manifest_sha256"]:
-        raise DataError(f"run {run} did not train on {' and '.join(corpora.folders)}; give the corpus that it did")
-    for row in rows_of_batch(corpora, layout_of(config), order_of(config, corpora), step):
-        more = len(row.documents) - SHOWN_DOCUMENTS
-        documents = " + ".join(row.documents[:SHOWN_DOCUMENTS]) + (f" and {more} more" if more > 0 else "")
-        place = f"{row.corpus} row {row.row:,}".strip()
-        print(
-            f"position {row.position:,} (slice {row.slice}): {place}, {row.shard} group {row.row_group}, of "
-            f"{documents}: {' '.join(row.text.split())[:60]!r}"
-        )
 
 
 if __name__ == "__main__":

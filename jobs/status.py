@@ -2,22 +2,17 @@
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from regrow.config.schema import SubmitConfig
-from regrow.errors import ClusterError, JobNotThereError, RegrowError
+from regrow.errors import ClusterError, RegrowError
 from regrow.record.run_folder import read_status
-from regrow.record.status import State, Status
+from regrow.record.status import Status
+from regrow.show.watch import show
 from regrow.storage import Storage
-
-if TYPE_CHECKING:
-    from regrow.show.status import Screen
 
 RUN = """a run folder (<run.storage_path>/<run.name>, a path or a URI), the name of one below runs/, the address of a
 Ray cluster's dashboard (http://HOST:8265, or auto), or rayjob/NAME on Kubernetes"""
-ENDS = (State.finished, State.stopped, State.failed)
 
 
 def main() -> None:
@@ -34,7 +29,8 @@ def main() -> None:
         parser.error("--every takes a number of seconds above 0")
     try:
         look, every_s = source(options)
-        show(look, options, every_s if options.every is None else options.every)
+        every_s = every_s if options.every is None else options.every
+        show(look, watch=options.watch, every_s=every_s, as_json=options.json)
     except (RegrowError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
@@ -59,43 +55,6 @@ def source(options: argparse.Namespace) -> tuple[Callable[[], Status], float]:
     if "/" not in run and not storage.list() and below.list():
         storage = below
     return lambda: read_status(storage), 2.0
-
-
-class JsonLines:
-    """A line of JSON for each status, with nothing but Python: a cluster's, where a run is looked at from afar."""
-
-    def __enter__(self) -> "JsonLines":
-        return self
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def show(self, status: Status) -> None:
-        print(status.to_json(), flush=True)
-
-    def say(self, text: str) -> None:
-        print(text, file=sys.stderr)
-
-
-def show(look: Callable[[], Status], options: argparse.Namespace, every_s: float) -> None:
-    with JsonLines() if options.json else _screen(options.watch) as screen:
-        status = look()
-        screen.show(status)
-        while options.watch and status.state not in ENDS:
-            time.sleep(every_s)
-            try:
-                status = look()
-            except JobNotThereError:
-                raise
-            except (RegrowError, OSError) as error:  # the network, perhaps: it was there before
-                screen.say(f"cannot look: {error}")
-                continue
-            screen.show(status)
-
-
-def _screen(watch: bool) -> "Screen":
-    from regrow.show.status import Screen  # rich
-
-    return Screen(sys.stdout, watch=watch)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,11 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "regrow.evaluate.harness": ("lm_eval", "torch"),
         "regrow.evaluate.shipped": ("datasets",),
     },
+    "torch, which takes seconds, where a command reads tensors": {
+        "regrow.state.commands": ("regrow.state.disk.tensors", "regrow.state.exchange.runs"),
+    },
     "what draws, where something is drawn": {
+        "regrow.show.watch": ("regrow.show.status",),
         "regrow.drill.result": ("rich",),
         "regrow.show.console": ("rich",),
         "regrow.show.tensorboard": ("tensorboard",),

@@ -1,8 +1,9 @@
 """Looking into a prepared corpus: how long its documents are, what rows say, what a batch holds, what differs."""
 
 import hashlib
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ from regrow.errors import DataError, first_line
 from regrow.plan.order import Order
 
 ROWS_AT_A_TIME = 4096
+BAR = 40  # characters of the longest bar
+SHOWN_DOCUMENTS = 3  # of each row of a batch
 
 
 @dataclass(frozen=True)
@@ -127,3 +130,40 @@ def _flat(value: Any, name: str = "") -> dict[str, Any]:
     else:
         return {name: value}
     return {key: leaf for k, part in parts for key, leaf in _flat(part, f"{name}/{k}" if name else k).items()}
+
+
+def manifest_lines(manifest: Manifest) -> list[str]:
+    """What a prepared corpus is."""
+    lines = [f"{manifest.recipe}, {manifest.num_tokens:,} tokens in rows of {manifest.seq_len} + 1; {manifest.sha256}"]
+    for name, split in manifest.splits.items():
+        size = sum(shard.num_bytes for shard in split.shards)
+        lines.append(f"{name}: {split.num_rows:,} rows, shards: {len(split.shards)}, {size / 1e6:,.1f} MB")
+    lines += [f"  {name}: {count:,}" for name, count in manifest.counts.items()]
+    return lines + [f"  left out, cannot be read: {piece}: {why}" for piece, why in manifest.damaged.items()]
+
+
+def length_lines(lengths: Lengths) -> list[str]:
+    """How long documents are, a bar for each bin that has any."""
+    lines = [
+        f"{lengths.documents:,} documents of {lengths.mean:,.0f} tokens on average, the longest {lengths.longest:,}"
+    ]
+    for (low, high), count in zip(itertools.pairwise(lengths.bounds), lengths.counts, strict=True):
+        if count:
+            bar = "#" * -(-BAR * count // max(lengths.counts))
+            lines.append(f"  {low:>9,} to {high - 1:>9,}  {count:>9,}  {bar}")
+    return lines
+
+
+def batch_lines(rows: Iterable[BatchRow]) -> list[str]:
+    """A line for each row of a batch: where it stands, and of which documents it is."""
+    lines = []
+    for row in rows:
+        more = len(row.documents) - SHOWN_DOCUMENTS
+        documents = " + ".join(row.documents[:SHOWN_DOCUMENTS]) + (f" and {more} more" if more > 0 else "")
+        place = f"{row.corpus} row {row.row:,}".strip()
+        text = repr(" ".join(row.text.split())[:60])
+        lines.append(
+            f"position {row.position:,} (slice {row.slice}): {place}, {row.shard} group {row.row_group}, of "
+            f"{documents}: {text}"
+        )
+    return lines
