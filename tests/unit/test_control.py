@@ -16,6 +16,7 @@ from regrow.control.health import WHERE_AGAIN_S, Pulse
 from regrow.control.membership import Formation, Member
 from regrow.control.states import Answer, Finished, Forming, GivenUp, LeavingGroup, Training, Waiting
 from regrow.control.values import NEVER, Peer, SnapshotAck, Version
+from regrow.record.events import Cause
 from regrow.record.log import METRIC_KEYS
 from regrow.runtime.abort import LEAVE_S
 from support.control_world import Shard, is_whole
@@ -239,6 +240,49 @@ def test_a_coordinator_that_was_restarted_knows_of_the_deaths_that_the_one_befor
     assert answer.formation is not None
     assert answer.formation.generation == 5
     assert [member.id for member in answer.formation.members] == ["m1"]
+
+
+def test_a_worker_that_ray_train_has_replaced_is_turned_away_when_its_node_is_back() -> None:
+    """Cut off by the network for so long that Ray gave its node up; then it is healed, and joins with what it has."""
+    told = Told()
+    told.form(one(1, "a"), one(2, "b"), one(3, "c"))
+    told.begin("abc")
+    told(e.Died((("b", 2),), 2, Cause.worker_died, "node b is dead"))
+    assert [member.id for member in told.form(one(1, "a"), one(3, "c")).members] == ["m1", "m3"]
+    told.begin("ac")
+    told.row(1)
+    told.clear()
+    told(e.Joined(one(2, "b"), 2))
+    assert told.ask("m2", 1) == Answer(over=True)
+    assert told.of(c.Kill) == [c.Kill("b", 2)]
+    told.now += 60.0
+    assert told.row(2) == "", "nobody is asked to leave for it"
+
+
+@pytest.mark.parametrize("with_keeper", [True, False])
+def test_a_newcomers_node_that_goes_silent_while_the_group_forms_is_given_up(with_keeper: bool) -> None:
+    """Its keeper, which no group has had yet, is asked too; without one, Ray finds its node dead."""
+    told = Told(silence_s=30.0)
+    told.form(one(1, "a"), one(2, "b"))
+    told.begin("ab")
+    told.row(1)
+    if with_keeper:
+        told(e.KeeperUp("new", "new", ("new", 1)))
+    told.form(one(1, "a"), one(2, "b"), one(3, "new"))
+    told(e.NodesAlive(frozenset("ab")))
+    told.clear()
+    for _ in range(300):
+        told.now += 0.2
+        for command in (told(), *told.of(c.Ask))[1:]:
+            for node in set(command.nodes) & {"a", "b"}:
+                alive = [Pulse(1 if node == "a" else 2, 2, 0, 0.0, 0.0, "S")]
+                told(e.Answered(command.number, node, "stacks" if command.question is c.Question.STACKS else alive))
+        told.commands = [command for command in told.commands if not isinstance(command, c.Ask)]
+        if told.records("failure"):
+            break
+    (failure,) = told.records("failure")
+    assert (failure["cause"], failure["ranks"]) == ("node_silent", [2])
+    assert told.now - 1000.0 < 40.0
 
 
 def test_members_whose_keeper_is_gone_for_long_are_given_up_though_nobody_tells_of_them() -> None:

@@ -109,16 +109,18 @@ def test_a_plan_goes_forward() -> None:
         (["at step 10: kill_worker rank=3"], "beyond cluster.max_workers=3"),
         (["at step 10: kill_node node=1", "at step 20: kill_node node=1"], "1 are up by then"),
         (["at step 10: kill_node and kill_node", "at step 20: kill_keeper"], "no node left"),
+        (["at step 10: partition_node"], "drill.hosts=apart"),
     ],
 )
 def test_a_plan_must_fit_its_cluster_and_its_run(lines: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(says)):
-        check_plan(parse_plan(lines), nodes=2, max_workers=3, last_step=60)
+        check_plan(parse_plan(lines), nodes=2, max_workers=3, last_step=60, apart=False)
     check_plan(
         parse_plan(["at step 9: kill_node", "after 3 s: return_node and kill_node node=1"]),
         nodes=2,
         max_workers=3,
         last_step=60,
+        apart=False,
     )
 
 

@@ -41,7 +41,9 @@ def notes() -> Notes:
 
 @pytest.fixture
 def injector(tmp_path: Path, notes: Notes) -> Iterator[Injector]:
-    nodes: Any = SimpleNamespace(memory_folder=str(tmp_path), nodes=[], add=lambda: "new")
+    nodes: Any = SimpleNamespace(
+        nodes=[], add=lambda: "new", pid=lambda node, pid: pid, memory_folders=lambda: [tmp_path]
+    )
     made = Injector(nodes, seed=7, note=lambda number, what, **fields: notes.append((number, what, fields)))
     yield made
     made.close()

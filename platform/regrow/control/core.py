@@ -17,7 +17,7 @@ from regrow.control.cadence import Cadence
 from regrow.control.commands import BeginRows, Command, Delete, LogRow, Outbox, Reply
 from regrow.control.commits import IsWhole
 from regrow.control.group import QUARANTINE_WITHIN_S, Group
-from regrow.control.health import Health, Stalls
+from regrow.control.health import Health, Stalls, Suspect
 from regrow.control.membership import Formation, Membership
 from regrow.control.nodes import Exclusions, NodeFailures
 from regrow.control.peers import FAN_OUT
@@ -104,7 +104,10 @@ class Control:
         self._snapshots.checkpoints.tick(now)
         stands_still = self._health.stalls.stalled_s(now) > 0  # thousands of members are not looked at for nothing
         members = self._group.membership.survivors if stands_still else []
-        suspects = self._health.tick(now, members, self._snapshots.keepers.current if stands_still else ())
+        keepers = self._snapshots.keepers
+        suspects = self._health.tick(now, members, keepers.known_of(member.node for member in members))
+        lost = [member for member in members if keepers.is_dead(member.node)]
+        suspects += [Suspect(member, True, "Ray has found the node dead") for member in lost]
         if suspects:
             self._snapshots.gone_dark({each.member.node for each in suspects if each.dark}, now)
             self._group.suspected(suspects, now)

@@ -64,6 +64,8 @@ class Group:
     failed_in_a_row: int = 0  # generations that have not finished a step
     too_few_since: float | None = None
     num_failures: int = 0
+    ended: set[tuple[str, int]] = field(default_factory=set)  # node and pid of processes that Ray Train has replaced
+    turned_away: set[str] = field(default_factory=set)  # members among them that came back
     _told_over: int = 0  # the newest generation whose ranks were told that it is over for one of them
     _form_at: float = 0.0  # to look again whether a group can be formed
 
@@ -105,7 +107,13 @@ class Group:
     # workers come
 
     def join(self, event: Joined, now: float) -> None:
-        self.membership.join(event.member, expected=event.expected, now=now)
+        """One that Ray Train has replaced is turned away: its node was cut off and is back, or Ray was mistaken."""
+        member = event.member
+        if (member.node, member.pid) in self.ended:
+            self.turned_away.add(member.id)
+            self.out.append(Kill(member.node, member.pid))
+            return
+        self.membership.join(member, expected=event.expected, now=now)
         if isinstance(self.state, Forming) and self.membership.is_breaking:  # nobody need wait for more
             self.enter(Waiting(), now)
             self._tell_over()
@@ -117,7 +125,7 @@ class Group:
     def _answer(self, event: Asked, now: float, last_snapshot_is_safe: bool) -> Answer:
         if isinstance(self.ending, GivenUp):
             return Answer(given_up=self.ending.message)
-        if self.ending is not None:
+        if self.ending is not None or event.member_id in self.turned_away:
             return Answer(over=True)
         formation, waits = self.formation, event.member_id in self.membership.waiting
         is_in = formation is not None and formation.rank_of(event.member_id) is not None
@@ -202,6 +210,7 @@ class Group:
     def died(self, event: Died, now: float) -> None:
         """Ray Train has found processes dead, or given them up."""
         gone = set(event.processes)
+        self.ended |= gone
         if event.cause == Cause.worker_hung:  # they are to go
             self.out.extend(Kill(node, pid) for node, pid in event.processes)
         membership = self.membership

@@ -1,7 +1,7 @@
 """Which node holds copies of which other one's snapshots, and which speaks for which. Pure."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from regrow.control.commands import Place
@@ -86,6 +86,14 @@ class KeeperRegistry:
 
     def can_ask(self, node: str) -> bool:
         return node in self.known and node not in self._dark
+
+    def is_dead(self, node: str) -> bool:
+        """Whether Ray has found it dead."""
+        return self._alive is not None and node not in self._alive
+
+    def known_of(self, nodes: Iterable[str]) -> tuple[str, ...]:
+        """Those whose keepers are known, each once."""
+        return tuple(node for node in dict.fromkeys(nodes) if node in self.known)
 
     @property
     def current(self) -> tuple[str, ...]:
