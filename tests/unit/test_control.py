@@ -146,11 +146,12 @@ def test_a_death_is_recorded_once_and_the_others_form_the_next_generation() -> N
 
 def test_a_node_whose_workers_die_one_by_one_has_failed_once_in_each_generation() -> None:
     told = Told()
-    for _ in range(PretrainConfig().cluster.quarantine_failures):
+    survivors = [one(pid, "node 0") for pid in range(3)]
+    for first in range(3, 3 + 3 * PretrainConfig().cluster.quarantine_failures, 3):
         assert told.control.excluded_nodes(told.now) == set()
-        told.form(*(one(pid, f"node {pid // 3}") for pid in range(6)))
-        for pid in (3, 4, 5):
-            told(e.Died((("node 1", pid),), 5, "worker_died", "gone"))
+        told.form(*survivors, *(one(first + at, "node 1") for at in range(3)))
+        for at in range(3):
+            told(e.Died((("node 1", first + at),), 5, "worker_died", "gone"))
     assert told.control.excluded_nodes(told.now) == {"node 1"}
     assert [fields["node"] for fields in told.records("quarantine")] == ["node 1"]
 
