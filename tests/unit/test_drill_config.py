@@ -92,6 +92,15 @@ def test_one_of_three_ways_to_say_what_is_to_happen(tmp_path: Path) -> None:
         plan_of(composed(f"drill.plan_file={tmp_path}/plan.json"))
 
 
+def test_a_soak_on_hosts_apart_is_partitions_and_broken_storage_for_a_third() -> None:
+    drawn, _ = plan_of(composed("+drill=soak", "drill.faults=3000", "drill.hosts=apart"))
+    broken = [fault for fault in drawn if fault.kind.startswith(("partition", "blink")) or "storage" in fault.kind]
+    assert len(broken) > len(drawn) / 3
+    assert {fault.kind for fault in drawn} == KINDS.keys() - {"fill_memory", "bad_link"}  # no room of its own; netem
+    together, _ = plan_of(composed("+drill=soak", "drill.faults=3000"))
+    assert not any(KINDS[fault.kind].apart for fault in together)
+
+
 def test_a_drill_may_get_longer_and_nothing_else(tmp_path: Path) -> None:
     _keep_plan(tmp_path, *plan_of(composed("+drill=soak", "drill.faults=5")))
     _keep_plan(tmp_path, *plan_of(composed("+drill=soak", "drill.faults=9")))

@@ -156,6 +156,7 @@ class RandomFaults:
     nodes: int  # at the start
     least_nodes: int
     most_nodes: int
+    apart: bool = False  # whether faults that take hosts apart are drawn, too
 
 
 def parse_plan(lines: Sequence[str]) -> list[Fault]:
@@ -211,7 +212,8 @@ def check_plan(faults: Sequence[Fault], *, nodes: int, max_workers: int, last_st
 
 def draw_faults(wanted: RandomFaults) -> list[Fault]:
     """A random plan. Never fewer nodes than `least_nodes`, never more than `most_nodes`. Raises ConfigError."""
-    choices = [(parse_faults(text), weight) for text, weight in wanted.kinds.items()]
+    named = [(parse_faults(text), weight) for text, weight in wanted.kinds.items()]
+    choices = [each for each in named if wanted.apart or not any(KINDS[fault.kind].apart for fault in each[0])]
     if not choices or not all(weight > 0 for _, weight in choices):
         raise ConfigError(f"drill.kinds={dict(wanted.kinds)} must name faults, each with a weight above 0")
     low, high = wanted.every_steps

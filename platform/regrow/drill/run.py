@@ -81,6 +81,7 @@ def plan_of(config: DrillJobConfig) -> tuple[list[Fault], int]:
         nodes=drill.nodes,
         least_nodes=drill.least_nodes,
         most_nodes=drill.most_nodes,
+        apart=drill.hosts is DrillHosts.apart,
     )
     return draw_faults(wanted), drill.seed
 
