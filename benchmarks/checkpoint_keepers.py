@@ -58,10 +58,13 @@ class Keepers:
             self._pipes[place.node] = ours
             self._processes.append(process)
         self._addresses: dict[str, Address] = {node: pipe.recv() for node, pipe in self._pipes.items()}
-        peers = {}
+        peers: dict[str, tuple[str, ...]] = {}
         for number, place in enumerate(self.places):
-            peers[place.node] = peer = self.places[(number + 1) % num_nodes].node if num_nodes > 1 else ""
-            self._pipes[place.node].send(("peer", Peer(peer, self._addresses[peer]) if peer else None))
+            peer = self.places[(number + 1) % num_nodes].node
+            peers[place.node] = (peer,) if num_nodes > 1 else ()
+            self._pipes[place.node].send(
+                ("peers", tuple(Peer(each, self._addresses[each]) for each in peers[place.node]))
+            )
         self._board = CommitTracker(is_whole)
         self._board.begin(GENERATION, 0, peers)
         self._thread = threading.Thread(target=self._coordinate, daemon=True)
@@ -107,7 +110,7 @@ class Keepers:
             return
         if self._checkpoints is not None and self._upload is None:
             target = self._checkpoints / step_folder(commit.version.step)
-            self._upload = Upload(commit.version, dict(commit.peers), target, RUN_ID)
+            self._upload = Upload(commit.version, tuple(commit.peers), target, RUN_ID)
             for node, order in self._upload.orders():
                 self._pipes[node].send(("write", order))
         self._tell(commit.version)
@@ -172,8 +175,8 @@ def _keep(pipe: Connection, place: Place) -> None:
     with contextlib.suppress(EOFError, OSError):  # whoever started it is gone
         while True:
             what, value = pipe.recv()
-            if what == "peer":
-                keeper.set_peer(value)
+            if what == "peers":
+                keeper.set_peers(value)
             elif what == "committed":
                 keeper.committed(value)
             elif what == "write":

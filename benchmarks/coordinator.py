@@ -58,7 +58,9 @@ RUN_ID = "0123456789abcdef"
 class Keepers:
     """Plays a keeper at the top of the tree and all those below it. An actor."""
 
-    def __init__(self, coordinator: Any, below: list[list[str]], peers: dict[str, str], num_nodes: int) -> None:
+    def __init__(
+        self, coordinator: Any, below: list[list[str]], peers: dict[str, tuple[str, ...]], num_nodes: int
+    ) -> None:
         """`below`: itself, then each of its members with all those below it."""
         self.coordinator, self.below, self.peers, self.num_nodes = coordinator, below, peers, num_nodes
         self.heard: Counter[Version] = Counter()

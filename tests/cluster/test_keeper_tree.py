@@ -17,7 +17,7 @@ from regrow.control.membership import Member
 from regrow.control.peers import plan_peers, plan_tree
 from regrow.control.values import SnapshotAck, Version
 from regrow.runtime.fleet import Fleet
-from regrow.runtime.keeper import Keeper
+from regrow.runtime.keeper import GROUPS, Keeper
 from regrow.runtime.publisher import Publisher
 from regrow.state.memory.held import is_whole
 from regrow.state.memory.slots import Committed
@@ -82,7 +82,7 @@ def test_a_step_that_all_report_is_committed_and_all_hear_of_it(folder: Path) ->
     assert [branch.num_nodes for branch in plan_tree(NODES, fan_out=2).values()] == [4, 3, 2, 1, 1, 1, 1]
     secret = b"of this run"
     root: Any = ray.remote(Root).options(num_cpus=0).remote(folder, secret)
-    keeper: Any = ray.remote(Keeper).options(num_cpus=0, max_concurrency=8)
+    keeper: Any = ray.remote(concurrency_groups=GROUPS)(Keeper).options(num_cpus=0, max_concurrency=8)
     handles = {node: keeper.remote("run", node, str(folder / f"regrow-run-{node}"), None, 600.0) for node in NODES}
     infos = ray.get([handle.serve.remote(root, secret) for handle in handles.values()], timeout=120)
     ray.get(root.begin.remote({info.node: (handles[info.node], info) for info in infos}), timeout=60)

@@ -35,8 +35,8 @@ class Nodes:
             )
             for k in range(count)
         }
-        for node, peer in plan_peers([(node, node) for node in self.keepers]).items():
-            self.keepers[node].set_peer(Peer(peer, self.keepers[peer].address))
+        for node, (peer,) in plan_peers([(node, node) for node in self.keepers]).items():
+            self.keepers[node].set_peers((Peer(peer, self.keepers[peer].address),))
             self.keepers[node].start()
 
     def folders(self) -> list[str]:
@@ -110,8 +110,8 @@ def test_state_moves_from_layout_to_layout_and_back_without_storage_and_with_a_n
             nodes.wait_for(generation, min(ranks, len(nodes.keepers)))
             nodes.lose(next(iter(nodes.keepers)))
             holders = nodes.holders(generation)
-            for node, peer in plan_peers([(node, node) for node in nodes.keepers]).items():
-                nodes.keepers[node].set_peer(Peer(peer, nodes.keepers[peer].address) if peer else None)
+            for node, peers in plan_peers([(node, node) for node in nodes.keepers]).items():
+                nodes.keepers[node].set_peers(tuple(Peer(each, nodes.keepers[each].address) for each in peers))
     finally:
         for node in list(nodes.keepers):
             nodes.lose(node)

@@ -12,21 +12,34 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig
+from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig, SnapshotConfig
 from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.core import Control, Fenced, Past
 from regrow.control.health import Pulse
 from regrow.control.membership import Formation, Member
 from regrow.control.states import Answer, GivenUp
-from regrow.control.values import NEVER, Version
+from regrow.control.values import NEVER, SnapshotAck, Version
 from regrow.record.log import METRIC_KEYS
 
 STEP_S, POLL_S, TICK_S = 1.0, 0.3, 0.5
 COLLECTIVE_S = 8.0  # after which a rank that waits for a dead one fails by itself
 SLOTS = 3
 KEEP = 2
-KINDS = ["worker", "worker", "node", "keeper", "coordinator", "stop", "notice", "zombie", "broke", "dark", "nonfinite"]
+KINDS = [
+    "worker",
+    "worker",
+    "node",
+    "keeper",
+    "coordinator",
+    "stop",
+    "notice",
+    "zombie",
+    "broke",
+    "dark",
+    "nonfinite",
+    "cut",
+]
 
 
 class Broken(AssertionError):
@@ -78,7 +91,7 @@ class Node:
     slots: list[Shard | None] = field(default_factory=lambda: [None] * SLOTS)
     copies: dict[tuple[str, int], Shard] = field(default_factory=dict)  # by origin and slot
     heard: tuple[int, Version, Version] = (-1, NEVER, NEVER)  # number of the message, what is committed, what is pinned
-    peer: str = ""
+    peers: tuple[str, ...] = ()
 
     @property
     def held(self) -> list[Shard]:
@@ -117,11 +130,12 @@ class World:
 
     control_class: type[Control] = Control
 
-    def __init__(self, seed: int, *, num_nodes: int, last_step: int, min_workers: int = 1) -> None:
+    def __init__(self, seed: int, *, num_nodes: int, last_step: int, min_workers: int = 1, copies: int = 1) -> None:
         self.rng, self.now, self.last_step = random.Random(seed), 1000.0, last_step
         self.config = PretrainConfig(
             cluster=ClusterConfig(min_workers=min_workers, max_workers=num_nodes, wait_for_workers_s=600.0),
             checkpoint=CheckpointConfig(every_steps=4, keep=KEEP, timeout_s=30.0),
+            snapshot=SnapshotConfig(copies=copies),
         )
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.numbers = itertools.count(1)
@@ -133,9 +147,10 @@ class World:
         self.events: list[tuple[float, str, dict[str, Any]]] = []
         self.storage: dict[int, tuple[Version, int]] = {}  # step -> what is committed there, and its state
         self.parts: dict[tuple[int, str], int] = {}  # of an upload, by origin
-        self.committed: dict[Version, frozenset[str]] = {}  # in memory; and on which nodes
+        self.committed: dict[Version, dict[str, frozenset[str]]] = {}  # in memory; which nodes have which one's part
         self.newest_generation, self.lost_at = 0, Version()
         self.losses: list[tuple[float, str]] = []
+        self.cut: set[tuple[str, str]] = set()  # links over which no copies go
         self.max_nodes = num_nodes
         self.num_coordinators, self.up = 0, True
         self.done = self.over = False
@@ -317,7 +332,7 @@ class World:
     def _take_place(self, name: str, place: c.Place) -> None:
         node = self.nodes[name]
         if node.alive and node.up:
-            node.peer = place.peer.node if place.peer else ""
+            node.peers = tuple(peer.node for peer in place.peers)
             for slot, shard in enumerate(node.slots):
                 if shard is not None and shard.moment > node.heard[1]:
                     self._push(node, slot, shard)
@@ -339,19 +354,19 @@ class World:
             raise Broken(f"{version} was committed in generation {self.newest_generation}")
         members = self.runs[version.generation].formation.members
         origins = {member.node for member in members}
+        self.committed[version] = {}
         for origin in origins:
+            peers = self.nodes[origin].peers
             holders = [
                 n.name for n in self.nodes.values() if any(s.moment == version and s.origin == origin for s in n.held)
             ]
             others = [name for name in holders if name != origin]
-            gone = [
-                at for at, name in self.losses if name in (origin, self.nodes[origin].peer) and at > self.now - 10.0
-            ]
+            gone = [at for at, name in self.losses if name in (origin, *peers) and at > self.now - 10.0]
             if not holders and not gone:
                 raise Broken(f"{version} was committed, and nobody has the part of {origin}")
-            if self.nodes[origin].peer and not others and not gone:
-                raise Broken(f"{version} was committed, and nobody has a copy of {origin}'s part")
-        self.committed[version] = frozenset(origins)
+            if len(others) < len(peers) and not gone:
+                raise Broken(f"{version} was committed, and not all of {peers} have a copy of {origin}'s part")
+            self.committed[version][origin] = frozenset(holders)
 
     def _do_Write(self, command: c.Write) -> None:
         if command.version not in self.committed:
@@ -499,6 +514,7 @@ class World:
         for member in run.formation.members:
             self.tell(self._keeper_up(self.nodes[member.node]))
         step, state = max(((step, state) for step, (_, state) in self.storage.items()), default=(0, 0))
+        is_restored = False
         if self.control.newest_snapshot is not None:
             held = [
                 shard for node in self.nodes.values() if node.alive and node.up and not node.dark for shard in node.held
@@ -508,9 +524,9 @@ class World:
                 states = {shard.state for shard in held if shard.moment == version}
                 if len(states) != 1:
                     raise Broken(f"{version} has {len(states)} states")
-                step, state = version.step, states.pop()
-            elif version in self.committed and not self._has_lost_two(version):
-                raise Broken(f"{version} was committed, no two nodes were lost, and it is not whole")
+                step, state, is_restored = version.step, states.pop(), True
+            elif version in self.committed and not self._has_lost_a_part(version):
+                raise Broken(f"{version} was committed, a node of each part is there, and it is not whole")
         run.step, run.state = step, state
         nodes = tuple(dict.fromkeys(member.node for member in run.formation.members))
         self.tell(e.NodesAlive(frozenset(node.name for node in self.nodes.values() if node.alive)))
@@ -520,13 +536,14 @@ class World:
             self._leave_all(run)
             return
         run.began = True
+        if is_restored:
+            self._snapshot(run)
         self.after(STEP_S, lambda: self._step(run))
 
-    def _has_lost_two(self, version: Version) -> bool:
-        """Whether two of a version's nodes were lost, or are away: memory need not have it then."""
-        nodes = [self.nodes[name] for name in self.committed[version]]
-        away = [node for node in nodes if not (node.alive and node.up) or node.dark]
-        return len(away) > 1 or (bool(away) and not away[0].peer) or bool(away and not self.nodes[away[0].peer].alive)
+    def _has_lost_a_part(self, version: Version) -> bool:
+        """Whether all nodes that had some part of a version were lost, or are away: memory need not have it then."""
+        there = {node.name for node in self.nodes.values() if node.alive and node.up and not node.dark}
+        return any(holders.isdisjoint(there) for holders in self.committed[version].values())
 
     def _leave_all(self, run: Run) -> None:
         for member in run.formation.members:
@@ -575,23 +592,21 @@ class World:
                 self._push(node, slot, shard)
 
     def _push(self, node: Node, slot: int, shard: Shard) -> None:
-        """Copy a shard to the peer, then report it."""
-        peer = node.peer
+        """Copy a shard to the peers, then report it."""
+        peers = node.peers
 
         def copied() -> None:
-            if not (node.alive and node.up) or node.slots[slot] != shard or node.peer != peer:
+            if not (node.alive and node.up) or node.slots[slot] != shard or node.peers != peers:
                 return
-            if peer:
+            for peer in peers:
                 there = self.nodes[peer]
-                if not (there.alive and there.up) or there.dark:
+                if not (there.alive and there.up) or there.dark or (node.name, peer) in self.cut:
                     self.send(e.NodesAlive(frozenset(n.name for n in self.nodes.values() if n.alive)), 0.9)
-                    self.send(e.Complaint(node.name, "its peer is gone"), 1.0)
+                    self.send(e.Complaint(node.name, "its peer is gone", peer, 0.5), 1.0)
                     self.after(2.0, copied)
                     return
                 there.copies[node.name, slot] = shard
-            from regrow.control.values import SnapshotAck
-
-            self.send(e.Sealed([SnapshotAck(node.name, shard.moment, peer)]), lossy=True)
+            self.send(e.Sealed([SnapshotAck(node.name, shard.moment, peers)]), lossy=True)
 
         self.after(self.soon(), copied)
 
@@ -633,7 +648,7 @@ class World:
         def back() -> None:
             if node.alive:
                 node.up = True
-                node.peer = ""
+                node.peers = ()
                 self.send(self._keeper_up(node, restarted=True))
 
         self.after(0.5 + 2 * self.rng.random(), back)
@@ -714,6 +729,10 @@ class World:
             self._come_again(worker)
         elif kind == "nonfinite" and worker.generation and self.up and self.runs[worker.generation].began:
             self.not_finite(self.runs[worker.generation])
+        elif kind == "cut" and len(nodes) > 1:
+            link = node.name, rng.choice([each.name for each in nodes if each is not node])
+            self.cut.add(link)
+            self.after(40.0 * rng.random(), lambda: self.cut.discard(link))
         elif kind == "dark":
             node.dark = True
             self.after(20.0 * rng.random(), lambda: setattr(node, "dark", False))
@@ -759,7 +778,8 @@ def play(seed: int, control_class: type[Control] = Control, *, num_faults: int |
     """A run of a few steps with faults at random times, to its end. Raises Broken."""
     rng = random.Random(seed)
     world_class = type("Played", (World,), {"control_class": control_class})
-    world: World = world_class(seed, num_nodes=rng.choice((1, 2, 3, 3, 4)), last_step=rng.choice((6, 10, 14)))
+    sizes = {"num_nodes": rng.choice((1, 2, 3, 3, 4)), "last_step": rng.choice((6, 10, 14))}
+    world: World = world_class(seed, **sizes, copies=rng.choice((1, 1, 2)))
     for _ in range(rng.choice((0, 1, 2, 2, 3, 4)) if num_faults is None else num_faults):
         world.after(rng.random() * 20.0, world.fault)
     world.run(2000.0)

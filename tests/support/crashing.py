@@ -83,7 +83,7 @@ def keeper_main(member: Member) -> None:
         "_push": "push",
         "_receive": "receive",
         "committed": "told",
-        "set_peer": "place",
+        "set_peers": "place",
         "write": "upload",
     }.items():
         beacon.mark(keeper_node.KeeperNode, name, phase)

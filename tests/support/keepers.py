@@ -61,9 +61,15 @@ class Node:
     reports: list[SnapshotAck] = field(default_factory=list)
 
 
+def peers_of(nodes: Sequence[Node], number: int, copies: int = 1) -> tuple[Peer, ...]:
+    """The nodes after this one."""
+    after = [nodes[(number + each) % len(nodes)].keeper for each in range(1, copies + 1)]
+    return tuple(Peer(keeper.node, keeper.address) for keeper in after)
+
+
 @contextmanager
-def cluster(folder: Path, num_nodes: int) -> Iterator[list[Node]]:
-    """Keepers of some nodes, each the next one's peer."""
+def cluster(folder: Path, num_nodes: int, copies: int = 1) -> Iterator[list[Node]]:
+    """Keepers of some nodes, the next ones being each one's peers."""
     nodes: list[Node] = []
     try:
         for number in range(num_nodes):
@@ -78,8 +84,7 @@ def cluster(folder: Path, num_nodes: int) -> Iterator[list[Node]]:
             )
             nodes.append(Node(keeper, reports))
         for number, node in enumerate(nodes):
-            peer = nodes[(number + 1) % num_nodes].keeper
-            node.keeper.set_peer(Peer(peer.node, peer.address) if num_nodes > 1 else None)
+            node.keeper.set_peers(peers_of(nodes, number, min(copies, num_nodes - 1)))
             node.keeper.start()
         yield nodes
     finally:
@@ -143,7 +148,7 @@ def write_checkpoint(nodes: list[Node], checkpoints: Storage, step: int, generat
     moment = Version(generation, step)
     keepers = {report.node: node.keeper for node in nodes for report in node.reports if report.version == moment}
     folder = checkpoints / step_folder(step)
-    upload = Upload(moment, dict.fromkeys(keepers, ""), folder, RUN)
+    upload = Upload(moment, tuple(keepers), folder, RUN)
     for node, order in upload.orders():
         upload.done(order, keepers[node].write(order))
     index = upload.index()

@@ -171,8 +171,8 @@ def read_by_the_peer(nodes: list[Node], meanwhile: Meanwhile, monkeypatch: pytes
         inner(self, file, ranges)
 
     monkeypatch.setattr(Connection, "send_file", send_file)
-    nodes[0].keeper.complain = lambda text: None  # of the step before, which is gone
-    nodes[0].keeper.set_peer(Peer("node-1", nodes[1].keeper.address))
+    nodes[0].keeper.complain = lambda *what: None  # of the step before, which is gone
+    nodes[0].keeper.set_peers((Peer("node-1", nodes[1].keeper.address),))
     wait_until(lambda: any(holder.held.is_copy for holder in holders(nodes, 2)))
     return restored(nodes, [holder for holder in holders(nodes, 2) if holder.held.is_copy])
 
@@ -212,7 +212,7 @@ def test_memory_that_is_being_read_is_not_made_another_slot(
 ) -> None:
     """A newer generation has committed and the slot is gone: whoever reads it yet finishes with what it began."""
     with cluster(tmp_path, 2) as nodes:
-        nodes[0].keeper.set_peer(None)
+        nodes[0].keeper.set_peers(())
         worker = Worker(nodes[0])
         (*_, slot) = worker.train(2, commits=False)
         wait_until(lambda: len(nodes[0].reports) == 2)

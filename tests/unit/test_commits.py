@@ -9,7 +9,7 @@ from regrow.state.memory.slots import SLOT
 
 def held(step: int, shard: int, *, copy: bool = False) -> Held:
     return Held(
-        f"g000001-{shard}-{step}{SLOT}{COPY if copy else ''}",
+        f"g000001-{shard}-{step}{SLOT}" + (f".of{COPY}" if copy else ""),
         Version(1, step),
         Coordinates(MeshShape(1, 2), shard),
         1,
@@ -29,12 +29,12 @@ def newest(board: CommitTracker) -> int | None:
 
 def test_a_step_is_committed_once_every_node_has_it_safe_with_its_peer() -> None:
     board = CommitTracker(is_whole)
-    board.begin(1, 0, {"a": "b", "b": "a"})
-    assert board.sealed(SnapshotAck("a", Version(1, 5), "b")) is None
-    assert board.sealed(SnapshotAck("b", Version(1, 5), "")) is None  # it had not heard of its peer
-    assert board.sealed(SnapshotAck("b", Version(2, 5), "a")) is None
+    board.begin(1, 0, {"a": ("b",), "b": ("a",)})
+    assert board.sealed(SnapshotAck("a", Version(1, 5), ("b",))) is None
+    assert board.sealed(SnapshotAck("b", Version(1, 5), ())) is None  # it had not heard of its peer
+    assert board.sealed(SnapshotAck("b", Version(2, 5), ("a",))) is None
     assert newest(board) is None
-    assert board.sealed(SnapshotAck("b", Version(1, 5), "a")) is not None
+    assert board.sealed(SnapshotAck("b", Version(1, 5), ("a",))) is not None
     assert newest(board) == 5
 
 

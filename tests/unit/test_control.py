@@ -1,24 +1,27 @@
 """What control decides, event by event, in virtual time."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig
+from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig, SnapshotConfig
 from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.checkpoints import RETRY_S
 from regrow.control.core import DEVICE_PATIENCE_S, Control, Fenced, Past
 from regrow.control.group import LEAVING_S, MAX_FAILED_GENERATIONS, YIELD_S
 from regrow.control.health import WHERE_AGAIN_S, Pulse
+from regrow.control.links import AGAIN_S, REFUSED_S
 from regrow.control.membership import Formation, Member
+from regrow.control.snapshots import IS_THERE, SILENT_S
 from regrow.control.states import Answer, Finished, Forming, GivenUp, LeavingGroup, Training, Waiting
 from regrow.control.values import NEVER, Peer, SnapshotAck, Version
 from regrow.record.events import Cause
 from regrow.record.log import METRIC_KEYS
 from regrow.runtime.abort import LEAVE_S
+from regrow.state.memory.node import RETRY_S as RETRY_S_OF_KEEPERS
 from support.control_world import Shard, is_whole
 
 CLUSTER = ClusterConfig(max_workers=8, wait_for_workers_s=60)
@@ -27,9 +30,18 @@ CLUSTER = ClusterConfig(max_workers=8, wait_for_workers_s=60)
 class Told:
     """A control, and all that it wanted since `clear`."""
 
-    def __init__(self, past: Past | None = None, *, checkpoint: CheckpointConfig | None = None, **cluster: Any) -> None:
+    def __init__(
+        self,
+        past: Past | None = None,
+        *,
+        checkpoint: CheckpointConfig | None = None,
+        copies: int = 1,
+        **cluster: Any,
+    ) -> None:
         config = PretrainConfig(
-            cluster=replace(CLUSTER, **cluster), checkpoint=checkpoint or CheckpointConfig(every_steps=10)
+            cluster=replace(CLUSTER, **cluster),
+            checkpoint=checkpoint or CheckpointConfig(every_steps=10),
+            snapshot=SnapshotConfig(copies=copies),
         )
         self.now, self.commands = 1000.0, list[c.Command]()
         self.control = Control(config, is_whole=is_whole, now=self.now, past=past)
@@ -76,8 +88,14 @@ class Told:
         reason: str = self(e.Row(self.control.generation, row))
         return reason
 
-    def seal(self, version: Version, peers: dict[str, str]) -> None:
-        self(e.Sealed([SnapshotAck(node, version, peer) for node, peer in peers.items()]))
+    def seal(self, version: Version, peers: Mapping[str, Iterable[str]]) -> None:
+        self(e.Sealed([SnapshotAck(node, version, tuple(holders)) for node, holders in peers.items()]))
+
+    @property
+    def peers(self) -> dict[str, tuple[str, ...]]:
+        """As keepers were told last."""
+        places = self.of(c.SendPlaces)[-1].places
+        return {node: tuple(peer.node for peer in place.peers) for node, place in places.items()}
 
 
 def one(pid: int, node: str = "node") -> Member:
@@ -423,8 +441,7 @@ def uploading(nodes: str = "abc", *, copies: bool = False) -> Told:
     told = Told()
     told.form(*(one(pid, node) for pid, node in enumerate(nodes)))
     told.begin(nodes)
-    peers = {node: place.peer.node if place.peer else "" for node, place in told.of(c.SendPlaces)[-1].places.items()}
-    told.seal(Version(1, 10), peers)
+    told.seal(Version(1, 10), told.peers)
     assert [(order.node, order.copies) for order in told.of(c.Write)] == [(node, False) for node in nodes]
     assert [order.describe for order in told.of(c.Write)] == [True, *[False] * (len(nodes) - 1)]
     return told
@@ -518,12 +535,8 @@ def test_a_group_on_one_node_has_its_copies_on_another_that_is_up_until_that_is_
     for node, domain in {"a": "rack 1", "b": "rack 1", "c": "rack 2"}.items():
         told(e.KeeperUp(node, domain, (node, 1)))
 
-    def peer() -> str:
-        place = told.of(c.SendPlaces)[-1].places["a"]
-        return place.peer.node if place.peer else ""
-
     told(e.Began(1, 0, ("a",), {}))
-    assert peer() == "c"  # of another rack
+    assert told.peers == {"a": ("c",)}  # of another rack
     told.seal(Version(1, 5), {"a": "c"})
     assert told.of(c.Announce)[-1].nodes == ("a", "c")
     told.clear()
@@ -532,7 +545,7 @@ def test_a_group_on_one_node_has_its_copies_on_another_that_is_up_until_that_is_
     assert told.of(c.SendPlaces) == []
     told(e.NodesAlive(frozenset("ab")))
     told(e.Complaint("a", "its peer is gone"))
-    assert peer() == "b"
+    assert told.peers == {"a": ("b",)}
     told.seal(Version(1, 6), {"a": "c"})  # these copies went with it
     assert told.control.newest_snapshot == Version(1, 5)
     told.seal(Version(1, 6), {"a": "b"})
@@ -542,6 +555,147 @@ def test_a_group_on_one_node_has_its_copies_on_another_that_is_up_until_that_is_
     told.seal(Version(1, 7), {"a": ""})
     assert told.control.newest_snapshot == Version(1, 7)
     assert len(told.records("snapshot_failed")) == 1  # once a generation
+
+
+def refuse(told: Told, node: str, peer: str, seconds: float = REFUSED_S + RETRY_S_OF_KEEPERS) -> None:
+    """Its keeper tries again and again, for so long."""
+    until = told.now + seconds
+    while told.now < until:
+        told(e.Complaint(node, "No space left on device", peer))
+        told.now += RETRY_S_OF_KEEPERS
+
+
+def training(nodes: Sequence[str], **options: Any) -> Told:
+    told = Told(**options)
+    told.form(*(one(pid, node) for pid, node in enumerate(nodes)))
+    told.begin(nodes)
+    return told
+
+
+def test_a_node_that_cannot_copy_to_its_peer_gets_another_one_and_steps_commit_again() -> None:
+    told = training("abc")
+    assert told.peers == {"a": ("b",), "b": ("c",), "c": ("a",)}
+    told.clear()
+    refuse(told, "a", "b", REFUSED_S - 1.0)
+    assert told.of(c.SendPlaces) == [], "a keeper that is restarted is there again by then"
+    refuse(told, "a", "b")
+    assert told.peers == {"a": ("c",), "b": ("a",), "c": ("b",)}
+    (moved,) = told.records("copies_moved")
+    assert moved["detail"] == "node a cannot copy its snapshots to node b: its copies are on c from here on"
+    told.seal(Version(1, 5), told.peers)
+    assert told.control.newest_snapshot == Version(1, 5)
+
+
+def test_a_peer_that_says_nothing_is_given_up_at_its_first_timeout() -> None:
+    told = training("abc")
+    told(e.Complaint("a", "timed out", "b", tried_s=20.0))
+    assert told.peers["a"] == ("c",)
+
+
+def test_a_copy_that_arrives_between_two_refusals_makes_the_link_good() -> None:
+    told = training("abc")
+    for _ in range(10):
+        told(e.Complaint("a", "Connection refused", "b"))
+        told.now += REFUSED_S - 1.0
+        told.seal(Version(1, 5), {"a": ("b",)})
+    assert told.peers["a"] == ("b",)
+
+
+def test_a_node_without_room_holds_nobodys_copies_and_costs_no_round_of_all_the_others() -> None:
+    told = training("abcdef", copies=1)
+    full = "b"
+    for _ in range(2):
+        (victim,) = [node for node, holders in told.peers.items() if full in holders]
+        refuse(told, victim, full)
+    assert all(full not in holders for holders in told.peers.values())
+    assert all(len(holders) == 1 for holders in told.peers.values()), "one node holds two's instead"
+    assert len(told.records("copies_moved")) == 2
+
+
+def test_steps_commit_without_the_copies_of_a_node_that_no_other_takes_and_one_is_tried_again_later() -> None:
+    told = training("ab")
+    refuse(told, "a", "b")
+    assert told.peers == {"a": (), "b": ("a",)}
+    (moved,) = told.records("copies_moved")
+    assert moved["peers"] == []
+    assert "it has no copies" in moved["detail"]
+    told.seal(Version(1, 10), told.peers)
+    assert told.control.newest_snapshot == Version(1, 10)
+    assert [order.node for order in told.of(c.Write)] == ["a", "b"], "and so do checkpoints"
+    told.now += AGAIN_S
+    told()
+    assert told.peers == {"a": ("b",), "b": ("a",)}
+
+
+def test_with_two_copies_a_step_commits_once_both_are_there_and_either_writes_a_checkpoint() -> None:
+    told = training("abcd", copies=2)
+    assert told.peers == {"a": ("b", "c"), "b": ("c", "d"), "c": ("d", "a"), "d": ("a", "b")}
+    told.seal(Version(1, 10), {**told.peers, "a": ("b",)})
+    assert told.control.newest_snapshot is None
+    told.seal(Version(1, 10), told.peers)
+    assert told.control.newest_snapshot == Version(1, 10)
+    told.clear()
+    for node in "abc":
+        assert told.of(c.Write)[-1:] == [] or told.of(c.Write)[-1].node == node
+        told(e.WriteFailed(1, "a", node, "is gone"))
+    assert [(order.node, order.copies) for order in told.of(c.Write)] == [("b", True), ("c", True)]
+    assert len(told.records("checkpoint_failed")) == 1
+
+
+def test_a_group_of_fewer_nodes_than_copies_uses_nodes_outside_of_other_racks_first() -> None:
+    told = Told(copies=2)
+    told.form(one(1, "a"), one(2, "b"))
+    for node, rack in {"a": "1", "b": "1", "c": "1", "d": "2"}.items():
+        told(e.KeeperUp(node, rack, (node, 1)))
+    told(e.Began(1, 0, ("a", "b"), {}))
+    assert told.peers == {"a": ("b", "d"), "b": ("a", "d")}
+    assert told.control.copies_are_outside
+
+
+def test_a_keeper_that_hangs_keeps_no_others_report_back_and_is_started_anew() -> None:
+    nodes = [f"n{number:02}" for number in range(30)]
+    told = training(nodes, max_workers=30)
+    places = told.of(c.SendPlaces)[-1].places
+    hung = next(node for node in nodes if len(places[node].members) > 1)
+    below = {hung, *places[hung].members}
+    told.clear()
+
+    def reported(but: set[str]) -> None:
+        told.seal(Version(1, 5), {node: holders for node, holders in peers.items() if node not in but})
+
+    peers = {node: tuple(peer.node for peer in place.peers) for node, place in places.items()}
+    reported(below)
+    for _ in range(2):
+        told()
+        told.now += SILENT_S + 1.0
+    places = told.of(c.SendPlaces)[-1].places
+    assert all(places[node].leader == "" and not places[node].members for node in below)
+    assert sum(place.num_nodes for place in places.values() if not place.leader) == len(nodes)
+    (asked,) = [ask for ask in told.of(c.Ask) if ask.number == IS_THERE]
+    assert set(asked.nodes) == below
+    for node in below - {hung}:
+        told(e.Answered(IS_THERE, node, []))
+    reported({hung})
+    for _ in range(2):
+        told()
+        told.now += SILENT_S + 1.0
+    assert told.of(c.RestartKeeper) == [c.RestartKeeper(hung)]
+    assert [fields["node"] for fields in told.records("keeper_restarted")] == [hung]
+    told(e.KeeperUp(hung, hung, (hung, 2), restarted=True))
+    reported(set())
+    assert told.control.newest_snapshot == Version(1, 5)
+
+
+def test_keepers_that_are_slow_and_answer_are_left_alone() -> None:
+    told = training("abc")
+    told.seal(Version(1, 5), {"a": ("b",)})
+    for _ in range(5):
+        told()
+        told.now += SILENT_S + 1.0
+        for ask in told.of(c.Ask):
+            for node in ask.nodes:
+                told(e.Answered(ask.number, node, []))
+    assert told.of(c.RestartKeeper) == []
 
 
 def test_a_step_that_survivors_have_all_of_needs_no_commit() -> None:

@@ -85,7 +85,7 @@ def copies_on_any_peer_count(monkeypatch: pytest.MonkeyPatch) -> None:
     sealed = commits.CommitTracker.sealed
 
     def careless(self: Any, report: Any) -> Any:
-        return sealed(self, commits.SnapshotAck(report.node, report.version, self._peers.get(report.node, "")))
+        return sealed(self, commits.SnapshotAck(report.node, report.version, self._peers.get(report.node, ())))
 
     monkeypatch.setattr(commits.CommitTracker, "sealed", careless)
 

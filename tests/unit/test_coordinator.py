@@ -171,7 +171,7 @@ def test_a_step_is_logged_shown_committed_and_becomes_a_checkpoint(coordinator: 
     shown = coordinator.updates(0)[0]
     assert [update.kind for update in shown][-1] == "row"
     assert coordinator.updates(shown[-1].number)[0] == []  # what was shown is not sent again
-    coordinator.snapshots_sealed([SnapshotAck("node", Version(generation, 4), "")])
+    coordinator.snapshots_sealed([SnapshotAck("node", Version(generation, 4), ())])
     until(lambda: committed_steps(Storage.at(tmp_path) / "checkpoints") == [4])
     until(lambda: events_of(coordinator, "checkpoint"))
     assert keeper.heard[0] == Committed(Version(generation, 4), Version(generation, 4))
@@ -307,7 +307,7 @@ def test_while_storage_is_away_training_goes_on_and_the_log_is_written_later(
         begun = time.monotonic()
         for step in range(2, 30):
             assert made.row(generation, row(generation, step)) == ""
-        made.snapshots_sealed([SnapshotAck("node", Version(generation, 29), "")])
+        made.snapshots_sealed([SnapshotAck("node", Version(generation, 29), ())])
         assert keeper.heard[0].newest == Version(generation, 29)
         assert time.monotonic() - begun < 5.0
         lines = lambda: [note["text"] for note in events_of(made, "note") if "run folder" in note["text"]]  # noqa: E731
@@ -338,12 +338,12 @@ def test_a_checkpoint_that_storage_does_not_take_is_given_up_and_the_next_one_is
 ) -> None:
     monkeypatch.setattr("regrow.control.checkpoints.RETRY_S", 0.1)
     with a_run_without_storage(tmp_path, monkeypatch, blocks=False) as (made, storage, _, generation):
-        made.snapshots_sealed([SnapshotAck("node", Version(generation, 4), "")])
+        made.snapshots_sealed([SnapshotAck("node", Version(generation, 4), ())])
         (failed,) = until(lambda: events_of(made, "checkpoint_failed"))
         assert "connection refused" in failed["detail"]
         storage.back.set()
         time.sleep(0.2)
-        made.snapshots_sealed([SnapshotAck("node", Version(generation, 8), "")])
+        made.snapshots_sealed([SnapshotAck("node", Version(generation, 8), ())])
         until(lambda: [found["step"] for found in events_of(made, "checkpoint")] == [8])
 
 

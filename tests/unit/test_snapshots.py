@@ -184,9 +184,9 @@ def test_room_can_be_waited_for(tmp_path: Path) -> None:
 def test_a_keeper_that_could_not_reach_its_peer_tries_again(tmp_path: Path) -> None:
     with cluster(tmp_path, 2) as nodes:
         nobody = Peer("node-1", ("127.0.0.1", 1))
-        nodes[0].keeper.set_peer(nobody)
+        nodes[0].keeper.set_peers((nobody,))
         complaints: list[str] = []
-        nodes[0].keeper.complain = complaints.append
+        nodes[0].keeper.complain = lambda text, peer, tried_s: complaints.append(text)
         writer = Snapshots(
             nodes[0].keeper.folder, entries_of(0, 1, state(1)), coordinates=ALONE, run_id=RUN, generation=1, num_slots=2
         )
@@ -194,26 +194,26 @@ def test_a_keeper_that_could_not_reach_its_peer_tries_again(tmp_path: Path) -> N
         wait_until(lambda: len(complaints) >= 2)  # it has tried again
         assert "is not safe: keeper at 127.0.0.1:1" in complaints[0]
         assert not nodes[0].reports
-        nodes[0].keeper.set_peer(Peer("node-1", nodes[1].keeper.address))
+        nodes[0].keeper.set_peers((Peer("node-1", nodes[1].keeper.address),))
         wait_until(lambda: bool(nodes[0].reports))
-        assert nodes[0].reports == [SnapshotAck("node-0", Version(1, 1), "node-1")]
+        assert nodes[0].reports == [SnapshotAck("node-0", Version(1, 1), ("node-1",))]
         assert [held.is_copy for held in nodes[1].keeper.holdings()] == [True]
 
 
 def test_a_peer_that_says_nothing_keeps_nothing_from_the_next_one(tmp_path: Path) -> None:
     with cluster(tmp_path, 2) as nodes, socket.create_server(("127.0.0.1", 0)) as silent:
         complaints: list[str] = []
-        nodes[0].keeper.complain = complaints.append
-        nodes[0].keeper.set_peer(Peer("node-1", silent.getsockname()))
+        nodes[0].keeper.complain = lambda text, peer, tried_s: complaints.append(text)
+        nodes[0].keeper.set_peers((Peer("node-1", silent.getsockname()),))
         writer = Snapshots(
             nodes[0].keeper.folder, entries_of(0, 1, state(1)), coordinates=ALONE, run_id=RUN, generation=1, num_slots=2
         )
         assert take(writer, 1)
         connection, _ = silent.accept()
         with connection:
-            nodes[0].keeper.set_peer(Peer("node-1", nodes[1].keeper.address))
+            nodes[0].keeper.set_peers((Peer("node-1", nodes[1].keeper.address),))
             wait_until(lambda: bool(nodes[0].reports), TIMEOUT_S / 2)
-        assert nodes[0].reports == [SnapshotAck("node-0", Version(1, 1), "node-1")]
+        assert nodes[0].reports == [SnapshotAck("node-0", Version(1, 1), ("node-1",))]
         assert not complaints
 
 
@@ -221,10 +221,10 @@ def test_a_copy_that_is_there_is_left_alone_when_the_keeper_looks_again(tmp_path
     """It may be committed by then: were its node lost while it is written again, it would be gone."""
     with cluster(tmp_path, 2) as nodes:
         snapshot(nodes, 5, 2)
-        copies = sorted(nodes[1].keeper.folder.glob("*.slot.copy*"))
+        copies = sorted(nodes[1].keeper.folder.glob("*.copy*"))
         before = [path.stat().st_mtime_ns for path in copies]
         nodes[0].reports.clear()
-        nodes[0].keeper.set_peer(Peer("node-1", nodes[1].keeper.address))
+        nodes[0].keeper.set_peers((Peer("node-1", nodes[1].keeper.address),))
         wait_until(lambda: bool(nodes[0].reports))
         assert [path.stat().st_mtime_ns for path in copies] == before
         assert len(copies) == 2

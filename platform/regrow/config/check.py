@@ -340,6 +340,13 @@ def _checkpoint(config: PretrainConfig) -> None:
         snapshot.slots >= 2,
         f"snapshot.slots={snapshot.slots} must be at least 2: one is filled while the other is the newest that is safe",
     )
+    cluster = config.cluster
+    most_nodes = cluster.local_nodes or cluster.max_workers
+    _need(
+        1 <= snapshot.copies <= max(1, most_nodes - 1),
+        f"snapshot.copies={snapshot.copies} must be 1 to {max(1, most_nodes - 1)}: each is on another one of at most "
+        f"{most_nodes} nodes",
+    )
     _need(
         snapshot.every_steps >= 0,
         f"snapshot.every_steps={snapshot.every_steps} must not be negative; 0 takes no snapshots",

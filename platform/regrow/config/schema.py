@@ -265,6 +265,7 @@ class SnapshotConfig:
 
     every_steps: int = 1  # snapshot every so many steps, the most that a lost node costs; 0: none
     slots: int = 3  # of each rank, at least 2; with 2, there are no snapshots while a checkpoint is being written
+    copies: int = 1  # of each node's snapshots on other nodes: so many nodes may be lost at once
     folder: str = "/dev/shm"  # on every node, a file system in memory
     domain_label: str | None = None  # Ray's label of nodes that fail together, as a zone; null: each node by itself
     abandon_after_s: float = 600.0  # without a driver, snapshots are kept for this long

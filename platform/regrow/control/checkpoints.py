@@ -1,7 +1,7 @@
 """Which committed snapshots become checkpoints, which nodes write them, and when COMMIT may be written. Pure.
 
 Keepers write one checkpoint at a time while training goes on, and what is on its way is pinned in memory. Where a node
-does not write its part, because it is gone or its memory is damaged, the one with its copies does. Then comes the
+does not write its part, because it is gone or its memory is damaged, one with its copies does. Then comes the
 index, then COMMIT, each once the one before is known to be there.
 """
 
@@ -40,7 +40,7 @@ class Upload:
 
     number: int
     version: Version
-    peers: dict[str, str]
+    peers: dict[str, tuple[str, ...]]
     begun_at: float
     reason: str
     stage: Stage = Stage.WRITING
@@ -119,13 +119,14 @@ class Checkpoints:
             self._out.append(PublishIndex(found.number, found.version, tuple(found.peers)))
 
     def write_failed(self, event: WriteFailed, now: float) -> None:
-        """The node with the copies is to do it instead."""
+        """The next node that has copies is to do it instead."""
         origin, node = event.origin, event.node
         found = self._current(event.upload, Stage.WRITING)
         if found is None or origin in found.written or found.asked[origin] != node:
             return
-        peer = found.peers[origin]
-        if node == origin and peer and self._keepers.can_ask(peer):
+        holders = (origin, *found.peers[origin])
+        peer = next(filter(self._keepers.can_ask, holders[holders.index(node) + 1 :]), "")
+        if peer:
             self._write(found, origin, peer)
         else:
             self._give_up(f"node {node[:12]} {event.problem}", now)

@@ -106,9 +106,9 @@ class TellOver:
 
 @dataclass(frozen=True)
 class Place:
-    """A keeper's place in a generation: which node holds its copies, and its place in the tree of reports."""
+    """A keeper's place in a generation: which nodes hold its copies, and its place in the tree of reports."""
 
-    peer: Peer | None
+    peers: tuple[Peer, ...]
     leader: str  # "": it reports to the coordinator
     members: tuple[str, ...]
     num_nodes: int  # itself, its members, theirs and so on
@@ -127,6 +127,14 @@ class Announce:
     newest: Version
     pinned: Version
     nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RestartKeeper:
+    """A node's keeper reports nothing and answers nothing: end it, and have Ray start another one, which finds all that
+    it held."""
+
+    node: str
 
 
 @dataclass(frozen=True)
@@ -202,6 +210,7 @@ Command = (
     | TellOver
     | SendPlaces
     | Announce
+    | RestartKeeper
     | SnapshotCommitted
     | SaveStacks
     | Write

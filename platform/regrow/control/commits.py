@@ -11,10 +11,10 @@ IsWhole = Callable[[Version, Sequence[Any]], bool]  # do these replicas cover ev
 
 @dataclass(frozen=True)
 class SnapshotCommit:
-    """A committed step, and the nodes that hold it: each with the node that has its copies, or ""."""
+    """A committed step, and the nodes that hold it: each with those that have its copies."""
 
     version: Version
-    peers: Mapping[str, str] = field(hash=False)
+    peers: Mapping[str, tuple[str, ...]] = field(hash=False)
 
 
 class CommitTracker:
@@ -24,10 +24,10 @@ class CommitTracker:
         self.newest: SnapshotCommit | None = None
         self._is_whole = is_whole
         self._generation = 0
-        self._peers: dict[str, str] = {}  # of the generation's nodes
+        self._peers: dict[str, tuple[str, ...]] = {}  # of the generation's nodes
         self._reported: dict[Version, set[str]] = {}  # which nodes did
 
-    def begin(self, generation: int, start_step: int, peers: Mapping[str, str]) -> None:
+    def begin(self, generation: int, start_step: int, peers: Mapping[str, tuple[str, ...]]) -> None:
         """From here on only this generation's reports count, and a step needs all these nodes', copied to their peers.
 
         A snapshot of a later step than the generation starts from is given up: it could not be read.
@@ -37,7 +37,7 @@ class CommitTracker:
         if self.newest is not None and self.newest.version.step > start_step:
             self.newest = None
 
-    def replan(self, peers: Mapping[str, str]) -> None:
+    def replan(self, peers: Mapping[str, tuple[str, ...]]) -> None:
         """The same generation's nodes have other peers: only copies that are with these count."""
         self._peers = dict(peers)
         self._reported.clear()
@@ -45,8 +45,8 @@ class CommitTracker:
     def sealed(self, report: SnapshotAck) -> SnapshotCommit | None:
         """Take a node's report; the commit that it completes, if it does."""
         version = report.version
-        if version.generation != self._generation or self._peers.get(report.node) != report.peer:
-            return None  # it had not heard yet of the node that is to hold its copies
+        if version.generation != self._generation or self._peers.get(report.node) != report.peers:
+            return None  # it had not heard yet of the nodes that are to hold its copies
         if self.newest is not None and version <= self.newest.version:
             return None
         nodes = self._reported.setdefault(version, set())
@@ -57,6 +57,11 @@ class CommitTracker:
         for done in [each for each in self._reported if each <= version]:
             del self._reported[done]
         return self.newest
+
+    def unreported(self) -> tuple[Version, set[str]]:
+        """The oldest version that some nodes have reported, or NEVER, and the nodes that have not."""
+        version = min(self._reported, default=NEVER)
+        return version, self._peers.keys() - self._reported.get(version, self._peers.keys())
 
     def holds(self, step: int) -> bool:
         """Whether a step, or a later one, is committed."""
@@ -94,4 +99,4 @@ class CommitTracker:
             newest = max((version for version in later if self._is_whole(version, all_held)), default=newest)
         nodes = [node for node, _, held in found if any(each.moment == newest for each in held)]
         if nodes:
-            self.newest = SnapshotCommit(newest, dict.fromkeys(nodes, ""))
+            self.newest = SnapshotCommit(newest, dict.fromkeys(nodes, ()))

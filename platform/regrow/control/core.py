@@ -80,6 +80,7 @@ class Control:
             self._out,
             self.cadence,
             is_whole,
+            copies=config.snapshot.copies,
             upload_timeout_s=config.checkpoint.timeout_s,
             first_message=first_message,
             fan_out=fan_out,
@@ -101,7 +102,7 @@ class Control:
 
     def tick(self, now: float) -> list[Command]:
         """Decide what time alone decides. Call it several times a second."""
-        self._snapshots.checkpoints.tick(now)
+        self._snapshots.tick(now)
         stands_still = self._health.stalls.stalled_s(now) > 0  # thousands of members are not looked at for nothing
         members = self._group.membership.survivors if stands_still else []
         keepers = self._snapshots.keepers
@@ -282,6 +283,7 @@ class Control:
         self._out.record(event.event, **event.fields)
 
     def _answered(self, event: e.Answered, now: float) -> None:
+        self._snapshots.answered(event)
         self._health.answered(event.question, event.node, event.answer)
 
     def _restarted(self, event: e.Restarted, now: float) -> None:

@@ -207,10 +207,12 @@ class Sealed:
 
 @dataclass(frozen=True)
 class Complaint:
-    """A keeper cannot do what it is for."""
+    """A keeper cannot do what it is for; `peer`: to copy to that node, which it tried for so long."""
 
     node: str
     text: str
+    peer: str = ""
+    tried_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,32 +1,86 @@
 """Which node holds copies of which other one's snapshots, and which speaks for which. Pure."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from regrow.control.commands import Place
 from regrow.control.events import KeeperUp
+from regrow.control.links import Links
 from regrow.control.values import Address, Peer
 
 FAN_OUT = 8  # keepers that one node, or the coordinator, hears from and speaks to
 NEIGHBOURS = 3  # that a newcomer may try to measure its link to
+MOST_MOVED = 4  # nodes whose copies move where one link does not do
 
 
-def plan_peers(nodes: Sequence[tuple[str, str]]) -> dict[str, str]:
-    """For each of (node, failure domain) the node that holds its copies; "" where there is only one.
+Allowed = Callable[[str, str], bool]  # may this node's copies be on that one?
 
-    Every node holds the copies of exactly one other. They are of another domain for as many nodes as that can be: for
-    all of them unless one domain has more than half.
+
+def plan_peers(
+    nodes: Sequence[tuple[str, str]], *, copies: int = 1, allowed: Allowed = lambda node, holder: True
+) -> dict[str, tuple[str, ...]]:
+    """For each of (node, failure domain) the nodes that hold its copies: fewer than `copies` where there are no more.
+
+    Every node holds as many as it has itself, as far as that is allowed. A node and its holders are all of different
+    domains, unless one domain has more than one of (copies + 1) nodes: then for as many as that can be.
 
     >>> plan_peers([("a", "rack 1"), ("b", "rack 1"), ("c", "rack 2"), ("d", "rack 2")])
-    {'a': 'c', 'b': 'd', 'c': 'a', 'd': 'b'}
+    {'a': ('c',), 'b': ('d',), 'c': ('a',), 'd': ('b',)}
+    >>> plan_peers([("a", "a"), ("b", "b"), ("c", "c")], copies=2)
+    {'a': ('b', 'c'), 'b': ('c', 'a'), 'c': ('a', 'b')}
     """
-    sizes = Counter(domain for _, domain in nodes)
+    domains, sizes = dict(nodes), Counter(domain for _, domain in nodes)
     # domains stand together, the largest first: a shift by its size takes every node out of its own
     order = [node for node, domain in sorted(nodes, key=lambda each: (-sizes[each[1]], each[1]))]
-    shift = max(sizes.values(), default=1) % max(len(order), 1) or 1
-    peers = {node: order[(at + shift) % len(order)] for at, node in enumerate(order)}
-    return {node: peers[node] if peers[node] != node else "" for node, _ in nodes}
+    shifts: list[int] = []
+    for number in range(1, min(copies, len(order) - 1) + 1):
+        shift = number * max(sizes.values()) % len(order)
+        while shift in (0, *shifts):
+            shift = (shift + 1) % len(order)
+        shifts.append(shift)
+    plan = {node: [order[(at + shift) % len(order)] for shift in shifts] for at, node in enumerate(order)}
+    _mend(plan, domains, allowed)
+    return {node: tuple(plan[node]) for node, _ in nodes}
+
+
+def _mend(plan: dict[str, list[str]], domains: Mapping[str, str], allowed: Allowed) -> None:
+    """Give other holders to nodes whose own are not allowed; what they held others hold in their place."""
+    free: Counter[str] = Counter()  # copies that a node would hold, and does not
+    short = []
+    for node, holders in plan.items():
+        for holder in [each for each in holders if not allowed(node, each)]:
+            holders.remove(holder)
+            free[holder] += 1
+            short.append(node)
+
+    def candidates(node: str, *, apart: bool) -> list[str]:
+        taken = {node, *plan[node]}
+        near = {domains[each] for each in taken} if apart else set()
+        found = [each for each in plan if each not in taken and domains[each] not in near and allowed(node, each)]
+        return sorted(found, key=lambda each: not free[each])
+
+    def give(node: str, seen: set[str], depth: int, *, apart: bool) -> bool:
+        """One holder more: one that has room, or whose copies another one can take."""
+        for holder in candidates(node, apart=apart) if depth else ():
+            if holder in seen:
+                continue
+            seen.add(holder)
+            if free[holder]:
+                free[holder] -= 1
+                plan[node].append(holder)
+                return True
+            for other in [each for each, holders in plan.items() if holder in holders]:
+                plan[other].remove(holder)
+                if give(other, seen, depth - 1, apart=apart):
+                    plan[node].append(holder)
+                    return True
+                plan[other].append(holder)
+        return False
+
+    for node in short:
+        _ = give(node, set(), MOST_MOVED, apart=True) or give(node, set(), MOST_MOVED, apart=False)
 
 
 @dataclass(frozen=True)
@@ -60,10 +114,13 @@ def plan_tree(nodes: Sequence[str], *, fan_out: int) -> dict[str, Branch]:
 class KeeperRegistry:
     """All keepers of a run, and the current generation's places among them."""
 
-    def __init__(self, fan_out: int = FAN_OUT) -> None:
+    def __init__(self, fan_out: int = FAN_OUT, copies: int = 1) -> None:
         self.known: dict[str, KeeperUp] = {}
-        self.peers: dict[str, str] = {}  # of the current generation's nodes; one alone has another one, if that is up
-        self._fan_out = fan_out
+        self.links = Links()
+        self.peers: dict[str, tuple[str, ...]] = {}  # who holds the copies of the current generation's nodes
+        self.outside: set[str] = set()  # nodes outside the group that hold its copies
+        self._fan_out, self._copies = fan_out, copies
+        self._apart: frozenset[str] = frozenset()  # nodes that nobody speaks for, and that speak for nobody
         self._alive: frozenset[str] | None = None  # as Ray said last
         self._dark: set[str] = set()  # nodes that do not answer
         self._newcomers: dict[str, Peer] = {}  # whose keepers asked for neighbours, in the order of their coming
@@ -101,31 +158,37 @@ class KeeperRegistry:
         return tuple(node for node in self.peers if node in self.known)
 
     @property
-    def outside(self) -> set[str]:
-        """Nodes outside the group that hold its copies."""
-        return set(self.peers.values()) - self.peers.keys() - {""}
-
-    @property
     def speakers(self) -> tuple[str, ...]:
         """The nodes that hear from the coordinator, and tell the others."""
-        return (*list(self.peers)[: self._fan_out], *sorted(self.outside))
+        leaders = islice((node for node in self.peers if node not in self._apart), self._fan_out)
+        return (*leaders, *sorted(self._apart), *sorted(self.outside))
 
     def begin(self, nodes: Sequence[str]) -> None:
         """A generation trains on these nodes. Without all their keepers nothing of it is committed."""
+        self._apart = frozenset()
         self._plan(list(nodes) if self.known.keys() >= set(nodes) else [])
 
     def replan(self) -> bool:
-        """Whether a node outside the group held its copies, and is dead: another one does from here on."""
-        if all(self.is_alive(node) for node in self.outside):
-            return False
+        """Whether others hold copies from here on: a link does not do, or does again, or a node outside is dead."""
+        before = self.peers
         self._plan(list(self.peers))
+        return self.peers != before
+
+    def set_apart(self, nodes: Iterable[str]) -> bool:
+        """Some of these may be silent, the others wait for them: each reports by itself. Whether that is new."""
+        apart = self.peers.keys() & nodes
+        if apart <= self._apart or len(self.peers) <= self._fan_out:
+            return False
+        self._apart = frozenset(apart)
         return True
 
     def places(self) -> dict[str, Place]:
         """Of each of the current generation's keepers."""
+        tree = plan_tree([node for node in self.peers if node not in self._apart], fan_out=self._fan_out)
+        tree |= {node: Branch("", (), 1) for node in self._apart}
         return {
-            node: Place(self._peer_of(node), branch.leader, branch.members, branch.num_nodes)
-            for node, branch in plan_tree(list(self.peers), fan_out=self._fan_out).items()
+            node: Place(self._known_peers(node), tree[node].leader, tree[node].members, tree[node].num_nodes)
+            for node in self.peers
         }
 
     def neighbours(self, node: str, address: Address) -> list[Peer]:
@@ -140,15 +203,27 @@ class KeeperRegistry:
         return [peer for peer in found if self.is_alive(peer.node)][:NEIGHBOURS]
 
     def _plan(self, nodes: list[str]) -> None:
-        """Who holds whose copies; where a group is on one node, another one that has a keeper, and no rank of it."""
-        self.peers = plan_peers([(node, self.known[node].domain) for node in nodes])
-        if len(nodes) == 1:
-            (alone,) = nodes
-            domain = self.known[alone].domain
-            others = [node for node in self.known if node != alone and self.is_alive(node)]
-            others.sort(key=lambda node: self.known[node].domain == domain)
-            self.peers[alone] = next(iter(others), "")
+        """Who holds whose copies: the group's nodes, and where these are too few others that have a keeper."""
+        domains = {node: self.known[node].domain for node in nodes}
+        planned = plan_peers(list(domains.items()), copies=self._copies, allowed=self.links.allow)
+        load = Counter(holder for holders in planned.values() for holder in holders)
+        short = [node for node, holders in planned.items() if len(holders) < self._copies]
+        others = [node for node in self.known if node not in domains and self.is_alive(node)] if short else []
+        for node in short:
+            planned[node] += self._more_holders(node, planned[node], [*others, *nodes], load)
+        self.peers = planned
+        self.outside = {holder for holders in planned.values() for holder in holders} - planned.keys()
 
-    def _peer_of(self, node: str) -> Peer | None:
-        peer = self.peers[node]
-        return Peer(peer, self.known[peer].address) if peer else None
+    def _more_holders(
+        self, node: str, holders: tuple[str, ...], among: Iterable[str], load: Counter[str]
+    ) -> tuple[str, ...]:
+        """Of other domains first, those that hold least."""
+        near = {self.known[each].domain for each in (node, *holders)}
+        free = [each for each in among if each not in (node, *holders) and self.links.allow(node, each)]
+        free.sort(key=lambda each: (self.known[each].domain in near, load[each]))
+        more = tuple(free[: self._copies - len(holders)])
+        load.update(more)
+        return more
+
+    def _known_peers(self, node: str) -> tuple[Peer, ...]:
+        return tuple(Peer(each, self.known[each].address) for each in self.peers[node])

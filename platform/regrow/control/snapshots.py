@@ -4,13 +4,17 @@ from collections.abc import Sequence
 
 from regrow.control.cadence import Cadence
 from regrow.control.checkpoints import Checkpoints
-from regrow.control.commands import Announce, Outbox, Reply, SendPlaces, SnapshotCommitted
+from regrow.control.commands import Announce, Ask, Outbox, Question, Reply, RestartKeeper, SendPlaces, SnapshotCommitted
 from regrow.control.commits import CommitTracker, IsWhole
-from regrow.control.events import Complaint, KeepersFound, KeeperUp, NeighboursAsked, NodesAlive
+from regrow.control.events import Answered, Complaint, KeepersFound, KeeperUp, NeighboursAsked, NodesAlive
 from regrow.control.peers import KeeperRegistry
 from regrow.control.values import NEVER, SnapshotAck
 
 UNSAFE_S = 120.0  # without a commit in memory: worth a word
+SILENT_S = 30.0  # that some nodes have not reported what others have: they are asked
+
+
+IS_THERE = -1  # the number of the question; others' are above
 
 
 class Snapshots:
@@ -22,22 +26,33 @@ class Snapshots:
         cadence: Cadence,
         is_whole: IsWhole,
         *,
+        copies: int,
         upload_timeout_s: float,
         first_message: int,
         fan_out: int,
         now: float,
     ) -> None:
-        self.keepers = KeeperRegistry(fan_out)
+        self.keepers = KeeperRegistry(fan_out, copies)
         self.commits = CommitTracker(is_whole)
         self.checkpoints = Checkpoints(cadence, self.commits, self.keepers, out, timeout_s=upload_timeout_s)
         self._out, self._message = out, first_message
         self._announced = (NEVER, NEVER)  # what is committed, what is pinned
         self._safe_at = now  # when a snapshot last committed
         self._complaints: set[str] = set()  # in this generation
+        self._unreported = NEVER, now  # a version that some nodes have not reported, and since when they are waited for
+        self._silent: set[str] = set()  # of them, those that were asked and have not answered
+
+    def tick(self, now: float) -> None:
+        """Decide what time alone decides."""
+        self.checkpoints.tick(now)
+        if self.keepers.links.try_again(now):
+            self._replan()
+        self._look_for_silent_keepers(now)
 
     def begin(self, generation: int, start_step: int, nodes: Sequence[str], now: float) -> None:
         """A generation trains from `start_step`: later snapshots and checkpoints of those before it are given up."""
         self._complaints.clear()
+        self._silent.clear()
         self._safe_at = now
         self.keepers.begin(nodes)
         self.commits.begin(generation, start_step, self.keepers.peers)
@@ -46,9 +61,12 @@ class Snapshots:
 
     def sealed(self, acks: Sequence[SnapshotAck], now: float) -> None:
         """Nodes have versions safe; once it is all of a version's, that is committed."""
+        for ack in acks:
+            self.keepers.links.copied(ack.node, ack.peers)
         commits = [ack for ack in acks if self.commits.sealed(ack) is not None]
         if commits:
             self._safe_at = now
+            self._silent.clear()
             self._out.append(SnapshotCommitted(commits[-1].version))
             self.checkpoints.begin_if_due(now)
 
@@ -59,7 +77,7 @@ class Snapshots:
 
     def keeper_up(self, event: KeeperUp, now: float) -> None:
         self.keepers.up(event)
-        if event.restarted and event.node in {*self.keepers.peers, *self.keepers.peers.values()}:
+        if event.restarted and event.node in {*self.keepers.peers, *self.keepers.outside}:
             self._out.append(SendPlaces(self.keepers.places()))
             self._announce()
 
@@ -77,10 +95,14 @@ class Snapshots:
         self.checkpoints.gone_dark(nodes, now)
 
     def complain(self, event: Complaint, now: float) -> None:
-        """Said once a generation: a keeper tries again and again. Is it a node with the group's copies that died?"""
-        if self.keepers.replan():
-            self.commits.replan(self.keepers.peers)
-            self._out.append(SendPlaces(self.keepers.places()))
+        """Said once a generation: a keeper tries again and again, for a while. Then another node holds its copies."""
+        node, peer, keepers = event.node, event.peer, self.keepers
+        gave_up = peer in keepers.peers.get(node, ()) and keepers.links.refused(node, peer, event.tried_s, now)
+        if self._replan() and gave_up:
+            holders = ", ".join(each[:12] for each in keepers.peers[node])
+            then = f"its copies are on {holders} from here on" if holders else "and to no other: it has no copies"
+            text = f"node {node[:12]} cannot copy its snapshots to node {peer[:12]}: {then}"
+            self._out.record("copies_moved", node=node, peers=list(keepers.peers[node]), detail=text)
         if event.node not in self._complaints:
             self._complaints.add(event.node)
             self._out.record("snapshot_failed", detail=event.text)
@@ -90,6 +112,42 @@ class Snapshots:
         if self.keepers.peers and now - self._safe_at > UNSAFE_S:
             text = f"no snapshot has been committed for {UNSAFE_S:.0f} s; a lost node would cost as much"
             self.complain(Complaint("", text), now)
+
+    def answered(self, event: Answered) -> None:
+        """A keeper that answers does not hang, however long its copies take."""
+        if event.question == IS_THERE:
+            self._silent.discard(event.node)
+
+    def _replan(self) -> bool:
+        """Whether others hold copies from here on."""
+        if not self.keepers.replan():
+            return False
+        self._send_places()
+        return True
+
+    def _send_places(self) -> None:
+        """What is not committed is reported again."""
+        self.commits.replan(self.keepers.peers)
+        self._out.append(SendPlaces(self.keepers.places()))
+
+    def _look_for_silent_keepers(self, now: float) -> None:
+        """Nodes do not report what others have: they are asked, and none waits for another one of them any more. One
+        that does not answer either is started anew."""
+        version, nodes = self.commits.unreported()
+        known, since = self._unreported
+        if version != known:
+            self._unreported = version, now
+        elif nodes and now - since > SILENT_S:
+            self._unreported = version, now
+            for node in sorted(self._silent & nodes):
+                text = f"the keeper of node {node[:12]} reports nothing and answers nothing: it is started anew"
+                self._out.record("keeper_restarted", node=node, detail=text)
+                self._out.append(RestartKeeper(node))
+            self._silent = {node for node in nodes if not self.keepers.links.complains(node)} - self._silent
+            if self._silent:
+                self._out.append(Ask(IS_THERE, Question.HEARTBEATS, tuple(sorted(self._silent))))
+            if self.keepers.set_apart(nodes):
+                self._send_places()
 
     def announce_changes(self) -> None:
         """Say what is committed and what is pinned, once that has changed."""

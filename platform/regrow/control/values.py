@@ -21,16 +21,16 @@ NEVER = Version()
 
 @dataclass(frozen=True)
 class SnapshotAck:
-    """All snapshots of a version that a node's ranks wrote are checked, and copied if there is a peer to copy to."""
+    """All snapshots of a version that a node's ranks wrote are checked, and copied to all these peers."""
 
     node: str
     version: Version
-    peer: str  # the node that holds the copies; empty: no other node
+    peers: tuple[str, ...]  # the nodes that hold the copies
 
 
 @dataclass(frozen=True)
 class Peer:
-    """The node, in another failure domain where there is one, that holds copies of another one's snapshots."""
+    """A node, in another failure domain where there is one, that holds copies of another one's snapshots."""
 
     node: str
     address: Address  # of its keeper

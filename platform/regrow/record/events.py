@@ -284,6 +284,25 @@ class SnapshotFailed(GroupIncident):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CopiesMoved(GroupIncident):
+    """A node cannot copy its snapshots to another one: from here on others hold its copies, or none."""
+
+    node: str  # by its id
+    peers: list[str]  # that hold them; none: a lost node costs what is not in storage
+    detail: str  # a sentence
+    words = "{0.detail}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeeperRestarted(GroupIncident):
+    """A node's keeper reported nothing and answered nothing: it was ended, and started again."""
+
+    node: str  # by its id
+    detail: str  # a sentence
+    words = "{0.detail}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class SnapshotDamaged(GroupIncident):
     """A rank that restores refused a copy of a committed snapshot, and read another one."""
 

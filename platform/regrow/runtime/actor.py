@@ -218,11 +218,11 @@ class Coordinator:
         """All of some nodes' snapshots of a step are sealed and copied."""
         self.shell.tell(e.Sealed(reports))
 
-    def complaint(self, node: str, text: str) -> None:
-        """A keeper cannot do what it is for."""
+    def complaint(self, node: str, text: str, peer: str = "", tried_s: float = 0.0) -> None:
+        """A keeper cannot do what it is for; `peer`: to copy to that node, which it tried for so long."""
         if self.shell.control.copies_are_outside:
             self._look_for_nodes()
-        self.shell.tell(e.Complaint(node, text))
+        self.shell.tell(e.Complaint(node, text, peer, tried_s))
 
     def gone(self, node: str, pid: int) -> None:
         """A node's keeper has seen one of its workers end."""

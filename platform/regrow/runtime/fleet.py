@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from regrow.control import events as e
-from regrow.control.commands import Announce, Ask, Kill, Question, SendPlaces, TellOver, Write
+from regrow.control.commands import Announce, Ask, Kill, Question, RestartKeeper, SendPlaces, TellOver, Write
 from regrow.control.values import Version
 from regrow.errors import first_line
 from regrow.runtime.calls import KeeperClient
@@ -93,11 +93,15 @@ class Fleet:
         for node, place in command.places.items():
             leader = self._known[place.leader][0].handle if place.leader else None
             members = tuple(client.handle for client in self._clients(place.members))
-            self._known[node][0].take_place(Place(place.peer, leader, members, place.num_nodes))
+            self._known[node][0].take_place(Place(place.peers, leader, members, place.num_nodes))
 
     def announce(self, command: Announce) -> None:
         for client in self._clients(command.nodes):
             client.committed(command.number, Committed(command.newest, command.pinned))
+
+    def restart(self, command: RestartKeeper) -> None:
+        for client in self._clients([command.node]):
+            ray.kill(client.handle, no_restart=False)
 
     def ask(self, command: Ask) -> None:
         for node in command.nodes:

@@ -74,6 +74,8 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
     peak = peak_flops(process.device, config.parallel.dtype, config.observe.peak_tflops)
     meter = meter_of(config, joined.world_size, joined.generation, peak_flops=sum(gather(peak.flops)))
     _announce(process, joined, restored, topology.mesh, peak, entered=entered, begun=begun, ready=ready)
+    if restored.source == "snapshot" and isinstance(saver, SnapshotSaver):  # what came from storage is safe there
+        saver.keep_restored(progress)
     left = False
     if progress.step < last_step:
         hooks.profile(progress.step)

@@ -12,7 +12,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ from regrow.state.memory.slots import Committed
 
 NAMESPACE = "regrow"
 COORDINATOR = "coordinator"  # its name is this after the run's id, a keeper's the node's id
+STORAGE, DEVICES = "storage", "devices"  # calls that may hang there, and keep no others from being answered
+GROUPS = {STORAGE: 4, DEVICES: 2}
 PING_S = 5.0
 ASK_AFTER = 0.25  # of the time after which a silent coordinator is given up
 CLOSE_S = 10.0
@@ -59,7 +61,7 @@ class KeeperInfo:
 class Place:
     """A keeper's place in a generation."""
 
-    peer: Peer | None = None
+    peers: tuple[Peer, ...] = ()
     leader: Any = None  # the keeper that speaks for this one; None: it speaks for itself
     members: tuple[Any, ...] = ()  # those that this one speaks for
     num_nodes: int = 1  # itself, its members, theirs and so on
@@ -103,7 +105,7 @@ class Keeper:
                     secret=secret,
                     run_id=self.run_id,
                     report=lambda sealed: self.relay([sealed]),
-                    complain=lambda text: CoordinatorClient(self.coordinator).complaint(self.node_id, text),
+                    complain=lambda *what: CoordinatorClient(self.coordinator).complaint(self.node_id, *what),
                 )
                 self.keeper.start()
             self.keeper.secret = secret
@@ -116,7 +118,7 @@ class Keeper:
         with self.lock:
             self.place = place
             self.reports.clear()
-        self._keeper.set_peer(place.peer)
+        self._keeper.set_peers(place.peers)
 
     def relay(self, reports: Sequence[SnapshotAck]) -> None:
         """Reports of this keeper and of those that it speaks for: passed on once all have reported a step."""
@@ -148,6 +150,7 @@ class Keeper:
         """What this keeper holds of a step and of later ones."""
         return [held for held in self._keeper.holdings() if held.moment >= since]
 
+    @ray.method(concurrency_group=STORAGE)
     def write(self, order: WriteOrder) -> Written:
         """Write what the node holds of a step to storage."""
         return self._keeper.write(order)
@@ -183,10 +186,12 @@ class Keeper:
                 f"{self.link.received / 1e9:.2g} back; cluster.least_link_gb_per_s={least_bytes_per_s / 1e9:g}"
             )
 
+    @ray.method(concurrency_group=DEVICES)
     def gpus(self) -> list[str]:
         """What the GPUs of this node tell of themselves."""
         return [str(gpu) for gpu in read_gpus()]
 
+    @ray.method(concurrency_group=DEVICES)
     def look(self) -> str:
         """Where each worker of this node is, and what its GPUs tell."""
         self._ask_where()
@@ -270,8 +275,8 @@ def start_keeper(
     """The keeper of a node; started where there is none. Returns at once."""
     there = NodeAffinitySchedulingStrategy(node, soft=False)
     folder = str(Path(memory_folder) / f"regrow-{run_id}-{node[:12]}")
-    options: Callable[..., Any] = ray.remote(Keeper).options
-    return options(
+    actor: Any = ray.remote(concurrency_groups=GROUPS)(Keeper)  # type: ignore[call-overload]
+    return actor.options(
         name=f"{run_id}:{node}",
         namespace=NAMESPACE,
         lifetime="detached",

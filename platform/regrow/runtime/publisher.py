@@ -30,7 +30,7 @@ class Publisher:
         if write.upload != self._number or self._upload is None:
             self._number = write.upload
             folder = self._checkpoints / step_folder(write.version.step)
-            self._upload = Upload(write.version, {}, folder, self._run_id)
+            self._upload = Upload(write.version, (), folder, self._run_id)
         return self._upload.order(write.origin, copies=write.copies, describe=write.describe)
 
     def written(self, number: int, order: WriteOrder, written: Written) -> None:
@@ -41,7 +41,7 @@ class Publisher:
     def publish_index(self, command: PublishIndex) -> None:
         upload = self._upload
         assert upload is not None
-        upload.peers = dict.fromkeys(command.nodes, "")
+        upload.nodes = command.nodes
 
         def publish() -> e.Event:
             try:

@@ -93,6 +93,7 @@ class Shell:
             c.TellOver: self.fleet.tell_over,
             c.SendPlaces: self.fleet.send_places,
             c.Announce: self.fleet.announce,
+            c.RestartKeeper: self.fleet.restart,
             c.SnapshotCommitted: lambda command: self.metrics.snapshot(command.version.step),
             c.SaveStacks: self._save_stacks,
             c.Write: self.fleet.write,

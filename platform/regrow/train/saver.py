@@ -90,6 +90,12 @@ class SnapshotSaver:
         self._stepped, self._at_length = stepped, at_length
         self._saved = -1  # the newest step that is, or will be, in storage
 
+    def keep_restored(self, progress: Progress) -> None:
+        """What all ranks have restored is this generation's first snapshot: it has its copies, in the new layout, while
+        the first step runs. A second node that is lost then costs no more than the first did."""
+        self._snapshots.begin(progress.step, progress.to_dict())
+        self._snapshots.confirm(progress.step)  # every byte was checked when it was read
+
     def has_room(self, step: int) -> bool:
         # read `num_ahead` steps later: this step's own snapshot may have been begun by then
         needed = 1 + (self._num_ahead if self._cadence.snapshot(step) else 0)

@@ -1,7 +1,7 @@
 """A committed snapshot on its way to storage: keepers write their nodes' parts, the index and COMMIT come last.
 
 Every node writes what its ranks hold, each element once among replicas. Where a node does not, because it is gone or
-its memory is damaged, the one with its copies does. Neither side needs Ray or torch.
+its memory is damaged, one with its copies does. Neither side needs Ray or torch.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id
     Every byte is checked on its way against the checksum it got when it was sealed, and keeps it. Raises
     CheckpointError where the folder does not hold the step whole, or bytes are damaged; storage's errors are OSErrors.
     """
-    mine = [each for each in held if each.moment == order.moment and each.is_copy == order.copies]
+    mine = [each for each in held if each.moment == order.moment and each.is_of(order.origin, copy=order.copies)]
     if not mine or len(mine) != mine[0].writers:
         raise CheckpointError(
             f"has {len(mine)} of the {mine[0].writers if mine else 'many'} snapshots of step {order.moment.step}"
@@ -117,19 +117,18 @@ def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> 
 class Upload:
     """One checkpoint in the making, put together from what nodes have written. `control.checkpoints` decides who does.
 
-    `peers` are the nodes of the snapshot's generation, each with the node that holds its copies, or "".
+    `nodes` are those of the snapshot's generation.
     """
 
     moment: Version
-    peers: dict[str, str]
+    nodes: tuple[str, ...]
     folder: Storage  # of the step
     run_id: str
     _written: dict[str, Written] = field(default_factory=dict)  # by origin
 
     def orders(self) -> list[tuple[str, WriteOrder]]:
         """(node, order) to begin with: everyone its own."""
-        first = next(iter(self.peers))
-        return [(node, self.order(node, copies=False, describe=node == first)) for node in self.peers]
+        return [(node, self.order(node, copies=False, describe=node == self.nodes[0])) for node in self.nodes]
 
     def done(self, order: WriteOrder, written: Written) -> None:
         """An order was carried out."""
@@ -137,15 +136,15 @@ class Upload:
 
     @property
     def complete(self) -> bool:
-        return self._written.keys() == self.peers.keys()
+        return self._written.keys() == set(self.nodes)
 
     def index(self) -> Index:
         """Of the complete checkpoint. Raises CheckpointError where nodes hold different things."""
-        first = self._written[next(iter(self.peers))]
+        first = self._written[self.nodes[0]]
         assert first.tensors is not None
         for node, written in self._written.items():
             if (written.scalars, written.tensors_sha256) != (first.scalars, first.tensors_sha256):
-                raise CheckpointError(f"node {node[:12]} holds another state than {next(iter(self.peers))[:12]}")
+                raise CheckpointError(f"node {node[:12]} holds another state than {self.nodes[0][:12]}")
         files = tuple(file for written in self._written.values() for file in written.files)
         have = sum(file.num_bytes - file.header_bytes for file in files)
         need = sum(prod(shape) * ITEM_BYTES[dtype] for dtype, shape in first.tensors.values())

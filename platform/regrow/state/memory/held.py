@@ -1,8 +1,8 @@
 """What a keeper's folder holds: snapshots in files, each with its checksums beside it. No torch.
 
-<name>.slot        a trainer's slot (`slots`)
-<name>.slot.copy   the same of a rank on the node whose peer this is
-<file>.crc         beside each: sha256 of the header it belongs to, then the checksums of one box after another
+<name>.slot               a trainer's slot (`slots`)
+<name>.slot.<node>.copy   the same of a rank on another node, whose peer this is
+<file>.crc                beside each: sha256 of the header it belongs to, then the checksums of one box after another
 """
 
 import contextlib
@@ -42,6 +42,10 @@ class Held:
     @property
     def is_copy(self) -> bool:
         return self.file.endswith(COPY)
+
+    def is_of(self, node: str, *, copy: bool) -> bool:
+        """Whether it is what this node's ranks wrote, or a copy of that."""
+        return self.is_copy == copy and (not copy or self.file == copy_name(self.file.partition(SLOT)[0] + SLOT, node))
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,11 @@ class Snapshot:
         with self.payload() as payload:
             if not np.array_equal(_checksums(payload, self.header), self.crc):
                 raise CheckpointError(f"{self.path}: fails its checksums")
+
+
+def copy_name(slot: str, node: str) -> str:
+    """Of a copy of a node's slot, on another one."""
+    return f"{slot}.{node[:12]}{COPY}"
 
 
 def open_snapshot(path: Path) -> Snapshot | None:

@@ -1,6 +1,6 @@
-"""One node's keeper, as far as it needs no Ray: it holds the node's snapshots and copies of another node's.
+"""One node's keeper, as far as it needs no Ray: it holds the node's snapshots and copies of other nodes'.
 
-    trainer --datagram: sealed--> checksums -> copy to the peer -> report (one a node and step) -> commit -> file
+    trainer --datagram: sealed--> checksums -> copy to each peer -> report (one a node and step) -> commit -> file
 
 Everything that it knows is in its folder (`held`), and is found there again by a keeper that starts anew.
 """
@@ -14,6 +14,7 @@ import queue
 import shutil
 import socket
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,14 @@ from regrow.state.disk.upload import WriteOrder, Written, write_parts
 from regrow.state.memory import held as files
 from regrow.state.memory import link
 from regrow.state.memory.arenas import remove_abandoned
-from regrow.state.memory.held import COPY, Held, Snapshot, open_snapshot
+from regrow.state.memory.held import Held, Snapshot, copy_name, open_snapshot
 from regrow.state.memory.ranges import BLOCK, Address, Connection, RangeServer, connected
 from regrow.state.memory.slots import MAGIC, NOTICES, SLOT, Committed, open_slot, reading
 
 LOCK = "lock"  # held by the folder's keeper
-RETRY_S = 2.0  # after a snapshot could not be copied to the peer
+RETRY_S = 2.0  # after a snapshot could not be copied to a peer
 
+Complain = Callable[[str, str, float], None]  # what is wrong; to which peer it cannot copy, and how long it tried
 Work = queue.Queue[str | None]  # names of slots that were sealed; None: no more
 
 log = logging.getLogger(__name__)
@@ -48,7 +50,7 @@ class KeeperNode:
         secret: bytes,
         run_id: str,
         report: Callable[[SnapshotAck], None],
-        complain: Callable[[str], None] = log.warning,
+        complain: Complain = lambda text, peer, tried_s: log.warning(text),
     ) -> None:
         """`report` is told of steps that are safe, `complain` of what keeps one from it; both on a keeper's thread."""
         self.folder, self.node, self.secret, self.run_id = folder, node, secret, run_id
@@ -56,8 +58,8 @@ class KeeperNode:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         remove_abandoned(folder)
         self.server = RangeServer(host, lambda: self.secret, self._answer)
-        self._peer: Peer | None = None
-        self._work: Work = queue.Queue()  # of the thread that copies to the peer
+        self._peers: tuple[Peer, ...] = ()
+        self._work: Work = queue.Queue()  # of the thread that copies to the peers
         self._ready: dict[Version, dict[str, Held]] = {}  # checked and copied
         self._failed = False  # something waits to be tried again
         self._running = False
@@ -85,17 +87,23 @@ class KeeperNode:
     def address(self) -> Address:
         return self.server.address
 
-    def set_peer(self, peer: Peer | None) -> None:
-        """Copy to this one from now on, and what was sealed and is not committed again."""
+    def set_peers(self, peers: tuple[Peer, ...]) -> None:
+        """Copy to these from now on, what was sealed and is not committed too; it is reported again."""
         with self._lock:
-            if peer != self._peer and self._running:
-                # the one before may have gone dark, and the thread wait for it: let it
-                self._work.put(None)
-                self._work = queue.Queue()
-                self._start_to_process()
-            self._peer = peer
-            self._ready.clear()
-        self._look_again()
+            same, self._peers = peers == self._peers, peers
+            ready = list(self._ready.items()) if same else []
+            if not same:
+                self._ready.clear()
+                if self._running:
+                    # one of those before may have gone dark, and the thread wait for it: let it
+                    self._work.put(None)
+                    self._work = queue.Queue()
+                    self._start_to_process()
+        for moment, held in ready:
+            if len(held) == next(iter(held.values())).writers:
+                self._report(moment, peers)
+        if not same:
+            self._look_again()
 
     def holdings(self) -> list[Held]:
         """Every sealed snapshot of the run in the folder whose checksums are there."""
@@ -168,27 +176,35 @@ class KeeperNode:
             except Exception as error:  # of one snapshot; the keeper goes on with the next
                 if work is self._work:
                     self._failed = True
-                    self.complain(f"the snapshot in {name} on node {self.node[:12]} is not safe: {first_line(error)}")
+                    text = f"the snapshot in {name} on node {self.node[:12]} is not safe: {first_line(error)}"
+                    self.complain(text, getattr(error, "peer", ""), getattr(error, "tried_s", 0.0))
 
     def _take(self, path: Path) -> None:
-        """Check a slot that was sealed, copy it to the peer, and report the node's step once all its ranks' are."""
+        """Check a slot that was sealed, copy it to the peers, and report the node's step once all its ranks' are."""
         with self._checking:
             snapshot = files.take_checksums(path)
         if snapshot is None or snapshot.header.run_id != self.run_id:  # overwritten meanwhile
             return
         held = snapshot.held
         with self._lock:
-            peer = self._peer
-        if peer is not None:
-            self._push(snapshot, peer)
+            peers = self._peers
+        for peer in peers:
+            begun = time.monotonic()
+            try:
+                self._push(snapshot, peer)
+            except CheckpointError as error:
+                raise _Refused(peer.node, time.monotonic() - begun, first_line(error)) from error
         with self._lock:
-            if peer != self._peer:  # all of it again, for another one
+            if peers != self._peers:  # all of it again, for others
                 return
             ready = self._ready.setdefault(held.moment, {})
             ready[held.file] = held
             if len(ready) < held.writers:
                 return
-        self.report(SnapshotAck(self.node, held.moment, peer.node if peer else ""))
+        self._report(held.moment, peers)
+
+    def _report(self, moment: Version, peers: tuple[Peer, ...]) -> None:
+        self.report(SnapshotAck(self.node, moment, tuple(peer.node for peer in peers)))
 
     def _push(self, snapshot: Snapshot, peer: Peer) -> None:
         """Copy a slot with its checksums to the peer, which checks them. Raises CheckpointError.
@@ -199,9 +215,10 @@ class KeeperNode:
         beside = files.read_beside(path)
         # until the peer has all of it: what is sent of a file is not copied, and may wait in the socket
         with reading(path) as file, connected(peer.address, self.secret) as connection:
-            if _has_copy(connection, path.name + COPY, beside):
+            name = copy_name(path.name, self.node)
+            if _has_copy(connection, name, beside):
                 return
-            put = {"op": "put", "file": path.name + COPY, "bytes": size, "checksums": len(beside)}
+            put = {"op": "put", "file": name, "bytes": size, "checksums": len(beside)}
             connection.send(put | {"header_sha256": snapshot.held.header_sha256})
             connection.send_bytes(beside)
             connection.send_file(file, [(0, size)])
@@ -257,6 +274,14 @@ class KeeperNode:
         if problem:
             files.remove(path)
         connection.send({"error": problem} if problem else {"ok": True})
+
+
+class _Refused(CheckpointError):
+    """A peer does not take a copy."""
+
+    def __init__(self, peer: str, tried_s: float, why: str) -> None:
+        super().__init__(why)
+        self.peer, self.tried_s = peer, tried_s
 
 
 def _has_copy(connection: Connection, file: str, beside: bytes) -> bool:

@@ -1,0 +1,46 @@
+"""Which node cannot copy its snapshots to which other one, as its keeper complains. Pure."""
+
+REFUSED_S = 5.0  # without a copy that arrived: another node is to hold them
+AGAIN_S = 300.0  # after which a link is tried again
+CUT_OFF = 3  # nodes to which one cannot copy: it is itself what fails, and no others are tried
+
+
+class Links:
+    """Of all keepers of a run."""
+
+    def __init__(self) -> None:
+        self._refused_since: dict[tuple[str, str], float] = {}
+        self._broken: dict[tuple[str, str], float] = {}  # and since when
+
+    def refused(self, node: str, peer: str, tried_s: float, now: float) -> bool:
+        """A copy did not arrive, for so long already; whether that is to be the last one for now."""
+        since = self._refused_since.setdefault((node, peer), now - tried_s)
+        if now - since < REFUSED_S:
+            return False
+        self._broken[node, peer] = now
+        del self._refused_since[node, peer]
+        return True
+
+    def copied(self, node: str, peers: tuple[str, ...]) -> None:
+        """All of them have a copy."""
+        for peer in peers if self._refused_since else ():
+            self._refused_since.pop((node, peer), None)
+
+    def complains(self, node: str) -> bool:
+        """Whether this node has said why it does not report."""
+        return any(each == node for each, _ in self._refused_since)
+
+    def allow(self, node: str, peer: str) -> bool:
+        """A node that two others cannot copy to holds nobody's copies, one that is cut off has none."""
+        if not self._broken:
+            return True
+        to_it = {each for each, other in self._broken if other == peer}
+        from_it = {other for each, other in self._broken if each == node}
+        return not (node in to_it or len(to_it) > 1 or len(from_it) >= CUT_OFF)
+
+    def try_again(self, now: float) -> bool:
+        """Whether some link has been given up for long enough."""
+        over = [link for link, since in self._broken.items() if now - since > AGAIN_S]
+        for link in over:
+            del self._broken[link]
+        return bool(over)

@@ -1,0 +1,144 @@
+"""Copies on other nodes: whole after so many losses, one right after the other, and what a node cannot copy moves."""
+
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+from regrow.control.values import Peer, Version
+from regrow.plan.mesh import ALONE, Coordinates, MeshShape
+from regrow.state.disk.catalog import step_folder
+from regrow.state.disk.upload import WriteOrder
+from regrow.state.entries import Progress
+from regrow.state.memory.reader import restore_snapshot
+from regrow.state.memory.slots import Committed
+from regrow.state.memory.writer import Snapshots
+from regrow.storage import Storage
+from regrow.train.saver import Cadence, SnapshotSaver
+from support.keepers import (
+    RUN,
+    SECRET,
+    Node,
+    assert_state,
+    cluster,
+    entries_of,
+    holders,
+    peers_of,
+    scalars_of,
+    snapshot,
+    wait_until,
+)
+
+STEP = 7
+
+
+def nothing(*_: object) -> None: ...
+
+
+def restored_by(nodes: Sequence[Node], generation: int) -> list[Snapshots]:
+    """A group of one rank a node that restores the newest snapshot, and is about to take its first step."""
+    known, made = holders(list(nodes), STEP), []
+    for rank, node in enumerate(nodes):
+        entries, keeper = entries_of(rank, len(nodes)), node.keeper
+        found = restore_snapshot(entries, known, node=keeper.node, folder=keeper.folder, secret=SECRET, reader=rank)
+        snapshots = Snapshots(
+            keeper.folder,
+            entries,
+            coordinates=Coordinates(MeshShape(1, len(nodes)), rank),
+            run_id=RUN,
+            generation=generation,
+        )
+        cadence = Cadence(100, snapshot_every_steps=1)
+        saver = SnapshotSaver(cadence, snapshots, start_step=STEP, num_ahead=0, want_checkpoint=nothing, write=nothing)
+        saver.keep_restored(Progress(found.scalars["step"], found.scalars["cursor"], 0))
+        saver.before_update()
+        made.append(snapshots)
+    return made
+
+
+def lose(nodes: list[Node], number: int) -> None:
+    """A node, and what it held."""
+    nodes.pop(number).keeper.close(delete=True)
+
+
+def assert_whole(nodes: list[Node], generation: int) -> None:
+    where, entries = nodes[0].keeper, entries_of(0, 1)
+    known = [each for each in holders(nodes, STEP) if each.held.moment == Version(generation, STEP)]
+    restore_snapshot(entries, known, node=where.node, folder=where.folder, secret=SECRET)
+    assert_state(entries, STEP)
+
+
+@pytest.mark.parametrize("second", [0, 1])
+def test_a_second_node_that_is_lost_before_the_first_step_costs_nothing_once_what_was_restored_is_copied(
+    tmp_path: Path, second: int
+) -> None:
+    with cluster(tmp_path, 3) as nodes:
+        snapshot(nodes, STEP, 3)
+        lose(nodes, 1)
+        for number, node in enumerate(nodes):
+            node.keeper.set_peers(peers_of(nodes, number))
+        groups = restored_by(nodes, generation=2)
+        wait_until(lambda: all(node.reports[-1].version == Version(2, STEP) for node in nodes))
+        assert [node.reports[-1].peers for node in nodes] == [("node-2",), ("node-0",)]
+        lose(nodes, second)
+        assert_whole(nodes, generation=2)
+        for snapshots in groups:
+            snapshots.close()
+
+
+@pytest.mark.parametrize("lost", list(combinations(range(4), 2)))
+def test_with_two_copies_any_two_nodes_may_be_lost_at_once(tmp_path: Path, lost: tuple[int, int]) -> None:
+    with cluster(tmp_path, 4, copies=2) as nodes:
+        snapshot(nodes, STEP, 4)
+        for number in reversed(lost):
+            lose(nodes, number)
+        assert_whole(nodes, generation=1)
+
+
+def test_what_two_nodes_hold_for_others_is_written_to_storage_by_either_of_them(tmp_path: Path) -> None:
+    """A keeper with copies of two nodes writes those of the one that it is asked for."""
+    with cluster(tmp_path / "memory", 3, copies=2) as nodes:
+        snapshot(nodes, STEP, 3)
+        storage = Storage.at(tmp_path / "checkpoints") / step_folder(STEP)
+        for holder, origin in ((1, 0), (2, 0), (2, 1)):
+            order = WriteOrder(Version(1, STEP), f"node-{origin}", True, str(storage), f"{holder}{origin}", True)
+            written = nodes[holder].keeper.write(order)
+            assert written.num_ranks == 1
+            assert sum(each.num_bytes - each.header_bytes for each in written.files) < 4 * 97 * 200
+
+
+def test_a_keeper_says_to_which_peer_it_cannot_copy_and_copies_to_the_next_ones(tmp_path: Path) -> None:
+    with cluster(tmp_path, 3) as nodes:
+        said: list[tuple[str, str]] = []
+        keeper = nodes[0].keeper
+        keeper.complain = lambda text, peer, tried_s: said.append((peer, text))
+        full = Peer("node-9", ("127.0.0.1", 1))
+        keeper.set_peers((*peers_of(nodes, 0), full))
+        groups = [Snapshots(keeper.folder, entries_of(0, 1), coordinates=ALONE, run_id=RUN, generation=1)]
+        groups[0].begin(STEP, scalars_of(STEP))
+        groups[0].wait()
+        groups[0].confirm(STEP)
+        wait_until(lambda: said)
+        assert said[0][0] == "node-9"
+        assert not nodes[0].reports
+        keeper.set_peers(peers_of(nodes, 0, 2))
+        wait_until(lambda: nodes[0].reports)
+        assert nodes[0].reports[-1].peers == ("node-1", "node-2")
+
+
+def test_a_place_that_has_not_changed_is_reported_again_without_another_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with cluster(tmp_path, 2) as nodes:
+        snapshot(nodes, STEP, 2)
+        looked: list[Path] = []
+        take: Callable[[Path], None] = nodes[0].keeper._take
+        monkeypatch.setattr(nodes[0].keeper, "_take", lambda path: (looked.append(path), take(path)))
+        (before,) = nodes[0].reports
+        nodes[0].keeper.set_peers(peers_of(nodes, 0))
+        assert nodes[0].reports == [before, before]
+        nodes[0].keeper.committed(Committed(Version(1, STEP)))
+        nodes[0].keeper.set_peers(peers_of(nodes, 0))
+        assert nodes[0].reports == [before, before]
+        assert not looked
