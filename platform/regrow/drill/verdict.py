@@ -76,6 +76,7 @@ class Evidence:
     digests: Sequence[str] = ()  # what they must be, of step 1, 2, ...
     reference: Sequence[Row] = ()  # rows of an undisturbed run
     compared_steps: int = 100
+    copies: int = 1  # snapshot.copies
     names: Sequence[str] = ()  # of every file in the run folder, and of every file in the nodes' memory
     keys: Sequence[str] = ()  # in the checkpoints' indexes
     checkpoints: Sequence[Checkpoint] = ()
@@ -302,7 +303,7 @@ def _few_steps_lost(evidence: Evidence) -> Verdict:
         nodes_lost = sum(1 for fault in own if KINDS[fault["kind"]].nodes < 0)
         steps, last = event.get("recomputed_steps", 0), event["time"]
         lost, most = lost + steps, max(most, steps)
-        if nodes_lost < 2 and steps > evidence.snapshot_every * max(1, len(own)):
+        if nodes_lost <= evidence.copies and steps > evidence.snapshot_every * max(1, len(own)):
             source = event.get("source", "?")
             wrong.append(f"generation {event['generation']} took back {steps} steps, its state from the {source}")
     failures = len(_named(evidence.events, "failure", key="event"))

@@ -12,10 +12,10 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -43,6 +43,13 @@ GROUPS = {STORAGE: 4, DEVICES: 2}
 PING_S = 5.0
 ASK_AFTER = 0.25  # of the time after which a silent coordinator is given up
 CLOSE_S = 10.0
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _on_threads_of(group: str) -> Callable[[Method], Method]:
+    return cast("Callable[[Method], Method]", ray.method(concurrency_group=group))
 
 
 @dataclass(frozen=True)
@@ -150,7 +157,7 @@ class Keeper:
         """What this keeper holds of a step and of later ones."""
         return [held for held in self._keeper.holdings() if held.moment >= since]
 
-    @ray.method(concurrency_group=STORAGE)
+    @_on_threads_of(STORAGE)
     def write(self, order: WriteOrder) -> Written:
         """Write what the node holds of a step to storage."""
         return self._keeper.write(order)
@@ -186,12 +193,12 @@ class Keeper:
                 f"{self.link.received / 1e9:.2g} back; cluster.least_link_gb_per_s={least_bytes_per_s / 1e9:g}"
             )
 
-    @ray.method(concurrency_group=DEVICES)
+    @_on_threads_of(DEVICES)
     def gpus(self) -> list[str]:
         """What the GPUs of this node tell of themselves."""
         return [str(gpu) for gpu in read_gpus()]
 
-    @ray.method(concurrency_group=DEVICES)
+    @_on_threads_of(DEVICES)
     def look(self) -> str:
         """Where each worker of this node is, and what its GPUs tell."""
         self._ask_where()
