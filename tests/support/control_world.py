@@ -294,7 +294,7 @@ class World:
                 self.after(0.05, lambda worker=worker: self.kill_worker(worker))  # type: ignore[misc]
 
     def _do_Probe(self, command: c.Probe) -> None:
-        refused = tuple(m.id for m in command.members if not self.workers[m.id].alive and self.nodes[m.node].alive)
+        refused = tuple(m.id for m in command.members if not self.workers[m.id].alive)
         if refused and self.rng.random() < 0.7:
             self.send(e.PortRefused(refused), 0.1, lossy=True)
 
@@ -634,6 +634,7 @@ class World:
         node.alive = node.up = False
         node.slots, node.copies = [None] * SLOTS, {}
         self.losses.append((self.now, node.name))
+        self.send(e.ConnectionLost(node.name), lossy=True)
         for worker in [each for each in self.workers.values() if each.node == node.name]:
             self.kill_worker(worker, refill=False)
         self.after(5 + 5 * self.rng.random(), self.add_node)
@@ -644,6 +645,7 @@ class World:
             return
         node.up = False
         self.losses.append((self.now, node.name))
+        self.send(e.ConnectionLost(node.name), lossy=True)
 
         def back() -> None:
             if node.alive:

@@ -12,7 +12,7 @@ from regrow.control import events as e
 from regrow.control.checkpoints import RETRY_S
 from regrow.control.core import DEVICE_PATIENCE_S, Control, Fenced, Past
 from regrow.control.group import LEAVING_S, MAX_FAILED_GENERATIONS, YIELD_S
-from regrow.control.health import WHERE_AGAIN_S, Pulse
+from regrow.control.health import KNOCK_S, WHERE_AGAIN_S, Pulse
 from regrow.control.links import AGAIN_S, REFUSED_S
 from regrow.control.membership import Formation, Member
 from regrow.control.snapshots import IS_THERE, SILENT_S
@@ -427,6 +427,55 @@ def test_members_whose_ports_refuse_connections_are_not_waited_for() -> None:
     assert told.ask("m1", first).formation is not None
     told(e.Died((("node", 2),), 1, "worker_died", "Ray says it too"))
     assert [(fields["cause"], fields["ranks"]) for fields in told.records("failure")] == [("worker_died", [1])]
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trains", "forms"])
+def test_a_node_whose_connection_ends_is_knocked_at_while_nobody_comes_back(trains: bool) -> None:
+    told = Told()
+    one, other = Member("m1", "x", "h", 1, 1), Member("m2", "y", "h", 1, 2)
+    generation = told.form(one, other).generation
+    if trains:
+        told.begin("xy")
+    assert told.of(c.Connect)[-1].members == (one, other)
+    told()
+    assert told.of(c.Probe) == [], "nobody is asked for nothing"
+    told(e.ConnectionLost("y"))
+    told()
+    assert told.of(c.Probe)[-1].members == (other,)
+    assert told.of(c.TellOver) == [], "it proves nothing"
+    told(e.PortRefused(("m2",)))
+    assert [command.generation for command in told.of(c.TellOver)] == [generation]
+    assert [(fields["cause"], fields["ranks"]) for fields in told.records("failure")] == [("worker_died", [1])]
+
+
+def test_a_keeper_that_died_alone_is_no_dead_node() -> None:
+    told = Told()
+    told.form(one(1))
+    told.begin(["node"])
+    told(e.ConnectionLost("node"))
+    told()
+    assert told.of(c.Probe), "its workers' ports answer"
+    told.now += KNOCK_S
+    told.clear()
+    told()
+    assert told.of(c.Probe) == [], "for a while"
+    assert told.records("failure") == []
+
+
+def test_a_coordinator_that_was_restarted_knows_whom_it_can_reach() -> None:
+    for start_step in (None, 4):
+        told = Told(Past(3, 4, restarted=True))
+        told(e.Restarted((one(1), one(2)), start_step, ("node",)))
+        assert told.of(c.Connect)[-1].members == (one(1), one(2))
+
+
+def test_where_all_are_restarted_nobody_is_lost_by_a_knock() -> None:
+    told = Told(in_place=False)
+    told.form(one(1), one(2))
+    told.begin(["node"])
+    told(e.ConnectionLost("node"))
+    told(e.PortRefused(("m2",)))
+    assert told.records("failure") == []
 
 
 def test_who_ends_itself_because_its_device_hangs_does_so_before_it_is_ended() -> None:

@@ -62,7 +62,7 @@ def ask(roll_call: RollCall, missing: Sequence[Member]) -> list[str]:
     roll_call._ask_at = 0.0
     roll_call.gone(missing, time.monotonic())
     roll_call._thread.submit(int).result(10)
-    return [member.id for member in roll_call.gone(missing, time.monotonic())]
+    return sorted(roll_call.gone(missing, time.monotonic()))
 
 
 def test_a_process_that_was_killed_is_gone_at_once_and_one_that_is_stopped_is_not(processes: list[Process]) -> None:

@@ -65,14 +65,14 @@ class Kill:
 
 @dataclass(frozen=True)
 class Connect:
-    """Members of a group that trains: see whose liveness ports can be reached at all."""
+    """Members of a group: see whose liveness ports can be reached at all."""
 
     members: tuple[Member, ...]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Try the liveness ports of these members, which the others wait for."""
+    """Try the liveness ports of these members, which the others wait for, or whose node may be dead."""
 
     members: tuple[Member, ...]
 

@@ -22,7 +22,7 @@ from regrow.control.membership import Formation, Membership
 from regrow.control.nodes import Exclusions, NodeFailures
 from regrow.control.peers import FAN_OUT
 from regrow.control.snapshots import Snapshots
-from regrow.control.states import Ending, Forming, GroupState, LeavingGroup, Waiting
+from regrow.control.states import Ending, Forming, GroupState, LeavingGroup, Training, Waiting
 from regrow.control.values import Version
 from regrow.record.events import Cause
 from regrow.record.log import METRIC_KEYS
@@ -113,6 +113,8 @@ class Control:
             self._snapshots.gone_dark({each.member.node for each in suspects if each.dark}, now)
             self._group.suspected(suspects, now)
         self._group.tick(now)
+        if isinstance(self.state, Forming | Training):
+            self._health.knock(now, self._group.membership)
         return self._finish()
 
     # what can be asked, which changes nothing
@@ -194,6 +196,7 @@ class Control:
             e.Failed: group.fail,
             e.Died: group.died,
             e.Gone: group.gone,
+            e.ConnectionLost: self._health.connection_lost,
             e.PortRefused: group.refused,
             e.GroupFailed: group.restarted_by_ray,
             e.Notice: group.nodes.notice,

@@ -141,6 +141,13 @@ class Gone:
 
 
 @dataclass(frozen=True)
+class ConnectionLost:
+    """The connection that is held to a node's keeper has ended: its node may be dead, or it alone."""
+
+    node: str
+
+
+@dataclass(frozen=True)
 class PortRefused:
     """The liveness ports of these members refuse connections: the processes are gone."""
 
@@ -324,6 +331,7 @@ Event = (
     | Failed
     | Died
     | Gone
+    | ConnectionLost
     | PortRefused
     | GroupFailed
     | Notice

@@ -82,6 +82,7 @@ class Group:
         self.state = state
         if isinstance(state, Forming | Training):
             self.health.stalls.begin(now, forming=isinstance(state, Forming))
+            self.out.append(Connect(self.membership.current))
         else:
             self.health.stalls.end()
 
@@ -180,7 +181,6 @@ class Group:
         """It is ready."""
         self.cause = Cause.worker_failed  # until something else is known of this generation
         self.enter(Training(self.generation), now)
-        self.out.append(Connect(self.membership.current))
 
     def take_up(self, state: GroupState, lost: tuple[int, ...] | None, now: float) -> None:
         """Another coordinator left the newest group in this state; or, where some of it was lost, over."""
@@ -227,9 +227,9 @@ class Group:
 
     def refused(self, event: PortRefused, now: float) -> None:
         """These do not come, for they are dead; Ray Train finds it later."""
-        dead = [member for member in self.membership.missing if member.id in event.member_ids]
+        dead = [member for member in self.membership.survivors if member.id in event.member_ids]
         gone = ", ".join(f"process {member.pid} on node {member.node[:12]}" for member in dead)
-        if dead:
+        if dead and self.in_place:  # where all restart, Ray Train says why
             detail = f"{gone}: gone, its port refuses connections"
             self._lose((member.id for member in dead), Cause.worker_died, detail, now)
 
@@ -296,4 +296,5 @@ class Group:
         self._tell_over()
 
     def _tell_over(self) -> None:
-        self.out.append(TellOver(self.generation, self.keepers.current))
+        nodes = self.keepers.known_of(member.node for member in self.membership.current)
+        self.out.append(TellOver(self.generation, nodes))

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from regrow.control.commands import Ask, Outbox, Question, SaveStacks
-from regrow.control.membership import Member
+from regrow.control.commands import Ask, Outbox, Probe, Question, SaveStacks
+from regrow.control.events import ConnectionLost
+from regrow.control.membership import Member, Membership
 from regrow.control.values import NOTHING
 
 STEPS, SECONDS = 2.0, 0.4  # so many median steps, and seconds, without a step: ask
@@ -25,6 +26,7 @@ WINDOW = 50  # steps that the median is of
 ASK_AGAIN_S, ASKED_PER_S = 0.2, 2000.0  # between questions, and more where there are more keepers
 WHERE_AGAIN_S = 5.0  # between questions where everyone is: who gets on has begun a collective meanwhile
 LOOK_S = 1.5  # for keepers to say where everyone is
+KNOCK_S = 30.0  # after a connection has ended: a kernel closes a killed process' files once it has its memory back
 LOOKED_AT = 64  # nodes, at most: stacks are read by people
 
 Worker = tuple[str, int]  # node, pid
@@ -194,6 +196,7 @@ class Health:
         self._suspects: list[Suspect] = []
         self._ask_at = 0.0
         self._gone_since: dict[str, float] = {}  # nodes whose keepers are gone
+        self._lost_at: dict[str, float] = {}  # nodes to which a held connection has ended
 
     def look_at_devices(self, step: int, generation: int, now: float, nodes: Sequence[str]) -> None:
         """How fast they are, whenever all ranks have probed theirs; how GPUs are, with a group's first step too.
@@ -218,6 +221,16 @@ class Health:
                     self.gpus[node] = answer
         if self._check_up is not None and not self._check_up.waiting:
             self._finish_check_up(self._check_up)
+
+    def connection_lost(self, event: ConnectionLost, now: float) -> None:
+        """Its keeper's process is gone, or does not answer: it alone, or all of the node."""
+        self._lost_at[event.node] = now
+
+    def knock(self, now: float, membership: Membership) -> None:
+        """Have the workers' own ports tell whether a node is dead to which a connection has ended."""
+        self._lost_at = {node: at for node, at in self._lost_at.items() if now - at < KNOCK_S}
+        if self._lost_at and (there := [each for each in membership.survivors if each.node in self._lost_at]):
+            self._out.append(Probe(tuple(there)))
 
     def tick(self, now: float, members: Iterable[Member], nodes: Sequence[str]) -> list[Suspect]:
         """The members of the current group that are to be given up; `nodes` are its own.

@@ -17,6 +17,7 @@ from regrow.control.values import Version
 from regrow.errors import first_line
 from regrow.runtime.calls import KeeperClient
 from regrow.runtime.keeper import KeeperInfo, Place, end_keepers, running_keepers
+from regrow.runtime.liveness.connections import HeldConnections
 from regrow.runtime.publisher import Publisher
 from regrow.state.disk.upload import Written
 from regrow.state.memory.held import Holder, is_whole
@@ -35,10 +36,13 @@ class Fleet:
         self._run_id, self._secret, self._publisher = run_id, secret, publisher
         self._known: dict[str, tuple[KeeperClient, KeeperInfo]] = {}
         self._pending: dict[Future[Any], Then] = {}
+        self._connections = HeldConnections()
 
     def register(self, handle: Any, info: KeeperInfo, *, restarted: bool = False) -> e.KeeperUp:
         """A node's keeper is up, or is up again."""
         self._known[info.node] = KeeperClient(handle), info
+        if info.lifeline:
+            self._connections.hold(info.node, (info.address[0], info.lifeline))
         return e.KeeperUp(info.node, info.domain, info.address, restarted)
 
     def adopt(self, me: Any) -> list[e.Event]:
@@ -131,12 +135,14 @@ class Fleet:
         self._pending[self._known[command.node][0].write(order)] = then
 
     def answers(self) -> list[e.Event]:
-        """What keepers have answered since the last call."""
+        """What keepers have answered since the last call, and whose connections have ended."""
         done = [call for call in self._pending if call.done()]
-        return [event for call in done if (event := self._pending.pop(call)(call)) is not None]
+        answers = [event for call in done if (event := self._pending.pop(call)(call)) is not None]
+        return [*answers, *(e.ConnectionLost(node) for node in self._connections.lost())]
 
     def close(self) -> None:
         """End all keepers, those too whose workers ended before they could name them: they leave nothing in memory."""
+        self._connections.close()
         known = {node: client.handle for node, (client, _) in self._known.items()}
         end_keepers((running_keepers(self._run_id) | known).values())
 

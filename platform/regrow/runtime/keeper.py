@@ -26,6 +26,7 @@ from regrow.errors import CheckpointError
 from regrow.runtime.calls import CoordinatorClient, KeeperCalls
 from regrow.runtime.hardware.gpus import XidWatch, read_gpus
 from regrow.runtime.liveness.deaths import Deaths
+from regrow.runtime.liveness.probe import Lifeline
 from regrow.runtime.liveness.pulse import look, read_pulses, where
 from regrow.state.disk.upload import WriteOrder, Written
 from regrow.state.memory.arenas import remove_abandoned
@@ -62,6 +63,7 @@ class KeeperInfo:
     address: Address
     newest: Version  # the newest commit that it knows
     held: tuple[Held, ...]
+    lifeline: int = 0  # the port at which it listens while its process lives; 0: nowhere
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,7 @@ class Keeper:
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         self.xids = XidWatch(self._tell_xid)
         self.deaths = Deaths(self.folder, self._tell_gone)
+        self.lifeline = Lifeline(ray.util.get_node_ip_address())
 
     def serve(self, coordinator: Any, secret: bytes) -> KeeperInfo:
         """Work for this coordinator from now on; the same again, or another one after the first was lost."""
@@ -118,7 +121,8 @@ class Keeper:
             self.keeper.secret = secret
         newest = Committed.read(self.folder).newest
         held = tuple(self.keeper.holdings())
-        return KeeperInfo(self.node_id, self.domain, str(self.folder), self.keeper.address, newest, held)
+        address, lifeline = self.keeper.address, self.lifeline.port
+        return KeeperInfo(self.node_id, self.domain, str(self.folder), address, newest, held, lifeline)
 
     def take_place(self, place: Place) -> None:
         """A generation begins."""
@@ -219,6 +223,7 @@ class Keeper:
         """Delete everything, what an earlier keeper left there too."""
         self.xids.close()
         self.deaths.close()
+        self.lifeline.close()
         if self.keeper is not None:
             self.keeper.close(delete=True)
             self.keeper = None

@@ -114,10 +114,7 @@ class Shell:
     def tell(self, event: e.Event) -> Any:
         """An event to control; its reply, once all that follows from it is under way. Raises Fenced."""
         with self.lock:
-            reply = self._carry_out(self.control.on(event, self.now))
-            while self._later:
-                self._carry_out(self.control.on(self._later.popleft(), self.now))
-            return reply
+            return self._follow(self.control.on(event, self.now))
 
     def await_formed(self) -> None:
         """The newest generation's number is in the log: a coordinator after this one does not give it out again.
@@ -169,12 +166,19 @@ class Shell:
                     self.tell(event)
                 except Exception:  # a mistake of ours, of one answer
                     traceback.print_exc()
-            self._carry_out(self.control.tick(self.now))
+            self._follow(self.control.tick(self.now))
             self.metrics.tick()
         number, at = self._flushed
         if not self._folder.is_local and self.now - at > FLUSH_EVERY_S and self._writer.wait(number, 0.0):
             self._flushed = self._writer.put(self._log.flush), self.now
         self._writer.check()
+
+    def _follow(self, commands: list[c.Command]) -> Any:
+        """Carry them out, and what control makes of what that finds."""
+        reply = self._carry_out(commands)
+        while self._later:
+            self._carry_out(self.control.on(self._later.popleft(), self.now))
+        return reply
 
     def _carry_out(self, commands: list[c.Command]) -> Any:
         reply = None
@@ -220,7 +224,7 @@ class Shell:
     def _probe(self, command: c.Probe) -> None:
         dead = self._roll_call.gone(command.members, time.monotonic())
         if dead:
-            self._later.append(e.PortRefused(tuple(member.id for member in dead)))
+            self._later.append(e.PortRefused(tuple(sorted(dead))))
 
     def _save_stacks(self, command: c.SaveStacks) -> None:
         generation = self.control.generation

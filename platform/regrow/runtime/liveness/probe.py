@@ -2,7 +2,8 @@
 
 Each worker listens at a port for as long as its process lives, and says nothing there. Where a connection is refused
 that once was taken, the process is gone: its host says so, whether a worker or everything on the node was killed. A
-host that does not answer proves nothing, and is left to others (`checkpoint.watch`, Ray itself).
+host that does not answer proves nothing, and is left to others (`control.health`, Ray itself). Keepers listen in the
+same way, for the connection that is held to each (`runtime.liveness.connections`).
 """
 
 import contextlib
@@ -19,10 +20,11 @@ from regrow.control.membership import Member
 AT_ONCE = 512  # connections
 ANSWER_S = 0.5  # for a host to take or refuse one
 ASK_AGAIN_S, ASKED_PER_S = 0.1, 4000.0  # between roll calls, and more where many are asked
+MOST_HELD = 64  # connections to one process
 
 
 class Lifeline:
-    """Takes connections and closes them, as long as this process lives. One that is stopped takes them still."""
+    """Takes connections and holds them, as long as this process lives. One that is stopped takes them still."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -36,9 +38,21 @@ class Lifeline:
         self._socket.close()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                self._socket.accept()[0].close()
+        with selectors.DefaultSelector() as waiting:
+            waiting.register(self._socket, selectors.EVENT_READ)
+            with contextlib.suppress(OSError):  # closed
+                while True:
+                    for ready in [key.fileobj for key, _ in waiting.select()]:
+                        if ready is not self._socket:  # its other end has closed it
+                            waiting.unregister(ready)
+                            ready.close()  # type: ignore[union-attr]
+                        elif (connection := self._socket.accept()[0]) and len(waiting.get_map()) <= MOST_HELD:
+                            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                            waiting.register(connection, selectors.EVENT_READ)
+                        else:
+                            connection.close()
+            for key in list(waiting.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
 
 
 class RollCall:
@@ -59,18 +73,18 @@ class RollCall:
         if new:
             self._thread.submit(self._meet, new)
 
-    def gone(self, missing: Sequence[Member], now: float) -> list[Member]:
-        """Of these, who is dead as far as is known by now. Call often, for as long as somebody is missing."""
+    def gone(self, missing: Sequence[Member], now: float) -> set[str]:
+        """Who of those that were asked last is dead, by id. Call often, for as long as somebody is missing."""
         asked = self._asked
         if asked is None:
             known = [member for member in missing if member.id in self._reached]
             if known and now >= self._ask_at:
                 self._asked = self._thread.submit(_refused, known)
-            return []
+            return set()
         if not asked.done():
-            return []
+            return set()
         self._asked, self._ask_at = None, now + max(ASK_AGAIN_S, len(missing) / ASKED_PER_S)
-        return [member for member in missing if member.id in asked.result()]
+        return asked.result()
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
