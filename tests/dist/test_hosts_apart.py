@@ -131,6 +131,34 @@ def test_a_partition_may_be_one_way_and_heals(apart: HostsApart, pair: tuple[Hos
     assert reaches(first, second)
 
 
+def test_a_connection_that_is_held_ends_with_its_link_and_is_held_again(
+    apart: HostsApart, pair: tuple[Host, Host]
+) -> None:
+    """Nothing closes it but the kernel, whose probes are not answered; a coordinator then knocks."""
+    first, second = pair
+    holds = f"""
+    import sys, time
+    from regrow.runtime.liveness.connections import HeldConnections
+    connections = HeldConnections()
+    connections.hold("second", (sys.argv[1], {PORT}))
+
+    def is_held():
+        return any(held.is_taken for held in list(connections._held.values()))
+
+    for condition in (is_held, connections.lost, is_held):
+        while not condition():
+            time.sleep(0.01)
+        print(condition.__name__, flush=True)
+    """
+    output = first.tmp.parent / "holds"
+    process = first.start([sys.executable, "-c", textwrap.dedent(holds), second.address], output, os.environ, Path("/"))
+    until(lambda: "is_held" in output.read_text())
+    apart.partition(first, [second])
+    until(lambda: "lost" in output.read_text())
+    apart.partition(first, [second], on=False)
+    assert process.wait(120.0) == 0
+
+
 def test_storage_breaks_for_one_host_and_heals(apart: HostsApart, pair: tuple[Host, Host], storage: Path) -> None:
     first, second = pair
     write = """

@@ -24,6 +24,11 @@ import json
 from regrow.runtime.hardware.gpus import cpus_near
 print(json.dumps([sorted(cpus_near(uuid)) for uuid in ("GPU-0", "GPU-1", "GPU-2")]))
 """
+NUMBER = """
+import json
+from regrow.runtime.hardware.gpus import number_of
+print(json.dumps([number_of(uuid) for uuid in ("GPU-0", "GPU-1", "GPU-2")]))
+"""
 WATCH = """
 import json, queue
 from regrow.runtime.hardware.gpus import XidWatch
@@ -60,6 +65,11 @@ def test_a_machine_without_a_driver_has_no_gpus(driver: Path) -> None:
 def test_the_cpus_of_a_gpus_socket_are_known_where_it_tells(driver: Path) -> None:
     assert ask(driver, NEAR, SOCKET="1") == [[], [0, 126], []]
     assert ask(driver, NEAR, NO_DRIVER="1") == [[], [], []]
+
+
+def test_a_gpus_number_is_its_place_among_those_of_the_machine(driver: Path) -> None:
+    assert ask(driver, NUMBER) == [0, 1, 0]
+    assert ask(driver, NUMBER, NO_DRIVER="1") == [0, 0, 0]
 
 
 def test_what_a_gpu_tells_is_in_its_units(driver: Path) -> None:

@@ -111,6 +111,32 @@ def test_ranks_of_a_node_stand_together() -> None:
     assert names(made.form(0.0)) == "acbd"
 
 
+def placed(name: str, node: str, gpu: int) -> Member:
+    return Member(name, node, "127.0.0.1", 1, 1, gpu=gpu)
+
+
+def test_ranks_of_a_node_stand_in_the_order_of_its_gpus_whoever_survived() -> None:
+    """So that the ranks of two nodes that meet in a replica group have the same rail."""
+    made = Membership(range(1, 9))
+    for name, node, gpu in [("c", "x", 2), ("f", "y", 1), ("a", "x", 0), ("e", "y", 0), ("b", "x", 1), ("g", "y", 2)]:
+        made.join(placed(name, node, gpu), expected=6, now=0.0)
+    assert names(made.form(0.0)) == "abcefg", "in whatever order they came"
+    made.died("a")
+    for name, node, gpu in [("b", "x", 1), ("c", "x", 2), ("e", "y", 0), ("f", "y", 1), ("g", "y", 2)]:
+        made.join(placed(name, node, gpu), expected=1, now=5.0)
+    assert names(made.form(5.0)) == "bcefg", "survivors keep their order"
+    for name, node, gpu in [("h", "z", 0), ("d", "x", 0), *((each.id, each.node, each.gpu) for each in made.current)]:
+        made.join(placed(name, node, gpu), expected=1, now=9.0)
+    assert names(made.form(9.0)) == "dbcefgh", "the survivors' nodes first, and on each by GPU"
+
+
+def test_units_are_of_neighbouring_gpus() -> None:
+    made = Membership(range(2, 9), unit=2)
+    for name, gpu in [("d", 3), ("a", 0), ("c", 2), ("b", 1)]:
+        made.join(placed(name, "x", gpu), expected=4, now=0.0)
+    assert names(made.form(0.0)) == "abcd"
+
+
 def on_nodes(made: Membership, layout: dict[str, str], now: float, expected: int = 1) -> Formation | None:
     """Members by the letters of their names, the nodes that they are on."""
     for node, of_node in layout.items():

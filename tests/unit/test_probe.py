@@ -1,13 +1,22 @@
 """A device that computes wrong numbers is found out, and one that is slow is named."""
 
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from regrow.config.schema import ClusterConfig, PretrainConfig
 from regrow.control.health import SLOW_FACTOR, Pulse, Stragglers
+from regrow.forecast.devices import GIB
 from regrow.runtime import worker
-from regrow.runtime.hardware.probe import SIZE, Prober, Unfit
+from regrow.runtime.hardware import probe
+from regrow.runtime.hardware.probe import SIZE, Prober, Unfit, check_gpu
+from regrow.state.memory.arenas import Arenas
 from support.peak_memory import peak_bytes
 
 
@@ -44,6 +53,74 @@ def test_a_process_whose_device_fails_it_ends(error: Exception, monkeypatch: pyt
     monkeypatch.setattr(prober, "_check", fail)
     worker._probe(job, prober)
     assert ended in (["wrong"], ["cpu does not answer: CUDA error: an illegal memory access"])
+
+
+def test_a_worker_runs_near_its_gpu_and_so_does_what_it_starts_and_touches_first(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("ray.train.torch.get_device", lambda: torch.device("cuda:0"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1"))
+    near, allocate = {max(os.sched_getaffinity(0))}, os.posix_fallocate
+    monkeypatch.setattr(worker, "cpus_near", lambda uuid: near | {100_000} if uuid == "GPU-1" else set())
+    ran_on: list[set[int]] = []
+
+    def touch(*arguments: int) -> None:
+        ran_on.append(os.sched_getaffinity(0))
+        allocate(*arguments)
+
+    monkeypatch.setattr(os, "posix_fallocate", touch)
+
+    def run() -> None:
+        worker._device(PretrainConfig(cluster=ClusterConfig(gpus_per_worker=1)))
+        started = threading.Thread(target=lambda: ran_on.append(os.sched_getaffinity(0)))
+        started.start()
+        started.join()
+        Arenas(tmp_path).take([tmp_path / "slot"], 4096)
+
+    with ThreadPoolExecutor(1) as threads:  # this test's own thread stays where it is
+        threads.submit(run).result()
+    assert ran_on == [near, near]
+
+
+class Memory:
+    """A GPU's, of which this much is free at one look after the other; the last one stays so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *free_gib: float) -> None:
+        self.free, self.looks = list(free_gib), 0
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1"))
+        monkeypatch.setattr(torch.cuda, "mem_get_info", self.info)
+        monkeypatch.setattr(probe, "LOOK_S", 0.0)
+        monkeypatch.setattr(probe, "FREE_S", 0.05)
+
+    def info(self, device: torch.device) -> tuple[int, int]:
+        free = self.free[min(self.looks, len(self.free) - 1)]
+        self.looks += 1
+        return int(free * GIB), 79 * GIB
+
+
+def test_the_memory_of_a_killed_process_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(monkeypatch, 9.0, 9.0, 60.0, 78.4)
+    check_gpu(torch.device("cuda:0"))
+    assert memory.looks == 4
+
+
+def test_memory_that_others_keep_ends_this_process_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    Memory(monkeypatch, 9.0)
+    ended: list[str] = []
+
+    def end(job: Any, problem: str) -> None:
+        ended.append(problem)
+        raise SystemExit
+
+    monkeypatch.setattr(worker, "_end", end)
+    job: Any = SimpleNamespace(config=SimpleNamespace(cluster=SimpleNamespace(check_hardware=True)))
+    with pytest.raises(SystemExit):
+        worker._fit(job, torch.device("cuda:0"))
+    assert ended == [
+        "70.0 of 79.0 GiB of cuda:0 are in use, and were for 0 s; end the processes that nvidia-smi shows there, or "
+        "set cluster.check_hardware=false"
+    ]
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), ("cuda", torch.bfloat16)])

@@ -23,6 +23,7 @@ class Member:
     port: int
     pid: int
     lifeline: int = 0  # the port at which the process listens while it lives; 0: nowhere
+    gpu: int = 0  # its number among the node's; 0 on CPUs
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,10 @@ class Membership:
 
 
 def _node_by_node(members: Sequence[Member]) -> list[Member]:
-    """Ranks of a node stand together, nodes in the order of their first."""
-    nodes = list(dict.fromkeys(member.node for member in members))
-    return [member for node in nodes for member in members if member.node == node]
+    """Ranks of a node stand together, by their GPUs; nodes in the order of their first.
+
+    Which of a node's ranks holds what moves nothing between nodes, as all of them read its memory. Which ranks of two
+    nodes meet in a replica group decides whether what they send stays on one rail.
+    """
+    nodes = {node: at for at, node in enumerate(dict.fromkeys(member.node for member in members))}
+    return sorted(members, key=lambda member: (nodes[member.node], member.gpu))

@@ -181,7 +181,7 @@ def init_buffers(model: Llama) -> None:
 
 
 def init_weights(model: Llama, seed: int) -> None:
-    """Fill every parameter and buffer; bitwise the same for every world size and layout on one device type.
+    """Fill every parameter and buffer; bitwise the same for every world size and layout, and on every kind of GPU.
 
     A parameter is cut into blocks of rows, a function of its global shape alone, and each block is drawn from a seed
     made of (seed, parameter, block). A rank draws the blocks that its shard overlaps, so no rank ever holds a whole
@@ -225,11 +225,12 @@ def _init_std(name: str, config: ModelConfig) -> float:
 def _truncated_normal(shape: tuple[int, ...], std: float, seed: str, device: torch.device) -> Tensor:
     """Normal values within TRUNCATE_AT standard deviations, as float32, by the inverse of the distribution function.
 
-    Computed in float64, where the last bit of `erfinv`, which vectorised loops and their tails need not agree on, is
-    rounded away.
+    Drawn on the host: what CUDA draws depends on how many multiprocessors a GPU has, and replicas on GPUs of two kinds
+    would start apart. Computed in float64, where the last bit of `erfinv`, which vectorised loops and their tails need
+    not agree on, is rounded away.
     """
     digest = hashlib.sha256(seed.encode()).digest()
-    generator = torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     edge = math.erf(TRUNCATE_AT / math.sqrt(2))
-    uniform = torch.empty(shape, dtype=torch.float64, device=device).uniform_(-edge, edge, generator=generator)
-    return uniform.erfinv_().mul_(std * math.sqrt(2)).float()
+    uniform = torch.empty(shape, dtype=torch.float64).uniform_(-edge, edge, generator=generator)
+    return uniform.to(device).erfinv_().mul_(std * math.sqrt(2)).float()

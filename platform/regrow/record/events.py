@@ -156,7 +156,7 @@ class Forming(Event):
     """A group gets its number; its members join."""
 
     generation: int  # its number
-    members: list[Row] = field(default_factory=list)  # by rank: id node host port pid lifeline
+    members: list[Row] = field(default_factory=list)  # by rank: id node host port pid lifeline gpu
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,6 +55,7 @@ def join_generation(
     *,
     member_id: str,
     lifeline: int,
+    gpu: int,
     after: int,
     expected: int,
     backend: str,
@@ -64,13 +65,13 @@ def join_generation(
 ) -> Joined | None:
     """Form the default process group of the next generation after `after`; None where the run is over.
 
-    Collective. `lifeline` is this process' port (`runtime.liveness.probe`); `expected` are the processes that started
-    together. Every later collective fails after `timeout_s`. `waiting` and what else is raised: as for `form_group`.
-    Raises RegrowError if the run was given up.
+    Collective. `lifeline` is this process' port (`runtime.liveness.probe`), `gpu` its GPU's number on its node;
+    `expected` are the processes that started together. Every later collective fails after `timeout_s`. `waiting` and
+    what else is raised: as for `form_group`. Raises RegrowError if the run was given up.
     """
     host = ray.util.get_node_ip_address()
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=STORE_S))
-    member = Member(member_id, ray.get_runtime_context().get_node_id(), host, store.port, os.getpid(), lifeline)
+    member = Member(member_id, ray.get_runtime_context().get_node_id(), host, store.port, os.getpid(), lifeline, gpu)
     coordinator.join(member, expected)
     while True:
         answer = coordinator.formation(member_id, after)

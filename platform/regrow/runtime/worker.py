@@ -32,7 +32,7 @@ from regrow.plan.topology import largest
 from regrow.runtime.abort import LEAVE_S, Breaker
 from regrow.runtime.calls import CoordinatorClient
 from regrow.runtime.generation import train_generation
-from regrow.runtime.hardware.gpus import cpus_near
+from regrow.runtime.hardware.gpus import cpus_near, number_of
 from regrow.runtime.hardware.interfaces import meet_at
 from regrow.runtime.hardware.probe import Prober, Unfit, check_gpu
 from regrow.runtime.hardware.settings import apply_device_settings
@@ -80,7 +80,7 @@ def _train_generations(process: Process, *, backend: str, lifeline: int, entered
     """One after another, to the end of the run."""
     job, memory, device, stream = process.job, process.memory, process.device, process.stream
     config, expected = job.config, ray.train.get_context().get_world_size()
-    member_id, after = uuid.uuid4().hex[:12], 0
+    member_id, after, gpu = uuid.uuid4().hex[:12], 0, number_of(_uuid_of(device)) if device.type == "cuda" else 0
     while True:
         joined: Joined | None = None
         breaker, broken = Breaker(), True
@@ -89,6 +89,7 @@ def _train_generations(process: Process, *, backend: str, lifeline: int, entered
                 CoordinatorClient(job.coordinator),
                 member_id=member_id,
                 lifeline=lifeline,
+                gpu=gpu,
                 after=after,
                 expected=expected,
                 backend=backend,
@@ -199,12 +200,17 @@ def _device(config: PretrainConfig) -> torch.device:
 
         device = ray.train.torch.get_device()
         torch.cuda.set_device(device)
-        near = cpus_near(f"GPU-{torch.cuda.get_device_properties(device).uuid}") & os.sched_getaffinity(0)
+        near = cpus_near(_uuid_of(device)) & os.sched_getaffinity(0)
         if near:  # this thread, those that it starts, and the memory that they touch first
             os.sched_setaffinity(0, near)
         return device
     _keep_freed_memory()
     return torch.device("cpu")
+
+
+def _uuid_of(device: torch.device) -> str:
+    """As NVML gives it."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def _backend(config: PretrainConfig, device: torch.device) -> tuple[str, Stream]:

@@ -77,6 +77,13 @@ def cpus_near(uuid: str) -> set[int]:
     return set()
 
 
+def number_of(uuid: str) -> int:
+    """A GPU's number among the machine's, in the order of their places on its bus; 0 where nobody tells."""
+    with _nvml() as handles:
+        uuids = [_text(_ask(pynvml.nvmlDeviceGetUUID, handle) or "") for handle in handles]
+    return uuids.index(uuid) if uuid in uuids else 0
+
+
 def problem(gpu: Gpu, gpus: Sequence[Gpu]) -> str:
     """Why one of a machine's GPUs should not be trained on, or empty."""
     most_links = max((each.nvlinks for each in gpus if each.name == gpu.name), default=0)

@@ -8,12 +8,15 @@ import time
 import torch
 from torch import Tensor
 
+from regrow.forecast.devices import GIB
 from regrow.runtime.hardware.gpus import problem, read_gpus
 
 SIZE = {"cpu": 384, "cuda": 4096}  # on CUDA, the most whose sums bfloat16 still holds
 TRIES = 3
 ROWS = 512  # of a product, that are checked at a time: in float64, and in what training leaves of the memory
 CHECKS = 16  # vectors: one wrong element is overseen with probability 2 ** -CHECKS
+LEAST_FREE = 0.9  # of a GPU's memory, where this process has nothing yet but its context
+FREE_S, LOOK_S = 30.0, 0.2  # for a process that was killed to give its memory back, and between looks
 
 
 class Unfit(Exception):
@@ -21,13 +24,27 @@ class Unfit(Exception):
 
 
 def check_gpu(device: torch.device) -> None:
-    """Raises Unfit where NVML knows something against a GPU. A part of one, which NVML knows nothing of, passes."""
+    """Raises Unfit where NVML knows something against a GPU, or where others have its memory and do not give it back.
+
+    NVML knows nothing of a part of a GPU. A killed process, whose place this one takes, has its memory for a while yet.
+    """
     if device.type != "cuda":
         return
     gpus, uuid = read_gpus(), f"GPU-{torch.cuda.get_device_properties(device).uuid}"
     for gpu in gpus:
         if gpu.uuid == uuid and (found := problem(gpu, gpus)):
             raise Unfit(found)
+    give_up_at = time.monotonic() + FREE_S
+    while True:
+        free, total = torch.cuda.mem_get_info(device)
+        if free >= LEAST_FREE * total:
+            return
+        if time.monotonic() > give_up_at:
+            raise Unfit(
+                f"{(total - free) / GIB:.1f} of {total / GIB:.1f} GiB of {device} are in use, and were for "
+                f"{FREE_S:.0f} s; end the processes that nvidia-smi shows there, or set cluster.check_hardware=false"
+            )
+        time.sleep(LOOK_S)
 
 
 class Prober:
