@@ -43,8 +43,13 @@ def wait_for_one_that_never_comes(folder: str) -> str:
     return "the collective came to an end"
 
 
-def test_waiting_ranks_get_an_error_and_other_connections_stay(tmp_path: Path) -> None:
-    found = run_ranks(wait_for_one_that_never_comes, 3, str(tmp_path), deadline_s=60.0)
+# as gloo connects by itself, and as on GPUs: to a rank once something is sent to it
+CONNECTS = pytest.mark.parametrize("env", [{}, {"TORCH_GLOO_LAZY_INIT": "1"}], ids=["at once", "as used"])
+
+
+@CONNECTS
+def test_waiting_ranks_get_an_error_and_other_connections_stay(env: dict[str, str], tmp_path: Path) -> None:
+    found = run_ranks(wait_for_one_that_never_comes, 3, str(tmp_path), deadline_s=60.0, env=env)
     assert found == ["still connected", "still connected", "never came"]
 
 
@@ -74,14 +79,17 @@ def wait_for_a_third_then_form_without_the_second() -> tuple[float, float]:
     if rank != 2:
         with pytest.raises(RuntimeError):
             form(0, [0, 1, 2])
+        leave_generation()
     waited_s = time.monotonic() - begun
     if rank != 1:
         form(1, [0, 2])
     return waited_s, sum(gather(1)) if dist.is_initialized() else 0
 
 
-def test_who_waits_for_others_to_form_a_group_is_broken_off_and_forms_another() -> None:
-    waited_s, in_group = zip(*run_ranks(wait_for_a_third_then_form_without_the_second, 3, deadline_s=60.0), strict=True)
+@CONNECTS
+def test_who_waits_for_others_to_form_a_group_is_broken_off_and_forms_another(env: dict[str, str]) -> None:
+    found = run_ranks(wait_for_a_third_then_form_without_the_second, 3, deadline_s=60.0, env=env)
+    waited_s, in_group = zip(*found, strict=True)
     assert max(waited_s) < FORM_S
     assert in_group == (2, 0, 2)
 

@@ -1,10 +1,16 @@
+import contextlib
+import math
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from regrow.runtime.abort import listening
+from regrow.runtime.hardware.settings import DEFAULTS
+from regrow.state.collective import gather
 from support.gloo import RankError, run_ranks
 
 
@@ -40,3 +46,22 @@ def test_the_first_traceback_is_raised():
 def test_a_rank_that_hangs_ends_with_the_deadline():
     with pytest.raises(RankError, match=r"ranks \[0\] of 2 did not finish in time"):
         run_ranks(hang, 2, deadline_s=3.0)
+
+
+def count_connections() -> int:
+    """Of this rank to others, once small values have gone around."""
+    ports = {f"{port:04X}" for _, port in set().union(*gather(listening()))}
+    mine = set()
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the folder's own
+            mine.add(os.readlink(entry.path))
+    found = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
+    ends = [(words[1][-4:], words[2][-4:]) for words in found if words[3] == "01" and f"socket:[{words[9]}]" in mine]
+    gather(None)  # nobody leaves before all have counted
+    return sum(not ports.isdisjoint(pair) for pair in ends)
+
+
+def test_ranks_on_gpus_connect_to_a_few_others_and_not_to_all() -> None:
+    as_used = {name: value for name, value in DEFAULTS.items() if "GLOO" in name}
+    assert set(run_ranks(count_connections, 12)) == {11}
+    assert max(run_ranks(count_connections, 12, env=as_used)) <= 2 * math.ceil(math.log2(12))

@@ -20,7 +20,7 @@ from regrow.errors import RegrowError
 from regrow.parallel.fsdp import ASYNCHRONOUS, BACKENDS, let_go_of_meshes, set_timeout
 from regrow.runtime.abort import Address, Breaker, listening
 from regrow.runtime.calls import CoordinatorClient
-from regrow.state.collective import HOST_GROUP
+from regrow.state.collective import HOST_GROUP, gather
 
 STORE_S = 10.0  # for the leader's store to be there, once the generation is known
 FORM_S, FORM_S_PER_RANK = 60.0, 0.05  # for all to come to it, and to each other
@@ -120,6 +120,7 @@ def form_group(
     )
     if backend == ASYNCHRONOUS:
         dist.new_group(backend=BACKENDS["cpu"], group_desc=HOST_GROUP)
+    gather(joined.rank)  # within this deadline: gloo may connect as it is used (`hardware.settings`)
     set_timeout(timeout_s)
 
 

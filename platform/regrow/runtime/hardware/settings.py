@@ -28,6 +28,7 @@ DEFAULTS = {
     "NCCL_NVLS_ENABLE": "0",  # its multicast objects do not survive an abort
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # blocks of one group's streams are no use to the next one's
     "TORCHINDUCTOR_USE_STATIC_CUDA_LAUNCHER": "0",  # a launch into a full queue would hold the interpreter
+    "TORCH_GLOO_LAZY_INIT": "1",  # small values go to a few neighbours: no connection to every rank
 }
 
 
