@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,10 @@ def coordinator(tmp_path: Path) -> Iterator[Coordinator]:
 
 
 def join(made: Coordinator, *members: Member) -> Answer:
+    after = made.ready()
     for member in members:
         made.join(member, len(members))
-    return until(lambda: answer if (answer := made.formation(members[0].id, made.ready())).formation else None)
+    return until(lambda: answer if (answer := made.formation(members[0].id, after)).formation else None)
 
 
 def one(pid: int, node: str = "node") -> Member:
@@ -93,9 +95,14 @@ class Keeper:
         self.info = KeeperInfo(node, node, f"/dev/shm/{node}", (node, 1), Version(), ())
         self.pulse_of = list[Pulse]()
         self.killed, self.told_over, self.heard = list[int](), list[int](), list[Committed]()
+        self.remembered = list[int]()
         self.look = lambda: "the stacks"
         self.gpus = list
         self.threads = ThreadPoolExecutor(2)
+
+    def serve(self, coordinator: Any, secret: bytes) -> KeeperInfo:
+        """To another coordinator than the first, or to the same one again."""
+        return replace(self.info, newest_generation=max(self.remembered, default=-1))
 
     def take_place(self, place: Any) -> None:
         self.place = place
@@ -105,6 +112,9 @@ class Keeper:
 
     def over(self, generation: int) -> None:
         self.told_over.append(generation)
+
+    def remember(self, generation: int) -> None:
+        self.remembered.append(generation)
 
     def end_process(self, pid: int) -> None:
         self.killed.append(pid)
@@ -152,7 +162,7 @@ def test_every_write_of_an_older_generation_is_refused(coordinator: Coordinator,
 def test_a_run_has_one_writer_and_its_generations_go_on_counting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LOCK_WAIT_S", 0.1)
+    monkeypatch.setattr("regrow.record.lock.LOCK_WAIT_S", 0.1)
     first = make(tmp_path)
     generation = generation_of(join(first, one(1)))
     with pytest.raises(ResumeError, match="is in use"):
@@ -211,6 +221,7 @@ def test_a_coordinator_that_is_restarted_while_storage_is_away_waits_for_it(
 ) -> None:
     monkeypatch.setattr(module, "READ_AGAIN_S", 0.01)
     monkeypatch.setattr(module, "_is_restarted", lambda: True)
+    monkeypatch.setattr(Coordinator, "adopt_keepers", lambda self: None)
     tries = list[int]()
 
     def read(folder: Storage) -> list[dict[str, Any]]:
@@ -243,6 +254,82 @@ def test_a_stopped_worker_is_found_though_nobody_asks_what_there_is_to_show(
     stalled = events_of(made, "stalled")[0]
     made.shell.close()
     assert "the stacks" in (tmp_path / stalled["stacks"]).read_text()
+
+
+# storage: a generation's number
+
+
+def keepers_found(monkeypatch: pytest.MonkeyPatch, *keepers: Keeper) -> None:
+    """These are what a coordinator that starts finds of an earlier one."""
+    handles = {keeper.info.node: Handle(keeper) for keeper in keepers}
+    monkeypatch.setattr("regrow.runtime.fleet.running_keepers", lambda run_id: handles)
+    monkeypatch.setattr(module, "_me", lambda: None)
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["raises", "blocks"])
+def test_a_number_that_storage_does_not_take_is_told_to_nobody_before_it_does(
+    blocks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No keeper knows of it: it would be given out again by the next coordinator, whose group's writes would mix."""
+    monkeypatch.setattr(log_writer, "RETRY_S", 0.05)
+    storage = away(tmp_path, monkeypatch, blocks=blocks)
+    first = make(tmp_path)
+    storage.back.clear()
+    first.join(one(1), 1)
+    begun = time.monotonic()
+    while time.monotonic() - begun < 2.0:
+        answer = first.formation("m1", 0)
+        assert answer.formation is None
+        assert answer.wait_s > 0
+    storage.back.set()
+    answer = until(lambda: found if (found := first.formation("m1", 0)).formation else None)
+    assert generation_of(answer) == 1
+    assert [event["generation"] for event in read_events(storage) if event["event"] == "forming"] == [1]
+    first.shell.close()
+
+
+def test_a_number_that_went_with_a_coordinator_is_not_given_out_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, generation 1 of a dead coordinator and generation 1 of the next one both passed the fence."""
+    storage, keeper = away(tmp_path, monkeypatch), Keeper("node")
+    first = make(tmp_path)
+    first.register_keeper(Handle(keeper), keeper.info)
+    storage.back.clear()
+    old = generation_of(join(first, one(7, "node")))
+    assert keeper.remembered == [old], "training goes on without storage: the group's keepers know its number"
+    assert not [event for event in read_events(storage) if event["event"] == "forming"]
+    away(tmp_path, monkeypatch)  # storage is back for all but the first coordinator, which died
+    keepers_found(monkeypatch, keeper)
+    again = make(tmp_path)
+    again.adopt_keepers()
+    new = generation_of(join(again, one(8, "node")))
+    assert new > old
+    with pytest.raises(Fenced):
+        again.row(old, {})
+    again.shell.close()
+
+
+def test_a_group_that_only_keepers_know_of_is_over_when_the_coordinator_is_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows who its members are: they are told, and form the next one."""
+    storage, keeper = away(tmp_path, monkeypatch), Keeper("node")
+    first = make(tmp_path)
+    known = train(first, keeper)
+    until(lambda: [event for event in read_events(storage) if event["event"] == "generation"])
+    storage.back.clear()
+    unknown = generation_of(join(first, one(7, "node")))
+    away(tmp_path, monkeypatch)
+    keepers_found(monkeypatch, keeper)
+    monkeypatch.setattr(module, "_is_restarted", lambda: True)
+    again = make(tmp_path)
+    assert keeper.told_over == [unknown]
+    for generation in (known, unknown):
+        with pytest.raises(Fenced):
+            again.row(generation, row(generation, 1))
+    assert generation_of(join(again, one(7, "node"))) > unknown
+    again.shell.close()
 
 
 # storage
@@ -281,9 +368,7 @@ def a_run_without_storage(
     monkeypatch.setattr(shell, "FLUSH_EVERY_S", 0.2)
     monkeypatch.setattr(shell, "FLUSH_S", 0.3)
     monkeypatch.setattr(shell, "FORM_S", 0.2)
-    storage = Away(folder, blocks=blocks)
-    monkeypatch.setattr(Storage, "at", staticmethod(lambda location: storage.join(*_below(folder, location))))
-    made, keeper = make(folder), Keeper("node")
+    storage, made, keeper = away(folder, monkeypatch, blocks=blocks), make(folder), Keeper("node")
     generation = train(made, keeper)
     made.row(generation, row(generation, 1))
     until(lambda: read_metrics(storage))
@@ -293,6 +378,13 @@ def a_run_without_storage(
     finally:
         storage.back.set()
         made.shell.close()
+
+
+def away(folder: Path, monkeypatch: pytest.MonkeyPatch, *, blocks: bool = False) -> Away:
+    """What `Storage.at` opens from here on."""
+    storage = Away(folder, blocks=blocks)
+    monkeypatch.setattr(Storage, "at", staticmethod(lambda location: storage.join(*_below(folder, location))))
+    return storage
 
 
 def _below(folder: Path, location: Any) -> tuple[str, ...]:

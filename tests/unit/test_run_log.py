@@ -64,7 +64,7 @@ def test_rows_and_events_come_back_as_they_were_written(storage: Storage) -> Non
             assert log.row(make_row(step))
         log.event(Stopped(step=2, reason="finished", time=7.0))
     assert read_metrics(storage) == [make_row(1), make_row(2)]
-    stopped, submitted = read_events(storage)  # in order of time, not of writing
+    submitted, stopped = read_events(storage)  # as they were written, whatever their times
     assert stopped == {"time": 7.0, "event": "stopped", "step": 2, "reason": "finished", "detail": ""}
     assert submitted["versions"] == {"torch": "2"}
     assert submitted["time"] == pytest.approx(time.time(), abs=60)

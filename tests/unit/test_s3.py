@@ -182,3 +182,42 @@ def test_a_source_there_gives_the_same_corpus_as_a_local_one(bucket: str, tmp_pa
         replace(config, source=f"{bucket}/source"), recipe, tmp_path / "remote", progress=lambda *update: None
     )
     assert remote.sha256 == local.sha256
+
+
+def test_a_write_that_breaks_off_leaves_no_cut_file(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow's stream, closed by an error on its way out, completed what there was: 12 of 18 MB, under the name."""
+    storage, writes = Storage.at(f"{bucket}/cut"), list[int]()
+    real = storage.fs  # type: ignore[attr-defined]
+
+    class Breaking:
+        """A stream whose third write fails for good."""
+
+        def __init__(self, path: str) -> None:
+            self.stream = real.open_output_stream(path)
+            writes.clear()
+
+        def write(self, data: Any) -> None:
+            writes.append(len(data))
+            if len(writes) == 3:
+                raise MemoryError("no memory left")
+            self.stream.write(data)
+
+        def close(self) -> None:
+            self.stream.close()
+
+    class Through:
+        open_output_stream = Breaking
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real, name)
+
+    monkeypatch.setattr(storage, "fs", Through())
+    with pytest.raises(MemoryError):
+        storage.write_chunks("large", [bytes(6_000_000)] * 3)
+    assert not storage.exists("large")
+    with pytest.raises(TypeError):
+        storage.write_chunks("large", [bytes(6_000_000), "text"])
+    assert not storage.exists("large")
+    assert storage.write_chunks("small", [b"a", b"", b"bc", b"d"]) == 4
+    assert writes == [4], "what is small is sent once it is whole"
+    assert storage.read_bytes("small") == b"abcd"

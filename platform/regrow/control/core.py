@@ -14,7 +14,7 @@ from typing import Any
 from regrow.config.schema import Backend, PretrainConfig
 from regrow.control import events as e
 from regrow.control.cadence import Cadence
-from regrow.control.commands import BeginRows, Command, Delete, LogRow, Outbox, Reply
+from regrow.control.commands import BeginRows, Command, Delete, LogRow, Outbox, Reply, TellOver
 from regrow.control.commits import IsWhole
 from regrow.control.group import QUARANTINE_WITHIN_S, Group
 from regrow.control.health import Health, Stalls, Suspect
@@ -89,6 +89,7 @@ class Control:
         self._group = _group(config, self._snapshots, self._out, past)
         self._health = self._group.health
         self._next_step, self._rows_may_be_missing = past.logged + 1, past.restarted
+        self._is_restarted = past.restarted
         self._rollbacks = _Rollbacks(config.train.nonfinite_rollbacks)
         self._num_failures = 0
         self._handlers = self._all_handlers()
@@ -203,7 +204,7 @@ class Control:
             e.NodesAlive: snapshots.nodes_alive,
             e.KeeperUp: snapshots.keeper_up,
             e.NeighboursAsked: snapshots.neighbours,
-            e.KeepersFound: snapshots.keepers_found,
+            e.KeepersFound: self._keepers_found,
             e.Sealed: self._sealed,
             e.Complaint: snapshots.complain,
             e.GpuError: group.nodes.gpu_error,
@@ -262,6 +263,13 @@ class Control:
 
     def _note_missing_rows(self, step: int) -> None:
         self._out.record("note", text=f"rows before step {step} went with the coordinator that died")
+
+    def _keepers_found(self, event: e.KeepersFound, now: float) -> None:
+        """A group of which the log does not know was formed while storage was away: it is over, its number taken."""
+        self._snapshots.keepers_found(event, now)
+        if event.newest_generation > self.generation:
+            self._group.membership.generation = event.newest_generation + int(self._is_restarted)
+            self._out.append(TellOver(event.newest_generation, tuple(node for node, *_ in event.known)))
 
     def _sealed(self, event: e.Sealed, now: float) -> None:
         """Late reports of a generation that is over count no more, though the next one has not begun."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from regrow.control.membership import Member
-from regrow.control.values import Address, Replica, SnapshotAck, Version
+from regrow.control.values import NOTHING, Address, Replica, SnapshotAck, Version
 
 # a worker
 
@@ -203,6 +203,7 @@ class KeepersFound:
     """Keepers that outlived an earlier coordinator: (node, newest commit it knows, what it holds)."""
 
     known: tuple[tuple[str, Version, Sequence[Replica]], ...]
+    newest_generation: int = NOTHING  # of which any of them has heard; the log may not have
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ looks back over all of it.
 """
 
 import heapq
+import itertools
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +26,7 @@ from regrow.record.events import (
     from_row,
 )
 from regrow.record.ledger import SILENCE_S, STATES, Attempt, Kind, Ledger, account, of_kind
-from regrow.record.log import positive, read_events, read_metrics
-from regrow.storage import Storage
+from regrow.record.log import LogReader, positive
 
 KEPT_S = 15.0  # newest seconds that are not booked while no group trains: a `generation` event says what they were
 STEPS = 10  # of silence, and SILENCE_S, after which a group that trains counts as down, as in the ledger
@@ -61,20 +61,24 @@ class History:
 
     @staticmethod
     def of_logs(rows: Iterable[Row], events: Iterable[Event | Row]) -> "History":
-        """Of rows that count, in order of steps, and of events in order of time."""
+        """Of rows that count, in order of steps, and of events in the order in which they were written.
+
+        A generation's rows come behind its event, whatever the clocks said; within a generation time tells.
+        """
         history = History()
         typed = [event if isinstance(event, Event) else from_row(event) for event in events]
-        timed: list[Iterable[tuple[float, int, Event | Row]]] = [
-            ((row["time"], 0, row) for row in rows),
-            ((event.time, 1, event) for event in typed),
+        begun = itertools.accumulate((each.generation if isinstance(each, Generation) else 0 for each in typed), max)
+        timed: list[Iterable[tuple[int, float, int, Event | Row]]] = [
+            ((row.get("generation") or 0, row["time"], 0, row) for row in rows),
+            ((generation, event.time, 1, event) for generation, event in zip(begun, typed, strict=True)),
         ]
-        for _, _, entry in heapq.merge(*timed, key=itemgetter(0, 1)):
+        for *_, entry in heapq.merge(*timed, key=itemgetter(0, 1, 2)):
             history.on(entry)
         return history
 
     @staticmethod
-    def read(storage: Storage) -> "History":
-        return History.of_logs(read_metrics(storage), read_events(storage))
+    def read(log: LogReader) -> "History":
+        return History.of_logs(log.metrics(), log.events())
 
     def on(self, entry: Event | Row, now: float | None = None) -> None:
         """A step has ended, or something has happened: now, or when its own time says so."""

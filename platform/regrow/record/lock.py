@@ -1,9 +1,13 @@
-"""One writer a run: an exclusive lock on its folder that ends with the process which holds it."""
+"""An exclusive lock on a run's folder that ends with the process which holds it: the second job is refused at once.
+
+Where there are no locks, as in object stores, the second one takes the run over: see `record.claim`.
+"""
 
 import fcntl
 import os
 import socket
 import time
+from collections.abc import Callable
 from typing import TextIO
 
 from regrow.errors import ResumeError
@@ -14,8 +18,8 @@ LOCK_FILE = ".lock"  # held by the run's writer for as long as it lives, where s
 LOCK_WAIT_S = 30.0  # a killed predecessor takes a moment to be gone
 
 
-def lock_run(folder: Storage) -> TextIO | None:
-    """Hold what is returned for as long as the lock is needed; None where storage has none (generations fence there).
+def lock_run(folder: Storage, tell: Callable[[str], object] = print) -> TextIO | None:
+    """Hold what is returned for as long as the lock is needed; None where storage has none, which `tell` gets to know.
 
     Raises ResumeError where another process keeps it.
     """
@@ -37,7 +41,12 @@ def lock_run(folder: Storage) -> TextIO | None:
                     "run.name"
                 ) from None
             time.sleep(0.2)
-        except OSError:  # a file system without locks
+        except OSError as error:  # a file system without locks
+            tell(
+                f"{folder} has no file locks ({error.strerror}): a second job of this run is not refused, it takes "
+                "the run over, and this one ends"
+            )
+            file.close()
             return None
 
 

@@ -6,19 +6,21 @@ thread uploads them as numbered segments: the training loop never waits for stor
 """
 
 import contextlib
+import errno
 import fcntl
+import itertools
 import json
 import math
 import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from regrow.record.claim import LOOK_EVERY_S, Claim
 from regrow.record.events import Event, Rollback, Row
 from regrow.storage import Storage
 
@@ -41,22 +43,28 @@ METRIC_KEYS = (
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 SEGMENT_BYTES = 1 << 20  # a segment is uploaded again as it grows to this; then the next number begins
 UPLOAD_EVERY_S = 10.0
-TAIL_BYTES = 256 << 10  # of metrics.jsonl, where only its end is read: some 700 steps
+TAIL_BYTES = 256 << 10  # of metrics.jsonl, read at a time from its end: some 700 steps
+SAME_BYTES = 4 << 10  # of what was read before, which show that a file has only grown since
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)  # of file systems without
 TAIL_SEGMENTS = 2  # of an object store, up to a megabyte each
 
 
 class RunLog:
     """The single writer of a run folder's metrics and events. Safe to use from several threads."""
 
-    def __init__(self, storage: Storage, *, upload_every_s: float = UPLOAD_EVERY_S) -> None:
-        """Open the log; nothing is written yet. A torn last line, left by a crash, is dropped."""
-        self.storage = storage
+    def __init__(self, storage: Storage, *, claim: Claim | None = None, upload_every_s: float = UPLOAD_EVERY_S) -> None:
+        """Open the log; nothing is written yet. A torn last line, left by a crash, is dropped.
+
+        Whatever writes raises Superseded once another one than that of `claim` writes the run; None: nobody else can.
+        """
+        self.storage, self._claim = storage, claim
         self.generation: int | None = None
         self._next_step = 1
         self._lock = threading.RLock()
-        self._session = f"{time.time_ns() // 1_000_000:013d}-{secrets.token_hex(2)}"
+        begun = f"w{claim.number:06d}" if claim else f"{time.time_ns() // 1_000_000:013d}"
+        self._session = f"{begun}-{secrets.token_hex(2)}"
         self._files: _Appender | _Uploader = (
-            _Appender(storage) if storage.is_local else _Uploader(storage, upload_every_s)
+            _Appender(storage) if storage.is_local else _Uploader(storage, upload_every_s, self._check)
         )
         self._files.open(EVENTS, _segment_name(EVENTS, self._session))
 
@@ -67,11 +75,12 @@ class RunLog:
         `rollback` event, which the report needs, and returned. Rows of older generations are refused from here on.
         """
         with self._lock:
+            self._check()
             if self.storage.is_local:
                 taken_back = self._truncate_metrics(start_step)
             else:
                 self._files.flush()
-                taken_back = [row for row in read_metrics(self.storage) if row["step"] > start_step]
+                taken_back = rows_past(self.storage, start_step)
             self.generation, self._next_step = generation, start_step + 1
             self._files.open(METRICS, _segment_name(METRICS, self._session, generation))
             if not self.storage.is_local:  # the truncation itself: it stands before this generation's rows
@@ -114,7 +123,7 @@ class RunLog:
             ordered = {key: row[key] for key in METRIC_KEYS} | dict(row)
             if isinstance(ordered["batch_digest"], int):
                 ordered["batch_digest"] = f"{ordered['batch_digest']:016x}"
-            self._files.append(METRICS, encode(ordered))
+            self._append(METRICS, encode(ordered))
             self._next_step += 1
             return True
 
@@ -122,12 +131,13 @@ class RunLog:
         """Append one event, stamped with the time now where it has none, and make it durable; it is returned."""
         stamped = event if event.time else replace(event, time=time.time())
         with self._lock:
-            self._files.append(EVENTS, encode(stamped.to_row()), durable=True)
+            self._append(EVENTS, encode(stamped.to_row()), durable=True)
         return stamped
 
     def flush(self) -> None:
         """Make every row and event durable now; call it before a checkpoint of the step is committed."""
         with self._lock:
+            self._check()
             self._files.flush()
 
     def close(self) -> None:
@@ -140,23 +150,29 @@ class RunLog:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def _append(self, name: str, line: bytes, *, durable: bool = False) -> None:
+        if self.storage.is_local:  # elsewhere it is the upload that writes
+            self._check(within_s=LOOK_EVERY_S)
+        self._files.append(name, line, durable)
+
+    def _check(self, *, within_s: float = 0.0) -> None:
+        if self._claim is not None:
+            self._claim.check(within_s=within_s)
+
     def _truncate_metrics(self, start_step: int) -> list[Row]:
-        """Drop the rows past `start_step` and a torn tail by an atomic rewrite; reads no more of the file than that."""
+        """Cut off the rows past `start_step` and a torn tail; reads no more of the file than that."""
         self._files.close(METRICS)
-        if not self.storage.exists(METRICS):
-            return []
-        data = self.storage.read_bytes(METRICS)
-        keep, taken_back = data.rfind(b"\n") + 1, []
-        while keep:
-            begin = data.rfind(b"\n", 0, keep - 1) + 1
-            row = _decode(data[begin:keep])
+        path = self.storage.local_path / METRICS
+        taken_back: list[Row] = []
+        keep = 0
+        for line, end in _lines_from_end(path):
+            row = _decode(line)
             if row is not None and row["step"] <= start_step:
+                keep = end
                 break
-            if row is not None:
-                taken_back.append(row)
-            keep = begin
-        if keep < len(data):
-            self.storage.write_bytes(METRICS, data[:keep])  # renamed into place: whole at whatever instant we die
+            taken_back += [row] if row is not None else []
+        if path.exists() and keep < path.stat().st_size:
+            os.truncate(path, keep)  # at the end of a line: whole at whatever instant we die
         return taken_back[::-1]
 
 
@@ -171,26 +187,20 @@ class _Appender:
         self.close(name)
         self._folder.mkdir(parents=True, exist_ok=True)
         file = os.open(self._folder / name, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
+        with _locked(file):
             num_bytes = os.fstat(file).st_size
             kept = _whole_lines(file, num_bytes)
             if kept < num_bytes:
                 os.ftruncate(file, kept)
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)
         self._open[name] = file
 
     def append(self, name: str, line: bytes, durable: bool = False) -> None:
         file = self._open[name]
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
+        with _locked(file):
             written = os.write(file, line)
             if written < len(line):  # disk full: leave whole lines only
                 os.ftruncate(file, os.fstat(file).st_size - written)
                 raise OSError(f"{self._folder / name}: wrote {written} of {len(line)} bytes")
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)
         if durable:
             os.fsync(file)
 
@@ -202,6 +212,22 @@ class _Appender:
         for name in names or tuple(self._open):
             if name in self._open:
                 os.close(self._open.pop(name))
+
+
+@contextlib.contextmanager
+def _locked(file: int) -> Iterator[None]:
+    """Against other writers of the file, where its file system has locks: the run's own lock or number fences, too."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        yield
+        return
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 @dataclass
@@ -219,8 +245,9 @@ class _Segment:
 class _Uploader:
     """Lines in segments that a thread uploads. Failed uploads are tried again with the next ones."""
 
-    def __init__(self, storage: Storage, every_s: float) -> None:
-        self._storage, self._every_s = storage, every_s
+    def __init__(self, storage: Storage, every_s: float, check: Callable[[], None]) -> None:
+        """`check` comes before each upload, and raises where it is not to be."""
+        self._storage, self._every_s, self._check = storage, every_s, check
         self._segments: dict[str, _Segment] = {}
         self._lock = threading.Lock()  # of the segments
         self._uploading = threading.Lock()  # one upload at a time, so that an older content cannot overwrite a newer
@@ -265,6 +292,7 @@ class _Uploader:
                 if num_lines == segment.num_uploaded:
                     return
                 data = b"".join(segment.lines[:num_lines])
+            self._check()
             self._storage.write_bytes(segment.name, data)
             with self._lock:
                 segment.num_uploaded = num_lines
@@ -277,23 +305,64 @@ class Tail:
     """A local file of JSON lines, of which only what is new is read."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._inode, self._at = path, 0, 0
+        self.path, self._at, self._last = path, 0, b""
 
     def read(self) -> tuple[list[Row], bool]:
-        """Whole lines since the last look, and whether these are all from the beginning, as the file was replaced."""
+        """Whole lines since the last look, and whether these are all from the beginning, as lines were taken back."""
         try:
             with open(self.path, "rb") as file:
-                status = os.fstat(file.fileno())
-                anew = status.st_ino != self._inode or status.st_size < self._at
+                file.seek(self._at - len(self._last))
+                anew = file.read(len(self._last)) != self._last or not self._at
                 if anew:
-                    self._inode, self._at = status.st_ino, 0
-                file.seek(self._at)
+                    self._at, self._last = file.seek(0), b""
                 data = file.read()
         except FileNotFoundError:
             return [], False
         whole = data[: data.rfind(b"\n") + 1]
         self._at += len(whole)
-        return [row for line in whole.splitlines() if (row := _decode(line)) is not None], anew
+        self._last = (self._last + whole)[-SAME_BYTES:]
+        return _decoded(whole), anew
+
+
+class LogReader:
+    """Reads a run's log again and again: what has not changed since is kept, as it is written."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._known: dict[str, bytes] = {}
+
+    def metrics(self) -> list[Row]:
+        """As `read_metrics`."""
+        return _counted(self._lines(METRICS))
+
+    def events(self) -> list[Row]:
+        """As `read_events`."""
+        return [row for row in self._lines(EVENTS) if "event" in row and "time" in row]
+
+    def _lines(self, name: str) -> Iterator[Row]:
+        files = _files(self._storage, name)
+        for file in files:
+            if file not in self._known or file in (name, files[-1]):  # a segment is done once there is another one
+                with contextlib.suppress(FileNotFoundError):
+                    self._known[file] = self._read(file)
+            yield from _decoded(self._known.get(file, b""))
+
+    def _read(self, file: str) -> bytes:
+        """Of a file that was read before, its end, if all that has changed is behind it."""
+        known = self._known.get(file, b"")
+        begin = max(0, len(known) - SAME_BYTES)
+
+        def from_begin(opened: Any) -> bytes:
+            opened.seek(begin)
+            return bytes(opened.read())
+
+        try:
+            data = self._storage.read_with(file, from_begin)
+        except ValueError:  # the file is shorter
+            data = b""
+        if data.startswith(known[begin:]):
+            return known[:begin] + data
+        return self._storage.read_bytes(file)
 
 
 def read_metrics(storage: Storage, *, tail: bool = False) -> list[Row]:
@@ -302,12 +371,45 @@ def read_metrics(storage: Storage, *, tail: bool = False) -> list[Row]:
     Values that JSON cannot hold (NaN, infinities) are floats again. `tail`: only those at the end of long logs; what
     a rollback took back does not count there either, as its generation's rows come behind them.
     """
+    if not tail:
+        return LogReader(storage).metrics()
+    pieces = list(itertools.islice(_pieces(storage, METRICS), 1 if storage.is_local else TAIL_SEGMENTS))
+    return _counted(itertools.chain.from_iterable(reversed(pieces)))
+
+
+def rows_past(storage: Storage, step: int) -> list[Row]:
+    """The rows that count of later steps than this one; reads no more of the log's end than it takes."""
+    lines: list[Row] = []
+    for piece in _pieces(storage, METRICS):
+        lines = piece + lines
+        if any(_first_step(line) <= step + 1 for line in piece):
+            break
+    return [row for row in _counted(lines) if row["step"] > step]
+
+
+def newest_step(storage: Storage) -> int:
+    """The last step that has a row, 0 where none has; reads the log's end."""
+    lines: list[Row] = []
+    for piece in _pieces(storage, METRICS):
+        lines = piece + lines
+        if rows := _counted(lines):
+            return int(rows[-1]["step"])
+    return 0
+
+
+def read_events(storage: Storage) -> list[Row]:
+    """All events in the order in which they were written, whatever the clocks said; torn lines are skipped."""
+    return LogReader(storage).events()
+
+
+def _counted(lines: Iterable[Row]) -> list[Row]:
+    """The rows that count, of lines in their order."""
     rows: list[Row] = []
     newest = None  # generation; an older one's rows after it come from a writer that did not know it was replaced
-    for row in _lines(storage, METRICS, tail=tail):
+    for row in lines:
         if "step" not in row and "start_step" not in row:
             continue
-        generation, step = row.get("generation", 0), row["step"] if "step" in row else row["start_step"] + 1
+        generation, step = row.get("generation", 0), _first_step(row)
         if newest is not None and generation < newest:
             continue
         newest = generation
@@ -318,9 +420,9 @@ def read_metrics(storage: Storage, *, tail: bool = False) -> list[Row]:
     return rows
 
 
-def read_events(storage: Storage) -> list[Row]:
-    """All events in order of time; lines that a crash tore are skipped."""
-    return sorted((row for row in _lines(storage, EVENTS) if "event" in row and "time" in row), key=itemgetter("time"))
+def _first_step(row: Row) -> float:
+    """What this line takes back, in lines before it, are the rows of this step and later ones."""
+    return row["step"] if "step" in row else row.get("start_step", math.inf) + 1
 
 
 def is_number(value: Any) -> bool:
@@ -377,24 +479,54 @@ def _decode(line: bytes) -> Row | None:
     return row
 
 
-def _lines(storage: Storage, name: str, *, tail: bool = False) -> Iterable[Row]:
-    """Every readable line: of the appended file, then of the segments in order of their names."""
+def _decoded(lines: bytes) -> list[Row]:
+    return [row for line in lines.splitlines() if (row := _decode(line)) is not None]
+
+
+def _files(storage: Storage, name: str) -> list[str]:
+    """Where a log's lines are, in their order: the file that is appended to, then the segments."""
     stem = name.removesuffix(".jsonl")
-    segments = [entry for entry in storage.list() if entry.startswith(f"{stem}-") and entry.endswith(".jsonl")]
-    for file in [name, *segments[-TAIL_SEGMENTS if tail else 0 :]]:
-        try:
-            if tail and storage.is_local:
-                begin = max(0, (storage.local_path / file).stat().st_size - TAIL_BYTES)
-                data = storage.read_range(file, begin, TAIL_BYTES)
-                data = data[data.find(b"\n") + 1 :] if begin else data
-            else:
-                data = storage.read_bytes(file)
-        except FileNotFoundError:
-            continue
-        for line in data.splitlines():
-            row = _decode(line)
-            if row is not None:
-                yield row
+    return [name, *(entry for entry in storage.list() if entry.startswith(f"{stem}-") and entry.endswith(".jsonl"))]
+
+
+def _pieces(storage: Storage, name: str) -> Iterator[list[Row]]:
+    """A log from its end, a segment or some hundred kilobytes at a time; the lines of each piece in order."""
+    for file in reversed(_files(storage, name)):
+        if storage.is_local:
+            yield from (_decoded(data) for data, _ in _blocks_from_end(storage.local_path / file))
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                yield _decoded(storage.read_bytes(file))
+
+
+def _blocks_from_end(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Whole lines of a file and where they begin, the last ones first; a torn tail stands with the last of them."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        end, rest = os.fstat(file).st_size, b""
+        while end:
+            begin = max(0, end - TAIL_BYTES)
+            data = os.pread(file, end - begin, begin) + rest
+            cut = data.find(b"\n") + 1 if begin else 0
+            if begin and not cut:  # in the middle of a line
+                cut = len(data)
+            end, rest = begin, data[:cut]
+            if data[cut:]:
+                yield data[cut:], begin + cut
+    finally:
+        os.close(file)
+
+
+def _lines_from_end(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Whole lines of a file, the last one first, and where each ends."""
+    for data, begin in _blocks_from_end(path):
+        end = begin + data.rfind(b"\n") + 1
+        for line in reversed(data[: end - begin].splitlines(keepends=True)):
+            yield line, end
+            end -= len(line)
 
 
 def _segment_name(name: str, session: str, generation: int | None = None) -> str:

@@ -46,15 +46,24 @@ def read_record(folder: Storage) -> dict[str, Any] | None:
         raise ResumeError(f"{folder}/{RUN_FILE} is damaged: {error}") from error
 
 
-def write_record(folder: Storage, *, run_id: str, identity: dict[str, Any], manifest_sha256: str | None) -> None:
-    """Make the folder a run's, or complete the record of one that was imported."""
+def write_record(
+    folder: Storage, *, run_id: str, identity: dict[str, Any], manifest_sha256: str | None, is_new: bool = False
+) -> bool:
+    """Make the folder a run's, or complete the record of one that was imported.
+
+    `is_new`: only where it is nobody's yet; whether it was, as of two jobs that begin it at once one is first.
+    """
     record = {
         "run_id": run_id,
         "created_at": time.time(),
         "manifest_sha256": manifest_sha256,
         "identity": identity,
     }
-    folder.write_bytes(RUN_FILE, json.dumps(record, indent=1).encode())
+    content = json.dumps(record, indent=1).encode()
+    if is_new:
+        return folder.create(RUN_FILE, content)
+    folder.write_bytes(RUN_FILE, content)
+    return True
 
 
 def read_status(storage: Storage, now: float | None = None) -> Status:

@@ -2,12 +2,14 @@
 
 A call becomes an event for `control.core.Control`, which decides; `shell.Shell` carries that out. Every write of a run
 passes through it with the writer's generation, and one of an older generation is refused: a paused worker that wakes up
-later changes nothing. It holds a lock on the run folder, so that a run has one writer.
+later changes nothing. It has the run folder's newest claim, so that a run has one writer, and where there are locks the
+folder's, so that a second job is refused at once.
 """
 
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util import metrics as ray_metrics
@@ -15,12 +17,14 @@ from ray.util import metrics as ray_metrics
 from regrow.config.schema import PretrainConfig
 from regrow.control import events as e
 from regrow.control.core import Past
+from regrow.control.group import WAITING_POLL_S
 from regrow.control.membership import Member
 from regrow.control.states import Answer, GivenUp
 from regrow.control.values import Peer, SnapshotAck
 from regrow.errors import ResumeError, first_line
+from regrow.record.claim import Claim
 from regrow.record.lock import LOCK_WAIT_S, lock_run
-from regrow.record.log import next_generation, read_events, read_metrics
+from regrow.record.log import newest_step, next_generation, read_events
 from regrow.runtime.calls import CoordinatorCalls, Snapshot
 from regrow.runtime.hardware.gpus import HARDWARE_XIDS
 from regrow.runtime.keeper import COORDINATOR, NAMESPACE, KeeperInfo
@@ -29,6 +33,8 @@ from regrow.storage import Storage
 
 ADOPT_S = 30.0  # for the keepers of an earlier coordinator
 READ_AGAIN_S = 2.0  # where storage is away
+
+Found = TypeVar("Found")
 
 
 class Coordinator:
@@ -43,20 +49,27 @@ class Coordinator:
         checkpoints: str,
         config: PretrainConfig,
         submitted: Mapping[str, Any],
+        job: str = "",
     ) -> None:
-        """`checkpoints` is a folder in `folder`; `submitted` is what the log is to say of this submission."""
+        """`checkpoints` is a folder in `folder`; `submitted` is what the log is to say of this submission.
+
+        `job`: the driver's; an actor that is started again writes on only if no other job has begun to.
+        """
         storage, restarted = Storage.at(folder), _is_restarted()
-        self.lock = lock_run(storage)
-        events = _read(read_events, storage, patient=restarted)
+        notes: list[str] = []
+        self.lock = lock_run(storage, notes.append)
+        claim = _once_there(lambda: Claim.take(storage, job=job, restarted=restarted), storage, patient=restarted)
+        events = _once_there(lambda: read_events(storage), storage, patient=restarted)
         generation = next_generation(events) - 1
-        rows = _read(read_metrics, storage, patient=restarted) if generation else []
-        past = Past(generation, rows[-1]["step"] if rows else 0, restarted)
+        logged = _once_there(lambda: newest_step(storage), storage, patient=restarted) if generation else 0
+        past = Past(generation, logged, restarted)
         instruments = ray_metrics if config.observe.metrics else None
         self.shell = Shell(
             config,
             storage,
             storage / checkpoints,
             run_id,
+            claim=claim,
             secret=secret,
             past=past,
             events=events,
@@ -66,6 +79,8 @@ class Coordinator:
             self._take_up_again(events)
         else:
             self.shell.record("submitted", {"run_id": run_id, **submitted})
+        for text in notes:
+            self.shell.record("note", {"text": text})
         self.shell.start()
 
     # the driver
@@ -101,8 +116,7 @@ class Coordinator:
         self.shell.tell(e.Closed())  # whoever still writes is fenced off
         self.shell.fleet.close()
         self.shell.record("stopped", {"step": step, "reason": reason, "detail": detail})
-        left = self.shell.close()
-        return f"storage is away: the last {left} rows and events of the run's log are lost" if left else ""
+        return self.shell.close()
 
     # workers
 
@@ -113,8 +127,8 @@ class Coordinator:
     def formation(self, member_id: str, after: int) -> Answer:
         """The generation that a worker is in, the first one after `after`; asked until it is there."""
         answer: Answer = self.shell.tell(e.Asked(member_id, after))
-        if answer.formation is not None:
-            self.shell.await_formed()
+        if answer.formation is not None and not self.shell.is_formed():
+            return Answer(wait_s=WAITING_POLL_S)
         return answer
 
     def next_step(self) -> int:
@@ -258,6 +272,7 @@ class Coordinator:
 
     def _take_up_again(self, events: Sequence[Mapping[str, Any]]) -> None:
         """This actor was restarted: go on with the group that trains, which may not even have noticed."""
+        self.adopt_keepers()
         generation = self.shell.control.generation
         forming = next((event for event in reversed(events) if event["event"] == "forming"), None)
         begun = next((event for event in reversed(events) if event["event"] == "generation"), None)
@@ -267,7 +282,6 @@ class Coordinator:
         members = tuple(Member(**member) for member in forming["members"])
         failures = [each for each in events if each["event"] == "failure" and each["generation"] == generation]
         lost = tuple(sorted({rank for failure in failures for rank in failure["ranks"]})) if failures else None
-        self.adopt_keepers()
         self._look_for_nodes()
         if begun is None or begun["generation"] != generation:
             self.shell.tell(e.Restarted(members, None, (), lost))
@@ -292,24 +306,31 @@ def start_coordinator(folder: Storage, run_id: str, **options: Any) -> Any:
     remote: Any = ray.remote(  # type: ignore[call-overload]
         num_cpus=0, scheduling_strategy=here, name=name, namespace=NAMESPACE, max_restarts=-1, max_task_retries=-1
     )
-    actor = remote(Coordinator).remote(str(folder), run_id, **options)
+    in_use = f"run folder {folder} is in use by another process; wait for it, stop it, or choose another run.name"
+    give_up_at, job = time.monotonic() + LOCK_WAIT_S, secrets.token_hex(8)
+    while True:
+        try:
+            actor = remote(Coordinator).remote(str(folder), run_id, job=job, **options)
+            break
+        except ValueError as error:  # another job's has that name; a killed predecessor's takes a moment to be gone
+            if time.monotonic() > give_up_at:
+                raise ResumeError(in_use) from error
+            time.sleep(READ_AGAIN_S)
     try:
         ray.get(actor.ready.remote(), timeout=LOCK_WAIT_S + 30)
     except ray.exceptions.ActorDiedError as error:
         if "ResumeError" in str(error):
-            raise ResumeError(
-                f"run folder {folder} is in use by another process; wait for it, stop it, or choose another run.name"
-            ) from error
+            raise ResumeError(in_use) from error
         raise
     ray.get(actor.adopt_keepers.remote(), timeout=ADOPT_S)
     return actor
 
 
-def _read(read: Callable[[Storage], list[dict[str, Any]]], folder: Storage, *, patient: bool) -> list[dict[str, Any]]:
-    """The log; in a run that goes on, once storage is there: an actor whose start fails is not started again."""
+def _once_there(work: Callable[[], Found], folder: Storage, *, patient: bool) -> Found:
+    """In a run that goes on, once storage is there: an actor whose start fails is not started again."""
     while True:
         try:
-            return read(folder)
+            return work()
         except OSError as error:
             if not patient:
                 raise

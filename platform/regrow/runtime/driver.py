@@ -31,6 +31,7 @@ from regrow.parallel.phases import float8_steps
 from regrow.plan.topology import Table
 from regrow.progress import last_step
 from regrow.record.events import Cause, from_row, startup_line
+from regrow.record.log import LogReader
 from regrow.record.provenance import git_sha, versions
 from regrow.record.run_folder import CHECKPOINTS
 from regrow.runtime.actor import start_coordinator
@@ -48,6 +49,7 @@ POLL_S = 0.2
 INTERRUPTED = "interrupted"
 LEAVE_S = 20.0  # for the workers to end by themselves once the run is given up
 END_S = 240.0  # for the coordinator to write the rest of the log
+ANSWER_S = 60.0  # for the coordinator to answer, before a word is said of it
 
 
 class Startup:
@@ -187,8 +189,9 @@ class _Session:
 
     def train(self) -> str:
         """Run the worker group to its end; why it ended: finished, stop_at_step or interrupted."""
+        log = LogReader(self.run.folder)
         reporter = Reporter(
-            lambda: write_report(self.run.folder, self.config),
+            lambda: write_report(self.run.folder, self.config, log=log),
             every_s=self.config.observe.report_every_s,
             written=self._reported,
             tell=self.messages.put,
@@ -206,7 +209,7 @@ class _Session:
             steps, fatal = [], fatal or f"storage does not say which checkpoint is the newest: {first_line(away)}"
         step = steps[0] if steps else 0
         reason = self._reason(step, fatal)
-        lost = ray.get(self.coordinator.close.remote(step, reason, fatal), timeout=END_S)
+        lost = self._close(step, reason, fatal)
         if lost:
             self.console.message(lost)
         report = reporter.last()
@@ -221,7 +224,7 @@ class _Session:
         fatal, error = self._fit()
         while isinstance(error, ray.exceptions.RayActorError) and not fatal:
             detail = f"Ray Train's controller, and its workers with it: {first_line(error)}"
-            ray.get(self.coordinator.group_failed.remote(Cause.controller_died, detail, []), timeout=60)
+            self._answer(self.coordinator.group_failed.remote(Cause.controller_died, detail, []))
             self._show()
             if self.config.cluster.in_place:
                 from regrow.runtime.ray_train import remove_places
@@ -259,18 +262,42 @@ class _Session:
     def _settle(self) -> str:
         """Wait for the last checkpoint, which keepers write by themselves; why it failed, if it did."""
         while True:
-            busy, failure = ray.get(self.coordinator.unsettled.remote(), timeout=60)
+            busy, failure = self._answer(self.coordinator.unsettled.remote())
             self._show()
             if not busy:
                 return str(failure)
             time.sleep(POLL_S)
+
+    def _close(self, step: int, reason: str, fatal: str) -> str:
+        """End the coordinator; what was not done of it."""
+        try:
+            return str(ray.get(self.coordinator.close.remote(step, reason, fatal), timeout=END_S))
+        except ray.exceptions.GetTimeoutError:
+            return f"the run's coordinator has not ended within {END_S:.0f} s: its log may lack the last events"
+
+    def _answer(self, reference: Any) -> Any:
+        """What the coordinator answers, however long that takes: storage may keep one that was started anew waiting.
+
+        Raises RegrowError where it is gone for good.
+        """
+        is_told = False
+        while True:
+            try:
+                return ray.get(reference, timeout=ANSWER_S)
+            except ray.exceptions.GetTimeoutError:
+                if not is_told:
+                    self.console.message(f"the run's coordinator has not answered for {ANSWER_S:.0f} s: waiting for it")
+                is_told = True
+            except ray.exceptions.RayActorError as error:
+                last = str(error).strip().splitlines()[-1].strip()
+                raise RegrowError(f"the run's coordinator has ended: {last}") from error
 
     def _show(self) -> str:
         """Show what happened since the last call; the fatal message if the run is over."""
         if self.asked_to_stop:  # again and again: a coordinator that was restarted does not know
             self.coordinator.request_stop.remote(INTERRUPTED)
         self._show_messages()
-        updates, fatal = ray.get(self.coordinator.updates.remote(self.shown), timeout=60)
+        updates, fatal = self._answer(self.coordinator.updates.remote(self.shown))
         for update in updates:
             self.shown = update.number
             if update.kind == "row":

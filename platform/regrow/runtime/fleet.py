@@ -13,7 +13,7 @@ import ray
 
 from regrow.control import events as e
 from regrow.control.commands import Announce, Ask, Kill, Question, RestartKeeper, SendPlaces, TellOver, Write
-from regrow.control.values import Version
+from regrow.control.values import NOTHING, Version
 from regrow.errors import first_line
 from regrow.runtime.calls import KeeperClient
 from regrow.runtime.keeper import KeeperInfo, Place, end_keepers, running_keepers
@@ -55,8 +55,9 @@ class Fleet:
             if call.done():
                 with contextlib.suppress(ray.exceptions.RayError):  # its node is gone
                     found.append(self.register(handle, call.result()))
-        known = tuple((info.node, info.newest, info.held) for _, info in self._known.values())
-        return [*found, e.KeepersFound(known)]
+        infos = [info for _, info in self._known.values()]
+        known = tuple((info.node, info.newest, info.held) for info in infos)
+        return [*found, e.KeepersFound(known, max((info.newest_generation for info in infos), default=NOTHING))]
 
     def greet(self, handle: Any, me: Any) -> e.KeeperUp:
         """A keeper was restarted: it takes its old place."""
@@ -88,6 +89,10 @@ class Fleet:
     def kill(self, command: Kill) -> None:
         for client in self._clients([command.node]):
             client.end_process(command.pid)
+
+    def remember(self, generation: int, nodes: Iterable[str]) -> list[Future[None]]:
+        """Have these nodes' keepers remember that a generation gets this number."""
+        return [client.remember(generation) for client in self._clients(nodes)]
 
     def tell_over(self, command: TellOver) -> None:
         for client in self._clients(command.nodes):

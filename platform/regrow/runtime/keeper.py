@@ -21,7 +21,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from regrow.control.health import Pulse
-from regrow.control.values import Peer, SnapshotAck, Version
+from regrow.control.values import NOTHING, Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError
 from regrow.runtime.calls import CoordinatorClient, KeeperCalls
 from regrow.runtime.hardware.gpus import XidWatch, read_gpus
@@ -64,6 +64,7 @@ class KeeperInfo:
     newest: Version  # the newest commit that it knows
     held: tuple[Held, ...]
     lifeline: int = 0  # the port at which it listens while its process lives; 0: nowhere
+    newest_generation: int = NOTHING  # of which it has heard
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,9 @@ class Keeper:
             self.keeper.secret = secret
         newest = Committed.read(self.folder).newest
         held = tuple(self.keeper.holdings())
+        heard_of = max([self.word.newest, newest.generation, *(each.moment.generation for each in held)])
         address, lifeline = self.keeper.address, self.lifeline.port
-        return KeeperInfo(self.node_id, self.domain, str(self.folder), address, newest, held, lifeline)
+        return KeeperInfo(self.node_id, self.domain, str(self.folder), address, newest, held, lifeline, heard_of)
 
     def take_place(self, place: Place) -> None:
         """A generation begins."""
@@ -207,6 +209,12 @@ class Keeper:
         """Where each worker of this node is, and what its GPUs tell."""
         self._ask_where()
         return look(self.folder) + "".join(f"{gpu}\n" for gpu in self.gpus())
+
+    def remember(self, generation: int) -> None:
+        """This generation gets its number, which a coordinator that storage has not told of it must not give again."""
+        with self.lock:
+            self.word = replace(self.word, newest=max(generation, self.word.newest))
+            self.word.write(self.folder)
 
     def over(self, generation: int) -> None:
         """Tell the workers of this node that a generation is over, whoever still waits in one of its collectives."""

@@ -1,6 +1,7 @@
 """The run's log on a thread of its own: training never waits for storage, and what that does not take is written later.
 
 Works are done in their order, each until it succeeds: a row or an event that cannot be written now is kept in memory.
+Once another process writes the run, all of them are dropped.
 """
 
 import threading
@@ -10,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from regrow.errors import first_line
+from regrow.record.claim import Superseded
 
 RETRY_S = 2.0  # between tries of what storage does not take
 LATE_S = 30.0  # that storage may take for one work before it is told of
@@ -33,7 +35,8 @@ class LogWriter:
     def put(self, work: Callable[[], object]) -> int:
         """Have something written after all that was put before; the number to `wait` for."""
         with self._changed:
-            self._works.append(work)
+            if not self._closed:
+                self._works.append(work)
             self._put += 1
             self._changed.notify_all()
             return self._put
@@ -41,7 +44,8 @@ class LogWriter:
     def wait(self, number: int, timeout_s: float) -> bool:
         """Whether a work was done in time."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._done >= number, timeout_s)
+            self._changed.wait_for(lambda: self._done >= number or self._closed, timeout_s)
+            return self._done >= number
 
     def flush(self, work: Callable[[], object], timeout_s: float) -> None:
         """Have all that was put so far, and then this, done. Raises OSError where that takes too long."""
@@ -77,6 +81,12 @@ class LogWriter:
                 with self._changed:
                     self._changed.wait_for(lambda: self._closed, RETRY_S)
                 continue
+            except Superseded:
+                with self._changed:
+                    self._closed = True
+                    self._works.clear()
+                    self._changed.notify_all()
+                return
             except Exception:  # a mistake of ours; what comes after it counts
                 traceback.print_exc()
             self._is_back()

@@ -2,11 +2,12 @@
 
 import contextlib
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from regrow.control import events as e
 from regrow.control.commands import PublishCommit, PublishIndex, Write
 from regrow.errors import first_line
+from regrow.record.claim import Superseded
 from regrow.state.disk.catalog import step_folder, try_retain
 from regrow.state.disk.format import COMMIT, Index
 from regrow.state.disk.upload import Upload, WriteOrder, Written, write_index
@@ -16,9 +17,21 @@ from regrow.storage import Storage
 class Publisher:
     """One thing after another; `done` tells what came of them. Nothing here waits but `commit`'s caller."""
 
-    def __init__(self, checkpoints: Storage, run_id: str, *, keep: int, flush_log: Callable[[], None]) -> None:
-        """`flush_log` makes the log's rows durable, so that a committed step's is never missing. Raises OSError."""
+    def __init__(
+        self,
+        checkpoints: Storage,
+        run_id: str,
+        *,
+        keep: int,
+        flush_log: Callable[[], None],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`flush_log` makes the log's rows durable, so that a committed step's is never missing. Raises OSError.
+
+        `check` raises Superseded where another process writes the run: it comes before all that others see.
+        """
         self._checkpoints, self._run_id, self._keep, self._flush_log = checkpoints, run_id, keep, flush_log
+        self._check = check
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="storage")
         self._upload: Upload | None = None  # the newest one
         self._number = 0  # its
@@ -77,14 +90,23 @@ class Publisher:
         """Take COMMIT of this step away."""
 
         def withdraw() -> None:
-            with contextlib.suppress(OSError):  # then retention does, once it is old
+            with contextlib.suppress(OSError, Superseded):  # then retention does, once it is old
+                self._check()
                 self._checkpoints.delete(f"{step_folder(step)}/{COMMIT}")
 
-        self._thread.submit(withdraw)
+        self._working.append(self._thread.submit(withdraw))
 
     def delete(self) -> None:
         """Delete checkpoints that are more than is kept."""
-        self._working.append(self._thread.submit(lambda: e.Deleted(try_retain(self._checkpoints, keep=self._keep))))
+
+        def delete() -> e.Event:
+            try:
+                self._check()
+            except (OSError, Superseded) as error:
+                return e.Deleted(first_line(error))
+            return e.Deleted(try_retain(self._checkpoints, keep=self._keep))
+
+        self._working.append(self._thread.submit(delete))
 
     def done(self) -> list[e.Event]:
         """What came of things since the last call."""
@@ -92,9 +114,17 @@ class Publisher:
         self._working = [each for each in self._working if not each.done()]
         return [event for each in done if (event := each.result()) is not None]
 
-    def close(self, *, wait: bool = True) -> None:
-        self._thread.shutdown(wait=wait)
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Whether all is done in time; a deletion that takes longer is gone on with by the next attempt."""
+        self._thread.shutdown(wait=False)
+        return not wait(self._working, timeout_s).not_done
 
     def _commit(self, folder: str, pointer: bytes) -> None:
+        """Whatever another process has committed meanwhile stays, where storage can write on a condition."""
+        name = f"{folder}/{COMMIT}"
+        self._check()
         self._flush_log()
-        self._checkpoints.write_bytes(f"{folder}/{COMMIT}", pointer)
+        self._check()
+        if not self._checkpoints.create(name, pointer):
+            self._check()  # then it is of this run's own past, before it went back
+            self._checkpoints.write_bytes(name, pointer)

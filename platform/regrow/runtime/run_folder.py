@@ -52,7 +52,8 @@ def open_run(config: PretrainConfig, *, manifest_sha256: str) -> Run:
     record = read_record(folder)
     if record is None:
         run = Run(folder, new_run_id(), None)
-        write_record(folder, run_id=run.run_id, identity=mine, manifest_sha256=manifest_sha256)
+        if not write_record(folder, run_id=run.run_id, identity=mine, manifest_sha256=manifest_sha256, is_new=True):
+            return open_run(config, manifest_sha256=manifest_sha256)  # another job has begun it just now
     else:
         if record["manifest_sha256"] is None:
             write_record(folder, run_id=record["run_id"], identity=mine, manifest_sha256=manifest_sha256)

@@ -6,6 +6,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.core import Control, Past
 from regrow.errors import first_line
+from regrow.record.claim import Claim
 from regrow.record.events import from_row
 from regrow.record.log import RunLog
 from regrow.runtime.fleet import Fleet
@@ -28,9 +30,12 @@ from regrow.storage import Storage
 TICK_S = 0.1
 STACKS = "stacks"  # folder, of what everyone did while a group stood still
 FLUSH_S = 60.0  # for the log, before COMMIT
-FORM_S = 5.0  # for a generation's number to be in the log, before anybody hears of it
+FORM_S = 0.5  # for a generation's number to be in the log, before anybody has to ask again for it
+KEEPERS_S = 5.0  # for all of its nodes' keepers to remember it instead; then one is enough
 CLOSE_S = 60.0  # for the log, in the end
-FLUSH_EVERY_S = 10.0  # where the log is uploaded: shows whether storage is there
+DELETE_S = 30.0  # for old checkpoints to be gone, in the end
+FLUSH_EVERY_S = 10.0  # shows whether storage is there, and whether the run is still ours
+MESSAGES = 1 << 32  # numbers for each coordinator's: its own are above those of all before it
 NUM_UPDATES = 10_000  # that are kept for the driver
 
 
@@ -43,6 +48,15 @@ class Update:
     content: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class _Formed:
+    """The newest generation's number on its way to where the next coordinator finds it."""
+
+    logged: int  # the log's work that has it in storage
+    keepers: list[Future[None]]  # of its nodes
+    at: float  # of the monotonic clock
+
+
 class Shell:
     """Safe to use from several threads. `now` is unix time at the start, and steady from there."""
 
@@ -53,6 +67,7 @@ class Shell:
         checkpoints: Storage,
         run_id: str,
         *,
+        claim: Claim,
         secret: bytes,
         past: Past,
         events: list[dict[str, Any]],
@@ -62,10 +77,13 @@ class Shell:
         self._config, self._folder = config, folder
         self.lock = threading.RLock()
         self._started = time.time() - time.monotonic()
-        self.control = Control(config, is_whole=is_whole, now=self.now, past=past, first_message=time.time_ns())
+        first_message = claim.number * MESSAGES
+        self.control = Control(config, is_whole=is_whole, now=self.now, past=past, first_message=first_message)
         self._writer = LogWriter(self._tell_of_storage)
-        self._log = RunLog(folder)
-        self.publisher = Publisher(checkpoints, run_id, keep=config.checkpoint.keep, flush_log=self._flush_log)
+        self._claim, self._log = claim, RunLog(folder, claim=claim)
+        self.publisher = Publisher(
+            checkpoints, run_id, keep=config.checkpoint.keep, flush_log=self._flush_log, check=claim.check
+        )
         self.fleet = Fleet(run_id, secret, self.publisher)
         self.metrics = RunMetrics(
             config, self.control.cadence, events, instruments=instruments, note=lambda text: self._note(text)
@@ -74,10 +92,10 @@ class Shell:
         self._draws = config.observe.tensorboard
         self._roll_call = RollCall()
         self._updates: deque[Update] = deque(maxlen=NUM_UPDATES)
-        self._num_updates = time.time_ns()  # above those of a coordinator before this one
+        self._num_updates = first_message
         self._later: deque[e.Event] = deque()  # what carrying out commands has found
         self._flushed = (0, self.now)  # the log's newest flush, and when it was asked for
-        self._formed = (0, 0.0)  # the log's work of the newest generation's number, and until when it is waited for
+        self._formed = _Formed(0, [], 0.0)
         self._closing = threading.Event()
         self._timer = threading.Thread(target=self._run, name="timer", daemon=True)
         self._carriers: dict[type, Callable[[Any], None]] = {
@@ -116,13 +134,17 @@ class Shell:
         with self.lock:
             return self._follow(self.control.on(event, self.now))
 
-    def await_formed(self) -> None:
-        """The newest generation's number is in the log: a coordinator after this one does not give it out again.
+    def is_formed(self) -> bool:
+        """Whether a coordinator after this one will not give out the newest generation's number again.
 
-        While storage is away it may not be, and the group goes on all the same.
+        It is in the log, or while storage is away, its nodes' keepers know of it.
         """
-        number, until = self._formed
-        self._writer.wait(number, max(0.0, until - time.monotonic()))
+        waited_s = time.monotonic() - self._formed.at
+        if self._writer.wait(self._formed.logged, max(0.0, FORM_S - waited_s)):
+            return True
+        answers = [each for each in self._formed.keepers if not each.done() or each.exception() is None]
+        known = sum(each.done() for each in answers)
+        return known > 0 and (known == len(answers) or waited_s > KEEPERS_S)
 
     def record(self, event: str, fields: Mapping[str, Any]) -> None:
         """Into the log, and to all that show it."""
@@ -137,8 +159,8 @@ class Shell:
         with self.lock:
             return [update for update in self._updates if update.number > after]
 
-    def close(self) -> int:
-        """Write what is left, and end; how many rows and events could not be written."""
+    def close(self) -> str:
+        """Write what is left, and end; what was not done, or empty."""
         self._closing.set()
         if self._timer.is_alive():
             self._timer.join()
@@ -148,8 +170,11 @@ class Shell:
             if self._tensorboard is not None:
                 self._writer.put(lambda: self._draw(lambda: self._tensorboard.close() if self._tensorboard else None))
         left = self._writer.close(CLOSE_S)
-        self.publisher.close(wait=not left)
-        return left
+        if left:
+            self.publisher.close(0.0)
+            return f"storage is away: the last {left} rows and events of the run's log are lost"
+        deleted = self.publisher.close(DELETE_S)
+        return "" if deleted else "old checkpoints are still being deleted: the next attempt goes on with it"
 
     def _run(self) -> None:
         while not self._closing.wait(TICK_S):
@@ -168,8 +193,10 @@ class Shell:
                     traceback.print_exc()
             self._follow(self.control.tick(self.now))
             self.metrics.tick()
+            if self._claim.lost and self.control.ending is None:
+                self.tell(e.Failed(self._claim.lost))
         number, at = self._flushed
-        if not self._folder.is_local and self.now - at > FLUSH_EVERY_S and self._writer.wait(number, 0.0):
+        if self.now - at > FLUSH_EVERY_S and self._writer.wait(number, 0.0):
             self._flushed = self._writer.put(self._log.flush), self.now
         self._writer.check()
 
@@ -192,7 +219,9 @@ class Shell:
     def _form(self, command: c.Form) -> None:
         fields = {"generation": command.generation, "members": [asdict(each) for each in command.members]}
         self.record("forming", fields)
-        self._formed = self._writer.put(lambda: None), time.monotonic() + FORM_S
+        logged = self._writer.put(self._log.flush)
+        keepers = self.fleet.remember(command.generation, dict.fromkeys(member.node for member in command.members))
+        self._formed = _Formed(logged, keepers, time.monotonic())
 
     def _begin_rows(self, command: c.BeginRows) -> None:
         self._writer.put(lambda: self._log.begin(command.generation, command.start_step))

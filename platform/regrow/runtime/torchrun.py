@@ -25,6 +25,7 @@ from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import BACKENDS, coordinates_of, replica_group
 from regrow.parallel.stream import stream_of
 from regrow.record import events
+from regrow.record.claim import Claim
 from regrow.record.lock import lock_run
 from regrow.record.log import RunLog, next_generation, read_events
 from regrow.record.provenance import git_sha, versions
@@ -34,6 +35,7 @@ from regrow.runtime.run_folder import Run, open_run
 from regrow.show.console import Console
 from regrow.state.collective import gather, on_first_rank, rank
 from regrow.state.disk import catalog, store
+from regrow.state.disk.format import COMMIT
 from regrow.state.entries import Progress, set_optimizer_step, training_entries
 from regrow.train.step import TrainStep
 from regrow.train.validation import Validation
@@ -71,11 +73,12 @@ class TorchrunRun:
         """Prepare the corpus where it is missing, and open the folder. Collective; raises RegrowError on all ranks."""
         self.config, self.console, self.rank = config, console, rank()
         self.corpora: Corpora = on_first_rank(partial(find_corpora, config, progress=console.progress))
-        self._lock: TextIO | None = None  # the first rank's
+        self._lock: TextIO | None = None  # the first rank's, as what follows
+        self._claim: Claim | None = None
         self.run: Run = on_first_rank(self._open)
         self.checkpoints = self.run.folder / CHECKPOINTS
         self.generation = on_first_rank(lambda: next_generation(read_events(self.run.folder)))
-        self._log = RunLog(self.run.folder) if self.rank == 0 else None
+        self._log = RunLog(self.run.folder, claim=self._claim) if self.rank == 0 else None
         self.asked_to_stop = False
         world_size = dist.get_world_size()
         self.event(
@@ -95,7 +98,9 @@ class TorchrunRun:
 
     def _open(self) -> Run:
         """Lock the folder, then open it: a run that another process trains is refused before anything is written."""
-        self._lock = lock_run(run_folder(self.config))
+        folder = run_folder(self.config)
+        self._lock = lock_run(folder, self.message)
+        self._claim = Claim.take(folder)
         return open_run(self.config, manifest_sha256=self.corpora.sha256)
 
     def newest_step(self) -> int:
@@ -177,6 +182,7 @@ class TorchrunRun:
             run_id=self.run.run_id,
             generation=self.generation,
             coordinates=self._coordinates,
+            commit=self._commit,
         )
         took_s = time.perf_counter() - begun
         written = events.Checkpoint(step=progress.step, seconds=took_s, stall_s=took_s, bytes=index.num_bytes)
@@ -184,6 +190,12 @@ class TorchrunRun:
         self.message(written.sentence())
         if self.rank == 0 and (problem := catalog.try_retain(self.checkpoints, keep=self.config.checkpoint.keep)):
             self.event(events.Note(text=problem))
+
+    def _commit(self, folder: str, pointer: bytes) -> None:
+        """On the first rank, unless another job has taken the run over."""
+        assert self._claim is not None
+        self._claim.check()
+        self.checkpoints.write_bytes(f"{folder}/{COMMIT}", pointer)
 
     def close(self, progress: Progress) -> None:
         """Training has ended at this step, which is in storage."""

@@ -14,7 +14,7 @@ from regrow.errors import RegrowError
 from regrow.record.events import Submitted, cause_words
 from regrow.record.history import History
 from regrow.record.ledger import STATES
-from regrow.record.log import is_number
+from regrow.record.log import LogReader, is_number
 from regrow.record.run_folder import run_config
 from regrow.show.page import RECOVERY_PARTS, flat
 from regrow.show.report import build_report
@@ -73,7 +73,7 @@ class Agreement:
 def load_run(storage: Storage, now: float | None = None) -> RunData:
     """Read a run folder. Raises RegrowError where it holds no run."""
     config = run_config(storage)
-    history = History.read(storage)
+    history = History.read(LogReader(storage))
     ledger = history.ledger(time.time() if now is None else now)
     name = str((config.get("run") or {}).get("name") or str(storage).rstrip("/").rpartition("/")[2])
     return RunData(name, str(storage), build_report(history, ledger, config), history, config)

@@ -14,7 +14,7 @@ from regrow.plan.topology import plan_topology
 from regrow.record.events import Cause, Checkpoint, DataFallback, Generation, Row
 from regrow.record.history import History, recoveries
 from regrow.record.ledger import Ledger, lost_to
-from regrow.record.log import is_number, positive
+from regrow.record.log import LogReader, is_number, positive
 from regrow.show.page import run_page
 from regrow.storage import Storage
 
@@ -47,10 +47,15 @@ def build_report(history: History, ledger: Ledger, config: Config) -> dict[str, 
     }
 
 
-def make_report(storage: Storage, config: Config, now: float | None = None) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The report of a run folder, and the content of report.json and report.html by name. Reads the logs only."""
+def make_report(
+    storage: Storage, config: Config, now: float | None = None, *, log: LogReader | None = None
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The report of a run folder, and the content of report.json and report.html by name. Reads the logs only.
+
+    `log` is one that is kept for the next report: it reads again only what has changed.
+    """
     now = time.time() if now is None else now
-    history = History.read(storage)
+    history = History.read(log or LogReader(storage))
     ledger = history.ledger(now)
     report = build_report(history, ledger, config)
     page = run_page(report, history, ledger, as_mapping(config), now)
@@ -60,9 +65,11 @@ def make_report(storage: Storage, config: Config, now: float | None = None) -> t
     }
 
 
-def write_report(storage: Storage, config: Config, now: float | None = None) -> dict[str, Any]:
+def write_report(
+    storage: Storage, config: Config, now: float | None = None, *, log: LogReader | None = None
+) -> dict[str, Any]:
     """Write report.json, then report.html, each whole or not at all, from the run folder's logs; returns the report."""
-    report, files = make_report(storage, config, now)
+    report, files = make_report(storage, config, now, log=log)
     for name, data in files.items():
         storage.write_bytes(name, data)
     return report

@@ -8,7 +8,7 @@ from pathlib import Path
 from regrow.control.values import NOTHING
 
 WORD = "word"
-_WORD = struct.Struct("<qq")
+_WORD = struct.Struct("<qqq")
 
 
 @dataclass(frozen=True)
@@ -17,6 +17,7 @@ class ControlWord:
 
     over: int = NOTHING  # this generation and all before it are over, whoever still waits in one
     traces: int = 0  # how often it has asked where everyone is, in which collectives
+    newest: int = NOTHING  # the newest generation that was given a number
 
     @staticmethod
     def read(folder: Path) -> "ControlWord":
@@ -27,5 +28,5 @@ class ControlWord:
 
     def write(self, folder: Path) -> None:
         temporary = folder / f".{WORD}"
-        temporary.write_bytes(_WORD.pack(self.over, self.traces))
+        temporary.write_bytes(_WORD.pack(self.over, self.traces, self.newest))
         os.replace(temporary, folder / WORD)

@@ -1,0 +1,97 @@
+"""One writer a run, in any storage: each that starts takes the next number, and none writes once a higher one is there.
+
+    writers/000007.json    taken by the coordinator that writes the run now
+    writers/000008.json    taken by the next one: from here on the seventh is fenced off, for good
+
+A number is taken by a conditional write where storage has it. Where it has none, the later of two that take a number
+at once has overwritten the other's claim, which finds that out before it writes anything else.
+"""
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from regrow.errors import RegrowError
+from regrow.storage import Storage
+
+WRITERS = "writers"
+LOOK_EVERY_S = 1.0  # before lines of the log
+
+
+class Superseded(RegrowError):
+    """Another process writes this run now."""
+
+
+@dataclass
+class Claim:
+    """The right to write a run, for as long as nobody takes the next number. Safe to use from several threads."""
+
+    folder: Storage
+    number: int  # grows from one writer of the run to the next, whatever their clocks say
+    content: bytes
+    lost: str = ""  # to which other one, once that is known
+    _looked_at: float = field(default_factory=time.monotonic)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @staticmethod
+    def take(folder: Storage, *, job: str = "", restarted: bool = False) -> "Claim":
+        """Take the next number.
+
+        `restarted`: only from a writer of the same job, whose place this process takes. Raises Superseded where
+        another job has it by now.
+        """
+        taken = {"job": job, "host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+        content = json.dumps(taken | {"token": secrets.token_hex(8)}).encode()
+        newest = 0
+        while True:
+            newest = max([newest, *(int(name[:6]) for name in folder.list(WRITERS) if name[:6].isdigit())])
+            if restarted and newest and (other := _read(folder, newest)).get("job") != job:
+                raise Superseded(_line(folder, other))
+            newest += 1
+            if folder.create(_name(newest), content) and folder.read_bytes(_name(newest)) == content:
+                return Claim(folder, newest, content)
+
+    def check(self, *, within_s: float = 0.0) -> None:
+        """Raises Superseded if another one has begun to write, as far as was known `within_s` ago; OSError."""
+        with self._lock:
+            if not self.lost and time.monotonic() - self._looked_at >= within_s:
+                begun = time.monotonic()
+                self.lost = self._look()
+                self._looked_at = begun
+            if self.lost:
+                raise Superseded(self.lost)
+
+    def _look(self) -> str:
+        if self.folder.exists(_name(self.number + 1)):
+            return _line(self.folder, _read(self.folder, self.number + 1))
+        mine = self.folder.read_bytes(_name(self.number))
+        return "" if mine == self.content else _line(self.folder, _decoded(mine))
+
+
+def _name(number: int) -> str:
+    return f"{WRITERS}/{number:06d}.json"
+
+
+def _read(folder: Storage, number: int) -> Mapping[str, Any]:
+    return _decoded(folder.read_bytes(_name(number)))
+
+
+def _decoded(data: bytes) -> Mapping[str, Any]:
+    try:
+        content = json.loads(data)
+    except ValueError:
+        return {}
+    return content if isinstance(content, Mapping) else {}
+
+
+def _line(folder: Storage, other: Mapping[str, Any]) -> str:
+    return (
+        f"run folder {folder} is written by another job now (process {other.get('pid')} on {other.get('host')}): this "
+        "one ends, and has changed nothing since; if that was not meant, stop the other one, or choose another run.name"
+    )

@@ -1,0 +1,247 @@
+"""One writer a run, on disks with and without locks, in S3, and in stores without conditional writes."""
+
+import contextlib
+import errno
+import json
+import os
+import threading
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regrow.errors import ResumeError
+from regrow.record import claim as module
+from regrow.record.claim import Claim, Superseded
+from regrow.record.events import Forming
+from regrow.record.lock import lock_run
+from regrow.record.log import METRIC_KEYS, RunLog, read_events, read_metrics
+from regrow.runtime.publisher import Publisher
+from regrow.state.disk.catalog import committed_steps
+from regrow.storage import LocalStorage, RemoteStorage, Storage
+from support.s3 import s3_server
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    with s3_server() as uri:
+        yield uri
+
+
+class Unconditional(RemoteStorage):
+    """A store without conditional writes, as Arrow's Google and Azure file systems are used: a look, then a write."""
+
+    def _create(self, path: str, data: bytes) -> bool:
+        if self.exists(path.removeprefix(f"{self.root}/")):
+            return False
+        self.write_bytes(path.removeprefix(f"{self.root}/"), data)
+        return True
+
+    def join(self, *names: str) -> "Unconditional":
+        below = super().join(*names)
+        return Unconditional(below.fs, below.root, below.uri)
+
+
+@pytest.fixture(params=["disk", "s3", "fsspec", "unconditional"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "disk":
+        return Storage.at(tmp_path)
+    if request.param == "s3":
+        return Storage.at(f"{request.getfixturevalue('bucket')}/{uuid.uuid4().hex}")
+    found = Storage.at(f"memory://{uuid.uuid4().hex}")
+    assert isinstance(found, RemoteStorage)
+    return found if request.param == "fsspec" else Unconditional(found.fs, found.root, found.uri)
+
+
+def row(generation: int, step: int) -> dict[str, Any]:
+    return dict.fromkeys(METRIC_KEYS, 0.01) | {"generation": generation, "step": step, "batch_digest": 1}
+
+
+def publisher_of(folder: Storage, claim: Claim) -> Publisher:
+    return Publisher(folder / "checkpoints", "run", keep=1, flush_log=lambda: None, check=claim.check)
+
+
+def commit(publisher: Publisher, step: int, pointer: bytes) -> None:
+    publisher.commit(f"step-{step:08d}", pointer, fence=lambda: None)
+
+
+def test_a_file_is_created_once(folder: Storage) -> None:
+    assert folder.create("a/b", b"first")
+    assert not folder.create("a/b", b"second")
+    assert folder.read_bytes("a/b") == b"first"
+    assert folder.list("a") == ["b"]
+
+
+@pytest.mark.parametrize("where", ["disk", "s3"])
+def test_of_many_that_create_a_file_at_once_one_does(where: str, tmp_path: Path, bucket: str) -> None:
+    folder = Storage.at(tmp_path if where == "disk" else f"{bucket}/{uuid.uuid4().hex}")
+    start = threading.Barrier(8)
+
+    def create(number: int) -> bool:
+        start.wait()
+        return folder.create("file", str(number).encode())
+
+    with ThreadPoolExecutor(8) as threads:
+        created = list(threads.map(create, range(8)))
+    assert created.count(True) == 1
+    assert folder.read_bytes("file") == str(created.index(True)).encode()
+
+
+def test_the_newer_of_two_writers_fences_the_older_one_off_at_its_commit_and_its_log(folder: Storage) -> None:
+    """Two clusters at once, as after a partition: before, they overwrote each other's COMMIT and deleted each other's
+    checkpoints."""
+    old = Claim.take(folder)
+    old_log, old_publisher = RunLog(folder, claim=old, upload_every_s=1000), publisher_of(folder, old)
+    old_log.begin(1, 0)
+    old_log.row(row(1, 1))
+    old_log.flush()
+    commit(old_publisher, 1, b'"old"')
+
+    new = Claim.take(folder)
+    assert new.number == old.number + 1
+    new_log, new_publisher = RunLog(folder, claim=new, upload_every_s=1000), publisher_of(folder, new)
+    new_log.begin(2, 1)
+    new_log.row(row(2, 2))
+    new_log.event(Forming(generation=2, time=1.0))
+    new_log.flush()
+    commit(new_publisher, 2, b'"new"')
+
+    for step in (2, 3):
+        with pytest.raises(Superseded, match="written by another job now"):
+            commit(old_publisher, step, b'"old"')
+    with pytest.raises(Superseded):
+        old_log.begin(2, 0)
+    old_publisher.withdraw(2)
+    old_publisher.delete()
+    assert old_publisher.close()
+    (deleted,) = old_publisher.done()
+    assert "written by another job now" in deleted.problem  # type: ignore[union-attr]
+    assert committed_steps(folder / "checkpoints") == [2, 1]
+    assert (folder / "checkpoints").read_bytes("step-00000002/COMMIT") == b'"new"'
+    with contextlib.suppress(Superseded):  # on a disk; elsewhere it is the upload that is refused
+        old_log.event(Forming(generation=2, time=2.0))
+    with pytest.raises(Superseded):
+        old_log.flush()
+    assert [each["step"] for each in read_metrics(folder)] == [1, 2]
+    assert [each["time"] for each in read_events(folder)] == [1.0]
+    new.check()
+
+
+def test_a_commit_on_its_way_when_another_writer_commits_does_not_replace_it(bucket: str) -> None:
+    """A coordinator that is stopped between its look and its write, and continued once another one has committed."""
+    folder = Storage.at(f"{bucket}/{uuid.uuid4().hex}")
+    old, new = Claim.take(folder), None
+    looks = []
+
+    def check() -> None:
+        looks.append(1)
+        if len(looks) == 3:  # the look after COMMIT was found there
+            old.check()
+
+    def flush() -> None:
+        nonlocal new
+        new = Claim.take(folder)
+        commit(publisher_of(folder, new), 5, b'"new"')
+
+    stopped = Publisher(folder / "checkpoints", "run", keep=1, flush_log=flush, check=check)
+    with pytest.raises(Superseded):
+        commit(stopped, 5, b'"old"')
+    assert (folder / "checkpoints").read_bytes("step-00000005/COMMIT") == b'"new"'
+
+
+def test_a_step_that_is_trained_again_is_committed_again(folder: Storage) -> None:
+    publisher = publisher_of(folder, Claim.take(folder))
+    commit(publisher, 5, b'"before"')
+    commit(publisher, 5, b'"after"')
+    assert (folder / "checkpoints").read_bytes("step-00000005/COMMIT") == b'"after"'
+
+
+def test_a_coordinator_that_is_restarted_takes_its_own_place_and_no_other_jobs(folder: Storage) -> None:
+    """The old cluster's head behind a partition does not take the run back from the new cluster."""
+    first = Claim.take(folder, job="old")
+    again = Claim.take(folder, job="old", restarted=True)
+    assert again.number == first.number + 1
+    with pytest.raises(Superseded):
+        first.check()
+    Claim.take(folder, job="new")
+    with pytest.raises(Superseded, match=f"process {os.getpid()} on "):
+        Claim.take(folder, job="old", restarted=True)
+
+
+def test_where_two_take_one_number_the_later_one_has_it(tmp_path: Path) -> None:
+    """Without conditional writes both may be told that they have it; the one that was overwritten finds out."""
+    folder = Storage.at(tmp_path)
+    first = Claim.take(folder)
+    content = json.dumps({"job": "", "host": "elsewhere", "pid": 7}).encode()
+    folder.write_bytes("writers/000001.json", content)
+    with pytest.raises(Superseded, match="process 7 on elsewhere"):
+        first.check()
+    Claim(folder, 1, content).check()
+
+
+def test_a_lost_claim_stays_lost_and_is_looked_for_at_most_so_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = Claim.take(Storage.at(tmp_path))
+    looks = list[str]()
+    exists = LocalStorage.exists
+    monkeypatch.setattr(LocalStorage, "exists", lambda self, name: looks.append(name) or exists(self, name))
+    for _ in range(100):
+        old.check(within_s=1000.0)
+    assert not looks
+    Claim.take(Storage.at(tmp_path))
+    looks.clear()
+    for _ in range(3):
+        with pytest.raises(Superseded):
+            old.check()
+    assert looks == ["writers/000002.json"]
+
+
+def test_a_run_starts_on_a_file_system_without_locks_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lustre by default, some FUSE file systems: before, no run could start there."""
+
+    def unsupported(file: Any, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    said, folder = list[str](), Storage.at(tmp_path)
+    assert lock_run(folder, said.append) is None
+    assert [f"{folder} has no file locks" in line for line in said] == [True]
+    old, new = Claim.take(folder), None
+    with RunLog(folder, claim=old) as log:
+        log.begin(1, 0)
+        log.row(row(1, 1))
+        log.event(Forming(generation=1))
+        new = Claim.take(folder)
+        monkeypatch.setattr("regrow.record.log.LOOK_EVERY_S", 0.0)
+        with pytest.raises(Superseded):
+            log.row(row(1, 2))
+    assert [each["step"] for each in read_metrics(folder)] == [1]
+    new.check()
+
+
+def test_where_there_are_locks_the_second_job_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("regrow.record.lock.LOCK_WAIT_S", 0.1)
+    said = list[str]()
+    held = lock_run(Storage.at(tmp_path), said.append)
+    with pytest.raises(ResumeError, match="in use by another process"):
+        lock_run(Storage.at(tmp_path), said.append)
+    assert held is not None
+    assert not said
+    held.close()
+
+
+def test_names_of_segments_sort_by_writer_whatever_the_clocks_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Storage.at(f"memory://{uuid.uuid4().hex}")
+    for generation, clock in ((1, 2000.0), (2, 1000.0)):  # set back between the two
+        monkeypatch.setattr(module.time, "time_ns", lambda clock=clock: int(clock * 1e9))
+        with RunLog(folder, claim=Claim.take(folder)) as log:
+            log.event(Forming(generation=generation, time=clock))
+    assert [event["generation"] for event in read_events(folder)] == [1, 2]
