@@ -15,7 +15,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
             *("regrow.data.read.corpora", "regrow.data.prepare.files", "regrow.data.read.manifest"),
             *("regrow.data.prepare.prepare", "regrow.data.prepare.spool", "regrow.data.prepare.tokenizer"),
         ),
-        "regrow.storage": ("fsspec", "pyarrow"),
+        "regrow.storage": ("fsspec", "pyarrow", "boto3", "botocore"),  # the last two for S3 alone
     },
     "slow to load, and needed where the hub is asked, or text is encoded": {
         "regrow.data.prepare.hub": ("huggingface_hub",),
