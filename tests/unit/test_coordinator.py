@@ -18,6 +18,7 @@ from regrow.control.membership import Member
 from regrow.control.states import Answer
 from regrow.control.values import SnapshotAck, Version
 from regrow.errors import ResumeError
+from regrow.record.claim import Superseded
 from regrow.record.events import Forming
 from regrow.record.log import METRIC_KEYS, RunLog, read_events, read_metrics
 from regrow.runtime import actor as module
@@ -95,7 +96,7 @@ class Keeper:
         self.info = KeeperInfo(node, node, f"/dev/shm/{node}", (node, 1), Version(), ())
         self.pulse_of = list[Pulse]()
         self.killed, self.told_over, self.heard = list[int](), list[int](), list[Committed]()
-        self.remembered = list[int]()
+        self.remembered, self.numbers = list[int](), list[int]()
         self.look = lambda: "the stacks"
         self.gpus = list
         self.threads = ThreadPoolExecutor(2)
@@ -108,6 +109,7 @@ class Keeper:
         self.place = place
 
     def committed(self, number: int, state: Committed) -> None:
+        self.numbers.append(number)
         self.heard.append(state)
 
     def over(self, generation: int) -> None:
@@ -332,6 +334,60 @@ def test_a_group_that_only_keepers_know_of_is_over_when_the_coordinator_is_resta
     again.shell.close()
 
 
+# storage: one writer
+
+
+def test_of_two_coordinators_of_a_run_the_older_one_ends_its_run_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two clusters on one bucket: before, both trained on, and wrote over each other's checkpoints."""
+    monkeypatch.setattr(shell, "FLUSH_EVERY_S", 0.1)
+    storage, keeper = away(tmp_path, monkeypatch), Keeper("node")
+    old = make(tmp_path)
+    generation = train(old, keeper)
+    old.row(generation, row(generation, 1))
+    until(lambda: read_metrics(storage))
+    new = make(tmp_path)
+    message = until(lambda: old.updates(0)[1])
+    assert "is written by another job now (process " in message
+    assert old.formation("m7", generation).given_up == message, "its workers hear it, too"
+    old.row(generation, row(generation, 2))
+    with pytest.raises(Superseded):
+        old.commit(generation, "step-00000002", b"{}")
+    monkeypatch.setattr(old.shell.fleet, "close", lambda: None)
+    before = read_events(storage)
+    begun = time.monotonic()
+    assert old.close(2, "failed", message) == ""
+    assert time.monotonic() - begun < 10.0, "nothing is waited for that will not be written"
+    assert read_events(storage) == before
+    assert [found["step"] for found in read_metrics(storage)] == [1]
+    assert new.updates(0)[1] == ""
+    newer = generation_of(join(new, one(8)))
+    assert newer > generation
+    new.commit(newer, "step-00000002", b"{}")
+    assert committed_steps(storage / "checkpoints") == [2]
+    new.shell.close()
+
+
+def test_what_a_coordinator_says_counts_though_its_clock_is_behind_that_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keepers and the driver take what has the higher number: it was wall time, and they heard nothing for an hour."""
+    keeper, shown = Keeper("node"), list[int]()
+    for clock in (2_000_000_000.0, 1_000_000_000.0):
+        monkeypatch.setattr(time, "time", lambda clock=clock: clock)
+        monkeypatch.setattr(time, "time_ns", lambda clock=clock: int(clock * 1e9))
+        made = make(tmp_path)
+        generation = train(made, keeper)
+        made.snapshots_sealed([SnapshotAck("node", Version(generation, 1), ())])
+        shown += [update.number for update in made.updates(0)[0]]
+        made.shell.close()
+        made.lock.close()  # type: ignore[union-attr]
+    assert keeper.numbers == sorted(set(keeper.numbers))
+    assert len(keeper.numbers) >= 2
+    assert shown == sorted(set(shown))
+
+
 # storage
 
 
@@ -529,6 +585,25 @@ def test_a_last_report_that_storage_does_not_take_ends_in_one_line(monkeypatch: 
     assert reporter.last() is None
     assert "jobs.report" in told[0]
     back.set()
+
+
+# the end
+
+
+def test_a_slow_deletion_of_old_checkpoints_does_not_fail_a_job_that_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the coordinator waited for it, the driver for the coordinator, and a finished job had failed."""
+    monkeypatch.setattr(shell, "DELETE_S", 0.2)
+    made, going_on = make(tmp_path), threading.Event()
+    monkeypatch.setattr(publisher, "try_retain", lambda folder, keep: going_on.wait(60.0) or "")
+    monkeypatch.setattr(made.shell.fleet, "close", lambda: None)
+    made.shell.publisher.delete()
+    begun = time.monotonic()
+    assert made.close(4, "finished", "") == "old checkpoints are still being deleted: the next attempt goes on with it"
+    assert time.monotonic() - begun < 10.0
+    going_on.set()
+    assert [event["event"] for event in read_events(Storage.at(tmp_path))] == ["submitted", "stopped"]
 
 
 def test_the_log_of_a_run_is_read_by_whoever_resumes_it(tmp_path: Path) -> None:

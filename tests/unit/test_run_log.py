@@ -3,16 +3,31 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from regrow.record import log as run_log
-from regrow.record.events import Stopped, Submitted
-from regrow.record.log import METRIC_KEYS, RunLog, encode, next_generation, read_events, read_metrics
+from regrow.record.claim import Claim
+from regrow.record.events import Forming, Stopped, Submitted
+from regrow.record.log import (
+    METRIC_KEYS,
+    LogReader,
+    RunLog,
+    encode,
+    newest_step,
+    next_generation,
+    read_events,
+    read_metrics,
+    rows_past,
+)
 from regrow.storage import Storage
+from support.counting import Counting
 
 
 def make_row(step: int, generation: int = 1, **changes: object) -> dict[str, object]:
@@ -333,3 +348,122 @@ def test_a_writer_killed_at_any_moment_leaves_every_step_once(local: Storage) ->
         assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
         assert {row["generation"] for row in rows} == set(range(1, attempt + 2))
     assert [event["event"] for event in read_events(local)].count("rollback") == 2
+
+
+# what is read of long logs
+
+
+NUM_ROWS = 100_000
+
+
+@pytest.fixture(scope="module")
+def long_log() -> Counting:
+    """Of 100,000 steps in an object store, as its writer left it."""
+    storage = Counting.empty()
+    with RunLog(storage, upload_every_s=1000) as log:
+        log.begin(1, 0)
+        for step in range(1, NUM_ROWS + 1):
+            log.row(make_row(step))
+            if step % 2000 == 0:
+                log.flush()  # a segment is as large as it gets
+    segments = [name for name in storage.list() if name.startswith("metrics-")]
+    assert 10 < len(segments) < 40
+    return storage
+
+
+def test_a_change_of_the_group_reads_the_end_of_a_long_log(long_log: Counting) -> None:
+    """Before: all of its segments, at every change, in the coordinator's one thread."""
+    with RunLog(long_log, upload_every_s=1000) as log:
+        long_log.taken()
+        rollback = log.begin(2, NUM_ROWS - 10)
+        requests, num_bytes = long_log.taken()
+        assert (rollback.steps, rollback.from_step, rollback.to_step) == (10, NUM_ROWS, NUM_ROWS - 10)
+        assert requests <= 3
+        assert num_bytes < 3 << 20
+        log.begin(3, NUM_ROWS - 5000)  # back to a checkpoint
+        assert long_log.taken()[0] <= 6
+        for step in range(NUM_ROWS - 4999, NUM_ROWS + 1):
+            log.row(make_row(step, 3))
+    assert steps_of(long_log)[-5001:-4999] == [(NUM_ROWS - 5000, 1), (NUM_ROWS - 4999, 3)]
+
+
+def test_a_coordinator_that_starts_reads_the_end_of_a_long_log(long_log: Counting) -> None:
+    long_log.taken()
+    assert newest_step(long_log) == NUM_ROWS
+    requests, num_bytes = long_log.taken()
+    assert requests <= 3
+    assert num_bytes < 3 << 20
+
+
+def test_a_report_reads_again_only_what_has_changed(long_log: Counting) -> None:
+    reader = LogReader(long_log)
+    whole = reader.metrics()
+    long_log.taken()
+    with RunLog(long_log, upload_every_s=1000) as log:
+        log.begin(4, NUM_ROWS)
+        log.row(make_row(NUM_ROWS + 1, 4))
+        log.flush()
+        long_log.taken()
+        assert reader.metrics() == [*whole, make_row(NUM_ROWS + 1, 4)]
+        requests, num_bytes = long_log.taken()
+        assert requests <= 4
+        assert num_bytes < 3 << 20
+    assert reader.metrics() == read_metrics(long_log)
+
+
+def test_a_local_log_is_read_from_its_end_and_cut_there(local: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_log, "TAIL_BYTES", 1000)  # less than three rows
+    with RunLog(local) as log:
+        log.begin(1, 0)
+        for step in range(1, 1001):
+            log.row(make_row(step))
+        reader = LogReader(local)
+        assert len(reader.metrics()) == 1000
+        assert newest_step(local) == 1000
+        assert [row["step"] for row in rows_past(local, 993)] == list(range(994, 1001))
+        with open(local.local_path / "metrics.jsonl", "ab") as file:
+            file.write(b'{"step": 1001, "torn')
+        assert newest_step(local) == 1000
+        read = list[int]()
+        pread = os.pread
+        monkeypatch.setattr(run_log.os, "pread", lambda file, size, at: read.append(size) or pread(file, size, at))
+        assert log.begin(2, 990).steps == 10
+        assert sum(read) < 70_000  # 64 KiB of it to find a torn tail
+        assert steps_of(local) == [(step, 1) for step in range(1, 991)]
+        for step in range(991, 1020):
+            log.row(make_row(step, 2))
+    assert reader.metrics() == read_metrics(local)
+    assert [row["step"] for row in rows_past(local, 0)] == list(range(1, 1020))
+
+
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=8), st.integers(0, 100), st.booleans())
+def test_the_end_of_a_log_says_what_all_of_it_does(
+    generations: list[tuple[int, int]], past: int, is_local: bool
+) -> None:
+    """Whatever was taken back, and however many pieces it is in."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(run_log, "TAIL_BYTES", 700)
+        patched.setattr(run_log, "SEGMENT_BYTES", 700)
+        storage, step = Storage.at(folder) if is_local else Counting.empty(), 0
+        reader = LogReader(storage)
+        with RunLog(storage, upload_every_s=1000) as log:
+            for number, (back, on) in enumerate(generations, 1):
+                step = max(0, step - back)
+                log.begin(number, step)
+                for _ in range(on):
+                    step += 1
+                    log.row(make_row(step, number))
+                    log.flush()
+                assert reader.metrics() == read_metrics(storage)
+            rows = read_metrics(storage)
+            assert newest_step(storage) == (rows[-1]["step"] if rows else 0)
+            assert rows_past(storage, past) == [row for row in rows if row["step"] > past]
+
+
+def test_events_are_in_the_order_in_which_they_were_written_though_a_clock_was_set_back(storage: Storage) -> None:
+    """The newest `forming` is what a coordinator that is restarted goes on from: before, it took an older one."""
+    for generation, clock in ((1, 5000.0), (2, 1000.0)):
+        with RunLog(storage, claim=Claim.take(storage)) as log:
+            log.event(Forming(generation=generation, time=clock))
+    assert [event["generation"] for event in read_events(storage)] == [1, 2]

@@ -219,7 +219,7 @@ class Shell:
     def _form(self, command: c.Form) -> None:
         fields = {"generation": command.generation, "members": [asdict(each) for each in command.members]}
         self.record("forming", fields)
-        logged = self._writer.put(self._log.flush)
+        logged = self._writer.put((lambda: None) if self._folder.is_local else self._log.flush)  # there an event is
         keepers = self.fleet.remember(command.generation, dict.fromkeys(member.node for member in command.members))
         self._formed = _Formed(logged, keepers, time.monotonic())
 
