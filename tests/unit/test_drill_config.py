@@ -34,7 +34,7 @@ def test_the_plans_that_the_documentation_promises_are_there() -> None:
     named = (
         "kill_worker kill_node grow_shrink pair_nodes stop_worker zombie drain black_hole kill_keeper kill_coordinator"
     )
-    named += " kill_controller kill_driver corrupt_snapshot fill_memory slow_worker two_at_once soak"
+    named += " one_after_another kill_controller kill_driver corrupt_snapshot fill_memory slow_worker two_at_once soak"
     named += (
         " stopped_actors notices partition_node partition_head partition_peer blink_node slow_link storage newcomers"
     )

@@ -267,7 +267,7 @@ class SnapshotConfig:
     slots: int = 3  # of each rank, at least 2; with 2, there are no snapshots while a checkpoint is being written
     copies: int = 1  # of each node's snapshots on other nodes: so many nodes may be lost at once
     folder: str = "/dev/shm"  # on every node, a file system in memory
-    domain_label: str | None = None  # Ray's label of nodes that fail together, as a zone; null: each node by itself
+    domain_label: str | None = "rack"  # Ray's label of nodes that fail together; a node without it fails by itself
     abandon_after_s: float = 600.0  # without a driver, snapshots are kept for this long
 
 
@@ -377,6 +377,7 @@ class SubmitConfig:
     node_selector: dict[str, str] = field(default_factory=dict)  # labels of Kubernetes nodes for workers
     head_node_selector: dict[str, str] = field(default_factory=dict)  # and for the head
     tolerations: list[Toleration] = field(default_factory=list)  # of workers, beside the one for GPU nodes
+    rack_label: str | None = None  # label of Kubernetes nodes that fail together; becomes Ray's snapshot.domain_label
     topology_key: str | None = None  # label of Kubernetes nodes; workers only where it is the same, as a zone
     network: Network = Network.plain  # plain, efa or infiniband
     network_resource: str | None = None  # of the device plugin; null: vpc.amazonaws.com/efa, rdma/hca_shared_devices_a

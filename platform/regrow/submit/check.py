@@ -42,6 +42,14 @@ def check_submit(config: SubmitJobConfig) -> None:
         raise ConfigError(f"submit.redis_secret={submit.redis_secret} must name a Secret and its key: SECRET/KEY")
     if submit.redis_secret is not None and submit.redis_address is None:
         raise ConfigError(f"submit.redis_secret={submit.redis_secret} has no Redis; set submit.redis_address")
+    label = config.snapshot.domain_label
+    if submit.rack_label is not None and (
+        label is None or label.startswith("ray.io/") or not LABEL_KEY.fullmatch(label)
+    ):
+        raise ConfigError(
+            f"submit.rack_label={submit.rack_label} is to become the label snapshot.domain_label={label} of Ray's nodes; "
+            "set snapshot.domain_label=rack, or submit.rack_label=null"
+        )
     if submit.volume_claim is not None and not config.run.storage_path.startswith("/"):
         raise ConfigError(
             f"submit.volume_claim={submit.volume_claim} is mounted at run.storage_path, which must be an absolute "
@@ -73,7 +81,11 @@ def _check_names(submit: SubmitConfig) -> None:
                 f"{setting}={name!r} is no name of a Kubernetes object: lower-case letters, digits, '-' and '.', "
                 "from a letter or digit to one"
             )
-    keys = [("submit.topology_key", submit.topology_key), ("submit.network_resource", submit.network_resource)]
+    keys = [
+        ("submit.topology_key", submit.topology_key),
+        ("submit.rack_label", submit.rack_label),
+        ("submit.network_resource", submit.network_resource),
+    ]
     keys += [("submit.node_selector", key) for key in submit.node_selector]
     keys += [("submit.head_node_selector", key) for key in submit.head_node_selector]
     for setting, key in keys:

@@ -4,6 +4,7 @@ from math import ceil
 from typing import Any
 
 from regrow.config.schema import Network, PretrainConfig, SubmitConfig, Toleration
+from regrow.submit.node_labels import CREDENTIALS
 from regrow.submit.quantities import binary_quantity, decimal_quantity
 from regrow.submit.sizes import GIB, Sizes
 
@@ -24,6 +25,22 @@ NETWORK_ENV = {
 HUGE_PAGES = {"hugepages-2Mi": "5Gi"}  # that the EFA provider maps
 
 Fields = dict[str, Any]
+
+LABELS_FILE = "/etc/regrow/labels/labels.yaml"  # that `ray start` reads, of a worker
+LABELS_MOUNT: Fields = {"name": "labels", "mountPath": "/etc/regrow/labels"}
+API_MOUNT: Fields = {"name": "api", "mountPath": str(CREDENTIALS), "readOnly": True}  # of one container alone
+RACK_VOLUMES: list[Fields] = [
+    {"name": "labels", "emptyDir": {}},
+    {
+        "name": "api",
+        "projected": {
+            "sources": [
+                {"serviceAccountToken": {"path": "token", "expirationSeconds": 3600}},
+                {"configMap": {"name": "kube-root-ca.crt", "items": [{"key": "ca.crt", "path": "ca.crt"}]}},
+            ]
+        },
+    },
+]
 
 
 def head_pod(config: PretrainConfig, submit: SubmitConfig, image: str, labels: dict[str, str]) -> Fields:
@@ -91,7 +108,7 @@ def worker_pod(config: PretrainConfig, submit: SubmitConfig, size: Sizes, image:
         "ports": [{"name": "metrics", "containerPort": 8080}],
         "lifecycle": {"preStop": {"exec": {"command": ["bash", "-c", drain_command(submit.drain_s)]}}},
         "resources": {"requests": resources, "limits": dict(resources)},
-        "volumeMounts": _mounts(config, submit),
+        "volumeMounts": _mounts(config, submit) + ([LABELS_MOUNT] if submit.rack_label else []),
     }
     tolerations = [Toleration(key=GPU, effect="NoSchedule")] if size.gpus else []
     if submit.network is not Network.plain:
@@ -105,8 +122,9 @@ def worker_pod(config: PretrainConfig, submit: SubmitConfig, size: Sizes, image:
         **({"affinity": _same(submit.topology_key, labels)} if submit.topology_key else {}),
         "automountServiceAccountToken": False,
         "securityContext": _pod_security(),
+        **({"initContainers": [_asks_for_rack(config, submit, image)]} if submit.rack_label else {}),
         "containers": [container],
-        "volumes": _volumes(config, submit, size.shm_gib),
+        "volumes": _volumes(config, submit, size.shm_gib) + (RACK_VOLUMES if submit.rack_label else []),
     }
     annotations = {"karpenter.sh/do-not-disrupt": "true"}
     return {"metadata": {"labels": {**labels, "regrow/role": "worker"}, "annotations": annotations}, "spec": pod}
@@ -158,6 +176,20 @@ def _container(
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": capabilities},
         **({"env": [{"name": key, "value": value} for key, value in env.items()]} if env else {}),
         **({"envFrom": [{"secretRef": {"name": submit.env_secret}}]} if submit.env_secret and credentials else {}),
+    }
+
+
+def _asks_for_rack(config: PretrainConfig, submit: SubmitConfig, image: str) -> Fields:
+    """Of the Kubernetes API, whose token no other container of the pod sees."""
+    resources = {"cpu": "100m", "memory": "128Mi"}
+    container = _container("rack", submit, image, {}, credentials=False)
+    module = ["python", "-m", "regrow.submit.node_labels"]
+    return {
+        **container,
+        "command": [*module, submit.rack_label, config.snapshot.domain_label, LABELS_FILE],
+        "env": [{"name": "NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}],
+        "resources": {"requests": resources, "limits": dict(resources)},
+        "volumeMounts": [dict(LABELS_MOUNT), dict(API_MOUNT)],
     }
 
 

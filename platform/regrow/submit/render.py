@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from regrow.config.schema import PretrainConfig, Queue, SubmitConfig, SubmitJobConfig
-from regrow.submit.pods import HEAD_OBJECT_STORE_BYTES, head_pod, submitter_pod, worker_pod
+from regrow.submit.pods import HEAD_OBJECT_STORE_BYTES, LABELS_FILE, head_pod, submitter_pod, worker_pod
 from regrow.submit.sizes import longest_restart_s, sizes
 
 Manifest = dict[str, Any]
@@ -65,7 +65,10 @@ def render(config: SubmitJobConfig, code: Code, arguments: Sequence[str]) -> lis
         "maxReplicas": size.most_nodes,
         "numOfHosts": 1,
         "scaleStrategy": {},  # KubeRay's first write adds it, and would own the whole list from then on
-        "rayStartParams": {"object-store-memory": str(round(submit.object_store_gb * 1e9))},
+        "rayStartParams": {
+            "object-store-memory": str(round(submit.object_store_gb * 1e9)),
+            **({"labels-file": LABELS_FILE} if submit.rack_label else {}),
+        },
         "template": worker_pod(config, submit, size, image, labels),
     }
     cluster = {
