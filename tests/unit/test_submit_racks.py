@@ -1,4 +1,4 @@
-"""A Kubernetes node's label becomes the label of the Ray node that snapshots are copied by: what is rendered, and runs."""
+"""A Kubernetes node's label becomes the label of the Ray node by which copies are placed."""
 
 import http.server
 import json

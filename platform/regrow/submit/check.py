@@ -43,11 +43,10 @@ def check_submit(config: SubmitJobConfig) -> None:
     if submit.redis_secret is not None and submit.redis_address is None:
         raise ConfigError(f"submit.redis_secret={submit.redis_secret} has no Redis; set submit.redis_address")
     label = config.snapshot.domain_label
-    if submit.rack_label is not None and (
-        label is None or label.startswith("ray.io/") or not LABEL_KEY.fullmatch(label)
-    ):
+    is_ours = label is not None and not label.startswith("ray.io/") and LABEL_KEY.fullmatch(label)
+    if submit.rack_label is not None and not is_ours:
         raise ConfigError(
-            f"submit.rack_label={submit.rack_label} is to become the label snapshot.domain_label={label} of Ray's nodes; "
+            f"submit.rack_label={submit.rack_label} cannot become snapshot.domain_label={label} of Ray's nodes; "
             "set snapshot.domain_label=rack, or submit.rack_label=null"
         )
     if submit.volume_claim is not None and not config.run.storage_path.startswith("/"):
