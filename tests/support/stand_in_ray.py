@@ -163,6 +163,7 @@ def install(world: Path, node: str, me: Handle | None, *, restarted: bool) -> No
         get_actor=lambda name, namespace: find(world, name),
         get_runtime_context=lambda: context,
         is_initialized=lambda: True,
+        method=lambda concurrency_group: lambda function: function,
     )
     sys.modules.update({module.__name__: module for module in (ray, util, strategies, metrics)})
 

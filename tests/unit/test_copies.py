@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from regrow.control.peers import plan_peers
 from regrow.control.values import Peer, Version
+from regrow.forecast.memory import equal_nodes, plan_snapshot_memory, ranks_copied
 from regrow.plan.mesh import ALONE, Coordinates, MeshShape
 from regrow.state.disk.catalog import step_folder
 from regrow.state.disk.upload import WriteOrder
@@ -142,3 +144,27 @@ def test_a_place_that_has_not_changed_is_reported_again_without_another_look(
         nodes[0].keeper.set_peers(peers_of(nodes, 0))
         assert nodes[0].reports == [before, before]
         assert not looked
+
+
+@pytest.mark.parametrize(("copies", "of_small", "of_large"), [(1, 8, 1), (2, 16, 9)])
+def test_a_small_node_plans_for_the_copies_of_the_large_ones_that_it_holds(
+    copies: int, of_small: int, of_large: int
+) -> None:
+    """As if each node copied to one like itself, a node of one rank was overfilled by one of eight."""
+    ranks = ["large"] * 8 + ["other"] * 8 + ["small"]
+    peers = plan_peers([(node, node) for node in dict.fromkeys(ranks)], copies=copies)
+    copied = ranks_copied(peers, ranks)
+    assert copied["small"] == of_small
+    assert min(copied["large"], copied["other"]) == of_large
+    plan = plan_snapshot_memory(
+        state_bytes=1700, slots=2, ranks_on_node=1, ranks_copied=copied["small"], num_shards=17, least_shards=17
+    )
+    assert plan.at_smallest == plan.of_before == 2 * 100 * (1 + of_small)
+
+
+def test_where_nodes_are_equal_the_placement_is_what_presets_and_submissions_plan_for() -> None:
+    for num_nodes, copies in ((1, 1), (2, 1), (2, 2), (3, 2), (8, 1), (8, 2)):
+        nodes = [f"n{number}" for number in range(num_nodes)]
+        peers = plan_peers([(node, node) for node in nodes], copies=copies)
+        expected = equal_nodes(8 * num_nodes, 8, copies)
+        assert {(8, ranks_copied(peers, nodes * 8)[node]) for node in nodes} == {expected}

@@ -203,9 +203,9 @@ def test_shared_memory_holds_what_every_world_size_asks_for(case: str) -> None:
             state_bytes=state_bytes(config.model),
             slots=config.snapshot.slots,
             ranks_on_node=min(per_node, world_size),
+            ranks_copied=min(per_node, world_size) if ceil(world_size / per_node) > 1 else 0,
             num_shards=world_size,
             least_shards=config.cluster.min_workers,
-            has_peer=ceil(world_size / per_node) > 1,
         )
         assert need.total <= room, world_size
     (memory,) = {

@@ -14,7 +14,7 @@ from regrow.errors import ConfigError
 from regrow.forecast.cost import Network, PassWork, StepTime, Traffic, step_time
 from regrow.forecast.devices import DEVICES, GIB, MEASURED_SHARES, Device, find_device
 from regrow.forecast.footprint import FLOAT32, Footprint, Rank, footprint, num_in_shards
-from regrow.forecast.memory import plan_snapshot_memory
+from regrow.forecast.memory import equal_nodes, plan_snapshot_memory
 from regrow.model.size import flops_per_token, moment_bytes, num_params, num_params_of_block, state_bytes
 from regrow.plan.batch import BatchPlan
 from regrow.plan.mesh import MeshShape
@@ -255,11 +255,12 @@ def _snapshot_bytes(config: PretrainConfig, mesh: MeshShape, network: Network, l
     if config.snapshot.every_steps == 0:
         return 0
     world_size = mesh.world_size
+    on_node, copied = equal_nodes(world_size, network.ranks_per_node, config.snapshot.copies)
     return plan_snapshot_memory(
         state_bytes=state_bytes(config.model, config.optim.moments, mesh.tp),
         slots=config.snapshot.slots,
-        ranks_on_node=min(network.ranks_per_node, world_size),
+        ranks_on_node=on_node,
+        ranks_copied=copied,
         num_shards=mesh.dp_shard,
         least_shards=least_shards,
-        has_peer=world_size > network.ranks_per_node,
     ).total

@@ -1,5 +1,7 @@
 """How much memory snapshots take on a node. Pure."""
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -16,16 +18,37 @@ class SnapshotMemory:
 
 
 def plan_snapshot_memory(
-    *, state_bytes: int, slots: int, ranks_on_node: int, num_shards: int, least_shards: int, has_peer: bool
+    *, state_bytes: int, slots: int, ranks_on_node: int, ranks_copied: int, num_shards: int, least_shards: int
 ) -> SnapshotMemory:
-    """For a node with so many ranks, whose state is sharded `num_shards` ways now, and at worst `least_shards`.
+    """For a node with so many ranks, and copies of so many of other nodes; the state is sharded `num_shards` ways now,
+    and at worst `least_shards`.
 
-    Each rank has `slots` slots, and as many copies of another node's rank where there is one.
+    Each rank has `slots` slots, and as many copies wherever there is one.
 
     >>> plan_snapshot_memory(
-    ...     state_bytes=1200, slots=3, ranks_on_node=2, num_shards=4, least_shards=3, has_peer=True
+    ...     state_bytes=1200, slots=3, ranks_on_node=2, ranks_copied=2, num_shards=4, least_shards=3
     ... )
     SnapshotMemory(at_smallest=4800, of_before=3600)
     """
-    files = slots * (2 if has_peer else 1) * ranks_on_node
+    files = slots * (ranks_on_node + ranks_copied)
     return SnapshotMemory(files * -(-state_bytes // least_shards), files * -(-state_bytes // num_shards))
+
+
+def ranks_copied(peers: Mapping[str, Sequence[str]], ranks: Sequence[str]) -> Counter[str]:
+    """Of other nodes' ranks, how many each node holds copies of: by who copies to whom, and the node of each rank.
+
+    >>> ranks_copied({"a": ["b"], "b": ["c"], "c": ["a"]}, ["a", "a", "a", "b", "c"])["b"]
+    3
+    """
+    on = Counter(ranks)
+    copied: Counter[str] = Counter()
+    for node, holders in peers.items():
+        for holder in holders:
+            copied[holder] += on[node]
+    return copied
+
+
+def equal_nodes(world_size: int, per_node: int, copies: int) -> tuple[int, int]:
+    """(ranks, ranks of others of which there are copies) of the fullest node, where all are filled up but the last."""
+    on_node = min(per_node, world_size)
+    return on_node, on_node * min(copies, -(-world_size // on_node) - 1)

@@ -44,6 +44,7 @@ GROUPS = {STORAGE: 4, DEVICES: 2}
 PING_S = 5.0
 ASK_AFTER = 0.25  # of the time after which a silent coordinator is given up
 CLOSE_S = 10.0
+SHARED_MEMORY = "/dev/shm"  # where Ray's object store is, unless it was told otherwise
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -65,6 +66,7 @@ class KeeperInfo:
     held: tuple[Held, ...]
     lifeline: int = 0  # the port at which it listens while its process lives; 0: nowhere
     newest_generation: int = NOTHING  # of which it has heard
+    object_store_bytes: int = 0  # that Ray's object store may take of the folder's file system
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Keeper:
         labels: dict[str, str] = ray.get_runtime_context().get_node_labels() or {}  # type: ignore[assignment]
         self.domain = labels.get(domain_label or "", node)
         self.folder = Path(folder)
+        self.object_store_bytes = _object_store_bytes(node, self.folder)
         self.keeper: KeeperNode | None = None
         self.me = ray.get_runtime_context().current_actor
         self.lock = threading.Lock()
@@ -123,8 +126,17 @@ class Keeper:
         newest = Committed.read(self.folder).newest
         held = tuple(self.keeper.holdings())
         heard_of = max([self.word.newest, newest.generation, *(each.moment.generation for each in held)])
-        address, lifeline = self.keeper.address, self.lifeline.port
-        return KeeperInfo(self.node_id, self.domain, str(self.folder), address, newest, held, lifeline, heard_of)
+        return KeeperInfo(
+            self.node_id,
+            self.domain,
+            str(self.folder),
+            self.keeper.address,
+            newest,
+            held,
+            self.lifeline.port,
+            heard_of,
+            self.object_store_bytes,
+        )
 
     def take_place(self, place: Place) -> None:
         """A generation begins."""
@@ -279,6 +291,15 @@ class Keeper:
 
 
 _offers: type[KeeperCalls] = Keeper  # mypy holds it to that
+
+
+def _object_store_bytes(node: str, folder: Path) -> int:
+    """Of Ray's object store, where that is in the same file system; it never says how much it takes by now."""
+    with contextlib.suppress(OSError):  # a folder that is none is for `serve` to tell
+        if os.stat(SHARED_MEMORY).st_dev == os.stat(folder.parent).st_dev:
+            resources = (each.get("Resources", {}) for each in ray.nodes() if each["NodeID"] == node)
+            return int(next(resources, {}).get("object_store_memory", 0))
+    return 0
 
 
 def _delete_abandoned(mine: Path, abandon_after_s: float) -> None:

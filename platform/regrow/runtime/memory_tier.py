@@ -10,8 +10,9 @@ from typing import Any
 import ray
 import torch.distributed as dist
 
+from regrow.control.peers import plan_peers
 from regrow.errors import CheckpointError, first_line
-from regrow.forecast.memory import plan_snapshot_memory
+from regrow.forecast.memory import SnapshotMemory, plan_snapshot_memory, ranks_copied
 from regrow.parallel.stream import Stream
 from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.plan.placement import placed
@@ -46,6 +47,8 @@ class MemoryTier:
             abandon_after_s=self.config.abandon_after_s,
         )
         self.coordinator = CoordinatorClient(job.coordinator)
+        self.domain = self.node  # that fails as one
+        self._store_bytes = 0  # that Ray's object store may take of the folder's file system; 0: once told of
         self.snapshots: Snapshots | None = None  # of the current generation
         self._arenas: Arenas | None = None  # of all
         self._serving = self._serve()
@@ -85,7 +88,7 @@ class MemoryTier:
                 f"snapshot.folder={self.config.folder} cannot hold snapshots ({first_line(error.cause or error)}); "
                 "name a folder in every node's memory, or take no snapshots: snapshot.every_steps=0"
             ) from error
-        self.folder = Path(info.folder)
+        self.folder, self.domain, self._store_bytes = Path(info.folder), info.domain, info.object_store_bytes
         self._arenas = self._arenas or Arenas(self.folder)
         self.coordinator.register_keeper(self.keeper, info)
         breaker.watch(set().union(*gather(gloo)))
@@ -131,10 +134,12 @@ class MemoryTier:
         Raises CheckpointError on every rank where one node's memory is too small: at once where the run begins, later
         once what has taken it did not go for `ROOM_S`.
         """
-        nodes = gather(self.node)
+        domains = gather((self.node, self.domain))
+        nodes, peers = [node for node, _ in domains], plan_peers(list(dict(domains).items()), copies=self.config.copies)
+        copied = ranks_copied(peers, nodes)[self.node]
         give_up_at = time.monotonic() + (ROOM_S if generation > self.job.first_generation else 0.0)
         while True:
-            problem, snapshots = self._shortage(entries, coordinates.mesh, nodes), None
+            problem, snapshots = self._shortage(entries, coordinates.mesh, nodes.count(self.node), copied), None
             if not problem:
                 try:
                     snapshots = Snapshots(
@@ -197,28 +202,46 @@ class MemoryTier:
     def _serve(self) -> Any:
         return self.keeper.serve.remote(self.job.coordinator, self.job.secret)
 
-    def _shortage(self, entries: Sequence[Entry], mesh: MeshShape, nodes: list[str]) -> str:
+    def _room(self) -> int:
+        """Bytes that snapshots may take on this node, those included that they take."""
+        room = os.statvfs(self.folder)
+        return room.f_bavail * room.f_frsize + bytes_held(self.folder)
+
+    def _tell_of_store(self, need: SnapshotMemory, have: int) -> None:
+        """Ray's object store may take as much of the same memory as it was given: of that nothing is seen before."""
+        room = os.statvfs(self.folder)
+        taken = (room.f_blocks - room.f_bfree) * room.f_frsize - bytes_held(self.folder)  # by it, at the most
+        store, self._store_bytes = max(0, self._store_bytes - taken), 0
+        if need.total > have - store:
+            text = (
+                f"node {self.node[:12]}: snapshots may take {need.total / 1e9:.2f} of {have / 1e9:.2f} GB in "
+                f"{self.config.folder}, of which Ray's object store may still take {store / 1e9:.2f}; give it less "
+                "(ray start --object-store-memory=BYTES), or the node more"
+            )
+            self.coordinator.note("note", {"text": text})
+
+    def _shortage(self, entries: Sequence[Entry], mesh: MeshShape, ranks_on_node: int, copied: int) -> str:
         """Why this node's memory does not do for the smallest group allowed, and for the one before it; or empty."""
         cluster = self.job.config.cluster
         of_one = Coordinates(MeshShape(1, 1, mesh.tp))  # where a unit's ranks hold the whole model
         need = plan_snapshot_memory(
             state_bytes=sum(placed(entry.box, of_one).num_bytes for entry in entries),
             slots=self.config.slots,
-            ranks_on_node=nodes.count(self.node),
+            ranks_on_node=ranks_on_node,
+            ranks_copied=copied,
             num_shards=mesh.dp_shard,
             least_shards=least_shards(self.job.topologies),
-            has_peer=len(set(nodes)) > 1,
         )
-        room = os.statvfs(self.folder)
-        have = room.f_bavail * room.f_frsize + bytes_held(self.folder)
-        if need.total <= have:
+        if need.total <= (have := self._room()):
+            self._tell_of_store(need, have)
             return ""
         return (
             f"{self.config.folder} on node {self.node[:12]} has {have / 1e9:.2f} GB for snapshots; "
-            f"{need.total / 1e9:.2f} GB are needed: {need.at_smallest / 1e9:.2f}, with another node's copies, for "
-            f"snapshot.slots={self.config.slots} in a group of cluster.min_workers={cluster.min_workers}, and "
-            f"{need.of_before / 1e9:.2f} of the group before it; raise cluster.min_workers, lower snapshot.slots (at "
-            "least 2), or give the nodes more memory (on Kubernetes, a larger memory volume)"
+            f"{need.total / 1e9:.2f} GB are needed: {need.at_smallest / 1e9:.2f}, for {ranks_on_node} ranks, copies of "
+            f"{copied} of other nodes and snapshot.slots={self.config.slots} in a group of "
+            f"cluster.min_workers={cluster.min_workers}, and {need.of_before / 1e9:.2f} of the group before it; raise "
+            "cluster.min_workers, lower snapshot.slots (at least 2) or snapshot.copies, or give the nodes more memory "
+            "(on Kubernetes, a larger memory volume)"
         )
 
     def _note(self, fields: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ def sizes(config: PretrainConfig, submit: SubmitConfig) -> Sizes:
     most = cluster.max_workers + cluster.spare_workers
     workers = min(submit.workers_per_node, most)
     least_nodes, most_nodes = ceil(cluster.min_workers / workers), ceil(most / workers)
-    snapshots = snapshot_bytes(config, workers_per_node=workers, has_peer=most_nodes > 1)
+    snapshots = snapshot_bytes(config, workers_per_node=workers, copies=min(config.snapshot.copies, most_nodes - 1))
     shm = snapshots * HEADERS + (submit.object_store_gb + COMMUNICATION_GB) * 1e9
     shm_gib = ceil((submit.shm_gb * 1e9 if submit.shm_gb is not None else shm) / GIB)
     return Sizes(
@@ -51,20 +51,21 @@ def sizes(config: PretrainConfig, submit: SubmitConfig) -> Sizes:
     )
 
 
-def snapshot_bytes(config: PretrainConfig, *, workers_per_node: int, has_peer: bool) -> int:
+def snapshot_bytes(config: PretrainConfig, *, workers_per_node: int, copies: int) -> int:
     """The most that a worker asks of its node's memory before it takes snapshots, over all feasible world sizes."""
     if config.snapshot.every_steps == 0:
         return 0
     table, most = topologies(config), 0
     for world_size, topology in table.items():
         mesh = topology.mesh
+        on_node = min(workers_per_node, world_size)  # copies are on spare nodes, too
         plan = plan_snapshot_memory(
             state_bytes=state_bytes(config.model, config.optim.moments, mesh.tp),
             slots=config.snapshot.slots,
-            ranks_on_node=min(workers_per_node, world_size),
+            ranks_on_node=on_node,
+            ranks_copied=on_node * copies,
             num_shards=mesh.dp_shard,
             least_shards=least_shards(table),
-            has_peer=has_peer,
         )
         most = max(most, plan.total)
     return most
