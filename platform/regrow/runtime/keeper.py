@@ -297,8 +297,8 @@ def _object_store_bytes(node: str, folder: Path) -> int:
     """Of Ray's object store, where that is in the same file system; it never says how much it takes by now."""
     with contextlib.suppress(OSError):  # a folder that is none is for `serve` to tell
         if os.stat(SHARED_MEMORY).st_dev == os.stat(folder.parent).st_dev:
-            resources = (each.get("Resources", {}) for each in ray.nodes() if each["NodeID"] == node)
-            return int(next(resources, {}).get("object_store_memory", 0))
+            found = [each.get("Resources", {}) for each in ray.nodes() if each["NodeID"] == node]
+            return int(sum(resources.get("object_store_memory", 0) for resources in found))
     return 0
 
 
