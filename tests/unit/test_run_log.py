@@ -428,7 +428,7 @@ def test_a_local_log_is_read_from_its_end_and_cut_there(local: Storage, monkeypa
         pread = os.pread
         monkeypatch.setattr(run_log.os, "pread", lambda file, size, at: read.append(size) or pread(file, size, at))
         assert log.begin(2, 990).steps == 10
-        assert sum(read) < 70_000  # 64 KiB of it to find a torn tail
+        assert sum(read) < 75_000  # 64 KiB of it to find a torn tail
         assert steps_of(local) == [(step, 1) for step in range(1, 991)]
         for step in range(991, 1020):
             log.row(make_row(step, 2))

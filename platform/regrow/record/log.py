@@ -60,6 +60,7 @@ class RunLog:
         self.storage, self._claim = storage, claim
         self.generation: int | None = None
         self._next_step = 1
+        self._taken_back: list[Row] | None = None  # by a `begin` that storage has not taken whole yet
         self._lock = threading.RLock()
         begun = f"w{claim.number:06d}" if claim else f"{time.time_ns() // 1_000_000:013d}"
         self._session = f"{begun}-{secrets.token_hex(2)}"
@@ -76,17 +77,20 @@ class RunLog:
         """
         with self._lock:
             self._check()
-            if self.storage.is_local:
-                taken_back = self._truncate_metrics(start_step)
-            else:
+            if not self.storage.is_local:
                 self._files.flush()
-                taken_back = rows_past(self.storage, start_step)
+            if self._taken_back is None:
+                self._taken_back = rows_past(self.storage, start_step)
+            taken_back = self._taken_back
+            if self.storage.is_local:
+                self._truncate_metrics(start_step)
             self.generation, self._next_step = generation, start_step + 1
             self._files.open(METRICS, _segment_name(METRICS, self._session, generation))
             if not self.storage.is_local:  # the truncation itself: it stands before this generation's rows
                 self._files.append(METRICS, encode({"generation": generation, "start_step": start_step}))
                 self._files.flush()
             if not taken_back:
+                self._taken_back = None
                 return Rollback(generation=generation, steps=0)
             first, last = taken_back[0], taken_back[-1]
             rollback = Rollback(
@@ -100,6 +104,7 @@ class RunLog:
                 last_time=last["time"],
             )
             self.event(rollback)
+            self._taken_back = None
             return rollback
 
     @property
@@ -159,21 +164,18 @@ class RunLog:
         if self._claim is not None:
             self._claim.check(within_s=within_s)
 
-    def _truncate_metrics(self, start_step: int) -> list[Row]:
+    def _truncate_metrics(self, start_step: int) -> None:
         """Cut off the rows past `start_step` and a torn tail; reads no more of the file than that."""
         self._files.close(METRICS)
         path = self.storage.local_path / METRICS
-        taken_back: list[Row] = []
         keep = 0
         for line, end in _lines_from_end(path):
             row = _decode(line)
             if row is not None and row["step"] <= start_step:
                 keep = end
                 break
-            taken_back += [row] if row is not None else []
         if path.exists() and keep < path.stat().st_size:
             os.truncate(path, keep)  # at the end of a line: whole at whatever instant we die
-        return taken_back[::-1]
 
 
 class _Appender:
@@ -201,8 +203,12 @@ class _Appender:
             if written < len(line):  # disk full: leave whole lines only
                 os.ftruncate(file, os.fstat(file).st_size - written)
                 raise OSError(f"{self._folder / name}: wrote {written} of {len(line)} bytes")
-        if durable:
-            os.fsync(file)
+            if durable:
+                try:
+                    os.fsync(file)
+                except OSError:  # it is tried again
+                    os.ftruncate(file, os.fstat(file).st_size - len(line))
+                    raise
 
     def flush(self) -> None:
         for file in self._open.values():

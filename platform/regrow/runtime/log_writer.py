@@ -28,6 +28,7 @@ class LogWriter:
         self._put = self._done = 0  # works, so far
         self._busy_since: float | None = None  # with the first of them
         self._away_since: float | None = None
+        self._slow_until = 0.0
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
@@ -89,7 +90,7 @@ class LogWriter:
                 return
             except Exception:  # a mistake of ours; what comes after it counts
                 traceback.print_exc()
-            self._is_back()
+            self._is_done()
             with self._changed:
                 self._works.popleft()
                 self._done += 1
@@ -104,8 +105,15 @@ class LogWriter:
                 f"the run folder cannot be written ({why}): training goes on, the log is kept in memory until it can"
             )
 
-    def _is_back(self) -> None:
+    def _is_done(self) -> None:
+        """With a work; storage that was slow is back once it has not been for a while."""
+        now = time.monotonic()
         with self._changed:
-            self._busy_since, since, self._away_since = None, self._away_since, None
+            began, self._busy_since, since = self._busy_since or now, None, self._away_since
+            if now - began > LATE_S:
+                self._slow_until = now + LATE_S
+            if now < self._slow_until:
+                return
+            self._away_since = None
         if since is not None:
             self._tell(f"the run folder can be written again, after {time.monotonic() - since:.0f} s; nothing is lost")

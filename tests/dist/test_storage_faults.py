@@ -1,0 +1,190 @@
+"""The coordinator on a file system that is full, read-only, failing, slow or hung for a while, and well again."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig
+from regrow.control.membership import Member
+from regrow.control.values import SnapshotAck, Version
+from regrow.drill.breakable import KINDS
+from regrow.drill.hosts import why_impossible
+from regrow.record.log import METRIC_KEYS, read_events, read_metrics
+from regrow.runtime import log_writer, shell
+from regrow.runtime.actor import Coordinator
+from regrow.runtime.keeper import KeeperInfo
+from regrow.storage import Storage
+from support.actors import Handle
+
+pytestmark = [
+    pytest.mark.skipif(bool(why_impossible()), reason=f"no breakable file system: {why_impossible()}"),
+    pytest.mark.timeout(300),
+]
+SLOW_S = 1.0
+
+
+class Mounted:
+    """A run's folder, and what is wrong with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.real, self.folder = folder / "real", folder / "mounted"
+        self.real.mkdir()
+        self.folder.mkdir()
+        command = [sys.executable, "-m", "regrow.drill.breakable", str(self.real), str(self.folder)]
+        with_parent = ["setpriv", "--pdeathsig", "KILL", *command]
+        self.server = subprocess.Popen(with_parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.server.stdout is not None
+        assert self.server.stdout.readline(), "it could not be mounted"
+
+    def breaks(self, **fault: Any) -> None:
+        assert self.server.stdin is not None
+        assert self.server.stdout is not None
+        self.server.stdin.write(json.dumps(fault) + "\n")
+        self.server.stdin.flush()
+        self.server.stdout.readline()
+
+    def close(self) -> None:
+        self.server.kill()
+        self.server.wait()
+        subprocess.run(["umount", "--lazy", str(self.folder)], check=False, capture_output=True)
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Mounted]:
+    made = Mounted(tmp_path)
+    yield made
+    made.close()
+
+
+class Keeper:
+    """A node's, which writes no checkpoints."""
+
+    def __init__(self) -> None:
+        self.info = KeeperInfo("node", "node", "/dev/shm/node", ("node", 1), Version(), ())
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        answer: Any = Future() if name == "write" else [] if name in ("pulses", "where", "gpus", "holdings") else None
+        return lambda *arguments: answer
+
+
+def until(condition: Callable[[], Any], patience_s: float = 60.0) -> Any:
+    give_up_at = time.monotonic() + patience_s
+    while not (found := condition()):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.02)
+    return found
+
+
+def form(made: Coordinator, pid: int) -> int:
+    """A group of one worker that trains from the next step."""
+    after = made.ready()
+    made.join(Member(f"m{pid}", "node", "127.0.0.1", pid, pid), 1)
+    answer = until(lambda: found if (found := made.formation(f"m{pid}", after)).formation else None)
+    generation: int = answer.formation.generation
+    return generation
+
+
+def begin(made: Coordinator, generation: int, step: int) -> None:
+    made.start_training(generation, step, {"workers": [{"node": "node"}]})
+
+
+def row(generation: int, step: int) -> dict[str, Any]:
+    return dict.fromkeys(METRIC_KEYS, 0.01) | {"generation": generation, "step": step, "batch_digest": 1}
+
+
+def coordinator(folder: Path) -> Coordinator:
+    return Coordinator(
+        str(folder),
+        "run",
+        secret=b"",
+        checkpoints="checkpoints",
+        config=PretrainConfig(
+            cluster=ClusterConfig(max_workers=8, wait_for_workers_s=600),
+            checkpoint=CheckpointConfig(every_steps=1000, keep=2),
+            observe=ObserveConfig(tensorboard=True, metrics=False),
+        ),
+        submitted={},
+    )
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_goes_on_without_its_folder_and_nothing_of_its_log_is_missing_afterwards(
+    kind: str, mounted: Mounted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps, a death and the next group, and a checkpoint that is asked for; two lines say that storage was away."""
+    monkeypatch.setattr(log_writer, "LATE_S", 0.5)
+    monkeypatch.setattr(log_writer, "RETRY_S", 0.1)
+    monkeypatch.setattr(shell, "KEEPERS_S", 0.5)
+    made, keeper = coordinator(mounted.folder), Keeper()
+    made.register_keeper(Handle(keeper), keeper.info)
+    first = form(made, 1)
+    begin(made, first, 0)
+    for step in range(1, 11):
+        made.row(first, row(first, step))
+    until(lambda: len(read_metrics(Storage.at(mounted.real))) == 10)
+
+    mounted.breaks(kind=kind, delay_s=SLOW_S)
+    longest_s = 0.0
+
+    def timed(call: Callable[..., Any], *arguments: Any) -> Any:
+        nonlocal longest_s
+        begun = time.monotonic()
+        found = call(*arguments)
+        longest_s = max(longest_s, time.monotonic() - begun)
+        return found
+
+    for step in range(11, 16):
+        assert timed(made.row, first, row(first, step)) == ""
+    timed(made.members_died, [("node", 1)], 0, "worker_died", "gone")
+    second = form(made, 2)
+    assert second == first + 1
+    timed(begin, made, second, 13)
+    for step in range(14, 21):
+        assert timed(made.row, second, row(second, step)) == ""
+    timed(made.snapshots_sealed, [SnapshotAck("node", Version(second, 20), ())])
+    timed(made.want_checkpoint, second, 20)
+    assert made.updates(0)[1] == "", "the run goes on"
+    assert longest_s < 1.0, "no call waits for storage"
+    away = until(lambda: [line for line in notes(made) if "cannot be written" in line])
+    assert "training goes on, the log is kept in memory" in away[0]
+
+    mounted.breaks()
+    until(lambda: [line for line in notes(made) if "can be written again" in line])
+    made.shell.close()
+    made.lock.close()  # type: ignore[union-attr]
+    storage = Storage.at(mounted.real)
+    found = [(each["step"], each["generation"]) for each in read_metrics(storage)]
+    assert found == [(step, first) for step in range(1, 14)] + [(step, second) for step in range(14, 21)]
+    events = read_events(storage)
+    names = [each["event"] for each in events if each["event"] not in ("note", "submitted")]
+    wanted = ["forming", "generation", "failure", "forming", "rollback", "generation"]
+    assert [name for name in names if name in wanted] == wanted
+    (rollback,) = [each for each in events if each["event"] == "rollback"]
+    assert (rollback["from_step"], rollback["to_step"], rollback["steps"]) == (15, 13, 2)
+    told = [each["text"] for each in events if each["event"] == "note" and "run folder" in each["text"]]
+    assert ["cannot" in told[0], "again" in told[-1], len(told)] == [True, True, 2]
+    lines = [line for line in (mounted.real / "events.jsonl").read_bytes().splitlines() if line]
+    assert all(json.loads(line) for line in lines)
+    assert len(set(lines)) == len(lines)
+
+
+def notes(made: Coordinator) -> list[str]:
+    return [update.content["text"] for update in made.updates(0)[0] if update.content.get("event") == "note"]
+
+
+def test_a_full_folder_keeps_the_status_of_its_owner(mounted: Mounted) -> None:
+    """What is asked of such a folder from outside is answered meanwhile."""
+    made = coordinator(mounted.folder)
+    made.shell.close()
+    mounted.breaks(kind="full")
+    assert os.listdir(mounted.folder)
+    assert [event["event"] for event in read_events(Storage.at(mounted.folder))] == ["submitted"]
