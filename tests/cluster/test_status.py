@@ -3,6 +3,8 @@
 With PAGES=FOLDER the dashboard's screenshots are left there to be looked at.
 """
 
+import base64
+import contextlib
 import json
 import os
 import re
@@ -10,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -27,6 +30,16 @@ from regrow.submit import job_status
 job_status._is_here = lambda *_: False  # as if the folder were the cluster's alone
 print(job_status.on_ray(sys.argv[1], run="watched")().to_json())
 """
+ASK = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False)
+coordinator = ray.get_actor(f"{sys.argv[2]}:coordinator", namespace="regrow")
+print(ray.get(coordinator.secret.remote()).hex(), end="")
+"""
+SHOWN = (  # what Ray tells of a run over HTTP
+    *("/api/train/v2/runs/v1", "/api/v0/actors?detail=1", "/api/v0/tasks?detail=1&limit=10000", "/api/jobs/"),
+    *("/logical/actors", "/nodes?view=details", "/api/v0/workers?detail=1", "/api/v0/runtime_envs?detail=1"),
+)
 SETTINGS = [*SMALL, "cluster.min_workers=1", "cluster.max_workers=2", "train.steps=100000", "checkpoint.every_steps=50"]
 
 PAGES = {  # of Ray's dashboard, and what they say of a run
@@ -49,13 +62,16 @@ def until(look: Callable[[], Status], condition: Callable[[Status], bool], timeo
 
 @pytest.fixture(scope="module")
 def watched(storage: Path) -> Iterator[tuple[Job, str]]:
-    """A run at 60 steps and more, and where its Ray's dashboard is."""
+    """A run at 60 steps and more, and where its Ray's dashboard is, which shows Ray Train's runs, too."""
+    tracked = pytest.MonkeyPatch()
+    tracked.setenv("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     dashboard = ["cluster.dashboard=true", f"cluster.dashboard_port={port}"]
     with Job(storage, "watched", *SETTINGS, *dashboard) as job:
         job.wait_for(lambda: job.last_step() >= 60 and bool(job.events("checkpoint")), 240)
         yield job, re.findall(r"Ray dashboard: (http://\S+)", job.printed())[-1]
+    tracked.undo()
 
 
 @pytest.mark.skipif(find_browser() is None, reason="needs Chromium: apt-get install chromium")
@@ -81,6 +97,44 @@ def _wait_for_texts(browser: Browser, texts: tuple[str, ...], timeout_s: float =
     while absent := [text for text in texts if text not in (shown := browser.evaluate("document.body.innerText"))]:
         assert time.monotonic() < give_up_at, f"not on the page: {absent}; it has {shown}"
         time.sleep(0.5)
+
+
+def test_the_keepers_secret_is_in_nothing_that_ray_shows_or_logs(watched: tuple[Job, str]) -> None:
+    job, address = watched
+    run_id = json.loads((job.folder / "run.json").read_bytes())["run_id"]
+    arguments = [argument for pid in job.processes() for argument in _command(pid)]
+    gcs = next(each.partition("=")[2] for each in arguments if each.startswith("--gcs-address="))
+    asked = subprocess.run([sys.executable, "-c", ASK, gcs, run_id], capture_output=True, text=True, timeout=120)
+    secret = bytes.fromhex(asked.stdout)
+    assert len(secret) == 32, asked.stderr
+    forms = [secret, secret.hex().encode(), repr(secret)[2:-1].encode(), json.dumps(repr(secret))[3:-2].encode()]
+    forms += [base64.b64encode(secret)[:-1], json.dumps(list(secret)).encode()]
+
+    shown = {path: _ask_dashboard(address, path) for path in SHOWN}
+    assert b"train_loop_config" in shown["/api/train/v2/runs/v1"]
+    assert all(run_id.encode() in shown[path] for path in ("/api/train/v2/runs/v1", "/api/v0/actors?detail=1"))
+    shown |= {str(path): path.read_bytes() for path in job.ray_folder.rglob("*") if _is_text(path)}
+    shown |= {f"environment of {pid}": Path(f"/proc/{pid}/environ").read_bytes() for pid in job.processes()}
+    shown |= {str(path): path.read_bytes() for path in (job.output, *job.folder.glob("*.*"))}
+    assert any("worker-" in name for name in shown)  # logs of workers
+    assert [(name, form) for name, content in shown.items() for form in forms if form in content] == []
+
+
+def _ask_dashboard(address: str, path: str) -> bytes:
+    token = (Path.home() / ".ray" / "auth_token").read_text().strip()
+    request = urllib.request.Request(address + path, headers={"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return bytes(answer.read())
+
+
+def _command(pid: int) -> list[str]:
+    with contextlib.suppress(FileNotFoundError):  # it ended just now
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return []
+
+
+def _is_text(path: Path) -> bool:
+    return path.is_file() and path.suffix in (".log", ".out", ".err", ".json", ".txt", ".yaml")
 
 
 def test_a_run_is_seen_from_its_folder_and_from_its_cluster_until_it_is_killed(watched: tuple[Job, str]) -> None:

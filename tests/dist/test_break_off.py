@@ -20,7 +20,7 @@ from support.gloo import run_ranks
 
 def wait_for_one_that_never_comes(folder: str) -> str:
     mesh = build_mesh(plan_mesh(dist.get_world_size(), 1), "cpu")  # a group of its own
-    gloo = set().union(*gather(listening()))
+    gloo = set().union(*gather(list(listening())))
     other = socket.create_server(("127.0.0.1", 0))
     client = socket.create_connection(other.getsockname())
     server, _ = other.accept()

@@ -81,7 +81,7 @@ def test_ranks_that_wait_say_so_and_the_one_that_they_wait_for_is_found(tmp_path
 def wait_longer_than_a_collective_may_take(folder: str) -> str:
     rank, mine = dist.get_rank(), Path(folder) / f"{dist.get_rank()}"
     mine.mkdir()
-    gloo = set().union(*gather(listening()))
+    gloo = set().union(*gather(list(listening())))
     heartbeat = Heartbeat(mine, collective_timeout_s=0.5)
     breaker = Breaker()
     breaker.watch(gloo)

@@ -36,13 +36,14 @@ class Job:
     def __init__(self, storage: Path, name: str, *overrides: str) -> None:
         self.folder = storage / name
         self.output = storage / f"{name}.out"
-        self._ray_folder = tempfile.TemporaryDirectory(prefix="rgt", dir="/tmp", ignore_cleanup_errors=True)
+        self._temporary = tempfile.TemporaryDirectory(prefix="rgt", dir="/tmp", ignore_cleanup_errors=True)
+        self.ray_folder = Path(self._temporary.name)  # with Ray's logs
         environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
         with open(self.output, "ab") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "jobs.pretrain", f"run.storage_path={storage}", f"run.name={name}", *overrides],
                 cwd=ROOT,
-                env={**environment, "RAY_TMPDIR": self._ray_folder.name},
+                env={**environment, "RAY_TMPDIR": str(self.ray_folder)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -102,7 +103,7 @@ class Job:
 
     def processes(self) -> list[int]:
         """Every live process that this job started."""
-        return of_ray(self._ray_folder.name)
+        return of_ray(str(self.ray_folder))
 
     def __enter__(self) -> "Job":
         return self
@@ -110,7 +111,7 @@ class Job:
     def __exit__(self, *exception: object) -> None:
         wait_until_gone(send(signal.SIGKILL, self.processes()), GONE_S)
         self.process.wait()
-        self._ray_folder.cleanup()
+        self._temporary.cleanup()
         for folder in self.memory():
             shutil.rmtree(folder, ignore_errors=True)
 

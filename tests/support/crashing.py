@@ -295,15 +295,18 @@ def _restore(
     from regrow.state.collective import from_rank_0, gather
     from regrow.state.disk import store
     from regrow.state.disk.catalog import committed_steps, open_checkpoint
+    from regrow.state.memory.held import Holder
     from regrow.state.memory.reader import Unrestorable, restore_snapshot
 
     checkpoints = Storage.at(member.world / "run" / "checkpoints")
     steps = from_rank_0(committed_steps(checkpoints))
-    newest = from_rank_0(get(coordinator.newest_snapshot.remote()) if rank == 0 else None)
+    found = get(coordinator.newest_snapshot.remote()) if rank == 0 else None
+    newest = from_rank_0((found[0], [each.to_plain() for each in found[1]]) if found is not None else None)
     if newest is not None and (not steps or newest[0] >= steps[0]):
+        holders = [Holder.of_plain(each) for each in newest[1]]
         problem = ""
         try:
-            restored = restore_snapshot(entries, newest[1], node=member.node, folder=folder, secret=SECRET, reader=rank)
+            restored = restore_snapshot(entries, holders, node=member.node, folder=folder, secret=SECRET, reader=rank)
             assert_state(entries, restored.scalars, newest[0])
         except Unrestorable as error:
             problem = str(error)

@@ -55,7 +55,7 @@ class Coordinator:
 
         `job`: the driver's; an actor that is started again writes on only if no other job has begun to.
         """
-        storage, restarted = Storage.at(folder), _is_restarted()
+        storage, restarted, self._secret = Storage.at(folder), _is_restarted(), secret
         notes: list[str] = []
         self.lock = lock_run(storage, notes.append)
         claim = _once_there(lambda: Claim.take(storage, job=job, restarted=restarted), storage, patient=restarted)
@@ -134,6 +134,10 @@ class Coordinator:
     def next_step(self) -> int:
         """The step, counted from 1, that has no row yet."""
         return self.shell.control.next_step
+
+    def secret(self) -> bytes:
+        """The keepers'. Asked for, as what is handed to workers at their start is shown by Ray's dashboard."""
+        return self._secret
 
     def start_training(self, generation: int, start_step: int, details: Mapping[str, Any]) -> None:
         """The group is ready to train from `start_step`: later rows of earlier generations are taken back."""

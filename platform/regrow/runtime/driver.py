@@ -127,11 +127,10 @@ class _Session:
         topologies: Table,
     ) -> None:
         self.config, self.run, self.console, self.connection = config, run, console, connection
-        secret = secrets.token_bytes(32)
         self.coordinator = start_coordinator(
             run.folder,
             run.run_id,
-            secret=secret,
+            secret=secrets.token_bytes(32),
             checkpoints=CHECKPOINTS,
             config=config,
             submitted={
@@ -153,7 +152,6 @@ class _Session:
             config=config,
             topologies=topologies,
             run_id=run.run_id,
-            secret=secret,
             folder=str(run.folder),
             checkpoints=str(run.folder / CHECKPOINTS),
             compile_cache=str(Storage.at(kept)) if (kept := config.parallel.compile_cache) else None,

@@ -203,7 +203,8 @@ def _announce(
 def _ways_to_ask(job: Job, generation: int, slices: range) -> list[Ask]:
     """How this rank asks for its slices; for all ranks of its node together, where there are several. Collective."""
     node_id = ray.get_runtime_context().get_node_id()
-    slices_on_node = [part for node, part in gather((node_id, slices)) if node == node_id]
+    everyones = gather((node_id, slices.start, slices.stop))
+    slices_on_node = [range(start, stop) for node, start, stop in everyones if node == node_id]
     fetcher = None
     if len(slices_on_node) > 1:
         with contextlib.suppress(ray.exceptions.RayError):  # a stream that died comes back, without fetchers

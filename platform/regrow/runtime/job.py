@@ -1,4 +1,4 @@
-"""What the driver hands to every worker.
+"""What the driver hands to every worker. Ray's dashboard shows it, as text: nothing in it is secret.
 
 No torch: the driver and Ray Train's controller load this too, and only workers should pay for that import.
 """
@@ -20,7 +20,6 @@ class Job:
     config: PretrainConfig
     topologies: Table  # of every world size that the group may have
     run_id: str
-    secret: bytes  # that keepers ask of those who want bytes
     folder: str  # the run's
     checkpoints: str  # folder in it
     compile_cache: str | None  # folder

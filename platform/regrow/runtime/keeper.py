@@ -31,7 +31,7 @@ from regrow.runtime.liveness.pulse import look, read_pulses, where
 from regrow.state.disk.upload import WriteOrder, Written
 from regrow.state.memory.arenas import remove_abandoned
 from regrow.state.memory.control_word import ControlWord
-from regrow.state.memory.held import Held
+from regrow.state.memory.held import Held, claim, is_mine
 from regrow.state.memory.link import Damaged, Link, measure
 from regrow.state.memory.node import KeeperNode, is_served, last_used
 from regrow.state.memory.ranges import Address
@@ -91,7 +91,7 @@ class Keeper:
         self.keeper: KeeperNode | None = None
         self.me = ray.get_runtime_context().current_actor
         self.lock = threading.Lock()
-        self.word = ControlWord.read(self.folder)
+        self.word = ControlWord()
         self.coordinator: Any = None
         self.place = Place()
         self.newest_message = -1
@@ -107,6 +107,9 @@ class Keeper:
     def serve(self, coordinator: Any, secret: bytes) -> KeeperInfo:
         """Work for this coordinator from now on; the same again, or another one after the first was lost."""
         with self.lock:  # every rank of the node asks
+            if self.keeper is None:
+                claim(self.folder)
+                self.word = ControlWord.read(self.folder)
             if self.coordinator != coordinator:
                 self.coordinator, self.newest_message = coordinator, -1
             self.heard_at = time.monotonic()
@@ -306,7 +309,9 @@ def _delete_abandoned(mine: Path, abandon_after_s: float) -> None:
     """Other runs' folders beside this one that no keeper serves any more, as after a power cut of Ray alone."""
     for folder in mine.parent.glob("regrow-*"):
         with contextlib.suppress(OSError):
-            if folder != mine and not is_served(folder) and time.time() - last_used(folder) > abandon_after_s:
+            if folder == mine or not is_mine(folder) or is_served(folder):
+                continue
+            if time.time() - last_used(folder) > abandon_after_s:
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -47,6 +47,7 @@ class MemoryTier:
             abandon_after_s=self.config.abandon_after_s,
         )
         self.coordinator = CoordinatorClient(job.coordinator)
+        self.secret = self.coordinator.secret()
         self.domain = self.node  # that fails as one
         self._store_bytes = 0  # that Ray's object store may take of the folder's file system; 0: once told of
         self.snapshots: Snapshots | None = None  # of the current generation
@@ -91,7 +92,7 @@ class MemoryTier:
         self.folder, self.domain, self._store_bytes = Path(info.folder), info.domain, info.object_store_bytes
         self._arenas = self._arenas or Arenas(self.folder)
         self.coordinator.register_keeper(self.keeper, info)
-        breaker.watch(set().union(*gather(gloo)))
+        breaker.watch(set().union(*gather(list(gloo))))
         timeout_s = self.job.config.train.collective_timeout_s
         self._heartbeat = self._heartbeat or Heartbeat(self.folder, collective_timeout_s=timeout_s)
         self._heartbeat.enter(generation, breaker)
@@ -104,10 +105,11 @@ class MemoryTier:
         """
         step, problem = 0, ""
         for ask in (self.coordinator.newest_snapshot, self.coordinator.committed_snapshot):
-            newest = from_rank_0(ask() if dist.get_rank() == 0 else None)
-            if newest is None or newest[0] < at_least:
+            newest = ask() if dist.get_rank() == 0 else None
+            found = from_rank_0((newest[0], [each.to_plain() for each in newest[1]]) if newest is not None else None)
+            if found is None or found[0] < at_least:
                 return None
-            step, holders = newest
+            step, holders = found[0], [Holder.of_plain(each) for each in found[1]]
             restored, mine = self._read(entries, holders)
             problem = next(filter(None, gather(mine)), "")
             if restored is not None and not problem:
@@ -121,7 +123,7 @@ class MemoryTier:
         """What this rank needs, or why it cannot be had. Local."""
         try:
             restored = restore_snapshot(
-                entries, holders, node=self.node, folder=self.folder, secret=self.job.secret, reader=dist.get_rank()
+                entries, holders, node=self.node, folder=self.folder, secret=self.secret, reader=dist.get_rank()
             )
             restored_progress(restored.scalars, global_batch_seqs=self.job.config.optim.global_batch_seqs)
         except CheckpointError as error:  # no copies of it are sound, or it is not where this run would go on
@@ -200,7 +202,7 @@ class MemoryTier:
             self._arenas.close()
 
     def _serve(self) -> Any:
-        return self.keeper.serve.remote(self.job.coordinator, self.job.secret)
+        return self.keeper.serve.remote(self.job.coordinator, self.secret)
 
     def _room(self) -> int:
         """Bytes that snapshots may take on this node, those included that they take."""

@@ -72,10 +72,12 @@ class TorchrunRun:
     def __init__(self, config: PretrainConfig, console: Console) -> None:
         """Prepare the corpus where it is missing, and open the folder. Collective; raises RegrowError on all ranks."""
         self.config, self.console, self.rank = config, console, rank()
-        self.corpora: Corpora = on_first_rank(partial(find_corpora, config, progress=console.progress))
+        self.corpora = Corpora.of_plain(
+            on_first_rank(lambda: find_corpora(config, progress=console.progress).to_plain())
+        )
         self._lock: TextIO | None = None  # the first rank's, as what follows
         self._claim: Claim | None = None
-        self.run: Run = on_first_rank(self._open)
+        self.run = Run(run_folder(config), *on_first_rank(self._open))
         self.checkpoints = self.run.folder / CHECKPOINTS
         self.generation = on_first_rank(lambda: next_generation(read_events(self.run.folder)))
         self._log = RunLog(self.run.folder, claim=self._claim) if self.rank == 0 else None
@@ -96,12 +98,13 @@ class TorchrunRun:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._stop)
 
-    def _open(self) -> Run:
+    def _open(self) -> tuple[str, int | None]:
         """Lock the folder, then open it: a run that another process trains is refused before anything is written."""
         folder = run_folder(self.config)
         self._lock = lock_run(folder, self.message)
         self._claim = Claim.take(folder)
-        return open_run(self.config, manifest_sha256=self.corpora.sha256)
+        run = open_run(self.config, manifest_sha256=self.corpora.sha256)
+        return run.run_id, run.resumed_step
 
     def newest_step(self) -> int:
         """Of the committed checkpoints; 0 where there is none. Collective."""

@@ -1,16 +1,23 @@
-"""Small values between the live ranks of the default group, as Python objects. Never used on anything from storage."""
+"""Small values between the live ranks of the default group, as JSON: what comes from a port is never unpickled.
 
+torch's object collectives would run what a stranger sends who reaches a rank's gloo.
+"""
+
+import json
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from regrow import errors
 from regrow.errors import RegrowError
 
 HOST_GROUP = "host"  # description of the group for host tensors, where the default one's backend only enqueues
+MOST_BYTES = 256 << 20  # of a value
 
-Value = TypeVar("Value")
+Value = TypeVar("Value")  # None, bool, int, float, str, RegrowError; lists, tuples and dicts (by text) of them
 
 
 def rank() -> int:
@@ -18,17 +25,29 @@ def rank() -> int:
 
 
 def gather(value: Value) -> list[Value]:
-    """Every rank's value, in rank order, on every rank. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=_host_group())
-    return values
+    """Every rank's value, in rank order, on every rank. Collective. TypeError for what is none to send."""
+    mine, world_size = _encode(value), dist.get_world_size() if dist.is_initialized() else 1
+    if world_size == 1:
+        return [_decode(mine)]
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    dist.all_gather(sizes, torch.tensor([len(mine)]), group=_host_group())
+    num_bytes = [_checked(size) for size in sizes]
+    padded = torch.zeros(max(num_bytes), dtype=torch.uint8)
+    padded[: len(mine)] = mine
+    values = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(values, padded, group=_host_group())
+    return [_decode(each[:size]) for each, size in zip(values, num_bytes, strict=True)]
 
 
 def from_rank_0(value: Value) -> Value:
-    """Rank 0's value on every rank. Collective."""
-    return gather(value)[0]
+    """Rank 0's value on every rank. Collective. TypeError for what is none to send."""
+    mine = _encode(value if rank() == 0 else None)
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return cast(Value, _decode(mine))
+    dist.broadcast(size := torch.tensor([len(mine)]), 0, group=_host_group())
+    theirs = mine if rank() == 0 else torch.empty(_checked(size), dtype=torch.uint8)
+    dist.broadcast(theirs, 0, group=_host_group())
+    return cast(Value, _decode(theirs))
 
 
 def on_first_rank(work: Callable[[], Value]) -> Value:
@@ -45,6 +64,55 @@ def on_first_rank(work: Callable[[], Value]) -> Value:
     if isinstance(outcome, RegrowError):
         raise outcome
     return outcome  # type: ignore[return-value]
+
+
+def _encode(value: Any) -> torch.Tensor:
+    text = json.dumps(_to_plain(value), separators=(",", ":"))
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def _decode(data: torch.Tensor) -> Any:
+    return _of_plain(json.loads(data.numpy().tobytes()))
+
+
+def _to_plain(value: Any) -> Any:
+    """What JSON can hold; what it would change without a word stands under the name of its kind."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is list:
+        return [_to_plain(each) for each in value]
+    if kind is tuple:
+        return {"tuple": [_to_plain(each) for each in value]}
+    if kind is dict and all(type(key) is str for key in value):
+        return {"dict": {key: _to_plain(each) for key, each in value.items()}}
+    if isinstance(value, RegrowError):
+        known = next(each for each in kind.__mro__ if each.__module__ == errors.__name__)
+        return {"error": [known.__name__, str(value)]}
+    raise TypeError(f"{value!r} of {kind.__name__} cannot be sent between ranks: JSON does not have it")
+
+
+def _of_plain(plain: Any) -> Any:
+    if isinstance(plain, list):
+        return [_of_plain(each) for each in plain]
+    if not isinstance(plain, dict):
+        return plain
+    ((kind, content),) = plain.items()
+    if kind == "error":
+        name, text = content
+        known = getattr(errors, name, None)
+        ours = isinstance(known, type) and issubclass(known, RegrowError)
+        return known(text) if ours else RegrowError(text)  # type: ignore[misc]
+    if kind == "dict":
+        return {key: _of_plain(each) for key, each in content.items()}
+    return tuple(_of_plain(each) for each in content)
+
+
+def _checked(size: torch.Tensor) -> int:
+    num_bytes = int(size)
+    if not 0 < num_bytes <= MOST_BYTES:
+        raise ConnectionError(f"a rank announces a value of {num_bytes} bytes; at most {MOST_BYTES} are taken")
+    return num_bytes
 
 
 def _host_group() -> dist.ProcessGroup | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +44,16 @@ class Corpora:
         places = tuple(str(Storage.at(folder)) for folder in folders.values())  # workers have another working directory
         cache_folder = config.cache_dir or str(RangeCache.default_folder())
         return Corpora(tuple(folders), places, cache_folder, int(config.cache_gb * 1e9))
+
+    def to_plain(self) -> list[Any]:
+        """What JSON can hold."""
+        return [list(self.names), list(self.folders), self.cache_folder, self.cache_bytes]
+
+    @staticmethod
+    def of_plain(plain: Sequence[Any]) -> "Corpora":
+        """What `to_plain` gave."""
+        names, folders, *cache = plain
+        return Corpora(tuple(names), tuple(folders), *cache)
 
     @cached_property
     def manifests(self) -> tuple[Manifest, ...]:

@@ -7,6 +7,7 @@ import hashlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from regrow.errors import CheckpointError
 from regrow.plan.boxes import Piece
 from regrow.plan.mesh import ALONE, Coordinates
 from regrow.state.checksums import checksums
-from regrow.state.collective import gather, rank
+from regrow.state.collective import from_rank_0, gather, rank
 from regrow.state.disk.catalog import open_checkpoint, step_folder
 from regrow.state.disk.format import COMMIT, DataFile, Index, encode_header
 from regrow.state.disk.read import read_headers
@@ -48,9 +49,10 @@ def save(
     step = scalars["step"]
     target = folder / step_folder(step)
     token = f"g{generation:06d}-{secrets.token_hex(4)}"
-    written: DataFile | str | None
+    written: dict[str, Any] | str | None
     try:
-        written = _write_file(target, f"{token}.safetensors", entries, (run_id, generation, step), coordinates)
+        file = _write_file(target, f"{token}.safetensors", entries, (run_id, generation, step), coordinates)
+        written = vars(file) if file else None
     except Exception as error:  # storage raises many kinds; every rank must hear of it
         written = f"{type(error).__name__}: {error}"
     outcomes = gather(written)
@@ -64,7 +66,7 @@ def save(
         step=step,
         scalars=scalars,
         tensors={entry.box.name: (entry.box.dtype, entry.box.shape) for entry in entries},
-        files=tuple(outcome for outcome in outcomes if isinstance(outcome, DataFile)),
+        files=tuple(DataFile(**outcome) for outcome in outcomes if isinstance(outcome, dict)),
         information={
             "world_size": len(outcomes),
             "num_replicas": coordinates.along("dp_replicate")[1],
@@ -77,7 +79,7 @@ def save(
             _publish(target, index, commit)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-    problem = gather(problem)[0]
+    problem = from_rank_0(problem)
     if problem:
         raise CheckpointError(f"checkpoint of step {step} at {target} was not committed: {problem}")
     return index

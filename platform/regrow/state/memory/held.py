@@ -8,17 +8,18 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator
+import stat
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from regrow.control.values import Version
 from regrow.errors import CheckpointError
 from regrow.plan import placement
-from regrow.plan.mesh import Coordinates
+from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.state.checksums import Crc, checksums
 from regrow.state.memory.ranges import Address
 from regrow.state.memory.slots import SLOT, SlotHeader, open_slot, read_header, reading
@@ -60,6 +61,20 @@ class Holder:
     def name(self) -> str:
         return f"{self.node[:12]}/{self.held.file}"
 
+    def to_plain(self) -> list[Any]:
+        """What JSON can hold."""
+        held, moment, coordinates = self.held, self.held.moment, self.held.coordinates
+        place = [*vars(coordinates.mesh).values(), coordinates.rank]
+        what = [held.file, [moment.generation, moment.step], place, held.writers, held.header_sha256]
+        return [self.node, list(self.address), what]
+
+    @staticmethod
+    def of_plain(plain: Sequence[Any]) -> "Holder":
+        """What `to_plain` gave."""
+        node, (host, port), (file, moment, (*mesh, rank), writers, header_sha256) = plain
+        held = Held(file, Version(*moment), Coordinates(MeshShape(*mesh), rank), writers, header_sha256)
+        return Holder(node, (host, port), held)
+
 
 @dataclass(frozen=True)
 class Snapshot:
@@ -98,6 +113,25 @@ class Snapshot:
 def copy_name(slot: str, node: str) -> str:
     """Of a copy of a node's slot, on another one."""
     return f"{slot}.{node[:12]}{COPY}"
+
+
+def claim(folder: Path) -> None:
+    """Make a keeper's folder, or take the one that is there. Raises CheckpointError where others may write to it.
+
+    A folder for the memory of all users, as /dev/shm, lets each of them make one by any name.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status, me = folder.lstat(), os.geteuid()
+    if status.st_uid != me:
+        raise CheckpointError(f"{folder} belongs to user {status.st_uid}, keepers here are user {me}: have it deleted")
+    if not stat.S_ISDIR(status.st_mode) or status.st_mode & 0o077:
+        mode = stat.filemode(status.st_mode)
+        raise CheckpointError(f"{folder} is {mode}, and a keeper's folder is its user's alone (drwx------): delete it")
+
+
+def is_mine(folder: Path) -> bool:
+    """Whether this user made a folder."""
+    return folder.lstat().st_uid == os.geteuid()
 
 
 def open_snapshot(path: Path) -> Snapshot | None:

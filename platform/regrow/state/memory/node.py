@@ -55,7 +55,7 @@ class KeeperNode:
         """`report` is told of steps that are safe, `complain` of what keeps one from it; both on a keeper's thread."""
         self.folder, self.node, self.secret, self.run_id = folder, node, secret, run_id
         self.report, self.complain = report, complain
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        files.claim(folder)
         remove_abandoned(folder)
         self.server = RangeServer(host, lambda: self.secret, self._answer)
         self._peers: tuple[Peer, ...] = ()
@@ -218,9 +218,8 @@ class KeeperNode:
             name = copy_name(path.name, self.node)
             if _has_copy(connection, name, beside):
                 return
-            put = {"op": "put", "file": name, "bytes": size, "checksums": len(beside)}
-            connection.send(put | {"header_sha256": snapshot.held.header_sha256})
-            connection.send_bytes(beside)
+            put = {"op": "put", "file": name, "bytes": size, "header_sha256": snapshot.held.header_sha256}
+            connection.send(put, beside)
             connection.send_file(file, [(0, size)])
             answer = connection.receive()
             if "error" in answer or not answer:
@@ -249,13 +248,12 @@ class KeeperNode:
         if snapshot is None:
             connection.send({"error": f"{path.name} is not here"})
             return
-        data, crc = snapshot.header.encode(), snapshot.crc.tobytes()
-        connection.send({"header": len(data), "crc": len(crc)})
-        connection.send_bytes(data + crc)
+        data = snapshot.header.encode()
+        connection.send({"header": len(data)}, data + snapshot.crc.tobytes())
 
     def _receive(self, path: Path, request: dict[str, Any], connection: Connection) -> None:
         """Take a copy: visible only once all of it is there and its checksums hold."""
-        beside = connection.receive_bytes(request["checksums"])
+        beside = connection.body
         problem = ""
         try:
             with self._receiving:
@@ -290,7 +288,7 @@ def _has_copy(connection: Connection, file: str, beside: bytes) -> bool:
     answer = connection.receive()
     if "header" not in answer:
         return False
-    header, crc = connection.receive_bytes(answer["header"]), connection.receive_bytes(answer["crc"])
+    header, crc = connection.body[: answer["header"]], connection.body[answer["header"] :]
     return hashlib.sha256(header).hexdigest().encode() + crc == beside
 
 
