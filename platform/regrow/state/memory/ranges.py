@@ -1,7 +1,15 @@
 """Bytes of snapshots between nodes: a small range server in each keeper, and its client. Plain sockets, sendfile.
 
-A connection begins with a challenge: whoever does not know the run's secret is shown nothing. After it, requests follow
-one another; each is a frame (4 bytes of length, JSON) that may be followed by as many raw bytes as it says.
+A connection begins with a proof of both sides that they know the run's secret, and mean each other:
+
+    client: HELLO, nonce   server: nonce, proof   client: proof
+
+A proof is an HMAC over who makes it, the address that the client meant to reach, and both nonces: relayed to another
+keeper, or turned back, it holds no more. Until then lengths are fixed. After it requests follow one another, in frames:
+
+    bytes of JSON, of the body | JSON | body | HMAC of that and of the frame's number, under a key of the connection
+
+A frame may be followed by as many raw bytes as it says; their checksums are in a frame, and the receiver's to check.
 """
 
 import contextlib
@@ -11,6 +19,7 @@ import json
 import secrets
 import socket
 import socketserver
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
@@ -19,27 +28,29 @@ import numpy as np
 from regrow.errors import CheckpointError, first_line
 
 TIMEOUT_S = 20.0  # without a byte, of either side
+PROVE_S = 10.0  # for a client to prove itself
 BLOCK = 1 << 20  # bytes that are received at once
-_MOST_JSON = 64 << 20
+HELLO = b"rgkeeper"
+MOST_JSON, MOST_BODY = 64 << 20, 1 << 30  # bytes of a frame
+_NONCE, _MAC = 32, 32
+_LENGTHS = struct.Struct("<II")  # of a frame's JSON and body
 
 Address = tuple[str, int]
 Ranges = Sequence[tuple[int, int]]  # (offset, bytes)
+Answer = Callable[[dict[str, Any], "Connection"], None]
 
 
 class RangeServer:
     """Answers for a keeper. `answer(request, connection)` does what a request says, on a thread of its own."""
 
-    def __init__(
-        self, host: str, secret: Callable[[], bytes], answer: Callable[[dict[str, Any], "Connection"], None]
-    ) -> None:
+    def __init__(self, host: str, secret: Callable[[], bytes], answer: Answer) -> None:
+        server = self
+
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
                 with contextlib.suppress(OSError, CheckpointError):
                     connection = Connection(self.request)
-                    nonce = secrets.token_bytes(16)
-                    connection.send_bytes(nonce)
-                    if not hmac.compare_digest(connection.receive_bytes(32), _proof(secret(), nonce)):
-                        return
+                    connection.let_in(server.address, secret())
                     while request := connection.receive():
                         answer(request, connection)
 
@@ -59,34 +70,89 @@ class RangeServer:
         self._server.server_close()
 
 
+class _Direction:
+    """What one side sends: each frame under the connection's key and the frame's number."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._number = key, 0
+
+    def mac(self, *parts: bytes) -> bytes:
+        """Of the next frame."""
+        made = hmac.new(self._key, self._number.to_bytes(8, "little"), hashlib.sha256)
+        for part in parts:
+            made.update(part)
+        self._number += 1
+        return made.digest()
+
+
 class Connection:
-    """Frames and raw bytes over a socket. Raises OSError when the other side is gone or silent."""
+    """Frames and raw bytes over a socket. Raises OSError when the other side is gone, silent, or not to be believed."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.settimeout(TIMEOUT_S)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket, self._least = connected, 1
+        self._sent: _Direction | None = None  # None: the other side has proved nothing yet
+        self._received: _Direction | None = None
+        self.body = b""  # of the newest frame that was received
 
     @staticmethod
     def to(address: Address, secret: bytes) -> "Connection":
         connection = Connection(socket.create_connection(address, timeout=TIMEOUT_S))
-        connection.send_bytes(_proof(secret, connection.receive_bytes(16)))
+        try:
+            connection.prove(address, secret)
+        except BaseException:
+            connection.close()
+            raise
         return connection
 
-    def send(self, message: dict[str, Any]) -> None:
+    def prove(self, address: Address, secret: bytes) -> None:
+        """As the client: have the server at `address` prove itself, then do so. Raises ConnectionError."""
+        mine = secrets.token_bytes(_NONCE)
+        self.send_bytes(HELLO + mine)
+        theirs, proof = self.receive_bytes(_NONCE), self.receive_bytes(_MAC)
+        derive = _derivation(secret, address, mine, theirs)
+        if not hmac.compare_digest(proof, derive(b"server proves")):
+            raise ConnectionError("it does not prove that it is this keeper, and of this run")
+        self.send_bytes(derive(b"client proves"))
+        self._sent, self._received = _Direction(derive(b"client sends")), _Direction(derive(b"server sends"))
+
+    def let_in(self, address: Address, secret: bytes) -> None:
+        """As the server at `address`: prove that, then have the client prove itself. Raises ConnectionError."""
+        self._socket.settimeout(PROVE_S)
+        hello = self.receive_bytes(len(HELLO) + _NONCE)
+        if not hello.startswith(HELLO):
+            raise ConnectionError("not a keeper's client")
+        mine = secrets.token_bytes(_NONCE)
+        derive = _derivation(secret, address, hello[len(HELLO) :], mine)
+        self.send_bytes(mine + derive(b"server proves"))
+        if not hmac.compare_digest(self.receive_bytes(_MAC), derive(b"client proves")):
+            raise ConnectionError("a client that does not know this run's secret")
+        self._socket.settimeout(TIMEOUT_S)
+        self._sent, self._received = _Direction(derive(b"server sends")), _Direction(derive(b"client sends"))
+
+    def send(self, message: dict[str, Any], body: bytes = b"") -> None:
+        """A frame; its body is what is too large for JSON, and covered by the frame's HMAC."""
+        assert self._sent is not None
         data = json.dumps(message, separators=(",", ":")).encode()
-        self._socket.sendall(len(data).to_bytes(4, "little") + data)
+        lengths = _LENGTHS.pack(len(data), len(body))
+        self._socket.sendall(b"".join((lengths, data, body, self._sent.mac(lengths, data, body))))
 
     def receive(self) -> dict[str, Any]:
-        """The next frame; empty where the other side has closed between frames."""
+        """The next frame, its body in `body`; empty where the other side has closed between frames."""
+        assert self._received is not None
         self._wait_for(1)
-        first = self._socket.recv(4)
+        first = self._socket.recv(_LENGTHS.size)
         if not first:
             return {}
-        length = int.from_bytes(first + self.receive_bytes(4 - len(first)), "little")
-        if length > _MOST_JSON:
-            raise ConnectionError(f"a message of {length} bytes")
-        message: dict[str, Any] = json.loads(self.receive_bytes(length))
+        lengths = first + self.receive_bytes(_LENGTHS.size - len(first))
+        num_data, num_body = _LENGTHS.unpack(lengths)
+        if num_data > MOST_JSON or num_body > MOST_BODY:
+            raise ConnectionError(f"a message of {num_data} and {num_body} bytes")
+        data, self.body = self.receive_bytes(num_data), self.receive_bytes(num_body)
+        if not hmac.compare_digest(self.receive_bytes(_MAC), self._received.mac(lengths, data, self.body)):
+            raise ConnectionError("a message is not what the other side sent")
+        message: dict[str, Any] = json.loads(data)
         return message
 
     def send_bytes(self, data: bytes | memoryview) -> None:
@@ -141,5 +207,12 @@ def connected(address: Address, secret: bytes) -> Iterator[Connection]:
             connection.close()
 
 
-def _proof(secret: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(secret, nonce, hashlib.sha256)
+def _derivation(secret: bytes, address: Address, client_nonce: bytes, server_nonce: bytes) -> Callable[[bytes], bytes]:
+    """Proofs and keys of one connection, by what they are for."""
+    where = f"{address[0]}:{address[1]}".encode()
+
+    def derive(purpose: bytes) -> bytes:
+        parts = (HELLO, purpose, where, client_nonce, server_nonce)
+        return hmac.digest(secret, b"".join(len(part).to_bytes(4, "little") + part for part in parts), "sha256")
+
+    return derive

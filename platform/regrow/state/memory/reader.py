@@ -190,8 +190,8 @@ def _describe(connection: Connection, holder: Holder) -> Snapshot:
     answer = connection.receive()
     if not answer or "error" in answer:
         raise CheckpointError(answer.get("error", "its keeper is gone"))
-    header = SlotHeader.decode(connection.receive_bytes(answer["header"]))
-    crc = np.frombuffer(connection.receive_bytes(answer["crc"]), "<u4")
+    header = SlotHeader.decode(connection.body[: answer["header"]])
+    crc = np.frombuffer(connection.body[answer["header"] :], "<u4")
     return Snapshot(Path(holder.held.file), header, crc)
 
 
