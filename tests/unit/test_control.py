@@ -611,6 +611,7 @@ def refuse(told: Told, node: str, peer: str, seconds: float = REFUSED_S + RETRY_
     until = told.now + seconds
     while told.now < until:
         told(e.Complaint(node, "No space left on device", peer))
+        told()
         told.now += RETRY_S_OF_KEEPERS
 
 
@@ -638,6 +639,7 @@ def test_a_node_that_cannot_copy_to_its_peer_gets_another_one_and_steps_commit_a
 def test_a_peer_that_says_nothing_is_given_up_at_its_first_timeout() -> None:
     told = training("abc")
     told(e.Complaint("a", "timed out", "b", tried_s=20.0))
+    told()
     assert told.peers["a"] == ("c",)
 
 
@@ -674,6 +676,27 @@ def test_steps_commit_without_the_copies_of_a_node_that_no_other_takes_and_one_i
     told.now += AGAIN_S
     told()
     assert told.peers == {"a": ("b",), "b": ("a",)}
+    refuse(told, "a", "b")
+    told.now += AGAIN_S
+    told()
+    assert told.peers == {"a": (), "b": ("a",)}, "twice as long the next time"
+    told.now += AGAIN_S
+    told()
+    assert told.peers == {"a": ("b",), "b": ("a",)}
+
+
+def test_links_that_are_given_up_together_move_all_copies_once() -> None:
+    told = training([f"n{number}" for number in range(8)])
+    peers = dict(told.peers)
+    told.clear()
+    for _ in range(4):
+        for node, (peer,) in peers.items():
+            told(e.Complaint(node, "No space left on device", peer))
+        told.now += RETRY_S_OF_KEEPERS
+    assert told.of(c.SendPlaces) == []
+    told()
+    assert len(told.of(c.SendPlaces)) == 1
+    assert all(told.peers[node] != holders and len(told.peers[node]) == 1 for node, holders in peers.items())
 
 
 def test_with_two_copies_a_step_commits_once_both_are_there_and_either_writes_a_checkpoint() -> None:

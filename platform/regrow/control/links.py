@@ -1,7 +1,9 @@
 """Which node cannot copy its snapshots to which other one, as its keeper complains. Pure."""
 
+from collections import Counter
+
 REFUSED_S = 5.0  # without a copy that arrived: another node is to hold them
-AGAIN_S = 300.0  # after which a link is tried again
+AGAIN_S, AT_MOST_S = 30.0, 480.0  # after which a link is tried again: twice as long each time, but no longer
 CUT_OFF = 3  # nodes to which one cannot copy: it is itself what fails, and no others are tried
 
 
@@ -10,14 +12,16 @@ class Links:
 
     def __init__(self) -> None:
         self._refused_since: dict[tuple[str, str], float] = {}
-        self._broken: dict[tuple[str, str], float] = {}  # and since when
+        self._broken: dict[tuple[str, str], float] = {}  # and until when
+        self._times: Counter[tuple[str, str]] = Counter()  # that a link was given up
 
     def refused(self, node: str, peer: str, tried_s: float, now: float) -> bool:
         """A copy did not arrive, for so long already; whether that is to be the last one for now."""
         since = self._refused_since.setdefault((node, peer), now - tried_s)
         if now - since < REFUSED_S:
             return False
-        self._broken[node, peer] = now
+        self._broken[node, peer] = now + min(AGAIN_S * 2 ** self._times[node, peer], AT_MOST_S)
+        self._times[node, peer] += 1
         del self._refused_since[node, peer]
         return True
 
@@ -40,7 +44,7 @@ class Links:
 
     def try_again(self, now: float) -> bool:
         """Whether some link has been given up for long enough."""
-        over = [link for link, since in self._broken.items() if now - since > AGAIN_S]
+        over = [link for link, until in self._broken.items() if now > until]
         for link in over:
             del self._broken[link]
         return bool(over)

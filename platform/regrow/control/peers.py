@@ -168,6 +168,11 @@ class KeeperRegistry:
         self._apart = frozenset()
         self._plan(list(nodes) if self.known.keys() >= set(nodes) else [])
 
+    @property
+    def has_lost_holders(self) -> bool:
+        """Whether a node outside the group that held its copies is dead."""
+        return not all(self.is_alive(node) for node in self.outside)
+
     def replan(self) -> bool:
         """Whether others hold copies from here on: a link does not do, or does again, or a node outside is dead."""
         before = self.peers

@@ -39,20 +39,22 @@ class Snapshots:
         self._announced = (NEVER, NEVER)  # what is committed, what is pinned
         self._safe_at = now  # when a snapshot last committed
         self._complaints: set[str] = set()  # in this generation
+        self._given_up: dict[str, str] = {}  # nodes, and to which other one each cannot copy
         self._unreported = NEVER, now  # a version that some nodes have not reported, and since when they are waited for
         self._silent: set[str] = set()  # of them, those that were asked and have not answered
 
     def tick(self, now: float) -> None:
         """Decide what time alone decides."""
         self.checkpoints.tick(now)
-        if self.keepers.links.try_again(now):
-            self._replan()
+        if self.keepers.links.try_again(now) or self._given_up:
+            self._move_copies()
         self._look_for_silent_keepers(now)
 
     def begin(self, generation: int, start_step: int, nodes: Sequence[str], now: float) -> None:
         """A generation trains from `start_step`: later snapshots and checkpoints of those before it are given up."""
         self._complaints.clear()
         self._silent.clear()
+        self._given_up.clear()
         self._safe_at = now
         self.keepers.begin(nodes)
         self.commits.begin(generation, start_step, self.keepers.peers)
@@ -96,15 +98,14 @@ class Snapshots:
 
     def complain(self, event: Complaint, now: float) -> None:
         """Said once a generation: a keeper tries again and again, for a while. Then another node holds its copies."""
-        node, peer, keepers = event.node, event.peer, self.keepers
-        gave_up = peer in keepers.peers.get(node, ()) and keepers.links.refused(node, peer, event.tried_s, now)
-        if self._replan() and gave_up:
-            holders = ", ".join(each[:12] for each in keepers.peers[node])
-            then = f"its copies are on {holders} from here on" if holders else "and to no other: it has no copies"
-            text = f"node {node[:12]} cannot copy its snapshots to node {peer[:12]}: {then}"
-            self._out.record("copies_moved", node=node, peers=list(keepers.peers[node]), detail=text)
-        if event.node not in self._complaints:
-            self._complaints.add(event.node)
+        node, peer = event.node, event.peer
+        is_planned = peer in self.keepers.peers.get(node, ())
+        if is_planned and self.keepers.links.refused(node, peer, event.tried_s, now):
+            self._given_up[node] = peer
+        if self.keepers.has_lost_holders:
+            self._replan()
+        if node not in self._complaints:
+            self._complaints.add(node)
             self._out.record("snapshot_failed", detail=event.text)
 
     def complain_if_unsafe(self, now: float) -> None:
@@ -124,6 +125,18 @@ class Snapshots:
             return False
         self._send_places()
         return True
+
+    def _move_copies(self) -> None:
+        """Once for all links that were given up since: everything that is not committed is reported anew."""
+        given_up, self._given_up = self._given_up, {}
+        if not self._replan():
+            return
+        for node, peer in given_up.items():
+            peers = self.keepers.peers.get(node, ())
+            holders = ", ".join(each[:12] for each in peers)
+            then = f"its copies are on {holders} from here on" if holders else "and to no other: it has no copies"
+            text = f"node {node[:12]} cannot copy its snapshots to node {peer[:12]}: {then}"
+            self._out.record("copies_moved", node=node, peers=list(peers), detail=text)
 
     def _send_places(self) -> None:
         """What is not committed is reported again."""
