@@ -38,6 +38,17 @@ def test_a_step_is_committed_once_every_node_has_it_safe_with_its_peer() -> None
     assert newest(board) == 5
 
 
+def test_a_late_report_of_what_was_discarded_commits_nothing() -> None:
+    board = CommitTracker(is_whole)
+    board.begin(1, 0, {"a": ()})
+    assert board.sealed(SnapshotAck("a", Version(1, 5), ())) is not None
+    board.discard()
+    assert board.sealed(SnapshotAck("a", Version(1, 4), ())) is None
+    assert newest(board) is None
+    board.begin(2, 0, {"a": ()})
+    assert board.sealed(SnapshotAck("a", Version(2, 1), ())) is not None
+
+
 def test_the_newest_commit_that_any_keeper_knows_is_found_again() -> None:
     a = [held(6, 0), held(7, 0), held(6, 1, copy=True), held(7, 1, copy=True)]
     b = [held(6, 1), held(7, 1), held(6, 0, copy=True), held(7, 0, copy=True)]

@@ -119,6 +119,7 @@ def the_dead_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     take_up = group.Group.take_up
     monkeypatch.setattr(group.Group, "take_up", lambda self, state, lost, now: take_up(self, state, None, now))
     monkeypatch.setattr("regrow.control.health.Health._without_keeper", lambda *_: [])
+    monkeypatch.setattr("regrow.control.health.Health.connection_lost", lambda *_: None)
 
 
 def the_index_comes_before_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:

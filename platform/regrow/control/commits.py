@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from regrow.control.values import NEVER, Replica, SnapshotAck, Version
+from regrow.control.values import NEVER, NOTHING, Replica, SnapshotAck, Version
 
 IsWhole = Callable[[Version, Sequence[Any]], bool]  # do these replicas cover everything of a version?
 
@@ -36,6 +36,11 @@ class CommitTracker:
         self._reported.clear()
         if self.newest is not None and self.newest.version.step > start_step:
             self.newest = None
+
+    def discard(self) -> None:
+        """Nothing that was or will be reported counts, until another generation begins."""
+        self._generation, self.newest = NOTHING, None
+        self._reported.clear()
 
     def replan(self, peers: Mapping[str, tuple[str, ...]]) -> None:
         """The same generation's nodes have other peers: only copies that are with these count."""

@@ -74,7 +74,7 @@ class Snapshots:
 
     def discard(self, now: float) -> None:
         """What is in memory is not to be used: the state itself went wrong."""
-        self.commits.newest = None
+        self.commits.discard()
         self.checkpoints.discard(now)
 
     def keeper_up(self, event: KeeperUp, now: float) -> None:
