@@ -97,6 +97,9 @@ class Keepers:
     async def take_place(self, place: Any) -> None:
         pass
 
+    async def remember(self, generation: int) -> None:
+        pass
+
     async def ask(self, every_s: float, seconds: float) -> None:
         """The part of the keepers that has its turn in this time asks after the coordinator."""
 

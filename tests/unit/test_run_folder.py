@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,7 @@ from regrow.config.identity import identity, model_of
 from regrow.config.schema import ActivationCheckpoint, ModelConfig, PretrainConfig, Schedule
 from regrow.errors import ResumeError
 from regrow.record.run_folder import write_record
+from regrow.runtime import run_folder as module
 from regrow.runtime.run_folder import check_may_start, open_run
 from regrow.storage import Storage
 
@@ -66,6 +68,24 @@ def test_settings_that_the_weights_depend_on_are_refused_with_the_difference(
     assert line in str(error.value)
     with pytest.raises(ResumeError):
         open_run(changed, manifest_sha256="aa")
+
+
+def test_two_jobs_that_begin_a_run_at_once_are_of_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one's checkpoints would be another run's to the next attempt: the later record had replaced the first."""
+    read, first = module.read_record, list[Any]()
+
+    def nothing_yet(folder: Storage) -> Any:
+        if first:
+            return read(folder)
+        first.append(None)  # before anything else is read: the other job is faster
+        first[0] = open_run(config(tmp_path), manifest_sha256="aa")
+        return None
+
+    monkeypatch.setattr(module, "check_may_start", lambda config: None)
+    monkeypatch.setattr(module, "read_record", nothing_yet)
+    second = open_run(config(tmp_path), manifest_sha256="aa")
+    assert (second.run_id, second.resumed_step) == (first[0].run_id, 0)
+    assert read(second.folder)["run_id"] == second.run_id
 
 
 def test_another_corpus_is_refused(tmp_path: Path) -> None:
