@@ -315,7 +315,7 @@ def wait_for_commit(made: World, after: Version) -> None:
 
 def settle(made: World) -> None:
     """What is on its way to storage is there."""
-    wait_until(lambda: not get(made.actor.unsettled.remote())[0], poll_s=0.01)
+    wait_until(lambda: not get(made.actor.settling.remote()).busy, poll_s=0.01)
 
 
 def prepare(made: World, kill: Kill) -> Process:
@@ -402,7 +402,7 @@ def end(made: World) -> None:
     wait_until(lambda: len(committed_steps(made.checkpoints)) <= KEEP)
     rows = {row["step"] for row in read_metrics(Storage.at(made.folder / "run"))}
     assert rows.issuperset(committed_steps(made.checkpoints))
-    get(made.actor.close.remote(0, "finished", ""))
+    get(made.actor.close.remote(0, "finished", "", keep=True))
     assert not list(made.folder.glob("regrow-*"))
 
 

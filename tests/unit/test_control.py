@@ -9,8 +9,8 @@ import pytest
 from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig, SnapshotConfig
 from regrow.control import commands as c
 from regrow.control import events as e
-from regrow.control.checkpoints import RETRY_S
-from regrow.control.core import DEVICE_PATIENCE_S, Control, Fenced, Past
+from regrow.control.checkpoints import ARRIVE_WANTED_S, ASK_AGAIN_S, IN_VAIN, RETRY_S
+from regrow.control.core import DEVICE_PATIENCE_S, Control, Fenced, Past, Settling
 from regrow.control.group import LEAVING_S, MAX_FAILED_GENERATIONS, YIELD_S
 from regrow.control.health import KNOCK_S, WHERE_AGAIN_S, Pulse
 from regrow.control.links import AGAIN_S, REFUSED_S
@@ -506,14 +506,14 @@ def test_a_checkpoint_is_parts_then_index_then_commit_then_retention() -> None:
     assert told.of(c.PublishCommit) == []
     told(e.IndexWritten(1))
     assert told.of(c.PublishCommit) == [c.PublishCommit(1, Version(1, 10))]
-    assert told.control.settling == (True, "")
+    assert told.control.settling == Settling(True, "", 10, tuple("abc"))
     told.now += 2.0
     told(e.CheckpointCommitted(1, 10, 1234))
     (recorded,) = told.records("checkpoint")
     assert recorded == {"step": 10, "seconds": 2.0, "bytes": 1234, "reason": "every 10 steps"}
     assert len(told.of(c.Delete)) == 1
     assert told.of(c.Announce)[-1].pinned == NEVER
-    assert told.control.settling == (False, "")
+    assert told.control.settling == Settling(False, "", None, ())
 
 
 def test_what_a_node_cannot_write_the_one_with_its_copies_does_and_nodes_that_fail_both_cost_the_checkpoint() -> None:
@@ -525,7 +525,8 @@ def test_what_a_node_cannot_write_the_one_with_its_copies_does_and_nodes_that_fa
     told(e.WriteFailed(1, "a", order.node, "is gone too"))
     told(e.WriteFailed(1, "b", "b", "is gone"))  # of a checkpoint that was given up
     assert [fields["step"] for fields in told.records("checkpoint_failed")] == [10]
-    assert told.control.settling == (False, f"the checkpoint of step 10 was not written: node {order.node} is gone too")
+    failure = f"the checkpoint of step 10 was not written: node {order.node} is gone too"
+    assert told.control.settling == Settling(False, failure, 10, tuple("abc"))
     told.now += RETRY_S + 1.0
     told.seal(Version(1, 11), {"a": "b", "b": "c", "c": "a"})
     assert [order.version.step for order in told.of(c.Write)][1:] == [11, 11, 11]
@@ -566,6 +567,204 @@ def test_a_commit_that_only_took_too_long_counts_once_it_is_there() -> None:
     told(e.CheckpointCommitted(1, 10, 1))
     assert told.of(c.Withdraw) == []
     assert [fields["step"] for fields in told.records("checkpoint")] == [10]
+
+
+# what ends a run in good order
+
+
+def all_written(told: Told, upload: int, nodes: str) -> None:
+    for node in nodes:
+        told(e.Written(upload, node))
+    told(e.IndexWritten(upload))
+    told(e.CheckpointCommitted(upload, told.of(c.PublishCommit)[-1].version.step, 1))
+
+
+def committed_in_memory(step: int = 15, **cluster: Any) -> Told:
+    """Two nodes train; step 10 is in storage, `step` in memory alone."""
+    told = Told(checkpoint=CheckpointConfig(every_steps=10, timeout_s=100.0), min_workers=2, **cluster)
+    told.form(one(1, "a"), one(2, "b"))
+    told.begin("ab")
+    for number in range(1, step + 1):
+        told.row(number)
+    told.seal(Version(1, 10), {"a": "b", "b": "a"})
+    all_written(told, 1, "ab")
+    told.seal(Version(1, step), {"a": "b", "b": "a"})
+    told.clear()
+    assert told.control.settling.unstored == step
+    return told
+
+
+def orders(told: Told) -> list[tuple[str, str, int]]:
+    """Which node is to write whose part of which step."""
+    return [(order.node, order.origin, order.version.step) for order in told.of(c.Write)]
+
+
+def lose_b(told: Told) -> None:
+    told(e.NodesAlive(frozenset("a")))
+    told(e.Died((("b", 2),), 1, "worker_died", "its node is dead"))
+
+
+@pytest.mark.parametrize("how", ["too few", "stopped while waiting", "given up", "user's mistake", "workers have left"])
+def test_whatever_ends_a_run_its_newest_snapshot_is_ordered_into_storage_without_any_trainer(how: str) -> None:
+    told = committed_in_memory()
+    if how == "too few":
+        lose_b(told)
+    elif how == "stopped while waiting":
+        told(e.GroupFailed("worker_failed", "all restart", (0,)))
+        assert orders(told) == []
+        told(e.StopAsked("interrupted"))
+    elif how == "given up":
+        for _ in range(MAX_FAILED_GENERATIONS):
+            told.form(one(1, "a"), one(2, "b"))
+        told.join(one(1, "a"), one(2, "b"))
+        assert orders(told) == []
+        assert told.ask("m1", told.control.generation).given_up
+    elif how == "user's mistake":
+        told(e.Failed("the corpus is not there"))
+    else:
+        told(e.Settle())
+    lost = how == "too few"  # then the one with its copies writes both
+    assert orders(told) == [("a", "a", 15), ("a" if lost else "b", "b", 15)]
+    told.clear()
+    told(e.Settle())
+    assert orders(told) == []
+    assert told.control.settling.busy
+    all_written_by = ("a", "b")
+    for origin in all_written_by:
+        told(e.Written(2, origin))
+    told(e.IndexWritten(2))
+    told(e.CheckpointCommitted(2, 15, 1))
+    assert told.control.settling == Settling(False, "", None, ())
+
+
+def test_the_last_checkpoint_is_tried_again_after_an_error_of_storage_until_it_is_there() -> None:
+    told = committed_in_memory()
+    told(e.Settle())
+    for number in range(2, 6):
+        told(e.WriteFailed(number, "a", "a", "Input/output error"))
+        told(e.WriteFailed(number, "a", "b", "Input/output error"))
+        assert told.control.settling.busy
+        told.now += ASK_AGAIN_S + 0.1
+        told.clear()
+        told(e.Settle())
+        told()
+        assert orders(told) == [("a", "a", 15), ("b", "b", 15)]
+    all_written(told, 6, "ab")
+    assert told.control.settling == Settling(False, "", None, ())
+
+
+def test_a_storage_that_stays_away_is_given_up_after_timeout_s_and_what_is_missing_is_known() -> None:
+    told, begun = committed_in_memory(), 0.0
+    begun = told.now
+    told(e.Settle())
+    number = 2
+    while told.control.settling.busy:
+        told(e.WriteFailed(number, "a", "a", "Input/output error"))
+        told(e.WriteFailed(number, "a", "b", "Input/output error"))
+        told.now += 1.0
+        told.clear()
+        told(e.Settle())
+        told()
+        number += bool(told.of(c.Write))
+        assert told.now - begun < 110.0
+    assert told.now - begun > 99.0
+    settling = told.control.settling
+    assert "the checkpoint of step 15 was not written: node" in settling.failure
+    assert (settling.unstored, settling.nodes) == (15, ("a", "b"))
+
+
+def test_a_part_that_no_node_has_is_not_tried_until_the_end_of_time() -> None:
+    told = committed_in_memory()
+    told(e.Settle())
+    for number in range(2, 2 + IN_VAIN):
+        told(e.WriteFailed(number, "b", "b", "is gone", has_none=True))
+        told(e.WriteFailed(number, "b", "a", "has 0 of the 1 snapshots", has_none=True))
+        told.now += ASK_AGAIN_S + 0.1
+        told()
+    assert not told.control.settling.busy
+    assert told.control.settling.unstored == 15
+
+
+def test_the_end_waits_a_moment_for_the_last_snapshot_to_be_committed() -> None:
+    told = committed_in_memory()
+    told.row(16)
+    told(e.Done())
+    told.clear()
+    told(e.Settle())
+    told.now += 1.0
+    told.seal(Version(1, 16), {"a": "b", "b": "a"})
+    assert told.control.settling.unstored == 16
+    told()
+    all_written(told, 2, "ab")
+    told(e.Settle())
+    all_written(told, 3, "ab")
+    assert told.control.settling == Settling(False, "", None, ())
+
+
+def test_a_last_snapshot_that_does_not_come_is_not_waited_for_and_the_one_before_it_is_written() -> None:
+    told = committed_in_memory()
+    told.row(16)
+    told(e.CheckpointWanted(1, 16))
+    told(e.Settle())
+    assert orders(told) == []
+    told.now += ARRIVE_WANTED_S + 0.1
+    told()
+    told(e.Settle())
+    assert orders(told) == [("a", "a", 15), ("b", "b", 15)]
+    all_written(told, 2, "ab")
+    assert told.control.settling.unstored is None
+    assert [fields["step"] for fields in told.records("checkpoint_failed")] == [16]
+
+
+def test_state_that_went_wrong_is_not_put_into_storage_by_the_end() -> None:
+    told = committed_in_memory()
+    for _ in range(14):
+        told(e.NotFinite(told.control.generation, 15, "loss is nan"))
+        if isinstance(told.control.ending, GivenUp):
+            break
+        told.form(one(1, "a"), one(2, "b"))
+        told(e.Began(told.control.generation, 10, ("a", "b"), {}))
+        told.seal(Version(told.control.generation, 11), {"a": "b", "b": "a"})
+    assert isinstance(told.control.ending, GivenUp)
+    told(e.Settle())
+    assert orders(told) == []
+    assert told.control.settling == Settling(False, "", None, ())
+
+
+@pytest.mark.parametrize("notice", [("a", "b"), ("a",), ()])
+def test_a_notice_that_leaves_too_few_orders_a_checkpoint_at_once_and_again_while_it_stands(
+    notice: tuple[str, ...],
+) -> None:
+    told = committed_in_memory()
+    told(e.Notice(dict.fromkeys(notice, told.now + 120.0)))
+    assert bool(orders(told)) == bool(notice)
+    if not notice:
+        return
+    told.row(16)
+    told.seal(Version(1, 16), {"a": "b", "b": "a"})
+    told.clear()
+    all_written(told, 2, "ab")
+    assert orders(told) == [("a", "a", 16), ("b", "b", 16)]
+    told(e.Notice({}))  # withdrawn
+    told.row(17)
+    told.seal(Version(1, 17), {"a": "b", "b": "a"})
+    told.clear()
+    all_written(told, 3, "ab")
+    assert orders(told) == []
+
+
+def test_a_notice_to_both_holders_of_a_part_orders_a_checkpoint_and_one_to_either_does_not() -> None:
+    told = Told(checkpoint=CheckpointConfig(every_steps=1000))
+    told.form(*(one(pid, node) for pid, node in enumerate("abcd")))
+    told.begin("abcd")
+    told.row(1)
+    peers = {node: place.peer.node for node, place in told.of(c.SendPlaces)[-1].places.items() if place.peer}
+    told.seal(Version(1, 1), peers)
+    (other,) = {"a", "b", "c", "d"} - {"a", peers["a"]} - {node for node, peer in peers.items() if peer == "a"}
+    told(e.Notice({"a": told.now + 60.0, other: told.now + 60.0}))
+    assert orders(told) == []
+    told(e.Notice({"a": told.now + 60.0, peers["a"]: told.now + 60.0}))
+    assert len(orders(told)) == 4
 
 
 def test_checkpoints_that_cannot_be_deleted_are_told_of() -> None:

@@ -7,6 +7,7 @@ every new group has a cause that was recorded (8). Once no more faults come, a r
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -109,7 +110,7 @@ def generations_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     init = core.Control.__init__
 
     def forgetful(self: Any, config: Any, *, past: Any, **options: Any) -> None:
-        init(self, config, past=core.Past(max(0, past.generation - 1), past.logged, past.restarted), **options)
+        init(self, config, past=replace(past, generation=max(0, past.generation - 1)), **options)
 
     monkeypatch.setattr(core.Control, "__init__", forgetful)
 

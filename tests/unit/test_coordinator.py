@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig
-from regrow.control.core import Fenced
+from regrow.control.core import Fenced, Settling
 from regrow.control.health import Pulse
 from regrow.control.membership import Member
 from regrow.control.states import Answer
@@ -189,7 +189,7 @@ def test_a_step_is_logged_shown_committed_and_becomes_a_checkpoint(coordinator: 
     assert keeper.heard[0] == Committed(Version(generation, 4), Version(generation, 4))
     until(lambda: keeper.heard[-1] == Committed(Version(generation, 4)))
     assert [found["step"] for found in read_metrics(Storage.at(tmp_path))] == [1], "a committed step's row is there"
-    assert coordinator.unsettled() == (False, "")
+    assert coordinator.settle() == Settling(False, "", None, ())
 
 
 def test_a_coordinator_that_is_restarted_goes_on_with_the_group(
@@ -502,7 +502,7 @@ def test_a_run_whose_storage_stays_away_ends_and_says_what_is_lost(
     with a_run_without_storage(tmp_path, monkeypatch, blocks=True) as (made, _, _, generation):
         made.row(generation, row(generation, 2))
         monkeypatch.setattr(made.shell.fleet, "close", lambda: None)
-        assert "storage is away" in made.close(2, "finished", "")
+        assert "storage is away" in made.close(2, "finished", "", keep=False)
 
 
 def test_what_the_log_does_not_take_is_tried_until_it_does_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

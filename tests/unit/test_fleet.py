@@ -117,7 +117,7 @@ def test_a_node_that_cannot_write_says_why(error: Exception, problem: str, tmp_p
     nodes.keepers["b"].error = error
     for node in "ab":
         nodes.fleet.write(c.Write(3, Version(1, 10), node, node, copies=False, describe=node == "a"))
-    assert nodes.fleet.answers() == [e.Written(3, "a"), e.WriteFailed(3, "b", "b", problem)]
+    assert nodes.fleet.answers() == [e.Written(3, "a"), e.WriteFailed(3, "b", "b", problem, has_none=True)]
 
 
 def test_nodes_that_hold_different_things_make_no_checkpoint(tmp_path: Path) -> None:

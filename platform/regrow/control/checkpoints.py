@@ -2,7 +2,8 @@
 
 Keepers write one checkpoint at a time while training goes on, and what is on its way is pinned in memory. Where a node
 does not write its part, because it is gone or its memory is damaged, one with its copies does. Then comes the
-index, then COMMIT, each once the one before is known to be there.
+index, then COMMIT, each once the one before is known to be there. What was asked for is tried again until it is in
+storage, or too late; keepers need no trainer for it, so that whatever ends a run has its newest snapshot written.
 """
 
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from enum import Enum
 
 from regrow.control.cadence import Cadence
 from regrow.control.commands import Delete, Outbox, PublishCommit, PublishIndex, Withdraw, Write
-from regrow.control.commits import CommitTracker
+from regrow.control.commits import CommitTracker, SnapshotCommit
 from regrow.control.events import (
     CheckpointCommitted,
     CheckpointWanted,
@@ -21,9 +22,13 @@ from regrow.control.events import (
     Written,
 )
 from regrow.control.peers import KeeperRegistry
-from regrow.control.values import NEVER, Version
+from regrow.control.values import NEVER, NOTHING, Version
 
-RETRY_S = 30.0  # from a checkpoint that failed to the next one
+RETRY_S = 30.0  # from a checkpoint that failed to the next one that is due
+ASK_AGAIN_S = 5.0  # the same, where one was asked for
+ARRIVE_S, ARRIVE_WANTED_S = 5.0, 60.0  # for the last snapshot to be committed once the workers have left
+NO_TIME = float("-inf")
+IN_VAIN = 3  # tries in a row at a part that no node has, before it is given up
 
 
 class Stage(Enum):
@@ -46,21 +51,43 @@ class Upload:
     stage: Stage = Stage.WRITING
     asked: dict[str, str] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)  # origins
+    lacked: bool = True  # all that has failed of it did because a part was not there
+
+
+@dataclass
+class Wanted:
+    """This step, or a later one, is to be in storage."""
+
+    step: int
+    since: float
+    reason: str
 
 
 class Checkpoints:
     """Decides on checkpoints; is told what came of it."""
 
     def __init__(
-        self, cadence: Cadence, snapshots: CommitTracker, keepers: KeeperRegistry, out: Outbox, *, timeout_s: float
+        self,
+        cadence: Cadence,
+        snapshots: CommitTracker,
+        keepers: KeeperRegistry,
+        out: Outbox,
+        *,
+        timeout_s: float,
+        stored: int,
     ) -> None:
-        self.cadence, self.timeout_s = cadence, timeout_s
+        """`stored` is the newest step that is in storage."""
+        self.cadence, self.timeout_s, self.stored = cadence, timeout_s, stored
         self.upload: Upload | None = None
         self.failure = ""  # of the newest checkpoint that was begun
         self._snapshots, self._keepers, self._out = snapshots, keepers, out
-        self._wanted: tuple[int, float] | None = None  # a step that is to be one, or one after it; since when
-        self._covered = -1  # the newest step that one was begun of
-        self._retry_at = 0.0
+        self._wanted: Wanted | None = None
+        self._secured = NEVER  # the newest version that was asked for because memory may be lost
+        self._end_at: float | None = None  # the run ends: nothing is tried any more after that
+        self._arrives_until: float | None = None  # a last snapshot may yet be committed
+        self._last_step = NOTHING  # which it is then
+        self._failed_at = NO_TIME
+        self._in_vain = 0  # checkpoints in a row that failed because no node has some part
         self._number = 0
         self._late: dict[int, Upload] = {}  # given up when COMMIT was on its way
         self._withdrawn: set[int] = set()  # of these, the ones that must not count should it arrive
@@ -68,7 +95,13 @@ class Checkpoints:
     @property
     def busy(self) -> bool:
         """Whether a checkpoint is being written, or is to be."""
-        return self.upload is not None or self._wanted is not None
+        return self.upload is not None or self._wanted is not None or self._arrives_until is not None
+
+    @property
+    def unstored(self) -> Version | None:
+        """What is committed in memory, and is not in storage."""
+        newest = self._snapshots.newest
+        return newest.version if newest is not None and newest.version.step > self.stored else None
 
     @property
     def pinned(self) -> Version:
@@ -78,35 +111,51 @@ class Checkpoints:
     def began(self, start_step: int, now: float) -> None:
         """A generation trains from `start_step`: a checkpoint of a later step is none any more."""
         self.cadence.resumed(start_step, now)
-        self._covered = min(self._covered, start_step)
+        self.stored = min(self.stored, start_step)
+        self._end_at = self._arrives_until = None
         self._withdrawn |= {number for number, late in self._late.items() if late.version.step > start_step}
         if self.upload is not None and self.upload.version.step > start_step:
             self._give_up(f"the run went back to step {start_step}", now, withdraw=True)
 
     def want(self, event: CheckpointWanted, now: float) -> None:
         """The snapshot of this step, or the next one if it is lost, is to be a checkpoint."""
-        if event.step > self._covered:
-            self._wanted = event.step, now
-            self.begin_if_due(now)
+        self._ask(event.step, "asked for", now)
+
+    def secure(self, reason: str, now: float) -> None:
+        """Memory may be lost: the newest snapshot in it is to be in storage. To be said again and again."""
+        version = self.unstored
+        if version is not None and version > self._secured:
+            self._secured = version
+            self._ask(version.step, reason, now)
+
+    def settle(self, last_step: int, now: float) -> None:
+        """No worker is left: what is committed, or is about to be, is to be in storage within `timeout_s`.
+
+        `last_step` is the last one that was trained. To be said again and again.
+        """
+        if self._end_at is None:
+            self._end_at, self._secured = now + self.timeout_s, NEVER
+            if self._keepers.known and not self._snapshots.holds(last_step) and self.stored < last_step:
+                self._last_step = last_step
+                self._arrives_until = now + (ARRIVE_WANTED_S if self._wanted is not None else ARRIVE_S)
+        if self._arrives_until is None and now <= self._end_at:
+            self.secure("the run ends", now)
 
     def begin_if_due(self, now: float) -> None:
         """Call it whenever a snapshot was committed."""
         commit = self._snapshots.newest
         if self.upload is not None or commit is None:
             return
-        step, reason = commit.version.step, ""
-        if self._wanted is not None and step >= self._wanted[0]:
-            self._wanted, reason = None, "asked for"
-        elif now > self._retry_at:
-            reason = self.cadence.due(step, now)
-        if not reason:
-            return
-        self.cadence.begun(step, now)
-        self._covered, self.failure = step, ""
-        self._number += 1
-        self.upload = Upload(self._number, commit.version, dict(commit.peers), now, reason)
-        for node in self.upload.peers:
-            self._write(self.upload, node, node)
+        step = commit.version.step
+        if self._wanted is not None and step >= self._wanted.step:
+            if now - self._failed_at > ASK_AGAIN_S:
+                self._begin(commit, self._wanted.reason, now)
+        elif now - self._failed_at > RETRY_S and (reason := self.cadence.due(step, now)):
+            self._begin(commit, reason, now)
+
+    def stored_by_ranks(self, step: int) -> None:
+        """They have written this step themselves."""
+        self._has_stored(step)
 
     def written(self, event: Written, now: float) -> None:
         """The index comes once all nodes have."""
@@ -125,10 +174,12 @@ class Checkpoints:
         if found is None or origin in found.written or found.asked[origin] != node:
             return
         holders = (origin, *found.peers[origin])
+        found.lacked = found.lacked and event.has_none
         peer = next(filter(self._keepers.can_ask, holders[holders.index(node) + 1 :]), "")
         if peer:
             self._write(found, origin, peer)
         else:
+            self._in_vain = self._in_vain + 1 if found.lacked else 0
             self._give_up(f"node {node[:12]} {event.problem}", now)
 
     def gone_dark(self, nodes: set[str], now: float) -> None:
@@ -136,7 +187,7 @@ class Checkpoints:
         upload = self.upload
         for origin, node in list(upload.asked.items()) if upload is not None else []:
             if node in nodes and self.upload is upload and upload is not None:
-                self.write_failed(WriteFailed(upload.number, origin, node, "says nothing"), now)
+                self.write_failed(WriteFailed(upload.number, origin, node, "says nothing", has_none=True), now)
 
     def index_written(self, event: IndexWritten, now: float) -> None:
         found = self._current(event.upload, Stage.INDEX)
@@ -156,6 +207,7 @@ class Checkpoints:
             return
         seconds = now - found.begun_at
         self._out.record("checkpoint", step=step, seconds=seconds, bytes=event.num_bytes, reason=found.reason)
+        self._has_stored(step)
         if current is not None:
             self.cadence.written(took_s=seconds)
             self.upload = None
@@ -174,18 +226,63 @@ class Checkpoints:
 
     def discard(self, now: float) -> None:
         """What is in memory is not to be used: the state itself went wrong."""
+        self._wanted = None
         if self.upload is not None:
             self._give_up("the state went wrong", now, withdraw=True)
 
     def tick(self, now: float) -> None:
-        """Give up what takes too long."""
-        upload, late = self.upload, now - self.timeout_s
-        if upload is not None and upload.begun_at < late:
+        """Give up what takes too long, and try again what was asked for."""
+        late = now - self.timeout_s
+        ended = self._end_at is not None and now > self._end_at
+        self._await_last(now)
+        upload, wanted = self.upload, self._wanted
+        if upload is not None and (upload.begun_at < late or ended):
             nodes = sorted({node[:12] for origin, node in upload.asked.items() if origin not in upload.written})
             slow = f"node {', '.join(nodes)} writes" if upload.stage is Stage.WRITING else upload.stage.value
             self._give_up(f"after {self.timeout_s:.0f} s {slow} still; checkpoint.timeout_s allows more", now)
-        if self.upload is None and self._wanted is not None and self._wanted[1] < late:
-            self._failed(self._wanted[0], f"its snapshot is not committed after {self.timeout_s:.0f} s", now)
+        if self.upload is not None or wanted is None:
+            return
+        if wanted.since < late or ended or self._in_vain >= IN_VAIN:
+            if not self._snapshots.holds(wanted.step):
+                self._failed(wanted.step, f"its snapshot is not committed after {self.timeout_s:.0f} s", now)
+            self._wanted = None
+        elif self._snapshots.holds(wanted.step):
+            self.begin_if_due(now)
+
+    def _await_last(self, now: float) -> None:
+        """The workers have left; has their last snapshot come, or will it not?"""
+        if self._arrives_until is None or (now < self._arrives_until and not self._snapshots.holds(self._last_step)):
+            return
+        self._arrives_until, wanted = None, self._wanted
+        if wanted is not None and not self._snapshots.holds(wanted.step):
+            self._failed(wanted.step, "its snapshot was not committed in time", now)
+            self._wanted, self._failed_at = None, NO_TIME  # an earlier one does not wait for it
+
+    def _ask(self, step: int, reason: str, now: float) -> None:
+        if step <= self.stored:
+            return
+        wanted, self._in_vain = self._wanted, 0
+        if wanted is None or (self.upload is not None and self.upload.version.step >= wanted.step):
+            self._wanted = Wanted(step, now, reason)
+        else:
+            wanted.step = max(step, wanted.step)
+        self.begin_if_due(now)
+
+    def _begin(self, commit: SnapshotCommit, reason: str, now: float) -> None:
+        """Each node writes its own part, or where it cannot be asked the one with its copies."""
+        self.failure = ""
+        self._number += 1
+        self.upload = upload = Upload(self._number, commit.version, dict(commit.peers), now, reason)
+        self.cadence.begun(commit.version.step, now)
+        for origin, peers in upload.peers.items():
+            self._write(upload, origin, next(filter(self._is_there, (origin, *peers)), origin))
+
+    def _is_there(self, node: str) -> bool:
+        return self._keepers.can_ask(node) and self._keepers.is_alive(node)
+
+    def _has_stored(self, step: int) -> None:
+        self.stored, self._in_vain = max(self.stored, step), 0
+        if self._wanted is not None and self._wanted.step <= self.stored:
             self._wanted = None
 
     def _current(self, upload: int, stage: Stage) -> Upload | None:
@@ -210,6 +307,6 @@ class Checkpoints:
         self.begin_if_due(now)
 
     def _failed(self, step: int, problem: str, now: float) -> None:
-        self._retry_at = now + RETRY_S
+        self._failed_at = now
         self.failure = f"the checkpoint of step {step} was not written: {problem}"
         self._out.record("checkpoint_failed", step=step, detail=problem)

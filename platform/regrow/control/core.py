@@ -22,8 +22,8 @@ from regrow.control.membership import Formation, Membership
 from regrow.control.nodes import Exclusions, NodeFailures
 from regrow.control.peers import FAN_OUT
 from regrow.control.snapshots import Snapshots
-from regrow.control.states import Ending, Forming, GroupState, LeavingGroup, Training, Waiting
-from regrow.control.values import Version
+from regrow.control.states import Ending, Forming, GivenUp, GroupState, LeavingGroup, Training, Waiting
+from regrow.control.values import NOTHING, Version
 from regrow.record.events import Cause
 from regrow.record.log import METRIC_KEYS
 
@@ -36,12 +36,23 @@ class Fenced(Exception):
 
 
 @dataclass(frozen=True)
+class Settling:
+    """What of a run is still to be written, and where it is."""
+
+    busy: bool  # a checkpoint is being written, or is to be
+    failure: str  # why the newest one was not written, if it was not
+    unstored: int | None  # the step that is committed in memory, and is not in storage
+    nodes: tuple[str, ...]  # that hold it
+
+
+@dataclass(frozen=True)
 class Past:
     """What is known of a run when a coordinator starts."""
 
     generation: int = 0  # the newest one so far
     logged: int = 0  # the last step that has a row
     restarted: bool = False  # this coordinator takes the place of one that died
+    stored: int = NOTHING  # the newest step in storage
 
 
 @dataclass
@@ -82,6 +93,7 @@ class Control:
             is_whole,
             copies=config.snapshot.copies,
             upload_timeout_s=config.checkpoint.timeout_s,
+            stored=past.stored,
             first_message=first_message,
             fan_out=fan_out,
             now=now,
@@ -99,7 +111,7 @@ class Control:
         if isinstance(event, e.Began | e.Row | e.CheckpointWanted | e.Leaving | e.NotFinite | e.Logged):
             self.fence(event.generation)
         self._handlers[type(event)](event, now)
-        return self._finish()
+        return self._finish(now)
 
     def tick(self, now: float) -> list[Command]:
         """Decide what time alone decides. Call it several times a second."""
@@ -116,7 +128,7 @@ class Control:
         self._group.tick(now)
         if isinstance(self.state, Forming | Training):
             self._health.knock(now, self._group.membership)
-        return self._finish()
+        return self._finish(now)
 
     # what can be asked, which changes nothing
 
@@ -140,9 +152,20 @@ class Control:
         return self._group.ending
 
     @property
-    def settling(self) -> tuple[bool, str]:
-        """Whether a checkpoint is still on its way; why the newest one failed, if it did."""
-        return self._snapshots.checkpoints.busy, self._snapshots.checkpoints.failure
+    def settling(self) -> Settling:
+        """What of the run is still to be written."""
+        checkpoints, newest = self._snapshots.checkpoints, self._snapshots.commits.newest
+        unstored = checkpoints.unstored
+        peers = newest.peers if newest is not None and unstored is not None else {}
+        nodes = {*peers}.union(*peers.values())
+        return Settling(
+            checkpoints.busy, checkpoints.failure, unstored.step if unstored else None, tuple(sorted(nodes))
+        )
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run ends, and no group is on that could end by itself."""
+        return self._group.ending is not None and not isinstance(self._group.state, Forming | Training)
 
     @property
     def newest_snapshot(self) -> Version | None:
@@ -216,6 +239,7 @@ class Control:
             e.PublishFailed: checkpoints.publish_failed,
             e.Deleted: checkpoints.deleted,
             e.StopAsked: group.stop,
+            e.Settle: lambda event, now: checkpoints.settle(self._next_step - 1, now),
             e.Restarted: self._restarted,
             e.Closed: self._closed,
         }
@@ -276,19 +300,21 @@ class Control:
         self._snapshots.sealed([ack for ack in event.acks if ack.version.generation == self.generation], now)
 
     def _not_finite(self, event: e.NotFinite, now: float) -> None:
-        """Back to storage, or to the end."""
+        """Back to storage, or to the end. What is in memory went wrong with it."""
+        self._snapshots.discard(now)
         if not self._rollbacks.again(event.step):
             self._group.give_up(
                 f"{event.detail}, after {self._rollbacks.count - 1} rollbacks too; look at the loss before it in "
                 "report.html, then lower optim.lr under another run.name, or allow more with train.nonfinite_skips"
             )
             return
-        self._snapshots.discard(now)
         self._group.failed(Cause.nonfinite, event.detail, [])
         self._group.enter(Waiting(), now)
 
     def _logged(self, event: e.Logged, now: float) -> None:
         self._out.record(event.event, **{"generation": event.generation, **event.fields})
+        if event.event == "checkpoint":
+            self._snapshots.checkpoints.stored_by_ranks(event.fields["step"])
 
     def _noted(self, event: e.Noted, now: float) -> None:
         self._out.record(event.event, **event.fields)
@@ -319,10 +345,26 @@ class Control:
     def _closed(self, event: e.Closed, now: float) -> None:
         self._group.membership.generation += 1
 
-    def _finish(self) -> list[Command]:
+    def _why_memory_may_be_lost(self) -> str:
+        """Why what is in memory alone should be in storage now, or empty."""
+        group = self._group
+        if isinstance(group.ending, GivenUp) or self.is_over:
+            return "the run ends"
+        if group.too_few_since is not None:
+            return "fewer workers are left than cluster.min_workers"
+        going, newest = group.nodes.exclusions.deadlines.keys(), self._snapshots.commits.newest
+        if going and not group.membership.could_form_without(going):
+            return "too few nodes stay"
+        if going and newest is not None and any({node, *peers} <= going for node, peers in newest.peers.items()):
+            return "a node is to be taken away, and those with its copies"
+        return ""
+
+    def _finish(self, now: float) -> list[Command]:
         while self._num_failures < self._group.num_failures:
             self._num_failures += 1
             self.cadence.failed()
+        if reason := self._why_memory_may_be_lost():
+            self._snapshots.checkpoints.secure(reason, now)
         self._snapshots.announce_changes()
         return self._out.take()
 

@@ -252,12 +252,13 @@ class Written:
 
 @dataclass(frozen=True)
 class WriteFailed:
-    """A node could not."""
+    """A node could not; `has_none`: because it is gone, or does not have the part whole."""
 
     upload: int
     origin: str
     node: str
     problem: str
+    has_none: bool = False
 
 
 # storage
@@ -298,6 +299,11 @@ class StopAsked:
     """Commit a checkpoint and leave at the next step."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class Settle:
+    """No worker is left: what is committed is to be in storage. Said again and again until that is settled."""
 
 
 @dataclass(frozen=True)
@@ -351,6 +357,7 @@ Event = (
     | PublishFailed
     | Deleted
     | StopAsked
+    | Settle
     | Restarted
     | Closed
 )

@@ -9,7 +9,7 @@ could be larger, it waits until nobody else has come for `settle_s`.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -121,6 +121,11 @@ class Membership:
         staying = {member.id: member for member in self._welcome(self.survivors)}
         rest = {member.id: member for member in self._welcome(self.waiting.values())}
         return len(staying) < len(self.survivors) and self._size((staying | rest).values()) > 0
+
+    def could_form_without(self, nodes: Collection[str]) -> bool:
+        """Whether those that are left, and those that wait, would be enough for a group."""
+        everyone = {member.id: member for member in [*self.survivors, *self.waiting.values()]}
+        return self._size(member for member in everyone.values() if member.node not in nodes) > 0
 
     def form(self, now: float) -> Formation | None:
         """The next generation, if it can be formed now."""

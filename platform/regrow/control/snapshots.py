@@ -28,13 +28,16 @@ class Snapshots:
         *,
         copies: int,
         upload_timeout_s: float,
+        stored: int,
         first_message: int,
         fan_out: int,
         now: float,
     ) -> None:
         self.keepers = KeeperRegistry(fan_out, copies)
         self.commits = CommitTracker(is_whole)
-        self.checkpoints = Checkpoints(cadence, self.commits, self.keepers, out, timeout_s=upload_timeout_s)
+        self.checkpoints = Checkpoints(
+            cadence, self.commits, self.keepers, out, timeout_s=upload_timeout_s, stored=stored
+        )
         self._out, self._message = out, first_message
         self._announced = (NEVER, NEVER)  # what is committed, what is pinned
         self._safe_at = now  # when a snapshot last committed

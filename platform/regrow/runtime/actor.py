@@ -16,11 +16,11 @@ from ray.util import metrics as ray_metrics
 
 from regrow.config.schema import PretrainConfig
 from regrow.control import events as e
-from regrow.control.core import Past
+from regrow.control.core import Past, Settling
 from regrow.control.group import WAITING_POLL_S
 from regrow.control.membership import Member
 from regrow.control.states import Answer, GivenUp
-from regrow.control.values import Peer, SnapshotAck
+from regrow.control.values import NOTHING, Peer, SnapshotAck
 from regrow.errors import ResumeError, first_line
 from regrow.record.claim import Claim
 from regrow.record.lock import LOCK_WAIT_S, lock_run
@@ -29,6 +29,7 @@ from regrow.runtime.calls import CoordinatorCalls, Snapshot
 from regrow.runtime.hardware.gpus import HARDWARE_XIDS
 from regrow.runtime.keeper import COORDINATOR, NAMESPACE, KeeperInfo
 from regrow.runtime.shell import Shell, Update
+from regrow.state.disk.catalog import committed_steps
 from regrow.storage import Storage
 
 ADOPT_S = 30.0  # for the keepers of an earlier coordinator
@@ -62,7 +63,8 @@ class Coordinator:
         events = _once_there(lambda: read_events(storage), storage, patient=restarted)
         generation = next_generation(events) - 1
         logged = _once_there(lambda: newest_step(storage), storage, patient=restarted) if generation else 0
-        past = Past(generation, logged, restarted)
+        stored = _once_there(lambda: committed_steps(storage / checkpoints), storage, patient=restarted)
+        past = Past(generation, logged, restarted, stored[0] if stored else NOTHING)
         instruments = ray_metrics if config.observe.metrics else None
         self.shell = Shell(
             config,
@@ -89,14 +91,21 @@ class Coordinator:
         """Answers once the lock is held: the newest generation so far."""
         return self.shell.control.generation
 
-    def updates(self, after: int) -> tuple[list[Update], str]:
-        """What there is to show after the update of this number, and the message if the run is given up."""
-        ending = self.shell.control.ending
-        return self.shell.updates(after), ending.message if isinstance(ending, GivenUp) else ""
+    def updates(self, after: int) -> tuple[list[Update], str, bool]:
+        """What there is to show after the update of this number, the message if the run is given up, and whether it
+        ends and no group is on."""
+        control, ending = self.shell.control, self.shell.control.ending
+        return self.shell.updates(after), ending.message if isinstance(ending, GivenUp) else "", control.is_over
 
-    def unsettled(self) -> tuple[bool, str]:
-        """Whether a checkpoint is still on its way; why the newest one failed, if it did."""
+    def settling(self) -> Settling:
+        """What of the run is still to be written."""
         return self.shell.control.settling
+
+    def settle(self) -> Settling:
+        """The same, where no worker is left: what is committed in memory is to be in storage. Asked until it is."""
+        with self.shell.lock:
+            self.shell.tell(e.Settle())
+            return self.shell.control.settling
 
     def reported(self, report: Mapping[str, Any]) -> None:
         """The driver has written a report."""
@@ -111,10 +120,14 @@ class Coordinator:
         for event in self.shell.fleet.adopt(_me()):
             self.shell.tell(event)
 
-    def close(self, step: int, reason: str, detail: str) -> str:
-        """Write the last event and flush everything; what could not be written, or empty."""
+    def close(self, step: int, reason: str, detail: str, *, keep: bool) -> str:
+        """Write the last event and flush everything; what could not be written, or empty.
+
+        Nothing stays in memory, but for the newest step where storage does not have it and it is to be kept.
+        """
         self.shell.tell(e.Closed())  # whoever still writes is fenced off
-        self.shell.fleet.close()
+        if not keep or self.shell.control.settling.unstored is None:
+            self.shell.fleet.close()
         self.shell.record("stopped", {"step": step, "reason": reason, "detail": detail})
         return self.shell.close()
 

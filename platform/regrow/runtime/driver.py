@@ -21,6 +21,7 @@ import ray
 from regrow.config.check import check, geometry
 from regrow.config.schema import Float8, PretrainConfig
 from regrow.config.store import STARTED_AT
+from regrow.control.core import Settling
 from regrow.data.preflight import check_corpus
 from regrow.data.prepare.distribute import on_ray
 from regrow.data.read.corpora import Corpora, find_corpora, order_of
@@ -47,7 +48,9 @@ from regrow.storage import Storage
 
 POLL_S = 0.2
 INTERRUPTED = "interrupted"
-LEAVE_S = 20.0  # for the workers to end by themselves once the run is given up
+LEAVE_S = 20.0  # for the workers to end by themselves once the run is over
+TELL_S = 5.0  # for the last checkpoint, before it is told of
+ASK_S = 2.0  # for the coordinator to say what is in memory, where it is left at once
 END_S = 240.0  # for the coordinator to write the rest of the log
 ANSWER_S = 60.0  # for the coordinator to answer, before a word is said of it
 
@@ -162,7 +165,7 @@ class _Session:
             fit_at=0.0,
             driver_s=startup.seconds,
         )
-        self.asked_to_stop = False
+        self.asked_to_stop = self.is_over = False
         self.shown = 0  # the newest update
         self.messages: SimpleQueue[str] = SimpleQueue()  # from other threads
         self.trainer = self._trainer()
@@ -195,20 +198,25 @@ class _Session:
             tell=self.messages.put,
         )
         with self._interrupts():
-            fatal, error = self._fit_until_over()
-            if not fatal and error is None:
-                fatal = self._settle()
+            try:
+                fatal, error = self._fit_until_over()
+                missing = self._missing(self._settle())
+            except KeyboardInterrupt:
+                self._leave_at_once()
+                raise
         stop_stream(self.stream)
         if error is not None and not fatal:
             fatal = f"Ray Train gave up: {str(error).strip().splitlines()[-1]}"
+        if fatal and missing:
+            self.console.message(missing)
+        fatal = fatal or missing
         try:
             steps = committed_steps(self.run.folder / CHECKPOINTS)
         except OSError as away:
             steps, fatal = [], fatal or f"storage does not say which checkpoint is the newest: {first_line(away)}"
-        step = steps[0] if steps else 0
-        reason = self._reason(step, fatal)
-        lost = self._close(step, reason, fatal)
-        if lost:
+        step = steps[0] if steps else None
+        reason = self._reason(step or 0, fatal)
+        if lost := self._close(step or 0, reason, fatal):
             self.console.message(lost)
         report = reporter.last()
         self._show_messages()
@@ -245,31 +253,39 @@ class _Session:
 
         thread = threading.Thread(target=fit, name="ray-train", daemon=True)
         thread.start()
-        fatal, give_up_at = "", float("inf")
-        while thread.is_alive() and time.monotonic() < give_up_at:
+        fatal, leave_at = "", float("inf")
+        while thread.is_alive() and time.monotonic() < leave_at:
             thread.join(POLL_S)
-            fatal = self._show()
-            if fatal and give_up_at == float("inf"):
-                give_up_at = time.monotonic() + LEAVE_S
+            fatal = self._show() or fatal
+            if (fatal or self.is_over) and leave_at == float("inf"):  # where all workers are dead, nothing returns
+                leave_at = time.monotonic() + LEAVE_S
         return self._show() or fatal, outcome[0] if outcome else None
 
     def _reported(self, report: Mapping[str, Any]) -> None:
         self.console.goodput = report["goodput"]
         self.coordinator.reported.remote({key: report[key] for key in ("goodput", "capacity_goodput")})
 
-    def _settle(self) -> str:
-        """Wait for the last checkpoint, which keepers write by themselves; why it failed, if it did."""
+    def _settle(self) -> Settling:
+        """Have keepers write what is committed, and wait until they have, or it has been tried for long enough."""
+        begun, tell_at = time.monotonic(), TELL_S
         while True:
-            busy, failure = self._answer(self.coordinator.unsettled.remote())
+            settling: Settling = self._answer(self.coordinator.settle.remote())
             self._show()
-            if not busy:
-                return str(failure)
+            if not settling.busy:
+                return settling
+            if (waited_s := time.monotonic() - begun) > tell_at:
+                tell_at = 2 * waited_s
+                self.console.message(
+                    f"step {settling.unstored} is on its way from memory to storage since {waited_s:.0f} s; tried for "
+                    f"checkpoint.timeout_s={self.config.checkpoint.timeout_s:.0f} (Ctrl-C twice: leave at once)"
+                )
             time.sleep(POLL_S)
 
     def _close(self, step: int, reason: str, fatal: str) -> str:
         """End the coordinator; what was not done of it."""
         try:
-            return str(ray.get(self.coordinator.close.remote(step, reason, fatal), timeout=END_S))
+            closing = self.coordinator.close.remote(step, reason, fatal, keep=not self._ray_is_ours)
+            return str(ray.get(closing, timeout=END_S))
         except ray.exceptions.GetTimeoutError:
             return f"the run's coordinator has not ended within {END_S:.0f} s: its log may lack the last events"
 
@@ -290,12 +306,39 @@ class _Session:
                 last = str(error).strip().splitlines()[-1].strip()
                 raise RegrowError(f"the run's coordinator has ended: {last}") from error
 
+    def _missing(self, settling: Settling) -> str:
+        """What is in memory and not in storage, and for how long; empty if all is there."""
+        if settling.unstored is None:
+            return ""
+        why = f" ({settling.failure})" if settling.failure else ""
+        found = f"step {settling.unstored} is committed in memory and is not in storage{why}"
+        if self._ray_is_ours:
+            return f"{found}; it is lost with the Ray that this job started on this machine"
+        nodes = ", ".join(node[:12] for node in settling.nodes)
+        return (
+            f"{found}; node {nodes} keeps it for snapshot.abandon_after_s={self.config.snapshot.abandon_after_s:.0f}: "
+            "the same command goes on from it until then"
+        )
+
+    @property
+    def _ray_is_ours(self) -> bool:
+        """Whether keepers end with this job."""
+        return self.config.cluster.address is None
+
+    def _leave_at_once(self) -> None:
+        """Say what stays behind."""
+        try:
+            missing = self._missing(ray.get(self.coordinator.settling.remote(), timeout=ASK_S))
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            missing = f"what is committed in memory is not known: {first_line(error)}"
+        self.console.message(missing or "ended at once; all that is committed is in storage")
+
     def _show(self) -> str:
         """Show what happened since the last call; the fatal message if the run is over."""
         if self.asked_to_stop:  # again and again: a coordinator that was restarted does not know
             self.coordinator.request_stop.remote(INTERRUPTED)
         self._show_messages()
-        updates, fatal = self._answer(self.coordinator.updates.remote(self.shown))
+        updates, fatal, self.is_over = self._answer(self.coordinator.updates.remote(self.shown))
         for update in updates:
             self.shown = update.number
             if update.kind == "row":
@@ -339,15 +382,17 @@ class _Session:
             return "finished"
         return "stop_at_step" if step == self.config.train.stop_at_step else INTERRUPTED
 
-    def _farewell(self, step: int, reason: str, loss: float | None) -> None:
+    def _farewell(self, step: int | None, reason: str, loss: float | None) -> None:
         shown = f", loss {loss:.4f}" if loss is not None else ""
         if reason == "finished":
             self.console.message(f"finished {step} steps{shown}; report: {self.run.folder}/report.html")
             return
-        self.console.message(
-            f"stopped at step {step} of {self.config.train.steps}{shown}; its checkpoint is committed. Resume with "
-            f"the same run.name={self.config.run.name}: {_resume_command()}"
+        stands = (
+            f"stopped at step {step} of {self.config.train.steps}{shown}; its checkpoint is committed"
+            if step is not None
+            else f"stopped before any of {self.config.train.steps} steps was committed"
         )
+        self.console.message(f"{stands}. Resume with the same run.name={self.config.run.name}: {_resume_command()}")
 
 
 def _last_step(config: PretrainConfig) -> int:

@@ -14,7 +14,7 @@ import ray
 from regrow.control import events as e
 from regrow.control.commands import Announce, Ask, Kill, Question, RestartKeeper, SendPlaces, TellOver, Write
 from regrow.control.values import NOTHING, Version
-from regrow.errors import first_line
+from regrow.errors import CheckpointError, first_line
 from regrow.runtime.calls import KeeperClient
 from regrow.runtime.keeper import KeeperInfo, Place, end_keepers, running_keepers
 from regrow.runtime.liveness.connections import HeldConnections
@@ -133,7 +133,9 @@ class Fleet:
 
         def then(answer: "Future[Written]") -> e.Event:
             if (error := answer.exception()) is not None:
-                return e.WriteFailed(command.upload, command.origin, command.node, _problem(error))
+                cause = getattr(error, "cause", None) or error
+                has_none = isinstance(cause, ray.exceptions.RayError | CheckpointError)  # storage's are OSErrors
+                return e.WriteFailed(command.upload, command.origin, command.node, _problem(error), has_none)
             self._publisher.written(command.upload, order, answer.result())
             return e.Written(command.upload, command.origin)
 

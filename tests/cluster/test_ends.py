@@ -1,0 +1,91 @@
+"""Whatever ends a run in good order has its newest committed step in storage, or one line says where it still is."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from regrow.drill.nodes import local_nodes
+from regrow.state.disk.catalog import committed_steps
+from regrow.state.memory.slots import Committed
+from regrow.storage import Storage
+from support.cluster import SMALL, Job
+
+pytestmark = pytest.mark.timeout(600)
+SLOW = ["model.dim=256", "model.ffn_dim=704", "data.seq_len=128"]  # a step of a third of a second
+TWO = [*SMALL, *SLOW, "cluster.min_workers=2", "cluster.max_workers=2", "cluster.cpus_per_worker=2"]
+ENDLESS = [*TWO, "train.steps=100000", "checkpoint.every_steps=100000", "snapshot.every_steps=1"]
+
+
+def committed_in_memory(job: Job) -> int:
+    return max(Committed.read(folder).newest.step for folder in job.memory())
+
+
+def in_storage(job: Job) -> list[int]:
+    return committed_steps(Storage.at(job.folder / "checkpoints"))
+
+
+def test_a_job_that_waits_below_min_workers_and_is_stopped_has_its_newest_step_in_storage(storage: Path) -> None:
+    with (
+        local_nodes(2, cpus=2) as nodes,
+        Job(storage, "below", *ENDLESS, f"cluster.address={nodes.address}") as job,
+    ):
+        job.wait_for(lambda: job.last_step() >= 15, 240)
+        nodes.kill(1)
+        job.wait_for(lambda: bool(job.events("failure")), 60)
+        committed = committed_in_memory(job)
+        assert committed >= 15
+        job.interrupt()
+        assert job.wait() == 130, job.printed()
+        assert in_storage(job)[0] >= committed
+        assert f"stopped at step {in_storage(job)[0]} of 100000" in job.printed()
+        assert job.memory() == []
+
+
+@pytest.mark.long
+def test_what_storage_does_not_take_stays_in_memory_one_line_says_so_and_the_next_start_goes_on_from_it(
+    storage: Path,
+) -> None:
+    with local_nodes(2, cpus=2) as nodes:
+        settings = [*ENDLESS, f"cluster.address={nodes.address}", "checkpoint.timeout_s=15"]
+        with Job(storage, "away", *settings) as job:
+            job.wait_for(lambda: job.last_step() >= 15, 240)
+            (job.folder / "checkpoints").write_text("no folder: nothing can be written below it")
+            job.interrupt()
+            assert job.wait() == 1, job.printed()
+            last, folders = job.last_step(), job.memory()
+            assert f"step {last} is committed in memory and is not in storage" in job.printed()
+            assert len(job.events("checkpoint_failed")) > 1, "it was tried again"
+            assert len(folders) == 2
+            (job.folder / "checkpoints").unlink()
+            again = Job(storage, "away", *settings)
+            with again:
+                again.wait_for(lambda: again.last_step() >= last + 5, 240)
+                generation = again.events("generation")[-1]
+                assert (generation["source"], generation["start_step"]) == ("snapshot", last)
+                again.interrupt()
+                assert again.wait() == 130, again.printed()
+                assert in_storage(again)[0] == again.last_step()
+                assert again.memory() == []
+
+
+@pytest.mark.long
+def test_who_leaves_at_once_is_told_what_stays_behind_and_finds_it_again(storage: Path) -> None:
+    with local_nodes(2, cpus=2) as nodes:
+        settings = [*ENDLESS, f"cluster.address={nodes.address}"]
+        with Job(storage, "at-once", *settings) as job:
+            job.wait_for(lambda: job.last_step() >= 15, 240)
+            (job.folder / "checkpoints").write_text("no folder: nothing can be written below it")
+            job.interrupt()
+            job.wait_for(lambda: bool(job.events("checkpoint_failed")), 60)
+            os.killpg(job.process.pid, signal.SIGINT)
+            assert job.wait(60) == 130, job.printed()
+            last = job.last_step()
+            assert f"step {last} is committed in memory and is not in storage" in job.printed()
+            (job.folder / "checkpoints").unlink()
+            with Job(storage, "at-once", *settings, f"train.stop_at_step={last + 5}") as again:
+                assert again.wait() == 0, again.printed()
+                assert again.events("generation")[-1]["start_step"] == last
+                assert in_storage(again)[0] == last + 5
+                assert again.memory() == []
