@@ -15,6 +15,7 @@ from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
 from regrow.plan.boxes import Box
+from regrow.plan.mesh import ALONE
 from regrow.state.disk import catalog, store
 from regrow.state.disk.format import COMMIT
 from regrow.state.disk.tensors import CheckpointTensors
@@ -124,11 +125,36 @@ def alone(seed: int = 1) -> list[Entry]:
     return training_entries(model, build_optimizer(model, OptimConfig()), inner_tensor=inner_tensor)
 
 
-def save_alone(folder: Path, step: int, seed: int = 1) -> list[Entry]:
+def save_alone(folder: Path, step: int, seed: int = 1, generation: int = 1) -> list[Entry]:
     entries = alone(seed)
     scalars = {"step": step, "cursor": step, "tokens_seen": step}
-    store.save(Storage.at(folder), entries, scalars=scalars, run_id=RUN, generation=1)
+    store.save(Storage.at(folder), entries, scalars=scalars, run_id=RUN, generation=generation)
     return entries
+
+
+def flip_a_bit(folder: Path, step: int) -> None:
+    """Of the last element of a checkpoint."""
+    (file,) = (folder / catalog.step_folder(step)).glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def restored_step(folder: Path) -> int:
+    """As a group that forms does it, and notes what is damaged."""
+    storage = Storage.at(folder)
+    progress = store.restore_newest(
+        storage,
+        [*catalog.committed_steps(storage), *catalog.damaged_steps(storage)],
+        alone(),
+        ALONE,
+        None,
+        run_id=RUN,
+        global_batch_seqs=1,
+        damaged=lambda step, detail: catalog.note_damaged(storage, step, detail),
+    )
+    assert progress is not None
+    return progress.step
 
 
 def test_files_are_plain_safetensors_that_other_tools_read(tmp_path: Path) -> None:
@@ -202,6 +228,51 @@ def test_retention_keeps_the_newest_sound_ones_and_sweeps_older_leftovers(tmp_pa
     save_alone(tmp_path, 5)
     assert catalog.retain(folder, keep=2) == [1, 2]
     assert catalog.committed_steps(folder) == [5, 4, 3]
+
+
+@pytest.mark.parametrize("damaged", [(1500, 2000), (2000,)])
+def test_damaged_checkpoints_past_the_one_that_was_restored_do_not_count_as_kept(
+    tmp_path: Path, damaged: tuple[int, ...]
+) -> None:
+    """Two of them have made retention delete the two that could be read."""
+    folder = Storage.at(tmp_path)
+    steps = [500, 1000, *damaged]
+    for step in steps:
+        save_alone(tmp_path, step)
+    for step in damaged:
+        flip_a_bit(tmp_path, step)
+    assert restored_step(tmp_path) == 1000
+    save_alone(tmp_path, 1200, generation=2)
+    assert catalog.retain(folder, keep=2) == [500]
+    assert catalog.committed_steps(folder) == [1200, 1000]
+    assert restored_step(tmp_path) == 1200, "not one that is damaged, nor one that was left behind"
+    save_alone(tmp_path, 2000, generation=2)  # passed again: this one is sound
+    assert catalog.committed_steps(folder) == [2000, 1200, 1000]
+    assert catalog.retain(folder, keep=2) == [1000]
+    assert restored_step(tmp_path) == 2000
+
+
+def test_what_was_written_past_the_step_that_a_run_went_back_to_is_never_kept_for_what_is_newer(tmp_path: Path) -> None:
+    folder = Storage.at(tmp_path)
+    for step, generation in ((1000, 1), (1500, 1), (2000, 1), (1200, 2)):
+        save_alone(tmp_path, step, generation=generation)
+    assert catalog.retain(folder, keep=2) == []
+    assert set(catalog.committed_steps(folder)) >= {1000, 1200}
+
+
+def test_where_all_checkpoints_are_noted_as_damaged_they_are_tried_again_and_never_taken_for_none(
+    tmp_path: Path,
+) -> None:
+    """It may have been one reader that was wrong; and a run must not begin anew in silence."""
+    for step in (1, 2):
+        save_alone(tmp_path, step)
+        catalog.note_damaged(Storage.at(tmp_path), step, "says a rank whose memory is bad")
+    assert catalog.committed_steps(Storage.at(tmp_path)) == []
+    assert restored_step(tmp_path) == 2
+    for step in (1, 2):
+        flip_a_bit(tmp_path, step)
+    with pytest.raises(CheckpointError, match="none of the checkpoints"):
+        restored_step(tmp_path)
 
 
 def test_a_rank_error_carries_the_first_traceback() -> None:

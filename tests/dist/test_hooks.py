@@ -20,11 +20,12 @@ from regrow.parallel.stream import HostStream
 from regrow.plan.mesh import plan_mesh
 from regrow.runtime import calls
 from regrow.runtime import hooks as hooks_module
+from regrow.runtime import restore as restore_module
 from regrow.runtime.process import Process
-from regrow.state.disk.catalog import committed_steps, open_checkpoint
+from regrow.state.disk.catalog import committed_steps, note_damaged, open_checkpoint
 from regrow.state.disk.format import COMMIT
-from regrow.state.disk.store import restore
-from regrow.state.entries import Progress, training_entries
+from regrow.state.disk.store import restore, save
+from regrow.state.entries import Entry, Progress, training_entries
 from regrow.state.memory.writer import Snapshots
 from regrow.storage import LocalStorage
 from regrow.train import saver as saver_module
@@ -122,3 +123,61 @@ def test_checkpoints_are_asked_for_and_the_last_is_written_by_the_ranks_themselv
     for seen, waited_s, restored in (first, second):
         assert waited_s >= 0.5, seen
         assert restored
+
+
+class Memory:
+    """A tier that holds one step, and is asked for what is at least as new as storage."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def restore(self, entries: list[Entry], *, at_least: int) -> Progress | None:
+        return Progress(self.step, 0, 0) if self.step >= at_least else None
+
+
+def restored_after_damage(storage: Path) -> list[tuple[int, str]]:
+    """Checkpoints of steps 30 and 60, of which the newer one is damaged: what a first group begins with, which has
+    nothing in memory; a second one, which has step 48 there; and one after 60 was passed and written again."""
+    restore_module.ray = calls.ray = SimpleNamespace(get=lambda call, timeout=None: call)  # type: ignore[assignment]
+    mesh = build_mesh(plan_mesh(1, 1), "cpu")
+    model = build_model(tiny_model(), ParallelConfig(), mesh=mesh, device=torch.device("cpu"), seed=0)
+    optimizer = build_optimizer(model, OptimConfig())
+    entries = training_entries(model, optimizer, inner_tensor=inner_tensor)
+    folder, config = LocalStorage(storage), PretrainConfig()
+
+    def write(step: int) -> None:
+        scalars = Progress(step, step * config.optim.global_batch_seqs, 0).to_dict()
+        save(folder, entries, scalars=scalars, run_id=RUN, generation=1, coordinates=coordinates_of(mesh))
+
+    for step in (30, 60):
+        write(step)
+    file = next((storage / "step-00000060").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+    def event(generation: int, name: str, fields: dict[str, Any]) -> None:
+        """As the real coordinator does, on its storage thread."""
+        assert name == "checkpoint_damaged"
+        note_damaged(folder, fields["step"], fields["detail"])
+
+    job: Any = SimpleNamespace(
+        config=config,
+        checkpoints=str(storage),
+        run_id=RUN,
+        coordinator=SimpleNamespace(event=SimpleNamespace(remote=event)),
+    )
+    step: Any = SimpleNamespace(model=model, optimizer=optimizer)
+    begun = []
+    for memory in (None, Memory(48), Memory(61)):
+        if memory is not None and memory.step > 60:
+            write(60)
+        progress, source = restore_module.restore(job, 2, step, entries, mesh, cast(Any, memory))
+        begun.append((progress.step, source))
+    progress, source = restore_module.restore(job, 2, step, entries, mesh, cast(Any, Memory(59)))
+    return [*begun, (progress.step, source)]
+
+
+def test_a_damaged_checkpoint_that_is_newer_than_the_run_does_not_keep_it_from_its_memory(tmp_path: Path) -> None:
+    (begun,) = run_ranks(restored_after_damage, 1, tmp_path)
+    assert begun == [(30, "checkpoint"), (48, "snapshot"), (61, "snapshot"), (60, "checkpoint")]

@@ -179,12 +179,13 @@ def read_by_the_peer(nodes: list[Node], meanwhile: Meanwhile, monkeypatch: pytes
 
 def read_for_storage(nodes: list[Node], meanwhile: Meanwhile, monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
     written: list[bytes] = []
+    inner = LocalStorage.write_chunks
 
     def write_chunks(self: LocalStorage, name: str, chunks: Any) -> int:
         written.append(next(chunks))
         meanwhile()
         written.extend(bytes(chunk) for chunk in chunks)
-        return sum(map(len, written))
+        return inner(self, name, written)  # which is read back
 
     monkeypatch.setattr(LocalStorage, "write_chunks", write_chunks)
     order = WriteOrder(Version(1, 2), "node-0", False, str(nodes[0].keeper.folder.parent), "token", True)

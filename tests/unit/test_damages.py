@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from regrow.state.disk.format import COMMIT
 from regrow.state.memory.held import CHECKSUMS, COPY, Holder
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.slots import MAGIC, SLOT, open_slot
-from regrow.storage import Storage
+from regrow.storage import LocalStorage, Storage
 from support.keepers import (
     RUN,
     SECRET,
@@ -254,6 +255,26 @@ def test_damaged_checkpoints_are_named_and_the_one_before_used(written: Path, se
                     says = (f"{folder}/", "is not the one in ", "it has no ")
                     assert any(before + name in problem for before in says for name in names), problem
     assert min(outcomes[20], outcomes[10]) > 0, outcomes
+
+
+@pytest.mark.parametrize("at", [0.0, 0.5, 1.0], ids=["header", "middle", "end"])
+def test_a_checkpoint_that_storage_does_not_give_back_as_it_was_written_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: float
+) -> None:
+    """Older ones would be deleted for it."""
+    inner = LocalStorage.write_chunks
+
+    def write_chunks(self: LocalStorage, name: str, chunks: Any) -> int:
+        data = bytearray(b"".join(bytes(chunk) for chunk in chunks))
+        data[int(at * (len(data) - 1))] ^= 1
+        return inner(self, name, [data])
+
+    with cluster(tmp_path, 2) as nodes:
+        snapshot(nodes, 3, 2)
+        monkeypatch.setattr(LocalStorage, "write_chunks", write_chunks)
+        with pytest.raises(OSError, match="what was written is not what is read"):
+            write_checkpoint(nodes, Storage.at(tmp_path / "checkpoints"), 3)
+    assert catalog.committed_steps(Storage.at(tmp_path / "checkpoints")) == []
 
 
 def files_below(folder: Path) -> list[Path]:

@@ -192,6 +192,14 @@ class Withdraw:
 
 
 @dataclass(frozen=True)
+class NoteDamaged:
+    """A group could not read this step's checkpoint: it is not to count any more."""
+
+    step: int
+    detail: str
+
+
+@dataclass(frozen=True)
 class Delete:
     """Delete checkpoints that are more than is kept."""
 
@@ -217,6 +225,7 @@ Command = (
     | PublishIndex
     | PublishCommit
     | Withdraw
+    | NoteDamaged
     | Delete
 )
 

@@ -14,7 +14,7 @@ from typing import Any
 from regrow.config.schema import Backend, PretrainConfig
 from regrow.control import events as e
 from regrow.control.cadence import Cadence
-from regrow.control.commands import BeginRows, Command, Delete, LogRow, Outbox, Reply, TellOver
+from regrow.control.commands import BeginRows, Command, Delete, LogRow, NoteDamaged, Outbox, Reply, TellOver
 from regrow.control.commits import IsWhole
 from regrow.control.group import QUARANTINE_WITHIN_S, Group
 from regrow.control.health import Health, Stalls, Suspect
@@ -315,6 +315,8 @@ class Control:
         self._out.record(event.event, **{"generation": event.generation, **event.fields})
         if event.event == "checkpoint":
             self._snapshots.checkpoints.stored_by_ranks(event.fields["step"])
+        elif event.event == "checkpoint_damaged":
+            self._out.append(NoteDamaged(event.fields["step"], event.fields["detail"]))
 
     def _noted(self, event: e.Noted, now: float) -> None:
         self._out.record(event.event, **event.fields)

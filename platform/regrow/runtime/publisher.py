@@ -5,10 +5,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from regrow.control import events as e
-from regrow.control.commands import PublishCommit, PublishIndex, Write
+from regrow.control.commands import NoteDamaged, PublishCommit, PublishIndex, Write
 from regrow.errors import first_line
 from regrow.record.claim import Superseded
-from regrow.state.disk.catalog import step_folder, try_retain
+from regrow.state.disk.catalog import note_damaged, step_folder, try_retain
 from regrow.state.disk.format import COMMIT, Index
 from regrow.state.disk.upload import Upload, WriteOrder, Written, write_index
 from regrow.storage import Storage
@@ -95,6 +95,16 @@ class Publisher:
                 self._checkpoints.delete(f"{step_folder(step)}/{COMMIT}")
 
         self._working.append(self._thread.submit(withdraw))
+
+    def note_damaged(self, command: NoteDamaged) -> None:
+        """This step's checkpoint is not to count any more."""
+
+        def note() -> None:
+            with contextlib.suppress(OSError, Superseded):  # then the next one that fails to read it does
+                self._check()
+                note_damaged(self._checkpoints, command.step, command.detail)
+
+        self._working.append(self._thread.submit(note))
 
     def delete(self) -> None:
         """Delete checkpoints that are more than is kept."""

@@ -99,12 +99,12 @@ def restore(
 ) -> tuple[Progress, str]:
     """Load the newest committed state that is sound, on all ranks the same one; from seed if there is none.
 
-    Collective. From the nodes' memory, where that holds it, else from storage. A damaged checkpoint is reported and the
-    one before it taken. `entries` are those of `built`.
+    Collective. From the nodes' memory, where that holds it, else from storage. A damaged checkpoint is reported, which
+    has it noted, and the one before it taken; those noted before come last. `entries` are those of `built`.
     Raises CheckpointError if all checkpoints are damaged.
     """
     folder = Storage.at(job.checkpoints)
-    steps = on_first_rank(partial(catalog.committed_steps, folder))
+    steps, noted = on_first_rank(lambda: (catalog.committed_steps(folder), catalog.damaged_steps(folder)))
     if memory is not None:
         restored = memory.restore(entries, at_least=steps[0] if steps else 0)
         if restored is not None:
@@ -117,7 +117,7 @@ def restore(
 
     restored = store.restore_newest(
         folder,
-        steps,
+        [*steps, *noted],
         entries,
         coordinates_of(mesh),
         replica_group(mesh),

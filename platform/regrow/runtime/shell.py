@@ -119,6 +119,7 @@ class Shell:
             c.PublishIndex: self.publisher.publish_index,
             c.PublishCommit: self.publisher.publish_commit,
             c.Withdraw: lambda command: self.publisher.withdraw(command.step),
+            c.NoteDamaged: self.publisher.note_damaged,
             c.Delete: lambda command: self.publisher.delete(),
         }
 

@@ -116,20 +116,29 @@ class TorchrunRun:
         Raises CheckpointError where there are some and none is sound.
         """
         entries = training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
+        steps = on_first_rank(
+            lambda: [*catalog.committed_steps(self.checkpoints), *catalog.damaged_steps(self.checkpoints)]
+        )
         restored = store.restore_newest(
             self.checkpoints,
-            on_first_rank(partial(catalog.committed_steps, self.checkpoints)),
+            steps,
             entries,
             coordinates_of(mesh),
             replica_group(mesh),
             run_id=self.run.run_id,
             global_batch_seqs=self.config.optim.global_batch_seqs,
-            damaged=lambda number, detail: self.event(events.CheckpointDamaged(step=number, detail=detail)),
+            damaged=self._damaged,
         )
         if restored is None:
             return Progress()
         set_optimizer_step(step.optimizer, restored.step)
         return restored
+
+    def _damaged(self, step: int, detail: str) -> None:
+        self.event(events.CheckpointDamaged(step=step, detail=detail))
+        if self.rank == 0:
+            with contextlib.suppress(OSError):  # then the next attempt finds it again
+                catalog.note_damaged(self.checkpoints, step, detail)
 
     def begin(self, step: TrainStep, mesh: DeviceMesh, start: Progress, validation: Validation, peak: Peak) -> None:
         """The group trains this from here on."""

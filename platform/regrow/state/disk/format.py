@@ -22,7 +22,7 @@ from regrow.state.checksums import CHUNK_BYTES, Crc
 FORMAT, VERSION = "regrow-checkpoint", 4
 READABLE = (2, 3, VERSION)
 FLAT = f"{FORMAT}-2"  # of files in versions 2 and 3: elements [start, stop) of a tensor, or of its blocks of columns
-COMMIT = "COMMIT"
+COMMIT, DAMAGED = "COMMIT", "DAMAGED"
 SAFETENSORS_DTYPES = {"float32": "F32", "float64": "F64", "bfloat16": "BF16", "float16": "F16", "int64": "I64"}
 TORCH_DTYPES = {code: name for name, code in SAFETENSORS_DTYPES.items()}
 

@@ -20,7 +20,8 @@ from regrow.control.values import Version
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import ITEM_BYTES, Piece
 from regrow.state.checksums import CHUNK_BYTES, Crc, checksums
-from regrow.state.disk.format import DataFile, Index, encode_header
+from regrow.state.disk.format import DataFile, Index, Stored, encode_header
+from regrow.state.disk.read import read_chunks
 from regrow.state.memory.held import Held, Snapshot, open_snapshot
 from regrow.state.memory.slots import SlotHeader
 from regrow.state.reshard import written_share
@@ -57,8 +58,9 @@ class Written:
 def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id: str) -> Written:
     """What a keeper does: carry out an order from the files in its folder.
 
-    Every byte is checked on its way against the checksum it got when it was sealed, and keeps it. Raises
-    CheckpointError where the folder does not hold the step whole, or bytes are damaged; storage's errors are OSErrors.
+    Every byte is checked on its way against the checksum it got when it was sealed, and keeps it; what was written is
+    read back once. Raises CheckpointError where the folder does not hold the step whole, or bytes are damaged;
+    storage's errors are OSErrors.
     """
     mine = [each for each in held if each.moment == order.moment and each.is_of(order.origin, copy=order.copies)]
     if not mine or len(mine) != mine[0].writers:
@@ -110,7 +112,22 @@ def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> 
 
     with snapshot.payload() as payload:
         num_bytes = target.write_chunks(name, content(payload))
+    _read_back(target, name, head, checked)
     return DataFile(name, num_bytes, len(head), hashlib.sha256(head).hexdigest())
+
+
+def _read_back(target: Storage, name: str, head: bytes, checked: list[tuple[Piece, Crc]]) -> None:
+    """Older checkpoints are deleted for this one: storage has what it was given. Raises OSError where it has not."""
+    if target.read_range(name, 0, len(head)) != head:
+        raise OSError(f"{target}/{name}: what was written is not what is read; is that file system sound?")
+    at = len(head)
+    for piece, crc in checked:
+        for begin in range(0, piece.num_bytes, PIECE_BYTES):
+            try:
+                read_chunks(target, name, Stored(piece, at, crc), begin, min(begin + PIECE_BYTES, piece.num_bytes))
+            except CheckpointError as error:
+                raise OSError(f"what was written is not what is read: {error}") from error
+        at += piece.num_bytes
 
 
 @dataclass
