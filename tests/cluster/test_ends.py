@@ -12,7 +12,7 @@ from regrow.state.memory.slots import Committed
 from regrow.storage import Storage
 from support.cluster import SMALL, Job
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 SLOW = ["model.dim=256", "model.ffn_dim=704", "data.seq_len=128"]  # a step of a third of a second
 TWO = [*SMALL, *SLOW, "cluster.min_workers=2", "cluster.max_workers=2", "cluster.cpus_per_worker=2"]
 ENDLESS = [*TWO, "train.steps=100000", "checkpoint.every_steps=100000", "snapshot.every_steps=1"]
@@ -31,7 +31,7 @@ def test_a_job_that_waits_below_min_workers_and_is_stopped_has_its_newest_step_i
         local_nodes(2, cpus=2) as nodes,
         Job(storage, "below", *ENDLESS, f"cluster.address={nodes.address}") as job,
     ):
-        job.wait_for(lambda: job.last_step() >= 15, 240)
+        job.wait_for(lambda: job.last_step() >= 15, 500)
         nodes.kill(1)
         job.wait_for(lambda: bool(job.events("failure")), 60)
         committed = committed_in_memory(job)
@@ -50,7 +50,7 @@ def test_what_storage_does_not_take_stays_in_memory_one_line_says_so_and_the_nex
     with local_nodes(2, cpus=2) as nodes:
         settings = [*ENDLESS, f"cluster.address={nodes.address}", "checkpoint.timeout_s=15"]
         with Job(storage, "away", *settings) as job:
-            job.wait_for(lambda: job.last_step() >= 15, 240)
+            job.wait_for(lambda: job.last_step() >= 15, 500)
             (job.folder / "checkpoints").write_text("no folder: nothing can be written below it")
             job.interrupt()
             assert job.wait() == 1, job.printed()
@@ -61,7 +61,7 @@ def test_what_storage_does_not_take_stays_in_memory_one_line_says_so_and_the_nex
             (job.folder / "checkpoints").unlink()
             again = Job(storage, "away", *settings)
             with again:
-                again.wait_for(lambda: again.last_step() >= last + 5, 240)
+                again.wait_for(lambda: again.last_step() >= last + 5, 500)
                 generation = again.events("generation")[-1]
                 assert (generation["source"], generation["start_step"]) == ("snapshot", last)
                 again.interrupt()
@@ -75,7 +75,7 @@ def test_who_leaves_at_once_is_told_what_stays_behind_and_finds_it_again(storage
     with local_nodes(2, cpus=2) as nodes:
         settings = [*ENDLESS, f"cluster.address={nodes.address}"]
         with Job(storage, "at-once", *settings) as job:
-            job.wait_for(lambda: job.last_step() >= 15, 240)
+            job.wait_for(lambda: job.last_step() >= 15, 500)
             (job.folder / "checkpoints").write_text("no folder: nothing can be written below it")
             job.interrupt()
             job.wait_for(lambda: bool(job.events("checkpoint_failed")), 60)

@@ -15,9 +15,10 @@ from typing import Any
 from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig, SnapshotConfig
 from regrow.control import commands as c
 from regrow.control import events as e
-from regrow.control.core import Control, Fenced, Past
+from regrow.control.core import Control, Fenced
 from regrow.control.health import Pulse
 from regrow.control.membership import Formation, Member
+from regrow.control.past import Past
 from regrow.control.states import Answer, GivenUp
 from regrow.control.values import NEVER, SnapshotAck, Version
 from regrow.record.log import METRIC_KEYS

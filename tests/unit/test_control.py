@@ -1,7 +1,7 @@
 """What control decides, event by event, in virtual time."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -10,11 +10,12 @@ from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig
 from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.checkpoints import ARRIVE_WANTED_S, ASK_AGAIN_S, IN_VAIN, RETRY_S
-from regrow.control.core import DEVICE_PATIENCE_S, Control, Fenced, Past, Settling
+from regrow.control.core import DEVICE_PATIENCE_S, Control, Fenced, Settling
 from regrow.control.group import LEAVING_S, MAX_FAILED_GENERATIONS, YIELD_S
 from regrow.control.health import KNOCK_S, WHERE_AGAIN_S, Pulse
 from regrow.control.links import AGAIN_S, REFUSED_S
 from regrow.control.membership import Formation, Member
+from regrow.control.past import Past, Rollbacks, group_of
 from regrow.control.snapshots import IS_THERE, SILENT_S
 from regrow.control.states import Answer, Finished, Forming, GivenUp, LeavingGroup, Training, Waiting
 from regrow.control.values import NEVER, Peer, SnapshotAck, Version
@@ -81,7 +82,8 @@ class Told:
         """Their keepers are up, and the newest group trains."""
         for node in nodes:
             self(e.KeeperUp(node, node, (node, 1)))
-        self(e.Began(self.control.generation, step, tuple(nodes), {}))
+        workers = [{"node": node} for node in nodes]
+        self(e.Began(self.control.generation, step, tuple(nodes), {"workers": workers}))
 
     def row(self, step: int, **fields: Any) -> str:
         row = dict.fromkeys(METRIC_KEYS, 0.5) | {"generation": self.control.generation, "step": step} | fields
@@ -328,7 +330,7 @@ def test_members_whose_keeper_is_gone_for_long_are_given_up_though_nobody_tells_
 @pytest.mark.parametrize("restarted", [True, False])
 def test_old_checkpoints_are_deleted_by_a_coordinator_that_was_restarted_not_by_a_new_jobs(restarted: bool) -> None:
     """The one before may have died doing so; a new job may need what `checkpoint.keep` would now delete."""
-    told = Told(Past(3, 10, restarted))
+    told = Told(Past(3, 10, restarted=restarted))
     if restarted:
         told(e.Restarted((), None, ()))
     told()
@@ -765,6 +767,126 @@ def test_a_notice_to_both_holders_of_a_part_orders_a_checkpoint_and_one_to_eithe
     assert orders(told) == []
     told(e.Notice({"a": told.now + 60.0, peers["a"]: told.now + 60.0}))
     assert len(orders(told)) == 4
+
+
+# a coordinator that takes the place of one that died
+
+
+def log_of(told: Told, *, submitted: bool = True) -> list[dict[str, Any]]:
+    """What its log holds: all that it wanted recorded, and the groups that it formed."""
+    rows: list[dict[str, Any]] = [{"event": "submitted", "time": 1000.0}] if submitted else []
+    for command in told.commands:
+        if isinstance(command, c.Form):
+            members = [asdict(member) for member in command.members]
+            rows.append({"event": "forming", "time": told.now, "generation": command.generation, "members": members})
+        elif isinstance(command, c.Record):
+            rows.append({"event": command.event, "time": told.now, **command.fields})
+    return rows
+
+
+def restarted(told: Told, *, stored: int = -1, **cluster: Any) -> Told:
+    """The coordinator dies; another one reads its log, and finds its keepers."""
+    events = log_of(told)
+    past = Past.of(
+        events, generation=told.control.generation, logged=told.control.next_step - 1, stored=stored, restarted=True
+    )
+    again = Told(past, **cluster)
+    again.now = told.now
+    again(group_of(events, past.generation))
+    return again
+
+
+def test_a_coordinator_that_was_restarted_knows_that_the_last_step_is_trained() -> None:
+    """Spares would poll for ever, and the driver would wait for them."""
+    told = Told()
+    told.form(one(1))
+    told.begin(["node"])
+    told.row(1)
+    told(e.Done())
+    again = restarted(told)
+    assert again.control.is_over
+    again.join(one(9, "spare"))
+    assert again.ask("m9").over
+    assert again.control.settling.busy, "step 1 is to be in storage"
+
+
+def test_a_last_checkpoint_that_a_coordinator_died_over_is_written_by_the_next_one() -> None:
+    told = Told()
+    told.form(one(1, "a"))
+    told.begin("a")
+    told.row(1)
+    told.seal(Version(1, 1), {"a": ""})
+    told(e.CheckpointWanted(1, 1))
+    told(e.Done())
+    assert orders(told) == [("a", "a", 1)]
+    again = restarted(told)
+    again(e.KeeperUp("a", "a", ("a", 1)))
+    again(e.KeepersFound((("a", Version(1, 1), [Shard(Version(1, 1), "a", 1, 0)]),)))
+    again(e.Settle())
+    assert orders(again) == [("a", "a", 1)]
+    assert again.control.settling.busy
+    all_written(again, 1, "a")
+    again(e.Settle())
+    assert again.control.settling == Settling(False, "", None, ())
+    later = restarted(told, stored=1)
+    later(e.KeeperUp("a", "a", ("a", 1)))
+    later(e.KeepersFound((("a", Version(1, 1), [Shard(Version(1, 1), "a", 1, 0)]),)))
+    later(e.Settle())
+    assert orders(later) == [], "it is in storage"
+
+
+def test_a_coordinator_that_was_restarted_counts_how_long_too_few_are_there_from_when_they_were() -> None:
+    told = Told(wait_for_workers_s=50.0, min_workers=2)
+    told.form(one(1, "a"), one(2, "b"))
+    told.begin("ab")
+    told(e.Died((("b", 2),), 1, "worker_died", "gone"))
+    events = log_of(told)
+    told.now += 40.0
+    again = Told(
+        Past.of(events, generation=1, logged=0, stored=-1, restarted=True), wait_for_workers_s=50.0, min_workers=2
+    )
+    again.now = told.now
+    again(group_of(events, 1))
+    again()
+    assert again.control.ending is None
+    again.now += 11.0
+    again()
+    assert isinstance(again.control.ending, GivenUp)
+
+
+def test_a_coordinator_that_was_restarted_leaves_a_quarantined_node_alone() -> None:
+    told = Told(quarantine_failures=1)
+    told.form(one(1), one(2, "bad"))
+    told(e.Died((("bad", 2),), 1, "worker_died", "gone"))
+    assert told.control.excluded_nodes(told.now) == {"bad"}
+    again = restarted(told, quarantine_failures=1)
+    assert again.control.excluded_nodes(again.now) == {"bad"}
+    assert again.control.excluded_nodes(again.now + PretrainConfig().cluster.quarantine_s + 1.0) == set()
+    fresh = Past.of(log_of(told), generation=1, logged=0, stored=-1, restarted=False)
+    assert fresh.quarantined_until == {}, "a new job tries it"
+
+
+def test_a_coordinator_that_was_restarted_allows_no_more_rollbacks_than_one_that_was_not() -> None:
+    told = Told()
+    told.form(one(1))
+    told.begin(["node"])
+    told(e.NotFinite(1, 5, "loss is nan"))
+    assert told.control.ending is None
+    again = restarted(told)
+    again.form(one(1))
+    again(e.NotFinite(again.control.generation, 5, "loss is nan"))
+    assert isinstance(again.control.ending, GivenUp)
+    assert Past.of(log_of(told), generation=1, logged=0, stored=-1, restarted=True).rollbacks == Rollbacks(1, 5)
+
+
+def test_what_an_earlier_job_did_is_not_taken_for_what_this_one_does() -> None:
+    told = Told()
+    told.form(one(1))
+    told.begin(["node"])
+    told(e.Done())
+    events = [*log_of(told), {"event": "submitted", "time": told.now}]
+    assert Past.of(events, generation=1, logged=0, stored=-1, restarted=True).trained is None
+    assert group_of(events, 1) == e.Restarted((), None, ())
 
 
 def test_checkpoints_that_cannot_be_deleted_are_told_of() -> None:

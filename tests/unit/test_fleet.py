@@ -138,7 +138,9 @@ def test_checkpoints_that_cannot_be_deleted_are_told_of_and_stop_nothing(
     for number in range(1, 5):  # uncommitted leftovers are deleted too, once there are enough that are whole
         (folder / f"step-0000000{number}").write_bytes("part", b"")
     monkeypatch.setattr("regrow.state.disk.catalog.committed_steps", lambda folder: [4, 3])
-    monkeypatch.setattr("regrow.state.disk.catalog.open_checkpoint", lambda folder, step: SimpleNamespace(files=()))
+    monkeypatch.setattr(
+        "regrow.state.disk.catalog.open_checkpoint", lambda folder, step: SimpleNamespace(files=(), generation=1)
+    )
 
     def refuse(path: Path) -> None:
         if path.name.endswith("1"):

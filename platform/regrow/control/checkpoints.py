@@ -119,14 +119,14 @@ class Checkpoints:
 
     def want(self, event: CheckpointWanted, now: float) -> None:
         """The snapshot of this step, or the next one if it is lost, is to be a checkpoint."""
-        self._ask(event.step, "asked for", now)
+        self.ask(event.step, "asked for", now)
 
     def secure(self, reason: str, now: float) -> None:
         """Memory may be lost: the newest snapshot in it is to be in storage. To be said again and again."""
         version = self.unstored
         if version is not None and version > self._secured:
             self._secured = version
-            self._ask(version.step, reason, now)
+            self.ask(version.step, reason, now)
 
     def settle(self, last_step: int, now: float) -> None:
         """No worker is left: what is committed, or is about to be, is to be in storage within `timeout_s`.
@@ -258,7 +258,8 @@ class Checkpoints:
             self._failed(wanted.step, "its snapshot was not committed in time", now)
             self._wanted, self._failed_at = None, NO_TIME  # an earlier one does not wait for it
 
-    def _ask(self, step: int, reason: str, now: float) -> None:
+    def ask(self, step: int, reason: str, now: float) -> None:
+        """This step, or a later one, is to be in storage."""
         if step <= self.stored:
             return
         wanted, self._in_vain = self._wanted, 0

@@ -20,9 +20,10 @@ from regrow.control.group import QUARANTINE_WITHIN_S, Group
 from regrow.control.health import Health, Stalls, Suspect
 from regrow.control.membership import Formation, Membership
 from regrow.control.nodes import Exclusions, NodeFailures
+from regrow.control.past import Past
 from regrow.control.peers import FAN_OUT
 from regrow.control.snapshots import Snapshots
-from regrow.control.states import Ending, Forming, GivenUp, GroupState, LeavingGroup, Training, Waiting
+from regrow.control.states import Ending, Finished, Forming, GivenUp, GroupState, LeavingGroup, Training, Waiting
 from regrow.control.values import NOTHING, Version
 from regrow.record.events import Cause
 from regrow.record.log import METRIC_KEYS
@@ -43,31 +44,6 @@ class Settling:
     failure: str  # why the newest one was not written, if it was not
     unstored: int | None  # the step that is committed in memory, and is not in storage
     nodes: tuple[str, ...]  # that hold it
-
-
-@dataclass(frozen=True)
-class Past:
-    """What is known of a run when a coordinator starts."""
-
-    generation: int = 0  # the newest one so far
-    logged: int = 0  # the last step that has a row
-    restarted: bool = False  # this coordinator takes the place of one that died
-    stored: int = NOTHING  # the newest step in storage
-
-
-@dataclass
-class _Rollbacks:
-    """For gradients that are not finite, in a row at one place."""
-
-    most: int
-    count: int = 0
-    at_step: int = 0
-
-    def again(self, step: int) -> bool:
-        """Whether one more is allowed: they count as long as the run does not get past the step of the one before."""
-        self.count = self.count + 1 if step <= self.at_step else 1
-        self.at_step = max(step, self.at_step)
-        return self.count <= self.most
 
 
 class Control:
@@ -102,9 +78,14 @@ class Control:
         self._health = self._group.health
         self._next_step, self._rows_may_be_missing = past.logged + 1, past.restarted
         self._is_restarted = past.restarted
-        self._rollbacks = _Rollbacks(config.train.nonfinite_rollbacks)
+        self._rollbacks = past.rollbacks
         self._num_failures = 0
         self._handlers = self._all_handlers()
+        if past.restarted and past.stored != NOTHING:
+            self.cadence.resumed(past.stored, now)
+        if past.trained is not None:
+            self._group.ending = Finished()
+            self._snapshots.checkpoints.ask(past.trained, "the run ends", now)
 
     def on(self, event: e.Event, now: float) -> list[Command]:
         """Take an event. Raises Fenced, having changed nothing, for a call of a generation that is over."""
@@ -214,7 +195,7 @@ class Control:
             e.NotFinite: self._not_finite,
             e.Logged: self._logged,
             e.Noted: self._noted,
-            e.Done: group.finish,
+            e.Done: self._done,
             e.Broke: group.broke,
             e.Unfit: group.nodes.unfit,
             e.Failed: group.fail,
@@ -302,14 +283,18 @@ class Control:
     def _not_finite(self, event: e.NotFinite, now: float) -> None:
         """Back to storage, or to the end. What is in memory went wrong with it."""
         self._snapshots.discard(now)
-        if not self._rollbacks.again(event.step):
+        if self._rollbacks.again(event.step) > self._config.train.nonfinite_rollbacks:
             self._group.give_up(
                 f"{event.detail}, after {self._rollbacks.count - 1} rollbacks too; look at the loss before it in "
                 "report.html, then lower optim.lr under another run.name, or allow more with train.nonfinite_skips"
             )
             return
-        self._group.failed(Cause.nonfinite, event.detail, [])
+        self._group.failed(Cause.nonfinite, event.detail, [], step=event.step)
         self._group.enter(Waiting(), now)
+
+    def _done(self, event: e.Done, now: float) -> None:
+        self._out.record("trained", step=self._next_step - 1)
+        self._group.finish(event, now)
 
     def _logged(self, event: e.Logged, now: float) -> None:
         self._out.record(event.event, **{"generation": event.generation, **event.fields})
@@ -334,7 +319,7 @@ class Control:
         group = self._group
         group.formation, group.membership.current = Formation(self.generation, event.members), event.members
         if event.start_step is None:
-            group.take_up(Forming(self.generation), event.lost, now)
+            group.take_up(Forming(self.generation), event.lost, event.lost_at, now)
             return
         last = max(event.start_step, self._next_step - 1)
         self._next_step = last + 1
@@ -342,7 +327,7 @@ class Control:
         newest = self.newest_snapshot
         self._snapshots.begin(self.generation, max(last, newest.step if newest else 0), event.nodes, now)
         group.train(now)
-        group.take_up(group.state, event.lost, now)
+        group.take_up(group.state, event.lost, event.lost_at, now)
 
     def _closed(self, event: e.Closed, now: float) -> None:
         self._group.membership.generation += 1
@@ -391,6 +376,7 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
     sizes = range(cluster.min_workers, cluster.max_workers + 1)
     membership = Membership(sizes, config.parallel.tp, generation=past.generation)
     exclusions = Exclusions(cluster.quarantine_failures, QUARANTINE_WITHIN_S, cluster.quarantine_s)
+    exclusions.quarantined_until.update(past.quarantined_until)
     return Group(
         membership,
         NodeFailures(exclusions, membership, out),

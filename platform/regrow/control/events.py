@@ -315,6 +315,7 @@ class Restarted:
     start_step: int | None
     nodes: tuple[str, ...]
     lost: tuple[int, ...] | None = None  # Ray tells of them once, and told the one before
+    lost_at: float = 0.0  # the last of them
 
 
 @dataclass(frozen=True)

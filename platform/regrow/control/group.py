@@ -182,11 +182,12 @@ class Group:
         self.cause = Cause.worker_failed  # until something else is known of this generation
         self.enter(Training(self.generation), now)
 
-    def take_up(self, state: GroupState, lost: tuple[int, ...] | None, now: float) -> None:
+    def take_up(self, state: GroupState, lost: tuple[int, ...] | None, lost_at: float, now: float) -> None:
         """Another coordinator left the newest group in this state; or, where some of it was lost, over."""
         if lost is not None:
             self.membership.died(self.membership.current[rank].id for rank in lost)
-        self.enter(state if lost is None else Waiting(), now)
+            self._count_too_few(min(lost_at, now))
+        self.enter(state if lost is None and self.ending is None else Waiting(), now)
 
     def why_leave(self, now: float) -> str:
         """Why the group should leave in good order and form anew, or empty."""
@@ -257,13 +258,16 @@ class Group:
         self.enter(Waiting(), now)
         self.failed(event.cause, event.detail, event.ranks, nodes)
 
-    def failed(self, cause: str, detail: str, ranks: Iterable[int], nodes: Iterable[str] = ()) -> None:
+    def failed(
+        self, cause: str, detail: str, ranks: Iterable[int], nodes: Iterable[str] = (), step: int | None = None
+    ) -> None:
         """Record why a group broke, and how the GPUs of these nodes were; the next generation carries the cause."""
         self.cause, self.last_failure = cause, detail
         self.num_failures += 1
         gpus = {node: self.health.gpus[node] for node in nodes if node in self.health.gpus}
         fields = {"cause": cause, "detail": detail, "ranks": list(ranks), "generation": self.generation}
-        self.out.record("failure", **fields, **({"gpus": gpus} if gpus else {}))
+        more = ({"gpus": gpus} if gpus else {}) | ({"step": step} if step is not None else {})
+        self.out.record("failure", **fields, **more)
 
     def excluded_nodes(self, now: float) -> set[str]:
         """Where no worker is to be started: not on nodes that fail again and again, unless too few are left."""
@@ -281,9 +285,7 @@ class Group:
     def _lose(self, member_ids: Iterable[str], cause: str, detail: str, now: float, *, left: int | None = None) -> None:
         """Processes are gone: the other members of the group, who may wait for them in a collective, are told."""
         lost = self.membership.died(member_ids, left=left)
-        too_few = self.in_place and len(self.membership.survivors) < min(self.membership.sizes)
-        if too_few and self.too_few_since is None:
-            self.too_few_since = now
+        self._count_too_few(now)
         if not lost:
             return
         ranks = [rank for rank, member in enumerate(self.membership.current) if member in lost]
@@ -294,6 +296,11 @@ class Group:
         if not isinstance(self.state, LeavingGroup):
             self.enter(Waiting(), now)
         self._tell_over()
+
+    def _count_too_few(self, now: float) -> None:
+        too_few = self.in_place and len(self.membership.survivors) < min(self.membership.sizes)
+        if too_few and self.too_few_since is None:
+            self.too_few_since = now
 
     def _tell_over(self) -> None:
         nodes = self.keepers.known_of(member.node for member in self.membership.current)

@@ -198,6 +198,7 @@ class Failure(Event):
     generation: int | None = None  # the group's number
     ranks: list[int] | None = None  # those that were lost, as far as known
     gpus: dict[str, list[str]] | None = None  # node -> what each of its GPUs told last: temperature, power, clock
+    step: int | None = None  # nonfinite: of the gradients
 
     def sentence(self) -> str:
         return f"{cause_words(self.cause)}: {self.detail}"
@@ -216,6 +217,13 @@ class Rollback(Event):
     first_step_end: float | None = None  # when the first of them ended
     last_time: float | None = None  # when the last of them ended
     words = "rolled back from step {0.from_step} to {0.to_step}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained(Event):
+    """The group has left for good: only what is in memory is still to be written."""
+
+    step: int  # its last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,11 +266,11 @@ class Checkpoint(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointFailed(Event):
-    """A checkpoint was given up; training goes on."""
+    """A checkpoint was given up. What was asked for, as the last one, is tried again."""
 
     step: int  # of its state
     detail: str = ""  # what went wrong
-    words = "checkpoint of step {0.step} was not written, training goes on: {0.detail}"
+    words = "checkpoint of step {0.step} was not written: {0.detail}"
 
 
 @dataclass(frozen=True, kw_only=True)

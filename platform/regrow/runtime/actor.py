@@ -16,9 +16,10 @@ from ray.util import metrics as ray_metrics
 
 from regrow.config.schema import PretrainConfig
 from regrow.control import events as e
-from regrow.control.core import Past, Settling
+from regrow.control.core import Settling
 from regrow.control.group import WAITING_POLL_S
 from regrow.control.membership import Member
+from regrow.control.past import Past, group_of
 from regrow.control.states import Answer, GivenUp
 from regrow.control.values import NOTHING, Peer, SnapshotAck
 from regrow.errors import ResumeError, first_line
@@ -64,7 +65,13 @@ class Coordinator:
         generation = next_generation(events) - 1
         logged = _once_there(lambda: newest_step(storage), storage, patient=restarted) if generation else 0
         stored = _once_there(lambda: committed_steps(storage / checkpoints), storage, patient=restarted)
-        past = Past(generation, logged, restarted, stored[0] if stored else NOTHING)
+        past = Past.of(
+            events,
+            generation=generation,
+            logged=logged,
+            stored=stored[0] if stored else NOTHING,
+            restarted=restarted,
+        )
         instruments = ray_metrics if config.observe.metrics else None
         self.shell = Shell(
             config,
@@ -189,8 +196,9 @@ class Coordinator:
         self.shell.tell(e.NotFinite(generation, step, detail))
 
     def done(self) -> None:
-        """The last step is trained: whoever waits to join may go."""
+        """The last step is trained: whoever waits to join may go. A coordinator after this one has to know."""
         self.shell.tell(e.Done())
+        self.shell.await_log()
 
     def broke(self, generation: int, detail: str) -> None:
         """A rank could not go on, because of a peer's death or by itself."""
@@ -290,21 +298,10 @@ class Coordinator:
     def _take_up_again(self, events: Sequence[Mapping[str, Any]]) -> None:
         """This actor was restarted: go on with the group that trains, which may not even have noticed."""
         self.adopt_keepers()
-        generation = self.shell.control.generation
-        forming = next((event for event in reversed(events) if event["event"] == "forming"), None)
-        begun = next((event for event in reversed(events) if event["event"] == "generation"), None)
-        if forming is None or forming["generation"] != generation:
-            self.shell.tell(e.Restarted((), None, ()))
-            return
-        members = tuple(Member(**member) for member in forming["members"])
-        failures = [each for each in events if each["event"] == "failure" and each["generation"] == generation]
-        lost = tuple(sorted({rank for failure in failures for rank in failure["ranks"]})) if failures else None
-        self._look_for_nodes()
-        if begun is None or begun["generation"] != generation:
-            self.shell.tell(e.Restarted(members, None, (), lost))
-            return
-        nodes = tuple(dict.fromkeys(worker["node"] for worker in begun["workers"]))
-        self.shell.tell(e.Restarted(members, begun["start_step"], nodes, lost))
+        group = group_of(events, self.shell.control.generation)
+        if group.members:
+            self._look_for_nodes()
+        self.shell.tell(group)
 
 
 _offers: type[CoordinatorCalls] = Coordinator  # mypy holds it to that

@@ -13,7 +13,8 @@ from typing import Any
 from regrow.config.schema import PretrainConfig
 from regrow.control import commands as c
 from regrow.control import events as e
-from regrow.control.core import Control, Past
+from regrow.control.core import Control
+from regrow.control.past import Past
 from regrow.control.states import GivenUp
 from regrow.errors import first_line
 from regrow.record.claim import Claim
@@ -147,6 +148,10 @@ class Shell:
         answers = [each for each in self._formed.keepers if not each.done() or each.exception() is None]
         known = sum(each.done() for each in answers)
         return known > 0 and (known == len(answers) or waited_s > KEEPERS_S)
+
+    def await_log(self) -> None:
+        """What was recorded so far is in the log; while storage is away it may not be."""
+        self._writer.wait(self._writer.put(self._log.flush), FORM_S)
 
     def record(self, event: str, fields: Mapping[str, Any]) -> None:
         """Into the log, and to all that show it."""

@@ -1,0 +1,77 @@
+"""What a coordinator that starts knows of its run: from the log, and from what is in storage. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from regrow.control.events import Restarted
+from regrow.control.membership import Member
+from regrow.control.values import NOTHING
+from regrow.record.events import Cause
+
+Row = Mapping[str, Any]
+
+
+@dataclass
+class Rollbacks:
+    """For gradients that are not finite, in a row at one place."""
+
+    count: int = 0
+    at_step: int = 0
+
+    def again(self, step: int) -> int:
+        """One more, and how many that makes: they count as long as the run does not get past the step of the one
+        before."""
+        self.count = self.count + 1 if step <= self.at_step else 1
+        self.at_step = max(step, self.at_step)
+        return self.count
+
+
+@dataclass(frozen=True)
+class Past:
+    """What is known of a run when a coordinator starts. From `restarted` on: of the job that it goes on with."""
+
+    generation: int = 0  # the newest one so far
+    logged: int = 0  # the last step that has a row
+    stored: int = NOTHING  # the newest step in storage
+    restarted: bool = False  # this coordinator takes the place of one that died
+    trained: int | None = None  # the last step, after which the group left for good
+    quarantined_until: Mapping[str, float] = field(default_factory=dict)  # by node
+    rollbacks: Rollbacks = field(default_factory=Rollbacks)
+
+    @staticmethod
+    def of(events: Sequence[Row], *, generation: int, logged: int, stored: int, restarted: bool) -> "Past":
+        """From the log's events, oldest first."""
+        past = Past(generation, logged, stored, restarted)
+        if not restarted:
+            return past
+        events, rollbacks = since_submitted(events), Rollbacks()
+        for event in events:
+            if event["event"] == "failure" and event.get("cause") == Cause.nonfinite and event.get("step") is not None:
+                rollbacks.again(event["step"])
+        quarantined = {e["node"]: e["time"] + e["seconds"] for e in events if e["event"] == "quarantine"}
+        trained = next((event["step"] for event in events if event["event"] == "trained"), None)
+        return Past(generation, logged, stored, restarted, trained, quarantined, rollbacks)
+
+
+def group_of(events: Sequence[Row], generation: int) -> Restarted:
+    """What the log says of the newest generation."""
+    newest = [event for event in since_submitted(events) if event.get("generation") == generation]
+    forming = next((event for event in newest if event["event"] == "forming"), None)
+    if forming is None:
+        return Restarted((), None, ())
+    begun = next((event for event in newest if event["event"] == "generation"), None)
+    failures = [event for event in newest if event["event"] == "failure"]
+    return Restarted(
+        tuple(Member(**member) for member in forming["members"]),
+        begun["start_step"] if begun is not None else None,
+        tuple(dict.fromkeys(worker["node"] for worker in begun["workers"])) if begun is not None else (),
+        tuple(sorted({rank for failure in failures for rank in failure["ranks"]})) if failures else None,
+        failures[-1]["time"] if failures else 0.0,
+    )
+
+
+def since_submitted(events: Sequence[Row]) -> Sequence[Row]:
+    """Those of the newest job."""
+    begins = [number for number, event in enumerate(events) if event["event"] == "submitted"]
+    return events[begins[-1] :] if begins else events
