@@ -9,7 +9,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig, SnapshotConfig
@@ -18,13 +18,16 @@ from regrow.control import events as e
 from regrow.control.core import Control, Fenced
 from regrow.control.health import Pulse
 from regrow.control.membership import Formation, Member
-from regrow.control.past import Past
+from regrow.control.past import Past, group_of
 from regrow.control.states import Answer, GivenUp
 from regrow.control.values import NEVER, SnapshotAck, Version
+from regrow.record.events import Cause
 from regrow.record.log import METRIC_KEYS
 
 STEP_S, POLL_S, TICK_S = 1.0, 0.3, 0.5
 COLLECTIVE_S = 8.0  # after which a rank that waits for a dead one fails by itself
+NO_TIME = float("-inf")
+LEAVE_S = 20.0  # after which the driver does not wait for workers any more
 SLOTS = 3
 KEEP = 2
 KINDS = [
@@ -154,12 +157,17 @@ class World:
         self.cut: set[tuple[str, str]] = set()  # links over which no copies go
         self.max_nodes = num_nodes
         self.num_coordinators, self.up = 0, True
-        self.done = self.over = False
-        self.given_up = ""
+        self.newest_committed = NEVER  # in memory, of those that the run has not gone back before
+        self.trouble_at = NO_TIME  # of storage: it was away, or slow
+        self.away_until = NO_TIME  # that it is
+        self.done = self.stop_asked = self.over = False
+        self.given_up, self.missing = "", None  # the step that the driver said is not in storage
+        self.leave_at, self.settles_since = NO_TIME, NO_TIME
         self.control = self._control(Past())
         for _ in range(num_nodes):
             self.add_node()
         self.after(TICK_S, self._tick)
+        self.after(POLL_S, self._drive)
 
     # time
 
@@ -179,6 +187,76 @@ class World:
                 raise Broken(f"no end after {until_s} s: {self.control.state}, step {len(self.rows)}")
             self.now = max(self.now, at)
             what()
+
+    # the driver
+
+    def _drive(self) -> None:
+        """Wait for the workers to end, then for what is committed to be in storage; then it is over."""
+        if self.over:
+            return
+        self.after(POLL_S, self._drive)
+        if not self.up:
+            return
+        if self.stop_asked:  # again and again: a coordinator that was restarted does not know
+            self.tell(e.StopAsked("interrupted"))
+        if self.leave_at == NO_TIME:
+            if self.given_up or self.control.is_over:
+                self.leave_at = self.now + LEAVE_S * self.rng.random()
+        elif self.now > self.leave_at:
+            self.settles_since = self.now if self.settles_since == NO_TIME else self.settles_since
+            self.tell(e.Settle())
+            if not self.control.settling.busy:
+                self._end()
+
+    def _end(self) -> None:
+        """What is committed is in storage, or one line says what is missing; and storage worked, so it is."""
+        self.over, self.missing = True, self.control.settling.unstored
+        newest = self.newest_committed
+        if newest == NEVER or self.is_stored(newest):
+            return
+        if self.missing != newest.step and not self._lost_some_of(newest):
+            raise Broken(f"the run ended, {newest} is not in storage, and {self.missing} was said to be missing")
+        slow_s = 2 * self.config.checkpoint.timeout_s  # one that was begun before may be waited for in vain
+        if self.trouble_at < self.settles_since - slow_s and not self._lost_some_of(newest):
+            raise Broken(f"the run ended, storage worked, and {newest} is not in it")
+
+    def is_stored(self, version: Version) -> bool:
+        """This step of the run, or a later one."""
+        return max(self.storage, default=-1) >= version.step
+
+    def _lost_some_of(self, version: Version) -> bool:
+        """Whether a part of it is in no memory any more, or two nodes that hold it were away in between."""
+        held = [shard for node in self.nodes.values() if node.alive and node.up for shard in node.held]
+        return not is_whole(version, held) or len(self.losses) > 1
+
+    def leave_at_once(self) -> None:
+        """Ctrl-C a second time: the driver says what stays behind, where the coordinator answers."""
+        if not self.over:
+            self.over, self.missing = True, self.control.settling.unstored if self.up else -1
+            newest = self.newest_committed
+            known = newest == NEVER or self.is_stored(newest) or self.missing in (newest.step, -1)
+            if not known and not self._lost_some_of(newest):
+                raise Broken(f"left at once, {newest} is not in storage, and {self.missing} was said to be missing")
+
+    def kill_driver(self) -> None:
+        """Coordinator and workers go with it, keepers stay; the same command is run again."""
+        if not self.up or self.over:
+            return
+        self.up = False
+        for worker in self.workers.values():
+            worker.alive = False
+            if worker.generation:
+                self.runs[worker.generation].over = True
+        del self.rows[self.durable_rows :]
+        self.after(5.0 + 20.0 * self.rng.random(), self._start_again)
+
+    def _start_again(self) -> None:
+        self.events.append((self.now, "submitted", {}))
+        self.leave_at, self.settles_since, self.given_up = NO_TIME, NO_TIME, ""
+        self._take_up(restarted=False)
+        for node in self.nodes.values():
+            if node.alive:
+                self.add_worker(node)
 
     # the coordinator
 
@@ -230,26 +308,26 @@ class World:
         self.after(0.2 + self.rng.random(), self._come_back)
 
     def _come_back(self) -> None:
-        forming = [fields for _, name, fields in self.events if name == "forming"][-1:]
-        begun = [fields for _, name, fields in self.events if name == "generation"][-1:]
-        logged = self.rows[-1]["step"] if self.rows else 0
-        self.control = self._control(Past(self.newest_generation, logged, restarted=True))
+        self._take_up(restarted=True)
+
+    def _take_up(self, *, restarted: bool) -> None:
+        """Another coordinator, which reads the log and finds the keepers that are up."""
+        log = [{"time": at, "event": name, **fields} for at, name, fields in self.events]
+        past = Past.of(
+            log,
+            generation=self.newest_generation,
+            logged=self.rows[-1]["step"] if self.rows else 0,
+            stored=max(self.storage, default=-1),
+            restarted=restarted,
+        )
+        self.control = self._control(past)
         self.up = True
         alive = [node for node in self.nodes.values() if node.alive and node.up]
         for node in alive:
             self.tell(self._keeper_up(node))
         self.tell(e.KeepersFound(tuple((node.name, node.heard[1], node.held) for node in alive)))
-        failed = [fields for _, name, fields in self.events if name == "failure"]
-        lost = [rank for fields in failed if fields["generation"] == self.newest_generation for rank in fields["ranks"]]
-        begins = begun[0] if begun and begun[0]["generation"] == self.newest_generation else None
-        self.tell(
-            e.Restarted(
-                forming[0]["members"] if forming else (),
-                begins["start_step"] if begins else None,
-                tuple(begins["nodes"]) if begins else (),
-                tuple(lost) if lost else None,
-            )
-        )
+        if restarted:
+            self.tell(group_of(log, self.newest_generation))
 
     # what control wants done
 
@@ -265,7 +343,7 @@ class World:
             raise Broken(f"a group of {ids}")
         self.newest_generation = command.generation
         self.runs[command.generation] = Run(Formation(command.generation, command.members))
-        fields = {"generation": command.generation, "members": command.members}
+        fields = {"generation": command.generation, "members": [asdict(each) for each in command.members]}
         self.events.append((self.now, "forming", fields))
 
     def _do_Record(self, command: c.Record) -> None:
@@ -273,7 +351,7 @@ class World:
         self.events.append((self.now, command.event, dict(command.fields)))
 
     def _do_GiveUp(self, command: c.GiveUp) -> None:
-        self.given_up, self.over = command.message, True
+        self.given_up = command.message
 
     def _do_BeginRows(self, command: c.BeginRows) -> None:
         if command.generation != self.newest_generation:
@@ -368,6 +446,7 @@ class World:
             if len(others) < len(peers) and not gone:
                 raise Broken(f"{version} was committed, and not all of {peers} have a copy of {origin}'s part")
             self.committed[version][origin] = frozenset(holders)
+        self.newest_committed = version
 
     def _do_Write(self, command: c.Write) -> None:
         if command.version not in self.committed:
@@ -378,7 +457,10 @@ class World:
     def _write(self, command: c.Write, node: Node, failed: e.WriteFailed) -> None:
         held = node.copies.values() if command.copies else node.slots
         found = [each for each in held if each and each.moment == command.version and each.origin == command.origin]
-        if not (node.alive and node.up and found) or self.rng.random() < 0.05:
+        if not (node.alive and node.up and found):
+            self._from_storage(replace(failed, has_none=True), self.soon())
+            return
+        if self._fails(0.05):
             self._from_storage(failed, self.soon())
             return
         self.parts[command.upload + 10**6 * self.num_coordinators, command.origin] = found[0].state
@@ -388,11 +470,18 @@ class World:
         for origin in command.nodes:
             if (command.upload + 10**6 * self.num_coordinators, origin) not in self.parts:
                 raise Broken(f"the index of {command.version} without the part of {origin}")
-        late = self.rng.random() < 0.1  # slow storage
+        late = self._fails(0.1)  # slow storage
         answer: e.Event = e.IndexWritten(command.upload)
-        if self.rng.random() < 0.05:
+        if self._fails(0.05):
             answer = e.PublishFailed(command.upload, "storage is away")
         self._from_storage(answer, 40.0 if late else 0.2)
+
+    def _fails(self, share: float) -> bool:
+        """Whether storage does, now."""
+        if self.now < self.away_until or self.rng.random() < share:
+            self.trouble_at = self.now
+            return True
+        return False
 
     def _do_PublishCommit(self, command: c.PublishCommit) -> None:
         self.durable_rows = len(self.rows)
@@ -400,11 +489,13 @@ class World:
         states = {state for (upload, _), state in self.parts.items() if upload == key}
         if len(states) != 1:
             raise Broken(f"a checkpoint of {version} of {len(states)} states")
-        seconds = 20.0 * self.rng.random() if self.rng.random() < 0.1 else 0.1
+        seconds = 20.0 * self.rng.random() if self._fails(0.1) else 0.1
         coordinator = self.num_coordinators
 
         def arrive() -> None:
-            if coordinator == self.num_coordinators and self.up:
+            if self.now < self.away_until:
+                self._from_storage(e.PublishFailed(command.upload, "storage is away"), 0.1)
+            elif coordinator == self.num_coordinators and self.up:
                 self.storage[version.step] = version, states.pop()
                 self.tell(e.CheckpointCommitted(command.upload, version.step, 1))
 
@@ -469,7 +560,6 @@ class World:
             self.after(self.soon(), lambda: self._join(worker))
         elif answer.over or answer.given_up:
             worker.alive = False
-            self.over = self.over or bool(answer.given_up)
         else:
             self.after(POLL_S, lambda: self._ask(worker))
 
@@ -532,11 +622,13 @@ class World:
         nodes = tuple(dict.fromkeys(member.node for member in run.formation.members))
         self.tell(e.NodesAlive(frozenset(node.name for node in self.nodes.values() if node.alive)))
         try:
-            self.tell(e.Began(generation, step, nodes, {"nodes": nodes}))
+            self.tell(e.Began(generation, step, nodes, {"workers": [{"node": node} for node in nodes]}))
         except Fenced:
             self._leave_all(run)
             return
         run.began = True
+        if self.newest_committed.step > step:
+            self.newest_committed = NEVER
         if is_restored:
             self._snapshot(run)
         self.after(STEP_S, lambda: self._step(run))
@@ -568,9 +660,13 @@ class World:
             if run.step >= self.last_step:
                 self.tell(e.CheckpointWanted(generation, run.step))
                 self.tell(e.Done())
-                self.done = self.over = True
+                self.done = run.over = True
+                for member in run.formation.members:
+                    self.workers[member.id].alive = False
                 return
             if reason:
+                if reason not in (Cause.grow, Cause.drain):
+                    self.tell(e.CheckpointWanted(generation, run.step))
                 self.tell(e.Leaving(generation, run.step, ""))
                 self._leave_all(run)
                 return
@@ -701,6 +797,7 @@ class World:
     def not_finite(self, run: Run) -> None:
         """Gradients are not finite: all ranks leave, and memory is not to be used."""
         if not run.over and run.formation.generation == self.newest_generation:
+            self.newest_committed = NEVER
             self.tell(e.NotFinite(run.formation.generation, run.step, "loss is nan"))
             self._leave_all(run)
 

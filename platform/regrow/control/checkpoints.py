@@ -137,7 +137,8 @@ class Checkpoints:
             self._end_at, self._secured = now + self.timeout_s, NEVER
             if self._keepers.known and not self._snapshots.holds(last_step) and self.stored < last_step:
                 self._last_step = last_step
-                self._arrives_until = now + (ARRIVE_WANTED_S if self._wanted is not None else ARRIVE_S)
+                patience_s = ARRIVE_WANTED_S if self._wanted is not None else ARRIVE_S
+                self._arrives_until = now + min(patience_s, self.timeout_s / 3)  # the one before takes its time, too
         if self._arrives_until is None and now <= self._end_at:
             self.secure("the run ends", now)
 
@@ -245,6 +246,7 @@ class Checkpoints:
         if wanted.since < late or ended or self._in_vain >= IN_VAIN:
             if not self._snapshots.holds(wanted.step):
                 self._failed(wanted.step, f"its snapshot is not committed after {self.timeout_s:.0f} s", now)
+                self._secured = NEVER
             self._wanted = None
         elif self._snapshots.holds(wanted.step):
             self.begin_if_due(now)
@@ -256,7 +258,7 @@ class Checkpoints:
         self._arrives_until, wanted = None, self._wanted
         if wanted is not None and not self._snapshots.holds(wanted.step):
             self._failed(wanted.step, "its snapshot was not committed in time", now)
-            self._wanted, self._failed_at = None, NO_TIME  # an earlier one does not wait for it
+            self._wanted, self._secured, self._failed_at = None, NEVER, NO_TIME  # the one before is to be stored now
 
     def ask(self, step: int, reason: str, now: float) -> None:
         """This step, or a later one, is to be in storage."""
