@@ -63,6 +63,7 @@ class Shard:
     origin: str
     num_shards: int
     state: int
+    copy_of: str = ""
 
 
 def is_whole(version: Version, held: Iterable[Shard]) -> bool:
@@ -161,7 +162,8 @@ class World:
         self.trouble_at = NO_TIME  # of storage: it was away, or slow
         self.away_until = NO_TIME  # that it is
         self.done = self.stop_asked = self.over = False
-        self.given_up, self.missing = "", None  # the step that the driver said is not in storage
+        self.given_up = ""
+        self.missing: int | None = None  # the step that the driver said is not in storage
         self.leave_at, self.settles_since = NO_TIME, NO_TIME
         self.control = self._control(Past())
         for _ in range(num_nodes):
@@ -323,6 +325,8 @@ class World:
         self.control = self._control(past)
         self.up = True
         alive = [node for node in self.nodes.values() if node.alive and node.up]
+        if self.control.newest_snapshot is None and any(node.alive and not node.up for node in self.nodes.values()):
+            self.newest_committed = NEVER  # a keeper and the coordinator died at once: nothing is promised
         for node in alive:
             self.tell(self._keeper_up(node))
         self.tell(e.KeepersFound(tuple((node.name, node.heard[1], node.held) for node in alive)))
@@ -435,7 +439,8 @@ class World:
         origins = {member.node for member in members}
         self.committed[version] = {}
         for origin in origins:
-            peers = self.nodes[origin].peers
+            newest = self.control._snapshots.commits.newest
+            peers = newest.peers[origin] if newest is not None else ()
             holders = [
                 n.name for n in self.nodes.values() if any(s.moment == version and s.origin == origin for s in n.held)
             ]
@@ -452,9 +457,12 @@ class World:
         if command.version not in self.committed:
             raise Broken(f"a checkpoint of {command.version}, which is not committed")
         node, failed = self.nodes[command.node], e.WriteFailed(command.upload, command.origin, command.node, "is gone")
-        self.after(0.2 + self.rng.random(), lambda: self._write(command, node, failed))
+        key = command.upload + 10**6 * self.num_coordinators
+        self.after(0.2 + self.rng.random(), lambda: self._write(key, command, node, failed))
 
-    def _write(self, command: c.Write, node: Node, failed: e.WriteFailed) -> None:
+    def _write(self, key: int, command: c.Write, node: Node, failed: e.WriteFailed) -> None:
+        if key // 10**6 != self.num_coordinators:
+            return  # who asked is gone
         held = node.copies.values() if command.copies else node.slots
         found = [each for each in held if each and each.moment == command.version and each.origin == command.origin]
         if not (node.alive and node.up and found):
@@ -463,7 +471,7 @@ class World:
         if self._fails(0.05):
             self._from_storage(failed, self.soon())
             return
-        self.parts[command.upload + 10**6 * self.num_coordinators, command.origin] = found[0].state
+        self.parts[key, command.origin] = found[0].state
         self._from_storage(e.Written(command.upload, command.origin), self.soon())
 
     def _do_PublishIndex(self, command: c.PublishIndex) -> None:
@@ -702,7 +710,7 @@ class World:
                     self.send(e.Complaint(node.name, "its peer is gone", peer, 0.5), 1.0)
                     self.after(2.0, copied)
                     return
-                there.copies[node.name, slot] = shard
+                there.copies[node.name, slot] = replace(shard, copy_of=node.name)
             self.send(e.Sealed([SnapshotAck(node.name, shard.moment, peers)]), lossy=True)
 
         self.after(self.soon(), copied)

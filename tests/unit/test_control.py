@@ -574,6 +574,9 @@ def test_a_commit_that_only_took_too_long_counts_once_it_is_there() -> None:
 # what ends a run in good order
 
 
+PEERS = {"a": ("b",), "b": ("a",)}
+
+
 def all_written(told: Told, upload: int, nodes: str) -> None:
     for node in nodes:
         told(e.Written(upload, node))
@@ -588,9 +591,9 @@ def committed_in_memory(step: int = 15, **cluster: Any) -> Told:
     told.begin("ab")
     for number in range(1, step + 1):
         told.row(number)
-    told.seal(Version(1, 10), {"a": "b", "b": "a"})
+    told.seal(Version(1, 10), PEERS)
     all_written(told, 1, "ab")
-    told.seal(Version(1, step), {"a": "b", "b": "a"})
+    told.seal(Version(1, step), PEERS)
     told.clear()
     assert told.control.settling.unstored == step
     return told
@@ -694,7 +697,7 @@ def test_the_end_waits_a_moment_for_the_last_snapshot_to_be_committed() -> None:
     told.clear()
     told(e.Settle())
     told.now += 1.0
-    told.seal(Version(1, 16), {"a": "b", "b": "a"})
+    told.seal(Version(1, 16), PEERS)
     assert told.control.settling.unstored == 16
     told()
     all_written(told, 2, "ab")
@@ -726,8 +729,9 @@ def test_state_that_went_wrong_is_not_put_into_storage_by_the_end() -> None:
             break
         told.form(one(1, "a"), one(2, "b"))
         told(e.Began(told.control.generation, 10, ("a", "b"), {}))
-        told.seal(Version(told.control.generation, 11), {"a": "b", "b": "a"})
+        told.seal(Version(told.control.generation, 11), PEERS)
     assert isinstance(told.control.ending, GivenUp)
+    told.seal(Version(told.control.generation, 12), PEERS)  # late
     told(e.Settle())
     assert orders(told) == []
     assert told.control.settling == Settling(False, "", None, ())
@@ -743,13 +747,13 @@ def test_a_notice_that_leaves_too_few_orders_a_checkpoint_at_once_and_again_whil
     if not notice:
         return
     told.row(16)
-    told.seal(Version(1, 16), {"a": "b", "b": "a"})
+    told.seal(Version(1, 16), PEERS)
     told.clear()
     all_written(told, 2, "ab")
     assert orders(told) == [("a", "a", 16), ("b", "b", 16)]
     told(e.Notice({}))  # withdrawn
     told.row(17)
-    told.seal(Version(1, 17), {"a": "b", "b": "a"})
+    told.seal(Version(1, 17), PEERS)
     told.clear()
     all_written(told, 3, "ab")
     assert orders(told) == []
@@ -760,12 +764,13 @@ def test_a_notice_to_both_holders_of_a_part_orders_a_checkpoint_and_one_to_eithe
     told.form(*(one(pid, node) for pid, node in enumerate("abcd")))
     told.begin("abcd")
     told.row(1)
-    peers = {node: place.peer.node for node, place in told.of(c.SendPlaces)[-1].places.items() if place.peer}
+    peers = told.peers
     told.seal(Version(1, 1), peers)
-    (other,) = {"a", "b", "c", "d"} - {"a", peers["a"]} - {node for node, peer in peers.items() if peer == "a"}
+    (peer,) = peers["a"]
+    (other,) = {"b", "c", "d"} - {peer} - {node for node, of in peers.items() if "a" in of}
     told(e.Notice({"a": told.now + 60.0, other: told.now + 60.0}))
     assert orders(told) == []
-    told(e.Notice({"a": told.now + 60.0, peers["a"]: told.now + 60.0}))
+    told(e.Notice({"a": told.now + 60.0, peer: told.now + 60.0}))
     assert len(orders(told)) == 4
 
 
@@ -815,7 +820,7 @@ def test_a_last_checkpoint_that_a_coordinator_died_over_is_written_by_the_next_o
     told.form(one(1, "a"))
     told.begin("a")
     told.row(1)
-    told.seal(Version(1, 1), {"a": ""})
+    told.seal(Version(1, 1), {"a": ()})
     told(e.CheckpointWanted(1, 1))
     told(e.Done())
     assert orders(told) == [("a", "a", 1)]

@@ -93,8 +93,7 @@ class CommitTracker:
 
         Keepers hear of a commit after it was made, so the newest one that any of them knows is committed. Where parts
         of it are gone, a newer one was committed that only a lost node had heard of, and freed slots for: the newest
-        that is held whole. Nodes that hold it are known again, where their copies are is not: there is no need to,
-        all of them are asked.
+        that is held whole. What only copies are left of is written from these.
         """
         found = [(node, version, list(held)) for node, version, held in known]
         newest = max((version for _, version, _ in found), default=NEVER)
@@ -102,6 +101,13 @@ class CommitTracker:
         if newest != NEVER and not self._is_whole(newest, all_held):
             later = {each.moment for each in all_held if each.moment > newest}
             newest = max((version for version in later if self._is_whole(version, all_held)), default=newest)
-        nodes = [node for node, _, held in found if any(each.moment == newest for each in held)]
-        if nodes:
-            self.newest = SnapshotCommit(newest, dict.fromkeys(nodes, ()))
+        of_newest = [(node, [each for each in held if each.moment == newest]) for node, _, held in found]
+        peers: dict[str, tuple[str, ...]] = {
+            node: () for node, held in of_newest if any(not each.copy_of for each in held)
+        }
+        for node, held in of_newest:
+            for origin in sorted({each.copy_of for each in held if each.copy_of}):
+                name = next((known for known in peers if known.startswith(origin)), origin)
+                peers[name] = (*peers.get(name, ()), node)
+        if peers:
+            self.newest = SnapshotCommit(newest, peers)

@@ -138,7 +138,7 @@ class Control:
         checkpoints, newest = self._snapshots.checkpoints, self._snapshots.commits.newest
         unstored = checkpoints.unstored
         peers = newest.peers if newest is not None and unstored is not None else {}
-        nodes = {*peers}.union(*peers.values())
+        nodes = {*peers}.union(*peers.values()) & self._snapshots.keepers.known.keys()
         return Settling(
             checkpoints.busy, checkpoints.failure, unstored.step if unstored else None, tuple(sorted(nodes))
         )

@@ -41,3 +41,7 @@ class Replica(Protocol):
 
     @property
     def moment(self) -> Version: ...
+
+    @property
+    def copy_of(self) -> str:
+        """The node whose ranks wrote it, or the beginning of its id; empty: the keeper's own."""

@@ -44,6 +44,11 @@ class Held:
     def is_copy(self) -> bool:
         return self.file.endswith(COPY)
 
+    @property
+    def copy_of(self) -> str:
+        """The node whose copy it is, its id as `copy_name` has it; empty: of none."""
+        return self.file.removesuffix(COPY).rpartition(".")[2] if self.is_copy else ""
+
     def is_of(self, node: str, *, copy: bool) -> bool:
         """Whether it is what this node's ranks wrote, or a copy of that."""
         return self.is_copy == copy and (not copy or self.file == copy_name(self.file.partition(SLOT)[0] + SLOT, node))
