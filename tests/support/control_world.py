@@ -135,11 +135,20 @@ class World:
 
     control_class: type[Control] = Control
 
-    def __init__(self, seed: int, *, num_nodes: int, last_step: int, min_workers: int = 1, copies: int = 1) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        num_nodes: int,
+        last_step: int,
+        min_workers: int = 1,
+        copies: int = 1,
+        timeout_s: float = 30.0,
+    ) -> None:
         self.rng, self.now, self.last_step = random.Random(seed), 1000.0, last_step
         self.config = PretrainConfig(
             cluster=ClusterConfig(min_workers=min_workers, max_workers=num_nodes, wait_for_workers_s=600.0),
-            checkpoint=CheckpointConfig(every_steps=4, keep=KEEP, timeout_s=30.0),
+            checkpoint=CheckpointConfig(every_steps=4, keep=KEEP, timeout_s=timeout_s),
             snapshot=SnapshotConfig(copies=copies),
         )
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
@@ -468,21 +477,38 @@ class World:
         if not (node.alive and node.up and found):
             self._from_storage(replace(failed, has_none=True), self.soon())
             return
-        if self._fails(0.05):
-            self._from_storage(failed, self.soon())
+        try:
+            self._put(key, command, found[0])
+        except OSError as error:
+            self._from_storage(replace(failed, problem=str(error)), self.soon())
             return
-        self.parts[key, command.origin] = found[0].state
         self._from_storage(e.Written(command.upload, command.origin), self.soon())
+
+    # storage, as it answers keepers and the coordinator
+
+    def _put(self, key: int, command: c.Write, part: Shard) -> None:
+        """Raises OSError."""
+        if self._fails(0.05):
+            raise OSError("storage is away")
+        self.parts[key, command.origin] = part.state
+
+    def _index(self, command: c.PublishIndex) -> e.Event:
+        if self._fails(0.05):
+            return e.PublishFailed(command.upload, "storage is away")
+        return e.IndexWritten(command.upload)
+
+    def _commit(self, command: c.PublishCommit, state: int) -> e.Event:
+        if self.now < self.away_until:
+            return e.PublishFailed(command.upload, "storage is away")
+        self.storage[command.version.step] = command.version, state
+        return e.CheckpointCommitted(command.upload, command.version.step, 1)
 
     def _do_PublishIndex(self, command: c.PublishIndex) -> None:
         for origin in command.nodes:
             if (command.upload + 10**6 * self.num_coordinators, origin) not in self.parts:
                 raise Broken(f"the index of {command.version} without the part of {origin}")
         late = self._fails(0.1)  # slow storage
-        answer: e.Event = e.IndexWritten(command.upload)
-        if self._fails(0.05):
-            answer = e.PublishFailed(command.upload, "storage is away")
-        self._from_storage(answer, 40.0 if late else 0.2)
+        self._from_storage(self._index(command), 40.0 if late else 0.2)
 
     def _fails(self, share: float) -> bool:
         """Whether storage does, now."""
@@ -501,11 +527,8 @@ class World:
         coordinator = self.num_coordinators
 
         def arrive() -> None:
-            if self.now < self.away_until:
-                self._from_storage(e.PublishFailed(command.upload, "storage is away"), 0.1)
-            elif coordinator == self.num_coordinators and self.up:
-                self.storage[version.step] = version, states.pop()
-                self.tell(e.CheckpointCommitted(command.upload, version.step, 1))
+            if coordinator == self.num_coordinators and self.up:
+                self.tell(self._commit(command, states.pop()))
 
         self.after(seconds, arrive)
 
@@ -871,8 +894,8 @@ class World:
         for _, name, fields in self.events:
             if name == "failure":
                 causes.add(fields["cause"])
-            elif name == "coordinator_restarted":
-                causes |= {"resume", "worker_failed"}
+            elif name in ("coordinator_restarted", "submitted"):
+                causes |= {"start", "resume", "worker_failed"}
             elif name == "generation":
                 if fields["cause"] not in causes | {"grow", "drain", "worker_failed"}:
                     raise Broken(f"generation {fields['generation']} has the cause {fields['cause']!r}")

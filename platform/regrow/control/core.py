@@ -76,7 +76,7 @@ class Control:
         )
         self._group = _group(config, self._snapshots, self._out, past)
         self._health = self._group.health
-        self._next_step, self._rows_may_be_missing = past.logged + 1, past.restarted
+        self._next_step, self._rows_may_be_missing = past.logged + 1, past.generation > 0
         self._is_restarted = past.restarted
         self._rollbacks = past.rollbacks
         self._num_failures = 0
