@@ -161,7 +161,6 @@ def install(world: Path, node: str, me: Handle | None, *, restarted: bool) -> No
         kill=lambda handle, no_restart: handle.end_process.remote(),
         nodes=lambda: [{"NodeID": path.name, "Alive": True} for path in (world / NODES).iterdir()],
         get_actor=lambda name, namespace: find(world, name),
-        method=lambda **options: lambda function: function,
         get_runtime_context=lambda: context,
         is_initialized=lambda: True,
         method=lambda concurrency_group: lambda function: function,

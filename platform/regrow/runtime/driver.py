@@ -200,13 +200,14 @@ class _Session:
         with self._interrupts():
             try:
                 fatal, error = self._fit_until_over()
-                missing = self._missing(self._settle())
+                settling = self._settle()
             except KeyboardInterrupt:
                 self._leave_at_once()
                 raise
         stop_stream(self.stream)
         if error is not None and not fatal:
             fatal = f"Ray Train gave up: {str(error).strip().splitlines()[-1]}"
+        missing = self._missing(settling)
         if fatal and missing:
             self.console.message(missing)
         fatal = fatal or missing
@@ -215,6 +216,8 @@ class _Session:
         except OSError as away:
             steps, fatal = [], fatal or f"storage does not say which checkpoint is the newest: {first_line(away)}"
         step = steps[0] if steps else None
+        if not self.asked_to_stop and (step or 0) < _last_step(self.config):
+            fatal = fatal or settling.failure
         reason = self._reason(step or 0, fatal)
         if lost := self._close(step or 0, reason, fatal):
             self.console.message(lost)
