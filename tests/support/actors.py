@@ -20,10 +20,10 @@ class Reference:
 class _Method:
     call: Callable[..., Any]
 
-    def remote(self, *arguments: Any) -> Reference:
+    def remote(self, *arguments: Any, **options: Any) -> Reference:
         outcome: Future[Any] = Future()
         try:
-            answer = self.call(*arguments)
+            answer = self.call(*arguments, **options)
         except Exception as error:
             outcome.set_exception(error)
         else:

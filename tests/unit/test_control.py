@@ -721,6 +721,16 @@ def test_a_last_snapshot_that_does_not_come_is_not_waited_for_and_the_one_before
     assert [fields["step"] for fields in told.records("checkpoint_failed")] == [16]
 
 
+def test_a_run_that_another_process_writes_puts_nothing_more_into_storage_and_ends_at_once() -> None:
+    told = committed_in_memory()
+    told(e.Superseded("is written by another job now"))
+    told(e.Settle())
+    assert orders(told) == []
+    assert told.control.settling == Settling(False, "", None, ())
+    assert told.control.is_superseded
+    assert isinstance(told.control.ending, GivenUp)
+
+
 def test_state_that_went_wrong_is_not_put_into_storage_by_the_end() -> None:
     told = committed_in_memory()
     for _ in range(14):

@@ -1,5 +1,8 @@
 """The coordinator on the class itself, its keepers in this process: calls in and out, a storage that goes away."""
 
+import os
+import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -7,9 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
 from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig
 from regrow.control.core import Fenced, Settling
@@ -17,16 +23,19 @@ from regrow.control.health import Pulse
 from regrow.control.membership import Member
 from regrow.control.states import Answer
 from regrow.control.values import SnapshotAck, Version
-from regrow.errors import ResumeError
+from regrow.errors import RegrowError, ResumeError
 from regrow.record.claim import Superseded
 from regrow.record.events import Forming
 from regrow.record.log import METRIC_KEYS, RunLog, read_events, read_metrics
 from regrow.runtime import actor as module
-from regrow.runtime import log_writer, publisher, shell
+from regrow.runtime import driver, log_writer, publisher, shell
 from regrow.runtime.actor import Coordinator
+from regrow.runtime.cluster import Connection
+from regrow.runtime.driver import _Session
 from regrow.runtime.keeper import KeeperInfo
 from regrow.runtime.log_writer import LogWriter
 from regrow.runtime.reporter import Reporter
+from regrow.runtime.run_folder import Run
 from regrow.state.disk.catalog import committed_steps
 from regrow.state.disk.format import DataFile
 from regrow.state.disk.upload import WriteOrder, Written
@@ -357,7 +366,7 @@ def test_of_two_coordinators_of_a_run_the_older_one_ends_its_run_in_one_line(
     monkeypatch.setattr(old.shell.fleet, "close", lambda: None)
     before = read_events(storage)
     begun = time.monotonic()
-    assert old.close(2, "failed", message) == ""
+    assert old.close(2, "failed", message, keep=True) == ""
     assert time.monotonic() - begun < 10.0, "nothing is waited for that will not be written"
     assert read_events(storage) == before
     assert [found["step"] for found in read_metrics(storage)] == [1]
@@ -600,7 +609,10 @@ def test_a_slow_deletion_of_old_checkpoints_does_not_fail_a_job_that_is_done(
     monkeypatch.setattr(made.shell.fleet, "close", lambda: None)
     made.shell.publisher.delete()
     begun = time.monotonic()
-    assert made.close(4, "finished", "") == "old checkpoints are still being deleted: the next attempt goes on with it"
+    assert (
+        made.close(4, "finished", "", keep=False)
+        == "old checkpoints are still being deleted: the next attempt goes on with it"
+    )
     assert time.monotonic() - begun < 10.0
     going_on.set()
     assert [event["event"] for event in read_events(Storage.at(tmp_path))] == ["submitted", "stopped"]
@@ -615,3 +627,127 @@ def test_the_log_of_a_run_is_read_by_whoever_resumes_it(tmp_path: Path) -> None:
     made = make(tmp_path)
     assert made.next_step() == 2
     made.shell.close()
+
+
+# the driver's end of a run: `train` itself, Ray Train's group and the terminal in this process
+
+
+class Terminal:
+    """Where the driver's lines go."""
+
+    def __init__(self) -> None:
+        self.said = list[str]()
+        self.goodput = 0.0
+
+    def message(self, text: str) -> None:
+        self.said.append(text)
+
+    def row(self, row: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Session]:
+    """A group of one worker has trained to step 5, of which step 4 is in storage and 5 is committed in memory alone;
+    Ray Train's group is there, and never ends by itself: its workers are dead."""
+    config = PretrainConfig(
+        cluster=ClusterConfig(max_workers=8, address="auto"),
+        checkpoint=CheckpointConfig(every_steps=4, keep=2, timeout_s=2.0),
+        observe=ObserveConfig(tensorboard=False, metrics=False),
+    )
+    made = Coordinator(str(tmp_path), "run", secret=b"", checkpoints="checkpoints", config=config, submitted={})
+    keeper = Keeper("node")
+    generation = train(made, keeper)
+    for step in range(1, 6):
+        made.row(generation, row(generation, step))
+        if step > 3:
+            made.snapshots_sealed([SnapshotAck("node", Version(generation, step), ())])
+        until(lambda: step < 4 or committed_steps(Storage.at(tmp_path) / "checkpoints") == [4])  # noqa: B023
+    until(lambda: made.settling() == Settling(False, "", 5, ("node",)))
+    ended = list[str]()
+    monkeypatch.setattr(made.shell.fleet, "close", lambda: ended.append("keepers"))
+    monkeypatch.setattr("regrow.control.checkpoints.ASK_AGAIN_S", 0.1)
+    monkeypatch.setattr(driver, "LEAVE_S", 0.3)
+    monkeypatch.setattr(driver, "stop_stream", lambda stream: None)
+    monkeypatch.setattr(driver, "write_report", lambda *_, **__: {"goodput": 1.0, "capacity_goodput": 1.0})
+    monkeypatch.setattr(ray, "get", lambda reference, timeout=None: reference.outcome.result(timeout))
+    found = object.__new__(_Session)
+    found.config, found.run = config, Run(Storage.at(tmp_path), "run", None)
+    found.console, found.coordinator = Terminal(), Handle(made)  # type: ignore[assignment]
+    found.connection, found.stream = Connection("", "the logs"), None
+    found.messages, found.shown, found.startup_s = SimpleQueue(), made.updates(0)[0][-1].number, None
+    found.asked_to_stop = found.is_over = False
+    forever = threading.Event()
+    found.trainer = SimpleNamespace(fit=forever.wait)
+    found.ended, found.made = ended, made  # type: ignore[attr-defined]
+    yield found
+    forever.set()
+    made.shell.close()
+
+
+def said(session: _Session) -> list[str]:
+    return session.console.said  # type: ignore[attr-defined, no-any-return]
+
+
+def interrupt(session: _Session, times: int) -> None:
+    """Ctrl-C, once the driver listens for it; again once it has said what it does about that."""
+
+    def fit() -> None:
+        for number in range(times):
+            until(lambda: len(said(session)) > number and session.asked_to_stop == bool(number))  # noqa: B023
+            os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait()
+
+    session.trainer = SimpleNamespace(fit=fit)
+
+
+def lose_the_worker(session: _Session) -> None:
+    session.coordinator.members_died.remote([("node", 7)], 0, "worker_died", "gone")
+
+
+def test_a_job_that_is_stopped_while_it_waits_for_workers_ends_with_its_newest_step_in_storage(
+    session: _Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before: "stopped at step 0 of 1000; its checkpoint is committed", and memory was deleted."""
+    monkeypatch.setattr(driver, "write_report", lambda *_, **__: {"final_loss": 2.5})
+    lose_the_worker(session)
+    interrupt(session, 1)
+    assert session.train() == "interrupted"
+    assert committed_steps(Storage.at(tmp_path) / "checkpoints") == [5, 4]
+    assert "stopped at step 5 of 320, loss 2.5000; its checkpoint is committed" in said(session)[-1]
+    assert session.ended == ["keepers"]  # type: ignore[attr-defined]
+
+
+def test_a_job_that_is_given_up_ends_with_its_newest_step_in_storage(session: _Session, tmp_path: Path) -> None:
+    session.coordinator.fail.remote("the corpus is not mounted")
+    with pytest.raises(RegrowError, match="the corpus is not mounted"):
+        session.train()
+    assert committed_steps(Storage.at(tmp_path) / "checkpoints") == [5, 4]
+    assert session.ended == ["keepers"]  # type: ignore[attr-defined]
+
+
+def test_what_storage_does_not_take_stays_with_its_keepers_and_one_line_says_so(
+    session: _Session, tmp_path: Path
+) -> None:
+    shutil.move(tmp_path / "checkpoints", tmp_path / "elsewhere")
+    (tmp_path / "checkpoints").write_text("no folder")
+    lose_the_worker(session)
+    session.asked_to_stop = True
+    with pytest.raises(RegrowError, match="step 5 is committed in memory and is not in storage") as raised:
+        session.train()
+    assert "Not a directory" in str(raised.value)
+    assert "node node keeps it for snapshot.abandon_after_s=600: the same command goes on from it" in str(raised.value)
+    assert session.ended == []  # type: ignore[attr-defined]
+    failed = events_of(session.made, "checkpoint_failed")  # type: ignore[attr-defined]
+    assert len(failed) > 1, "it was tried again"
+
+
+def test_who_is_asked_twice_leaves_at_once_and_says_what_stays_behind(session: _Session, tmp_path: Path) -> None:
+    shutil.move(tmp_path / "checkpoints", tmp_path / "elsewhere")
+    (tmp_path / "checkpoints").write_text("no folder")
+    lose_the_worker(session)
+    interrupt(session, 2)
+    with pytest.raises(KeyboardInterrupt):
+        session.train()
+    assert "step 5 is committed in memory and is not in storage" in said(session)[-1]
+    assert session.ended == []  # type: ignore[attr-defined]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import ray
 
+from regrow.config.schema import PretrainConfig
 from regrow.errors import RegrowError
 from regrow.runtime import driver
 from regrow.runtime.driver import _Session
@@ -36,7 +37,7 @@ class Reference:
 def session(monkeypatch: pytest.MonkeyPatch) -> _Session:
     monkeypatch.setattr(ray, "get", lambda reference, timeout: reference.get())
     made = object.__new__(_Session)
-    made.console = Lines()  # type: ignore[assignment]
+    made.console, made.config = Lines(), PretrainConfig()  # type: ignore[assignment]
     return made
 
 
@@ -58,7 +59,7 @@ def test_a_coordinator_that_does_not_end_in_time_does_not_fail_a_job_that_is_don
 ) -> None:
     class Coordinator:
         class close:
-            remote = staticmethod(lambda *arguments: Reference(ray.exceptions.GetTimeoutError("timed out")))
+            remote = staticmethod(lambda *arguments, keep: Reference(ray.exceptions.GetTimeoutError("timed out")))
 
     session.coordinator = Coordinator()
     assert "has not ended within" in session._close(4, "finished", "")

@@ -256,7 +256,7 @@ class CheckpointConfig:
     automatic: bool = False  # checkpoint as often as wastes least, by what one costs and how often training fails
     mtbf_hours: float = 24.0  # automatic: hours between failures to expect before any is seen
     keep: int = 2  # newest checkpoints kept; at least 2
-    timeout_s: float = 1800.0  # of writing one; it is given up then, and training goes on
+    timeout_s: float = 1800.0  # of writing one, after which it is given up; the last one is tried again for so long
 
 
 @dataclass

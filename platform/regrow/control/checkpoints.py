@@ -80,6 +80,7 @@ class Checkpoints:
         self.cadence, self.timeout_s, self.stored = cadence, timeout_s, stored
         self.upload: Upload | None = None
         self.failure = ""  # of the newest checkpoint that was begun
+        self.is_left = False  # to another process, which writes the run now
         self._snapshots, self._keepers, self._out = snapshots, keepers, out
         self._wanted: Wanted | None = None
         self._secured = NEVER  # the newest version that was asked for because memory may be lost
@@ -101,7 +102,8 @@ class Checkpoints:
     def unstored(self) -> Version | None:
         """What is committed in memory, and is not in storage."""
         newest = self._snapshots.newest
-        return newest.version if newest is not None and newest.version.step > self.stored else None
+        is_there = newest is None or newest.version.step <= self.stored or self.is_left
+        return newest.version if newest is not None and not is_there else None
 
     @property
     def pinned(self) -> Version:
@@ -133,19 +135,25 @@ class Checkpoints:
 
         `last_step` is the last one that was trained. To be said again and again.
         """
-        if self._end_at is None:
+        if self._end_at is None and not self.is_left:
             self._end_at, self._secured = now + self.timeout_s, NEVER
             if self._keepers.known and not self._snapshots.holds(last_step) and self.stored < last_step:
                 self._last_step = last_step
                 patience_s = ARRIVE_WANTED_S if self._wanted is not None else ARRIVE_S
                 self._arrives_until = now + min(patience_s, self.timeout_s / 3)  # the one before takes its time, too
-        if self._arrives_until is None and now <= self._end_at:
+        if self._arrives_until is None and self._end_at is not None and now <= self._end_at:
             self.secure("the run ends", now)
+
+    def leave_it(self, now: float) -> None:
+        """Another process writes the run: no checkpoint is begun any more."""
+        self.is_left, self._wanted = True, None
+        if self.upload is not None:
+            self._give_up("another process writes the run", now)
 
     def begin_if_due(self, now: float) -> None:
         """Call it whenever a snapshot was committed."""
         commit = self._snapshots.newest
-        if self.upload is not None or commit is None:
+        if self.upload is not None or commit is None or self.is_left:
             return
         step = commit.version.step
         if self._wanted is not None and step >= self._wanted.step:
@@ -262,7 +270,7 @@ class Checkpoints:
 
     def ask(self, step: int, reason: str, now: float) -> None:
         """This step, or a later one, is to be in storage."""
-        if step <= self.stored:
+        if step <= self.stored or self.is_left:
             return
         wanted, self._in_vain = self._wanted, 0
         if wanted is None or (self.upload is not None and self.upload.version.step >= wanted.step):

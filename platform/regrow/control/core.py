@@ -144,6 +144,11 @@ class Control:
         )
 
     @property
+    def is_superseded(self) -> bool:
+        """Whether another process writes the run: what keepers hold is its."""
+        return self._snapshots.checkpoints.is_left
+
+    @property
     def is_over(self) -> bool:
         """Whether the run ends, and no group is on that could end by itself."""
         return self._group.ending is not None and not isinstance(self._group.state, Forming | Training)
@@ -199,6 +204,7 @@ class Control:
             e.Broke: group.broke,
             e.Unfit: group.nodes.unfit,
             e.Failed: group.fail,
+            e.Superseded: self._superseded,
             e.Died: group.died,
             e.Gone: group.gone,
             e.ConnectionLost: self._health.connection_lost,
@@ -295,6 +301,10 @@ class Control:
     def _done(self, event: e.Done, now: float) -> None:
         self._out.record("trained", step=self._next_step - 1)
         self._group.finish(event, now)
+
+    def _superseded(self, event: e.Superseded, now: float) -> None:
+        self._snapshots.checkpoints.leave_it(now)
+        self._group.give_up(event.message)
 
     def _logged(self, event: e.Logged, now: float) -> None:
         self._out.record(event.event, **{"generation": event.generation, **event.fields})

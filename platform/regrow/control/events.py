@@ -119,6 +119,13 @@ class Failed:
     message: str
 
 
+@dataclass(frozen=True)
+class Superseded:
+    """Another process writes the run: nothing of this one is to be written any more."""
+
+    message: str
+
+
 # Ray Train's controller, and the liveness probes
 
 
@@ -337,6 +344,7 @@ Event = (
     | Broke
     | Unfit
     | Failed
+    | Superseded
     | Died
     | Gone
     | ConnectionLost

@@ -133,7 +133,8 @@ class Coordinator:
         Nothing stays in memory, but for the newest step where storage does not have it and it is to be kept.
         """
         self.shell.tell(e.Closed())  # whoever still writes is fenced off
-        if not keep or self.shell.control.settling.unstored is None:
+        control = self.shell.control
+        if not control.is_superseded and (not keep or control.settling.unstored is None):
             self.shell.fleet.close()
         self.shell.record("stopped", {"step": step, "reason": reason, "detail": detail})
         return self.shell.close()

@@ -15,7 +15,6 @@ from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.core import Control
 from regrow.control.past import Past
-from regrow.control.states import GivenUp
 from regrow.errors import first_line
 from regrow.record.claim import Claim
 from regrow.record.events import from_row
@@ -200,8 +199,8 @@ class Shell:
                     traceback.print_exc()
             self._follow(self.control.tick(self.now))
             self.metrics.tick()
-            if self._claim.lost and not isinstance(self.control.ending, GivenUp):
-                self.tell(e.Failed(self._claim.lost))
+            if self._claim.lost and not self.control.is_superseded:
+                self.tell(e.Superseded(self._claim.lost))
         number, at = self._flushed
         if self.now - at > FLUSH_EVERY_S and self._writer.wait(number, 0.0):
             self._flushed = self._writer.put(self._log.flush), self.now
