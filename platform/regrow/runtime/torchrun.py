@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from types import FrameType
 from typing import Any, TextIO
 
