@@ -105,8 +105,18 @@ def fail_alone(member: Member, breaker: Breaker) -> None:
 Fault = Callable[[Member, Breaker], None]
 
 
-def train_through(fault: Fault, parallel: ParallelConfig, member: Member) -> tuple[list[int], list[int], str]:
-    """Steps confirmed, steps logged, and how it ended."""
+def restore_through(fault: Callable[[], None]) -> None:
+    """Collectives as of a restore; the fault comes before the last of them."""
+    for number in range(3):
+        if number == 2:
+            fault()
+        dist.all_reduce(torch.ones(1000))
+
+
+def train_through(
+    fault: Fault, parallel: ParallelConfig, member: Member, *, fatal_step: int = FATAL_STEP
+) -> tuple[list[int], list[int], str]:
+    """Steps confirmed, steps logged, and how it ended. In step 0 means before the first one."""
     member.form()
     training = Training(tiny_model(), parallel, OPTIM)
     plan = plan_batch(num_slices=OPTIM.num_slices, world_size=member.world_size // parallel.tp)
@@ -120,7 +130,7 @@ def train_through(fault: Fault, parallel: ParallelConfig, member: Member) -> tup
 
     def loss_function(*args: Any) -> torch.Tensor:
         loss: torch.Tensor = whole_loss(*args)
-        if launched[0] == FATAL_STEP:
+        if launched[0] == fatal_step:
             launched[0] += 1  # once
             fault(member, breaker)
         return loss
@@ -143,8 +153,12 @@ def train_through(fault: Fault, parallel: ParallelConfig, member: Member) -> tup
 
     threading.Thread(target=tell_once_anybody_is_seen_to_be_gone, daemon=True).start()
     step.loss_function = loss_function
+    if fatal_step == 0:
+        restored = member.stream.submit(partial(restore_through, partial(fault, member, breaker)))
     tokens, hooks, said = training.seq_len * OPTIM.global_batch_seqs, Believer([], []), "came to its end"
     try:
+        if fatal_step == 0:
+            restored.result()
         train(
             step,
             batches(),
@@ -190,6 +204,16 @@ def test_a_broken_step_is_believed_by_nobody(fault: Fault, layout: str, tmp_path
         assert logged == sorted(set(confirmed)) == list(range(1, FATAL_STEP))
         assert said != "came to its end"
         assert said != NotFinite.__name__
+
+
+@pytest.mark.parametrize("fault", [die, be_told_alone, fail_alone])
+def test_a_restore_that_breaks_makes_no_step_that_is_believed(fault: Fault, tmp_path: Path) -> None:
+    """Which has no certificate of its own: it comes before the first step in the same stream."""
+    ends, found = run_members(partial(train_through, fault, ParallelConfig(), fatal_step=0), 3, tmp_path, OFF)
+    assert ends == [0, 0, -signal.SIGKILL if fault is die else 0]
+    for confirmed, logged, said in found[: 3 - (fault is die)]:
+        assert (confirmed, logged) == ([], [])
+        assert said != "came to its end"
 
 
 # ---- what else the host reads

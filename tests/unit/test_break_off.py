@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,6 +97,43 @@ with breaker.connecting(60):
     breaker.start()
     threading.Event().wait(60)
 """
+
+
+BEATS = """
+import sys, threading, time
+from pathlib import Path
+from torch.distributed import distributed_c10d
+import torch.distributed as dist
+from regrow.runtime.abort import Breaker
+from regrow.runtime.liveness.heartbeat import Heartbeat
+from regrow.runtime.liveness.pulse import read_pulses
+from regrow.state.memory.control_word import ControlWord
+folder, aborting = Path(sys.argv[1]), threading.Event()
+class Group:
+    def _get_backend(self, device): return self
+    def _set_default_timeout(self, timeout): pass
+    def abort(self):
+        aborting.set()
+        threading.Event().wait()
+distributed_c10d._world.pg_map[Group()] = None
+dist.get_backend = lambda group: "nccl"
+heartbeat = Heartbeat(folder)
+heartbeat.enter(7, Breaker())
+ControlWord(over=7).write(folder)
+aborting.wait(60)
+heartbeat.leave()  # takes the heartbeat's lock: the thread that trains is on its way out
+heartbeat.enter(8, Breaker())
+while read_pulses(folder)[0].generation != 8:
+    time.sleep(0.01)
+print("beats")
+"""
+
+
+def test_the_heart_beats_on_while_an_abort_hangs(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", BEATS, str(tmp_path)], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert ended.stdout == "beats\n"
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+from concurrent.futures import Future
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from regrow.model.llama import Llama
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.train.certificate import BrokenStep, Certificate
+from regrow.train.in_flight import InFlight
 from regrow.train.step import IGNORE_INDEX, StepResult, TrainStep, evaluate, sum_cross_entropy, whole_loss
 
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save
@@ -96,6 +99,29 @@ def test_evaluation_sums_over_all_targets_and_leaves_no_gradient():
     assert all(parameter.grad is None for parameter in step.model.parameters())
     filling = torch.full((4, 13), IGNORE_INDEX)
     assert evaluate(step.model, [filling], num_batches=2, group=None) == (0.0, 0)
+
+
+class Silent:
+    """Hooks and saver that nothing may be told."""
+
+    def __getattr__(self, name: str) -> None:
+        raise AssertionError(f"{name} of a step that nobody vouches for")
+
+
+def test_garbage_that_is_no_number_is_a_broken_step_and_no_gradient_that_is_not_finite():
+    """Which would take the run back to its newest checkpoint, and be counted."""
+    step = make_step()
+    step.certificate = Certificate(1, 1, torch.device("cpu"))
+    whole = step.loss_function
+    step.loss_function = lambda *args: whole(*args) * float("nan")
+    stats = step.run(list(ROWS.split(2)), num_micro_batches=3, lr=1e-3)
+    launched: Future = Future()
+    launched.set_result(stats)
+    flight = InFlight(Silent(), Silent(), Silent(), nonfinite_skips=0)
+    flight.push(1, launched, {})
+    step.certificate.clear()
+    with pytest.raises(BrokenStep, match="generation 1 was over before step"):
+        flight.settle(0)
 
 
 def test_nothing_more_is_launched_of_a_step_whose_generation_is_over():
