@@ -1,6 +1,7 @@
 """torch.compile under FSDP, activation checkpointing and float8."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from regrow.config.schema import (
     ParallelConfig,
 )
 from regrow.parallel.apply import build_model
+from regrow.parallel.compile import apply_compile
 from support.gloo import run_ranks
 from support.training import Training, plain_losses, train
 
@@ -139,6 +141,16 @@ def graphs_of_many_shapes() -> int:
             with torch.no_grad():
                 built(tokens)
     return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.parametrize("float8", [Float8.none, Float8.rowwise])
+def test_rowwise_float8_keeps_the_rounding_that_fused_operators_leave_out(float8: Float8) -> None:
+    """The setting. The NaN that it is against needs a GPU."""
+    import torch._inductor.config as inductor
+
+    with inductor.patch(emulate_precision_casts=False):
+        apply_compile(SimpleNamespace(layers=[]), ParallelConfig(compile=True, float8=float8))
+        assert inductor.emulate_precision_casts == (float8 is Float8.rowwise)
 
 
 def test_a_process_may_meet_more_shapes_than_torchs_limit_of_eight():
