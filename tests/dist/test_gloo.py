@@ -50,7 +50,7 @@ def test_a_rank_that_hangs_ends_with_the_deadline():
 
 def count_connections() -> int:
     """Of this rank to others, once small values have gone around."""
-    ports = {f"{port:04X}" for _, port in set().union(*gather(listening()))}
+    ports = {f"{port:04X}" for _, port in set().union(*gather(list(listening())))}
     mine = set()
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the folder's own
