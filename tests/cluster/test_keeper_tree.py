@@ -70,6 +70,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             include_dashboard=False,
             log_to_driver=False,
             namespace="regrow",
+            labels={"rack": "r7"},
             _temp_dir=f"{temporary}/ray",
         )
         try:
@@ -83,8 +84,10 @@ def test_a_step_that_all_report_is_committed_and_all_hear_of_it(folder: Path) ->
     secret = b"of this run"
     root: Any = ray.remote(Root).options(num_cpus=0).remote(folder, secret)
     keeper: Any = ray.remote(concurrency_groups=GROUPS)(Keeper).options(num_cpus=0, max_concurrency=8)
-    handles = {node: keeper.remote("run", node, str(folder / f"regrow-run-{node}"), None, 600.0) for node in NODES}
+    handles = {node: keeper.remote("run", node, str(folder / f"regrow-run-{node}"), "rack", 600.0) for node in NODES}
     infos = ray.get([handle.serve.remote(root, secret) for handle in handles.values()], timeout=120)
+    assert {info.domain for info in infos} == {"r7"}
+    assert all(info.object_store_bytes == 0 for info in infos), "its folder is not in /dev/shm"
     ray.get(root.begin.remote({info.node: (handles[info.node], info) for info in infos}), timeout=60)
     peers = plan_peers([(node, node) for node in NODES])
     for number, step in enumerate((1, 2), 1):

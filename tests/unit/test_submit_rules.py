@@ -35,6 +35,7 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (PLAIN, "submit.cpus_per_node=60", "submit.cpus_per_node=60 is too few for 8 workers.*set submit.cpus_per_node="),
     (PLAIN, "data.stream_cpus=900", "and one of data.stream_cpus=900; set submit.cpus_per_node="),
     (PLAIN, "submit.shm_gb=200", "shm_gb=200.0 is too little: .* cluster.min_workers=32 .* lower snapshot.slots"),
+    (PLAIN, "snapshot.copies=8", "snapshot.copies=8 has 7 other nodes of 8; lower it, raise cluster.max_workers"),
     (PLAIN, "submit.grace_s=60", "submit.grace_s=60 ends before .* after 70 s; set submit.grace_s=105 or more"),
     (PLAIN, "submit.idle_timeout_s=60", "=60 must be above the .*; set submit.idle_timeout_s=1080"),
     (PLAIN, "+submit.env.RAY_REDIS_ADDRESS=redis:6379", "is refused by KubeRay's operator .* use submit.redis_address"),

@@ -72,6 +72,7 @@ class Coordinator:
             stored=stored[0] if stored else NOTHING,
             restarted=restarted,
         )
+        self.copies = config.snapshot.copies
         instruments = ray_metrics if config.observe.metrics else None
         self.shell = Shell(
             config,
@@ -163,7 +164,7 @@ class Coordinator:
     def start_training(self, generation: int, start_step: int, details: Mapping[str, Any]) -> None:
         """The group is ready to train from `start_step`: later rows of earlier generations are taken back."""
         nodes = tuple(dict.fromkeys(worker["node"] for worker in details["workers"]))
-        if len(nodes) == 1:  # another node may hold its copies
+        if len(nodes) <= self.copies:  # other nodes may hold its copies
             self._look_for_nodes()
         self.shell.tell(e.Began(generation, start_step, nodes, details))
 

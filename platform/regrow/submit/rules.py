@@ -99,6 +99,11 @@ def _room(config: SubmitJobConfig, size: Sizes) -> Iterator[str]:
             f"cluster.cpus_per_worker={cluster.cpus_per_worker:g} and one of "
             f"data.stream_cpus={config.data.stream_cpus:g}; set submit.cpus_per_node={wanted + 1:.0f}"
         )
+    if config.snapshot.copies > max(1, size.most_nodes - 1):
+        yield (
+            f"snapshot.copies={config.snapshot.copies} has {size.most_nodes - 1} other nodes of {size.most_nodes}; "
+            "lower it, raise cluster.max_workers, or lower submit.workers_per_node"
+        )
     snapshots, store = size.snapshot_bytes * HEADERS, submit.object_store_gb * 1e9
     if size.shm_gib * GIB < snapshots + store:
         yield (
