@@ -8,14 +8,13 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).parents[1] / "platform"))
 
-from regrow.accept.arguments import help_text, parse
-from regrow.accept.main import accept
+from regrow.accept.main import HELP, accept, parse
 from regrow.errors import RegrowError
 
 
 def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
-        print(help_text())
+        print(HELP, end="")
         return 0
     try:
         return accept(parse(arguments), arguments)

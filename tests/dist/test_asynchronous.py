@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
-from regrow.accept.tiny import ragged_model, tiny_model
+from regrow.accept.tiny import tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.parallel.asynchronous import default_stream
 from support.gloo import run_ranks
 from support.members import DEADLINE_S, OFF, ON, Member, launch, run_members, until
+from support.ragged import ragged_model
 from support.training import Training, build, micro_batches, whole
 
 torch.set_num_threads(1)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from regrow.accept.tiny import ragged_model
 from regrow.config.schema import Dtype, OptimConfig, ParallelConfig
 from regrow.errors import CheckpointError
 from regrow.optim.adamw import build_optimizer
@@ -22,6 +21,7 @@ from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.entries import Entry, training_entries
 from regrow.storage import Storage
 from support.gloo import RankError, run_ranks
+from support.ragged import ragged_model
 from support.state import entries_after, whole
 
 RUN = "0123456789abcdef"

@@ -8,7 +8,6 @@ import torch.distributed.checkpoint as torch_dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from regrow.accept.tiny import ragged_model
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
 from regrow.record.run_folder import checkpoints_of
@@ -16,6 +15,7 @@ from regrow.state.disk.inspect import choose
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.exchange.dcp import ExportedState
 from support.gloo import run_ranks
+from support.ragged import ragged_model
 from support.runs import save_run
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from regrow.accept.tiny import count_up_rows, ragged_model, tiny_model
+from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.config.schema import (
     ActivationCheckpoint,
     AttentionKernel,
@@ -16,6 +16,7 @@ from regrow.config.schema import (
 )
 from regrow.train.step import IGNORE_INDEX, evaluate
 from support.gloo import run_ranks
+from support.ragged import ragged_model
 from support.reference_llama import assert_gradients
 from support.training import Training, build, micro_batches, plain_losses, run_steps, train, whole
 

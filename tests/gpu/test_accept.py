@@ -6,8 +6,7 @@ from functools import cache
 
 import pytest
 
-from regrow.accept.catalog import CHECKS
-from regrow.accept.claims import Check, Part, State
+from regrow.accept.claims import CHECKS, Check, Part, State
 from regrow.accept.runner import Machine, look_at, run_check
 
 GPU_CHECKS = [check for check in CHECKS if check.part in (Part.one_process, Part.one_node)]

@@ -3,13 +3,14 @@
 import torch
 import torch.distributed as dist
 
-from regrow.accept.tiny import count_up_rows, ragged_model, tiny_model
+from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.config.schema import Dtype, Float8, OptimConfig, ParallelConfig
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh, coordinates_of, replica_group
 from regrow.plan.mesh import Coordinates, plan_mesh
 from regrow.state.entries import Entry, training_entries
 from regrow.train.build import build_step
+from support.ragged import ragged_model
 
 
 def entries_after(

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from regrow.accept.pinning import Runtime, counting_runtime, on_a_device
+from regrow.accept.generations import Runtime, counting_runtime, on_a_device
 from regrow.control.values import Version
 from regrow.errors import CheckpointError
 from regrow.plan.mesh import ALONE

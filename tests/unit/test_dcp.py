@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from regrow.accept.tiny import ragged_model, tiny_model
+from regrow.accept.tiny import tiny_model
 from regrow.config.schema import Dtype, OptimConfig, ParallelConfig
 from regrow.errors import CheckpointError
 from regrow.optim.adamw import build_optimizer
@@ -31,6 +31,7 @@ from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.exchange.dcp import METADATA, ExportedState
 from regrow.state.exchange.runs import export_run, import_run
 from regrow.storage import Storage
+from support.ragged import ragged_model
 from support.runs import save_run
 
 MODEL = ragged_model()

@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from regrow.accept.tiny import ragged_model, tiny_model
+from regrow.accept.tiny import tiny_model
 from regrow.config.schema import ActivationCheckpoint, ModelConfig, ParallelConfig
 from regrow.model import llama
 from regrow.model.attention import attend, block_mask, document_mask, document_starts_BT, mask_B1TT
 from regrow.model.llama import Llama
 from regrow.parallel.apply import build_model
 from regrow.train.step import split_rows, sum_cross_entropy
+from support.ragged import ragged_model
 from support.reference_llama import reference_logits
 
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from regrow.accept.tiny import ragged_model, tiny_model
+from regrow.accept.tiny import tiny_model
 from regrow.config.schema import DataConfig, Dtype, ModelConfig
 from regrow.data.prepare.prepare import prepare
 from regrow.data.prepare.tokenizer import END_OF_TEXT
@@ -25,6 +25,7 @@ from regrow.state.exchange.huggingface import hugging_face_name, import_entries,
 from regrow.state.exchange.runs import export_run, import_run
 from regrow.storage import Storage
 from support.corpus import WordRecipe
+from support.ragged import ragged_model
 from support.reference_llama import reference_logits
 from support.runs import save_run
 

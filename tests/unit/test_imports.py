@@ -51,7 +51,6 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "regrow.parallel.float8": ("regrow.parallel.float8_all_gather", "torchao.float8"),
     },
     "an optional package, or torch behind settings of the environment": {
-        "regrow.accept.report": ("rich",),
         "regrow.evaluate.harness": ("lm_eval", "torch"),
         "regrow.evaluate.shipped": ("datasets",),
     },

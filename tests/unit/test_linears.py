@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from regrow.accept.tiny import ragged_model, tiny_model
+from regrow.accept.tiny import tiny_model
 from regrow.config.schema import Float8, ModelConfig
 from regrow.errors import ConfigError
 from regrow.model.linears import block_linears, float8_line
 from regrow.model.llama import Llama
 from regrow.parallel.float8 import apply_float8
+from support.ragged import ragged_model
 
 UNEVEN = replace(tiny_model(), num_heads=4, num_kv_heads=1, dim=48, ffn_dim=40)  # keys of 12 rows
 

@@ -3,10 +3,11 @@ import math
 import pytest
 import torch
 
-from regrow.accept.tiny import ragged_model, tiny_model
+from regrow.accept.tiny import tiny_model
 from regrow.config.schema import ModelConfig, RopeScaling
 from regrow.model.llama import INIT_STD, Llama, _truncated_normal, init_weights, rope_frequencies_Q2, rotate
 from regrow.plan.mesh import Coordinates, MeshShape
+from support.ragged import ragged_model
 from support.reference_llama import reference_frequency, reference_logits
 
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save

@@ -7,13 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
-from regrow.accept.tiny import count_up_rows, ragged_model, tiny_model
+from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.model.loss import IGNORE_INDEX, chunked_cross_entropy, loss_and_gradient, sum_cross_entropy
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.train.step import TrainStep, build_loss, evaluate
 from support.peak_memory import peak_bytes
+from support.ragged import ragged_model
 
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from regrow.accept.pinning import Runtime, counting_runtime, on_a_device
+from regrow.accept.generations import Runtime, counting_runtime, on_a_device
 from regrow.control.values import NOTHING, Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import Box

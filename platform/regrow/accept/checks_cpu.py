@@ -10,27 +10,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from regrow.accept.claims import NotTested, Report
 from regrow.accept.generations import (
     SETTLED,
     Snapshotting,
     change_groups,
+    counting_runtime,
     device_entries,
     in_memory,
     judge_flat,
     step_alone,
 )
 from regrow.accept.matrix import Row, run_matrix
-from regrow.accept.outlive import Fault, Scenario, Where, stream_for
-from regrow.accept.pinning import counting_runtime
-from regrow.accept.ranks import Member, run_ranks
+from regrow.accept.outlive import Fault, Scenario, Where, backend_for, stream_for
+from regrow.accept.ranks import Member, form_group, run_ranks
 from regrow.accept.tiny import tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.parallel.float8 import inner_tensor
 from regrow.plan.mesh import ALONE
-from regrow.state.entries import training_entries
+from regrow.state.entries import Entry, training_entries
 from regrow.state.memory.slots import SLOT, open_slot
 from regrow.state.memory.writer import Snapshots
 from regrow.train.certificate import BrokenStep, Certificate
@@ -86,41 +85,37 @@ def matrix(report: Report) -> None:
 
 
 def two_groups(report: Report) -> None:
-    """Abort three groups, of which the first one's collective hangs, in turn and at once."""
+    """Abort three groups, of which the first one's collective hangs, at once and in turn."""
     _stream()
-    (in_turn, at_once), _ = run_ranks(abort_in_turn_and_at_once, 2, device_type="cpu")
-    report.found(
-        "cpu_two_groups",
-        at_once < 5.0,
-        f"{at_once:.1f} s at once, {in_turn:.1f} s one by one",
-        "aborts wait for each other",
-    )
+    (at_once, in_turn), _ = run_ranks(abort_at_once_and_in_turn, 2, 3, 2.0, device_type="cpu")
+    figure = f"{at_once:.1f} s at once, {in_turn:.1f} s one by one"
+    report.found("cpu_two_groups", at_once < 5.0, figure, "aborts wait for each other")
 
 
-def abort_in_turn_and_at_once(member: Member) -> tuple[float, float]:
+def abort_at_once_and_in_turn(member: Member, num_groups: int, timeout_s: float) -> tuple[float, float]:
     """Seconds of both; one by one, in the wrong order, takes each group's timeout."""
     took: list[float] = []
-    stream: Any = stream_for(member.device)
-    for number, side_by_side in enumerate((False, True)):
-        timeout = timedelta(seconds=2.0)
-        distributed_c10d._world.group_count = 0
-        store = dist.PrefixStore(f"generation-{number}", member.connect())
-        dist.init_process_group(
-            "asynchronous", store=store, rank=member.rank, world_size=member.world_size, timeout=timeout
-        )
-        groups: list[Any] = [dist.new_group(backend="asynchronous", timeout=timeout) for _ in range(3)]
+    backend, stream = backend_for(member.device), stream_for(member.device)
+    for number, side_by_side in enumerate((True, False)):
+        form_group(member, backend, number, timeout_s=timeout_s)
+        groups: list[Any] = [
+            dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_s)) for _ in range(num_groups)
+        ]
+        tensor = torch.ones(1 << 20, device=member.device)
         for group in groups:
-            dist.all_reduce(torch.ones(1), group=group, async_op=True)
-        stream.synchronize()
-        begun = time.monotonic()
-        if member.rank == 0:
+            dist.all_reduce(tensor, group=group, async_op=True)
+        stream.drain(timeout_s)
+        if member.rank == 0:  # the other never comes: all but the first hang behind it
             for group in groups:
-                dist.all_reduce(torch.ones(1), group=group, async_op=True)
-            begun = time.monotonic()
-            abort_all(groups[::-1], side_by_side=side_by_side)
-            took.append(time.monotonic() - begun)
+                dist.all_reduce(tensor, group=group, async_op=True)
+            began = time.monotonic()
+            abort_all([group._get_backend(member.device) for group in groups[::-1]], side_by_side=side_by_side)
+            stream.drain(timeout_s)
+            took.append(time.monotonic() - began)
             member.say(f"aborted {number}")
         member.hear(f"aborted {number}")
+        everyone: Any = dist.group.WORLD
+        everyone._get_backend(member.device).abort()
         dist.destroy_process_group()
     return (took[0], took[1]) if took else (0.0, 0.0)
 
@@ -132,13 +127,11 @@ def abort_all(backends: list[Any], *, side_by_side: bool) -> None:
         except dist.DistBackendError as error:  # it waited for another one, in vain
             print(error)
 
-    if not side_by_side:
-        for backend in backends:
-            abort(backend)
-        return
     threads = [threading.Thread(target=abort, args=(backend,)) for backend in backends]
     for thread in threads:
         thread.start()
+        if not side_by_side:
+            thread.join()
     for thread in threads:
         thread.join()
 
@@ -152,32 +145,32 @@ def slots(report: Report) -> None:
         snapshots.begin(1, {"step": 1})
         snapshots.wait()
         time.sleep(0.1)
-        files = sorted(folder.glob(f"*{SLOT}"))
-        early = [file for file in files if open_slot(file) is not None]
+        early = sealed_slots(folder)
         snapshots.confirm(1)
         time.sleep(0.1)
-        sealed = [file for file in files if open_slot(file) is not None]
-        report.found(
-            "cpu_slots_sealed",
-            (len(early), len(sealed)) == (0, 1),
-            f"{len(early)} visible before the step was confirmed, {len(sealed)} after",
-            "a snapshot is visible before its step is known to have succeeded, or not after",
-        )
-        same, num_bytes = equal_bytes(sealed[0], entries) if sealed else (False, 0)
-        report.found("cpu_slots_equal", same, f"{num_bytes / 1e6:.1f} MB compared", "the slot differs from the state")
+        sealed = sealed_slots(folder)
+        figure = f"{len(early)} visible before the step was confirmed, {len(sealed)} after"
+        reason = "a snapshot is visible before its step is known to have succeeded, or not after"
+        report.found("cpu_slots_sealed", (len(early), len(sealed)) == (0, 1), figure, reason)
+        report.found("cpu_slots_equal", *judge_equal(folder, entries))
         snapshots.close()
 
 
-def equal_bytes(file: Path, entries: list[Any]) -> tuple[bool, int]:
-    """Whether a sealed slot holds these tensors bit for bit, and how many bytes those are."""
-    header, data = open_slot(file), file.read_bytes()
-    assert header is not None
-    same, num_bytes = True, 0
-    for entry, offset in zip(entries, header.offsets, strict=False):
-        expected = entry.memory.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        same &= data[offset : offset + len(expected)] == expected
-        num_bytes += len(expected)
-    return same, num_bytes
+def sealed_slots(folder: Path) -> list[Path]:
+    return [file for file in sorted(folder.glob(f"*{SLOT}")) if open_slot(file) is not None]
+
+
+def judge_equal(folder: Path, entries: list[Entry]) -> tuple[bool, str, str]:
+    """Whether the first sealed slot holds these tensors bit for bit; how many bytes those are."""
+    same, num_bytes = False, 0
+    for file in sealed_slots(folder)[:1]:
+        header, data, same = open_slot(file), file.read_bytes(), True
+        assert header is not None
+        for entry, offset in zip(entries, header.offsets, strict=False):
+            expected = entry.memory.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            same &= data[offset : offset + len(expected)] == expected
+            num_bytes += len(expected)
+    return same, f"{num_bytes / 1e6:,.1f} MB compared", "the slot differs from the state"
 
 
 def pinned(report: Report, num_generations: int = GENERATIONS) -> None:

@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 
 from regrow.accept.claims import NotTested, Report
+from regrow.accept.timing import device_s, group_alone
 from regrow.accept.tiny import count_up_rows
 from regrow.config.schema import AttentionKernel, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
 from regrow.model.attention import attend, block_mask, document_starts_BT, mask_B1TT
 from regrow.model.loss import IGNORE_INDEX
-from regrow.parallel.apply import KERNELS, attention_kernels
+from regrow.parallel.apply import attention_kernels
 from regrow.parallel.float8 import import_torchao, inner_tensor
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
@@ -31,31 +33,27 @@ CUDA = torch.device("cuda", 0)
 
 def attention(report: Report) -> None:
     """Each kernel against float32, forward and backward, also where the length is odd."""
-    for name, kernel in (("attention_flash", AttentionKernel.flash), ("attention_cudnn", AttentionKernel.cudnn)):
+    for name, kernel, lengths in (
+        ("attention_flash", AttentionKernel.flash, (1024, 4096, 1000)),
+        ("attention_cudnn", AttentionKernel.cudnn, (1024, 4096, 1000)),
+        ("attention_auto_runs", AttentionKernel.auto, (4096, 1000)),
+        ("attention_documents", None, (2048,)),
+    ):
         with report.about(name):
-            worst = max(_attention_error(KERNELS[kernel], length) for length in (1024, 4096, 1000))
+            worst = max(_attention_error(kernel, length) for length in lengths)
             report.found(name, worst <= RTOL, f"off by {worst:.2%} at worst", "wrong numbers, or NaN")
-    with report.about("attention_auto_runs"):
-        worst = max(_attention_error(attention_kernels(AttentionKernel.auto, CUDA), length) for length in (4096, 1000))
-        report.found("attention_auto_runs", worst <= RTOL, f"off by {worst:.2%} at worst", "wrong numbers, or NaN")
-    with report.about("attention_documents"):
-        worst = _documents_error()
-        report.found("attention_documents", worst <= RTOL, f"off by {worst:.2%} at worst", "wrong numbers, or NaN")
 
 
 def attention_speed(report: Report) -> None:
     """What `auto` takes, against each kernel alone."""
     q, k, v = _heads(4, 4096)
     seconds: dict[str, float] = {}
-    for name, kernels in (
-        ("auto", attention_kernels(AttentionKernel.auto, CUDA)),
-        ("flash", KERNELS[AttentionKernel.flash]),
-        ("cudnn", KERNELS[AttentionKernel.cudnn]),
-    ):
+    for kernel in (AttentionKernel.auto, AttentionKernel.flash, AttentionKernel.cudnn):
         try:
-            seconds[name] = _time(q, k, v, kernels)
+            work = partial(_forward_and_backward, q, k, v, attention_kernels(kernel, CUDA))
+            seconds[kernel.value] = statistics.median([device_s(work) for _ in range(12)][3:])
         except RuntimeError as error:
-            print(f"{name}: {error}")
+            print(f"{kernel}: {error}")
     if len(seconds) < 2:
         raise NotTested("there is only one kernel to choose from")
     best = min(value for name, value in seconds.items() if name != "auto")
@@ -63,17 +61,8 @@ def attention_speed(report: Report) -> None:
     report.found("attention_auto", seconds["auto"] <= 1.05 * best, figure, "a faster kernel is there")
 
 
-def _time(q: Tensor, k: Tensor, v: Tensor, kernels: Sequence[SDPBackend]) -> float:
-    """Median seconds of forward and backward."""
-    took = []
-    for _ in range(12):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        attend(q, k, v, None, kernels).sum().backward()
-        end.record()
-        end.synchronize()
-        took.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(took[3:])
+def _forward_and_backward(q: Tensor, k: Tensor, v: Tensor, kernels: Sequence[SDPBackend]) -> None:
+    attend(q, k, v, None, kernels).sum().backward()
 
 
 def _heads(rows: int, length: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,28 +73,19 @@ def _heads(rows: int, length: int, dtype: torch.dtype = torch.bfloat16) -> tuple
     return q, k, v
 
 
-def _attention_error(kernels: Sequence[SDPBackend], length: int) -> float:
-    q, k, v = _heads(1, length)
+def _attention_error(kernel: AttentionKernel | None, length: int) -> float:
+    """Of a kernel over whole rows; with None, of flex_attention within documents, against the whole mask."""
+    q, k, v = _heads(1 if kernel else 2, length)
     exact = [each.detach().float().requires_grad_() for each in (q, k, v)]
-    out = attend(q, k, v, None, kernels)
+    if kernel:
+        mask, out = None, attend(q, k, v, None, attention_kernels(kernel, CUDA))
+    else:
+        tokens = torch.randint(0, 300, (2, length), device=CUDA)  # 0 ends a document, some seven a row
+        starts = document_starts_BT(tokens, eot_id=0)
+        mask, out = mask_B1TT(starts), attend(q, k, v, block_mask(starts))
     weight = torch.randn_like(out)
     out.backward(weight)
-    expected = attend(exact[0], exact[1], exact[2], None, (SDPBackend.MATH,))
-    expected.backward(weight.float())
-    pairs = [(out, expected)] + [(got.grad, want.grad) for got, want in zip((q, k, v), exact, strict=True)]
-    return max(distance(got, want) for got, want in pairs)
-
-
-def _documents_error() -> float:
-    """flex_attention within documents against the whole matrix as a mask."""
-    q, k, v = _heads(2, 2048)
-    tokens = torch.randint(0, 300, (2, 2048), device=CUDA)  # 0 ends a document, some seven a row
-    starts = document_starts_BT(tokens, eot_id=0)
-    out = attend(q, k, v, block_mask(starts))
-    weight = torch.randn_like(out)
-    out.backward(weight)
-    exact = [each.detach().float().requires_grad_() for each in (q, k, v)]
-    expected = attend(exact[0], exact[1], exact[2], mask_B1TT(starts), (SDPBackend.MATH,))
+    expected = attend(exact[0], exact[1], exact[2], mask, (SDPBackend.MATH,))
     expected.backward(weight.float())
     pairs = [(out, expected)] + [(got.grad, want.grad) for got, want in zip((q, k, v), exact, strict=True)]
     return max(distance(got, want) for got, want in pairs)
@@ -215,7 +195,7 @@ def train_small(parallel: ParallelConfig, num_steps: int, device: torch.device =
     """Losses of the debug model in this process alone, on rows that count up with some noise; weights drawn on a CPU,
     as devices draw others."""
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+        group_alone()
     torch.backends.cuda.matmul.allow_tf32 = False
     model, optim, cpu = ModelConfig(), OptimConfig(lr=1e-3), torch.device("cpu")
     meshes = {each: build_mesh(plan_mesh(1, 1), each.type) for each in {cpu, device}}

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from regrow.accept.child import has_nvml
 from regrow.accept.claims import NotTested, Report
-from regrow.accept.stand_ins import has_nvml
 from regrow.runtime.hardware.gpus import problem, read_gpus
 from regrow.runtime.hardware.probe import Prober
 from regrow.runtime.hardware.settings import OUTLIVES_ITS_GROUPS, apply_device_settings

@@ -5,30 +5,29 @@ was written.
 """
 
 import gc
+import itertools
 import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from regrow.accept.checks_cpu import abort_all
+from regrow.accept.checks_cpu import abort_at_once_and_in_turn
 from regrow.accept.checks_one_gpu import probe_gpu
 from regrow.accept.claims import Report
 from regrow.accept.generations import Held, in_memory, judge_flat
 from regrow.accept.matrix import Row, run_matrix
 from regrow.accept.outlive import Fault, Generation, Scenario, Where
-from regrow.accept.ranks import Member, run_ranks
-from regrow.accept.timing import Load, Loaded
+from regrow.accept.ranks import Member, form_group, run_ranks
+from regrow.accept.timing import Load, Loaded, device_s
 from regrow.config.plain import read_model
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
 from regrow.control.values import Version
-from regrow.parallel.float8 import inner_tensor
+from regrow.parallel.float8 import import_torchao, inner_tensor
 from regrow.parallel.fsdp import build_mesh, coordinates_of
 from regrow.plan.mesh import plan_mesh
 from regrow.state.entries import training_entries
@@ -80,7 +79,7 @@ def bandwidth(report: Report) -> None:
 
 def _bandwidth(member: Member) -> dict[str, float]:
     """GB/s of this rank."""
-    _form(member)
+    form_group(member, "nccl")
     world_size, device = member.world_size, member.device
     part = torch.ones(MESSAGE // 4 // world_size, device=device)
     whole = torch.ones(part.numel() * world_size, device=device)
@@ -113,16 +112,9 @@ def _bandwidth(member: Member) -> dict[str, float]:
     return found
 
 
-def _seconds(work: Callable[[], Any], repeats: int = 20) -> float:
-    for _ in range(3):
-        work()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(repeats):
-        work()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / repeats
+def _seconds(work: Callable[[], Any]) -> float:
+    device_s(work, 3)  # not counted: what loads and connects
+    return device_s(work, 20)
 
 
 def matrix_of_two(report: Report) -> None:
@@ -175,7 +167,7 @@ def garbage(report: Report) -> None:
 
 
 def _abort_alone(member: Member) -> str:
-    _form(member)
+    form_group(member, "nccl")
     tensor = torch.full((1 << 28,), float(member.rank + 1), device=member.device)
     dist.all_reduce(torch.ones(1, device=member.device))
     torch.cuda.synchronize()
@@ -205,34 +197,9 @@ def _abort_alone(member: Member) -> str:
 
 
 def two_groups(report: Report) -> None:
-    (in_turn, at_once), _ = run_ranks(_abort_two, 2, device_type="cuda", timeout_s=110.0)
+    (at_once, in_turn), _ = run_ranks(abort_at_once_and_in_turn, 2, 2, 30.0, device_type="cuda", timeout_s=110.0)
     figure = f"{at_once:.1f} s at once; one by one, in the wrong order, {in_turn:.1f} s"
     report.found("two_groups", at_once < 10.0, figure, "aborts wait for each other (pytorch#119797)")
-
-
-def _abort_two(member: Member) -> tuple[float, float]:
-    took = []
-    for number, side_by_side in ((1, True), (0, False)):
-        _form(member, generation=number, timeout_s=30.0)
-        groups = [dist.new_group(backend="nccl", timeout=timedelta(seconds=30)) for _ in range(2)]
-        tensor = torch.ones(1 << 20, device=member.device)
-        for group in groups:
-            dist.all_reduce(tensor, group=group)
-        torch.cuda.synchronize()
-        if member.rank == 0:  # the other never comes: the second hangs behind the first
-            for group in groups:
-                dist.all_reduce(tensor, group=group)
-            backends: list[Any] = [group._get_backend(member.device) for group in groups[::-1]]
-            began = time.monotonic()
-            abort_all(backends, side_by_side=side_by_side)
-            torch.cuda.synchronize()
-            took.append(time.monotonic() - began)
-            member.say(f"aborted {number}")
-        member.hear(f"aborted {number}")
-        everyone: Any = dist.group.WORLD
-        everyone._get_backend(member.device).abort()
-        dist.destroy_process_group()
-    return (took[1], took[0]) if took else (0.0, 0.0)
 
 
 def switches(report: Report) -> None:
@@ -255,7 +222,7 @@ def world_sizes(report: Report) -> None:
     ):
         with report.about(name):
             if parallel.float8 is not Float8.none:
-                __import__("torchao")
+                import_torchao()
             scenario = replace(SMALL, fault=Fault.none, parallel=parallel, num_steps=10, patience_s=60.0, stays=False)
             scenario = replace(scenario, optim=OptimConfig(lr=1e-3, global_batch_seqs=120, num_slices=120))
             found = {size: run_ranks(_losses, size, scenario, device_type="cuda")[0] for size in sizes}
@@ -275,33 +242,31 @@ def _losses(member: Member, scenario: Scenario) -> dict[int, float]:
 def eight_b(report: Report) -> None:
     """8B at 8,192 tokens a row, as conf/cluster/h100x64 trains it; and the same with a snapshot of every step."""
     timed = {}
-    for name, float8, least in (
-        ("eight_b_bfloat16", Float8.none, 6000),
-        ("eight_b_float8", Float8.tensorwise_all_gather, 7700),
+    for float8, names, least in (
+        (Float8.none, ["eight_b_bfloat16"], 6000),
+        (Float8.tensorwise_all_gather, ["eight_b_float8", "eight_b_memory", "eight_b_snapshots"], 7700),
     ):
-        with report.about(name, *(["eight_b_memory", "eight_b_snapshots"] if float8 is not Float8.none else [])):
+        with report.about(*names):
             if float8 is not Float8.none:
-                __import__("torchao")
+                import_torchao()
             each = run_ranks(_eight_b, num_gpus(), float8, device_type="cuda", timeout_s=280.0)
-            rate, memory = min(one[0] for one in each), max(one[1] for one in each)
-            timed[name] = rate
-            figure = f"{rate:,.0f} tokens/s a GPU, {memory / GIB:.1f} GiB"
-            reason = f"{rate / timed['eight_b_bfloat16']:.2f} of bfloat16's" if float8 is not Float8.none else "slow"
-            report.found(name, rate >= least, figure, reason)
-            if float8 is not Float8.none:
-                report.found("eight_b_memory", memory <= 72 * GIB, f"{memory / GIB:.1f} GiB", "more than was forecast")
-                added = max(one[2] for one in each)
-                if added != added:
-                    report.not_tested("eight_b_snapshots", "/dev/shm has no room for two slots a rank")
-                else:
-                    report.found(
-                        "eight_b_snapshots", added <= 0.02, f"{added:+.1%} of a step", "snapshots slow it down"
-                    )
+            rate, memory, added = min(one[0] for one in each), max(one[1] for one in each), max(one[2] for one in each)
+            timed[float8] = rate
+            figure, gib = f"{rate:,.0f} tokens/s a GPU", f"{memory / GIB:.1f} GiB"
+            reason = "slow" if float8 is Float8.none else f"{rate / timed.get(Float8.none, rate):.2f} of bfloat16's"
+            report.found(names[0], rate >= least, f"{figure}, {gib}", reason)
+            if float8 is Float8.none:
+                continue
+            report.found("eight_b_memory", memory <= 72 * GIB, gib, "more than was forecast")
+            if added == added:
+                report.found("eight_b_snapshots", added <= 0.02, f"{added:+.1%} of a step", "snapshots slow it down")
+            else:
+                report.not_tested("eight_b_snapshots", "/dev/shm has no room for two slots a rank")
 
 
 def _eight_b(member: Member, float8: Float8) -> tuple[float, int, float]:
     """Tokens/s of this rank, bytes at most, and what a snapshot of every step adds; NaN where there was no room."""
-    _form(member)
+    form_group(member, "nccl")
     parallel = ParallelConfig(
         dtype=Dtype.bfloat16, float8=float8, compile=True, activation_checkpoint=ActivationCheckpoint.selective
     )
@@ -325,23 +290,19 @@ def _with_snapshots(member: Member, loaded: Loaded, step_s: float) -> float:
     with in_memory() as folder:
         mesh = build_mesh(plan_mesh(member.world_size, 1), "cuda")
         snapshots = Snapshots(folder, entries, coordinates=coordinates_of(mesh), run_id="accept", generation=1)
-        loaded.before_update = lambda: void(snapshots.wait())
-        number = [0]
+        loaded.before_update = snapshots.wait
+        numbers = itertools.count(1)
 
         def snapshot() -> None:
-            number[0] += 1
-            snapshots.begin(number[0], {})
-            snapshots.confirm(number[0])
-            Committed(Version(1, number[0])).write(folder)
+            number = next(numbers)
+            snapshots.begin(number, {})
+            snapshots.confirm(number)
+            Committed(Version(1, number)).write(folder)
 
         timed = loaded.time(6, snapshot)
         loaded.before_update = None
         snapshots.close()
         return timed.step_s / step_s - 1
-
-
-def void(_: object) -> None:
-    """Nothing."""
 
 
 def change_often(report: Report) -> None:
@@ -369,15 +330,3 @@ def _change_often(member: Member) -> tuple[list[Held], tuple[list[float], list[f
         torch.cuda.empty_cache()
         held.append(Held.on(member.device, inits[-1]))
     return held, (inits, aborts)
-
-
-def _form(member: Member, generation: int = 0, timeout_s: float = 300.0) -> None:
-    distributed_c10d._world.group_count = 0
-    dist.init_process_group(
-        "nccl",
-        store=dist.PrefixStore(f"group-{generation}", member.connect()),
-        rank=member.rank,
-        world_size=member.world_size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=member.device,
-    )

@@ -5,17 +5,17 @@ import importlib
 import os
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from regrow.accept.checks_cpu import equal_bytes
+from regrow.accept.checks_cpu import judge_equal
 from regrow.accept.claims import NotTested, Report
-from regrow.accept.generations import Held, in_memory, judge_flat
-from regrow.accept.timing import Load, Loaded, Timed, group_alone, profile, rows_that_fit
+from regrow.accept.generations import Held, Runtime, in_memory, judge_flat
+from regrow.accept.timing import Load, Loaded, Timed, device_s, group_alone, profile, rows_that_fit
 from regrow.accept.tiny import count_up_rows
 from regrow.config.plain import read_model
 from regrow.config.schema import Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
@@ -26,7 +26,7 @@ from regrow.plan.mesh import ALONE, plan_mesh
 from regrow.runtime.abort import Breaker
 from regrow.state.entries import Entry
 from regrow.state.memory.arenas import Arenas
-from regrow.state.memory.slots import SLOT, open_slot
+from regrow.state.memory.slots import SLOT
 from regrow.state.memory.writer import Snapshots
 from regrow.train.build import build_step
 from regrow.train.certificate import Certificate
@@ -169,7 +169,7 @@ def slots(report: Report) -> None:
     with in_memory() as folder:
         entries = state_of(int(size_gib * GIB), device)
         cuda: Any = torch.cuda
-        counted = Counted(cuda.cudart())
+        counted = Runtime(cuda.cudart())
         cuda.cudart = lambda: counted
         began = time.perf_counter()
         arenas = Arenas(folder)
@@ -179,16 +179,16 @@ def slots(report: Report) -> None:
         figure = f"{rate:.1f} GB/s, two of {size_gib:.1f} GiB in {made_s:.1f} s"
         report.found("slots_made", rate >= 0.85, figure, "a new group waits that long for its slots")
         slots_copied(report, snapshots, entries, device)
-        slots_equal(report, snapshots, folder, entries)
+        snapshots.confirm(1)
+        report.found("slots_equal", *judge_equal(folder, entries))
         slots_beside(report, snapshots, device)
         slots_closed(report, snapshots)
         slots_kept(report, folder, entries, arenas, counted)
         arenas.close()
-        left = sum(counted.pinned.values())
-        report.found("slots_let_go", left == 0, f"{left:,} B are pinned still", "pinned memory leaks")
+        report.found("slots_let_go", not counted.pinned, f"{counted.num_bytes:,} B are pinned still", "memory leaks")
 
 
-def slots_kept(report: Report, folder: Path, entries: list[Entry], arenas: Arenas, counted: "Counted") -> None:
+def slots_kept(report: Report, folder: Path, entries: list[Entry], arenas: Arenas, counted: Runtime) -> None:
     """Slots of the generations after the first, as if it had committed nothing that they start from."""
     for path in folder.glob(f"*{SLOT}"):
         path.unlink()
@@ -210,28 +210,6 @@ def state_of(num_bytes: int, device: torch.device) -> list[Entry]:
     return entries
 
 
-class Counted:
-    """CUDA's runtime, with what it pins counted."""
-
-    def __init__(self, runtime: Any) -> None:
-        self._runtime, self.pinned, self.registered = runtime, dict[int, int](), 0
-
-    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> Any:
-        outcome = self._runtime.cudaHostRegister(address, num_bytes, flags)
-        if int(outcome) == 0:
-            self.pinned[address], self.registered = num_bytes, self.registered + 1
-        return outcome
-
-    def cudaHostUnregister(self, address: int) -> Any:
-        outcome = self._runtime.cudaHostUnregister(address)
-        if int(outcome) == 0:
-            self.pinned.pop(address, None)
-        return outcome
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runtime, name)
-
-
 def slots_copied(report: Report, snapshots: Snapshots, entries: list[Entry], device: torch.device) -> None:
     num_bytes = sum(entry.memory.nbytes for entry in entries)
     torch.cuda.synchronize()
@@ -245,31 +223,15 @@ def slots_copied(report: Report, snapshots: Snapshots, entries: list[Entry], dev
     )
 
 
-def slots_equal(report: Report, snapshots: Snapshots, folder: Path, entries: list[Entry]) -> None:
-    snapshots.confirm(1)
-    sealed = [file for file in sorted(folder.glob(f"*{SLOT}")) if open_slot(file) is not None]
-    same, num_bytes = equal_bytes(sealed[0], entries) if sealed else (False, 0)
-    report.found("slots_equal", same, f"{num_bytes / 1e9:.1f} GB compared", "the slot differs from the state")
-
-
 def slots_beside(report: Report, snapshots: Snapshots, device: torch.device) -> None:
     """Matrix products with and without a copy on its way."""
     x = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-
-    def work() -> float:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(200):
-            torch.mm(x, x)
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end)
-
-    work()
-    alone = min(work() for _ in range(3))
+    products = partial(torch.mm, x, x)
+    device_s(products)
+    alone = min(device_s(products, 200) for _ in range(3))
     if not snapshots.begin(2, {"step": 2}):
         raise NotTested("no slot was free")
-    beside = work()
+    beside = device_s(products, 200)
     snapshots.wait()
     snapshots.confirm(2)
     added = beside / alone - 1
@@ -290,21 +252,18 @@ def slots_closed(report: Report, snapshots: Snapshots) -> None:
 
 def generations(report: Report) -> None:
     """20 groups in one process: formed, trained in, aborted every other time, left."""
-    torch.cuda.set_device(0)
-    device = torch.device("cuda", 0)
     held, graphs = [], []
     for number in range(20):
-        held.append(_generation(number, device))
+        held.append(_generation(number))
         graphs.append(graphs_compiled())
     report.found("generations", *judge_flat([held], 64.0, "memory of the device"))
     new = graphs[-1] - graphs[1]
     report.found("generations_compiled", new == 0, f"{new} graphs after the second group", "blocks are compiled again")
 
 
-def _generation(number: int, device: torch.device) -> Held:
+def _generation(number: int) -> Held:
     began = time.monotonic()
-    distributed_c10d._world.group_count = 0
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    device = group_alone()
     mesh = build_mesh(plan_mesh(1, 1), "cuda")
     model, optim = ModelConfig(), OptimConfig(lr=1e-3)
     parallel = ParallelConfig(dtype=Dtype.bfloat16, compile=True)
@@ -329,13 +288,10 @@ def _generation(number: int, device: torch.device) -> Held:
 
 def abort_often(report: Report) -> None:
     """NCCL alone, a group of one: made, used, aborted, 50 times."""
-    torch.cuda.set_device(0)
-    device = torch.device("cuda", 0)
     held = []
     for _ in range(50):
         began = time.monotonic()
-        distributed_c10d._world.group_count = 0
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+        device = group_alone("nccl")
         form_s = time.monotonic() - began
         tensor = torch.ones(1 << 20, device=device)
         dist.all_reduce(tensor)

@@ -1,20 +1,24 @@
 """The process of one check: `python -m regrow.accept.child MODULE:FUNCTION REPORT ERROR`. Ends with its parent.
 
 Whatever the check raises is written to the file ERROR: one line of what, and whether the check itself is to blame.
+A machine that is only to be looked at gets torch and a checkout: what checks can do without has stand-ins.
 """
 
 import ctypes
 import importlib
+import importlib.util
 import json
 import operator
 import os
 import signal
 import sys
 import traceback
+import types
+import zlib
 from pathlib import Path
+from typing import Any
 
 from regrow.accept.claims import NotTested, Report
-from regrow.accept.stand_ins import provide
 
 PR_SET_PDEATHSIG = 1
 # what a device, a driver or the network does wrong is raised as RuntimeError or OSError; these are ours
@@ -51,6 +55,40 @@ def main(function: str, report: str, error_file: str) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)  # nothing of a broken device is waited for
+
+
+class _NoDriver(types.ModuleType):
+    """NVML's binding where it is not installed: as on a machine without its driver."""
+
+    class NVMLError(Exception): ...
+
+    class NVMLError_Timeout(NVMLError): ...
+
+    def nvmlInit(self) -> None:
+        raise self.NVMLError("nvidia-ml-py is not installed")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return 0  # a constant
+
+
+def provide() -> None:
+    """Let `isal` and `pynvml` be imported in this process where they are not installed."""
+    if _missing("isal"):
+        isal = types.ModuleType("isal")
+        isal.isal_zlib = sys.modules["isal.isal_zlib"] = zlib  # type: ignore[attr-defined]
+        sys.modules["isal"] = isal
+    if _missing("pynvml"):
+        sys.modules["pynvml"] = _NoDriver("pynvml")
+
+
+def has_nvml() -> bool:
+    return getattr(sys.modules["pynvml"], "__file__", None) is not None
+
+
+def _missing(name: str) -> bool:
+    return name not in sys.modules and importlib.util.find_spec(name) is None
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Imports no torch: the command that runs checks holds no device.
 
 import contextlib
 import json
+import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -93,15 +94,17 @@ class Report:
         """What NotTested, or what a missing package raises in here, is said of these claims, and no more."""
         try:
             yield
-        except NotTested as error:
-            for name in names:
-                self.not_tested(name, str(error))
-        except ConfigError as error:  # this machine, or what is installed there, cannot do that
-            for name in names:
-                self.not_tested(name, str(error))
+        except (
+            NotTested,
+            ConfigError,
+        ) as error:  # the machine, or what is installed, cannot do that
+            reason = str(error)
         except ModuleNotFoundError as error:
-            for name in names:
-                self.not_tested(name, f"needs the package {error.name}, which is not installed")
+            reason = f"needs the package {error.name}, which is not installed"
+        else:
+            return
+        for name in names:
+            self.not_tested(name, reason)
 
     def _write(self, name: str, state: State, figure: str | None, reason: str) -> None:
         with open(self._path, "a") as file:
@@ -117,3 +120,23 @@ def read_report(path: Path) -> dict[str, dict[str, Any]]:
                 entry = json.loads(line)
                 found[entry["name"]] = entry
     return found
+
+
+# all that acceptance looks at, in the order of looking
+_FILE = tomllib.loads(Path(__file__).with_name("claims.toml").read_text())
+
+CHECKS: tuple[Check, ...] = tuple(
+    Check(
+        function=f"regrow.accept.{each['function']}",
+        part=Part(each["part"]),
+        deadline_s=each["deadline_s"],
+        claims=tuple(
+            Claim(name, claim, expected, advice.format(**_FILE["advice"]))
+            for name, claim, expected, advice in each["claims"]
+        ),
+        num_gpus=each.get("num_gpus", 0),
+        memory_gib=each.get("memory_gib", 0.0),
+    )
+    for each in _FILE["check"]
+)
+NEXT: str = _FILE["next"]["text"]  # what no check here shows, and what would

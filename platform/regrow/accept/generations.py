@@ -1,4 +1,7 @@
-"""What a process keeps that goes from group to group: memory, threads, descriptors, pinned pages, compiled graphs."""
+"""What a process keeps that goes from group to group: memory, threads, descriptors, pinned pages, compiled graphs.
+
+On a CPU CUDA's runtime has a stand-in as far as snapshots need it: what it pins is counted, copies are done at once.
+"""
 
 import contextlib
 import gc
@@ -7,19 +10,18 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
-from datetime import timedelta
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from regrow.accept.outlive import stream_for
-from regrow.accept.pinning import Runtime, counting_runtime, on_a_device
-from regrow.accept.ranks import Member, run_ranks
+from regrow.accept.ranks import Member, form_group, run_ranks
 from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.control.values import SnapshotAck, Version
@@ -39,6 +41,70 @@ from regrow.train.step import TrainStep
 SETTLED = 8  # generations after which a process has made all that it keeps
 COMMIT_S = 30.0
 UNCOMPILED = ParallelConfig()
+
+
+ALREADY_REGISTERED, NOT_REGISTERED, NO_MEMORY = 712, 713, 2  # errors of cudaHostRegister and cudaHostUnregister
+
+
+class Runtime:
+    """What is pinned now, by address, and how often anything was; of CUDA's runtime, or in its place."""
+
+    def __init__(self, real: Any = None) -> None:
+        self.pinned: dict[int, int] = {}  # bytes
+        self.registered, self.ever = 0, 0  # calls, bytes
+        self.room: int | None = None  # ranges that it pins at most
+        self._real = real
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.pinned.values())
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> Any:
+        outcome = (
+            self._real.cudaHostRegister(address, num_bytes, flags) if self._real else self._error(address, num_bytes)
+        )
+        if int(outcome) == 0:
+            self.pinned[address] = num_bytes
+            self.registered, self.ever = self.registered + 1, self.ever + num_bytes
+        return outcome
+
+    def _error(self, address: int, num_bytes: int) -> int:
+        if any(begin < address + num_bytes and address < begin + size for begin, size in self.pinned.items()):
+            return ALREADY_REGISTERED
+        return NO_MEMORY if len(self.pinned) == self.room else 0
+
+    def cudaHostUnregister(self, address: int) -> Any:
+        known = self.pinned.pop(address, None) is not None
+        return self._real.cudaHostUnregister(address) if self._real else 0 if known else NOT_REGISTERED
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class _OnDevice(torch.Tensor):
+    is_cuda = True
+
+
+def on_a_device(entries: Sequence[Entry]) -> list[Entry]:
+    """The same memory, by tensors that say they are on a device."""
+    return [Entry(entry.box, entry.memory.as_subclass(_OnDevice)) for entry in entries]
+
+
+@contextlib.contextmanager
+def counting_runtime(runtime: Runtime | None = None) -> Iterator[Runtime]:
+    """In CUDA's place; the same one again, where it is given."""
+    runtime = runtime or Runtime()
+    event = SimpleNamespace(synchronize=lambda: None, record=lambda: None, query=lambda: True)
+    stream = SimpleNamespace(wait_stream=lambda other: None, wait_event=lambda event: None)
+    stand_ins: dict[str, Any] = {
+        "cudart": lambda: runtime,
+        "Stream": lambda *_, **__: stream,
+        "Event": lambda *_, **__: event,
+        "current_stream": lambda *_: stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+    }
+    with mock.patch.multiple(torch.cuda, **stand_ins):
+        yield runtime
 
 
 class Held:
@@ -100,9 +166,7 @@ def change_often(
     held = []
     for number in range(num_generations):
         begun = time.monotonic()
-        distributed_c10d._world.group_count = 0
-        store = dist.PrefixStore(f"generation-{number}", member.connect())
-        dist.init_process_group(backend, store=store, rank=member.rank, world_size=2, timeout=timedelta(seconds=60))
+        form_group(member, backend, number, timeout_s=60.0)
         mesh = build_mesh(plan_mesh(2, 1), "cpu")
         step = stream.submit(partial(step_alone, member.device, parallel, mesh)).result()
         form_s = time.monotonic() - begun
@@ -110,7 +174,7 @@ def change_often(
             rows = [count_up_rows(index, num_rows=4, seq_len=16)]
             stream.submit(partial(step.run, rows, num_micro_batches=1, lr=1e-3, number=index)).result().resolve()
         process.take(step, number + 1)
-        del step, mesh, store
+        del step, mesh
         dist.destroy_process_group()
         let_go_of_meshes()
         gc.collect()

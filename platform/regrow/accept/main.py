@@ -1,39 +1,124 @@
-"""What `jobs.accept` does: find out what is here, run what can be run, show the table, write accept.json."""
+"""What `jobs.accept` does: find out what is here, run what can be run, show the table, write accept.json.
+
+Its command line is read here, as the parts for one machine know nothing of Hydra.
+"""
 
 import difflib
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from regrow.accept.arguments import Options
-from regrow.accept.catalog import CHECKS, NEXT
-from regrow.accept.claims import Check, Finding, Part
+from regrow.accept.claims import CHECKS, NEXT, Check, Finding, Part
 from regrow.accept.report import describe, show, to_lines, write_json
 from regrow.accept.runner import Machine, Outcome, look_at, run_checks
+from regrow.config.plain import models
 from regrow.errors import ConfigError
 
 SPARE_MINUTES = 0.5  # of a part, for looking at the machine and for the last check to be ended
+CLUSTER = "+cluster="
+PREFIX = "accept."
+HELP = """\
+What of regrow holds on this machine: python -m jobs.accept [accept.KEY=VALUE ...] [+cluster=NAME [KEY=VALUE ...]]
+
+  python -m jobs.accept                                  one GPU, then all of this node; without, what a CPU can show
+  python -m jobs.accept accept.only=certificate_premise  one claim
+  python -m jobs.accept +cluster=h100x64                 a running Ray cluster, as jobs.pretrain would use it; any
+                                                         setting of jobs.pretrain may follow
+
+Each check runs in a process of its own with a deadline. A table says of each claim whether it was proved, refused or
+not tested here, with what was measured, what is expected, and what to do; accept.json says the same to programs. A
+refused claim is a result: the exit status is 0 unless a check itself broke. docs/acceptance.md has the claims.
+
+  accept.out       folder that accept.json is written into [runs/accept]
+  accept.only      names of claims, with commas, as accept.json has them; all where none is given [null]
+  accept.parts     of one_process, one_node, no_gpu, cluster, with commas; null: what this machine has [null]
+  accept.gpus      most GPUs to use; null: all [null]
+  accept.model     of conf/model, that one GPU is timed with [1_8b]
+  accept.minutes   most that a part may take [10.0]
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What may be said; HELP has what it means."""
+
+    out: Path = Path("runs/accept")
+    only: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
+    gpus: int | None = None
+    model: str = "1_8b"
+    minutes: float = 10.0
+    pretrain: tuple[str, ...] = ()  # +cluster=NAME and any setting of jobs.pretrain with it
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Raises ConfigError for what is no argument of this command."""
+    options, rest = Options(), []
+    has_cluster = any(argument.startswith(CLUSTER) for argument in arguments)
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        name = key.removeprefix(PREFIX)
+        if not equals:
+            raise ConfigError(f"{argument!r} is no key=value; --help lists what there is")
+        if key.startswith(PREFIX) and name in READ:
+            try:
+                options = replace(options, **{name: READ[name](value)})
+            except ValueError as error:
+                known = f"; one of {', '.join(Part)}" if name == "parts" else ""
+                raise ConfigError(f"{argument}: {error}{known}") from error
+        elif has_cluster and not key.startswith(PREFIX):
+            rest.append(argument)
+        else:
+            raise ConfigError(f"unknown setting {key!r}{_near(key)}")
+    if has_cluster and not options.parts:
+        options = replace(options, parts=(Part.cluster,))
+    if Part.cluster in options.parts and not has_cluster:
+        raise ConfigError(f"accept.parts=cluster needs {CLUSTER}NAME, as jobs.pretrain takes it")
+    return replace(options, pretrain=tuple(rest))
+
+
+def _model(name: str) -> str:
+    if name not in models():
+        raise ValueError(f"one of {', '.join(models())}")
+    return name
+
+
+READ: dict[str, Callable[[str], Any]] = {
+    "out": Path,
+    "only": lambda value: tuple(value.split(",")),
+    "parts": lambda value: tuple(map(Part, value.split(","))),
+    "gpus": lambda value: None if value == "null" else int(value),
+    "model": _model,
+    "minutes": lambda value: max(1.0, float(value)),
+}
+
+
+def _near(key: str) -> str:
+    own = key if key.startswith(PREFIX) else PREFIX + key
+    known = [] if "." in key and own != key else [PREFIX + name for name in READ]
+    if nearest := difflib.get_close_matches(own, known, n=1, cutoff=0.75):
+        return f"; did you mean {nearest[0]!r}?"
+    return f"; settings of jobs.pretrain go with {CLUSTER}NAME only, --help lists what there is"
 
 
 def accept(options: Options, arguments: Sequence[str]) -> int:
     """Run the checks; the exit status. Raises ConfigError for a claim that there is not."""
-    checks, skipped = chosen(options), {}
+    checks = chosen(options)
     began, machine = time.monotonic(), look_at(options.gpus)
     print(f"{describe(machine)}; torch {machine.torch or 'none'}", flush=True)
-    for part in Part:
-        if why := why_skipped(part, options, machine):
-            skipped[part] = why
-    outcome, running = Outcome(), dict[str, str]()
+    outcome, running = Outcome(), False
 
     def tell(now: str, found: list[Finding]) -> None:
-        if now:
-            running["now"] = now
-            print(now, flush=True)
-            return
-        write_json(options.out, outcome.findings, machine, arguments=arguments)
-        lines = to_lines(found) if running.pop("now", "") else []
-        print("\n".join(lines) + "\n" if lines else "", end="", flush=True)
+        nonlocal running
+        if found:
+            write_json(options.out, outcome.findings, machine, arguments=arguments)
+        lines = [now] if now else to_lines(found) if running else []
+        print("".join(f"{line}\n" for line in lines), end="", flush=True)
+        running = bool(now)
 
     environment = {
         "REGROW_ACCEPT_MODEL": options.model,
@@ -46,7 +131,7 @@ def accept(options: Options, arguments: Sequence[str]) -> int:
         minutes=options.minutes - SPARE_MINUTES,
         tell=tell,
         environment=environment,
-        skipped=skipped,
+        skipped={part: why_skipped(part, options, machine) for part in Part},
         outcome=outcome,
     )
     path = write_json(options.out, outcome.findings, machine, arguments=arguments)
@@ -74,7 +159,7 @@ def why_skipped(part: Part, options: Options, machine: Machine) -> str:
     if options.parts:
         return "" if part in options.parts else f"not among accept.parts={','.join(options.parts)}"
     if part is Part.cluster:
-        return "needs a Ray cluster: +cluster=NAME"
+        return f"needs a Ray cluster: {CLUSTER}NAME"
     if part is Part.no_gpu and machine.gpus and not options.only:
         return "there are GPUs here; accept.parts=no_gpu runs it"
     return ""

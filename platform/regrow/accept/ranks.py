@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from regrow.accept.child import die_with_parent
-from regrow.accept.stand_ins import provide
+from regrow.accept.child import die_with_parent, provide
 from regrow.runtime.hardware.settings import apply_device_settings
 
 WAIT_S = 120.0  # of a store, for a word or a member
@@ -170,6 +170,19 @@ def run_ranks(
         for rank in ranks.failed():
             ranks.result(rank)
         return [ranks.result(rank) for rank in everyone]
+
+
+def form_group(member: Member, backend: str, generation: int = 0, *, timeout_s: float = 300.0) -> None:
+    """The default group of a generation, of all ranks."""
+    distributed_c10d._world.group_count = 0
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"generation-{generation}", member.connect()),
+        rank=member.rank,
+        world_size=member.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=member.device if backend == "nccl" else None,
+    )
 
 
 def tell_over(store: dist.Store, generation: int) -> None:

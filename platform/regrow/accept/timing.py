@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.profiler import ProfilerActivity
 
 from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
@@ -63,7 +64,7 @@ class Loaded:
             torch.randint(0, load.model.vocab_size, (load.rows, load.seq_len + 1), device=device)
             for _ in range(load.num_passes)
         ]
-        self.before_update: Callable[[], None] | None = None
+        self.before_update: Callable[[], Any] | None = None
         self._launched: list[Any] = []
 
     def run(self) -> None:
@@ -159,11 +160,25 @@ def profile(loaded: Loaded, num_steps: int = 3) -> Profiled:
     return Profiled(covered / whole, launched_s / host_s)
 
 
-def group_alone() -> torch.device:
+def group_alone(backend: str = "cpu:gloo,cuda:nccl") -> torch.device:
     """The default group, of this process alone; its device."""
-    torch.cuda.set_device(0)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    return torch.device("cuda", 0)
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    distributed_c10d._world.group_count = 0
+    named = device if backend == "nccl" else None
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=named)
+    return device
+
+
+def device_s(work: Callable[[], Any], repeats: int = 1) -> float:
+    """Seconds of one, by the device's clock."""
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(repeats):
+        work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / repeats
 
 
 def rows_that_fit(model: ModelConfig, seq_len: int, device: torch.device) -> int:

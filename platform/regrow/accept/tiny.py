@@ -24,13 +24,6 @@ def tiny_model(*, tied: bool = False, num_layers: int = 2, dim: int = 32, ffn_di
     )
 
 
-def ragged_model(*, tied: bool = False) -> ModelConfig:
-    """A Llama whose widths 2, 3 and 4 ranks do not all divide, and whose kv projections are smaller than most."""
-    return ModelConfig(
-        name="ragged", vocab_size=97, dim=20, num_layers=2, num_heads=5, num_kv_heads=1, ffn_dim=37, tied=tied
-    )
-
-
 def count_up_rows(
     step: int, *, num_rows: int, seq_len: int, vocab_size: int = VOCAB_SIZE, noise: float = 0.0
 ) -> Tensor:

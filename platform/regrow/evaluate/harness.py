@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -138,7 +137,7 @@ def evaluate(folder: Path, tasks: list[Any], settings: Settings) -> dict[str, Ta
         "context": model.max_length,
         "time": began,
         "git": git_sha(),
-        "versions": {**versions(), **{package: version(package) for package in PACKAGES}},
+        "versions": versions(*PACKAGES),
     }
     return task_results(found, conditions)
 

@@ -1,5 +1,6 @@
 """Which code, libraries and machine a figure or a run came from."""
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -19,27 +20,21 @@ def git_sha() -> str | None:
         return os.environ.get("REGROW_GIT_SHA")  # set by k8s/Dockerfile
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of what is installed of PACKAGES."""
+def versions(*more: str) -> dict[str, str]:
+    """Versions of Python and of what is installed of PACKAGES, and of more."""
     found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
+    for package in (*PACKAGES, *more):
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
 def hardware() -> str:
     """This machine's processor and number of cores."""
     name = platform.processor() or platform.machine()
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    except OSError:
-        pass
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
     return f"{os.cpu_count()} x {name}"
 
 
