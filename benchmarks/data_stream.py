@@ -78,7 +78,7 @@ def run(corpus: Path) -> dict[str, Any]:
 
     from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
     from regrow.data.read.corpora import Corpora
-    from regrow.data.stream.start import start_stream, stop_stream
+    from regrow.data.stream.actor import start_stream, stop_stream
     from regrow.plan.batch import plan_batch
 
     ray.init(address="local", num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False)

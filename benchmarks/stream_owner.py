@@ -53,7 +53,7 @@ def side(nodes: int, by_node: bool, windows: int, corpus: Path) -> dict[str, Any
     from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
     from regrow.data.read.batch import layout_of
     from regrow.data.read.corpora import Corpora
-    from regrow.data.stream.start import start_stream, stop_stream
+    from regrow.data.stream.actor import start_stream, stop_stream
     from support.corpus import write_rows
 
     slices = nodes * RANKS_PER_NODE

@@ -14,8 +14,7 @@ from regrow.config.schema import PlanJobConfig
 from regrow.config.store import run_job
 from regrow.forecast.cost import assumptions
 from regrow.forecast.devices import Device
-from regrow.forecast.estimate import forecasts, gpu_of, network_of, share_of_this_machine
-from regrow.forecast.passes import settle_passes
+from regrow.forecast.estimate import forecasts, gpu_of, network_of, settle_passes, share_of_this_machine
 from regrow.forecast.text import to_text
 from regrow.model.size import flops_per_token, num_params
 

@@ -12,14 +12,14 @@ import sys
 
 import torch
 
+from regrow.config.check import topology_of
 from regrow.config.plain import pretrain_config
 from regrow.config.schema import PretrainConfig
-from regrow.config.topology import topology_of
 from regrow.data.read.batch import direct_batches, layout_of
 from regrow.data.read.corpora import order_of
 from regrow.errors import RegrowError
+from regrow.model.linears import phase_after
 from regrow.parallel.fsdp import build_mesh
-from regrow.parallel.phases import phase_after
 from regrow.runtime.hardware.peak import peak_flops
 from regrow.runtime.torchrun import TorchrunRun, for_this_group, process_group
 from regrow.show.console import Console

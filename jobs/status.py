@@ -8,7 +8,7 @@ from regrow.config.schema import SubmitConfig
 from regrow.errors import ClusterError, RegrowError
 from regrow.record.run_folder import read_status
 from regrow.record.status import Status
-from regrow.show.watch import show
+from regrow.show.status import show
 from regrow.storage import Storage
 
 RUN = """a run folder (<run.storage_path>/<run.name>, a path or a URI), the name of one below runs/, the address of a

@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
 from regrow.data.read.batch import direct_batches, layout_of
 from regrow.data.read.corpora import Corpora, order_of
-from regrow.data.stream.start import start_stream, stop_stream
+from regrow.data.stream.actor import start_stream, stop_stream
 from regrow.plan.batch import plan_batch
 from support.corpus import write_rows
 from support.streaming import consume_batches

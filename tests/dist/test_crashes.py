@@ -28,8 +28,7 @@ from regrow.errors import CheckpointError
 from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.record.log import read_metrics
 from regrow.state.disk import store
-from regrow.state.disk.catalog import committed_steps, open_checkpoint
-from regrow.state.disk.inspect import verify
+from regrow.state.disk.catalog import committed_steps, open_checkpoint, verify
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.slots import Committed
 from regrow.state.memory.writer import Snapshots

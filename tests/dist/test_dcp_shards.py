@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
 from regrow.record.run_folder import checkpoints_of
-from regrow.state.disk.inspect import choose
+from regrow.state.disk.catalog import choose
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.exchange.dcp import ExportedState
 from support.gloo import run_ranks

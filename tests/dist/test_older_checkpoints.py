@@ -10,7 +10,7 @@ from regrow.config.schema import Dtype, ModelConfig, OptimConfig, ParallelConfig
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh, coordinates_of, replica_group
 from regrow.plan.mesh import plan_mesh
-from regrow.state.disk import inspect, store
+from regrow.state.disk import catalog, store
 from regrow.state.disk.catalog import open_checkpoint
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.entries import training_entries
@@ -35,7 +35,7 @@ def test_every_byte_of_an_older_checkpoint_is_read_in_its_place(version: int) ->
     index = open_checkpoint(Storage.at(GOLDEN), version, run_id=RUN)
     assert index.scalars == {"step": version, "cursor": 12 * version, "tokens_seen": 96 * version}
     assert len(index.tensors) == 36
-    inspect.verify(Storage.at(GOLDEN), index, lambda num_bytes: None)
+    catalog.verify(Storage.at(GOLDEN), index, lambda num_bytes: None)
     tensors = CheckpointTensors(Storage.at(GOLDEN), index, lambda num_bytes: None)
     for name, (_, shape) in index.tensors.items():
         assert torch.equal(tensors.whole(name).float(), expected(name, shape)), name

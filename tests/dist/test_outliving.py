@@ -32,9 +32,8 @@ from regrow.runtime.rendezvous import Joined, form_group, leave_generation
 from regrow.state.collective import gather
 from regrow.state.entries import Progress
 from regrow.train.certificate import BrokenStep, Certificate
-from regrow.train.in_flight import NotFinite
 from regrow.train.loop import LoopSettings, train
-from regrow.train.metrics import Meter
+from regrow.train.metrics import Meter, NotFinite
 from regrow.train.step import evaluate
 from support.gloo import run_ranks
 from support.members import OFF, Member, run_members, until

@@ -10,8 +10,7 @@ from torch.distributed import distributed_c10d
 
 from regrow.accept.tiny import count_up_rows
 from regrow.config.schema import Dtype, Float8, OptimConfig, ParallelConfig
-from regrow.parallel.fsdp import build_mesh, let_go_of_meshes, shard_group
-from regrow.parallel.separate_reduce import reduce_groups
+from regrow.parallel.fsdp import build_mesh, let_go_of_meshes, reduce_groups, shard_group
 from regrow.plan.mesh import plan_mesh
 from regrow.train.build import build_step
 from support.gloo import run_ranks

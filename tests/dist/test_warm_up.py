@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from regrow.accept.tiny import tiny_model
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, OptimConfig, ParallelConfig
-from regrow.parallel.compile import graphs_compiled, graphs_lowered
-from regrow.parallel.compile_cache import CompileCache
+from regrow.parallel.compile import CompileCache, graphs_compiled, graphs_lowered
 from regrow.runtime.warm_up import warm_up, warm_up_loss
 from regrow.storage import Storage
 from support.gloo import run_ranks

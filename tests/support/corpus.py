@@ -10,9 +10,8 @@ import numpy as np
 
 from regrow.config.schema import DataConfig
 from regrow.data.prepare.documents import Document, Piece
-from regrow.data.read.document_index import write_index
 from regrow.data.read.manifest import Manifest, Shard, Split, Tokenizer
-from regrow.data.read.shards import write_shard
+from regrow.data.read.shards import write_index, write_shard
 from regrow.plan.order import ORDER_VERSION
 from regrow.storage import Storage
 

@@ -5,12 +5,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from regrow.config.identity import identity
 from regrow.config.schema import DataConfig, ModelConfig, OptimConfig, ParallelConfig, PretrainConfig
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
-from regrow.record.run_folder import CHECKPOINTS, write_record
+from regrow.record.run_folder import CHECKPOINTS, identity, write_record
 from regrow.state.disk import store
 from regrow.state.entries import Progress, training_entries
 from regrow.storage import Storage

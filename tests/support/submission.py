@@ -9,8 +9,8 @@ from hydra.core.config_store import ConfigStore
 
 from regrow.config.schema import SubmitJobConfig
 from regrow.config.store import CONF_DIR, to_dataclass
-from regrow.submit.arguments import pretrain_arguments
 from regrow.submit.render import Code, Manifest, render
+from regrow.submit.submit import pretrain_arguments
 
 CODE = Code("0123456789ab", "2.60.0")
 

@@ -17,8 +17,7 @@ from pathlib import Path
 import pytest
 
 from regrow.accept.claims import CHECKS, Check, Claim, Finding, Part, State
-from regrow.accept.main import HELP, READ, Options, chosen, parse, why_skipped
-from regrow.accept.report import measured, show, write_json
+from regrow.accept.main import HELP, READ, Options, chosen, measured, parse, show, why_skipped, write_json
 from regrow.accept.runner import Machine, Outcome, members, run_check, run_checks
 from regrow.errors import ConfigError
 

@@ -13,7 +13,7 @@ from regrow.accept.tiny import tiny_model
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import Box
 from regrow.record.run_folder import checkpoints_of
-from regrow.state.disk import inspect as tools
+from regrow.state.disk import catalog as tools
 from regrow.state.disk.catalog import open_checkpoint
 from regrow.state.disk.format import COMMIT
 from regrow.state.disk.store import save_one_by_one

@@ -23,10 +23,9 @@ from regrow.config.schema import DataConfig
 from regrow.data.prepare.documents import load_recipe
 from regrow.data.prepare.prepare import prepare
 from regrow.data.prepare.tokenizer import load_tokenizer, train_tokenizer
-from regrow.data.read.document_index import index_name, read_index
 from regrow.data.read.inspect import decode_rows
 from regrow.data.read.manifest import MANIFEST, Manifest
-from regrow.data.read.shards import ShardReader, verify
+from regrow.data.read.shards import ShardReader, index_name, read_index, verify
 from regrow.errors import DataError
 from regrow.storage import Storage
 from support.corpus import WordRecipe

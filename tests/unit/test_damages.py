@@ -18,7 +18,7 @@ import pytest
 from regrow.errors import CheckpointError
 from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.state.disk import catalog, store
-from regrow.state.disk import inspect as tools
+from regrow.state.disk import catalog as tools
 from regrow.state.disk.format import COMMIT
 from regrow.state.memory.held import CHECKSUMS, COPY, Holder
 from regrow.state.memory.reader import restore_snapshot

@@ -26,7 +26,7 @@ from regrow.errors import CheckpointError
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.record.run_folder import checkpoints_of, read_record
-from regrow.state.disk.inspect import choose
+from regrow.state.disk.catalog import choose
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.exchange.dcp import METADATA, ExportedState
 from regrow.state.exchange.runs import export_run, import_run
@@ -106,7 +106,7 @@ HELD = """
 import resource, sys
 import torch
 import regrow.state.disk.store as store
-from regrow.state.disk.inspect import choose
+from regrow.state.disk.catalog import choose
 from regrow.config.schema import Dtype
 from regrow.state.exchange.runs import export_run, import_run
 from regrow.record.run_folder import checkpoints_of

@@ -20,7 +20,6 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from regrow.accept.tiny import tiny_model
-from regrow.config.identity import identity
 from regrow.config.schema import DataConfig, Dtype, PretrainConfig
 from regrow.data.prepare.documents import Document
 from regrow.data.prepare.prepare import prepare
@@ -29,11 +28,11 @@ from regrow.data.read.corpora import Corpora
 from regrow.data.read.manifest import Manifest
 from regrow.data.read.shards import ShardReader
 from regrow.errors import EvaluationError
-from regrow.evaluate import catalog, documents, harness, results, shipped, source
+from regrow.evaluate import catalog, documents, harness, results, source
 from regrow.evaluate.documents import questions
 from regrow.model.llama import Llama
-from regrow.record.run_folder import checkpoints_of, write_record
-from regrow.state.disk.inspect import choose
+from regrow.record.run_folder import checkpoints_of, identity, write_record
+from regrow.state.disk.catalog import choose
 from regrow.state.exchange.runs import export_run
 from regrow.storage import Storage
 from support.corpus import WordRecipe
@@ -149,8 +148,8 @@ def test_the_catalog_names_the_task_files_and_their_functions() -> None:
     files = {path.stem: path.read_text() for path in catalog.TASKS_FOLDER.glob("[a-z]*.yaml")}
     assert files.keys() == catalog.SHIPPED.keys()
     for name, text in files.items():
-        assert f"task: {name}\ncustom_dataset: !function regrow.evaluate.shipped.{name}\n" in text
-        assert callable(getattr(shipped, name))
+        assert f"task: {name}\ncustom_dataset: !function regrow.evaluate.documents.{name}\n" in text
+        assert callable(getattr(documents, name))
 
 
 # Results.

@@ -21,9 +21,17 @@ from regrow.config.schema import (
 )
 from regrow.config.store import pretrain_config
 from regrow.errors import ConfigError
-from regrow.forecast.calibration import CALIBRATED_ON, PUBLISHED, WITHIN, Published
 from regrow.forecast.cost import Network
-from regrow.forecast.devices import DEVICES, GIB, MEASURED_SHARES, find_device
+from regrow.forecast.devices import (
+    CALIBRATED_ON,
+    DEVICES,
+    GIB,
+    MEASURED_SHARES,
+    PUBLISHED,
+    WITHIN,
+    Published,
+    find_device,
+)
 from regrow.forecast.estimate import (
     Forecast,
     forecast,

@@ -18,7 +18,7 @@ from regrow.errors import CheckpointError, DataError
 from regrow.model.llama import Llama
 from regrow.model.size import parameter_shapes
 from regrow.record.run_folder import checkpoints_of, read_record
-from regrow.state.disk.inspect import choose
+from regrow.state.disk.catalog import choose
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.exchange import huggingface
 from regrow.state.exchange.huggingface import hugging_face_name, import_entries, read_model

@@ -18,7 +18,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "regrow.storage": ("fsspec", "pyarrow", "boto3", "botocore"),  # the last two for S3 alone
     },
     "slow to load, and needed where the hub is asked, or text is encoded": {
-        "regrow.data.prepare.hub": ("huggingface_hub",),
+        "regrow.data.preflight": ("huggingface_hub",),
         "regrow.data.prepare.tokenizer": ("tokenizers",),
     },
     "Ray where the same module works without": {
@@ -52,13 +52,12 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "an optional package, or torch behind settings of the environment": {
         "regrow.evaluate.harness": ("lm_eval", "torch"),
-        "regrow.evaluate.shipped": ("datasets",),
+        "regrow.evaluate.documents": ("datasets",),
     },
     "torch, which takes seconds, where a command reads tensors": {
         "regrow.state.commands": ("regrow.state.disk.tensors", "regrow.state.exchange.runs"),
     },
     "what draws, where something is drawn": {
-        "regrow.show.watch": ("regrow.show.status",),
         "regrow.drill.result": ("rich",),
         "regrow.show.console": ("rich",),
         "regrow.show.tensorboard": ("tensorboard",),

@@ -15,10 +15,9 @@ from regrow.data.prepare.prepare import prepare
 from regrow.data.prepare.tokenizer import encode, load_tokenizer
 from regrow.data.read.batch import BatchLayout, direct_batches
 from regrow.data.read.corpora import Corpora, order_of
-from regrow.data.read.document_index import read_index
 from regrow.data.read.inspect import decode_rows, differences, document_lengths, rows_of_batch
 from regrow.data.read.manifest import Manifest
-from regrow.data.read.shards import ShardReader
+from regrow.data.read.shards import ShardReader, read_index
 from regrow.plan.order import Order
 from regrow.storage import Storage
 from support.corpus import WordRecipe

@@ -12,8 +12,7 @@ from regrow.config.store import pretrain_config
 from regrow.errors import RegrowError
 from regrow.forecast.cost import Network
 from regrow.forecast.devices import GIB, Device, find_device
-from regrow.forecast.estimate import forecast, forecasts
-from regrow.forecast.passes import ROOM_SHARE, settle_passes, settled
+from regrow.forecast.estimate import ROOM_SHARE, forecast, forecasts, settle_passes, settled
 
 ROOT = Path(__file__).parents[2]
 NETWORK = Network(8, 50e9)

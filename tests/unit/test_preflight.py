@@ -26,7 +26,7 @@ from regrow.data.preflight import MARGIN, Outlook, check_corpus
 from regrow.data.prepare.tokenizer import train_tokenizer
 from regrow.data.read.corpora import find_corpora
 from regrow.errors import DataError, UnseenError
-from regrow.submit.corpus import look_at_corpus
+from regrow.submit.submit import look_at_corpus
 from support.hub import hub
 
 ROOT = Path(__file__).parents[2]

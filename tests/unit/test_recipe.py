@@ -3,7 +3,7 @@
 import pytest
 
 from regrow.config.schema import Float8, ParallelConfig
-from regrow.parallel.phases import float8_steps, recipe_after
+from regrow.model.linears import float8_steps, recipe_after
 
 
 @pytest.mark.parametrize(("tail", "steps"), [(0.0, 10), (0.3, 7), (0.34, 7), (0.04, 10), (1.0, 0)])

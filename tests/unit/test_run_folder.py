@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from regrow.accept.tiny import tiny_model
-from regrow.config.identity import identity, model_of
 from regrow.config.schema import ActivationCheckpoint, ModelConfig, PretrainConfig, Schedule
 from regrow.errors import ResumeError
-from regrow.record.run_folder import write_record
+from regrow.record.run_folder import identity, model_of, write_record
 from regrow.runtime import run_folder as module
 from regrow.runtime.run_folder import check_may_start, open_run
 from regrow.storage import Storage

@@ -25,8 +25,7 @@ from regrow.record.run_folder import read_status
 from regrow.record.status import State, Status, status_of
 from regrow.show.status import body, describe, heading, one_line
 from regrow.storage import Storage
-from regrow.submit.job_status import on_kubernetes, on_ray
-from regrow.submit.token import use_token
+from regrow.submit.job_status import on_kubernetes, on_ray, use_token
 from support import stand_in_kubectl
 from support.stand_in_kubectl import STATE, store
 

@@ -10,10 +10,9 @@ import yaml
 
 from regrow.config.check import check
 from regrow.config.schema import PretrainConfig, SubmitAction, SubmitConfig
-from regrow.submit.check import check_submit
+from regrow.submit.check import broken_rules, check_submit
 from regrow.submit.pods import GROUP, USER
 from regrow.submit.render import Code
-from regrow.submit.rules import broken_rules
 from support.submission import CODE, compose, rendered
 
 ROOT = Path(__file__).parents[2]

@@ -9,10 +9,9 @@ import pytest
 import yaml
 
 from regrow.errors import ClusterError, ConfigError
-from regrow.submit.arguments import pretrain_arguments
 from regrow.submit.ray_jobs import CHECKOUT, LEFT_OUT, RayJobs, job_spec
 from regrow.submit.render import config_sha256, entrypoint
-from regrow.submit.submit import submit
+from regrow.submit.submit import pretrain_arguments, submit
 from support.submission import CODE, compose
 
 RAY = ["+cluster=cpu3", "run.name=mine", "submit.backend=ray", "submit.stop_s=42", "+submit.env.HF_HOME=/mnt/hf"]

@@ -24,11 +24,10 @@ from regrow.config.schema import Network, PretrainConfig, SubmitJobConfig
 from regrow.config.store import to_dataclass, to_dict
 from regrow.forecast.memory import plan_snapshot_memory
 from regrow.model.size import state_bytes
-from regrow.submit.arguments import pretrain_arguments
-from regrow.submit.pods import grace_s
+from regrow.submit.check import broken_rules
+from regrow.submit.pods import grace_s, longest_restart_s, sizes
 from regrow.submit.render import MAX_NAME, entrypoint, job_name, render, to_yaml
-from regrow.submit.rules import broken_rules
-from regrow.submit.sizes import longest_restart_s, sizes
+from regrow.submit.submit import pretrain_arguments
 from support.crd import NEEDS_CRD, rayjob_schema
 from support.submission import CODE, compose, rendered
 

@@ -6,8 +6,8 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
+from regrow.submit.check import broken_rules
 from regrow.submit.render import Code, render
-from regrow.submit.rules import broken_rules
 from support.crd import CRD, NEEDS_CRD, rayjob_schema
 from support.submission import CODE, compose, rendered
 

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.submit.quantities import binary_quantity, decimal_quantity
+from regrow.submit.pods import binary_quantity, decimal_quantity
 from regrow.submit.render import to_yaml
 from support import field_ownership as ownership
 from support.crd import NEEDS_CRD, openapi_schema

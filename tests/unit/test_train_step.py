@@ -10,7 +10,7 @@ from regrow.model.llama import Llama
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.train.certificate import BrokenStep, Certificate
-from regrow.train.in_flight import InFlight
+from regrow.train.metrics import InFlight
 from regrow.train.step import IGNORE_INDEX, StepResult, TrainStep, evaluate, sum_cross_entropy, whole_loss
 
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save

@@ -1,23 +1,37 @@
 """What `jobs.accept` does: find out what is here, run what can be run, show the table, write accept.json.
 
-Its command line is read here, as the parts for one machine know nothing of Hydra.
+Its command line is read here, as the parts for one machine know nothing of Hydra, nor of rich.
 """
 
 import difflib
 import json
+import os
+import shutil
+import socket
 import sys
+import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from regrow.accept.claims import CHECKS, NEXT, Check, Finding, Part
-from regrow.accept.report import describe, show, to_lines, write_json
+from regrow.accept.claims import CHECKS, NEXT, Check, Finding, Part, State
 from regrow.accept.runner import Machine, Outcome, look_at, run_checks
 from regrow.config.plain import models
 from regrow.errors import ConfigError
+from regrow.record.provenance import git_sha, hardware, versions
 
+FILE = "accept.json"
+TITLES = {
+    Part.one_process: "One GPU",
+    Part.one_node: "All GPUs of this node",
+    Part.no_gpu: "What a CPU can show",
+    Part.cluster: "A Ray cluster",
+}
+WORDS = {State.proved: "proved", State.refused: "refused", State.not_tested: "not tested here"}
+WIDTH = 150
 SPARE_MINUTES = 0.5  # of a part, for looking at the machine and for the last check to be ended
 CLUSTER = "+cluster="
 PREFIX = "accept."
@@ -163,3 +177,67 @@ def why_skipped(part: Part, options: Options, machine: Machine) -> str:
     if part is Part.no_gpu and machine.gpus and not options.only:
         return "there are GPUs here; accept.parts=no_gpu runs it"
     return ""
+
+
+def write_json(folder: Path, findings: Sequence[Finding], machine: Machine, *, arguments: Sequence[str]) -> Path:
+    """Write accept.json anew, whole or not at all."""
+    content = {
+        "checks": [each.to_dict() for each in findings],
+        "counts": {state.value: count for state, count in Counter(each.state for each in findings).items()},
+        "arguments": list(arguments),
+        "versions": versions("triton", "torchtitan"),
+        "hardware": describe(machine),
+        "host": socket.gethostname(),
+        "git": git_sha(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path, temporary = folder / FILE, folder / f".{FILE}"
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(temporary, path)
+    return path
+
+
+def describe(machine: Machine) -> str:
+    gpus = Counter(machine.gpus)
+    return ", ".join([hardware(), *(f"{count} x {name}, {machine.memory_gib:.0f} GiB" for name, count in gpus.items())])
+
+
+def show(findings: Sequence[Finding], stream: TextIO = sys.stdout) -> None:
+    """Claim by claim in their parts; what was not tested is listed under them, by the reason."""
+    for part in Part:
+        rows = [each for each in findings if each.part == part]
+        tested = [each for each in rows if each.state is not State.not_tested]
+        if tested:
+            print(f"\n{TITLES[part]}", *map(entry, tested), sep="\n", file=stream)
+        reasons: dict[str, list[str]] = {}
+        for each in rows:
+            if each.state is State.not_tested:
+                reasons.setdefault(each.reason, []).append(each.claim)
+        for reason, claims in reasons.items():
+            title = "" if tested else f"{TITLES[part]}: "
+            print(f"\n{title}{len(claims)} claim{'s' * (len(claims) > 1)} not tested here, {reason}:", file=stream)
+            print(wrapped("; ".join(claims) + ".", 2), file=stream)
+    counts = Counter(each.state for each in findings)
+    print(f"\n{', '.join(f'{counts[state]} {WORDS[state]}' for state in State)}", file=stream)
+
+
+def entry(finding: Finding) -> str:
+    """A claim, what was measured beside what is expected, and what to do where it is refused."""
+    advice = f"\n{'':18}to do: {finding.advice}" if finding.state is State.refused else ""
+    figure = f"{measured(finding) or '-'} (expected: {finding.expected})"
+    return f"  {WORDS[finding.state]:<15} {finding.claim}\n{wrapped(figure, 18)}{advice}"
+
+
+def measured(finding: Finding) -> str:
+    """The figure, and why it will not do, or why there is none."""
+    return "; ".join(filter(None, (finding.figure, finding.reason)))
+
+
+def to_lines(findings: Sequence[Finding]) -> list[str]:
+    """A line each as they are found, for the screen."""
+    return [f"  {WORDS[each.state]:<15} {each.claim}: {measured(each) or 'as expected'}" for each in findings]
+
+
+def wrapped(text: str, indent: int) -> str:
+    width = shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
+    return textwrap.fill(text, width, initial_indent=" " * indent, subsequent_indent=" " * indent)

@@ -3,6 +3,7 @@
 import re
 import textwrap
 from math import gcd
+from typing import TypedDict
 
 from regrow.config.schema import (
     ActivationCheckpoint,
@@ -14,11 +15,10 @@ from regrow.config.schema import (
     PlanJobConfig,
     PretrainConfig,
 )
-from regrow.config.topology import topologies
 from regrow.errors import ConfigError
 from regrow.plan.batch import check_world_sizes
 from regrow.plan.mixture import plan_mixture
-from regrow.plan.topology import Table, Topology
+from regrow.plan.topology import Table, Topology, plan_topology, topology_table
 
 FLOAT8_MULTIPLE = 16  # of all dims of a float8 product on GPUs: torch._scaled_mm; emulated ones take any
 
@@ -355,3 +355,30 @@ def _checkpoint(config: PretrainConfig) -> None:
         snapshot.abandon_after_s >= 30,
         f"snapshot.abandon_after_s={snapshot.abandon_after_s} must be at least 30: a driver takes a while to come back",
     )
+
+
+def topologies(config: PretrainConfig) -> dict[int, Topology]:
+    """By world size, of every feasible one."""
+    cluster = config.cluster
+    return topology_table(min_workers=cluster.min_workers, max_workers=cluster.max_workers, **_rule(config))
+
+
+def topology_of(config: PretrainConfig, world_size: int) -> Topology:
+    """Of one world size, where there is no need for the table."""
+    return plan_topology(world_size, **_rule(config))
+
+
+class _Rule(TypedDict):
+    num_slices: int
+    dp_replicate: int
+    tp: int
+    slices_per_pass: int
+
+
+def _rule(config: PretrainConfig) -> _Rule:
+    return {
+        "num_slices": config.optim.num_slices,
+        "dp_replicate": config.parallel.dp_replicate,
+        "tp": config.parallel.tp,
+        "slices_per_pass": config.parallel.slices_per_pass,
+    }

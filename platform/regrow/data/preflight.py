@@ -2,7 +2,7 @@
 
 Exact where the corpus is prepared. Elsewhere rows are estimated from the sizes of files, the footers of some of them
 and, on a local disk, a few documents, or all of a small corpus where it is close. What only this machine cannot see is
-an UnseenError: another one may.
+an UnseenError: another one may. HF_ENDPOINT, HF_TOKEN and HTTPS_PROXY mean what they mean to `huggingface_hub`.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from regrow.config.schema import DataConfig, PretrainConfig
 from regrow.data.prepare.documents import DamagedPiece, Document, Piece, Recipe, load_recipe
-from regrow.data.prepare.hub import files_on_hub, is_hub
 from regrow.deadline import within
-from regrow.errors import DataError, UnseenError
+from regrow.errors import DataError, UnseenError, first_line
 from regrow.storage import StorageError, in_threads, is_remote
 
 if TYPE_CHECKING:
     from regrow.data.prepare.files import SourceFiles
+
 
 LOOK_S = 20.0  # for each place outside this machine: source, tokenizer, prepared corpora
 MARGIN = 1.25  # by which an estimate may be too low before a corpus is refused for it
@@ -274,3 +274,36 @@ def _look_at(setting: str, location: str | None, look: Callable[[], Result], dea
             f"{setting}={location} did not answer within {deadline_s:g} s; check the network and the credentials of "
             "this machine, or name a copy that it can reach"
         ) from error
+
+
+def is_hub(location: str | None) -> bool:
+    return location is not None and location.startswith("hf://")
+
+
+def files_on_hub(setting: str, location: str) -> dict[str, int]:
+    """Bytes of each file that a file, a folder or a glob on the hub names, by path; `setting` is whose value it is.
+
+    Raises UnseenError where the hub does not answer, DataError where it has nothing there.
+    """
+    from huggingface_hub import HfFileSystem, constants
+
+    endpoint, path = constants.ENDPOINT, location.removeprefix("hf://")
+    hub = HfFileSystem()  # as Arrow makes its own: what this one lists, that one need not ask for again
+    found: Any  # by path
+    try:
+        found = hub.glob(path, detail=True) if "*" in path else hub.find(path, detail=True)
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{setting}={location} is not on the hub at {endpoint}, or not for everyone (HF_TOKEN): {first_line(error)}"
+        ) from error
+    except (ValueError, NotImplementedError) as error:  # a location that names no repository
+        raise DataError(f"{setting}={location} is no location on a hub: {first_line(error)}") from error
+    except Exception as error:  # HTTP clients have classes of their own
+        raise UnseenError(
+            f"{setting}={location}: the hub at {endpoint} cannot be reached ({first_line(error)}); set HF_ENDPOINT to "
+            f"a mirror or HTTPS_PROXY to a proxy, or {setting} to a copy that this machine can reach"
+        ) from error
+    files = {name: int(info["size"]) for name, info in found.items() if info["type"] == "file"}
+    if not files:
+        raise DataError(f"{setting}={location}: the hub at {endpoint} has no file there")
+    return files

@@ -22,7 +22,7 @@ from regrow.show.console import Console
 from regrow.show.page import drill_page
 from regrow.show.report import write_report
 from regrow.show.timeline import Mark, draw_timeline
-from regrow.state.disk import inspect as tools
+from regrow.state.disk import catalog as tools
 from regrow.storage import Storage
 
 

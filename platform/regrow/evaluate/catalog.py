@@ -1,4 +1,4 @@
-"""The tasks that come with regrow: lm_eval's files in `tasks/`, whose documents are in `shipped`. No network needed."""
+"""The tasks that come with regrow: lm_eval's files in `tasks/`; what they ask about is in `documents`. No network."""
 
 from pathlib import Path
 

@@ -1,20 +1,31 @@
-"""Texts that training did not see, and questions about how they go on. Deterministic in the texts."""
+"""The documents of the tasks that come with regrow, as lm_eval's files in `tasks/` ask for them.
+
+Texts that training did not see, and questions about how they go on. Deterministic in the texts.
+"""
 
 import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from regrow.config.schema import DataConfig
 from regrow.data.prepare.documents import Document, Recipe, content_hash, load_recipe
+from regrow.data.prepare.tokenizer import parse_tokenizer
+from regrow.data.read.corpora import Corpora
 from regrow.data.read.shards import ShardReader
+from regrow.errors import DataError
 from regrow.evaluate.catalog import MOST_DOCUMENTS
+from regrow.state.exchange.runs import read_tokenizer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as BPE
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 
 PYTHON_DOCS_FRACTION = 0.03  # that conf/data/python_docs.yaml keeps for validation
 DOCUMENT_CHARS = 20_000  # of a document are read: a book must not outweigh all others, nor take for ever
@@ -106,3 +117,59 @@ def _passages(document: int, text: str) -> Iterator[_Passage]:
         if len(context) <= 2 * CONTEXT_CHARS and len(continuation) <= 2 * CONTINUATION_CHARS:
             yield _Passage(document, context, continuation)
         at = end.end()
+
+
+Splits = dict[str, "Dataset"]
+
+
+def python_docs_bits(**_: Any) -> Splits:
+    return _as_texts(_python_docs())
+
+
+def python_docs_continuation(**_: Any) -> Splits:
+    return _as_questions(_python_docs(), "Python's standard library")
+
+
+def corpus_bits(*, corpora: dict[str, str], **_: Any) -> Splits:
+    """`corpora` are folders by name, as in `data.corpora`."""
+    return _as_texts(_validation(Corpora.of(corpora, DataConfig())))
+
+
+def corpus_continuation(*, corpora: dict[str, str], **_: Any) -> Splits:
+    return _as_questions(_validation(Corpora.of(corpora, DataConfig())), " and ".join(corpora.values()))
+
+
+@cache
+def _python_docs() -> list[str]:
+    return python_docs()
+
+
+@cache
+def _validation(corpora: Corpora) -> list[str]:
+    """The first validation documents of every corpus, of each as many where it has them."""
+    tokenizer = parse_tokenizer(read_tokenizer(corpora), corpora.folders[0])
+    readers = corpora.reader("validation").readers
+    most = -(-MOST_DOCUMENTS // len(readers))
+    texts = [text for reader in readers for text in validation_documents(reader, tokenizer, most)]
+    if not texts:
+        raise DataError(f"the validation rows of {' and '.join(corpora.folders)} hold no whole document")
+    return texts
+
+
+def _as_texts(texts: Sequence[str]) -> Splits:
+    return _splits([{"text": text} for text in texts])
+
+
+def _as_questions(texts: Sequence[str], of: str) -> Splits:
+    found = questions(texts)
+    if not found:
+        raise DataError(
+            f"{len(texts)} documents of {of} are too few or too short to ask about; leave the continuation task out"
+        )
+    return _splits([{"context": q.context, "choices": list(q.choices), "answer": q.answer} for q in found])
+
+
+def _splits(rows: list[dict[str, Any]]) -> Splits:
+    from datasets import Dataset
+
+    return {"test": Dataset.from_list(rows)}

@@ -14,7 +14,7 @@ from regrow.data.read.corpora import Corpora
 from regrow.errors import EvaluationError
 from regrow.evaluate.catalog import CONFIG, TOKENIZER_CONFIG
 from regrow.record.run_folder import CHECKPOINTS, checkpoints_of, read_record
-from regrow.state.disk import inspect as tools
+from regrow.state.disk import catalog as tools
 from regrow.state.disk.catalog import step_folder
 from regrow.state.disk.format import Index
 from regrow.state.exchange.runs import corpora_of, export_run

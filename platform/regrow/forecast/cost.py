@@ -2,13 +2,12 @@
 
 A roofline: in each pass a device computes, and gathers parameters and reduces gradients at the same time, whichever
 takes longer; then it updates its shard. An estimate: what a step gets of a data sheet's promise, `Device.shares`, is
-fitted to published speeds (calibration.py).
+fitted to published speeds (devices.py).
 """
 
 from dataclasses import dataclass
 
-from regrow.forecast.calibration import CALIBRATED_ON
-from regrow.forecast.devices import PUBLISHED_SHARES, Device
+from regrow.forecast.devices import CALIBRATED_ON, PUBLISHED_SHARES, Device
 
 NETWORK_SHARE = 0.8
 HOST_LINK_BYTES_PER_S = 50e9  # between a GPU and its host, one way: PCIe 5, 16 lanes

@@ -1,6 +1,8 @@
-"""The linear layers of a block, and which of them are worth computing in float8. Needs no torch."""
+"""Float8: which linear layers of a block are worth it, and which steps of a run; it may end in bfloat16. No torch."""
 
-from regrow.config.schema import ModelConfig
+from dataclasses import replace
+
+from regrow.config.schema import Float8, ModelConfig, ParallelConfig
 from regrow.model.size import block_shapes
 from regrow.plan.boxes import Box
 from regrow.plan.mesh import Coordinates, MeshShape
@@ -40,3 +42,26 @@ def float8_line(config: ModelConfig, recipe: str, tp: int = 1) -> str:
     left = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
     where = f"in {', '.join(chosen)} of each block" if chosen else "nowhere"
     return f"float8 {recipe} {where}; not in {', '.join([*left, 'embedding', 'output'])}"
+
+
+def float8_steps(parallel: ParallelConfig, num_steps: int) -> int:
+    """How many of a run's steps, its first ones, are trained with float8.
+
+    >>> float8_steps(ParallelConfig(float8=Float8.rowwise, bfloat16_tail=0.1), 1000)
+    900
+    """
+    if parallel.float8 is Float8.none:
+        return 0
+    return num_steps - round(num_steps * parallel.bfloat16_tail)
+
+
+def recipe_after(parallel: ParallelConfig, num_steps: int, step: int) -> ParallelConfig:
+    """What the step after `step` is trained with, in a run of `num_steps` steps; after the last one, as that one."""
+    in_float8 = min(step, num_steps - 1) < float8_steps(parallel, num_steps)
+    return parallel if in_float8 else replace(parallel, float8=Float8.none)
+
+
+def phase_after(parallel: ParallelConfig, steps: int, step: int) -> tuple[ParallelConfig, int]:
+    """What the steps after this one are trained with, and the last one of `steps` for which that is so."""
+    end_of_float8 = float8_steps(parallel, steps)
+    return recipe_after(parallel, steps, step), end_of_float8 if step < end_of_float8 else steps

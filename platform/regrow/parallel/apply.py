@@ -9,8 +9,14 @@ from regrow.model.llama import Llama, init_buffers, init_weights
 from regrow.parallel.activation_checkpoint import apply_activation_checkpoint
 from regrow.parallel.compile import apply_compile
 from regrow.parallel.float8 import apply_float8, refresh_float8_scales
-from regrow.parallel.fsdp import apply_fsdp, coordinates_of, data_parallel_mesh, settle_shards, tensor_group
-from regrow.parallel.separate_reduce import reduce_separately
+from regrow.parallel.fsdp import (
+    apply_fsdp,
+    coordinates_of,
+    data_parallel_mesh,
+    reduce_separately,
+    settle_shards,
+    tensor_group,
+)
 from regrow.parallel.tensor_parallel import apply_tensor_parallel
 
 KERNELS = {

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from regrow.config.schema import Backend, Dtype
+from regrow.errors import ConfigError
 from regrow.model.llama import Llama
 from regrow.plan.mesh import ALONE, Coordinates, MeshShape
 
@@ -182,3 +184,40 @@ def let_go_of_meshes() -> None:
     propagator = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache_clear()
     gc.collect()
+
+
+def reduce_separately(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give the reductions of a model that FSDP has sharded over `dp_shard` a group of their own. Collective.
+
+    One communicator runs one collective at a time: in backward, where the next block is gathered while the last one's
+    gradients are reduced, each waits for the other. Whether two are faster is for the network to say: off by default.
+
+    It is connected here, while the others of the group are waited for anyway, and fails after as long as the shards'.
+    It is one of torch's groups like the others: `runtime.abort` finds it, and leaving gives it up. Raises
+    ConfigError where torch does not know it yet.
+    """
+    if mesh.size(axis(mesh)) == 1:
+        return
+    if not hasattr(FSDPModule, "set_separate_reduce_scatter_group"):
+        raise ConfigError(f"parallel.separate_reduce=true needs torch 2.13 or later, this is {torch.__version__}")
+    fsdp_modules(model)[0].set_separate_reduce_scatter_group()
+    (made,) = reduce_groups(model)
+    device = torch.device(mesh.device_type)
+    deadline = shard_group(mesh)._get_backend(device).options._timeout
+    distributed_c10d._set_pg_timeout(deadline, made)
+    dist.all_reduce(torch.zeros((), device=device), group=made)
+
+
+def reduce_groups(model: nn.Module) -> list[dist.ProcessGroup]:
+    """The groups, each once, by which the gradients are reduced over `dp_shard`."""
+    found = {}
+    for module in fsdp_modules(model):
+        for parameters in module._get_fsdp_state()._fsdp_param_groups:
+            group = parameters._reduce_scatter_process_group
+            found[id(group)] = group
+    return list(found.values())
+
+
+def axis(mesh: DeviceMesh) -> int:
+    assert mesh.mesh_dim_names is not None
+    return mesh.mesh_dim_names.index("dp_shard")

@@ -25,10 +25,9 @@ from regrow.control.core import Settling
 from regrow.data.preflight import check_corpus
 from regrow.data.prepare.distribute import on_ray
 from regrow.data.read.corpora import Corpora, find_corpora, order_of
-from regrow.data.stream.start import start_stream, stop_stream
+from regrow.data.stream.actor import start_stream, stop_stream
 from regrow.errors import RegrowError, first_line
-from regrow.model.linears import float8_line
-from regrow.parallel.phases import float8_steps
+from regrow.model.linears import float8_line, float8_steps
 from regrow.plan.topology import Table
 from regrow.progress import last_step
 from regrow.record.events import Cause, from_row, startup_line

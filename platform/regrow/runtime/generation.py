@@ -19,10 +19,10 @@ import regrow
 from regrow.data.read.batch import RankBatch, layout_of
 from regrow.data.read.corpora import order_of
 from regrow.data.stream.client import Ask, rank_batches, ways_to_ask
+from regrow.model.linears import float8_steps
 from regrow.parallel.compile import graphs_compiled, graphs_lowered
 from regrow.parallel.float8 import refresh_float8_scales
 from regrow.parallel.fsdp import build_mesh, connect, coordinates_of
-from regrow.parallel.phases import float8_steps
 from regrow.plan.mesh import MeshShape
 from regrow.record.events import Cause
 from regrow.runtime.abort import Breaker
@@ -38,8 +38,8 @@ from regrow.state.entries import set_optimizer_step
 from regrow.train.build import loop_settings, meter_of
 from regrow.train.certificate import BrokenStep, Certificate
 from regrow.train.hooks import Saver
-from regrow.train.in_flight import NotFinite
 from regrow.train.loop import train
+from regrow.train.metrics import NotFinite
 from regrow.train.saver import Cadence, CheckpointSaver, SnapshotSaver
 from regrow.train.validation import Validation
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from regrow.parallel.compile_cache import CompileCache
+from regrow.parallel.compile import CompileCache
 from regrow.parallel.stream import Stream
 from regrow.runtime.hardware.probe import Prober
 from regrow.runtime.job import Job

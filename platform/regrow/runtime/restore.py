@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from regrow.config.schema import ParallelConfig, PretrainConfig
+from regrow.model.linears import recipe_after
 from regrow.model.llama import Llama, init_weights
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import coordinates_of, replica_group
-from regrow.parallel.phases import recipe_after
 from regrow.runtime.abort import Breaker, listening
 from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
 from regrow.runtime.job import Job

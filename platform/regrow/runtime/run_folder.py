@@ -7,11 +7,19 @@ holds what the weights alone tell: the first attempt has to agree with it, and c
 from dataclasses import dataclass
 from typing import Any
 
-from regrow.config.identity import differences, identity
 from regrow.config.plain import to_yaml
 from regrow.config.schema import PretrainConfig
 from regrow.errors import ResumeError
-from regrow.record.run_folder import CHECKPOINTS, CONFIG_FILE, new_run_id, read_record, run_folder, write_record
+from regrow.record.run_folder import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    differences,
+    identity,
+    new_run_id,
+    read_record,
+    run_folder,
+    write_record,
+)
 from regrow.state.disk.catalog import committed_steps
 from regrow.storage import Storage
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from regrow.config.schema import PretrainConfig
 from regrow.data.read.corpora import Corpora, find_corpora
-from regrow.forecast.passes import settled
+from regrow.forecast.estimate import settled
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import BACKENDS, coordinates_of, replica_group
 from regrow.parallel.stream import stream_of

@@ -25,7 +25,7 @@ import torch
 from regrow.config.schema import Backend, PretrainConfig
 from regrow.data.read.batch import layout_of
 from regrow.errors import RegrowError, first_line
-from regrow.parallel.compile_cache import CompileCache
+from regrow.parallel.compile import CompileCache
 from regrow.parallel.fsdp import BACKENDS
 from regrow.parallel.stream import Stream, stream_of
 from regrow.plan.topology import largest

@@ -2,8 +2,10 @@
 
 import io
 import os
+import sys
 import textwrap
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import TextIO
 
 from rich.console import Console, Group
@@ -11,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from regrow.errors import JobNotThereError, RegrowError
 from regrow.record.events import cause_words
 from regrow.record.history import Interruption
 from regrow.record.status import Saved, State, Status
@@ -25,6 +28,8 @@ COLOURS = {
 }  # the others: red
 LABEL, WIDTH = 17, 110  # characters: of labels, and of lines that are not at a terminal
 SHORT = 110  # characters of an interruption's detail
+
+ENDS = (State.finished, State.stopped, State.failed)
 
 Line = tuple[str, str]  # its label, which may be empty, and what it says
 
@@ -257,3 +262,35 @@ def _ago(status: Status, time: float) -> str:
 def _clean(text: str) -> str:
     """Without control characters, which a text from elsewhere may carry."""
     return CONTROL.sub("", text)
+
+
+class JsonLines:
+    """A line of JSON for each status: a cluster's, where a run is looked at from afar."""
+
+    def __enter__(self) -> "JsonLines":
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def show(self, status: Status) -> None:
+        print(status.to_json(), flush=True)
+
+    def say(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+
+def show(look: Callable[[], Status], *, watch: bool, every_s: float, as_json: bool) -> None:
+    """Show the status once, or with `watch` until the run has ended. Raises RegrowError where it is not there."""
+    with JsonLines() if as_json else Screen(sys.stdout, watch=watch) as screen:
+        status = look()
+        screen.show(status)
+        while watch and status.state not in ENDS:
+            time.sleep(every_s)
+            try:
+                status = look()
+            except JobNotThereError:
+                raise
+            except (RegrowError, OSError) as error:  # the network, perhaps: it was there before
+                screen.say(f"cannot look: {error}")
+                continue
+            screen.show(status)

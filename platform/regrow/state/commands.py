@@ -1,16 +1,23 @@
 """What `jobs.checkpoint` does: a function a command, from its arguments to lines on standard output and a status."""
 
 import argparse
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
+from typing import TYPE_CHECKING
 
 from regrow.errors import RegrowError
-from regrow.record.run_folder import checkpoints_of
-from regrow.state.disk import describe
-from regrow.state.disk import inspect as tools
+from regrow.record.run_folder import checkpoints_of, differences
+from regrow.state.disk import catalog as tools
+from regrow.state.disk.catalog import Found
+from regrow.state.disk.format import Index
+
+if TYPE_CHECKING:
+    from regrow.state.disk.tensors import Difference, Statistics
 
 
 def list_(options: argparse.Namespace, start: tools.Start) -> int:
-    print("\n".join(describe.list_lines(tools.survey(*checkpoints_of(options.run_folder)))))
+    print("\n".join(list_lines(tools.survey(*checkpoints_of(options.run_folder)))))
     return 0
 
 
@@ -21,7 +28,7 @@ def inspect(options: argparse.Namespace, start: tools.Start) -> int:
         from regrow.state.disk.tensors import CheckpointTensors, statistics  # torch takes seconds
 
         found = statistics(CheckpointTensors(checkpoints, index, start(index.tensor_bytes)))
-    print("\n".join(describe.inspect_lines(index, found)))
+    print("\n".join(inspect_lines(index, found)))
     return 0
 
 
@@ -43,7 +50,7 @@ def diff(options: argparse.Namespace, start: tools.Start) -> int:
 
     advance = start(sum(index.tensor_bytes for _, index in opened))
     first, second = (CheckpointTensors(*one, advance) for one in opened)
-    lines = list(describe.diff_lines(first.index, second.index, differences(first, second)))
+    lines = list(diff_lines(first.index, second.index, differences(first, second)))
     print("\n".join(lines) or "the same state")
     return 1 if lines else 0
 
@@ -71,3 +78,67 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace, tools.Start], int], str]
     "export": (export, "write a checkpoint for Hugging Face's LlamaForCausalLM (hf), or as torch's DCP does (dcp)"),
     "import": (import_, "make a new run that starts from such weights (hf), or goes on from such a state (dcp)"),
 }
+
+
+def list_lines(found: Iterable[Found]) -> Iterator[str]:
+    """A table of a run's checkpoints; the first sound one is where the run would go on."""
+    yield f"{'step':>10}  {'written (UTC)':19}  {'ranks':>5}  {'size':>12}  state"
+    newest = next((each.step for each in found if not each.problem), None)
+    for each in found:
+        written, ranks, size = "-", "-", "-"
+        if each.index is not None:
+            written = _time(each.index)
+            ranks = str(each.index.information.get("world_size", "-"))
+            size = _size(each.index.num_bytes)
+        state = each.problem or ("sound, newest" if each.step == newest else "sound")
+        yield f"{each.step:>10}  {written:19}  {ranks:>5}  {size:>12}  {state}"
+
+
+def inspect_lines(index: Index, statistics: Mapping[str, "Statistics"]) -> Iterator[str]:
+    """What a checkpoint holds; of each tensor its statistics, where they were computed."""
+    ranks = index.information.get("world_size")
+    by = f" by {ranks} rank{'s' if ranks != 1 else ''}" if ranks else ""
+    yield f"run {index.run_id}, generation {index.generation}, written {_time(index)} UTC{by}"
+    yield ", ".join(f"{name} {value:,}" for name, value in index.scalars.items())
+    parameters = [shape for name, (_, shape) in index.tensors.items() if name.startswith("model/")]
+    size = _size(index.num_bytes)
+    yield f"{sum(map(prod, parameters)):,} parameters in {len(parameters)} tensors; {size} with AdamW's moments"
+    width = max(len(name) for name in index.tensors)
+    if statistics:
+        yield f"\n  {'':{width}}  {'':8}  {'':14}  {'norm':>10}  {'largest':>10}  not finite"
+    else:
+        yield ""
+    for name, (dtype, shape) in sorted(index.tensors.items()):
+        line = f"  {name:{width}}  {dtype:8}  {' x '.join(map(str, shape)):14}"
+        if name in statistics:
+            of = statistics[name]
+            line += f"  {of.norm:10.4g}  {of.largest:10.4g}  {of.not_finite or ''}"
+        yield line.rstrip()
+    yield ""
+    for file in index.files:
+        yield f"  {file.name}  {_size(file.num_bytes)}"
+
+
+def diff_lines(first: Index, second: Index, found: Mapping[str, "Difference"]) -> Iterator[str]:
+    """What differs between two checkpoints, of which `found` are tensors; nothing where they hold the same state."""
+    yield from differences({**first.scalars, **_shapes(first)}, {**second.scalars, **_shapes(second)})
+    if not found:
+        return
+    width = max(len(name) for name in found)
+    yield f"  {'':{width}}  {'largest':>10}  relative difference"
+    for name, apart in found.items():
+        yield f"  {name:{width}}  {apart.largest:10.3g}  {apart.relative:10.3g}"
+    yield f"{len(found)} of {len(first.tensors)} tensors differ"
+
+
+def _shapes(index: Index) -> dict[str, str]:
+    return {name: f"{dtype}{list(shape)}" for name, (dtype, shape) in index.tensors.items()}
+
+
+def _time(index: Index) -> str:
+    written_at = index.information.get("written_at")
+    return "-" if written_at is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(written_at))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"

@@ -7,6 +7,7 @@ The folder of a job is often in reach of the cluster alone (its disks, its crede
 import contextlib
 import json
 import logging
+import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +24,6 @@ from regrow.show.units import when
 from regrow.storage import Storage
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.kuberay import ENDED, KIND, KubeRay
-from regrow.submit.token import use_token
 
 PRETRAIN = ("jobs.pretrain", "jobs/pretrain.py")  # as a command names it; the second, where Ray did not start it
 ANSWER_S, POLL_S = 180.0, 0.5  # for a small job on a Ray cluster, the first of which takes the checkout there
@@ -207,3 +207,13 @@ def _not_read(run: str, folder: str, lines: list[str], error: str) -> Status:
 
 def _without_logs(state: State, run: str, folder: str, lines: list[str], why: str) -> Status:
     return Status(run, folder, time.time(), state, detail=why, job=lines)
+
+
+def use_token() -> None:
+    """Use a token that is there, as Ray does where it starts or joins a cluster, unless RAY_AUTH_MODE says otherwise.
+
+    A Ray that `ray.init` starts has one. To be called before ray is first imported, which is when it looks at the mode.
+    """
+    given = any(name in os.environ for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if given or (Path.home() / ".ray" / "auth_token").exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")

@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 
 from regrow.errors import ClusterError
 from regrow.show.units import duration
-from regrow.submit.kubectl import Kubectl, Unreachable
-from regrow.submit.pod_logs import PodLogs
+from regrow.submit.kubectl import Kubectl, PodLogs, Unreachable
 from regrow.submit.reasons import Around, Reason, cause, reasons
 from regrow.submit.waiting import Waiting
 

@@ -1,13 +1,20 @@
-"""The pods of a Ray cluster: a head that runs the driver, and workers that run ranks. Pure."""
+"""The pods of a Ray cluster: a head that runs the driver, and workers that run ranks; how many and how large. Pure."""
 
+from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
+from regrow.config.check import topologies
 from regrow.config.schema import Network, PretrainConfig, SubmitConfig, Toleration
+from regrow.forecast.estimate import snapshot_bytes
+from regrow.plan.topology import least_shards
 from regrow.submit.node_labels import CREDENTIALS
-from regrow.submit.quantities import binary_quantity, decimal_quantity
-from regrow.submit.sizes import GIB, Sizes
 
+GIB = 2**30
+HEADERS = 1.02  # of snapshots, over their tensors: headers, checksums, pages
+COMMUNICATION_GB = 8.0  # that NCCL and gloo take of /dev/shm
+PROCESSES_GB = 8.0  # of the raylet, the agents and the keeper
+START_S = 90.0  # for new workers to be placed, to import and to join
 USER, GROUP = 1000, 100  # as k8s/Dockerfile makes them
 HEAD_SHM_GIB = 8
 HEAD_OBJECT_STORE_BYTES = 4_000_000_000
@@ -41,6 +48,51 @@ RACK_VOLUMES: list[Fields] = [
         },
     },
 ]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Worker pods: how many, and what each has."""
+
+    least_nodes: int
+    most_nodes: int
+    workers: int  # ranks on a node
+    gpus: int
+    cpus: int
+    snapshot_bytes: int  # the most that snapshots take of a node's memory
+    shm_gib: int
+    memory_gib: int  # with /dev/shm
+
+
+def sizes(config: PretrainConfig, submit: SubmitConfig) -> Sizes:
+    """Pods for `cluster.min_workers` to `cluster.max_workers` ranks and the spare ones."""
+    cluster = config.cluster
+    most = cluster.max_workers + cluster.spare_workers
+    workers = min(submit.workers_per_node, most)
+    least_nodes, most_nodes = ceil(cluster.min_workers / workers), ceil(most / workers)
+    table, copies = topologies(config), min(config.snapshot.copies, most_nodes - 1)
+    snapshots = 0
+    for world_size, topology in table.items():
+        on_node = min(workers, world_size)  # copies are on spare nodes, too
+        here = {"ranks_on_node": on_node, "ranks_copied": on_node * copies, "least_shards": least_shards(table)}
+        snapshots = max(snapshots, snapshot_bytes(config, topology.mesh, **here))
+    shm = snapshots * HEADERS + (submit.object_store_gb + COMMUNICATION_GB) * 1e9
+    shm_gib = ceil((submit.shm_gb * 1e9 if submit.shm_gb is not None else shm) / GIB)
+    return Sizes(
+        least_nodes=least_nodes,
+        most_nodes=most_nodes,
+        workers=workers,
+        gpus=workers * cluster.gpus_per_worker,
+        cpus=ceil(submit.cpus_per_node or workers * cluster.cpus_per_worker * 1.25 + 1),
+        snapshot_bytes=snapshots,
+        shm_gib=shm_gib,
+        memory_gib=shm_gib + ceil((workers * submit.memory_gb_per_worker + PROCESSES_GB) * 1e9 / GIB),
+    )
+
+
+def longest_restart_s(config: PretrainConfig) -> float:
+    """For which a node may have nothing to do although the run will need it: a hang found late, then a new start."""
+    return config.train.collective_timeout_s + config.cluster.silence_s + START_S
 
 
 def head_pod(config: PretrainConfig, submit: SubmitConfig, image: str, labels: dict[str, str]) -> Fields:
@@ -242,3 +294,29 @@ def _toleration(toleration: Toleration) -> Fields:
 
 def _gib(gibibytes: int) -> str:
     return binary_quantity(gibibytes * GIB)
+
+
+def decimal_quantity(thousandths: int) -> str:
+    """A Kubernetes quantity with decimal units, as KubeRay's typed decoding and encoding leaves it.
+
+    >>> decimal_quantity(16_000), decimal_quantity(17_500), decimal_quantity(200 * 10**12)
+    ('16', '17500m', '200G')
+    """
+    units = ["m", "", "k", "M", "G", "T", "P", "E"]
+    while thousandths and thousandths % 1000 == 0 and len(units) > 1:
+        thousandths //= 1000
+        units.pop(0)
+    return f"{thousandths}{units[0] if thousandths else ''}"
+
+
+def binary_quantity(num_bytes: int) -> str:
+    """The same with binary units.
+
+    >>> binary_quantity(512 * 2**30), binary_quantity(2048 * 2**30), binary_quantity(1536 * 2**20)
+    ('512Gi', '2Ti', '1536Mi')
+    """
+    units = ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"]
+    while num_bytes and num_bytes % 1024 == 0 and len(units) > 1:
+        num_bytes //= 1024
+        units.pop(0)
+    return f"{num_bytes}{units[0]}"

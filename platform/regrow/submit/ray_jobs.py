@@ -57,7 +57,7 @@ def submit_job(client: JobSubmissionClient, **spec: Any) -> str:
 
 
 class RayJobs:
-    """The jobs of one run on one cluster. A token is used as Ray does; see `submit.token`."""
+    """The jobs of one run on one cluster. A token is used as Ray does; see `job_status.use_token`."""
 
     def __init__(self, address: str | None, run: str) -> None:
         """Raises ClusterError where no cluster answers, or none that lets us in."""

@@ -12,8 +12,15 @@ from typing import Any
 import yaml
 
 from regrow.config.schema import PretrainConfig, Queue, SubmitConfig, SubmitJobConfig
-from regrow.submit.pods import HEAD_OBJECT_STORE_BYTES, LABELS_FILE, head_pod, submitter_pod, worker_pod
-from regrow.submit.sizes import longest_restart_s, sizes
+from regrow.submit.pods import (
+    HEAD_OBJECT_STORE_BYTES,
+    LABELS_FILE,
+    head_pod,
+    longest_restart_s,
+    sizes,
+    submitter_pod,
+    worker_pod,
+)
 
 Manifest = dict[str, Any]
 

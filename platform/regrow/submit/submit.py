@@ -2,23 +2,23 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import metadata
 from typing import Protocol
 
 import yaml
 
 from regrow.config.check import check
-from regrow.config.schema import SubmitAction, SubmitBackend, SubmitConfig, SubmitJobConfig
-from regrow.errors import ConfigError
+from regrow.config.schema import PretrainConfig, SubmitAction, SubmitBackend, SubmitConfig, SubmitJobConfig
+from regrow.config.store import pretrain_overrides
+from regrow.data.preflight import check_corpus
+from regrow.errors import ConfigError, UnseenError
 from regrow.record.provenance import git_sha
-from regrow.submit.arguments import pretrain_arguments
-from regrow.submit.check import check_may_apply, check_storage, check_submit
-from regrow.submit.corpus import look_at_corpus
+from regrow.submit.check import broken_rules, check_may_apply, check_storage, check_submit
+from regrow.submit.job_status import use_token
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.kuberay import KubeRay, LostSight
 from regrow.submit.render import Code, job_name, render, to_yaml
-from regrow.submit.rules import broken_rules
-from regrow.submit.token import use_token
 
 
 def submit(config: SubmitJobConfig, given: Sequence[str]) -> int:
@@ -116,3 +116,39 @@ def _until_the_end(follow: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("no longer following; the job runs on, and submit.action=stop ends it", file=sys.stderr)
         return 130
+
+
+OURS = ("submit", "site")  # groups that jobs.pretrain does not have
+JOIN = "cluster.address=auto"
+
+
+def pretrain_arguments(config: SubmitJobConfig, given: Sequence[str]) -> list[str]:
+    """The user's own arguments, as they were given, and what else makes up the same run, on the cluster it runs in.
+
+    A site may set what is the run's, as where it is stored: that is added as what differs without the site.
+    """
+    kept = [each for each in given if _key(each).split(".")[0] not in OURS and _key(each) not in _PLACE]
+    cluster = replace(config.cluster, address="auto", local_nodes=0)
+    return pretrain_overrides(replace(config, cluster=cluster), [*kept, JOIN])
+
+
+_PLACE = ("cluster.address", "cluster.local_nodes")  # where the submitter would have run it
+
+
+def _key(argument: str) -> str:
+    return argument.lstrip("+~").partition("=")[0].partition("@")[0]
+
+
+LOOK_S = 5.0  # for each place outside this machine; the job itself waits longer
+
+
+def look_at_corpus(config: PretrainConfig) -> str:
+    """Refuse a corpus that cannot do; a line on what cannot be seen from here, empty where all is well.
+
+    Raises DataError as `check_corpus` does, but for what another machine may reach.
+    """
+    try:
+        check_corpus(config, deadline_s=LOOK_S, footers=False)
+    except UnseenError as error:
+        return f"the corpus was not looked at, the job will: {error}"
+    return ""

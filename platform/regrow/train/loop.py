@@ -16,8 +16,7 @@ from regrow.optim.schedule import lr_at
 from regrow.parallel.stream import Stream, stream_of
 from regrow.state.entries import Progress
 from regrow.train.hooks import Hooks, Saver
-from regrow.train.in_flight import InFlight
-from regrow.train.metrics import Meter
+from regrow.train.metrics import InFlight, Meter
 from regrow.train.step import TrainStep
 
 

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from regrow.config.schema import DataConfig
-from regrow.data.prepare.assemble import Layout, assemble_shard, finished_shards, lay_out
+from regrow.data.prepare.assemble import PLAN_FILE, Layout, assemble_shard, building_site, finished_shards, lay_out
 from regrow.data.prepare.documents import Document, Piece, Recipe, content_hash, load_recipe
 from regrow.data.prepare.files import SourceFiles
-from regrow.data.prepare.site import PLAN_FILE, building_site
 from regrow.data.prepare.spool import Spool, Spooled
 from regrow.data.prepare.tokenizer import end_of_text_id, parse_tokenizer, train_tokenizer
 from regrow.data.read.manifest import MANIFEST, SPLITS, VERSION, Manifest, Shard, Split, Tokenizer

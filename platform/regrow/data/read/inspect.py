@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from regrow.data.prepare.tokenizer import parse_tokenizer
 from regrow.data.read.batch import BatchLayout
 from regrow.data.read.corpora import Corpora
-from regrow.data.read.document_index import DocumentIndex, read_index
 from regrow.data.read.manifest import Manifest
-from regrow.data.read.shards import ShardReader
+from regrow.data.read.shards import DocumentIndex, ShardReader, read_index
 from regrow.errors import DataError, first_line
 from regrow.plan.order import Order
 

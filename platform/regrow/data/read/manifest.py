@@ -27,7 +27,7 @@ class Shard:
     sha256: str
     footer_bytes: int  # at its end: what parquet calls the footer, its length and the closing magic
     footer_sha256: str
-    documents_sha256: str  # of the file beside it that says which documents it holds: `document_index`
+    documents_sha256: str  # of the file beside it that says which documents it holds: `shards.DocumentIndex`
 
 
 @dataclass(frozen=True)

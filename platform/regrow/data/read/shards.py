@@ -3,6 +3,11 @@
 A row is `seq_len + 1` token ids, little-endian uint32, as one FixedSizeBinary value: zstd, no dictionary (it would
 decode every value twice for nothing). The footer has a checksum of each row group: parquet's own leave out the headers
 of pages, where one flipped byte can turn all rows of a page into others.
+
+Which documents a shard's rows hold is in a small parquet file beside it, so that it can be looked up by a search. A
+document's tokens are those of its text and the end-of-text behind it: each token of a split's stream but the first is
+one document's. The index has a row for each document that the shard's targets are of, in their order: `begin`, where
+its first token stands in the stream, and `id`. A document that is cut by a shard's border is in the indexes of both.
 """
 
 import hashlib
@@ -12,6 +17,7 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +27,6 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from regrow.data.read.batch import Rows
-from regrow.data.read.document_index import index_name
 from regrow.data.read.manifest import Manifest, Shard
 from regrow.data.read.range_cache import RangeCache
 from regrow.errors import DataError, first_line
@@ -30,6 +35,7 @@ from regrow.storage import Storage
 COLUMN = "tokens"
 CHECKSUMS = b"regrow.crc32"  # of the row groups, in the footer's key-value metadata
 OPEN_SHARDS = 64  # footers that a reader keeps
+DOCUMENTS = pa.schema([pa.field("begin", pa.int64(), nullable=False), pa.field("id", pa.string(), nullable=False)])
 
 
 class ShardReader:
@@ -176,7 +182,7 @@ class _Range(io.RawIOBase):
 def write_shard(folder: Storage, name: str, rows: Rows, *, rows_per_group: int, documents_sha256: str) -> Shard:
     """Write rows, uint32[n, row_tokens], in uniform row groups, durably and whole or not at all.
 
-    `documents_sha256` is that of its document index, which `document_index.write_index` writes.
+    `documents_sha256` is that of its document index, which `write_index` writes.
     """
     schema = pa.schema([pa.field(COLUMN, pa.binary(rows.shape[1] * 4), nullable=False)])
     file, checksums = io.BytesIO(), []
@@ -249,3 +255,46 @@ def _to_rows(column: pa.ChunkedArray, row_tokens: int) -> Rows:
         for chunk in column.chunks
     ]
     return parts[0] if len(parts) == 1 else np.concatenate([np.empty((0, row_tokens), np.uint32), *parts])
+
+
+@dataclass(frozen=True)
+class DocumentIndex:
+    """The documents of one shard."""
+
+    begins: NDArray[np.int64]  # ascending
+    ids: list[str]
+
+    def of_row(self, row: int, seq_len: int) -> list[str]:
+        """The documents of a row of the shard, by its number in the split."""
+        first_target = row * seq_len + 1
+        first, last = np.searchsorted(self.begins, [first_target, first_target + seq_len - 1], side="right") - 1
+        return self.ids[first : last + 1]
+
+
+def index_name(shard: str) -> str:
+    """The file beside `train-00000.parquet` is `train-00000.documents.parquet`."""
+    return shard.removesuffix(".parquet") + ".documents.parquet"
+
+
+def write_index(folder: Storage, shard: str, begins: NDArray[np.int64], ids: pa.Array | Sequence[str]) -> str:
+    """Write the index of the shard of this name, durably and whole or not at all; returns its sha256."""
+    table, file = pa.table([pa.array(begins), pa.array(ids, pa.string())], schema=DOCUMENTS), io.BytesIO()
+    pq.write_table(table, file, compression="zstd", use_dictionary=False)  # ids do not repeat
+    folder.write_chunks(index_name(shard), [file.getbuffer()])
+    return hashlib.sha256(file.getbuffer()).hexdigest()
+
+
+def read_index(storage: Storage, shard: Shard) -> DocumentIndex:
+    """The index of a shard of the corpus at `storage`. Raises DataError if it is missing or damaged."""
+    name = index_name(shard.file)
+    try:
+        data = storage.read_bytes(name)
+        if hashlib.sha256(data).hexdigest() != shard.documents_sha256:
+            raise ValueError("it is not what its manifest says")
+        table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)  # a thread may outlive the interpreter
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{storage}/{name} cannot be read ({first_line(error)}); "
+            f"delete {storage} and run python -m jobs.prepare_data"
+        ) from error
+    return DocumentIndex(table["begin"].to_numpy(), table["id"].to_pylist())

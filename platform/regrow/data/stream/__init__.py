@@ -14,6 +14,6 @@ holds), it starts in the same time however long the run is (a source with a bloc
 a rollback is another ticket, not another Dataset. Ray is imported here, and nowhere else in `data` but in
 `distribute`.
 
-`start`: start and stop; `actor`: what is kept and asked for; `fetcher`: a node's calls; `dataset`: Ray Data; `blocks`:
-a window as Arrow; `client`: a rank's batches.
+`actor`: what is kept and asked for, its start and its end; `dataset`: Ray Data, windows as Arrow; `client`: a rank's
+batches.
 """

@@ -1,24 +1,27 @@
-"""The actor that keeps windows ahead of training."""
+"""The actor that keeps windows ahead of training, a node's way to ask it, and starting and ending it."""
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from regrow.data.read.batch import BatchLayout
-from regrow.data.read.corpora import Corpora
-from regrow.data.stream.dataset import build_dataset
-from regrow.data.stream.fetcher import NodeFetcher
-from regrow.data.stream.problem import first_line_of
+from regrow.config.schema import PretrainConfig
+from regrow.data.read.batch import BatchLayout, layout_of
+from regrow.data.read.corpora import Corpora, order_of
+from regrow.data.stream.client import first_line_of
+from regrow.data.stream.dataset import build_dataset, import_what_tasks_need
 from regrow.plan.order import Order
 
 KEPT_BACK = 2  # windows behind training that stay, for a rollback
 MAX_CALLS = 10_000  # calls that may wait in the actor at once: ranks times two, with room
+KEPT_CALLS = 4  # of a node; each holds on to its blocks
+STOP_S = 5.0  # for its tasks to end
 MAX_BACKOFF_S = 30.0  # between restarts of a Dataset that keeps failing
 
 log = logging.getLogger(__name__)
@@ -185,3 +188,61 @@ class TokenStream:
     def _end(self) -> None:
         self.stopped = True
         self._notify()
+
+
+class NodeFetcher:
+    """Asks the stream for a node's blocks of each window once, however many ranks of the node want theirs."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.calls: OrderedDict[tuple[int, int], asyncio.Task[list[Any] | None]] = OrderedDict()
+
+    async def get(
+        self, group: int, node_blocks: list[int], window: int, blocks: list[int], seek: bool, timeout_s: float
+    ) -> list[Any] | None:
+        """As `TokenStream.get`, for a rank of a worker group whose ranks here want `node_blocks` together."""
+        key = (group, window)  # another group asks again: it may have gone back, and have other blocks
+        if key not in self.calls:
+            self.calls[key] = asyncio.ensure_future(self._ask(window, node_blocks, seek, timeout_s))
+            while len(self.calls) > KEPT_CALLS:
+                self.calls.popitem(last=False)
+        references = await self.calls[key]
+        return references and [references[node_blocks.index(k)] for k in blocks]
+
+    async def _ask(self, window: int, blocks: list[int], seek: bool, timeout_s: float) -> list[Any] | None:
+        references: list[Any] | None = await self.stream.get.remote(window, blocks, seek, timeout_s)
+        return references
+
+
+def start_stream(config: PretrainConfig, corpora: Corpora, *, start_step: int, stop_step: int) -> Any:
+    """Start the stream's actor on this node, with production under way from `start_step`; its handle, for the workers.
+
+    Returns at once. Tasks ask for `data.stream_cpus` logical CPUs beyond those of the workers; where the cluster has
+    none left, ranks read directly. Raises DataError if the corpus does not fit the run.
+    """
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    # processes for the source and the first window start beside the actor's, not after it: 1.5 s earlier on two cores
+    warm_up = ray.remote(import_what_tasks_need)
+    warm_up.options(num_cpus=0, scheduling_strategy=here).remote()
+    warm_up.options(num_cpus=config.data.stream_cpus).remote()
+    actor = ray.remote(TokenStream).options(
+        num_cpus=0, scheduling_strategy=here, max_restarts=-1, max_concurrency=MAX_CALLS
+    )
+    stream: Any = actor.remote(
+        order_of(config, corpora),
+        corpora,
+        layout_of(config),
+        start_step=start_step,
+        stop_step=stop_step,
+        prefetch_windows=config.data.prefetch_windows,
+        stream_cpus=config.data.stream_cpus,
+    )
+    stream.start.remote()
+    return stream
+
+
+def stop_stream(stream: Any) -> None:
+    """End the stream for good, its tasks first: one that waits while Ray shuts down can die noisily."""
+    with contextlib.suppress(ray.exceptions.RayError):  # it may be dead already
+        ray.get(stream.stop.remote(), timeout=STOP_S)
+    ray.kill(stream, no_restart=True)

@@ -4,6 +4,7 @@ import functools
 import itertools
 import logging
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,12 +12,12 @@ import numpy as np
 import ray
 
 from regrow.data.read.batch import BatchLayout, RankBatch, RowReader, direct_batches
-from regrow.data.stream.blocks import Block, block_of
-from regrow.data.stream.problem import first_line_of
+from regrow.data.stream.dataset import Block, block_of
 from regrow.plan.order import Order
 
 if TYPE_CHECKING:
     from ray import ObjectRef
+
 
 SEEK_PATIENCE_S = 1.0  # a stream that has fed a group has the next one's first window by then, or lost it with a node
 RETRY_PATIENCE_S = 0.1  # a rank that had to read directly waits no longer than this, until the stream delivers again
@@ -37,7 +38,7 @@ class Ask(Protocol):
 def ways_to_ask(
     stream: Any, fetcher: Any, layout: BatchLayout, *, group: int, slices_on_node: Sequence[range]
 ) -> list[Ask]:
-    """How a rank asks: through its node's `fetcher`, if that dies, the stream itself, and the other way round.
+    """How a rank asks: through its node's fetcher, if that dies, the stream itself, and the other way round.
 
     `group` tells worker groups apart; `slices_on_node` are those of each of its ranks on this node.
     """
@@ -144,3 +145,12 @@ def assemble(blocks: list[Block], layout: BatchLayout, step: int, slices: range)
 
 def _warn(window: int, reason: str) -> None:
     log.warning("token stream: window %d is read from the shards: %s", window, reason)
+
+
+def first_line_of(error: BaseException) -> str:
+    error = getattr(error, "cause", None) or error  # what a RayTaskError wraps, not the remote traceback
+    text = (str(error).strip().splitlines() or [""])[0][:200]
+    if not text and error.__traceback__:  # an assertion says at least where
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return f"{type(error).__name__}: {text}"

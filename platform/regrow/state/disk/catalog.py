@@ -1,5 +1,6 @@
 """Which checkpoints a folder holds: listed, opened and verified, retired. No torch, so that every process can.
 
+`folder`, `checkpoints`: a run folder's folder of that name; `run_id`: the run's own, or None to take any run's.
 `<folder>/step-00000100/` holds `g<generation>-<token>.safetensors`, `g<generation>-<token>.index.json` and `COMMIT`;
 `DAMAGED` beside it where a run could not read what that COMMIT leads to.
 """
@@ -7,11 +8,22 @@
 import hashlib
 import json
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from regrow.errors import CheckpointError, first_line
-from regrow.state.disk.format import COMMIT, DAMAGED, Index
-from regrow.state.disk.read import check_size
+from regrow.plan.boxes import Box, Piece
+from regrow.state.checksums import CHUNK_BYTES, checksums
+from regrow.state.disk.format import COMMIT, DAMAGED, DataFile, Index, Stored, decode_header
+from regrow.state.reshard import Source, plan_reads
 from regrow.storage import Storage
+
+PIECE_BYTES = 1024 * CHUNK_BYTES  # read and checked at a time
+
+Advance = Callable[[int], None]  # is told of bytes as they are done
+Start = Callable[[int], Advance]  # is told beforehand how many there will be
 
 
 def step_folder(step: int) -> str:
@@ -42,8 +54,13 @@ def note_damaged(folder: Storage, step: int, detail: str) -> None:
 
 
 def _with_commit(folder: Storage) -> list[int]:
-    names = [name for name in folder.list() if name.startswith("step-") and name[5:].isdigit()]
-    return [int(name[5:]) for name in reversed(names) if folder.exists(f"{name}/{COMMIT}")]
+    return [step for step in _steps(folder) if folder.exists(f"{step_folder(step)}/{COMMIT}")]
+
+
+def _steps(folder: Storage) -> list[int]:
+    """Of all folders, newest first."""
+    names = (name for name in folder.list() if name.startswith("step-") and name[5:].isdigit())
+    return sorted((int(name[5:]) for name in names), reverse=True)
 
 
 def _is_noted(folder: Storage, step: int) -> bool:
@@ -86,12 +103,12 @@ def retain(folder: Storage, *, keep: int) -> list[int]:
     if len(sound) < keep:
         return []
     oldest_kept, deleted, problems = sound[keep - 1], [], []
-    for name in folder.list():
-        if name.startswith("step-") and name[5:].isdigit() and int(name[5:]) < oldest_kept:
+    for step in _steps(folder):
+        if step < oldest_kept:
             try:
-                folder.delete(f"{name}/{COMMIT}")
-                folder.delete(name)
-                deleted.append(int(name[5:]))
+                folder.delete(f"{step_folder(step)}/{COMMIT}")
+                folder.delete(step_folder(step))
+                deleted.append(step)
             except OSError as error:
                 problems.append(error)
     if problems:
@@ -105,8 +122,7 @@ def _sound(folder: Storage) -> list[int]:
     for step in committed_steps(folder):
         try:
             index = open_checkpoint(folder, step)
-            for file in index.files:
-                check_size(folder / step_folder(step), file)
+            check_sizes(folder, index)
         except CheckpointError:
             continue
         found.append((index.generation, step))
@@ -124,3 +140,132 @@ def try_retain(folder: Storage, *, keep: int) -> str:
     except OSError as error:
         return f"old checkpoints were not all deleted, the next one tries again: {first_line(error)}"
     return ""
+
+
+def read_headers(source: Storage, index: Index) -> dict[Source, Stored]:
+    """What every data file in the step's folder `source` holds, and where. Raises CheckpointError as `read_header`."""
+    return {
+        Source(file.name, stored.piece): stored for file in index.files for stored in read_header(source, file, index)
+    }
+
+
+def read_header(source: Storage, file: DataFile, index: Index) -> list[Stored]:
+    """What one data file holds. Raises CheckpointError where it is missing, or not the one that the index means."""
+    try:
+        data = source.read_range(file.name, 0, file.header_bytes)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{source}/{file.name}: named by the index but not there") from error
+    return decode_header(data, file, index, f"{source}/{file.name}")
+
+
+def read_chunks(source: Storage, file: str, stored: Stored, begin: int, end: int) -> memoryview:
+    """Bytes [begin, end) of what is stored, whole chunks whose checksums hold. Raises CheckpointError where one does
+    not."""
+    try:
+        data = memoryview(source.read_range(file, stored.offset + begin, end - begin))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{source}/{file}: it was there, and is not any more") from error
+    first = begin // CHUNK_BYTES
+    if data.nbytes != end - begin or not np.array_equal(
+        checksums(data), stored.crc[first : first - (begin - end) // CHUNK_BYTES]
+    ):
+        raise CheckpointError(f"{source}/{file}: {stored.piece.box.name} fails its checksum; the file is damaged")
+    return data
+
+
+def check_sizes(folder: Storage, index: Index) -> None:
+    """Raises CheckpointError where a file is not there or does not have the bytes that the index says."""
+    for file in index.files:
+        place = f"{folder}/{step_folder(index.step)}/{file.name}"
+        try:
+            end = (folder / step_folder(index.step)).read_range(file.name, file.num_bytes - 1, 2)
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{place}: named by the index but not there") from error
+        if len(end) != 1:
+            size = "more" if end else "fewer"
+            raise CheckpointError(f"{place}: has {size} than its {file.num_bytes:,} bytes; the file is damaged")
+
+
+@dataclass(frozen=True)
+class Found:
+    """A step's folder, and what a look at it says."""
+
+    step: int
+    index: Index | None  # None where there is none that can be read
+    problem: str  # why it cannot be restored; empty if nothing was found
+    committed: bool = True
+
+
+def survey(checkpoints: Storage, run_id: str | None, step: int | None = None) -> list[Found]:
+    """Every step's folder, or that of one, newest first, after a quick look: the index, and the size of every file.
+
+    Raises CheckpointError where there is none.
+    """
+    steps = _steps(checkpoints)
+    if not steps:
+        raise CheckpointError(
+            f"{checkpoints} holds no checkpoints; name the folder of a run, <run.storage_path>/<run.name>, that has one"
+        )
+    if step is not None and step not in steps:
+        raise CheckpointError(f"{checkpoints} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+    return [_look(checkpoints, each, run_id) for each in steps if step in (None, each)]
+
+
+def choose(checkpoints: Storage, run_id: str | None, step: int | None = None) -> tuple[Storage, Index]:
+    """The folder again, and the index of a step, or of the newest one that a quick look finds sound.
+
+    Raises CheckpointError where there is none.
+    """
+    found = survey(checkpoints, run_id, step)
+    for each in found:
+        if each.index is not None and not each.problem:
+            return checkpoints, each.index
+    raise CheckpointError(f"{checkpoints}/{step_folder(found[0].step)} cannot be used: {found[0].problem}")
+
+
+def examine(checkpoints: Storage, run_id: str | None, step: int | None, start: Start) -> Iterator[Found]:
+    """As `survey`, but what a quick look finds sound is read whole and checked."""
+    for found in survey(checkpoints, run_id, step):
+        if found.index is not None and not found.problem:
+            try:
+                verify(checkpoints, found.index, start(found.index.tensor_bytes))
+            except CheckpointError as error:
+                yield replace(found, problem=str(error))
+                continue
+        yield found
+
+
+def verify(checkpoints: Storage, index: Index, advance: Advance) -> None:
+    """Read every byte and check it, and that the files hold every element.
+
+    Raises CheckpointError naming the first file that is missing or damaged.
+    """
+    source = checkpoints / step_folder(index.step)
+    check_sizes(checkpoints, index)
+    sources = []
+    for file in index.files:
+        for stored in read_header(source, file, index):
+            sources.append(Source(file.name, stored.piece))
+            for begin in range(0, stored.piece.num_bytes, PIECE_BYTES):
+                end = min(begin + PIECE_BYTES, stored.piece.num_bytes)
+                read_chunks(source, file.name, stored, begin, end)
+                advance(end - begin)
+    plan_reads(sources, [Piece.all_of(whole_box(index, name)) for name in index.tensors])
+
+
+def whole_box(index: Index, name: str) -> Box:
+    """All of a tensor, as the index describes it."""
+    dtype, shape = index.tensors[name]
+    return Box.whole(name, shape, dtype)
+
+
+def _look(checkpoints: Storage, step: int, run_id: str | None) -> Found:
+    if not checkpoints.exists(f"{step_folder(step)}/{COMMIT}"):
+        return Found(step, None, f"not committed: it has no {COMMIT}", committed=False)
+    index = None
+    try:
+        index = open_checkpoint(checkpoints, step, run_id=run_id)
+        check_sizes(checkpoints, index)
+    except CheckpointError as error:
+        return Found(step, index, str(error))
+    return Found(step, index, "")

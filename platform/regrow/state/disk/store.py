@@ -17,9 +17,8 @@ from regrow.plan.boxes import Piece
 from regrow.plan.mesh import ALONE, Coordinates
 from regrow.state.checksums import checksums
 from regrow.state.collective import from_rank_0, gather, rank
-from regrow.state.disk.catalog import open_checkpoint, step_folder
+from regrow.state.disk.catalog import open_checkpoint, read_headers, step_folder
 from regrow.state.disk.format import COMMIT, DataFile, Index, encode_header
-from regrow.state.disk.read import read_headers
 from regrow.state.disk.tensors import read_pieces
 from regrow.state.disk.upload import write_index
 from regrow.state.entries import Entry, Progress, restored_progress

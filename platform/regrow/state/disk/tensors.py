@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from regrow.plan.boxes import Piece
-from regrow.state.disk.catalog import step_folder
+from regrow.state.disk.catalog import PIECE_BYTES, Advance, read_chunks, read_headers, step_folder, whole_box
 from regrow.state.disk.format import Index, Stored
-from regrow.state.disk.inspect import PIECE_BYTES, Advance, whole_box
-from regrow.state.disk.read import read_chunks, read_headers
 from regrow.state.entries import fill
 from regrow.state.reshard import Source, plan_reads, windows
 from regrow.storage import Storage

@@ -20,8 +20,8 @@ from regrow.control.values import Version
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import ITEM_BYTES, Piece
 from regrow.state.checksums import CHUNK_BYTES, Crc, checksums
+from regrow.state.disk.catalog import read_chunks
 from regrow.state.disk.format import DataFile, Index, Stored, encode_header
-from regrow.state.disk.read import read_chunks
 from regrow.state.memory.held import Held, Snapshot, open_snapshot
 from regrow.state.memory.slots import SlotHeader
 from regrow.state.reshard import written_share

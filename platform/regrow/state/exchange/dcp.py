@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from regrow.errors import CheckpointError, first_line
 from regrow.optim.adamw import MOMENTS
 from regrow.plan.boxes import Box
-from regrow.state.disk.inspect import Advance
+from regrow.state.disk.catalog import Advance
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.entries import Entry, Progress
 

@@ -21,8 +21,8 @@ from regrow.errors import CheckpointError, first_line
 from regrow.model.size import parameter_shapes
 from regrow.optim.adamw import MOMENTS
 from regrow.plan.boxes import ITEM_BYTES, Box
+from regrow.state.disk.catalog import PIECE_BYTES, Advance
 from regrow.state.disk.format import TORCH_DTYPES
-from regrow.state.disk.inspect import PIECE_BYTES, Advance
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.entries import Entry
 from regrow.storage import Storage

@@ -9,16 +9,15 @@ from typing import Any
 
 import yaml
 
-from regrow.config.identity import model_of
 from regrow.config.schema import DataConfig, Dtype
 from regrow.data.prepare.tokenizer import parse_tokenizer
 from regrow.data.read.corpora import Corpora
 from regrow.errors import CheckpointError, DataError
 from regrow.model.size import parameter_shapes
 from regrow.plan.boxes import ITEM_BYTES
-from regrow.record.run_folder import CHECKPOINTS, CONFIG_FILE, new_run_id, read_record, write_record
+from regrow.record.run_folder import CHECKPOINTS, CONFIG_FILE, model_of, new_run_id, read_record, write_record
+from regrow.state.disk.catalog import Start
 from regrow.state.disk.format import Index
-from regrow.state.disk.inspect import Start
 from regrow.state.disk.store import save_one_by_one
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.entries import Entry, Progress
