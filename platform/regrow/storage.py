@@ -25,7 +25,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 RETRY_DEADLINE_S = 120.0
 REQUESTS = 16  # to a store at a time, by `in_threads`
-PRECONDITION_FAILED = 412  # of HTTP
+PRECONDITION_FAILED, NOT_IMPLEMENTED = 412, 501  # of HTTP
 ONE_PUT_BYTES = 4 << 20  # up to which a file is one call: Arrow sends it once it is whole
 
 
@@ -252,7 +252,9 @@ class RemoteStorage(Storage):
                 return False
             return True
         if self.fs.type_name == "s3" and find_spec("boto3") is not None:
-            return _create_in_s3(path, data)
+            created = _create_in_s3(path, data)
+            if created is not None:
+                return created
         if self.fs.get_file_info(path).is_file:
             return False
         with self.fs.open_output_stream(path) as file:
@@ -315,18 +317,24 @@ def _place_new(temporary: Path, path: Path) -> None:
         os.replace(temporary, path)
 
 
-def _create_in_s3(path: str, data: bytes) -> bool:
-    """Arrow has no conditional writes; boto3 takes endpoint and credentials from where Arrow does."""
-    from botocore.exceptions import BotoCoreError, ClientError
+def _create_in_s3(path: str, data: bytes) -> bool | None:
+    """Arrow has no conditional writes; boto3 takes endpoint and credentials from where Arrow does.
+
+    None where it finds no credentials, as those in a URI, and where the store has no such writes.
+    """
+    from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
     bucket, _, key = path.partition("/")
     try:
         client = _s3_client(os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"))
         client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
     except ClientError as error:
-        if error.response["ResponseMetadata"]["HTTPStatusCode"] == PRECONDITION_FAILED:
-            return False
+        status = error.response["ResponseMetadata"]["HTTPStatusCode"]
+        if status in (PRECONDITION_FAILED, NOT_IMPLEMENTED):
+            return False if status == PRECONDITION_FAILED else None
         raise OSError(str(error)) from error
+    except NoCredentialsError:
+        return None
     except BotoCoreError as error:
         raise OSError(str(error)) from error
     return True

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from botocore.exceptions import ClientError, NoCredentialsError
 
 from regrow.config.schema import DataConfig, PretrainConfig, RunConfig
 from regrow.data.preflight import check_corpus
@@ -182,6 +183,26 @@ def test_a_source_there_gives_the_same_corpus_as_a_local_one(bucket: str, tmp_pa
         replace(config, source=f"{bucket}/source"), recipe, tmp_path / "remote", progress=lambda *update: None
     )
     assert remote.sha256 == local.sha256
+
+
+@pytest.mark.parametrize("problem", ["credentials", "unknown"])
+def test_a_store_whose_conditional_writes_are_out_of_reach_is_written_without(
+    bucket: str, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Credentials in the URI, which only Arrow has; stores that speak an older S3."""
+
+    class Client:
+        def put_object(self, **request: Any) -> None:
+            if problem == "credentials":
+                raise NoCredentialsError
+            response = {"ResponseMetadata": {"HTTPStatusCode": 501}, "Error": {"Code": "NotImplemented"}}
+            raise ClientError(response, "PutObject")  # type: ignore[arg-type]
+
+    monkeypatch.setattr("regrow.storage._s3_client", lambda *endpoint: Client())
+    storage = Storage.at(f"{bucket}/{problem}")
+    assert storage.create("file", b"first")
+    assert not storage.create("file", b"second")
+    assert storage.read_bytes("file") == b"first"
 
 
 def test_a_write_that_breaks_off_leaves_no_cut_file(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:

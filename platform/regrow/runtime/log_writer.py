@@ -84,7 +84,7 @@ class LogWriter:
                 continue
             except Superseded:
                 with self._changed:
-                    self._closed = True
+                    self._closed, self._busy_since = True, None
                     self._works.clear()
                     self._changed.notify_all()
                 return
