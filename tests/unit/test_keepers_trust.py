@@ -113,7 +113,7 @@ STRANGERS = (b"", HELLO, b"GET / HTTP/1.1\r\n\r\n" * 10, bytes(1 << 20), HELLO +
 def test_a_stranger_is_shown_nothing_and_believed_nothing(
     served: Served, hello: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranges, "PROVE_S", 0.3)
+    monkeypatch.setattr(ranges, "TIMEOUT_S", 0.3)
     with socket.create_connection(served.server.address) as stranger:
         with contextlib.suppress(OSError):  # it may hang up while we speak
             stranger.sendall(hello)

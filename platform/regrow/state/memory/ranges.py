@@ -28,7 +28,6 @@ import numpy as np
 from regrow.errors import CheckpointError, first_line
 
 TIMEOUT_S = 20.0  # without a byte, of either side
-PROVE_S = 10.0  # for a client to prove itself
 BLOCK = 1 << 20  # bytes that are received at once
 HELLO = b"rgkeeper"
 MOST_JSON, MOST_BODY = 64 << 20, 1 << 30  # bytes of a frame
@@ -119,7 +118,6 @@ class Connection:
 
     def let_in(self, address: Address, secret: bytes) -> None:
         """As the server at `address`: prove that, then have the client prove itself. Raises ConnectionError."""
-        self._socket.settimeout(PROVE_S)
         hello = self.receive_bytes(len(HELLO) + _NONCE)
         if not hello.startswith(HELLO):
             raise ConnectionError("not a keeper's client")
@@ -128,7 +126,6 @@ class Connection:
         self.send_bytes(mine + derive(b"server proves"))
         if not hmac.compare_digest(self.receive_bytes(_MAC), derive(b"client proves")):
             raise ConnectionError("a client that does not know this run's secret")
-        self._socket.settimeout(TIMEOUT_S)
         self._sent, self._received = _Direction(derive(b"server sends")), _Direction(derive(b"client sends"))
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
