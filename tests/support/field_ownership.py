@@ -21,7 +21,15 @@ LIST_KEYS = {
     "volumes": ("name",),
     "imagePullSecrets": ("name",),
 }
-ATOMIC = ("nodeSelector", "labelSelector", "secretKeyRef", "secretRef", "workerGroupSpecs", "tolerations")
+ATOMIC = (
+    "nodeSelector",
+    "labelSelector",
+    "secretKeyRef",
+    "secretRef",
+    "workerGroupSpecs",
+    "tolerations",
+    "podSelector",
+)
 DEFAULTS = {"protocol": "TCP"}
 NOBODYS = (
     ("apiVersion",),

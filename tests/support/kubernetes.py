@@ -14,6 +14,8 @@ from support.stand_in_kubectl import STATE, load, store
 from support.submission import CODE, compose
 
 KIND, NAME = "rayjobs.ray.io", "llama8b"
+POLICY = "networkpolicies.networking.k8s.io"
+STARTED = [f"delete {POLICY}", "apply --server-side", "apply --server-side", f"patch {POLICY}"]  # a job, and its policy
 READY = (
     "+cluster=h100x64",
     f"run.name={NAME}",
@@ -105,6 +107,11 @@ class Cluster:
     @property
     def job(self) -> Object | None:
         return load(self.folder, KIND, NAME)
+
+    @property
+    def policy(self) -> Object | None:
+        """The NetworkPolicy of the job's name."""
+        return load(self.folder, POLICY, NAME)
 
     @property
     def calls(self) -> list[Object]:

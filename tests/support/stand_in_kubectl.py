@@ -26,6 +26,7 @@ from typing import Any
 Object = dict[str, Any]
 
 STATE = "STAND_IN_KUBECTL"  # names the folder
+KINDS = {"RayJob": "rayjobs.ray.io", "NetworkPolicy": "networkpolicies.networking.k8s.io"}
 FINALIZER = "ray.io/rayjob-finalizer"
 OPERATOR, KUEUE = "ray-operator", "kueue"
 TEXT_MAPS = ("labels", "annotations", "nodeSelector", "rayStartParams")
@@ -71,10 +72,11 @@ def create(folder: Path, words: list[str], arguments: list[str], text: str) -> i
         name = given["metadata"]["name"]
         if refusal := _untyped(given):
             return refuse(refusal)
-        if load(folder, "rayjobs.ray.io", name) is not None:
-            where = f'error when creating "STDIN": rayjobs.ray.io "{name}" already exists'
+        kind = KINDS[given["kind"]]
+        if load(folder, kind, name) is not None:
+            where = f'error when creating "STDIN": {kind} "{name}" already exists'
             return refuse(f"Error from server (AlreadyExists): {where}")
-        print(f"rayjob.ray.io/{name} created (server dry run)")
+        print(f"{_singular(given)}/{name} created (server dry run)")
     return 0
 
 
@@ -93,8 +95,8 @@ def _apply(folder: Path, arguments: list[str], text: str, *, dry: bool) -> int:
         refusal = _untyped(given)
         if refusal:
             return refuse(refusal)
-        name = given["metadata"]["name"]
-        live = load(folder, "rayjobs.ray.io", name)
+        name, kind = given["metadata"]["name"], KINDS[given["kind"]]
+        live = load(folder, kind, name)
         owners = _owners(live)
         clean = {key: value for key, value in (live or {}).items() if key != "managedFields"}
         try:
@@ -116,9 +118,15 @@ def _apply(folder: Path, arguments: list[str], text: str, *, dry: bool) -> int:
         else:
             if live is None:
                 merged["metadata"] |= {"uid": f"uid-{time.time_ns()}", "creationTimestamp": _now()}
-            store(folder, "rayjobs.ray.io", name, merged | {"managedFields": _listed(owners)})
-            print(f"rayjob.ray.io/{name} serverside-applied")
+            store(folder, kind, name, merged | {"managedFields": _listed(owners)})
+            print(f"{_singular(given)}/{name} serverside-applied")
+    if not dry:
+        collect(folder)
     return 1 if differs else 0
+
+
+def _singular(given: Object) -> str:
+    return f"{given['kind'].lower()}.{given['apiVersion'].partition('/')[0]}"
 
 
 def _conflict(error: Any, name: str, dry: bool) -> str:
@@ -177,6 +185,9 @@ def get(folder: Path, words: list[str], arguments: list[str], text: str) -> int:
         print(json.dumps({"items": items}))
         return 0
     name = words[1]
+    if "--output=jsonpath={.metadata.uid}" in arguments:
+        print((load(folder, kind, name) or {"metadata": {"uid": ""}})["metadata"]["uid"], end="")
+        return 0
     if kind == "rayjobs.ray.io":
         _act(folder, name)
     found_one = load(folder, kind, name)
@@ -290,11 +301,42 @@ def delete(folder: Path, words: list[str], arguments: list[str], text: str) -> i
     return 0
 
 
+def patch(folder: Path, words: list[str], arguments: list[str], text: str) -> int:
+    """A merge of `metadata`, by a manager of its own."""
+    given = next(each.partition("=")[2] for each in arguments if each.startswith("--patch="))
+    found = load(folder, *words)
+    if found is None:
+        return refuse(f'Error from server (NotFound): {words[0]} "{words[1]}" not found')
+    new = found | {"metadata": found["metadata"] | json.loads(given)["metadata"]}
+    store(folder, words[0], words[1], _updated(found, new, "kubectl-patch"))
+    return 0
+
+
+def collect(folder: Path) -> None:
+    """The garbage collector's: what belongs to an object that is no more goes, some time after it."""
+    files = list((folder / "objects").glob("*.json"))
+    metadata = {file: json.loads(file.read_text())["metadata"] for file in files}
+    there = {each.get("uid") for each in metadata.values()}
+    for file, each in metadata.items():
+        owners = each.get("ownerReferences", [])
+        if owners and not any(owner["uid"] in there for owner in owners):
+            file.unlink()
+
+
 def run(folder: Path, words: list[str], arguments: list[str], text: str) -> int:
     return 0
 
 
-COMMANDS = {"apply": apply, "create": create, "diff": diff, "get": get, "logs": logs, "delete": delete, "exec": run}
+COMMANDS = {
+    "apply": apply,
+    "create": create,
+    "diff": diff,
+    "get": get,
+    "logs": logs,
+    "delete": delete,
+    "patch": patch,
+    "exec": run,
+}
 
 
 def path(folder: Path, kind: str, name: str) -> Path:

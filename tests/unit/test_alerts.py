@@ -294,7 +294,7 @@ def test_the_dashboard_is_one_that_grafana_reads() -> None:
 
 def test_the_pod_monitor_finds_the_ports_of_rendered_pods() -> None:
     monitor = yaml.safe_load((MONITORING / "podmonitor.yaml").read_text())["spec"]
-    (manifest,) = rendered(["+cluster=h100x64"])[1]
+    *_, manifest = rendered(["+cluster=h100x64"])[1]
     cluster = manifest["spec"]["rayClusterSpec"]
     ports = {}
     templates = [cluster["headGroupSpec"]["template"], cluster["workerGroupSpecs"][0]["template"]]

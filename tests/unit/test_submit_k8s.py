@@ -31,13 +31,13 @@ def test_the_account_of_the_pods_is_made_by_rbac() -> None:
     documents = {each["kind"]: each for each in yaml.safe_load_all((ROOT / "k8s" / "rbac.yaml").read_text())}
     account = documents["ServiceAccount"]["metadata"]["name"]
     assert account == SubmitConfig().service_account
-    (manifest,) = rendered(["+cluster=h100x64"])[1]
+    *_, manifest = rendered(["+cluster=h100x64"])[1]
     assert {pod["serviceAccountName"] for pod in pods(manifest)} == {account}
     assert documents["RoleBinding"]["roleRef"]["name"] == documents["Role"]["metadata"]["name"]
 
 
 def test_only_the_head_speaks_to_kubernetes() -> None:
-    (manifest,) = rendered(["+cluster=h100x64"])[1]
+    *_, manifest = rendered(["+cluster=h100x64"])[1]
     assert [pod.get("automountServiceAccountToken") for pod in pods(manifest)] == [False, None, False]
 
 
@@ -53,6 +53,7 @@ def test_submitters_may_do_what_kubectl_is_asked_and_read_no_secrets() -> None:
         *(("rayjobs", verb) for verb in ("get", "list", "watch", "create", "patch", "delete")),
         *(("pods", verb) for verb in ("get", "list")),
         *(("jobs", verb) for verb in ("get", "list")),
+        *(("networkpolicies", verb) for verb in ("get", "create", "patch", "delete")),
         ("pods/log", "get"),
         *(("pods/exec", verb) for verb in ("get", "create")),  # by websocket, by SPDY
         *(("pods/portforward", verb) for verb in ("get", "create")),
@@ -66,7 +67,7 @@ def test_submitters_may_do_what_kubectl_is_asked_and_read_no_secrets() -> None:
 
 def test_pods_on_a_plain_network_are_made_for_the_restricted_policy() -> None:
     """Kubernetes' Pod Security Standards, as far as they concern what is rendered."""
-    (manifest,) = rendered(["+cluster=h100x64", "run.storage_path=/mnt/runs", "submit.volume_claim=runs"])[1]
+    *_, manifest = rendered(["+cluster=h100x64", "run.storage_path=/mnt/runs", "submit.volume_claim=runs"])[1]
     contexts = [manifest["spec"]["rayClusterSpec"]["autoscalerOptions"]["securityContext"]]
     for pod in pods(manifest):
         assert pod["securityContext"]["runAsNonRoot"] is True

@@ -16,7 +16,7 @@ from regrow.submit import kuberay
 from regrow.submit.check import check_may_apply, check_submit
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.render import Code
-from support.kubernetes import FAILED, READY, RUNNING, STOPPED, SUCCEEDED, Cluster, act
+from support.kubernetes import FAILED, READY, RUNNING, STARTED, STOPPED, SUCCEEDED, Cluster, act
 from support.submission import CODE, compose
 
 ROOT = Path(__file__).parents[2]
@@ -35,25 +35,26 @@ def test_apply_sends_what_render_prints_server_side_and_follows(
     printed = capfd.readouterr().out
     cluster.will_be({"jobDeploymentStatus": "Initializing"}, RUNNING, RUNNING, SUCCEEDED)
     assert act("apply") == 0
-    (applied,) = [call for call in cluster.calls if "apply" in call["arguments"]]
-    assert applied["arguments"] == [
-        *("--context", "east", "--namespace", "pretrain", "apply"),
-        *("--server-side", "--field-manager=regrow", "--validate=strict", "--filename=-"),
-    ]
-    assert applied["input"] == printed
-    (manifest,) = yaml.safe_load_all(printed)
+    applied = [call for call in cluster.calls if "apply" in call["arguments"]]
+    for call in applied:
+        assert call["arguments"] == [
+            *("--context", "east", "--namespace", "pretrain", "apply"),
+            *("--server-side", "--field-manager=regrow", "--validate=strict", "--filename=-"),
+        ]
+    assert "".join(call["input"] for call in applied) == printed
+    *_, manifest = yaml.safe_load_all(printed)
     assert manifest["spec"]["entrypoint"].endswith("cluster.address=auto")
     shown = capfd.readouterr()
     assert shown.out == "logs of pod/llama8b-abcde\n"
     for line in ("serverside-applied", "Initializing", "Running (RUNNING)", "Complete (SUCCEEDED)"):
         assert line in shown.err
-    assert cluster.verbs[0] == "apply --server-side"
+    assert cluster.verbs[: len(STARTED)] == STARTED
     assert "logs pod/llama8b-abcde" in cluster.verbs
 
 
 def test_apply_does_not_follow_where_it_is_told_not_to(cluster: Cluster) -> None:
     assert act("apply", "submit.follow=false") == 0
-    assert cluster.verbs == ["apply --server-side"]
+    assert cluster.verbs == STARTED
 
 
 def test_a_failed_job_ends_in_status_1_with_the_reason(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
@@ -99,9 +100,10 @@ def test_apply_goes_on_with_a_run_whose_job_has_ended(
     assert act("apply", "submit.follow=false") == 0
     assert cluster.verbs == [
         "create --dry-run=server",
+        "create --dry-run=server",
         "diff --server-side",
         "delete rayjobs.ray.io",
-        "apply --server-side",
+        *STARTED,
     ]
     assert "+  entrypoint: python -m jobs.pretrain" in capfd.readouterr().err
 
@@ -109,7 +111,7 @@ def test_apply_goes_on_with_a_run_whose_job_has_ended(
 def test_diff_shows_the_difference_and_changes_nothing(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
     assert act("diff") == 0
     assert "entrypoint" in capfd.readouterr().out
-    assert cluster.verbs == ["diff --server-side", "create --dry-run=server"]
+    assert cluster.verbs == ["diff --server-side", *["create --dry-run=server"] * 2]
 
 
 @pytest.mark.parametrize("deleting", [{}, {"deletionTimestamp": "2026-01-01T00:00:00Z", "finalizers": ["a/b"]}])
@@ -212,13 +214,13 @@ def test_a_quota_that_the_job_of_before_fills_does_not_keep_its_successor_away(
     delete = Kubectl.delete
 
     def freed(self: Kubectl, kind: str, name: str) -> None:
-        (cluster.folder / "refusal").unlink()
+        (cluster.folder / "refusal").unlink(missing_ok=True)
         delete(self, kind, name)
 
     monkeypatch.setattr(Kubectl, "delete", freed)
     (cluster.folder / "refusal").write_text(line)
     assert act("apply", "submit.follow=false") == 0
-    assert cluster.verbs[-1] == "apply --server-side"
+    assert cluster.verbs[-len(STARTED) :] == STARTED
 
 
 REFUSED = [
@@ -319,7 +321,7 @@ def test_the_command_prints_manifests_and_nothing_else_with_defaults() -> None:
     done = submit_command()
     assert done.returncode == 0
     assert done.stderr == ""
-    (manifest,) = yaml.safe_load_all(done.stdout)
+    *_, manifest = yaml.safe_load_all(done.stdout)
     assert (manifest["kind"], manifest["metadata"]["name"]) == ("RayJob", SubmitJobConfig().run.name)
 
 
@@ -341,7 +343,7 @@ def test_the_command_prints_manifests_without_kubectl_torch_or_ray() -> None:
     note, heavy = done.stderr.splitlines()
     assert note.startswith("note: the corpus was not looked at, the job will: data.source=hf://datasets/HuggingFaceFW/")
     assert heavy == "HEAVY []"
-    (manifest,) = yaml.safe_load_all(done.stdout)
+    *_, manifest = yaml.safe_load_all(done.stdout)
     assert manifest["spec"]["entrypoint"] == (
         "python -m jobs.pretrain +cluster=h100x64 train.steps=7 cluster.address=auto"
     )

@@ -25,6 +25,7 @@ from support.kubernetes import (
     READY,
     REFUSED,
     RUNNING,
+    STARTED,
     STOPPED,
     SUCCEEDED,
     Cluster,
@@ -116,7 +117,7 @@ def test_what_cannot_be_compared_is_no_reason_not_to_go_on(
     monkeypatch.setattr("regrow.submit.kubectl.Kubectl.diff", refused)
     cluster.has_job(STOPPED)
     assert act("apply", "submit.follow=false") == 0
-    assert cluster.verbs == ["create --dry-run=server", "delete rayjobs.ray.io", "apply --server-side"]
+    assert cluster.verbs == [*["create --dry-run=server"] * 2, "delete rayjobs.ray.io", *STARTED]
     assert "what has changed cannot be shown: kubectl diff: no diff on PATH" in capfd.readouterr().err
 
 

@@ -85,7 +85,7 @@ def test_ray_reads_the_label_that_the_node_has_and_starts_without_it(
 
 
 def test_workers_ask_for_their_rack_and_no_other_container_has_the_token() -> None:
-    _, (manifest,) = rendered(["+cluster=h100x64", "+site=eks_p5"])
+    _, (*_, manifest) = rendered(["+cluster=h100x64", "+site=eks_p5"])
     spec = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
     pod = spec["template"]["spec"]
     (asks,), (worker,) = pod["initContainers"], pod["containers"]

@@ -90,14 +90,14 @@ def test_no_golden_file_is_left_over() -> None:
 
 @pytest.mark.parametrize("case", IDS)
 def test_no_rule_is_broken_by_what_is_shipped(case: str) -> None:
-    config, (manifest,) = rendered(CASES[case])
+    config, (*_, manifest) = rendered(CASES[case])
     assert broken_rules(config, CODE, shlex.split(manifest["spec"]["entrypoint"])) == []
 
 
 @NEEDS_CRD
 @pytest.mark.parametrize("case", IDS)
 def test_a_rendered_job_passes_kuberays_schema_without_unknown_fields(case: str) -> None:
-    found = Draft202012Validator(rayjob_schema()).iter_errors(rendered(CASES[case])[1][0])
+    found = Draft202012Validator(rayjob_schema()).iter_errors(rendered(CASES[case])[1][-1])
     assert [f"{error.json_path}: {error.message}" for error in found] == []
 
 
@@ -109,7 +109,7 @@ def test_the_yaml_stream_reads_back_as_the_manifests(case: str) -> None:
 
 @pytest.mark.parametrize("case", IDS)
 def test_the_entrypoint_is_the_same_run_on_the_cluster_that_it_runs_in(case: str) -> None:
-    config, (manifest,) = rendered(CASES[case])
+    config, (*_, manifest) = rendered(CASES[case])
     words = shlex.split(manifest["spec"]["entrypoint"])
     assert words[:3] == ["python", "-m", "jobs.pretrain"]
     with hydra.initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
@@ -191,7 +191,7 @@ def test_two_runs_never_share_a_job() -> None:
 @pytest.mark.parametrize("case", IDS)
 def test_shared_memory_holds_what_every_world_size_asks_for(case: str) -> None:
     """The same arithmetic that a worker does before it takes snapshots, at each size that the cluster allows."""
-    config, (manifest,) = rendered(CASES[case])
+    config, (*_, manifest) = rendered(CASES[case])
     group = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
     (volume,) = [each for each in group["template"]["spec"]["volumes"] if each["name"] == "shm"]
     room = int(volume["emptyDir"]["sizeLimit"].removesuffix("Gi")) * 2**30
@@ -236,8 +236,8 @@ def test_nodes_are_counted_from_workers_and_spare_ones() -> None:
 
 
 def test_a_job_starts_on_the_fewest_nodes_and_grows_or_asks_for_all_at_once() -> None:
-    (growing,) = rendered(["+cluster=h100x64"])[1]
-    (fixed,) = rendered(["+cluster=h100x64", "submit.autoscale=false"])[1]
+    *_, growing = rendered(["+cluster=h100x64"])[1]
+    *_, fixed = rendered(["+cluster=h100x64", "submit.autoscale=false"])[1]
     counts = []
     for manifest in (growing, fixed):
         cluster = manifest["spec"]["rayClusterSpec"]
@@ -250,8 +250,8 @@ def test_a_job_starts_on_the_fewest_nodes_and_grows_or_asks_for_all_at_once() ->
 
 def test_kueue_admits_a_fixed_size_unless_its_elastic_jobs_are_on() -> None:
     arguments = ["+cluster=h100x64", "submit.queue=kueue", "submit.queue_name=q"]
-    (fixed,) = rendered(arguments)[1]
-    (elastic,) = rendered([*arguments, "submit.kueue_elastic=true"])[1]
+    *_, fixed = rendered(arguments)[1]
+    *_, elastic = rendered([*arguments, "submit.kueue_elastic=true"])[1]
     key = "kueue.x-k8s.io/elastic-job"
     assert fixed["spec"]["suspend"] is elastic["spec"]["suspend"] is True
     assert not fixed["spec"]["rayClusterSpec"]["enableInTreeAutoscaling"]
@@ -261,7 +261,7 @@ def test_kueue_admits_a_fixed_size_unless_its_elastic_jobs_are_on() -> None:
 
 
 def test_the_drain_ends_inside_the_grace_period_and_idle_nodes_outlive_a_restart() -> None:
-    config, (manifest,) = rendered(["+cluster=h100x64", "submit.drain_s=90", "train.collective_timeout_s=1800"])
+    config, (*_, manifest) = rendered(["+cluster=h100x64", "submit.drain_s=90", "train.collective_timeout_s=1800"])
     cluster = manifest["spec"]["rayClusterSpec"]
     pod = cluster["workerGroupSpecs"][0]["template"]["spec"]
     command = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
@@ -272,7 +272,7 @@ def test_the_drain_ends_inside_the_grace_period_and_idle_nodes_outlive_a_restart
 
 def test_the_drain_command_drains_and_waits_for_the_raylet_or_the_deadline(tmp_path: Path) -> None:
     """The real shell line, with stand-ins for Ray's command and for a raylet that ends after a while."""
-    _, (manifest,) = rendered(["+cluster=h100x64"])
+    _, (*_, manifest) = rendered(["+cluster=h100x64"])
     pod = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]
     command = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     for name, body in {
@@ -306,7 +306,7 @@ def test_networks_ask_for_their_devices_and_the_users_environment_wins() -> None
     found = {}
     for network in Network:
         config = compose(["+cluster=h100x64", f"submit.network={network.value}", "+submit.env.NCCL_DEBUG=INFO"])
-        (manifest,) = render(config, CODE, [])
+        *_, manifest = render(config, CODE, [])
         container = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
         limits = container["resources"]["limits"]
         env = {each["name"]: each["value"] for each in container["env"]}
@@ -322,7 +322,7 @@ def test_networks_ask_for_their_devices_and_the_users_environment_wins() -> None
 
 def test_the_config_hash_is_the_runs_and_not_the_sites() -> None:
     def digest(arguments: list[str]) -> str:
-        return cast(str, rendered(arguments)[1][0]["metadata"]["annotations"]["regrow/config-sha256"])
+        return cast(str, rendered(arguments)[1][-1]["metadata"]["annotations"]["regrow/config-sha256"])
 
     base = digest(["+cluster=h100x64"])
     assert digest(["+cluster=h100x64", "submit.namespace=other", "submit.retries=0"]) == base
@@ -331,7 +331,7 @@ def test_the_config_hash_is_the_runs_and_not_the_sites() -> None:
 
 def test_the_image_names_commit_and_ray_unless_it_has_a_tag() -> None:
     def image(name: str) -> str:
-        (manifest,) = render(compose([f"submit.image='{name}'"]), CODE, [])
+        *_, manifest = render(compose([f"submit.image='{name}'"]), CODE, [])
         return cast(str, manifest["spec"]["submitterPodTemplate"]["spec"]["containers"][0]["image"])
 
     assert image("host:5000/team/regrow") == f"host:5000/team/regrow:{CODE.git_sha}-ray{CODE.ray_version}"
@@ -341,6 +341,6 @@ def test_the_image_names_commit_and_ray_unless_it_has_a_tag() -> None:
 
 def test_a_commit_that_looks_like_a_number_stays_a_string() -> None:
     for sha in ("12e456789012", "123456789012", "0x1234567890"):
-        (manifest,) = render(compose([]), replace(CODE, git_sha=sha), [])
+        *_, manifest = render(compose([]), replace(CODE, git_sha=sha), [])
         (line,) = [line for line in to_yaml([manifest]).splitlines() if "regrow/git-sha" in line]
         assert line.strip() == f"regrow/git-sha: '{sha}'"

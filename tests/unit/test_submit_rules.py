@@ -85,7 +85,7 @@ def test_what_can_run_is_not_refused(change: str) -> None:
 def test_a_checkout_with_changes_renders_with_a_tag_that_says_so() -> None:
     config, dirty = compose(PLAIN), Code("0123456789ab-dirty", CODE.ray_version)
     assert broken_rules(config, dirty, []) == []
-    (manifest,) = render(config, dirty, ["cluster.address=auto"])
+    *_, manifest = render(config, dirty, ["cluster.address=auto"])
     assert manifest["spec"]["submitterPodTemplate"]["spec"]["containers"][0]["image"].endswith("-dirty-ray2.60.0")
 
 
@@ -94,7 +94,7 @@ def test_the_schema_takes_what_a_real_api_server_took_and_no_unknown_field() -> 
     schema = Draft202012Validator(rayjob_schema())
     example = yaml.safe_load((CRD.parent / "rayjob_h100x64.example.yaml").read_text())
     assert list(schema.iter_errors(example)) == []
-    (manifest,) = rendered(PLAIN)[1]
+    *_, manifest = rendered(PLAIN)[1]
     manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["maxReplica"] = 8
     manifest["spec"]["backoffLimit"] = "3"
     assert len(list(schema.iter_errors(manifest))) == 2

@@ -99,7 +99,7 @@ def test_amounts_are_written_as_kuberay_would_write_them(amount: int) -> None:
 
 def test_every_amount_that_is_rendered_is_one_that_kuberay_leaves_as_it_is() -> None:
     for arguments in (["+cluster=h100x64"], ["+cluster=h100x512", "+site=eks_p5", "submit.disk_gb=2000"], []):
-        cluster = rendered(arguments)[1][0]["spec"]["rayClusterSpec"]
+        cluster = rendered(arguments)[1][-1]["spec"]["rayClusterSpec"]
         for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
             for container in group["template"]["spec"]["containers"]:
                 for amounts in container["resources"].values():
@@ -132,7 +132,7 @@ def test_the_stand_ins_lists_are_merged_as_kuberays_schema_says() -> None:
                     compare(item, node["items"], "")
 
     more = ["+submit.node_selector={a: b}", "submit.env_secret=s", "submit.image_pull_secret=p"]
-    (job,) = rendered(["+cluster=h100x64", "run.storage_path=/mnt/x", "submit.volume_claim=c", *more])[1]
+    *_, job = rendered(["+cluster=h100x64", "run.storage_path=/mnt/x", "submit.volume_claim=c", *more])[1]
     compare(job["spec"], schema["properties"]["spec"], "spec")
     assert {"containers", "env", "volumes", "volumeMounts", "ports", "workerGroupSpecs"} <= seen
 

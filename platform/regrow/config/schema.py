@@ -387,6 +387,9 @@ class SubmitConfig:
     redis_secret: str | None = None  # its password, <secret>/<key>
     auth: bool = True  # Ray's token authentication; an open dashboard runs anybody's code
     auth_secret: str | None = None  # with the token under auth_token; null: KubeRay makes one
+    network_policy: bool = True  # keep strangers from the run's pods, where the cluster's network enforces policies
+    operator_namespace: str | None = None  # KubeRay's, let in to 8265; null: its pods by their label, wherever they are
+    monitoring_namespace: str | None = "monitoring"  # Prometheus', let in to the metrics' ports; null: none
     env_secret: str | None = None  # by name; its keys become environment variables, as for an object store
     env: dict[str, str] = field(default_factory=dict)  # more environment variables of all pods; no secrets
     volume_claim: str | None = None  # PersistentVolumeClaim, mounted at run.storage_path

@@ -60,8 +60,10 @@ def check_submit(config: SubmitJobConfig) -> None:
         value = getattr(submit, name)
         if value is not None and value <= 0:
             raise ConfigError(f"submit.{name}={value:g} must be positive, or null")
-    if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", submit.namespace):
-        raise ConfigError(f"submit.namespace={submit.namespace!r} is no name of a namespace")
+    for name in ("namespace", "operator_namespace", "monitoring_namespace"):
+        value = getattr(submit, name)
+        if value is not None and not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", value):
+            raise ConfigError(f"submit.{name}={value!r} is no name of a namespace")
     if submit.redis_secret is not None and not re.fullmatch(r"[^/]+/[^/]+", submit.redis_secret):
         raise ConfigError(f"submit.redis_secret={submit.redis_secret} must name a Secret and its key: SECRET/KEY")
     if submit.redis_secret is not None and submit.redis_address is None:

@@ -82,6 +82,17 @@ class Kubectl:
         """Ask for an object's deletion, which may wait for its finalizers."""
         self._ask(["delete", kind, name, "--ignore-not-found", "--wait=false"])
 
+    def uid(self, kind: str, name: str) -> str:
+        """Of an object that is there; empty where there is none."""
+        return self._ask(["get", kind, name, "--ignore-not-found", "--output=jsonpath={.metadata.uid}"]).strip()
+
+    def give_to(self, kind: str, name: str, owner: Object, uid: str) -> None:
+        """Have an object be deleted when its owner is."""
+        reference = {"apiVersion": owner["apiVersion"], "kind": owner["kind"]}
+        reference |= {"name": owner["metadata"]["name"], "uid": uid}
+        patch = json.dumps({"metadata": {"ownerReferences": [reference]}})
+        self._ask(["patch", kind, name, "--type=merge", f"--patch={patch}"])
+
     def exec(self, pod: str, container: str, command: list[str]) -> str:
         """What a command in a container prints."""
         return self._ask(["exec", pod, f"--container={container}", "--", *command])
@@ -156,6 +167,10 @@ _HINTS = (
     (
         re.compile(r"have a resource type \"?ray|no matches for kind \"Ray"),
         "is KubeRay installed in this cluster? k8s/README.md, 'Once per cluster'",
+    ),
+    (
+        re.compile(r"\(Forbidden\).*networkpolicies"),
+        "have k8s/rbac.yaml applied again, which allows it, or set submit.network_policy=false",
     ),
     (
         re.compile(r"\(Unauthorized\)|to provide credentials"),

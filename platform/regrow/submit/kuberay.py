@@ -6,16 +6,18 @@ ended: to go on with a run, its RayJob is deleted first. The run itself lies in 
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from regrow.errors import ClusterError
 from regrow.show.units import duration
 from regrow.submit.kubectl import Kubectl, PodLogs, Unreachable
 from regrow.submit.reasons import Around, Reason, cause, reasons
+from regrow.submit.render import Manifest, to_yaml
 from regrow.submit.waiting import Waiting
 
 KIND = "rayjobs.ray.io"
+KINDS = {"RayJob": KIND, "NetworkPolicy": "networkpolicies.networking.k8s.io"}
 DASHBOARD = "http://127.0.0.1:8265"  # from the head pod
 POLL_S = 2.0
 REASONS_S = 5.0  # between looks at events
@@ -40,16 +42,23 @@ class KubeRay:
         self.kubectl, self.name = kubectl, name
         self.waiting = waiting or Waiting()
 
-    def apply(self, manifests: str) -> None:
-        """Start the job, or go on with the run of one that has ended. Raises ClusterError where it runs."""
+    def apply(self, manifests: Sequence[Manifest]) -> None:
+        """Start the job, or go on with the run of one that has ended. Raises ClusterError where it runs.
+
+        The job is the last of the manifests; what it needs is there before it, and goes with it.
+        """
         with self.waiting:
             self.waiting.on("an answer of Kubernetes")
             before = self.kubectl.get(KIND, self.name)
             if before is not None:
                 self._make_room(before, manifests)
             self.waiting.on("Kubernetes to take the job")
-            text = self._new(manifests) if before is not None else self.kubectl.apply(manifests)
+            *others, job = manifests
+            for each in others:
+                self._make_anew(each)
+            text = self._new(to_yaml([job])) if before is not None else self.kubectl.apply(to_yaml([job]))
             self.waiting.say(text.strip())
+            self._give_to(job, others)
 
     def follow(self) -> int:
         """Show the job's logs and its states until it has ended; 0 where it succeeded or was stopped.
@@ -177,7 +186,26 @@ class KubeRay:
             time.sleep(POLL_S)
         raise ClusterError(f"RayJob {self.name} has not ended for {wait_s:g} s; see submit.action=logs")
 
-    def _make_room(self, job: Object, manifests: str) -> None:
+    def _make_anew(self, manifest: Manifest) -> None:
+        """Make what the job needs. What is there is of a job before it, and goes after that, sooner or later."""
+
+        def make() -> str:
+            self.kubectl.delete(KINDS[manifest["kind"]], manifest["metadata"]["name"])
+            return self.kubectl.apply(to_yaml([manifest]))
+
+        self.waiting.say(self._patiently(make, "no new job was made yet").strip())
+
+    def _give_to(self, job: Manifest, others: Sequence[Manifest]) -> None:
+        """Have Kubernetes delete what the job needs, once the job is deleted."""
+        try:
+            for each in others:
+                if uid := self.kubectl.uid(KIND, self.name):
+                    self.kubectl.give_to(KINDS[each["kind"]], each["metadata"]["name"], job, uid)
+        except ClusterError as error:  # the job is there, which is what was asked for
+            names = ", ".join(f"{each['kind']} {each['metadata']['name']}" for each in others)
+            self.waiting.say(f"{names} will stay when the job is deleted: {error}")
+
+    def _make_room(self, job: Object, manifests: Sequence[Manifest]) -> None:
         """Delete a job that has ended, and wait until it is gone.
 
         Raises ClusterError where it has not ended, and where its successor would be refused.
@@ -189,13 +217,14 @@ class KubeRay:
                 f"RayJob {self.name} is there ({state}): one run has one job; stop it first "
                 "(submit.action=stop), or choose another run.name"
             )
-        self.kubectl.trial(manifests)
+        for each in manifests:
+            self.kubectl.trial(to_yaml([each]))
         if deleting:
             self.waiting.say(f"RayJob {self.name} is being deleted; a new one is made once it is gone")
         else:
             self.waiting.say(f"RayJob {self.name} has ended ({state}); its successor goes on with the run")
             try:
-                self.waiting.say(self.kubectl.diff(manifests).rstrip() or "nothing of the job has changed")
+                self.waiting.say(self.kubectl.diff(to_yaml(manifests)).rstrip() or "nothing of the job has changed")
             except ClusterError as error:  # it is shown, not needed
                 self.waiting.say(f"what has changed cannot be shown: {error}")
             self.kubectl.delete(KIND, self.name)

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from regrow.config.schema import PretrainConfig, Queue, SubmitConfig, SubmitJobConfig
+from regrow.submit.network import network_policy
 from regrow.submit.pods import (
     HEAD_OBJECT_STORE_BYTES,
     LABELS_FILE,
@@ -43,10 +44,15 @@ class Code:
 
 
 def render(config: SubmitJobConfig, code: Code, arguments: Sequence[str]) -> list[Manifest]:
-    """The manifests of a run; `arguments` are those of `jobs.pretrain`."""
-    submit, size = config.submit, sizes(config, config.submit)
-    name, image = job_name(config), image_of(submit, code)
+    """The manifests of a run, its RayJob last; `arguments` are those of `jobs.pretrain`."""
+    name = job_name(config)
     labels = {"app.kubernetes.io/name": "regrow", "regrow/run": name}
+    policy = [network_policy(config.submit, name, labels)] if config.submit.network_policy else []
+    return [*policy, _job(config, code, arguments, name, labels)]
+
+
+def _job(config: SubmitJobConfig, code: Code, arguments: Sequence[str], name: str, labels: dict[str, str]) -> Manifest:
+    submit, size, image = config.submit, sizes(config, config.submit), image_of(config.submit, code)
     scaling = autoscales(submit, size.least_nodes, size.most_nodes)
     idle_s = submit.idle_timeout_s or ceil(longest_restart_s(config) * IDLE_FACTOR)
     autoscaler = {
@@ -111,7 +117,7 @@ def render(config: SubmitJobConfig, code: Code, arguments: Sequence[str]) -> lis
             **({"kueue.x-k8s.io/elastic-job": "true"} if submit.queue is Queue.kueue and scaling else {}),
         },
     }
-    return [{"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": spec}]
+    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": spec}
 
 
 def to_yaml(manifests: Sequence[Manifest]) -> str:

@@ -42,20 +42,21 @@ def _on_kuberay(config: SubmitJobConfig, code: Code, given: Sequence[str]) -> in
             check_may_apply(config, code)
         if action is not SubmitAction.diff:  # which starts nothing
             _look_at_corpus(config)
-        text = to_yaml(render(config, code, arguments))
+        manifests = render(config, code, arguments)
         if action is SubmitAction.render:
-            sys.stdout.write(text)
+            sys.stdout.write(to_yaml(manifests))
             return 0
     kubectl = Kubectl(namespace=options.namespace, context=options.context)
     if action is SubmitAction.diff:
-        difference = kubectl.diff(text)
-        kubectl.trial(text)
+        difference = kubectl.diff(to_yaml(manifests))
+        for manifest in manifests:
+            kubectl.trial(to_yaml([manifest]))
         sys.stdout.write(difference)
         if not difference:
             print(f"no difference: applying would change nothing of RayJob {job_name(config)}", file=sys.stderr)
         return 0
     job = KubeRay(kubectl, job_name(config))
-    return _act(job, options, start=lambda: job.apply(text))
+    return _act(job, options, start=lambda: job.apply(manifests))
 
 
 def _on_ray(config: SubmitJobConfig, code: Code, given: Sequence[str]) -> int:
