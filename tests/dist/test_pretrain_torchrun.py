@@ -1,8 +1,11 @@
 """jobs.pretrain_torchrun: the same run under torchrun and in one process, without Ray or Hydra."""
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,8 +14,10 @@ import pytest
 
 from regrow.record import lock
 from regrow.record.log import read_events, read_metrics
+from regrow.state.disk.catalog import committed_steps, open_checkpoint
 from regrow.storage import Storage
 from support.corpus import write_corpus
+from support.s3 import s3_server
 
 ROOT = Path(__file__).parents[2]
 STEPS, SEQ_LEN, VOCAB = 12, 32, 512
@@ -145,3 +150,49 @@ def test_a_run_that_another_process_trains_is_refused_on_all_ranks(
     assert done.stderr.count("error: run folder") == 2
     assert "is in use by another process" in done.stderr
     assert not (tmp_path / "busy/config.yaml").exists()
+
+
+def test_of_two_jobs_on_one_bucket_the_newer_one_goes_on_and_the_older_one_ends_in_a_line(
+    environment: dict[str, str], tmp_path: Path, corpus: Path
+) -> None:
+    """Before, both wrote the run: rows, checkpoints, and deletions of each other's."""
+    with s3_server() as bucket:
+        run, committed = Storage.at(f"{bucket}/runs/one"), Storage.at(f"{bucket}/runs/one/checkpoints")
+        settings = [f"run.storage_path={bucket}/runs", "run.name=one", f"data.corpora.rows={corpus}", *SMALL]
+        settings += ["train.steps=100000", "train.validate_every_steps=0", "checkpoint.every_steps=5"]
+        servers = {key: value for key, value in os.environ.items() if key.startswith("AWS_")}
+
+        def start() -> subprocess.Popen[str]:
+            command = [sys.executable, "-m", "jobs.pretrain_torchrun", *settings]
+            return subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment | servers,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+
+        def wait_past(step: int) -> None:
+            give_up_at = time.monotonic() + 120.0
+            while max(committed_steps(committed), default=0) <= step:
+                assert time.monotonic() < give_up_at
+                time.sleep(0.1)
+
+        with start() as old:
+            wait_past(0)
+            with start() as new:
+                printed = old.communicate(timeout=120.0)[0]
+                assert old.returncode == 1, printed
+                assert "is written by another job now (process " in printed
+                wait_past(committed_steps(committed)[0])
+                new.send_signal(signal.SIGINT)
+                new.communicate(timeout=120.0)
+        logged = read_metrics(run)
+        assert [row["step"] for row in logged] == list(range(1, len(logged) + 1))
+        assert {row["generation"] for row in logged} == {1, 2}
+        assert [each["reason"] for each in read_events(run) if each["event"] == "stopped"] == ["interrupted"]
+        assert run.list("writers") == ["000001.json", "000002.json"]
+        run_id = json.loads(run.read_bytes("run.json"))["run_id"]
+        for step in committed_steps(committed):
+            open_checkpoint(committed, step, run_id=run_id)
