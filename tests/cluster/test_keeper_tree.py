@@ -99,6 +99,9 @@ def test_a_step_that_all_report_is_committed_and_all_hear_of_it(folder: Path) ->
         handles[NODES[-1]].relay.remote([SnapshotAck(NODES[-1], moment, peers[NODES[-1]])])
         wait_until(lambda: all(Committed.read(Path(info.folder)).newest == moment for info in infos))  # noqa: B023
         assert ray.get(root.newest.remote()) == (moment, 2 * number), "two messages a step"
+    again = SnapshotAck(NODES[-1], Version(1, 2), ("node-3",))  # others hold its copies now, say all but its leaders
+    handles[NODES[-1]].relay.remote([again])
+    wait_until(lambda: ray.get(root.newest.remote())[1] == 5)
 
 
 def wait_until(condition: Any, deadline_s: float = 30.0) -> None:

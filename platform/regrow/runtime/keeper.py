@@ -96,6 +96,7 @@ class Keeper:
         self.place = Place()
         self.newest_message = -1
         self.reports: dict[Version, list[SnapshotAck]] = {}  # of the nodes that this keeper speaks for
+        self.passed_on = Version()  # the newest of which all have reported
         self.heard_at = time.monotonic()
         self.checking_link = threading.Lock()
         self.link: Link | None = None  # to one other node
@@ -145,18 +146,22 @@ class Keeper:
         """A generation begins."""
         with self.lock:
             self.place = place
-            self.reports.clear()
         self._keeper.set_peers(place.peers)
 
     def relay(self, reports: Sequence[SnapshotAck]) -> None:
-        """Reports of this keeper and of those that it speaks for: passed on once all have reported a step."""
+        """Reports of this keeper and of those that it speaks for: passed on once all have reported a step.
+
+        One that is late is passed on by itself: its node may have heard before this one that others hold its copies.
+        """
         with self.lock:
             place, size = self.place, self.place.num_nodes
-            for report in reports:
+            late = [report for report in reports if report.version <= self.passed_on]
+            for report in (each for each in reports if each.version > self.passed_on):
                 self.reports.setdefault(report.version, []).append(report)
-            whole = [moment for moment, of_moment in self.reports.items() if len({r.node for r in of_moment}) == size]
-            sending = [report for moment in whole for report in self.reports[moment]]
+            whole = [moment for moment, of_moment in self.reports.items() if len({r.node for r in of_moment}) >= size]
+            sending = late + [report for moment in whole for report in self.reports[moment]]
             if whole:
+                self.passed_on = max(whole)
                 self.reports = {moment: r for moment, r in self.reports.items() if moment > max(whole)}
         if sending:
             if place.leader is None:
