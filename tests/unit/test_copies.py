@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from regrow.control.peers import plan_peers
-from regrow.control.values import Peer, Version
+from regrow.control.values import Peer, SnapshotAck, Version
 from regrow.forecast.memory import equal_nodes, plan_snapshot_memory, ranks_copied
 from regrow.plan.mesh import ALONE, Coordinates, MeshShape
 from regrow.state.disk.catalog import step_folder
 from regrow.state.disk.upload import WriteOrder
 from regrow.state.entries import Progress
+from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.slots import Committed
 from regrow.state.memory.writer import Snapshots
@@ -144,6 +145,23 @@ def test_a_place_that_has_not_changed_is_reported_again_without_another_look(
         nodes[0].keeper.set_peers(peers_of(nodes, 0))
         assert nodes[0].reports == [before, before]
         assert not looked
+
+
+def test_a_keeper_that_comes_back_to_a_node_without_peers_takes_up_what_was_sealed_meanwhile(tmp_path: Path) -> None:
+    with cluster(tmp_path, 1) as nodes:
+        (writer,) = snapshot(nodes, STEP, 1)
+        nodes[0].keeper.close(delete=False)
+        writer.begin(STEP + 1, scalars_of(STEP + 1))
+        writer.wait()
+        writer.confirm(STEP + 1)
+        reports: list[SnapshotAck] = []
+        folder = nodes[0].keeper.folder
+        nodes[0].keeper = KeeperNode(
+            folder, node="node-0", host="127.0.0.1", secret=SECRET, run_id=RUN, report=reports.append
+        )
+        nodes[0].keeper.start()
+        nodes[0].keeper.set_peers(())
+        wait_until(lambda: SnapshotAck("node-0", Version(1, STEP + 1), ()) in reports)
 
 
 @pytest.mark.parametrize(("copies", "of_small", "of_large"), [(1, 8, 1), (2, 16, 9)])

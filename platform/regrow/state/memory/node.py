@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from regrow.control.values import Peer, SnapshotAck, Version
+from regrow.control.values import NEVER, Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError, first_line
 from regrow.state.disk.upload import WriteOrder, Written, write_parts
 from regrow.state.memory import held as files
@@ -102,8 +102,7 @@ class KeeperNode:
         for moment, held in ready:
             if len(held) == next(iter(held.values())).writers:
                 self._report(moment, peers)
-        if not same:
-            self._look_again()
+        self._look_again()
 
     def holdings(self) -> list[Held]:
         """Every sealed snapshot of the run in the folder whose checksums are there."""
@@ -153,13 +152,14 @@ class KeeperNode:
             self._put(data.decode())
 
     def _look_again(self) -> None:
-        """Take up what is sealed and not committed, as if it had been sealed just now."""
+        """Take up what is sealed, not ready and not committed, as if it had been sealed just now."""
         self._failed = False
         newest = Committed.read(self.folder).newest
         for path in self.folder.glob(f"*{SLOT}"):
             with contextlib.suppress(CheckpointError):
                 header = open_slot(path)
-                if header is not None and Version(header.generation, header.step) > newest:
+                version = Version(header.generation, header.step) if header is not None else NEVER
+                if version > newest and path.name not in self._ready.get(version, ()):
                     self._put(path.name)
 
     def _put(self, name: str | None) -> None:
