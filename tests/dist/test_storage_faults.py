@@ -144,7 +144,7 @@ def test_a_run_goes_on_without_its_folder_and_nothing_of_its_log_is_missing_afte
 
     for step in range(11, 16):
         assert timed(made.row, first, row(first, step)) == ""
-    timed(made.members_died, [("node", 1)], 0, "worker_died", "gone")
+    timed(made.ray_view, [("node", 1, "worker_died", "gone")], 0, {}, {})
     second = form(made, 2)
     assert second == first + 1
     timed(begin, made, second, 13)

@@ -25,6 +25,7 @@ from regrow.record.events import Cause
 from regrow.record.log import METRIC_KEYS
 
 STEP_S, POLL_S, TICK_S = 1.0, 0.3, 0.5
+VIEW_S = 2.0  # between tellings of all that Ray sees
 COLLECTIVE_S = 8.0  # after which a rank that waits for a dead one fails by itself
 NO_TIME = float("-inf")
 LEAVE_S = 20.0  # after which the driver does not wait for workers any more
@@ -134,6 +135,7 @@ class World:
     """Call `run`; faults are drawn from `rng`, or given."""
 
     control_class: type[Control] = Control
+    repeats_views = True  # Ray Train's side does
 
     def __init__(
         self,
@@ -164,6 +166,9 @@ class World:
         self.committed: dict[Version, dict[str, frozenset[str]]] = {}  # in memory; which nodes have which one's part
         self.newest_generation, self.lost_at = 0, Version()
         self.losses: list[tuple[float, str]] = []
+        self.met: set[str] = set()  # members whose liveness ports this coordinator has reached
+        self.dead: dict[tuple[str, int], str] = {}  # processes that Ray has found dead, and why
+        self.draining: dict[str, float] = {}
         self.cut: set[tuple[str, str]] = set()  # links over which no copies go
         self.max_nodes = num_nodes
         self.num_coordinators, self.up = 0, True
@@ -179,6 +184,7 @@ class World:
             self.add_node()
         self.after(TICK_S, self._tick)
         self.after(POLL_S, self._drive)
+        self.after(VIEW_S, self._view)
 
     # time
 
@@ -269,10 +275,20 @@ class World:
             if node.alive:
                 self.add_worker(node)
 
+    def run_for(self, seconds: float) -> None:
+        """Let things happen for so long."""
+        end = self.now + seconds
+        while self.queue and self.queue[0][0] <= end and not self.over:
+            at, _, what = heapq.heappop(self.queue)
+            self.now = max(self.now, at)
+            what()
+        self.now = end
+
     # the coordinator
 
     def _control(self, past: Past) -> Control:
         self.num_coordinators += 1
+        self.met = set()
         return self.control_class(
             self.config, is_whole=is_whole, now=self.now, past=past, first_message=self.num_coordinators * 10**6
         )
@@ -310,10 +326,24 @@ class World:
                 self._carry_out(command)
         self.after(TICK_S, self._tick)
 
-    def restart_coordinator(self) -> None:
+    def _view(self) -> None:
+        """Ray Train tells all that it sees again: a coordinator that was restarted has forgotten."""
+        if self.up and self.repeats_views:
+            for process in list(self.dead):
+                self._tell_of(process)
+            self.tell(e.Notice(dict(self.draining)))
+        self.after(VIEW_S, self._view)
+
+    def _tell_of(self, process: tuple[str, int]) -> None:
+        left = sum(each.alive for each in self.workers.values())
+        self.tell(e.Died((process,), left, "worker_died", self.dead[process]))
+
+    def restart_coordinator(self, *, lost_events: int = 0) -> None:
+        """`lost_events`: the log's last ones were not written yet."""
         if not self.up:
             return
         self.up = False
+        del self.events[len(self.events) - lost_events :]
         lost = min(self.rng.choice((0, 0, 1, 2)), len(self.rows) - self.durable_rows)
         del self.rows[len(self.rows) - lost :]
         self.after(0.2 + self.rng.random(), self._come_back)
@@ -385,8 +415,12 @@ class World:
             if (worker.node, worker.pid) == (command.node, command.pid) and self.nodes[worker.node].up:
                 self.after(0.05, lambda worker=worker: self.kill_worker(worker))  # type: ignore[misc]
 
+    def _do_Connect(self, command: c.Connect) -> None:
+        self.met |= {member.id for member in command.members if self.workers[member.id].alive}
+
     def _do_Probe(self, command: c.Probe) -> None:
-        refused = tuple(m.id for m in command.members if not self.workers[m.id].alive)
+        known = [member for member in command.members if member.id in self.met]
+        refused = tuple(m.id for m in known if not self.workers[m.id].alive)
         if refused and self.rng.random() < 0.7:
             self.send(e.PortRefused(refused), 0.1, lossy=True)
 
@@ -749,11 +783,17 @@ class World:
         node, detail = self.nodes[worker.node], f"{worker.id} died"
         if node.alive and node.up and self.rng.random() < 0.7:
             self.send(e.Gone(node.name, worker.pid), 0.3)
-        left = sum(each.alive for each in self.workers.values())
-        died = e.Died(((worker.node, worker.pid),), left, "worker_died", detail)
-        self.send(died, 0.5 + 3 * self.rng.random())
+        self.after(0.5 + 3 * self.rng.random(), lambda: self._ray_finds(worker, detail))
         if refill:
             self.after(3 + 5 * self.rng.random(), lambda: self.add_worker(node) if node.alive else None)
+
+    def _ray_finds(self, worker: Worker, detail: str) -> None:
+        """It says so at once, to a coordinator that is there."""
+        if (worker.node, worker.pid) in self.dead:
+            return
+        self.dead[worker.node, worker.pid] = detail
+        if self.up:
+            self._tell_of((worker.node, worker.pid))
 
     def kill_node(self, node: Node) -> None:
         """With its memory; another one comes in its place."""
@@ -795,13 +835,15 @@ class World:
 
     def drain(self, node: Node) -> None:
         if node.alive:
-            deadline = self.now + 15.0
-            self.tell_if_up(e.Notice({node.name: deadline}))
-            self.after(15.0, lambda: self.kill_node(node))
+            self.draining[node.name] = self.now + 15.0
+            if self.up:
+                self.tell(e.Notice(dict(self.draining)))
 
-    def tell_if_up(self, event: e.Event) -> None:
-        if self.up:
-            self.tell(event)
+            def gone() -> None:
+                self.draining.pop(node.name, None)
+                self.kill_node(node)
+
+            self.after(15.0, gone)
 
     def zombie(self) -> None:
         """A rank 0 of a generation that is over wakes up, and tries to write."""

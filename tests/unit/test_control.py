@@ -1,107 +1,32 @@
 """What control decides, event by event, in virtual time."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
-from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig, SnapshotConfig
+from regrow.config.schema import CheckpointConfig, PretrainConfig
 from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.checkpoints import ARRIVE_WANTED_S, ASK_AGAIN_S, IN_VAIN, RETRY_S
-from regrow.control.core import DEVICE_PATIENCE_S, Control, Fenced, Settling
-from regrow.control.group import LEAVING_S, MAX_FAILED_GENERATIONS, YIELD_S
+from regrow.control.core import DEVICE_PATIENCE_S, Fenced, Settling
+from regrow.control.group import LEAVING_S
 from regrow.control.health import KNOCK_S, WHERE_AGAIN_S, Pulse
 from regrow.control.links import AGAIN_S, REFUSED_S
-from regrow.control.membership import Formation, Member
+from regrow.control.losses import YIELD_S
+from regrow.control.membership import Member
 from regrow.control.past import Past, Rollbacks, group_of
 from regrow.control.snapshots import IS_THERE, SILENT_S
 from regrow.control.states import Answer, Finished, Forming, GivenUp, LeavingGroup, Training, Waiting
-from regrow.control.values import NEVER, Peer, SnapshotAck, Version
+from regrow.control.troubles import MAX_FAILED_GENERATIONS
+from regrow.control.values import NEVER, Peer, Version
 from regrow.record.events import Cause
 from regrow.record.log import METRIC_KEYS
 from regrow.runtime.abort import LEAVE_S
 from regrow.state.memory.node import RETRY_S as RETRY_S_OF_KEEPERS
-from support.control_world import Shard, is_whole
-
-CLUSTER = ClusterConfig(max_workers=8, wait_for_workers_s=60)
-
-
-class Told:
-    """A control, and all that it wanted since `clear`."""
-
-    def __init__(
-        self,
-        past: Past | None = None,
-        *,
-        checkpoint: CheckpointConfig | None = None,
-        copies: int = 1,
-        **cluster: Any,
-    ) -> None:
-        config = PretrainConfig(
-            cluster=replace(CLUSTER, **cluster),
-            checkpoint=checkpoint or CheckpointConfig(every_steps=10),
-            snapshot=SnapshotConfig(copies=copies),
-        )
-        self.now, self.commands = 1000.0, list[c.Command]()
-        self.control = Control(config, is_whole=is_whole, now=self.now, past=past)
-
-    def __call__(self, event: e.Event | None = None) -> Any:
-        """Tell it an event, or that time has passed; its reply."""
-        found = self.control.on(event, self.now) if event is not None else self.control.tick(self.now)
-        self.commands += found
-        return next((command.value for command in found if isinstance(command, c.Reply)), None)
-
-    def clear(self) -> None:
-        self.commands.clear()
-
-    def of(self, kind: type) -> list[Any]:
-        return [command for command in self.commands if isinstance(command, kind)]
-
-    def records(self, event: str) -> list[dict[str, Any]]:
-        return [dict(command.fields) for command in self.of(c.Record) if command.event == event]
-
-    def join(self, *members: Member, expected: int | None = None) -> None:
-        for member in members:
-            self(e.Joined(member, expected or len(members)))
-
-    def ask(self, member_id: str, after: int = 0) -> Answer:
-        self.now += 0.001  # whether a group can be formed is not looked at in one instant twice
-        answer: Answer = self(e.Asked(member_id, after))
-        return answer
-
-    def form(self, *members: Member) -> Formation:
-        """The next group, of these processes; they come back, if they were in the one before."""
-        self.join(*members)
-        answer = self.ask(members[0].id, self.control.generation)
-        assert answer.formation is not None
-        return answer.formation
-
-    def begin(self, nodes: Iterable[str], step: int = 0) -> None:
-        """Their keepers are up, and the newest group trains."""
-        for node in nodes:
-            self(e.KeeperUp(node, node, (node, 1)))
-        workers = [{"node": node} for node in nodes]
-        self(e.Began(self.control.generation, step, tuple(nodes), {"workers": workers}))
-
-    def row(self, step: int, **fields: Any) -> str:
-        row = dict.fromkeys(METRIC_KEYS, 0.5) | {"generation": self.control.generation, "step": step} | fields
-        reason: str = self(e.Row(self.control.generation, row))
-        return reason
-
-    def seal(self, version: Version, peers: Mapping[str, Iterable[str]]) -> None:
-        self(e.Sealed([SnapshotAck(node, version, tuple(holders)) for node, holders in peers.items()]))
-
-    @property
-    def peers(self) -> dict[str, tuple[str, ...]]:
-        """As keepers were told last."""
-        places = self.of(c.SendPlaces)[-1].places
-        return {node: tuple(peer.node for peer in place.peers) for node, place in places.items()}
-
-
-def one(pid: int, node: str = "node") -> Member:
-    return Member(f"m{pid}", node, "127.0.0.1", pid, pid)
+from support.control_world import Shard
+from support.told import Told, one
 
 
 def test_every_write_of_a_generation_that_is_over_is_refused_and_changes_nothing() -> None:

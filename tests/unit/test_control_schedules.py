@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from regrow.control import checkpoints, commits, core, group
+from regrow.control import checkpoints, commits, core
 from regrow.control.commands import BeginRows, Command, Outbox
 from support.control_world import Broken, World, play
 
@@ -61,6 +61,43 @@ def test_any_schedule_of_faults_keeps_the_promises(
         world.after(at, lambda fault=fault, number=number: FAULTS[fault](world, number))  # type: ignore[misc]
     world.run(3000.0)
     world.check_log()
+
+
+@pytest.mark.parametrize(("repeats", "formed_s"), [(True, (0.0, 15.0)), (False, (25.0, 200.0))])
+def test_a_coordinator_killed_right_after_it_heard_of_a_death_does_not_wait_for_the_dead(
+    repeats: bool, formed_s: tuple[float, float]
+) -> None:
+    """Before its log is written. Where that is told once, the dead are waited for: the second row."""
+    world = World(7, num_nodes=3, last_step=200)
+    world.repeats_views = repeats
+    while not world.rows:
+        world.run_for(1.0)
+    (first,) = world.runs.values()
+    victim = next(iter(world.workers.values()))
+    world.kill_node(world.nodes[victim.node])
+    world._ray_finds(victim, "its node died")
+    assert world.events[-1][1] == "failure"
+    world.restart_coordinator(lost_events=1)
+    killed_at = world.now
+    while world.newest_generation == first.formation.generation:
+        world.run_for(0.5)
+    assert formed_s[0] <= world.now - killed_at <= formed_s[1]
+
+
+def test_a_notice_is_known_to_a_coordinator_that_was_restarted_after_it() -> None:
+    world = World(7, num_nodes=3, last_step=200)
+    while not world.rows:
+        world.run_for(1.0)
+    node = next(iter(world.nodes.values()))
+    world.draining[node.name] = world.now + 15.0
+    world.run_for(3.0)
+    assert [fields["node"] for _, name, fields in world.events if name == "drain"] == [node.name]
+    world.restart_coordinator()
+    world.run_for(6.0)
+    assert node.name in world.control._group.nodes.exclusions.deadlines
+    world.run_for(5.0)
+    members = world.runs[world.newest_generation].formation.members
+    assert node.name not in {member.node for member in members}, "left before its deadline"
 
 
 # The schedules have teeth: with these mistakes in control, some of them must break a promise
@@ -115,14 +152,6 @@ def generations_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core.Control, "__init__", forgetful)
 
 
-def the_dead_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Deaths that Ray told an earlier coordinator of are forgotten: the run would stand still for ever."""
-    take_up = group.Group.take_up
-    monkeypatch.setattr(group.Group, "take_up", lambda self, state, lost, now: take_up(self, state, None, now))
-    monkeypatch.setattr("regrow.control.health.Health._without_keeper", lambda *_: [])
-    monkeypatch.setattr("regrow.control.health.Health.connection_lost", lambda *_: None)
-
-
 def the_index_comes_before_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     written = checkpoints.Checkpoints.written
 
@@ -143,7 +172,6 @@ def the_index_comes_before_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         rows_are_not_rolled_back,
         late_reports_count,
         generations_are_used_again,
-        the_dead_are_waited_for,
         the_index_comes_before_all_parts,
     ],
     ids=lambda mistake: mistake.__name__,

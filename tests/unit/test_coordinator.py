@@ -127,7 +127,7 @@ class Keeper:
     def remember(self, generation: int) -> None:
         self.remembered.append(generation)
 
-    def end_process(self, pid: int) -> None:
+    def end_process(self, pid: int, started: int) -> None:
         self.killed.append(pid)
 
     def pulses(self) -> list[Pulse]:
@@ -702,7 +702,7 @@ def interrupt(session: _Session, times: int) -> None:
 
 
 def lose_the_worker(session: _Session) -> None:
-    session.coordinator.members_died.remote([("node", 7)], 0, "worker_died", "gone")
+    session.coordinator.ray_view.remote([("node", 7, "worker_died", "gone")], 0, {}, {})
 
 
 def test_a_job_that_is_stopped_while_it_waits_for_workers_ends_with_its_newest_step_in_storage(
@@ -719,7 +719,8 @@ def test_a_job_that_is_stopped_while_it_waits_for_workers_ends_with_its_newest_s
 
 
 def test_a_job_that_is_given_up_ends_with_its_newest_step_in_storage(session: _Session, tmp_path: Path) -> None:
-    session.coordinator.fail.remote("the corpus is not mounted")
+    generation = session.made.ready()  # type: ignore[attr-defined]
+    session.coordinator.trouble.remote(generation, one(7, "node"), 1, "the corpus is not mounted")
     with pytest.raises(RegrowError, match="the corpus is not mounted"):
         session.train()
     assert committed_steps(Storage.at(tmp_path) / "checkpoints") == [5, 4]

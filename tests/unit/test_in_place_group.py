@@ -1,6 +1,7 @@
 """Which of a group's workers count as dead, and when the group is over, without a Ray: what is polled is given."""
 
 import time
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,22 +22,23 @@ class Group(InPlaceGroup):
     """Of workers 0, 1 and 2. A subclass, so that a test says what asking a worker comes to."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.told: list[tuple[str, int]] = []  # node and pid of every process that was reported dead
+        self.views: list[tuple[Any, ...]] = []  # of Ray, as the coordinator is told: dead, left, draining, placed
+        self.started: list[int] = []  # places
         self.over: set[int] = set()  # workers that have finished
         self.dead: set[int] = set()
+        self.places = Rooms()
         self.meanwhile: list[tuple[int, Any]] = []  # what comes of starting workers while others are asked
-        members_died = SimpleNamespace(remote=lambda processes, *_: self.told.extend(processes))
         job = SimpleNamespace(
-            config=PretrainConfig(cluster=ClusterConfig(max_workers=SIZE)),
+            config=PretrainConfig(cluster=ClusterConfig(max_workers=SIZE + 5)),
             run_id="run",
-            coordinator=SimpleNamespace(members_died=members_died),
+            coordinator=SimpleNamespace(ray_view=SimpleNamespace(remote=lambda *view: self.views.append(view))),
         )
         group: Any = self
         group._train_run_context = SimpleNamespace(train_loop_config={"job": job})
         group._worker_group_context = SimpleNamespace(resources_per_worker={})
         group._world_rank_to_ongoing_poll = {}
         group._replica_groups, group._worker_rank_to_replica_group_rank = [None] * SIZE, {}
-        group._worker_group_state = WorkerGroupState(0.0, None, [worker(pid) for pid in range(SIZE)], None)  # type: ignore[arg-type]
+        group._worker_group_state = WorkerGroupState(0.0, self.places, [worker(pid) for pid in range(SIZE)], None)  # type: ignore[arg-type]
         monkeypatch.setattr(WorkerGroup, "_start_impl", lambda *_: None)
         monkeypatch.setattr(WorkerGroup, "_poll_workers_and_collect_errors", lambda *_: self.answers())
         self._start_impl(None)
@@ -52,8 +54,17 @@ class Group(InPlaceGroup):
             for pid in asked
         ]
 
-    def _fill(self) -> None:
-        """Nothing is started here."""
+    @property
+    def told(self) -> list[tuple[str, int]]:
+        """Node and pid of every process that was reported dead, in the newest view."""
+        return [(node, pid) for node, pid, _, _ in self.views[-1][0]] if self.views else []
+
+    def _heed_notices(self, places: Any) -> None:
+        """Of none."""
+
+    def _start_worker(self, place: int) -> None:
+        """It takes its time."""
+        self.started.append(place)
 
     def poll(self) -> tuple[list[int], bool]:
         """The pids of the workers there are after a poll, and whether Ray Train would go on."""
@@ -62,8 +73,25 @@ class Group(InPlaceGroup):
         return [each.metadata.pid for each in self.get_workers()], any(status.running for status in statuses)
 
 
-def worker(pid: int) -> Any:
-    return SimpleNamespace(metadata=SimpleNamespace(node_id=f"node-{pid}", pid=pid))
+def worker(pid: int, node: str = "") -> Any:
+    return SimpleNamespace(metadata=SimpleNamespace(node_id=node or f"node-{pid}", pid=pid))
+
+
+class Rooms:
+    """Where Ray has room."""
+
+    def __init__(self) -> None:
+        self.there: dict[int, str] = {}  # places, and their nodes
+
+    def rooms(self, places: Iterable[int]) -> dict[int, str]:
+        return {place: self.there[place] for place in places if place in self.there}
+
+
+def until(what: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + 60.0
+    while not what():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -71,12 +99,16 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     return Group(monkeypatch)
 
 
-def test_the_dead_are_told_once_and_the_group_goes_on_without_anybody(group: Group) -> None:
+def test_the_dead_are_told_at_once_and_the_group_goes_on_without_anybody(group: Group) -> None:
     group.dead = {1}
     assert [group.poll()[1] for _ in range(3)] == [True] * 3
+    assert group.told == [("node-1", 1)]
+    assert len(group.views) == 1, "and not again with each look"
     group.dead = {0, 1, 2}
     assert [group.poll()[1] for _ in range(3)] == [True] * 3
     assert group.told == [("node-1", 1), ("node-0", 0), ("node-2", 2)]
+    assert len(group.views) == 2
+    assert group.views[-1][1] == 0
 
 
 def test_it_is_over_once_everyone_left_has_finished(group: Group) -> None:
@@ -112,6 +144,51 @@ def test_one_more_comes_and_one_that_could_not_start_leaves_its_place_empty_for_
     assert group._empty[3] > died_at
 
 
+def test_what_ray_shows_is_told_again_and_again_for_a_coordinator_that_was_restarted(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of places that are filled again by then; and of nodes that are to go."""
+    monkeypatch.setattr(ray_train, "VIEW_S", 0.0)
+    group.dead = {1}
+    group.poll()
+    group.meanwhile = [(1, worker(11))]
+    group.poll()
+    group.dead = set()
+    group._draining = {"node-2": 1e9}
+    for _ in range(3):
+        group.poll()
+    dead, left, draining, _ = group.views[-1]
+    assert [(node, pid, cause) for node, pid, cause, _ in dead] == [("node-1", 1, "worker_died")]
+    assert (left, draining) == (3, {"node-2": 1e9})
+    assert len(group.views) == 5
+
+
+def test_all_places_with_room_are_filled_at_once_and_the_coordinator_knows_how_many_come(group: Group) -> None:
+    """A node with room for four joined as 3, 4, 5 ranks, each of them a stop of all."""
+    group.places.there = {4: "new", 5: "new", 6: "new", 7: "new"}  # place 3 has none yet
+    group.poll()
+    until(lambda: sorted(group.started) == [4, 5, 6, 7])
+    group.poll()
+    assert group.views[-1][3] == {"new": 4}
+    group.meanwhile = [(6, worker(16, "new")), (4, None), (7, worker(17, "new"))]
+    group.poll()
+    assert group.poll()[0] == [0, 1, 2, 16, 17]
+    group._told_at = 0.0
+    group.poll()
+    assert group.views[-1][3] == {"new": 3}, "two that have started, and one that is starting"
+    group.dead = {17}
+    group.poll()
+    assert group.told == [("new", 17)]
+    assert group.views[-1][3] == {"new": 2}
+    group._looked_at = 0.0
+    group.places.there = {3: "other", 4: "new", 5: "new", 6: "new", 7: "new"}
+    group.poll()
+    until(lambda: sorted(group.started) == [3, 4, 4, 5, 6, 7])  # 7 in a while: its node may be gone
+    group.meanwhile = [(3, worker(13, "other")), (7, worker(27, "new"))]
+    group.poll()
+    assert group.poll()[0] == [0, 1, 2, 16, 27, 13]
+
+
 def test_workers_that_compute_together_have_room_together(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     removed: list[Any] = []
@@ -135,8 +212,9 @@ def test_workers_that_compute_together_have_room_together(monkeypatch: pytest.Mo
     )
     places = Places("run", {"CPU": 1.0}, at_first=2, most=4, unit=2)
     assert [(each["bundles"], each["strategy"]) for each in asked] == [([{"CPU": 1.0}] * 2, "STRICT_PACK")] * 2
-    assert all(places.has_room(place) for place in range(4))
+    assert places.rooms(range(4)) == {0: "x", 1: "x", 2: "y", 3: "y"}
     alive.remove("y")
-    assert [places.has_room(place) for place in range(4)] == [True, True, False, True]  # another group, once for both
+    assert places.rooms(range(4)) == {0: "x", 1: "x"}  # another group is asked for, once for both
+    assert places.rooms([2, 3]) == {2: "z", 3: "z"}
     assert removed == [1]
     assert places.groups == [0, 2]

@@ -65,6 +65,31 @@ def test_who_says_nothing_is_left_out_after_a_while_and_may_come_back() -> None:
     assert names(joined(made, "ab", 60.0)) == "abc"  # where it was does not matter: its state is old
 
 
+def test_a_node_of_four_joins_at_once_not_one_worker_after_another() -> None:
+    """Ray has started them all; each has its own start-up to go through."""
+    made = started("a")
+    made.placed = {"new": 4}
+    changes = 0
+    for at, name in ((10.0, "b"), (15.0, "c"), (21.0, "d"), (30.0, "e")):
+        made.join(member(name, "new"), expected=1, now=at)
+        for later in range(5):
+            changes += made.wants_to_grow(at + later)
+    assert changes == 3, "from two seconds after the last one of them on"
+    made.join(member("a", "node of a"), expected=1, now=35.0)
+    assert names(made.form(35.0)) == "abcde"
+
+
+def test_workers_that_were_started_and_do_not_join_are_waited_for_a_while() -> None:
+    made = started("a")
+    made.placed = {"new": 4}
+    made.join(member("b", "new"), expected=1, now=10.0)
+    assert not made.wants_to_grow(10.0 + made.settle_s)
+    assert not made.wants_to_grow(10.0 + made.settle_s + made.announced_s - 1.0)
+    assert made.wants_to_grow(10.0 + made.settle_s + made.announced_s + 1.0)
+    made.placed = {"new": 1}  # the others have died
+    assert made.wants_to_grow(20.0)
+
+
 def test_ranks_beyond_an_allowed_size_wait() -> None:
     made = started("abcd", range(2, 5, 2))
     made.died(["b"])

@@ -122,7 +122,7 @@ def test_a_group_forms_without_the_dead_before_anybody_says_that_they_are(
         time.sleep(0.01)
     assert formation is not None
     assert [member.id for member in formation.members] == ["a", "b"]
-    made.members_died([("node of c", members[2].pid)], 2, "worker_died", "Ray says it too")
+    made.ray_view([("node of c", members[2].pid, "worker_died", "Ray says it too")], 2, {}, {})
     failures = [update.content for update in made.updates(0)[0] if update.content.get("event") == "failure"]
     assert [(failure["cause"], failure["ranks"]) for failure in failures] == [("worker_died", [2])]
     made.shell.close()

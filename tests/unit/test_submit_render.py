@@ -309,7 +309,7 @@ def test_networks_ask_for_their_devices_and_the_users_environment_wins() -> None
         *_, manifest = render(config, CODE, [])
         container = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
         limits = container["resources"]["limits"]
-        env = {each["name"]: each["value"] for each in container["env"]}
+        env = {each["name"]: each.get("value") for each in container["env"]}
         assert env["NCCL_DEBUG"] == "INFO"
         found[network] = {key: value for key, value in limits.items() if key not in ("cpu", "memory", "nvidia.com/gpu")}
         assert ("add" in container["securityContext"]["capabilities"]) is (network is not Network.plain)

@@ -61,6 +61,7 @@ class Kill:
 
     node: str
     pid: int
+    started: int = 0  # `Member.started`: another process that has the pid by now lives on
 
 
 @dataclass(frozen=True)

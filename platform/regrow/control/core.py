@@ -24,6 +24,7 @@ from regrow.control.past import Past
 from regrow.control.peers import FAN_OUT
 from regrow.control.snapshots import Snapshots
 from regrow.control.states import Ending, Finished, Forming, GivenUp, GroupState, LeavingGroup, Training, Waiting
+from regrow.control.troubles import FirstSteps
 from regrow.control.values import NOTHING, Version
 from regrow.record.events import Cause
 from regrow.record.log import METRIC_KEYS
@@ -79,7 +80,7 @@ class Control:
         self._next_step, self._rows_may_be_missing = past.logged + 1, past.generation > 0
         self._is_restarted = past.restarted
         self._rollbacks = past.rollbacks
-        self._num_failures = 0
+        self._num_failures, self._restore_s = 0, 0.0
         self._handlers = self._all_handlers()
         if past.restarted and past.stored != NOTHING:
             self.cadence.resumed(past.stored, now)
@@ -205,11 +206,13 @@ class Control:
             e.Unfit: group.nodes.unfit,
             e.Failed: group.fail,
             e.Superseded: self._superseded,
+            e.Trouble: group.trouble,
             e.Died: group.died,
             e.Gone: group.gone,
             e.ConnectionLost: self._health.connection_lost,
             e.PortRefused: group.refused,
             e.GroupFailed: group.restarted_by_ray,
+            e.Placed: group.placed,
             e.Notice: group.nodes.notice,
             e.NodesAlive: snapshots.nodes_alive,
             e.KeeperUp: snapshots.keeper_up,
@@ -244,6 +247,7 @@ class Control:
             self._note_missing_rows(event.start_step + 1)
         self._next_step = event.start_step + 1
         self._out.append(BeginRows(event.generation, event.start_step))
+        self._restore_s = float(event.details.get("restore_s", self._restore_s))
         fields = {"generation": event.generation, "start_step": event.start_step, "cause": self._group.cause}
         self._out.record("generation", **fields, recomputed_steps=recomputed, **event.details)
         self._group.train(now)
@@ -260,13 +264,15 @@ class Control:
             self._out.append(BeginRows(event.generation, row["step"] - 1))
             self._next_step = row["step"]
         assert row["step"] == self._next_step, f"row of step {row['step']}, expected {self._next_step}"
-        self._rows_may_be_missing, self._group.failed_in_a_row = False, 0
+        self._rows_may_be_missing = False
         self._next_step += 1
+        self._group.stepped(now)
         busy_s = max(row["step_s"] - row["data_wait_s"] - row["snapshot_s"], 1e-6)
         self.cadence.stepped(busy_s, writing=self._snapshots.checkpoints.upload is not None)
         self._health.stalls.stepped(row["step_s"], now)
         least_s = DEVICE_PATIENCE_S if _is_on_device(self._config) else LEAST_PATIENCE_S
         self._group.membership.patience_s = max(least_s, PATIENCE_STEPS * row["step_s"])
+        self._group.nodes.exclusions.measured(self._health.stalls.step_s, self._restore_s)
         self._snapshots.complain_if_unsafe(now)
         self._out.append(LogRow(row))
         self._health.look_at_devices(row["step"], event.generation, now, self._snapshots.keepers.current)
@@ -328,6 +334,8 @@ class Control:
             return  # nobody has formed a group since the driver started
         group = self._group
         group.formation, group.membership.current = Formation(self.generation, event.members), event.members
+        for member in event.members:
+            group.nodes.met(member)
         if event.start_step is None:
             group.take_up(Forming(self.generation), event.lost, event.lost_at, now)
             return
@@ -401,4 +409,5 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
         in_place=cluster.in_place,
         wait_for_workers_s=cluster.wait_for_workers_s,
         cause=Cause.resume if past.generation else Cause.start,
+        first_steps=FirstSteps(config.train.collective_timeout_s),
     )

@@ -105,16 +105,17 @@ class Broke:
 
 @dataclass(frozen=True)
 class Unfit:
-    """A process' device computes wrong numbers; it ends itself."""
+    """A process' device computes wrong numbers, or it may not join for what else was found; it ends itself."""
 
     node: str
     pid: int
     detail: str
+    machine: str = ""  # `Member.machine`, of one that has not joined
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The run cannot go on for a reason that another attempt would meet again."""
+    """The run cannot go on, for a reason that is no rank's."""
 
     message: str
 
@@ -126,12 +127,25 @@ class Superseded:
     message: str
 
 
+@dataclass(frozen=True)
+class Trouble:
+    """A process met an error that it would meet again, and asks (`Asked`) what is to become of it.
+
+    It is the run's where all ranks of its group have one, or all processes that start; else it is the process' own.
+    """
+
+    generation: int  # of its group; 0: it has joined none
+    member: Member
+    expected: int  # processes that started together
+    message: str
+
+
 # Ray Train's controller, and the liveness probes
 
 
 @dataclass(frozen=True)
 class Died:
-    """Processes, by node and pid, are gone; `left` are there still, those included that are starting."""
+    """Processes, by node and pid, are gone; `left` are there still, those included that are starting. Told again."""
 
     processes: tuple[tuple[str, int], ...]
     left: int
@@ -168,6 +182,13 @@ class GroupFailed:
     cause: str
     detail: str
     ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """How many workers live on each node where one was started lately, those included that are starting."""
+
+    workers: Mapping[str, int]
 
 
 @dataclass(frozen=True)
@@ -345,11 +366,13 @@ Event = (
     | Unfit
     | Failed
     | Superseded
+    | Trouble
     | Died
     | Gone
     | ConnectionLost
     | PortRefused
     | GroupFailed
+    | Placed
     | Notice
     | NodesAlive
     | KeeperUp

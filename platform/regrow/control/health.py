@@ -62,6 +62,7 @@ class Stalls:
     stuck_s: float  # without a step: who keeps the others waiting? 0: never asked
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     forming: bool = False  # the group does not train yet
+    first_step_s: float = 0.0  # as `stuck_s`, for the first step of a group with newcomers; 0: it has none
     _since: float | None = None  # the last progress; None: there is no group
     _looked: bool = False  # in this stall
     _has_stepped: bool = False  # in this generation
@@ -86,9 +87,14 @@ class Stalls:
         return self._since is not None and not self.forming
 
     @property
+    def step_s(self) -> float:
+        """That a step takes; 0: not known."""
+        return median(self._step_s) if self._step_s else 0.0
+
+    @property
     def patience_s(self) -> float:
         """Without a step for so long, the group stands still."""
-        return STEPS * median(self._step_s) + SECONDS if self._step_s else self.silence_s
+        return STEPS * self.step_s + SECONDS if self._step_s else self.silence_s
 
     def stalled_s(self, now: float) -> float:
         """For how long the group has stood still; 0 while it does not."""
@@ -104,8 +110,10 @@ class Stalls:
         return True
 
     def stuck(self, now: float) -> bool:
-        """Whether it takes so long that somebody who runs must be to blame; a first step, in which all compile, may."""
-        return self.stuck_s > 0 and self._has_stepped and self.stalled_s(now) > self.stuck_s
+        """Whether it takes so long that somebody who runs must be to blame; a first step, in which all compile, may,
+        but where all others have done steps before."""
+        limit_s = self.stuck_s if self._has_stepped else self.first_step_s
+        return self.stuck_s > 0 and limit_s > 0 and self.stalled_s(now) > limit_s
 
     def hung(self, pulses: Sequence[Pulse]) -> list[Pulse]:
         """The processes that keep the others waiting."""

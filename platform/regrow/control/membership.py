@@ -3,14 +3,18 @@
 A generation forms as soon as every living member of the one before has joined again, with whoever else has come by
 then; what dies while it forms voids it, and the next one forms. Whoever does not come within `patience_s` is left out.
 Members on nodes that are avoided wait, as do those that no allowed size has room for, unless it does not go without.
+Newcomers whose first group broke before its first step wait, too, until the others have done one without them.
 Where ranks work in units, a unit's are on one node: who has no room in a whole one waits.
 At the start it waits as long for as many as were announced. Where nobody is left of the one before, and where a group
-could be larger, it waits until nobody else has come for `settle_s`.
+could be larger, it waits until nobody else has come for `settle_s`; a larger one, which costs a stop of all, also for
+workers that were started and have not joined yet, for `announced_s`.
 """
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+
+NODE_NAME = "REGROW_NODE_NAME"  # environment: the host's name, where a process would see that of a pod
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class Member:
     pid: int
     lifeline: int = 0  # the port at which the process listens while it lives; 0: nowhere
     gpu: int = 0  # its number among the node's; 0 on CPUs
+    machine: str = ""  # the host's name, which outlives its Ray node
+    started: int = 0  # of the process, as its kernel counts; 0: not known
 
 
 @dataclass(frozen=True)
@@ -46,16 +52,21 @@ class Membership:
     unit: int = 1
     settle_s: float = 2.0
     patience_s: float = 120.0
+    announced_s: float = 60.0
     generation: int = 0
     current: tuple[Member, ...] = ()
     waiting: dict[str, Member] = field(default_factory=dict)
     dead: set[str] = field(default_factory=set)
-    expected: int = 1  # announced for a start from nothing
+    expected: int = 1  # announced for a start from nothing, and not lost since
     avoided: set[str] = field(default_factory=set)  # nodes
+    held_back: set[str] = field(default_factory=set)  # newcomers whose first group broke
+    placed: dict[str, int] = field(default_factory=dict)  # by node, workers that live there or start
     left_out: list[Member] = field(default_factory=list)  # since this was last read: they live, and say nothing
     _first_at: float = 0.0  # of those waiting that the group is formed of: members of the current one, if any live
     _last_at: float = 0.0
     _broke: bool = False  # `is_breaking`, and since `_first_at`
+    _announced: int = 0  # the most that were, since all were started anew
+    _could_grow_at: float | None = None  # since when a larger group could be formed
 
     def join(self, member: Member, *, expected: int, now: float) -> None:
         """A process is ready for the next generation. One that was given up for dead comes as a newcomer."""
@@ -63,10 +74,15 @@ class Membership:
             self.current = tuple(each for each in self.current if each.id != member.id)
             self.dead.discard(member.id)
         self._last_at = now
-        self.expected = self.expected if self.current else expected
+        self.announce(expected)
         self.waiting[member.id] = member
         if not self._broke and self.is_breaking:  # thousands join: the others need not look again
             self._broke, self._first_at = True, now
+
+    def announce(self, expected: int) -> None:
+        """So many processes start together: a start from nothing waits for them, but for those that are lost since."""
+        if not self.current and expected > self._announced:
+            self.expected = self._announced = expected
 
     def died(self, member_ids: Iterable[str], *, left: int | None = None) -> list[Member]:
         """These processes are gone; those of them that were members of the current generation.
@@ -84,7 +100,7 @@ class Membership:
 
     def dissolve(self) -> None:
         """All processes are ended, to be started anew: nobody is waited for."""
-        self.current, self._broke = (), False
+        self.current, self._broke, self._announced = (), False, 0
         self.waiting.clear()
         self.dead.clear()
 
@@ -114,7 +130,13 @@ class Membership:
         if not self.waiting or now - self._last_at < self.settle_s:
             return False
         everyone = {member.id: member for member in [*self.survivors, *self.waiting.values()]}
-        return self._size(self._welcome(everyone.values())) > len(self.current)
+        if self._size(self._welcome(everyone.values())) <= len(self.current):
+            self._could_grow_at = None
+            return False
+        since = self._could_grow_at = now if self._could_grow_at is None else self._could_grow_at
+        here = Counter(member.node for member in everyone.values())
+        still_starting = any(here[node] < count for node, count in self.placed.items())
+        return not still_starting or now - since > self.announced_s
 
     def wants_to_leave_nodes(self) -> bool:
         """Whether the current group is on a node to be avoided, and can do without."""
@@ -151,12 +173,12 @@ class Membership:
         self.current = tuple(_node_by_node(chosen))
         for member in self.current:
             del self.waiting[member.id]
-        self._first_at, self._broke = now, False
+        self._first_at, self._broke, self._could_grow_at = now, False, None
         self.dead &= {member.id for member in self.current} | self.waiting.keys()
         return Formation(self.generation, self.current)
 
     def _welcome(self, members: Iterable[Member]) -> list[Member]:
-        return [member for member in members if member.node not in self.avoided]
+        return [each for each in members if each.node not in self.avoided and each.id not in self.held_back]
 
     def _size(self, members: Iterable[Member]) -> int:
         """Of the largest group that these can form; 0: none."""

@@ -1,4 +1,4 @@
-"""Node exclusions: nodes that a group does without, because they are draining or quarantined. Pure."""
+"""Node exclusions: nodes that a group does without, because they are draining or their host is quarantined. Pure."""
 
 from collections import defaultdict, deque
 from collections.abc import Mapping
@@ -6,21 +6,24 @@ from dataclasses import dataclass, field
 
 from regrow.control.commands import Kill, Outbox
 from regrow.control.events import GpuError, Notice, Unfit
-from regrow.control.membership import Membership
+from regrow.control.membership import Member, Membership
 
 MARGIN_S = 10.0  # before a node is taken away, the group has left it: its last snapshot needs a moment elsewhere
+MARGIN_STEPS = 4  # a row's answer is read by all ranks of a device three steps later; a row comes once a step
+TOGETHER_S = 5.0  # processes of a host that fail within this fail for one reason
 
 
 @dataclass
 class Exclusions:
-    """A node is quarantined after `failures` within `within_s`, for `quarantine_s`; 0 failures: never."""
+    """A host is quarantined after `failures` within `within_s`, for `quarantine_s`; 0 failures: never."""
 
     failures: int
     within_s: float
     quarantine_s: float
+    margin_s: float = MARGIN_S
     deadlines: dict[str, float] = field(default_factory=dict)  # of draining nodes
-    quarantined_until: dict[str, float] = field(default_factory=dict)
-    _failed_at: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(deque))
+    quarantined_until: dict[str, float] = field(default_factory=dict)  # by host
+    _failed_at: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(deque))  # by host
 
     def draining(self, deadlines: Mapping[str, float]) -> list[str]:
         """All nodes that are draining now, and until when they may be used; returns those that were not before."""
@@ -28,40 +31,63 @@ class Exclusions:
         self.deadlines = dict(deadlines)
         return new
 
-    def failed(self, node: str, now: float) -> bool:
-        """A worker of this node failed, or all of it did; returns whether that was once too often."""
-        times = self._failed_at[node]
+    def failed(self, host: str, now: float) -> bool:
+        """A worker of this host failed, or all of it did; returns whether that was once too often."""
+        times = self._failed_at[host]
         times.append(now)
         while times[0] < now - self.within_s:
             times.popleft()
         if not self.failures or len(times) < self.failures:
             return False
-        self.quarantined_until[node] = now + self.quarantine_s
+        self.quarantined_until[host] = now + self.quarantine_s
         times.clear()
         return True
 
-    def excluded(self, now: float) -> set[str]:
-        """Nodes that no group is to be on."""
-        self.quarantined_until = {node: until for node, until in self.quarantined_until.items() if until > now}
-        return self.quarantined_until.keys() | self.leaving(now)
+    def quarantined(self, now: float) -> set[str]:
+        """Hosts that no group is to be on."""
+        self.quarantined_until = {host: until for host, until in self.quarantined_until.items() if until > now}
+        return set(self.quarantined_until)
+
+    def measured(self, step_s: float, restore_s: float) -> None:
+        """What the group takes for a step, and took to restore: a notice is heeded some steps after it is given."""
+        self.margin_s = max(MARGIN_S, MARGIN_STEPS * step_s + restore_s)
 
     def leaving(self, now: float) -> set[str]:
         """Nodes that are about to be taken away."""
-        return {node for node, at in self.deadlines.items() if now > at - MARGIN_S}
+        return {node for node, at in self.deadlines.items() if now > at - self.margin_s}
 
 
 @dataclass
 class NodeFailures:
-    """Counts what fails on nodes, and quarantines those that the others do without."""
+    """Counts what fails on nodes, by their hosts, and quarantines those that the others do without.
+
+    A host that comes back has another Ray node, and what was counted of it still counts.
+    """
 
     exclusions: Exclusions
     membership: Membership
     out: Outbox
+    machines: dict[str, str] = field(default_factory=dict)  # the hosts of all nodes that workers have come from
     _failed_in: dict[str, int] = field(default_factory=dict)  # the newest generation in which a node's failure counted
+    _unfit_at: dict[str, float] = field(default_factory=dict)  # by host, when one of its processes was so last
+
+    def met(self, member: Member) -> None:
+        """A process of this node has come."""
+        self.machines[member.node] = member.machine or member.node
+
+    def excluded(self, now: float) -> set[str]:
+        """Nodes that no group is to be on."""
+        quarantined = self.exclusions.quarantined(now)
+        on_them = {node for node, machine in self.machines.items() if not quarantined.isdisjoint((node, machine))}
+        return on_them | self.exclusions.leaving(now)
 
     def unfit(self, event: Unfit, now: float) -> None:
         self.out.record("unfit", node=event.node, pid=event.pid, detail=event.detail)
-        self.failed(event.node, now)
+        self.machines.setdefault(event.node, event.machine or event.node)
+        host = self._host(event.node)
+        if now - self._unfit_at.get(host, now - TOGETHER_S) >= TOGETHER_S:
+            self._unfit_at[host] = now
+            self.failed(event.node, now)
 
     def gpu_error(self, event: GpuError, now: float) -> None:
         """The process that meets it fails by itself, if it does."""
@@ -79,11 +105,18 @@ class NodeFailures:
         if not again and self._failed_in.get(node) == generation:
             return
         self._failed_in[node] = generation
-        survivors = self.membership.survivors
-        others = [member for member in survivors if member.node != node]
-        if len(others) < min(self.membership.sizes) or not self.exclusions.failed(node, now):
+        self.machines.setdefault(node, node)
+        survivors, host = self.membership.survivors, self._host(node)
+        others = [member for member in survivors if self._host(member.node) != host]
+        if len(others) < min(self.membership.sizes) or not self.exclusions.failed(host, now):
             return
-        self.out.record("quarantine", node=node, seconds=self.exclusions.quarantine_s)
+        self.out.record("quarantine", node=node, host=host, seconds=self.exclusions.quarantine_s)
         for member in [*survivors, *self.membership.waiting.values()]:
-            if member.node == node:
-                self.out.append(Kill(node, member.pid))  # it is started elsewhere, where there is room
+            if self._host(member.node) == host:
+                self.out.append(Kill(member.node, member.pid, member.started))  # it is started elsewhere, given room
+
+    def _host(self, node: str) -> str:
+        """What a node's failures are counted by; the node itself where others of its machine are in use beside it."""
+        machine = self.machines.get(node, node)
+        used = {each.node for each in [*self.membership.survivors, *self.membership.waiting.values()]} - {node}
+        return node if any(self.machines.get(each) == machine for each in used) else machine

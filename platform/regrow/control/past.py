@@ -36,7 +36,7 @@ class Past:
     stored: int = NOTHING  # the newest step in storage
     restarted: bool = False  # this coordinator takes the place of one that died
     trained: int | None = None  # the last step, after which the group left for good
-    quarantined_until: Mapping[str, float] = field(default_factory=dict)  # by node
+    quarantined_until: Mapping[str, float] = field(default_factory=dict)  # by host
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
 
     @staticmethod
@@ -49,7 +49,8 @@ class Past:
         for event in events:
             if event["event"] == "failure" and event.get("cause") == Cause.nonfinite and event.get("step") is not None:
                 rollbacks.again(event["step"])
-        quarantined = {e["node"]: e["time"] + e["seconds"] for e in events if e["event"] == "quarantine"}
+        quarantines = [event for event in events if event["event"] == "quarantine"]
+        quarantined = {e.get("host") or e["node"]: e["time"] + e["seconds"] for e in quarantines}
         trained = next((event["step"] for event in events if event["event"] == "trained"), None)
         return Past(generation, logged, stored, restarted, trained, quarantined, rollbacks)
 

@@ -73,5 +73,6 @@ class Answer:
     formation: Formation | None = None
     over: bool = False
     given_up: str = ""
+    unfit: bool = False  # the process is to end: what troubles it is its own
     join_again: bool = False  # the coordinator does not know it: it was restarted
     wait_s: float = 0.0

@@ -378,10 +378,11 @@ class Drain(Incident):
 
 @dataclass(frozen=True, kw_only=True)
 class Quarantine(Incident):
-    """A node failed too often and is left alone for a while."""
+    """A node failed too often, and its host is left alone for a while."""
 
     node: str  # id
     seconds: float  # for which it is left alone
+    host: str | None = None  # that failures are counted by: its name, or the node's id where it has several
     words = (
         "node {0.node:.12} failed again and again: it is left alone for {0.seconds:.0f} s "
         "(cluster.quarantine_failures, cluster.quarantine_s)"
@@ -415,7 +416,8 @@ class Straggler(GroupIncident):
 
 @dataclass(frozen=True, kw_only=True)
 class Unfit(GroupIncident):
-    """A device computed a wrong product, or a worker may not join for what its GPU or its node's link is like."""
+    """A process may not train: its device computes wrong, its node's link or memory does not do, it alone has an error,
+    or the group broke with it."""
 
     node: str  # id
     pid: int  # of the process

@@ -26,7 +26,7 @@ from regrow.errors import ResumeError, first_line
 from regrow.record.claim import Claim
 from regrow.record.lock import LOCK_WAIT_S, lock_run
 from regrow.record.log import newest_step, next_generation, read_events
-from regrow.runtime.calls import CoordinatorCalls, Snapshot
+from regrow.runtime.calls import CoordinatorCalls, Death, Snapshot
 from regrow.runtime.hardware.gpus import HARDWARE_XIDS
 from regrow.runtime.keeper import COORDINATOR, NAMESPACE, KeeperInfo
 from regrow.runtime.shell import Shell, Update
@@ -206,13 +206,13 @@ class Coordinator:
         """A rank could not go on, because of a peer's death or by itself."""
         self.shell.tell(e.Broke(generation, detail))
 
-    def unfit(self, node: str, pid: int, detail: str) -> None:
+    def unfit(self, node: str, pid: int, detail: str, machine: str) -> None:
         """A process' device computes wrong numbers; it ends itself."""
-        self.shell.tell(e.Unfit(node, pid, detail))
+        self.shell.tell(e.Unfit(node, pid, detail, machine))
 
-    def fail(self, message: str) -> None:
-        """End the run for a reason that another attempt would meet again."""
-        self.shell.tell(e.Failed(message))
+    def trouble(self, generation: int, member: Member, expected: int, message: str) -> None:
+        """A process met an error that it would meet again: is it the run's? It asks `formation` what came of it."""
+        self.shell.tell(e.Trouble(generation, member, expected, message))
 
     def newest_snapshot(self) -> Snapshot | None:
         """What the group that forms should begin from: the newest step that is whole in memory, and where its files
@@ -275,17 +275,20 @@ class Coordinator:
 
     # Ray Train's controller
 
-    def members_died(self, processes: Sequence[tuple[str, int]], left: int, cause: str, detail: str) -> None:
-        """Processes, by node and pid, are gone, and so many are left, those included that are still starting."""
-        self.shell.tell(e.Died(tuple(processes), left, cause, detail))
+    def ray_view(
+        self, dead: Sequence[Death], left: int, draining: Mapping[str, float], placed: Mapping[str, int]
+    ) -> None:
+        """All that Ray Train sees, told again every few seconds: processes that are gone, and how many are left, those
+        included that are still starting; nodes that are about to be taken away, and when (unix time); how many workers
+        are on nodes where some were started lately."""
+        for node, pid, cause, detail in dead:
+            self.shell.tell(e.Died(((node, pid),), left, cause, detail))
+        self.shell.tell(e.Notice(dict(draining)))
+        self.shell.tell(e.Placed(dict(placed)))
 
     def group_failed(self, cause: str, detail: str, ranks: Sequence[int]) -> None:
         """Ray Train ends the whole group and starts another one."""
         self.shell.tell(e.GroupFailed(cause, detail, tuple(ranks)))
-
-    def draining(self, deadlines: Mapping[str, float]) -> None:
-        """All nodes that are about to be taken away, and when (unix time)."""
-        self.shell.tell(e.Notice(dict(deadlines)))
 
     def avoided_nodes(self) -> set[str]:
         """Where no worker is to be started."""

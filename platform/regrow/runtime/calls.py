@@ -25,6 +25,7 @@ CALL_TIMEOUT_S = 120.0  # of a call to the coordinator
 
 Value = TypeVar("Value")
 Snapshot = tuple[int, list[Holder]]  # a step, and where its files are
+Death = tuple[str, int, str, str]  # of a process, by node and pid: the cause, and a sentence
 
 
 class CoordinatorCalls(Protocol):
@@ -45,8 +46,8 @@ class CoordinatorCalls(Protocol):
     def not_finite(self, generation: int, step: int, detail: str) -> None: ...
     def done(self) -> None: ...
     def broke(self, generation: int, detail: str) -> None: ...
-    def unfit(self, node: str, pid: int, detail: str) -> None: ...
-    def fail(self, message: str) -> None: ...
+    def unfit(self, node: str, pid: int, detail: str, machine: str) -> None: ...
+    def trouble(self, generation: int, member: Member, expected: int, message: str) -> None: ...
     def newest_snapshot(self) -> Snapshot | None: ...
     def committed_snapshot(self) -> Snapshot | None: ...
     def register_keeper(self, handle: Any, info: "KeeperInfo") -> None: ...
@@ -56,9 +57,10 @@ class CoordinatorCalls(Protocol):
     def complaint(self, node: str, text: str, peer: str = "", tried_s: float = 0.0) -> None: ...
     def gone(self, node: str, pid: int) -> None: ...
     def gpu_error(self, node: str, gpu: str, xid: int) -> None: ...
-    def members_died(self, processes: Sequence[tuple[str, int]], left: int, cause: str, detail: str) -> None: ...
+    def ray_view(
+        self, dead: Sequence[Death], left: int, draining: Mapping[str, float], placed: Mapping[str, int]
+    ) -> None: ...
     def group_failed(self, cause: str, detail: str, ranks: Sequence[int]) -> None: ...
-    def draining(self, deadlines: Mapping[str, float]) -> None: ...
     def avoided_nodes(self) -> set[str]: ...
 
 
@@ -78,7 +80,7 @@ class KeeperCalls(Protocol):
     def check_link(self, neighbours: Sequence[Peer], least_bytes_per_s: float) -> str: ...
     def remember(self, generation: int) -> None: ...
     def over(self, generation: int) -> None: ...
-    def end_process(self, pid: int) -> None: ...
+    def end_process(self, pid: int, started: int) -> None: ...
     def close(self) -> None: ...
 
 
@@ -121,8 +123,8 @@ class KeeperClient:
     def over(self, generation: int) -> None:
         self.handle.over.remote(generation)
 
-    def end_process(self, pid: int) -> None:
-        self.handle.end_process.remote(pid)
+    def end_process(self, pid: int, started: int) -> None:
+        self.handle.end_process.remote(pid, started)
 
 
 class CoordinatorClient:
@@ -143,6 +145,9 @@ class CoordinatorClient:
     def formation(self, member_id: str, after: int) -> Answer:
         return cast(Answer, _wait(self.handle.formation.remote(member_id, after)))
 
+    def trouble(self, generation: int, member: Member, expected: int, message: str) -> None:
+        _wait(self.handle.trouble.remote(generation, member, expected, message))
+
     def next_step(self) -> int:
         return int(_wait(self.handle.next_step.remote()))
 
@@ -162,8 +167,8 @@ class CoordinatorClient:
     def neighbours(self, info: "KeeperInfo") -> list[Peer]:
         return cast("list[Peer]", _wait(self.handle.neighbours.remote(info)))
 
-    def unfit(self, node: str, pid: int, detail: str) -> None:
-        _wait(self.handle.unfit.remote(node, pid, detail))
+    def unfit(self, node: str, pid: int, detail: str, machine: str) -> None:
+        _wait(self.handle.unfit.remote(node, pid, detail, machine))
 
     # in it; refused once it is over
 
@@ -214,14 +219,13 @@ class CoordinatorClient:
     def gpu_error(self, node: str, gpu: str, xid: int) -> None:
         self.handle.gpu_error.remote(node, gpu, xid)
 
-    def members_died(self, processes: Sequence[tuple[str, int]], left: int, cause: str, detail: str) -> None:
-        self.handle.members_died.remote(processes, left, cause, detail)
+    def ray_view(
+        self, dead: Sequence[Death], left: int, draining: Mapping[str, float], placed: Mapping[str, int]
+    ) -> None:
+        self.handle.ray_view.remote(dead, left, draining, placed)
 
     def group_failed(self, cause: str, detail: str, ranks: Sequence[int]) -> None:
         self.handle.group_failed.remote(cause, detail, ranks)
-
-    def draining(self, deadlines: Mapping[str, float]) -> None:
-        self.handle.draining.remote(deadlines)
 
 
 def _future(reference: Any) -> "Future[Any]":

@@ -88,7 +88,7 @@ class Fleet:
 
     def kill(self, command: Kill) -> None:
         for client in self._clients([command.node]):
-            client.end_process(command.pid)
+            client.end_process(command.pid, command.started)
 
     def remember(self, generation: int, nodes: Iterable[str]) -> list[Future[None]]:
         """Have these nodes' keepers remember that a generation gets this number."""

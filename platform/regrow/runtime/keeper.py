@@ -27,13 +27,13 @@ from regrow.runtime.calls import CoordinatorClient, KeeperCalls
 from regrow.runtime.hardware.gpus import XidWatch, read_gpus
 from regrow.runtime.liveness.deaths import Deaths
 from regrow.runtime.liveness.probe import Lifeline
-from regrow.runtime.liveness.pulse import look, read_pulses, where
+from regrow.runtime.liveness.pulse import look, read_pulses, started_at, where
 from regrow.state.disk.upload import WriteOrder, Written
 from regrow.state.memory.arenas import remove_abandoned
 from regrow.state.memory.control_word import ControlWord
 from regrow.state.memory.held import Held, claim, is_mine
 from regrow.state.memory.link import Damaged, Link, measure
-from regrow.state.memory.node import KeeperNode, is_served, last_used
+from regrow.state.memory.node import KeeperNode, is_served, last_used, take_over_leftovers
 from regrow.state.memory.ranges import Address
 from regrow.state.memory.slots import Committed
 
@@ -108,6 +108,7 @@ class Keeper:
     def serve(self, coordinator: Any, secret: bytes) -> KeeperInfo:
         """Work for this coordinator from now on; the same again, or another one after the first was lost."""
         with self.lock:  # every rank of the node asks
+            take_over_leftovers(self.folder, f"regrow-{self.run_id}-*", _nodes_alive)
             if self.keeper is None:
                 claim(self.folder)
                 self.word = ControlWord.read(self.folder)
@@ -242,10 +243,14 @@ class Keeper:
             self.word = replace(self.word, over=max(generation, self.word.over))
             self.word.write(self.folder)
 
-    def end_process(self, pid: int) -> None:
-        """Kill a worker of this node that hangs; one that is stopped, too."""
+    def end_process(self, pid: int, started: int) -> None:
+        """Kill a worker of this node that hangs; one that is stopped, too. Not another process that has its pid now.
+
+        `started` is when the worker did, as its kernel counts; 0: not known.
+        """
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            if started in (0, started_at(pid)):
+                os.kill(pid, signal.SIGKILL)
 
     def close(self) -> None:
         """Delete everything, what an earlier keeper left there too."""
@@ -308,6 +313,11 @@ def _object_store_bytes(node: str, folder: Path) -> int:
             found = [each.get("Resources", {}) for each in ray.nodes() if each["NodeID"] == node]
             return int(sum(resources.get("object_store_memory", 0) for resources in found))
     return 0
+
+
+def _nodes_alive() -> set[str]:
+    """The ends of their keepers' folders."""
+    return {str(node["NodeID"])[:12] for node in ray.nodes() if node["Alive"]}
 
 
 def _delete_abandoned(mine: Path, abandon_after_s: float) -> None:

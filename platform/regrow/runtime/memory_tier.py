@@ -13,6 +13,7 @@ import torch.distributed as dist
 from regrow.control.peers import plan_peers
 from regrow.errors import CheckpointError, first_line
 from regrow.forecast.memory import SnapshotMemory, plan_snapshot_memory, ranks_copied
+from regrow.model.size import state_bytes
 from regrow.parallel.stream import Stream
 from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.plan.placement import placed
@@ -22,14 +23,22 @@ from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
 from regrow.runtime.job import Job
 from regrow.runtime.keeper import KeeperInfo, start_keeper
 from regrow.runtime.liveness.heartbeat import Heartbeat
-from regrow.state.collective import from_rank_0, gather
+from regrow.state.collective import PeerError, from_rank_0, gather
 from regrow.state.entries import Entry, Progress, restored_progress
 from regrow.state.memory.arenas import Arenas
 from regrow.state.memory.held import bytes_held
 from regrow.state.memory.reader import Holder, Restored, restore_snapshot
 from regrow.state.memory.writer import Snapshots
 
-ROOM_S, LOOK_S = 120.0, 0.5  # that a group waits for room in a node's memory; between looks
+ROOM_S, LOOK_S = 20.0, 0.5  # that a group waits for room in the memory of some of its nodes; between looks
+NO_ROOM_S = 120.0  # and in that of all of them: nobody could go on without the others
+
+
+def may_wait(problems: Sequence[str], known: Sequence[bool], waited_s: float) -> bool:
+    """Whether ranks that have no room for snapshots may get it yet, by each rank's problem, and whether it has held
+    snapshots before: what has taken a newcomer's room will not go."""
+    full = [has_held for problem, has_held in zip(problems, known, strict=True) if problem]
+    return all(full) and waited_s <= (NO_ROOM_S if len(full) == len(problems) else ROOM_S)
 
 
 class MemoryTier:
@@ -52,8 +61,35 @@ class MemoryTier:
         self._store_bytes = 0  # that Ray's object store may take of the folder's file system; 0: once told of
         self.snapshots: Snapshots | None = None  # of the current generation
         self._arenas: Arenas | None = None  # of all
+        self._has_held = False  # snapshots, in a generation before
         self._serving = self._serve()
         self._heartbeat: Heartbeat | None = None
+
+    def check_room(self) -> None:
+        """Raises CheckpointError where this node's memory cannot hold this rank's snapshots in any group. Local.
+
+        Waits for the keeper; one that is gone is for `join` to tell. From here on it can end this process.
+        """
+        with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            info = self._info(self._serving)
+            self.folder = Path(info.folder)
+            model, optim = self.job.config.model, self.job.config.optim
+            need = plan_snapshot_memory(
+                state_bytes=state_bytes(model, optim.moments, self.job.config.parallel.tp),
+                slots=self.config.slots,
+                ranks_on_node=1,
+                num_shards=least_shards(self.job.topologies),
+                least_shards=least_shards(self.job.topologies),
+                ranks_copied=0,
+            ).at_smallest
+            if need > (have := self._room()):
+                raise CheckpointError(
+                    f"{self.config.folder} on node {self.node[:12]} has {have / 1e9:.2f} GB for snapshots; one rank's "
+                    f"snapshot.slots={self.config.slots} take {need / 1e9:.2f} GB: give the node more memory (on "
+                    "Kubernetes, a larger memory volume), lower snapshot.slots (at least 2), raise "
+                    "cluster.min_workers, or take no snapshots: snapshot.every_steps=0"
+                )
+            self.coordinator.register_keeper(self.keeper, info)
 
     def why_unfit(self) -> str:
         """What this node is joined to the others by should not be trained with, and why; or empty. Local.
@@ -82,13 +118,7 @@ class MemoryTier:
         `gloo` is where this rank's gloo listens. Raises CheckpointError where a keeper cannot work on its node.
         """
         serving, self._serving = self._serving or self._serve(), None  # anew each time: it may have been restarted
-        try:
-            info: KeeperInfo = ray.get(serving, timeout=CALL_TIMEOUT_S)
-        except ray.exceptions.RayTaskError as error:
-            raise CheckpointError(
-                f"snapshot.folder={self.config.folder} cannot hold snapshots ({first_line(error.cause or error)}); "
-                "name a folder in every node's memory, or take no snapshots: snapshot.every_steps=0"
-            ) from error
+        info = self._info(serving)
         self.folder, self.domain, self._store_bytes = Path(info.folder), info.domain, info.object_store_bytes
         self._arenas = self._arenas or Arenas(self.folder)
         self.coordinator.register_keeper(self.keeper, info)
@@ -133,13 +163,13 @@ class MemoryTier:
     def start(self, entries: Sequence[Entry], coordinates: Coordinates, generation: int, stream: Stream) -> Snapshots:
         """Make this rank's slots for a generation whose steps run on `stream`.
 
-        Raises CheckpointError on every rank where one node's memory is too small: at once where the run begins, later
-        once what has taken it did not go for `ROOM_S`.
+        Raises CheckpointError where this node's memory is too small, PeerError where another one's is: at once for a
+        newcomer's, and where the run begins; else once what has taken the memory did not go for a while.
         """
         domains = gather((self.node, self.domain))
         nodes, peers = [node for node, _ in domains], plan_peers(list(dict(domains).items()), copies=self.config.copies)
         copied = ranks_copied(peers, nodes)[self.node]
-        give_up_at = time.monotonic() + (ROOM_S if generation > self.job.first_generation else 0.0)
+        begun = time.monotonic()
         while True:
             problem, snapshots = self._shortage(entries, coordinates.mesh, nodes.count(self.node), copied), None
             if not problem:
@@ -157,17 +187,19 @@ class MemoryTier:
                     )
                 except CheckpointError as error:
                     problem = str(error)
-            problems, late = zip(*gather((problem, time.monotonic() > give_up_at)), strict=True)
+            problems, known, waited_s = zip(*gather((problem, self._has_held, time.monotonic() - begun)), strict=True)
             if snapshots is not None and not any(problems):
                 break
             if snapshots is not None:
                 snapshots.discard()
-            if late[0]:
-                raise CheckpointError(f"{next(filter(None, problems))}; or take no snapshots: snapshot.every_steps=0")
+            if not may_wait(problems, known, waited_s[0]):
+                if problem:
+                    raise CheckpointError(f"{problem}; or take no snapshots: snapshot.every_steps=0")
+                raise PeerError(next(filter(None, problems)))
             if problem:
                 self.coordinator.complaint(self.node, problem)
             time.sleep(LOOK_S)
-        self.snapshots = snapshots
+        self.snapshots, self._has_held = snapshots, True
         return snapshots
 
     def stepped(self, step: int) -> None:
@@ -200,6 +232,18 @@ class MemoryTier:
         """This process trains no more. Local."""
         if self._arenas is not None:
             self._arenas.close()
+
+    def _info(self, serving: Any) -> KeeperInfo:
+        """What the keeper says of itself. Raises CheckpointError where it cannot work on its node."""
+        try:
+            info: KeeperInfo = ray.get(serving, timeout=CALL_TIMEOUT_S)
+        except ray.exceptions.RayTaskError as error:
+            raise CheckpointError(
+                f"snapshot.folder={self.config.folder} cannot hold snapshots on node {self.node[:12]} "
+                f"({first_line(error.cause or error)}); name a folder in every node's memory, or take no snapshots: "
+                "snapshot.every_steps=0"
+            ) from error
+        return info
 
     def _serve(self) -> Any:
         return self.keeper.serve.remote(self.job.coordinator, self.secret)

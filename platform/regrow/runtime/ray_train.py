@@ -9,6 +9,8 @@ import contextlib
 import secrets
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
@@ -36,6 +38,9 @@ LOOK_S = 0.5  # between looks for room
 FILL_AFTER_S = 3.0  # from a worker's death to the first look for room in its place
 STARTS_AT_ONCE = 32  # workers
 START_S = 60.0  # for a new worker to take up its function
+VIEW_S = 2.0  # between tellings of the whole view: a coordinator that was restarted has forgotten
+FORGET_S = 600.0  # after which a death is not told again
+LATELY_S = 300.0  # that a worker may take from its start to the moment at which it joins
 
 
 class InPlaceBackend(ProcessGroupBackend):
@@ -96,20 +101,30 @@ class Places(PlacementGroupHandle):
             for group in self.groups[: -(-self.at_first // self.unit)]
         )
 
-    def has_room(self, place: int) -> bool:
-        """Whether a worker could start there now; where the node is gone or avoided, another one is asked for."""
-        number = place // self.unit
+    def rooms(self, places: Iterable[int]) -> dict[int, str]:
+        """Those of these places in which a worker could start now, and their nodes.
+
+        Where the node is gone or avoided, another one is asked for.
+        """
+        usable = {each["NodeID"] for each in ray.nodes() if each["Alive"]} - self.avoided
+        by_group: dict[int, list[int]] = {}
+        for place in places:
+            by_group.setdefault(place // self.unit, []).append(place)
+        nodes = {number: self._usable_node(number, usable) for number in by_group}
+        return {place: nodes[number] for number, of_group in by_group.items() if nodes[number] for place in of_group}
+
+    def _usable_node(self, number: int, usable: set[str]) -> str:
+        """A group's node; empty where it has none yet, or asks for another one from here on."""
         table = ray.util.placement_group_table(self.groups[number])
         if table["state"] == "PENDING" and self._chosen_without[number] == self.avoided:
-            return False
+            return ""
         node = table["bundles_to_node_id"].get(0)
-        usable = {each["NodeID"] for each in ray.nodes() if each["Alive"]} - self.avoided
         if table["state"] == "CREATED" and node in usable:
-            return True
+            return str(node)
         lost, self.groups[number] = self.groups[number], self._group()
         self._chosen_without[number] = self.avoided
         ray.util.remove_placement_group(lost)
-        return False
+        return ""
 
     def _group(self) -> Any:
         elsewhere = {"ray.io/node-id": f"!in({','.join(sorted(self.avoided))})"}
@@ -135,13 +150,16 @@ def remove_places(run_id: str) -> None:
 
 
 class InPlaceGroup(WorkerGroup):
-    """A worker group whose ranks die and come back one by one. A rank here is a place, whoever is in it."""
+    """A worker group whose ranks die and come back one by one. Each worker is in a place, as those before it were."""
 
     def _start_impl(self, worker_group_state_builder: Any) -> None:
         self._empty: dict[int, float] = {}  # places whose worker is gone, since when
-        self._filling: set[int] = set()  # places, each of them by a thread
+        self._filling: dict[int, str] = {}  # places, each of them by a thread, and their nodes
         self._filled: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # with whom; None where it was in vain
-        self._looked_at = 0.0
+        self._starting = threading.Semaphore(STARTS_AT_ONCE)
+        self._started_at: dict[int, float] = {}  # places that were filled since the group started
+        self._dead: dict[tuple[str, int], tuple[float, str, str]] = {}  # processes: since when, cause and detail
+        self._looked_at = self._told_at = 0.0
         job = self._train_run_context.train_loop_config["job"]  # type: ignore[index]
         cluster, self._run_id = job.config.cluster, job.run_id
         self._coordinator, self._most = CoordinatorClient(job.coordinator), cluster.max_workers + cluster.spare_workers
@@ -149,6 +167,7 @@ class InPlaceGroup(WorkerGroup):
         self._avoided: Any = None  # an answer of the coordinator's, on its way
         self._draining: dict[str, float] = {}
         super()._start_impl(worker_group_state_builder)
+        self._place_of = list(range(len(self.get_workers())))  # of each of Ray Train's workers
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Places:
         context = worker_group_context
@@ -177,13 +196,15 @@ class InPlaceGroup(WorkerGroup):
     def _poll_workers_and_collect_errors(self, timeout: float | None) -> list[WorkerStatus]:
         self._take_in()  # not while they are asked: what is answered is always of the worker in that place
         statuses = super()._poll_workers_and_collect_errors(timeout)
-        for place, status in enumerate(statuses):
+        for rank, status in enumerate(statuses):
             if isinstance(status.error, WorkerHealthCheckFailedError | WorkerHealthCheckTimeoutError):
-                if place not in self._empty:
-                    self._empty[place] = time.monotonic()
-                    self._tell(place, status.error)
-                self._world_rank_to_ongoing_poll.pop(place, None)
-                statuses[place] = WorkerStatus(running=False, error=None, training_report=None)
+                if self._place_of[rank] not in self._empty:
+                    self._empty[self._place_of[rank]] = time.monotonic()
+                    self._note_death(rank, status.error)
+                self._world_rank_to_ongoing_poll.pop(rank, None)
+                statuses[rank] = WorkerStatus(running=False, error=None, training_report=None)
+        if time.monotonic() - self._told_at > VIEW_S:
+            self._tell()
         nobody = len(self._empty) == len(statuses)
         if nobody or any(status.running for status in statuses):
             self._fill()
@@ -191,37 +212,51 @@ class InPlaceGroup(WorkerGroup):
             statuses[0] = WorkerStatus(running=True, error=None, training_report=None)
         return statuses
 
-    def _tell(self, place: int, error: Exception) -> None:
-        worker = self.get_workers()[place]
-        process = (worker.metadata.node_id, worker.metadata.pid)
-        left = len(self.get_workers()) - len(self._empty)
+    def _note_death(self, rank: int, error: Exception) -> None:
+        process = self.get_workers()[rank].metadata
         cause = Cause.worker_hung if isinstance(error, WorkerHealthCheckTimeoutError) else Cause.worker_died
-        self._coordinator.members_died([process], left, cause, f"place {place}: {last_line(error)}")
+        detail = f"place {self._place_of[rank]}: {last_line(error)}"
+        self._dead[process.node_id, process.pid] = time.monotonic(), cause, detail
+        self._told_at = 0.0  # at once
+
+    def _tell(self) -> None:
+        """All that Ray shows: what was said before too."""
+        now, workers = time.monotonic(), self.get_workers()
+        self._dead = {each: death for each, death in self._dead.items() if now - death[0] < FORGET_S}
+        dead = [(*process, cause, detail) for process, (_, cause, detail) in self._dead.items()]
+        here = {place: worker.metadata.node_id for place, worker in zip(self._place_of, workers, strict=True)}
+        here = {place: node for place, node in here.items() if place not in self._empty} | self._filling
+        lately = {place for place, at in self._started_at.items() if now - at < LATELY_S} | self._filling.keys()
+        busy = {here[place] for place in lately if place in here}
+        placed = {node: count for node, count in Counter(here.values()).items() if node in busy}
+        self._coordinator.ray_view(dead, len(workers) - len(self._empty), self._draining, placed)
+        self._told_at = now
 
     def _fill(self) -> None:
-        """Have empty places filled, or one added, where Ray has room for them now; beside the control loop."""
+        """Have places filled, or more added, where Ray has room now: all at once, as each change of the group stops it.
+
+        Beside the control loop.
+        """
         if time.monotonic() - self._looked_at < LOOK_S:
             return
         self._looked_at = time.monotonic()
         state: Any = self._worker_group_state
         places: Places = state.placement_group_handle
         self._heed_notices(places)
-        candidates = list(self._empty)
-        if len(state.workers) < self._most:
-            candidates.append(len(state.workers))
-        for place in candidates:
-            # a node that was killed is listed alive for a while
-            waited = time.monotonic() - self._empty.get(place, 0.0) > FILL_AFTER_S
-            if place not in self._filling and places.has_room(place) and waited:
-                self._filling.add(place)
-                threading.Thread(target=self._start_worker, args=(place,), name=f"place-{place}", daemon=True).start()
+        # a node that was killed is listed alive for a while
+        wanted = {place for place, since in self._empty.items() if time.monotonic() - since > FILL_AFTER_S}
+        wanted |= set(range(self._most)).difference(self._place_of)
+        for place, node in places.rooms(sorted(wanted - self._filling.keys())).items():
+            self._filling[place] = node
+            threading.Thread(target=self._start_worker, args=(place,), name=f"place-{place}", daemon=True).start()
+            self._told_at = 0.0
 
     def _heed_notices(self, places: Places) -> None:
         """Tell the coordinator of nodes that are to be taken away; take from it where nothing is to be started."""
         draining = {node: at / 1e3 or time.time() for node, at in ray_state.get_draining_nodes().items()}  # 0: at once
         if draining.keys() != self._draining.keys():
-            self._draining = draining
-            self._coordinator.draining(draining)
+            self._told_at = 0.0
+        self._draining = draining
         if self._avoided is not None and ray.wait([self._avoided], timeout=0)[0]:
             with contextlib.suppress(ray.exceptions.RayError):
                 places.avoided = frozenset(ray.get(self._avoided)) | draining.keys()
@@ -233,9 +268,10 @@ class InPlaceGroup(WorkerGroup):
         context = self._worker_group_context
         state: Any = self._worker_group_state
         try:
-            worker = self._worker_for(place, state.placement_group_handle)
-            self._init_train_context([worker], state.sync_actor)
-            ray.get(worker.actor.run_train_fn.remote(context.train_fn_ref), timeout=START_S)
+            with self._starting:
+                worker = self._worker_for(place, state.placement_group_handle)
+                self._init_train_context([worker], state.sync_actor)
+                ray.get(worker.actor.run_train_fn.remote(context.train_fn_ref), timeout=START_S)
         except Exception as error:  # its node is gone again: the place stays empty, and is tried anew
             print(f"place {place} is not filled: {type(error).__name__}: {last_line(error)}", flush=True)
             self._filled.put((place, None))
@@ -250,17 +286,21 @@ class InPlaceGroup(WorkerGroup):
         ranks: Any = self._worker_rank_to_replica_group_rank
         while not self._filled.empty():
             place, worker = self._filled.get()
-            self._filling.discard(place)
+            self._filling.pop(place, None)
             if worker is None:
                 if place in self._empty:
                     self._empty[place] = time.monotonic()
                 continue
+            if place not in self._place_of:
+                self._place_of.append(place)
             state: Any = self._worker_group_state
-            groups[place : place + 1] = [ReplicaGroup([worker], self._worker_group_context.resources_per_worker)]
-            ranks[place] = place
-            workers = [*state.workers[:place], worker, *state.workers[place + 1 :]]
+            rank = self._place_of.index(place)
+            groups[rank : rank + 1] = [ReplicaGroup([worker], self._worker_group_context.resources_per_worker)]
+            ranks[rank] = rank
+            workers = [*state.workers[:rank], worker, *state.workers[rank + 1 :]]
             self._worker_group_state = replace(state, workers=workers)
             self._empty.pop(place, None)
+            self._started_at[place] = time.monotonic()
 
 
 class InPlaceController(TrainController):

@@ -6,20 +6,23 @@ Every process that joins brings a store of its own; rank 0's is the one that is 
 import contextlib
 import datetime
 import os
+import socket
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import ray
 import ray.util
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from regrow.control.membership import Formation, Member
-from regrow.errors import RegrowError
+from regrow.control.membership import NODE_NAME, Formation, Member
 from regrow.parallel.fsdp import ASYNCHRONOUS, BACKENDS, let_go_of_meshes, set_timeout
 from regrow.runtime.abort import Address, Breaker, listening
 from regrow.runtime.calls import CoordinatorClient
+from regrow.runtime.liveness.pulse import started_at
 from regrow.state.collective import HOST_GROUP, gather
 
 STORE_S = 10.0  # for the leader's store to be there, once the generation is known
@@ -50,12 +53,29 @@ class Joined:
         return sum(member.host == self.formation.members[self.rank].host for member in self.formation.members)
 
 
+def machine_name() -> str:
+    """Of the host, which outlives Ray's nodes and Kubernetes' pods on it."""
+    return os.environ.get(NODE_NAME) or socket.gethostname()
+
+
+def this_process(member_id: str, *, lifeline: int) -> Member:
+    """As a member that has no store yet. `lifeline` is its port (`runtime.liveness.probe`)."""
+    return Member(
+        member_id,
+        ray.get_runtime_context().get_node_id(),
+        ray.util.get_node_ip_address(),
+        port=0,
+        pid=os.getpid(),
+        lifeline=lifeline,
+        machine=machine_name(),
+        started=started_at(os.getpid()),
+    )
+
+
 def join_generation(
     coordinator: CoordinatorClient,
     *,
-    member_id: str,
-    lifeline: int,
-    gpu: int,
+    me: Member,
     after: int,
     expected: int,
     backend: str,
@@ -65,31 +85,54 @@ def join_generation(
 ) -> Joined | None:
     """Form the default process group of the next generation after `after`; None where the run is over.
 
-    Collective. `lifeline` is this process' port (`runtime.liveness.probe`), `gpu` its GPU's number on its node;
-    `expected` are the processes that started together. Every later collective fails after `timeout_s`. `waiting` and
-    what else is raised: as for `form_group`. Raises RegrowError if the run was given up.
+    Collective. `expected` are the processes that started together. Every later collective fails after `timeout_s`.
+    `waiting` and what is raised: as for `form_group`. A process that the others do without ends here.
     """
-    host = ray.util.get_node_ip_address()
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=STORE_S))
-    member = Member(member_id, ray.get_runtime_context().get_node_id(), host, store.port, os.getpid(), lifeline, gpu)
+    store = dist.TCPStore(
+        me.host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=STORE_S)
+    )
+    member = replace(me, port=store.port)
     coordinator.join(member, expected)
     while True:
-        answer = coordinator.formation(member_id, after)
-        if answer.given_up:
-            raise RegrowError(answer.given_up)
-        if answer.over:
+        answer = coordinator.formation(me.id, after)
+        if answer.over or answer.given_up:
             return None
+        if answer.unfit:
+            expelled()
         if answer.formation is not None:
             break
         if answer.join_again:
             coordinator.join(member, expected)
         time.sleep(answer.wait_s)
     formation: Formation = answer.formation
-    rank = formation.rank_of(member_id)
+    rank = formation.rank_of(me.id)
     assert rank is not None
     joined = Joined(formation, rank, frozenset(listening()))
     form_group(joined, store, backend=backend, timeout_s=timeout_s, breaker=breaker, waiting=waiting)
     return joined
+
+
+def await_verdict(coordinator: CoordinatorClient, *, generation: int, me: Member, expected: int, message: str) -> None:
+    """Tell of an error that this process would meet again; returns where it is the run's, or that is over.
+
+    Where it is this process' own it ends here, and the others go on.
+    """
+    coordinator.trouble(generation, me, expected, message)
+    while True:
+        answer = coordinator.formation(me.id, generation)
+        if answer.over or answer.given_up:
+            return
+        if answer.unfit:
+            expelled()
+        if answer.join_again:
+            coordinator.trouble(generation, me, expected, message)
+        time.sleep(answer.wait_s)
+
+
+def expelled() -> NoReturn:
+    """The others go on without this process: Ray Train starts another one, elsewhere if that happens again."""
+    print("regrow: the run goes on without this process, which ends", file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def form_group(

@@ -21,7 +21,7 @@ from regrow.runtime.job import Job
 from regrow.runtime.memory_tier import MemoryTier
 from regrow.runtime.process import Process
 from regrow.runtime.rendezvous import Joined
-from regrow.state.collective import from_rank_0, on_first_rank
+from regrow.state.collective import from_rank_0, on_first_rank_or_each
 from regrow.state.disk import catalog, store
 from regrow.state.entries import Entry, Progress, reset_moments, training_entries
 from regrow.storage import Storage
@@ -104,7 +104,7 @@ def restore(
     Raises CheckpointError if all checkpoints are damaged.
     """
     folder = Storage.at(job.checkpoints)
-    steps, noted = on_first_rank(lambda: (catalog.committed_steps(folder), catalog.damaged_steps(folder)))
+    steps, noted = on_first_rank_or_each(lambda: (catalog.committed_steps(folder), catalog.damaged_steps(folder)))
     if memory is not None:
         restored = memory.restore(entries, at_least=steps[0] if steps else 0)
         if restored is not None:

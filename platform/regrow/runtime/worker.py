@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 import uuid
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -23,6 +24,7 @@ import ray.util
 import torch
 
 from regrow.config.schema import Backend, PretrainConfig
+from regrow.control.membership import Member
 from regrow.data.read.batch import layout_of
 from regrow.errors import RegrowError, first_line
 from regrow.parallel.compile import CompileCache
@@ -40,7 +42,15 @@ from regrow.runtime.job import Job
 from regrow.runtime.liveness.probe import Lifeline
 from regrow.runtime.memory_tier import MemoryTier
 from regrow.runtime.process import Process
-from regrow.runtime.rendezvous import Joined, join_generation, leave_generation
+from regrow.runtime.ready import check_here
+from regrow.runtime.rendezvous import (
+    Joined,
+    await_verdict,
+    join_generation,
+    leave_generation,
+    machine_name,
+    this_process,
+)
 from regrow.runtime.warm_up import warm_up
 from regrow.storage import Storage
 
@@ -50,10 +60,30 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of mallopt(3)
 
 
 def run_worker(job: Job) -> None:
-    """Train as long as the run lasts. Raises RegrowError for what another attempt would meet again."""
-    config, expected = job.config, ray.train.get_context().get_world_size()
+    """Train as long as the run lasts, or as the others want this process.
+
+    An error that another attempt would meet again ends the run where all ranks have it, else this process.
+    """
     _name_thread(THREAD_NAME)
     meet_at(ray.util.get_node_ip_address(), os.environ)
+    lifeline = Lifeline(ray.util.get_node_ip_address())
+    me = this_process(uuid.uuid4().hex[:12], lifeline=lifeline.port)
+    try:
+        process, backend, entered = _prepare(job)
+    except RegrowError as error:
+        _await_verdict(job, me, 0, error)
+        return
+    _train_generations(process, me, backend=backend, entered=entered)
+    if process.memory is not None:
+        process.memory.close()
+
+
+def _prepare(job: Job) -> tuple[Process, str, float]:
+    """What a process needs before it joins a group, and is looked at for; its backend, and when it began.
+
+    Raises RegrowError for what this process would meet in a group: the others are not to stand still for it.
+    """
+    config, expected = job.config, ray.train.get_context().get_world_size()
     _allow_descriptors()
     if config.cluster.gpus_per_worker or config.cluster.backend is Backend.asynchronous:
         watched = config.cluster.in_place and config.snapshot.every_steps > 0  # by a heartbeat, which breaks groups off
@@ -61,35 +91,33 @@ def run_worker(job: Job) -> None:
         apply_device_settings(os.environ, in_place=watched, compile_threads=threads)
     device, entered = _device(config), time.time()
     backend, stream = _backend(config, device)
-    lifeline = Lifeline(ray.util.get_node_ip_address())
     prober = _fit(job, device)
     memory = MemoryTier(job) if config.snapshot.every_steps else None  # its keeper starts beside what follows
     compiled = _compiled_before(job, device)
     stream.submit(partial(_warm_up, job, device, expected, backend)).result()
-    if memory is not None and config.cluster.check_hardware and (problem := memory.why_unfit()):
-        _end(job, problem)
+    check_here(job)
+    if memory is not None:
+        memory.check_room()
+        if config.cluster.check_hardware and (problem := memory.why_unfit()):
+            _end(job, problem)
     process = Process(job, device, stream, prober, memory, compiled)
     gc.collect()
     gc.freeze()  # what is imported stays: collections between generations, and in steps, need not look at it
-    _train_generations(process, backend=backend, lifeline=lifeline.port, entered=entered)
-    if memory is not None:
-        memory.close()
+    return process, backend, entered
 
 
-def _train_generations(process: Process, *, backend: str, lifeline: int, entered: float) -> None:
+def _train_generations(process: Process, me: Member, *, backend: str, entered: float) -> None:
     """One after another, to the end of the run."""
     job, memory, device, stream = process.job, process.memory, process.device, process.stream
-    config, expected = job.config, ray.train.get_context().get_world_size()
-    member_id, after, gpu = uuid.uuid4().hex[:12], 0, number_of(_uuid_of(device)) if device.type == "cuda" else 0
+    config, expected, after = job.config, ray.train.get_context().get_world_size(), 0
+    me = replace(me, gpu=number_of(_uuid_of(device)) if device.type == "cuda" else 0)
     while True:
         joined: Joined | None = None
-        breaker, broken = Breaker(), True
+        breaker, broken, trouble = Breaker(), True, None
         try:
             joined = join_generation(
                 CoordinatorClient(job.coordinator),
-                member_id=member_id,
-                lifeline=lifeline,
-                gpu=gpu,
+                me=me,
                 after=after,
                 expected=expected,
                 backend=backend,
@@ -105,8 +133,10 @@ def _train_generations(process: Process, *, backend: str, lifeline: int, entered
             broken = False
             if over:
                 return
-        except RegrowError:
-            raise
+        except RegrowError as error:
+            trouble = error
+            _report(job, joined, error)  # the others are not to wait until this process has left
+            traceback.clear_frames(error.__traceback__)  # they hold the model
         except Unfit as error:
             _end(job, str(error))
         except Exception as error:
@@ -126,6 +156,9 @@ def _train_generations(process: Process, *, backend: str, lifeline: int, entered
             if memory is not None:
                 memory.leave()
         after, entered = joined.generation if joined else after, time.time()
+        if trouble is not None:
+            _await_verdict(job, me, after, trouble)
+            return
         gc.collect()
         if device.type == "cuda":  # NCCL and the driver do not ask torch for what it keeps
             torch.cuda.empty_cache()
@@ -180,8 +213,15 @@ def _end(job: Job, problem: str) -> NoReturn:
     """End this process, whose device or link cannot be trusted: nothing of it may get any further."""
     node = ray.get_runtime_context().get_node_id()
     with contextlib.suppress(ray.exceptions.RayError):
-        CoordinatorClient(job.coordinator).unfit(node, os.getpid(), problem)
+        CoordinatorClient(job.coordinator).unfit(node, os.getpid(), problem, machine_name())
     os._exit(1)
+
+
+def _await_verdict(job: Job, me: Member, generation: int, error: RegrowError) -> None:
+    """Whether an error is the run's: returns if it is."""
+    expected = ray.train.get_context().get_world_size()
+    coordinator = CoordinatorClient(job.coordinator)
+    await_verdict(coordinator, generation=generation, me=me, expected=expected, message=str(error))
 
 
 def _report(job: Job, joined: Joined | None, error: Exception) -> None:

@@ -20,6 +20,10 @@ MOST_BYTES = 256 << 20  # of a value
 Value = TypeVar("Value")  # None, bool, int, float, str, RegrowError; lists, tuples and dicts (by text) of them
 
 
+class PeerError(Exception):
+    """Another rank has an error that this one does not have: it goes on, without that one."""
+
+
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
@@ -52,18 +56,30 @@ def from_rank_0(value: Value) -> Value:
 
 def on_first_rank(work: Callable[[], Value]) -> Value:
     """What rank 0's `work` returns, on every rank. Collective; what fails there is raised on all, as a RegrowError."""
-    outcome: Value | RegrowError | None = None
-    if rank() == 0:
-        try:
-            outcome = work()
-        except RegrowError as error:
-            outcome = error
-        except Exception as error:  # storage raises many kinds; nobody may be left waiting
-            outcome = RegrowError(f"{type(error).__name__}: {error}")
-    outcome = from_rank_0(outcome)
+    outcome = from_rank_0(_outcome(work) if rank() == 0 else None)
     if isinstance(outcome, RegrowError):
         raise outcome
     return outcome  # type: ignore[return-value]
+
+
+def on_first_rank_or_each(work: Callable[[], Value]) -> Value:
+    """The same where the error may be rank 0's alone: all do the work then, and raise their own error, or PeerError."""
+    outcome = from_rank_0(_outcome(work) if rank() == 0 else None)
+    if not isinstance(outcome, RegrowError):
+        return outcome  # type: ignore[return-value]
+    mine = outcome if rank() == 0 else _outcome(work)
+    if isinstance(mine, RegrowError):
+        raise mine
+    raise PeerError(f"rank 0: {outcome}")
+
+
+def _outcome(work: Callable[[], Value]) -> Value | RegrowError:
+    try:
+        return work()
+    except RegrowError as error:
+        return error
+    except Exception as error:  # storage raises many kinds; nobody may be left waiting
+        return RegrowError(f"{type(error).__name__}: {error}")
 
 
 def _encode(value: Any) -> torch.Tensor:

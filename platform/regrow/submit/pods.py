@@ -6,6 +6,7 @@ from typing import Any
 
 from regrow.config.check import topologies
 from regrow.config.schema import Network, PretrainConfig, SubmitConfig, Toleration
+from regrow.control.membership import NODE_NAME
 from regrow.forecast.estimate import snapshot_bytes
 from regrow.plan.topology import least_shards
 from regrow.submit.node_labels import CREDENTIALS
@@ -157,6 +158,10 @@ def worker_pod(config: PretrainConfig, submit: SubmitConfig, size: Sizes, image:
         resources |= HUGE_PAGES
     container = {
         **_container("ray-worker", submit, image, env | submit.env, rdma=submit.network is not Network.plain),
+        "env": [
+            *({"name": key, "value": value} for key, value in (env | submit.env).items()),
+            {"name": NODE_NAME, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},  # quarantine is by host
+        ],
         "ports": [{"name": "metrics", "containerPort": 8080}],
         "lifecycle": {"preStop": {"exec": {"command": ["bash", "-c", drain_command(submit.drain_s)]}}},
         "resources": {"requests": resources, "limits": dict(resources)},

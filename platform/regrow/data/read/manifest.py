@@ -111,7 +111,9 @@ class Manifest:
                 raise ValueError("its sha256 is not that of its content")
             return manifest
         except FileNotFoundError as error:
-            raise DataError(f"{storage} holds no finished corpus; run python -m jobs.prepare_data") from error
+            raise DataError(
+                f"{storage} holds no finished corpus; run python -m jobs.prepare_data, or see that it is mounted there"
+            ) from error
         except OSError as error:
             raise DataError(f"{path} cannot be read: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:

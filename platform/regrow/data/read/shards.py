@@ -97,9 +97,16 @@ class ShardReader:
                 if self.cache is not None:
                     self.cache.forget(ranges)
                 if last_try:
+                    where = f"{self.storage}/{shard.file}: row group {group_id}"
+                    if isinstance(error, OSError):
+                        raise DataError(
+                            f"{where} cannot be read here ({first_line(error)}); is {self.storage} mounted on this "
+                            "host, and can it be reached?"
+                        ) from error
                     raise DataError(
-                        f"{self.storage}/{shard.file}: row group {group_id} cannot be read ({first_line(error)}); "
-                        f"delete {self.storage} and run python -m jobs.prepare_data"
+                        f"{where} cannot be read ({first_line(error)}); look with python -m jobs.inspect_data "
+                        f"{self.storage} --verify, and if it is damaged there too, delete it and run python -m "
+                        "jobs.prepare_data"
                     ) from error
         raise AssertionError("unreachable")
 

@@ -70,6 +70,15 @@ def process_state(pid: int) -> str:
     return "" if letter in "ZX" else letter
 
 
+def started_at(pid: int) -> int:
+    """When a process of this machine began, in the kernel's ticks since it booted; 0 where there is none."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return int(status.rpartition(")")[2].split()[19])
+
+
 def where(folder: Path, asked: int) -> list[Pulse]:
     """The pulses once all that run have answered the question of this number, just asked; or after a while."""
     give_up_at = time.monotonic() + WHERE_S

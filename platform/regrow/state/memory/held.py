@@ -207,8 +207,12 @@ def write_beside(path: Path, data: bytes) -> None:
 
 def bytes_held(folder: Path) -> int:
     """The memory that files take; a slot and its arena are one."""
-    statuses = [path.stat() for path in folder.iterdir()]
-    return sum({status.st_ino: status.st_blocks * 512 for status in statuses}.values())
+    blocks = dict[int, int]()
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it went just now
+            status = path.stat()
+            blocks[status.st_ino] = status.st_blocks
+    return 512 * sum(blocks.values())
 
 
 def forget(path: Path) -> None:

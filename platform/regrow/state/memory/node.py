@@ -322,6 +322,23 @@ def is_served(folder: Path) -> bool:
         return True
 
 
+def take_over_leftovers(mine: Path, pattern: str, alive: Callable[[], set[str]]) -> None:
+    """What keepers of the same run left on this host, as nodes that are gone: the newest is this one's now.
+
+    The others are deleted: snapshots need the room. `pattern` are the run's folders, by whose ends `alive` tells nodes.
+    """
+    found = [folder for folder in mine.parent.glob(pattern) if folder != mine and files.is_mine(folder)]
+    left = [folder for folder in found if not is_served(folder)]
+    for folder in sorted(left, key=last_used, reverse=True) if left else ():
+        if not any(folder.name.endswith(node) for node in alive()):
+            with contextlib.suppress(OSError):
+                if not mine.exists():
+                    for signs in folder.glob("pulse-*"):  # of processes that are gone, too
+                        signs.unlink()
+                    folder.rename(mine)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def last_used(folder: Path) -> float:
     """When something in a keeper's folder last came or went."""
     return max(path.stat().st_mtime for path in [folder, *folder.iterdir()])

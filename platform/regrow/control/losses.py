@@ -1,0 +1,221 @@
+"""What is done about processes that are lost, that hang, or that have trouble of their own. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from regrow.control.commands import Connect, GiveUp, Kill, Outbox, TellOver
+from regrow.control.events import Broke, Died, Gone, GroupFailed, PortRefused, Trouble, Unfit
+from regrow.control.health import Health, Suspect
+from regrow.control.membership import Formation, Member, Membership
+from regrow.control.nodes import NodeFailures
+from regrow.control.peers import KeeperRegistry
+from regrow.control.states import Ending, Forming, GivenUp, GroupState, LeavingGroup, Training, Waiting
+from regrow.control.troubles import FirstSteps, Troubles
+from regrow.record.events import Cause
+
+YIELD_S = 10.0  # that too few wait for workers elsewhere before nodes are used that failed again and again
+
+
+@dataclass
+class Losses:
+    """The run's workers, as far as some of them are lost. `group.Group` is the rest of it."""
+
+    membership: Membership
+    nodes: NodeFailures
+    health: Health
+    keepers: KeeperRegistry
+    out: Outbox
+    in_place: bool
+    wait_for_workers_s: float
+    cause: str  # of the next generation
+    first_steps: FirstSteps
+    state: GroupState = field(default_factory=Waiting)
+    ending: Ending | None = None
+    formation: Formation | None = None  # the newest
+    last_failure: str = ""
+    too_few_since: float | None = None
+    num_failures: int = 0
+    ended: set[tuple[str, int]] = field(default_factory=set)  # node and pid of processes that Ray Train has replaced
+    turned_away: set[str] = field(default_factory=set)  # members among them that came back
+    troubles: Troubles = field(default_factory=Troubles)
+    expelled: set[str] = field(default_factory=set)  # members whose trouble is their own
+    _told_over: int = 0  # the newest generation whose ranks were told that it is over for one of them
+
+    @property
+    def generation(self) -> int:
+        return self.membership.generation
+
+    def enter(self, state: GroupState, now: float) -> None:
+        """Go over to a state; who stands still in it is found by `health`."""
+        self.state = state
+        if isinstance(state, Forming | Training):
+            self.health.stalls.begin(now, forming=isinstance(state, Forming))
+            self.out.append(Connect(self.membership.current))
+        else:
+            self.health.stalls.end()
+
+    def give_up(self, message: str) -> None:
+        """End the run for a reason that another attempt would meet again."""
+        if not isinstance(self.ending, GivenUp):
+            self.ending = GivenUp(message)
+            self.out.append(GiveUp(message))
+
+    def died(self, event: Died, now: float) -> None:
+        """Ray Train has found processes dead, or given them up."""
+        gone, membership = set(event.processes), self.membership
+        if gone <= self.ended:  # told again
+            return
+        known = {(each.node, each.pid): each for each in [*membership.current, *membership.waiting.values()]}
+        if event.cause == Cause.worker_hung:  # they are to go
+            new = gone - self.ended
+            self.out.extend(kill(known[each]) if each in known else Kill(*each) for each in sorted(new))
+        self.ended |= gone
+        for trouble in [each for each in self.troubles.told.values() if (each.member.node, each.member.pid) in gone]:
+            del self.troubles.told[trouble.member.id]
+        dead = [known[each].id for each in event.processes if each in known]
+        self._lose(dead, event.cause, event.detail, now, left=event.left)
+
+    def gone(self, event: Gone, now: float) -> None:
+        """A keeper has seen a worker end. Ray tells later, and of peers on NCCL nobody does."""
+        dead = [each for each in self.membership.survivors if (each.node, each.pid) == (event.node, event.pid)]
+        if dead and self.in_place and self.ending is None:  # where all restart, Ray Train says why
+            detail = f"process {event.pid} on node {event.node[:12]}: gone, says its node"
+            self._lose((member.id for member in dead), Cause.worker_died, detail, now)
+
+    def refused(self, event: PortRefused, now: float) -> None:
+        """These do not come, for they are dead; Ray Train finds it later."""
+        dead = [member for member in self.membership.survivors if member.id in event.member_ids]
+        gone = ", ".join(f"process {member.pid} on node {member.node[:12]}" for member in dead)
+        if dead and self.in_place:  # where all restart, Ray Train says why
+            detail = f"{gone}: gone, its port refuses connections"
+            self._lose((member.id for member in dead), Cause.worker_died, detail, now)
+
+    def suspected(self, suspects: list[Suspect], now: float) -> None:
+        """End processes that keep the others waiting; of a node that has gone dark nothing more is expected."""
+        self.out.extend(kill(each.member) for each in suspects)
+        dark = {each.member.node for each in suspects if each.dark}
+        details = dict.fromkeys(f"node {each.member.node[:12]}: {each.detail}" for each in suspects)
+        cause = Cause.node_silent if dark else Cause.worker_hung
+        self._lose((each.member.id for each in suspects), cause, "; ".join(details), now)
+
+    def broke(self, event: Broke, now: float) -> None:
+        """What it says is kept for the case that all of them cannot go on."""
+        if event.generation == self.generation:
+            self.last_failure = event.detail
+            self._tell_over_once()
+
+    def trouble(self, event: Trouble, now: float) -> None:
+        """Whose it is, is known once the others of its group have come again, or said that they have it too."""
+        if self._is_turned_away(event.member):
+            return
+        self.nodes.met(event.member)
+        self.membership.announce(event.expected)
+        self.troubles.add(event, now)
+        self.last_failure = event.message
+        if event.generation == self.generation:
+            self._tell_over_once()
+        self._judge(now)
+
+    def restarted_by_ray(self, event: GroupFailed, now: float) -> None:
+        """All processes are ended, to be started anew."""
+        current = self.membership.current
+        nodes = {current[rank].node for rank in event.ranks if rank < len(current)}
+        self.membership.dissolve()
+        self.enter(Waiting(), now)
+        told = [each.message for each in self.troubles.told.values()]
+        self.troubles.told.clear()
+        self.failed(event.cause, told[0] if told else event.detail, event.ranks, nodes)
+
+    def failed(
+        self, cause: str, detail: str, ranks: Iterable[int], nodes: Iterable[str] = (), step: int | None = None
+    ) -> None:
+        """Record why a group broke, and how the GPUs of these nodes were; the next generation carries the cause."""
+        self.cause, self.last_failure = cause, detail
+        self.num_failures += 1
+        gpus = {node: self.health.gpus[node] for node in nodes if node in self.health.gpus}
+        fields = {"cause": cause, "detail": detail, "ranks": list(ranks), "generation": self.generation}
+        more = ({"gpus": gpus} if gpus else {}) | ({"step": step} if step is not None else {})
+        self.out.record("failure", **fields, **more)
+
+    def tick(self, now: float) -> None:
+        self._judge(now)
+        overdue = self.first_steps.overdue(now) if isinstance(self.state, Forming | Training) else frozenset()
+        late = [member for member in self.membership.survivors if member.id in overdue]
+        if late:
+            self.out.extend(kill(member) for member in late)
+            detail = f"no first step within {self.first_steps.patience_s:.0f} s of a group with newcomers, ended"
+            self._lose((member.id for member in late), Cause.worker_hung, detail, now)
+        if self.too_few_since is not None and now - self.too_few_since > self.wait_for_workers_s:
+            self.give_up(
+                f"fewer than cluster.min_workers={min(self.membership.sizes)} for {self.wait_for_workers_s:.0f} s; "
+                "start nodes and run the same command again, or let it wait longer with cluster.wait_for_workers_s"
+            )
+
+    def _lose(self, member_ids: Iterable[str], cause: str, detail: str, now: float, *, left: int | None = None) -> None:
+        """Processes are gone: the other members of the group, who may wait for them in a collective, are told."""
+        lost = self.membership.died(member_ids, left=left)
+        self._count_too_few(now)
+        if not lost:
+            return
+        ranks = [rank for rank, member in enumerate(self.membership.current) if member in lost]
+        nodes = list(dict.fromkeys(member.node for member in lost))
+        self.failed(cause, detail, ranks, nodes)
+        for node in nodes:
+            self.nodes.failed(node, now, again=False)
+        if not isinstance(self.state, LeavingGroup):
+            self.enter(Waiting(), now)
+        self._tell_over()
+
+    def _judge(self, now: float) -> None:
+        """Errors that all ranks have end the run; the others cost their own process."""
+        if self.troubles.told and self.ending is None:
+            starts = self.formation is None or not self.in_place
+            message, own = self.troubles.verdict(self.membership, starts=starts, now=now)
+            if message:
+                self.give_up(message)
+            for each in own:
+                del self.troubles.told[each.member.id]
+                self._expel(each.member, each.message, now)
+
+    def _expel(self, member: Member, why: str, now: float) -> None:
+        """The process ends once it hears of it; it is started anew, elsewhere if that happens again and again."""
+        membership = self.membership
+        self.expelled.add(member.id)
+        membership.waiting.pop(member.id, None)
+        if not membership.current:
+            membership.expected = max(1, membership.expected - 1)
+        self.nodes.unfit(Unfit(member.node, member.pid, why), now)
+        if self.in_place and member in membership.current:
+            self._lose([member.id], Cause.worker_failed, why, now)
+
+    def _tell_over_once(self) -> None:
+        if self._told_over < self.generation:  # all of them say so in the end
+            self._told_over = self.generation
+            self._tell_over()
+
+    def _count_too_few(self, now: float) -> None:
+        too_few = self.in_place and len(self.membership.survivors) < min(self.membership.sizes)
+        if too_few and self.too_few_since is None:
+            self.too_few_since = now
+
+    def _tell_over(self) -> None:
+        nodes = self.keepers.known_of(member.node for member in self.membership.current)
+        self.out.append(TellOver(self.generation, nodes))
+
+    def excluded_nodes(self, now: float) -> set[str]:
+        """Where no worker is to be started: not on nodes that fail again and again, unless too few are left."""
+        return self.nodes.exclusions.leaving(now) if self._takes_any(now) else self.nodes.excluded(now)
+
+    def _takes_any(self, now: float) -> bool:
+        return self.too_few_since is not None and now - self.too_few_since > YIELD_S
+
+    def _is_turned_away(self, member: Member) -> bool:
+        if (member.node, member.pid) not in self.ended:
+            return False
+        self.turned_away.add(member.id)
+        self.out.append(kill(member))
+        return True
+
+
+def kill(member: Member) -> Kill:
+    return Kill(member.node, member.pid, member.started)

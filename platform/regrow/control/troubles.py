@@ -1,0 +1,94 @@
+"""Whose trouble it is: the run's, or that of one process or newcomer, which the others then do without. Pure."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from regrow.control.events import Trouble
+from regrow.control.membership import Membership
+
+OTHERS_S = 10.0  # for the other ranks of a group to say whether they have an error too, or to come again
+LEAST_FIRST_STEP_S, FIRST_STEPS = 60.0, 4.0  # a group with newcomers may take so long, or so many times the longest
+MAX_FAILED_GENERATIONS = 3  # in a row, without finishing a step, before the run is given up
+
+
+@dataclass
+class Troubles:
+    """Errors that processes would meet again, until it is known whose they are."""
+
+    told: dict[str, Trouble] = field(default_factory=dict)  # by member
+    _since: float = 0.0
+
+    def add(self, trouble: Trouble, now: float) -> None:
+        self._since = self._since if self.told else now
+        self.told[trouble.member.id] = trouble
+
+    def verdict(self, membership: Membership, *, starts: bool, now: float) -> tuple[str, list[Trouble]]:
+        """The error that is the run's, or empty; those that are their processes' own. Neither while that is open.
+
+        `starts`: no group has been formed yet, and what all have that come is the run's.
+        """
+        told, waited_s = list(self.told.values()), now - self._since
+        survivors = membership.survivors
+        if not survivors:
+            if membership.waiting or not starts:
+                return "", told
+            all_have_it = len(told) >= membership.expected or waited_s > membership.patience_s
+            return (self._most_told(told) if all_have_it else ""), []
+        inside = [self.told[member.id] for member in survivors if member.id in self.told]
+        outside = [each for each in told if each not in inside]
+        if inside and len(inside) == len(membership.current):
+            return self._most_told(inside), outside
+        is_open = any(member.id not in self.told for member in membership.missing)
+        return "", outside if is_open and waited_s <= OTHERS_S else told
+
+    def _most_told(self, told: Iterable[Trouble]) -> str:
+        return Counter(each.message for each in told).most_common(1)[0][0]
+
+
+@dataclass
+class FirstSteps:
+    """Groups that break before they have done a step, and newcomers that may be why."""
+
+    timeout_s: float  # of a collective
+    failed_in_a_row: int = 0  # groups of other members than fewer of those before
+    proven: frozenset[str] = frozenset()  # members that have done a step together
+    new: frozenset[str] = frozenset()  # the newest group's others, where it has proven ones
+    _members: frozenset[str] = frozenset()  # of the newest group
+    _held_back: frozenset[str] = frozenset()  # the newest group was formed without them
+    _since: float | None = None  # when it was formed; None: it has done a step, or there is none
+    _longest_s: float | None = None  # that a group took to its first step
+
+    def formed(self, members: frozenset[str], held_back: frozenset[str], now: float) -> bool:
+        """A group tries; False where too many have failed in a row."""
+        self.failed_in_a_row += not members < self._members
+        self.new = members - self.proven if members & self.proven else frozenset()
+        self._members, self._held_back, self._since = members, held_back - members, now
+        return self.failed_in_a_row <= MAX_FAILED_GENERATIONS
+
+    def stepped(self, now: float) -> frozenset[str]:
+        """The newest group has done a step; those that it was formed without, and that had broken the one before."""
+        if self._since is None:
+            return frozenset()
+        self._longest_s, self._since = max(self._longest_s or 0.0, now - self._since), None
+        without, self._held_back = self._held_back, frozenset()
+        self.failed_in_a_row, self.proven, self.new = 0, self._members, frozenset()
+        return without
+
+    def held_back(self, *, lost: bool) -> frozenset[str]:
+        """Those that a group in place of the newest one does without, if it can; `lost`: a member of that was."""
+        if self._since is None or lost:
+            return self._held_back
+        return self._held_back | self.new if self.new else frozenset()  # it broke without them, too
+
+    @property
+    def patience_s(self) -> float:
+        """For the first step of a group with newcomers, which have compiled before they joined."""
+        if self._longest_s is None:
+            return self.timeout_s
+        return min(self.timeout_s, max(LEAST_FIRST_STEP_S, FIRST_STEPS * self._longest_s))
+
+    def overdue(self, now: float) -> frozenset[str]:
+        """Newcomers with which a group does not come to its first step."""
+        late = self._since is not None and now - self._since > self.patience_s
+        return self.new if late else frozenset()

@@ -1,0 +1,94 @@
+"""A control alone, told event by event in virtual time."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig, SnapshotConfig
+from regrow.control import commands as c
+from regrow.control import events as e
+from regrow.control.core import Control
+from regrow.control.membership import Formation, Member
+from regrow.control.past import Past
+from regrow.control.states import Answer
+from regrow.control.values import SnapshotAck, Version
+from regrow.record.log import METRIC_KEYS
+from support.control_world import is_whole
+
+CLUSTER = ClusterConfig(max_workers=8, wait_for_workers_s=60)
+
+
+class Told:
+    """A control, and all that it wanted since `clear`."""
+
+    def __init__(
+        self,
+        past: Past | None = None,
+        *,
+        checkpoint: CheckpointConfig | None = None,
+        copies: int = 1,
+        **cluster: Any,
+    ) -> None:
+        config = PretrainConfig(
+            cluster=replace(CLUSTER, **cluster),
+            checkpoint=checkpoint or CheckpointConfig(every_steps=10),
+            snapshot=SnapshotConfig(copies=copies),
+        )
+        self.now, self.commands = 1000.0, list[c.Command]()
+        self.control = Control(config, is_whole=is_whole, now=self.now, past=past)
+
+    def __call__(self, event: e.Event | None = None) -> Any:
+        """Tell it an event, or that time has passed; its reply."""
+        found = self.control.on(event, self.now) if event is not None else self.control.tick(self.now)
+        self.commands += found
+        return next((command.value for command in found if isinstance(command, c.Reply)), None)
+
+    def clear(self) -> None:
+        self.commands.clear()
+
+    def of(self, kind: type) -> list[Any]:
+        return [command for command in self.commands if isinstance(command, kind)]
+
+    def records(self, event: str) -> list[dict[str, Any]]:
+        return [dict(command.fields) for command in self.of(c.Record) if command.event == event]
+
+    def join(self, *members: Member, expected: int | None = None) -> None:
+        for member in members:
+            self(e.Joined(member, expected or len(members)))
+
+    def ask(self, member_id: str, after: int = 0) -> Answer:
+        self.now += 0.001  # whether a group can be formed is not looked at in one instant twice
+        answer: Answer = self(e.Asked(member_id, after))
+        return answer
+
+    def form(self, *members: Member) -> Formation:
+        """The next group, of these processes; they come back, if they were in the one before."""
+        self.join(*members)
+        answer = self.ask(members[0].id, self.control.generation)
+        assert answer.formation is not None
+        return answer.formation
+
+    def begin(self, nodes: Iterable[str], step: int = 0) -> None:
+        """Their keepers are up, and the newest group trains."""
+        for node in nodes:
+            self(e.KeeperUp(node, node, (node, 1)))
+        workers = [{"node": node} for node in nodes]
+        self(e.Began(self.control.generation, step, tuple(nodes), {"workers": workers}))
+
+    def row(self, step: int, **fields: Any) -> str:
+        row = dict.fromkeys(METRIC_KEYS, 0.5) | {"generation": self.control.generation, "step": step} | fields
+        reason: str = self(e.Row(self.control.generation, row))
+        return reason
+
+    def seal(self, version: Version, peers: Mapping[str, Iterable[str]]) -> None:
+        self(e.Sealed([SnapshotAck(node, version, tuple(holders)) for node, holders in peers.items()]))
+
+    @property
+    def peers(self) -> dict[str, tuple[str, ...]]:
+        """As keepers were told last."""
+        places = self.of(c.SendPlaces)[-1].places
+        return {node: tuple(peer.node for peer in place.peers) for node, place in places.items()}
+
+
+def one(pid: int, node: str = "node") -> Member:
+    return Member(f"m{pid}", node, "127.0.0.1", pid, pid)

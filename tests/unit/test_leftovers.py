@@ -1,0 +1,74 @@
+"""What an earlier life of a host left behind: folders in memory, and the numbers of processes."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regrow.runtime.keeper import Keeper
+from regrow.runtime.liveness.pulse import started_at
+from regrow.state.memory.node import KeeperNode, take_over_leftovers
+
+PATTERN = "regrow-run-*"
+
+
+def folder(parent: Path, node: str, *, used_at: float, run: str = "run") -> Path:
+    """Of a keeper that is gone."""
+    made = parent / f"regrow-{run}-{node}"
+    made.mkdir(mode=0o700)
+    for name in ("g000001-r0-0.slot", "pulse-17", "word", "lock"):
+        (made / name).write_text(node)
+        os.utime(made / name, (used_at, used_at))
+    os.utime(made, (used_at, used_at))
+    return made
+
+
+def test_a_host_that_comes_back_as_another_node_has_what_it_had_and_no_more(tmp_path: Path) -> None:
+    older, newer = folder(tmp_path, "first-life", used_at=1e9), folder(tmp_path, "second-life", used_at=2e9)
+    others = folder(tmp_path, "life", used_at=1e9, run="other"), folder(tmp_path, "alive", used_at=1e9)
+    mine = tmp_path / "regrow-run-third-life"
+    take_over_leftovers(mine, PATTERN, lambda: {"alive", "third-life"})
+    assert (mine / "g000001-r0-0.slot").read_text() == "second-life"
+    assert not (mine / "pulse-17").exists(), "of a process that is gone: nobody is to be told of its death"
+    assert not older.exists()
+    assert not newer.exists()
+    assert all(other.exists() for other in others)
+    later = folder(tmp_path, "fourth-life", used_at=3e9)  # Ray took its time to find that node dead
+    take_over_leftovers(mine, PATTERN, lambda: {"third-life"})
+    assert not later.exists(), "snapshots need the room"
+    assert (mine / "g000001-r0-0.slot").read_text() == "second-life"
+
+
+def test_a_folder_that_a_keeper_serves_is_left_alone(tmp_path: Path) -> None:
+    """Of a raylet beside this one; Ray may take a node for dead that is only cut off."""
+    there = tmp_path / "regrow-run-beside"
+    keeper = KeeperNode(there, node="beside", host="127.0.0.1", secret=b"", run_id="run", report=print)
+    keeper.start()
+    take_over_leftovers(tmp_path / "regrow-run-mine", PATTERN, set)
+    assert there.exists()
+    keeper.close(delete=False)
+    take_over_leftovers(tmp_path / "regrow-run-mine", PATTERN, set)
+    assert not there.exists()
+
+
+@pytest.fixture
+def process() -> Iterator["subprocess.Popen[bytes]"]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as found:
+        yield found
+        found.kill()
+
+
+def test_another_process_that_has_the_pid_by_now_is_not_ended(process: Any) -> None:
+    pid, started = process.pid, started_at(process.pid)
+    assert started > 0
+    Keeper.end_process(None, pid, started - 100)  # type: ignore[arg-type]  # a worker that had it a second before
+    assert process.poll() is None
+    Keeper.end_process(None, pid, started)  # type: ignore[arg-type]
+    assert process.wait(60) == -signal.SIGKILL
+    Keeper.end_process(None, pid, started)  # type: ignore[arg-type]  # it is gone
+    assert started_at(pid) == 0

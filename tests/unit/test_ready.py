@@ -1,0 +1,78 @@
+"""What a process looks at before it joins: it says what its host lacks, and the others hear nothing of it."""
+
+import shutil
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from regrow.config.schema import PretrainConfig, TrainConfig
+from regrow.data.read.corpora import Corpora
+from regrow.errors import DataError, ResumeError
+from regrow.record.run_folder import RUN_FILE, write_record
+from regrow.runtime.memory_tier import NO_ROOM_S, ROOM_S, may_wait
+from regrow.runtime.ready import check_here
+from regrow.storage import Storage
+from support.corpus import write_rows
+
+HOST = socket.gethostname()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Any:
+    """A run on a host that has everything."""
+    write_rows(tmp_path / "corpus", num_rows=100)
+    write_record(Storage.at(tmp_path / "run"), run_id="run", identity={}, manifest_sha256="")
+    return SimpleNamespace(
+        config=PretrainConfig(train=TrainConfig(validate_every_steps=0)),
+        corpora=Corpora.at(tmp_path / "corpus"),
+        folder=str(tmp_path / "run"),
+    )
+
+
+def test_a_host_that_has_corpus_and_run_folder_is_fit(job: Any) -> None:
+    check_here(job)
+
+
+def test_a_host_without_the_corpus_says_so_and_nobody_is_told_to_delete_it(job: Any, tmp_path: Path) -> None:
+    _ = job.corpora.manifests  # as they came from the driver, which has read them
+    shard = next((tmp_path / "corpus").glob("*.parquet"))
+    shard.unlink()
+    with pytest.raises(
+        DataError, match=rf"on {HOST}: .*cannot be read here .*No such file.* mounted on this host"
+    ) as error:
+        check_here(job)
+    assert "delete" not in str(error.value)
+    shutil.rmtree(tmp_path / "corpus")
+    with pytest.raises(DataError, match=rf"on {HOST}: .* holds no finished corpus; .* mounted there") as error:
+        check_here(job)
+    assert "delete" not in str(error.value)
+
+
+def test_a_host_that_does_not_see_the_runs_folder_does_not_take_it_for_a_new_run(job: Any, tmp_path: Path) -> None:
+    """It would have begun from the seed, had it become rank 0."""
+    (tmp_path / "run" / RUN_FILE).unlink()
+    with pytest.raises(ResumeError, match=rf"cannot be read on {HOST}: it has no {RUN_FILE} there; .* mounted there"):
+        check_here(job)
+    (tmp_path / "run" / RUN_FILE).mkdir()
+    with pytest.raises(ResumeError, match=rf"cannot be read on {HOST}: .*Is a directory"):
+        check_here(job)
+
+
+@pytest.mark.parametrize(
+    ("problems", "known", "patience_s"),
+    [
+        (["", "", "full"], [True, True, False], -1.0),  # a newcomer
+        (["", "", "full"], [True, True, True], ROOM_S),  # something takes the room of one node for a while
+        (["full", "full", "full"], [True, True, True], NO_ROOM_S),  # and of all
+        (["full", "full", "full"], [False, False, False], -1.0),  # at the start
+        (["full", "full", "full"], [True, True, False], -1.0),
+    ],
+)
+def test_a_group_waits_for_room_only_where_it_may_come(
+    problems: list[str], known: list[bool], patience_s: float
+) -> None:
+    assert may_wait(problems, known, patience_s) == (patience_s > 0)
+    assert not may_wait(problems, known, patience_s + 1.0)

@@ -1,0 +1,310 @@
+"""Whose trouble it is: what all ranks have ends the run, what one has costs that one."""
+
+import pytest
+
+from regrow.control import commands as c
+from regrow.control import events as e
+from regrow.control.health import Pulse
+from regrow.control.membership import Member
+from regrow.control.past import Past
+from regrow.control.states import Answer, GivenUp, Training
+from regrow.control.troubles import LEAST_FIRST_STEP_S, OTHERS_S
+from regrow.record.events import Cause
+from support.told import Told, one
+
+NO_CORPUS = "data holds no finished corpus on host-3"
+
+
+def trouble(told: Told, member: Member, message: str = NO_CORPUS, *, generation: int | None = None) -> None:
+    number = told.control.generation if generation is None else generation
+    told(e.Trouble(number, member, 3, message))
+
+
+def training(told: Told, *members: Member, step: int = 0) -> int:
+    """They train, and have done a step."""
+    told.form(*members)
+    told.begin(dict.fromkeys(member.node for member in members), step)
+    told.row(step + 1)
+    return told.control.generation
+
+
+def messages(told: Told) -> list[str]:
+    return [command.message for command in told.of(c.GiveUp)]
+
+
+def wait(told: Told, seconds: float) -> None:
+    """With the ticks that a coordinator has, and keepers that answer: every process runs."""
+    pids = {node: pid for pid, node in ((each.pid, each.node) for each in (A, B, NEW))}
+    for _ in range(int(seconds / 0.5)):
+        told.now += 0.5
+        told()
+        for command in told.of(c.Ask):
+            for node in command.nodes:
+                alive = [Pulse(pids[node], told.control.generation, 0, 0.0, 0.0, "S")]
+                told(e.Answered(command.number, node, "" if command.question is c.Question.STACKS else alive))
+        told.commands = [command for command in told.commands if not isinstance(command, c.Ask)]
+
+
+A, B, NEW = one(1, "a"), one(2, "b"), one(3, "new")
+
+
+def test_what_a_newcomer_finds_before_it_joins_costs_the_others_nothing() -> None:
+    told = Told()
+    generation = training(told, A, B)
+    told.clear()
+    trouble(told, NEW, generation=0)
+    assert told.ask("m3") == Answer(unfit=True)
+    assert told.control.state == Training(generation)
+    assert told.row(2) == ""
+    assert [(each["node"], each["detail"]) for each in told.records("unfit")] == [("new", NO_CORPUS)]
+    assert told.records("failure") == []
+    assert told.control.ending is None
+
+
+def test_a_newcomer_with_too_little_room_is_left_out_at_once_and_the_others_go_on() -> None:
+    """In a group with it, which all of them had joined."""
+    told = Told()
+    training(told, A, B)
+    group = told.form(A, B, NEW).generation
+    told.clear()
+    trouble(told, NEW, "/dev/shm on node new has 0.01 GB")
+    assert [command.generation for command in told.of(c.TellOver)] == [group]
+    told.join(A)
+    assert told.ask("m1", group).formation is None
+    told.join(B)
+    told()
+    formed = told.ask("m2", group).formation
+    assert formed is not None
+    assert [member.id for member in formed.members] == ["m1", "m2"]
+    assert told.ask("m3", group) == Answer(unfit=True)
+    (failure,) = told.records("failure")
+    assert (failure["cause"], failure["ranks"]) == (Cause.worker_failed, [2])
+    assert told.control.ending is None
+
+
+def test_others_that_neither_come_nor_have_it_are_not_waited_for_longer_than_a_moment() -> None:
+    told = Told()
+    group = training(told, A, B, NEW)
+    trouble(told, NEW)
+    told.join(A)
+    wait(told, OTHERS_S - 0.5)
+    assert told.records("failure") == []
+    wait(told, 1.0)
+    assert [failure["ranks"] for failure in told.records("failure")] == [[2]]
+    told.join(B)
+    assert told.ask("m2", group).formation is not None
+
+
+def test_what_all_ranks_of_a_group_have_is_the_runs() -> None:
+    told = Told()
+    told.form(A, B, NEW)
+    for member in (A, B, NEW):
+        assert messages(told) == []
+        trouble(told, member, "num_slices=12 is wrong")
+    assert messages(told) == ["num_slices=12 is wrong"]
+    assert [told.ask(each.id).given_up for each in (A, B, NEW)] == ["num_slices=12 is wrong"] * 3
+
+
+def test_what_one_rank_of_the_first_group_has_is_its_own_once_the_others_have_come_again() -> None:
+    told = Told()
+    first = told.form(A, B, NEW).generation
+    trouble(told, A)
+    told.join(B, NEW)
+    told()
+    formed = told.ask("m2", first).formation
+    assert formed is not None
+    assert [member.id for member in formed.members] == ["m2", "m3"]
+    assert told.control.ending is None
+
+
+def test_a_rank_that_dies_has_not_said_that_it_has_it_too() -> None:
+    told = Told()
+    told.form(A, B)
+    trouble(told, A)
+    told(e.Died((("b", 2),), 1, Cause.worker_died, "gone"))
+    wait(told, OTHERS_S + 1.0)
+    assert messages(told) == []
+    assert told.ask("m1") == Answer(unfit=True)
+
+
+def test_what_all_find_before_they_join_at_the_start_is_the_runs_and_what_one_finds_is_not() -> None:
+    everyone = Told()
+    for member in (A, B, NEW):
+        assert messages(everyone) == []
+        trouble(everyone, member, generation=0)
+    assert messages(everyone) == [NO_CORPUS]
+    told = Told()
+    trouble(told, NEW, generation=0)
+    assert told.ask("m3") == Answer(wait_s=0.1), "the others may have it, too"
+    told.join(A, expected=3)
+    told()
+    assert told.ask("m3") == Answer(unfit=True)
+    told.join(B, expected=3)
+    formed = told.ask("m2").formation
+    assert formed is not None, "of those that are left nobody is waited for"
+    assert [member.id for member in formed.members] == ["m1", "m2"]
+
+
+def test_one_that_never_says_anything_at_the_start_does_not_keep_the_others_errors_from_the_user() -> None:
+    told = Told()
+    trouble(told, A, generation=0)
+    trouble(told, B, generation=0)
+    wait(told, told.control._group.membership.patience_s + 1.0)
+    assert messages(told) == [NO_CORPUS]
+
+
+def test_storage_that_is_away_for_all_while_they_are_started_anew_does_not_end_the_run() -> None:
+    """It is waited for as for nodes: `cluster.wait_for_workers_s`."""
+    told = Told(wait_for_workers_s=600.0)
+    training(told, A, B)
+    told(e.Died((("a", 1), ("b", 2)), 0, Cause.worker_died, "gone"))
+    for number in (4, 5):
+        trouble(told, one(number, "a"), "storage is away", generation=0)
+        told()
+        assert told.ask(f"m{number}") == Answer(unfit=True)
+    assert told.control.ending is None
+    wait(told, 601.0)
+    assert isinstance(told.control.ending, GivenUp)
+
+
+def test_a_process_whose_coordinator_was_restarted_tells_its_trouble_again() -> None:
+    told = Told(Past(4, 10, restarted=True))
+    told(e.Restarted((A, B), 7, ("a", "b")))
+    assert told.ask("m3").join_again
+    trouble(told, NEW, generation=0)
+    assert told.ask("m3") == Answer(unfit=True)
+
+
+def test_a_host_whose_processes_have_the_same_trouble_again_and_again_is_left_alone() -> None:
+    told = Told(quarantine_failures=3)
+    training(told, A, B)
+    for attempt in range(3):
+        assert told.control.excluded_nodes(told.now) == set()
+        for rank in range(8):  # all of the node's say so, which counts once
+            trouble(told, one(10 * attempt + 10 + rank, "new"), generation=0)
+        told.now += 15.0
+    assert told.control.excluded_nodes(told.now) == {"new"}
+
+
+# groups that break without a word
+
+
+def test_bad_nodes_that_go_one_after_the_other_at_the_start_do_not_end_the_run() -> None:
+    """Of 32 nodes, 5: each breaks the group's first steps and is removed."""
+    told = Told(max_workers=32)
+    nodes = [one(pid, f"n{pid}") for pid in range(32)]
+    told.form(*nodes)
+    for bad in range(5):
+        told(e.Died(((f"n{bad}", bad),), 31 - bad, Cause.worker_died, "gone"))
+        formation = told.form(*nodes[bad + 1 :])
+        assert len(formation.members) == 31 - bad
+    assert told.control.ending is None
+
+
+def broken_with(told: Told, *members: Member) -> list[str]:
+    """The newest group broke, all of it lives, and all come again; those that are in the next one."""
+    told(e.Broke(told.control.generation, "rank 2: RuntimeError: connection closed"))
+    return [member.id for member in told.form(*members).members]
+
+
+def test_a_newcomer_whose_first_collective_fails_is_left_out_first() -> None:
+    told = Told()
+    training(told, A, B)
+    told.form(A, B, NEW)
+    assert broken_with(told, A, B, NEW) == ["m1", "m2"]
+    told.begin("ab", 1)
+    assert told.ask("m3", 2).wait_s > 0
+    told.row(2)
+    assert told.ask("m3", 2) == Answer(unfit=True)
+    assert ["its first group broke" in each["detail"] for each in told.records("unfit")] == [True]
+    assert told.control.ending is None
+
+
+def test_a_newcomer_is_taken_back_where_the_group_breaks_without_it_too() -> None:
+    told = Told()
+    training(told, A, B)
+    told.form(A, B, NEW)
+    assert broken_with(told, A, B, NEW) == ["m1", "m2"]
+    assert broken_with(told, A, B) == ["m1", "m2", "m3"]
+    told.begin(["a", "b", "new"], 1)
+    told.row(2)
+    assert told.records("unfit") == []
+
+
+def test_a_newcomer_is_not_blamed_for_a_death_of_another_rank() -> None:
+    told = Told()
+    training(told, A, B)
+    told.form(A, B, NEW)
+    told(e.Died((("b", 2),), 2, Cause.worker_died, "gone"))
+    assert [member.id for member in told.form(A, NEW).members] == ["m1", "m3"]
+
+
+def test_a_group_that_cannot_do_without_its_newcomer_takes_it_and_is_given_up_in_the_end() -> None:
+    told = Told(min_workers=3)
+    training(told, A, B, one(4, "c"))
+    told(e.Died((("c", 4),), 2, Cause.worker_died, "gone"))
+    told.form(A, B, NEW)
+    for _ in range(2):
+        assert broken_with(told, A, B, NEW) == ["m1", "m2", "m3"]
+    told(e.Broke(told.control.generation, "rank 2: it is broken"))
+    told.join(A, B, NEW)
+    assert "it is broken" in told.ask("m1", told.control.generation).given_up
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_newcomer_that_hangs_before_its_first_step_is_dropped_long_before_a_collectives_timeout(known: bool) -> None:
+    """Nothing is known of how long a first step takes after the coordinator was restarted: then it is waited for."""
+    told = Told() if known else Told(Past(4, 10, restarted=True))
+    if known:
+        training(told, A, B)
+    else:
+        told(e.Restarted((A, B), 10, ("a", "b")))
+    told.form(A, B, NEW)
+    told.clear()
+    wait(told, LEAST_FIRST_STEP_S - 1.0)
+    assert told.of(c.Kill) == []
+    wait(told, 2.0)
+    assert told.of(c.Kill) == ([c.Kill("new", 3)] if known else [])
+    if known:
+        (failure,) = told.records("failure")
+        assert (failure["cause"], failure["ranks"]) == (Cause.worker_hung, [2])
+
+
+def test_of_several_newcomers_the_one_that_is_in_no_collective_is_dropped_alone() -> None:
+    """Keepers say who it is, from half of the time on."""
+    told = Told()
+    training(told, A, B)
+    fit = one(4, "fit")
+    told.form(A, B, NEW, fit)
+    for node in ("new", "fit"):
+        told(e.KeeperUp(node, node, (node, 1)))
+    told.clear()
+    pids, asked = {"a": 1, "b": 2, "new": 3, "fit": 4}, 0
+    while not told.of(c.Kill) and told.now < 1200.0:
+        told.now += 0.5
+        told()
+        for command in told.of(c.Ask):
+            asked += 1
+            for node in command.nodes:
+                waits = node != "new"
+                pulse = Pulse(pids[node], 2, 0, 0.0, 0.0, "S", asked=asked, collectives=7, waits=waits)
+                told(e.Answered(command.number, node, "" if command.question is c.Question.STACKS else [pulse]))
+        told.commands = [command for command in told.commands if not isinstance(command, c.Ask)]
+    assert told.of(c.Kill) == [c.Kill("new", 3)]
+    assert told.now - 1000.0 < LEAST_FIRST_STEP_S
+    (failure,) = told.records("failure")
+    assert "is not in the collective that others wait in" in failure["detail"]
+
+
+def test_first_steps_that_take_long_anyway_give_newcomers_as_much_time() -> None:
+    told = Told()
+    told.form(A, B)
+    wait(told, 50.0)  # all compile
+    told.begin("ab")
+    told.row(1)
+    told.form(A, B, NEW)
+    told.clear()
+    wait(told, 190.0)
+    assert told.of(c.Kill) == []
+    wait(told, 20.0)
+    assert told.of(c.Kill) == [c.Kill("new", 3)]
