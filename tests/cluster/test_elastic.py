@@ -124,6 +124,22 @@ def test_a_group_grows_past_the_size_it_started_with_and_shrinks_again(
 
 
 @pytest.mark.long
+def test_a_node_with_room_for_four_joins_at_once(storage: Path) -> None:
+    """It joined as 3, 4 and 5 ranks, each of them a stop of all."""
+    settings = [*BASE[: len(SMALL)], "snapshot.every_steps=1", "cluster.cpus_per_worker=2", "train.steps=100000"]
+    with local_nodes(1, cpus=2) as nodes:
+        cluster = [f"cluster.address={nodes.address}", "cluster.min_workers=1", "cluster.max_workers=5"]
+        with Job(storage, "four", *settings, *cluster) as job:
+            job.wait_for(lambda: job.last_step() >= 5, 240)
+            nodes.cpus = 8
+            nodes.add()
+            job.wait_for(lambda: job.events("generation")[-1]["world_size"] == 5, 300)
+            assert [event["world_size"] for event in job.events("generation")] == [1, 5]
+            survived = job.last_step() + 5
+            job.wait_for(lambda: job.last_step() >= survived, 120)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(("replicas", "lost_steps"), [(1, 1), (2, 0)])
 def test_two_nodes_of_two_workers_lose_one_and_get_it_back(
     undisturbed: Job, storage: Path, backend: str, replicas: int, lost_steps: int
