@@ -31,7 +31,7 @@ from regrow.state.memory.reader import Holder, Restored, restore_snapshot
 from regrow.state.memory.writer import Snapshots
 
 ROOM_S, LOOK_S = 20.0, 0.5  # that a group waits for room in the memory of some of its nodes; between looks
-NO_ROOM_S = 120.0  # and in that of all of them: nobody could go on without the others
+NO_ROOM_S = 120.0  # and in that of all of them: no group could go on without these
 
 
 def may_wait(problems: Sequence[str], known: Sequence[bool], waited_s: float) -> bool:
