@@ -227,7 +227,7 @@ class Cluster:
 
         def tick() -> None:
             while not over.wait(TICK_S):
-                updates, _ = ray.get(self.coordinator.updates.remote(self.shown), timeout=60)
+                updates, *_ = ray.get(self.coordinator.updates.remote(self.shown), timeout=60)
                 self.shown = updates[-1].number if updates else self.shown
                 self.updates += updates
 

@@ -16,6 +16,7 @@ from regrow.parallel.float8 import inner_tensor
 from regrow.plan.boxes import Box
 from regrow.plan.mesh import ALONE
 from regrow.state.disk import catalog, store
+from regrow.state.disk.catalog import survey
 from regrow.state.disk.format import COMMIT
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.entries import Entry, training_entries
@@ -245,6 +246,9 @@ def test_damaged_checkpoints_past_the_one_that_was_restored_do_not_count_as_kept
     save_alone(tmp_path, 1200, generation=2)
     assert catalog.retain(folder, keep=2) == [500]
     assert catalog.committed_steps(folder) == [1200, 1000]
+    problems = {found.step: found.problem for found in survey(folder, RUN)}
+    assert all("a run could not read it" in problems.pop(step) for step in damaged)
+    assert problems == {1200: "", 1000: ""}
     assert restored_step(tmp_path) == 1200, "not one that is damaged, nor one that was left behind"
     save_alone(tmp_path, 2000, generation=2)  # passed again: this one is sound
     assert catalog.committed_steps(folder) == [2000, 1200, 1000]

@@ -19,7 +19,7 @@ from regrow.control.core import Control, Fenced
 from regrow.control.health import Pulse
 from regrow.control.membership import Formation, Member
 from regrow.control.past import Past, group_of
-from regrow.control.states import Answer, GivenUp
+from regrow.control.states import Answer
 from regrow.control.values import NEVER, SnapshotAck, Version
 from regrow.record.events import Cause
 from regrow.record.log import METRIC_KEYS
@@ -216,6 +216,8 @@ class World:
             return
         if self.stop_asked:  # again and again: a coordinator that was restarted does not know
             self.tell(e.StopAsked("interrupted"))
+        if self.given_up:
+            self.tell(e.Failed(self.given_up))
         if self.leave_at == NO_TIME:
             if self.given_up or self.control.is_over:
                 self.leave_at = self.now + LEAVE_S * self.rng.random()
@@ -464,7 +466,7 @@ class World:
                     self._push(node, slot, shard)
 
     def _do_Announce(self, command: c.Announce) -> None:
-        if command.newest != NEVER and command.newest not in self.committed:
+        if command.newest != NEVER and not self._is_known(command.newest):
             raise Broken(f"{command.newest} was announced and is not committed")
         for name in self.control._snapshots.keepers.known:  # down the tree, which is not modelled
             self.after(self.soon(), lambda name=name: self._hear(name, command))  # type: ignore[misc]
@@ -496,8 +498,12 @@ class World:
             self.committed[version][origin] = frozenset(holders)
         self.newest_committed = version
 
+    def _is_known(self, version: Version) -> bool:
+        """Whether it is committed; or sealed, and whole, as what a coordinator finds that comes after another one."""
+        return version in self.committed or is_whole(version, [s for node in self.nodes.values() for s in node.held])
+
     def _do_Write(self, command: c.Write) -> None:
-        if command.version not in self.committed:
+        if not self._is_known(command.version):
             raise Broken(f"a checkpoint of {command.version}, which is not committed")
         node, failed = self.nodes[command.node], e.WriteFailed(command.upload, command.origin, command.node, "is gone")
         key = command.upload + 10**6 * self.num_coordinators
@@ -957,6 +963,6 @@ def play(seed: int, control_class: type[Control] = Control, *, num_faults: int |
         world.after(rng.random() * 20.0, world.fault)
     world.run(2000.0)
     world.check_log()
-    if not world.done and not isinstance(world.control.ending, GivenUp):
+    if not world.done and not world.given_up:
         raise Broken("the run ended, and did not say why")
     return world

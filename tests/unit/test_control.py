@@ -569,6 +569,7 @@ def test_whatever_ends_a_run_its_newest_snapshot_is_ordered_into_storage_without
 
 def test_the_last_checkpoint_is_tried_again_after_an_error_of_storage_until_it_is_there() -> None:
     told = committed_in_memory()
+    told(e.Done())
     told(e.Settle())
     for number in range(2, 6):
         told(e.WriteFailed(number, "a", "a", "Input/output error"))

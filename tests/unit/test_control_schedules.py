@@ -2,7 +2,8 @@
 
 `support.control_world` checks the promises as they happen: a step's row and state follow from the samples before
 it, each once (1, 2); what is committed is whole and has its copies (4); a generation that is over changes nothing (6);
-every new group has a cause that was recorded (8). Once no more faults come, a run comes to its end.
+every new group has a cause that was recorded (8); what is committed is in storage once the run has ended, or said to
+be missing (11). Once no more faults come, a run comes to its end.
 """
 
 import random
@@ -21,6 +22,7 @@ from support.control_world import Broken, World, play
 NUM_SCHEDULES = 10_000
 
 
+@pytest.mark.timeout(900)
 def test_ten_thousand_random_schedules_keep_the_promises() -> None:
     ends = [play(seed) for seed in range(NUM_SCHEDULES)]
     assert sum(world.done for world in ends) > 0.99 * NUM_SCHEDULES
@@ -152,6 +154,11 @@ def generations_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core.Control, "__init__", forgetful)
 
 
+def a_run_ends_without_a_look_at_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is committed there is deleted, as a stop below min_workers did."""
+    monkeypatch.setattr(checkpoints.Checkpoints, "secure", lambda self, reason, now: None)
+
+
 def the_index_comes_before_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     written = checkpoints.Checkpoints.written
 
@@ -173,6 +180,7 @@ def the_index_comes_before_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
         late_reports_count,
         generations_are_used_again,
         the_index_comes_before_all_parts,
+        a_run_ends_without_a_look_at_memory,
     ],
     ids=lambda mistake: mistake.__name__,
 )
@@ -180,7 +188,7 @@ def test_a_mistake_in_control_is_found(mistake: Callable[..., None], monkeypatch
     mistake(monkeypatch)
     for seed in range(3000):
         try:
-            play(seed)
+            play(seed, num_faults=6)
         except (Broken, AssertionError):
             return
     pytest.fail(f"3000 schedules, and nobody saw that {mistake.__name__}")

@@ -184,7 +184,9 @@ class Checkpoints:
             return
         holders = (origin, *found.peers[origin])
         found.lacked = found.lacked and event.has_none
-        peer = next(filter(self._keepers.can_ask, holders[holders.index(node) + 1 :]), "")
+        rest = [each for each in holders[holders.index(node) + 1 :] if each in self._keepers.known]
+        asked = rest if self._end_at is not None else []  # in the end one that has gone dark is better than none
+        peer = next(filter(self._keepers.can_ask, rest), next(iter(asked), ""))
         if peer:
             self._write(found, origin, peer)
         else:

@@ -259,6 +259,8 @@ class _Session:
         while thread.is_alive() and time.monotonic() < leave_at:
             thread.join(POLL_S)
             fatal = self._show() or fatal
+            if fatal:  # a coordinator that was restarted does not know
+                self.coordinator.fail.remote(fatal)
             if (fatal or self.is_over) and leave_at == float("inf"):  # where all workers are dead, nothing returns
                 leave_at = time.monotonic() + LEAVE_S
         return self._show() or fatal, outcome[0] if outcome else None

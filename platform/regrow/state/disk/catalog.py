@@ -35,12 +35,12 @@ def committed_steps(folder: Storage) -> list[int]:
 
     What it points to may still be damaged: `open_checkpoint` tells.
     """
-    return [step for step in _with_commit(folder) if not _is_noted(folder, step)]
+    return [step for step in _with_commit(folder) if not damage_of(folder, step)]
 
 
 def damaged_steps(folder: Storage) -> list[int]:
     """Those that are noted, newest first: for who has nothing else, as it may have been the reader that was wrong."""
-    return [step for step in _with_commit(folder) if _is_noted(folder, step)]
+    return [step for step in _with_commit(folder) if damage_of(folder, step)]
 
 
 def note_damaged(folder: Storage, step: int, detail: str) -> None:
@@ -53,6 +53,16 @@ def note_damaged(folder: Storage, step: int, detail: str) -> None:
     folder.write_bytes(f"{step_folder(step)}/{DAMAGED}", json.dumps(note).encode())
 
 
+def damage_of(folder: Storage, step: int) -> str:
+    """What a run found wrong with the COMMIT that is there, or empty."""
+    try:
+        note = json.loads(folder.read_bytes(f"{step_folder(step)}/{DAMAGED}"))
+        commit = folder.read_bytes(f"{step_folder(step)}/{COMMIT}")
+        return str(note["detail"] or "damaged") if note["commit"] == hashlib.sha256(commit).hexdigest() else ""
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return ""
+
+
 def _with_commit(folder: Storage) -> list[int]:
     return [step for step in _steps(folder) if folder.exists(f"{step_folder(step)}/{COMMIT}")]
 
@@ -61,16 +71,6 @@ def _steps(folder: Storage) -> list[int]:
     """Of all folders, newest first."""
     names = (name for name in folder.list() if name.startswith("step-") and name[5:].isdigit())
     return sorted((int(name[5:]) for name in names), reverse=True)
-
-
-def _is_noted(folder: Storage, step: int) -> bool:
-    """Whether it is the COMMIT that is there which was found to be damaged."""
-    try:
-        note = json.loads(folder.read_bytes(f"{step_folder(step)}/{DAMAGED}"))
-        commit = folder.read_bytes(f"{step_folder(step)}/{COMMIT}")
-        return bool(note["commit"] == hashlib.sha256(commit).hexdigest())
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return False
 
 
 def open_checkpoint(folder: Storage, step: int, *, run_id: str | None = None) -> Index:
@@ -268,4 +268,6 @@ def _look(checkpoints: Storage, step: int, run_id: str | None) -> Found:
         check_sizes(checkpoints, index)
     except CheckpointError as error:
         return Found(step, index, str(error))
+    if noted := damage_of(checkpoints, step):
+        return Found(step, index, f"a run could not read it ({noted}); delete {DAMAGED} there if it is sound after all")
     return Found(step, index, "")
