@@ -401,7 +401,7 @@ def end(made: World) -> None:
     wait_until(lambda: len(committed_steps(made.checkpoints)) <= KEEP)
     rows = {row["step"] for row in read_metrics(Storage.at(made.folder / "run"))}
     assert rows.issuperset(committed_steps(made.checkpoints))
-    get(made.actor.close.remote(0, "finished", "", keep=True))
+    get(made.actor.close.remote(0, "finished", "", True))
     assert not list(made.folder.glob("regrow-*"))
 
 

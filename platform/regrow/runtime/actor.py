@@ -128,7 +128,7 @@ class Coordinator:
         for event in self.shell.fleet.adopt(_me()):
             self.shell.tell(event)
 
-    def close(self, step: int, reason: str, detail: str, *, keep: bool) -> str:
+    def close(self, step: int, reason: str, detail: str, keep: bool) -> str:
         """Write the last event and flush everything; what could not be written, or empty.
 
         Nothing stays in memory, but for the newest step where storage does not have it and it is to be kept.
