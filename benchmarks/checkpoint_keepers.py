@@ -172,7 +172,7 @@ def _keep(pipe: Connection, place: Place) -> None:
     keeper = KeeperNode(place.folder, node=place.node, host="127.0.0.1", secret=SECRET, run_id=RUN_ID, report=send)
     keeper.start()
     send(keeper.address)
-    with contextlib.suppress(EOFError, OSError):  # whoever started it is gone
+    with contextlib.suppress(EOFError, OSError):  # the process that started it is gone
         while True:
             what, value = pipe.recv()
             if what == "peers":

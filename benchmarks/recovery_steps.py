@@ -1,6 +1,6 @@
 """What the steps that a side has finished tell of a fault: when it went on, what it lost, how long it stood still.
 
-Both sides write a line when a step has ended; everything is read from those lines. A group is whoever trained together
+Both sides write a line when a step has ended; everything is read from those lines. A group is what trained together
 until the next change: our generations, Ray Train's attempts.
 """
 

@@ -126,7 +126,7 @@ def train_fn(settings: dict[str, Any]) -> None:
 
 
 def begin_group(folder: Path, rank: int, world_size: int) -> int:
-    """Write down who trains from here on; the number of the group, on rank 0. Collective."""
+    """Write down which ranks train from here on; the number of the group, on rank 0. Collective."""
     import torch.distributed as dist
 
     workers: list[Any] = [None] * world_size
@@ -161,7 +161,7 @@ class TunedTrainer(TorchTrainer):
 
 
 def wait_until_gcs_knows_the_dead() -> None:
-    """A raylet that nobody listens for is dead: wait until the GCS will not place anything there."""
+    """A raylet that refuses connections is dead: wait until the GCS will not place anything there."""
     give_up_at = time.monotonic() + GCS_NOTICES_S
     while time.monotonic() < give_up_at:
         alive = [node for node in ray.nodes() if node["Alive"]]

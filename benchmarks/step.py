@@ -116,7 +116,7 @@ class Case:
             compile=self.recipe.endswith(COMPILED),
             compile_backend=self.compile_backend,
             activation_checkpoint=self.activation_checkpoint,
-            reshard_after_forward=False,  # there is nobody to gather from again
+            reshard_after_forward=False,  # there is no peer to gather from again
         )
 
 

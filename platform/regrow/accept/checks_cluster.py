@@ -46,7 +46,7 @@ def config_of(more: list[str]) -> PretrainConfig:
 
 
 class Job:
-    """`python -m jobs.pretrain`, and its run folder as anybody could read it."""
+    """`python -m jobs.pretrain`, and its run folder as any user could read it."""
 
     def __init__(self, name: str, given: list[str], config: PretrainConfig) -> None:
         steps = STEPS[bool(config.cluster.gpus_per_worker)]

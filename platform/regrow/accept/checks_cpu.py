@@ -114,8 +114,8 @@ def abort_at_once_and_in_turn(member: Member, num_groups: int, timeout_s: float)
             took.append(time.monotonic() - began)
             member.say(f"aborted {number}")
         member.hear(f"aborted {number}")
-        everyone: Any = dist.group.WORLD
-        everyone._get_backend(member.device).abort()
+        world: Any = dist.group.WORLD
+        world._get_backend(member.device).abort()
         dist.destroy_process_group()
     return (took[0], took[1]) if took else (0.0, 0.0)
 

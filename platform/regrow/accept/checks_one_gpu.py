@@ -154,7 +154,7 @@ def _gap(work: Any, most_s: float) -> tuple[bool, str, str]:
     over.set()
     thread.join()
     figure = f"at most {max(gaps):.2f} s without the interpreter, of {took_s:.1f} s"
-    return max(gaps) <= most_s, figure, "the heartbeat would stop, and nobody abort (pytorch#109074)"
+    return max(gaps) <= most_s, figure, "the heartbeat would stop, and nothing be aborted (pytorch#109074)"
 
 
 def settings_are_read(report: Report) -> None:
@@ -238,7 +238,7 @@ def gpu_host(report: Report) -> None:
             free, total = torch.cuda.mem_get_info(index)
             shares.append(free / total)
         figure = f"{min(shares):.1%} of GPU {shares.index(min(shares))} free, the fullest"
-        report.found("host_memory", min(shares) >= 0.95, figure, "somebody else's process holds memory there")
+        report.found("host_memory", min(shares) >= 0.95, figure, "another process holds memory there")
     with report.about("host_nvml"):
         nvml(report, number)
     x = torch.arange(1024, device="cuda", dtype=torch.float32)

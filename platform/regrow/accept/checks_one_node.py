@@ -324,7 +324,7 @@ def _change_often(member: Member) -> tuple[list[Held], tuple[list[float], list[f
         _, said = generation.run()
         aborts.append(time.time() - float(member.store.get(f"over {number}")))
         inits.append(generation.formed_at - began)
-        assert said, "nobody was told that it was over"
+        assert said, "no rank was told that it was over"
         del generation
         gc.collect()
         torch.cuda.empty_cache()

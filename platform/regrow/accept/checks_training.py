@@ -54,7 +54,7 @@ def throughput(report: Report) -> None:
     least = KNOWN.get(model.name) if "H100" in name or "H200" in name else None
     reason = "slower than others have published; jobs.pretrain observe.profile_at_step=20 says where the time goes"
     if least is None:
-        report.not_tested("throughput", f"{figure}; nobody has published what a {name} does with {model.name}")
+        report.not_tested("throughput", f"{figure}; no published figure says what a {name} does with {model.name}")
     else:
         report.found("throughput", timed.tokens_per_s >= least, figure, reason)
     report.found("mfu", timed.mfu >= 0.45, figure, reason)

@@ -1,4 +1,4 @@
-"""Runs scenarios of `outlive` and judges them: who lives, how soon, in the same process, and what it believed."""
+"""Runs scenarios of `outlive` and judges them: what lives, how soon, in the same process, and what it believed."""
 
 import time
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ def run_matrix(
             if not ranks.wait_for([f"went on {rank}" for rank in left], START_S):
                 why = f"within {START_S:.0f} s not all went on" if not ranks.failed() else ""
                 running[-1] = (row, ranks, left, why)
-            for rank in set(range(row.num_ranks)) - set(left):  # who hangs in a loop takes a core
+            for rank in set(range(row.num_ranks)) - set(left):  # a rank that hangs in a loop takes a core
                 ranks.processes[rank].kill()
             report.found(row.name, False, "", "survivors went on, and were not watched to the end")
         ends_at = time.monotonic() + settle_s

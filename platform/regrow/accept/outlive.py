@@ -1,6 +1,6 @@
 """A rank that outlives its group: as a worker does it, without Ray, so that what a backend does to it can be seen.
 
-It trains, certified, is told that its generation is over, breaks it off, and trains again in a group of those who are
+It trains, certified, is told that its generation is over, breaks it off, and trains again in a group of those that are
 left. Runs on NCCL and, on a CPU, on the backend that has NCCL's manners.
 """
 
@@ -37,7 +37,7 @@ from regrow.train.step import TrainStep
 LOOK_S = 0.05
 DRAIN_S = 60.0
 FORM_S = 60.0
-HANGS_S = 600.0  # a collective's own timeout: nobody is to wait for that
+HANGS_S = 600.0  # a collective's own timeout, which no rank is to wait for
 PIECES = 16  # of a raw collective that is repeated
 
 
@@ -49,7 +49,7 @@ class Fault(StrEnum):
     fail = "fail"  # an exception in its own code
     stop = "stop"
     spin = "spin"  # a loop on the host that does not end
-    abort = "abort"  # it aborts, and tells nobody
+    abort = "abort"  # it aborts, and tells no peer
     late = "late"  # it comes late to the first collective
 
 
@@ -95,10 +95,10 @@ class Outlived:
 
 def outlive(member: Member, scenario: Scenario) -> Outlived:
     """Two generations of a rank, or for the victim as long as it lives."""
-    everyone = list(range(member.world_size))
-    is_victim = member.rank in (everyone[:1] if scenario.fault is Fault.late else everyone[-scenario.num_victims :])
+    all_ranks = list(range(member.world_size))
+    is_victim = member.rank in (all_ranks[:1] if scenario.fault is Fault.late else all_ranks[-scenario.num_victims :])
     survivors = who_goes_on(member.world_size, scenario)
-    first = Generation(member, 0, everyone, scenario, is_victim=is_victim)
+    first = Generation(member, 0, all_ranks, scenario, is_victim=is_victim)
     losses, said = first.run()
     over_at = float(member.store.get("over 0")) if said else time.time()
     result = Outlived(os.getpid(), losses, said, time.time() - over_at)
@@ -231,7 +231,7 @@ class Generation:
     def _loss(self, loss_function: Any, *args: Any) -> Tensor:
         loss: Tensor = loss_function(*args)
         if self.scenario.fault is Fault.abort:
-            self.breaker.start()  # its own, and nobody is told
+            self.breaker.start()  # its own, and no peer is told
             time.sleep(0.5)
         else:
             befall(self.scenario)

@@ -1,6 +1,6 @@
 """Ranks of a check: processes that share a store which outlives them, and are watched as a keeper watches workers.
 
-Who dies or is stopped is seen from outside, and the others are told by a word in the store.
+A rank that dies or is stopped is seen from outside, and the others are told by a word in the store.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class Member:
         self.store = self.connect()
 
     def connect(self, timeout_s: float = WAIT_S) -> dist.TCPStore:
-        """A connection of one's own: who waits on one keeps others from using it."""
+        """A connection of its own: a wait on one keeps others from using it."""
         return dist.TCPStore("127.0.0.1", self.port, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
 
     def say(self, word: str, value: str = "") -> None:
@@ -94,7 +94,7 @@ class Ranks:
         self.kill()
 
     def look(self) -> None:
-        """Tell the others of who is gone: their generation is over."""
+        """Tell the others of ranks that are gone: their generation is over."""
         for rank, process in enumerate(self.processes):
             if rank not in self._gone and (_is_stopped(process.pid) or (process.exitcode or 0) < 0):
                 self._gone[rank] = time.monotonic()
@@ -115,7 +115,7 @@ class Ranks:
         return True
 
     def wait_for(self, words: list[str], timeout_s: float) -> bool:
-        """Until all words were said, or somebody who was to say them has failed."""
+        """Until all words were said, or a rank that was to say them has failed."""
         return self.wait(lambda: self.store.check(words) or bool(self.failed()), timeout_s) and self.store.check(words)
 
     def failed(self) -> list[int]:
@@ -165,11 +165,11 @@ def run_ranks(
 ) -> list[Any]:
     """What each rank returned. Raises RuntimeError for the first that failed."""
     with Ranks(fn, world_size, *args, device_type=device_type, environment=environment) as ranks:
-        everyone = list(range(world_size))
-        ranks.wait(lambda: bool(ranks.failed()) or not any(map(ranks.is_alive, everyone)), timeout_s)
+        all_ranks = list(range(world_size))
+        ranks.wait(lambda: bool(ranks.failed()) or not any(map(ranks.is_alive, all_ranks)), timeout_s)
         for rank in ranks.failed():
             ranks.result(rank)
-        return [ranks.result(rank) for rank in everyone]
+        return [ranks.result(rank) for rank in all_ranks]
 
 
 def form_group(member: Member, backend: str, generation: int = 0, *, timeout_s: float = 300.0) -> None:
@@ -186,7 +186,7 @@ def form_group(member: Member, backend: str, generation: int = 0, *, timeout_s: 
 
 
 def tell_over(store: dist.Store, generation: int) -> None:
-    """A generation is over, since now: who said it first said when."""
+    """A generation is over, since now: the first to say so said when."""
     store.compare_set(f"over {generation}", "", str(time.time()))
 
 

@@ -147,7 +147,7 @@ def run_check(
             how, kind = told["text"], told["kind"]
         if how and kind == "failed" and (last := last_line(output)) and last not in how:
             how = f"{how}: {last}"
-        if os.environ.get("REGROW_ACCEPT_OUTPUT"):  # for whoever mends a check
+        if os.environ.get("REGROW_ACCEPT_OUTPUT"):  # to mend a check
             sys.stderr.write(output.read_text(errors="replace"))
         return _findings(check, read_report(report), how[:REASON_CHARS], kind), how if kind == "broke" else ""
 

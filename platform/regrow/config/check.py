@@ -134,7 +134,7 @@ def _cluster(config: PretrainConfig) -> None:
     _need(
         cluster.spare_workers == 0 or (cluster.spare_workers > 0 and cluster.in_place),
         f"cluster.spare_workers={cluster.spare_workers} must not be negative, and 0 where cluster.in_place=false: "
-        "a group that restarts as a whole takes whoever is there",
+        "a group that restarts as a whole takes all workers that are there",
     )
     for name, none in (("quarantine_failures", "leaves no node alone"), ("probe_every_steps", "probes never")):
         value = getattr(cluster, name)

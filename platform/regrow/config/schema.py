@@ -127,9 +127,9 @@ class ClusterConfig:
     backend: Backend = Backend.auto  # of collectives: gloo, nccl, or asynchronous, on CPU with NCCL's behaviour
     in_place: bool = True  # survivors keep their processes when ranks are lost or come back; false: all restart
     silence_s: float = 30.0  # a worker that does not answer for this long is ended
-    stuck_s: float = 180.0  # so long without a step: who runs and keeps the others waiting is ended; 0: never
+    stuck_s: float = 180.0  # so long without a step: a rank that runs and keeps the others waiting is ended; 0: never
     wait_for_workers_s: float = 3600.0  # below min_workers: how long to keep the state and wait for nodes
-    probe_every_steps: int = 100  # each rank checks and times a short matrix product: who is slow, or wrong? 0: never
+    probe_every_steps: int = 100  # each rank checks and times a short matrix product; 0: never
     check_hardware: bool = True  # a worker whose GPU (by NVML) or whose node's link is broken does not join
     least_link_gb_per_s: float = 0.0  # a node that reaches others slower does not join; one TCP connection's GB/s
     quarantine_failures: int = 3  # of one node within an hour: it is left alone; 0: never
@@ -359,7 +359,7 @@ class SubmitConfig:
     image_pull_secret: str | None = None  # by name
     service_account: str = "regrow"  # of all pods, see k8s/rbac.yaml
     priority_class: str | None = None  # of all pods
-    queue: Queue = Queue.none  # who admits the job: none, kueue or volcano
+    queue: Queue = Queue.none  # what admits the job: none, kueue or volcano
     queue_name: str | None = None  # of Kueue's LocalQueue, or Volcano's queue
     kueue_elastic: bool = False  # Kueue's ElasticJobsViaWorkloadSlices is on: autoscale under Kueue too
     autoscale: bool = True  # start with nodes for cluster.min_workers, grow to max_workers; false: ask for all at once
@@ -385,7 +385,7 @@ class SubmitConfig:
     socket_interfaces: str = "^docker,lo,veth"  # NCCL_SOCKET_IFNAME
     redis_address: str | None = None  # keeps what the head knows beyond a restart of its pod; null: not kept
     redis_secret: str | None = None  # its password, <secret>/<key>
-    auth: bool = True  # Ray's token authentication; an open dashboard runs anybody's code
+    auth: bool = True  # Ray's token authentication; an open dashboard runs any caller's code
     auth_secret: str | None = None  # with the token under auth_token; null: KubeRay makes one
     network_policy: bool = True  # keep strangers from the run's pods, where the cluster's network enforces policies
     operator_namespace: str | None = None  # KubeRay's, let in to 8265; null: its pods by their label, wherever they are

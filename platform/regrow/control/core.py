@@ -331,7 +331,7 @@ class Control:
         self._out.record("coordinator_restarted", generation=self.generation)
         self._out.append(Delete())  # the one before it may have died doing so
         if not event.members:
-            return  # nobody has formed a group since the driver started
+            return  # no group was formed since the driver started
         group = self._group
         group.formation, group.membership.current = Formation(self.generation, event.members), event.members
         for member in event.members:

@@ -336,7 +336,7 @@ class Settle:
 
 @dataclass(frozen=True)
 class Restarted:
-    """This coordinator takes the place of one that died. What its log says of the newest generation: who is in it, from
+    """This coordinator takes the place of one that died. What its log says of the newest generation: its members, from
     where it trains, if it does, and which ranks it has lost, if it is over."""
 
     members: tuple[Member, ...]  # none: no group was formed since the driver started

@@ -1,4 +1,4 @@
-"""Who trains: the group's states, and what each event makes of them. Pure."""
+"""The group of ranks that trains: its states, and what each event makes of them. Pure."""
 
 from dataclasses import dataclass, replace
 
@@ -23,7 +23,7 @@ from regrow.record.events import Cause
 FORM_POLL_S = 0.02  # at which a worker asks for its generation
 FORM_POLLS_PER_S = 2000.0  # of all workers together
 LOOK_AT_S = 1e-6  # a worker that waits, to see whether a group can be formed: not at every poll of thousands
-WAITING_POLL_S = 0.1  # while a group trains, at which those who wait for a place in one ask
+WAITING_POLL_S = 0.1  # while a group trains, at which workers that wait for a place in one ask
 LEAVING_S = 5.0  # for the last snapshot of a group that leaves in good order
 QUARANTINE_WITHIN_S = 3600.0  # failures of a node that count together
 
@@ -44,7 +44,7 @@ class Group(Losses):
         self.ending = self.ending or Stopping(event.reason)
 
     def finish(self, event: Done, now: float) -> None:
-        """The last step is trained: whoever waits to join may go."""
+        """The last step is trained: workers that wait to join may end."""
         self.ending = self.ending or Finished()
         self.enter(Waiting(), now)
 
@@ -63,7 +63,7 @@ class Group(Losses):
             self.expelled.add(member.id)  # a host that came back as another node: it is started elsewhere
             return
         self.membership.join(member, expected=event.expected, now=now)
-        if isinstance(self.state, Forming) and self.membership.is_breaking:  # nobody need wait for more
+        if isinstance(self.state, Forming) and self.membership.is_breaking:  # no rank need wait for more
             self.enter(Waiting(), now)
             self._tell_over()
 

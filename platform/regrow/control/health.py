@@ -1,9 +1,9 @@
 """When a group that stands still is worth asking about, and what to make of the answers. Pure; time is an argument.
 
 A group stands still, while it trains or while it forms, because one of its processes does: the others wait for it.
-Which one, its node's keeper knows, for it sees who is stopped, or has not run for long; a keeper that does not answer
-is on a node that has gone dark.
-Somebody who runs and does not get on is left in peace for long, and then compared with the others: whoever waits in no
+Its node's keeper sees which process is stopped, or has not run for long; a keeper that does not answer is on a node
+that has gone dark.
+A rank that runs and does not get on is left alone for long, then compared with the others: one that waits in no
 collective, as they do, and begins none, is the one they wait for.
 """
 
@@ -21,11 +21,11 @@ from regrow.control.values import NOTHING
 STEPS, SECONDS = 2.0, 0.4  # so many median steps, and seconds, without a step: ask
 STOPPED_S = 0.7  # silent and stopped by a signal
 DARK_S = 5.0  # for a keeper to answer
-STUCK_SHARE = 0.25  # of a collective's timeout without a step: worth a look at where everyone is
+STUCK_SHARE = 0.25  # of a collective's timeout without a step: worth a look at where each rank is
 WINDOW = 50  # steps that the median is of
 ASK_AGAIN_S, ASKED_PER_S = 0.2, 2000.0  # between questions, and more where there are more keepers
-WHERE_AGAIN_S = 5.0  # between questions where everyone is: who gets on has begun a collective meanwhile
-LOOK_S = 1.5  # for keepers to say where everyone is
+WHERE_AGAIN_S = 5.0  # between questions where each rank is: one that gets on has begun a collective meanwhile
+LOOK_S = 1.5  # for keepers to say where each rank is
 KNOCK_S = 30.0  # after a connection has ended: a kernel closes a killed process' files once it has its memory back
 LOOKED_AT = 64  # nodes, at most: stacks are read by people
 
@@ -59,7 +59,7 @@ class Stalls:
 
     silence_s: float  # that a process is allowed, whatever keeps it
     timeout_s: float  # of a collective
-    stuck_s: float  # without a step: who keeps the others waiting? 0: never asked
+    stuck_s: float  # without a step, to look for the rank that keeps the others waiting; 0: never
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     forming: bool = False  # the group does not train yet
     first_step_s: float = 0.0  # as `stuck_s`, for the first step of a group with newcomers; 0: it has none
@@ -68,8 +68,7 @@ class Stalls:
     _has_stepped: bool = False  # in this generation
 
     def begin(self, now: float, *, forming: bool = False) -> None:
-        """A generation begins to train, or to form: whoever is stopped then keeps the others waiting too, but that it
-        takes long says nothing."""
+        """A generation begins to train, or to form: while it forms only stopped processes count as hung."""
         self._since, self._looked, self.forming, self._has_stepped = now, forming, forming, False
 
     def stepped(self, step_s: float, now: float) -> None:
@@ -103,14 +102,14 @@ class Stalls:
         return now - self._since
 
     def wants_a_look(self, now: float) -> bool:
-        """Once a stall, after long: what does everyone do?"""
+        """Once a stall, after long: what does each rank do?"""
         if self._looked or self.stalled_s(now) < STUCK_SHARE * self.timeout_s:
             return False
         self._looked = True
         return True
 
     def stuck(self, now: float) -> bool:
-        """Whether it takes so long that somebody who runs must be to blame; a first step, in which all compile, may,
+        """Whether it takes so long that a rank that runs must be to blame; a first step, in which all compile, may,
         but where all others have done steps before."""
         limit_s = self.stuck_s if self._has_stepped else self.first_step_s
         return self.stuck_s > 0 and limit_s > 0 and self.stalled_s(now) > limit_s
@@ -125,7 +124,7 @@ class Stalls:
 
 
 def left_behind(before: Mapping[Worker, Pulse], now: Mapping[Worker, Pulse]) -> list[Worker]:
-    """Who runs and is not where the others wait: in no collective, and in none since `before`, while some wait in one.
+    """Ranks that run and are not where others wait: in no collective, and in none since `before`, as some are in one.
 
     Both are answers to the question where they are, of all of a group. Empty where it is most of them: then it is
     something else that they lack.
@@ -155,7 +154,7 @@ class Stragglers:
             return []
         usual = median(pulse.probe_s for _, pulse in timed)
         slow = {(node, pulse.pid): pulse for node, pulse in timed if pulse.probe_s > SLOW_FACTOR * usual}
-        self._slow = {who: 1 + self._slow.get(who, 0) for who in slow}
+        self._slow = {worker: 1 + self._slow.get(worker, 0) for worker in slow}
         return [
             (node, pulse, pulse.probe_s / usual)
             for (node, pid), pulse in slow.items()
@@ -186,7 +185,7 @@ class _Asked:
 class Health:
     """Finds which member keeps a group from getting on, by asking the keepers of its nodes, once it stands still.
 
-    While it trains nobody is asked, but how fast devices are, and how GPUs are, from time to time.
+    While it trains nothing is asked, but how fast devices are, and how GPUs are, from time to time.
     """
 
     def __init__(self, stalls: Stalls, out: Outbox, *, probe_every_steps: int = 0, on_gpus: bool = False) -> None:
@@ -209,7 +208,7 @@ class Health:
     def look_at_devices(self, step: int, generation: int, now: float, nodes: Sequence[str]) -> None:
         """How fast they are, whenever all ranks have probed theirs; how GPUs are, with a group's first step too.
 
-        Of GPUs that fail, nobody can ask any more.
+        GPUs that have failed cannot be asked any more.
         """
         every = self._probe_every_steps
         probed = every > 0 and (step - 1) % every == 0  # all have, a step before
@@ -243,7 +242,7 @@ class Health:
     def tick(self, now: float, members: Iterable[Member], nodes: Sequence[str]) -> list[Suspect]:
         """The members of the current group that are to be given up; `nodes` are its own.
 
-        Without keepers nobody can be asked, and nobody is given up.
+        Without keepers nothing can be asked, and no member is given up.
         """
         if not nodes or not self.stalls.stalled_s(now):
             self._pulses, self._stacks, self._suspects = None, None, []

@@ -35,7 +35,7 @@ class Links:
         return any(each == node for each, _ in self._refused_since)
 
     def allow(self, node: str, peer: str) -> bool:
-        """A node that two others cannot copy to holds nobody's copies, one that is cut off has none."""
+        """A node that two others cannot copy to holds no copies, one that is cut off has none."""
         if not self._broken:
             return True
         to_it = {each for each, other in self._broken if other == peer}

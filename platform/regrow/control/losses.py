@@ -46,7 +46,7 @@ class Losses:
         return self.membership.generation
 
     def enter(self, state: GroupState, now: float) -> None:
-        """Go over to a state; who stands still in it is found by `health`."""
+        """Go over to a state; a rank that stands still in it is found by `health`."""
         self.state = state
         if isinstance(state, Forming | Training):
             self.health.stalls.begin(now, forming=isinstance(state, Forming))
@@ -76,7 +76,7 @@ class Losses:
         self._lose(dead, event.cause, event.detail, now, left=event.left)
 
     def gone(self, event: Gone, now: float) -> None:
-        """A keeper has seen a worker end. Ray tells later, and of peers on NCCL nobody does."""
+        """A keeper has seen a worker end. Ray tells later, and NCCL never of its peers."""
         dead = [each for each in self.membership.survivors if (each.node, each.pid) == (event.node, event.pid)]
         if dead and self.in_place and self.ending is None:  # where all restart, Ray Train says why
             detail = f"process {event.pid} on node {event.node[:12]}: gone, says its node"
@@ -152,7 +152,7 @@ class Losses:
             )
 
     def _lose(self, member_ids: Iterable[str], cause: str, detail: str, now: float, *, left: int | None = None) -> None:
-        """Processes are gone: the other members of the group, who may wait for them in a collective, are told."""
+        """Processes are gone: the other members of the group, which may wait for them in a collective, are told."""
         lost = self.membership.died(member_ids, left=left)
         self._count_too_few(now)
         if not lost:

@@ -1,12 +1,13 @@
-"""Who trains: processes join, die and come back, and each change is another generation. Pure; time is an argument.
+"""Which processes train: they join, die, come back; each change is another generation. Pure; time is an argument.
 
-A generation forms as soon as every living member of the one before has joined again, with whoever else has come by
-then; what dies while it forms voids it, and the next one forms. Whoever does not come within `patience_s` is left out.
+A generation forms as soon as every living member of the one before has joined again, with what else has come by
+then; a death while it forms voids it, and the next one forms. A member that does not come within `patience_s` is left
+out.
 Members on nodes that are avoided wait, as do those that no allowed size has room for, unless it does not go without.
 Newcomers whose first group broke before its first step wait, too, until the others have done one without them.
-Where ranks work in units, a unit's are on one node: who has no room in a whole one waits.
-At the start it waits as long for as many as were announced. Where nobody is left of the one before, and where a group
-could be larger, it waits until nobody else has come for `settle_s`; a larger one, which costs a stop of all, also for
+Where ranks work in units, a unit's are on one node: a process without room in a whole one waits.
+At the start it waits as long for as many as were announced. Where none is left of the one before, and where a group
+could be larger, it waits until no other has come for `settle_s`; a larger one, which costs a stop of all, also for
 workers that were started and have not joined yet, for `announced_s`.
 """
 
@@ -99,7 +100,7 @@ class Membership:
         return lost
 
     def dissolve(self) -> None:
-        """All processes are ended, to be started anew: nobody is waited for."""
+        """All processes are ended, to be started anew: none is waited for."""
         self.current, self._broke, self._announced = (), False, 0
         self.waiting.clear()
         self.dead.clear()
@@ -110,7 +111,7 @@ class Membership:
 
     @property
     def is_breaking(self) -> bool:
-        """Whether the current group is over for some of it; without one, whether anybody waits for the next."""
+        """Whether the current group is over for some of it; without one, whether a process waits for the next."""
         survivors = self.survivors
         return any(member.id in self.waiting for member in survivors) if survivors else bool(self.waiting)
 
@@ -129,12 +130,12 @@ class Membership:
         """Whether those that wait, and have stopped coming, make a larger group than the current one."""
         if not self.waiting or now - self._last_at < self.settle_s:
             return False
-        everyone = {member.id: member for member in [*self.survivors, *self.waiting.values()]}
-        if self._size(self._welcome(everyone.values())) <= len(self.current):
+        all_members = {member.id: member for member in [*self.survivors, *self.waiting.values()]}
+        if self._size(self._welcome(all_members.values())) <= len(self.current):
             self._could_grow_at = None
             return False
         since = self._could_grow_at = now if self._could_grow_at is None else self._could_grow_at
-        here = Counter(member.node for member in everyone.values())
+        here = Counter(member.node for member in all_members.values())
         still_starting = any(here[node] < count for node, count in self.placed.items())
         return not still_starting or now - since > self.announced_s
 
@@ -146,8 +147,8 @@ class Membership:
 
     def could_form_without(self, nodes: Collection[str]) -> bool:
         """Whether those that are left, and those that wait, would be enough for a group."""
-        everyone = {member.id: member for member in [*self.survivors, *self.waiting.values()]}
-        return self._size(member for member in everyone.values() if member.node not in nodes) > 0
+        all_members = {member.id: member for member in [*self.survivors, *self.waiting.values()]}
+        return self._size(member for member in all_members.values() if member.node not in nodes) > 0
 
     def form(self, now: float) -> Formation | None:
         """The next generation, if it can be formed now."""

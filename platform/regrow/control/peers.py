@@ -117,10 +117,10 @@ class KeeperRegistry:
     def __init__(self, fan_out: int = FAN_OUT, copies: int = 1) -> None:
         self.known: dict[str, KeeperUp] = {}
         self.links = Links()
-        self.peers: dict[str, tuple[str, ...]] = {}  # who holds the copies of the current generation's nodes
+        self.peers: dict[str, tuple[str, ...]] = {}  # of the current generation's nodes: those that hold its copies
         self.outside: set[str] = set()  # nodes outside the group that hold its copies
         self._fan_out, self._copies = fan_out, copies
-        self._apart: frozenset[str] = frozenset()  # nodes that nobody speaks for, and that speak for nobody
+        self._apart: frozenset[str] = frozenset()  # nodes outside the tree of reports
         self._alive: frozenset[str] | None = None  # as Ray said last
         self._dark: set[str] = set()  # nodes that do not answer
         self._newcomers: dict[str, Peer] = {}  # whose keepers asked for neighbours, in the order of their coming
@@ -208,7 +208,7 @@ class KeeperRegistry:
         return [peer for peer in found if self.is_alive(peer.node)][:NEIGHBOURS]
 
     def _plan(self, nodes: list[str]) -> None:
-        """Who holds whose copies: the group's nodes, and where these are too few others that have a keeper."""
+        """Which node holds which one's copies: the group's, and where these are too few others that have a keeper."""
         domains = {node: self.known[node].domain for node in nodes}
         planned = plan_peers(list(domains.items()), copies=self._copies, allowed=self.links.allow)
         load = Counter(holder for holders in planned.values() for holder in holders)

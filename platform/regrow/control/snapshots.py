@@ -1,4 +1,4 @@
-"""What is safe: snapshots that are committed in memory, checkpoints that are made of them, and who is told. Pure."""
+"""What is safe: snapshots that are committed in memory, checkpoints made of them, what keepers are told. Pure."""
 
 from collections.abc import Sequence
 

@@ -294,7 +294,7 @@ def files_on_hub(setting: str, location: str) -> dict[str, int]:
         found = hub.glob(path, detail=True) if "*" in path else hub.find(path, detail=True)
     except FileNotFoundError as error:
         raise DataError(
-            f"{setting}={location} is not on the hub at {endpoint}, or not for everyone (HF_TOKEN): {first_line(error)}"
+            f"{setting}={location} is not on the hub at {endpoint}, or not public (HF_TOKEN): {first_line(error)}"
         ) from error
     except (ValueError, NotImplementedError) as error:  # a location that names no repository
         raise DataError(f"{setting}={location} is no location on a hub: {first_line(error)}") from error

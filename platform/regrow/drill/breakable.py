@@ -170,7 +170,7 @@ class Breakable:
         return fault.error(operation, writes=writes)
 
     def _send(self, unique: int, error: int, body: bytes) -> None:
-        with contextlib.suppress(OSError):  # who asked was interrupted, or the file system is unmounted
+        with contextlib.suppress(OSError):  # the caller was interrupted, or the file system is unmounted
             os.write(self.device, OUT_HEADER.pack(OUT_HEADER.size + len(body), error, unique) + body)
 
     def _path(self, node: int) -> str:

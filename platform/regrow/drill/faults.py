@@ -1,4 +1,4 @@
-"""Fault plans as data: which fault, to whom, when. Pure.
+"""Fault plans as data: which fault, its victim, when. Pure.
 
     at step 20: kill_worker rank=1
     at step 40: kill_node node=0 and kill_keeper rank=2
@@ -24,7 +24,7 @@ WORKER, NODE = "worker", "node"  # what a victim is
 
 @dataclass(frozen=True)
 class Kind:
-    """What a fault does, whom it needs, and its options with their defaults; None: never, or not at all."""
+    """What a fault does, its victim, and its options with their defaults; None: never, or not at all."""
 
     does: str
     victim: str = ""

@@ -57,7 +57,7 @@ def set_up(plan: HostPlan) -> None:
 
 
 def connect(plan: HostPlan) -> None:
-    """Take the address, once the switch has put eth0 here. What comes in can be refused by who sent it.
+    """Take the address, once the switch has put eth0 here. What comes in can be refused by its sender.
 
     Rules are asked before the local table, and for each packet: a socket remembers no route (ip_early_demux).
     """
@@ -80,7 +80,7 @@ class Commands:
             self._connection.send(json.dumps(message).encode())
 
     def start(self, output: int, argv: list[str], env: dict[str, str], cwd: str) -> int:
-        """What it prints goes to a descriptor of who asks."""
+        """What it prints goes to a descriptor of the caller."""
         try:
             child = subprocess.Popen(
                 argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
@@ -118,7 +118,7 @@ def main() -> None:
     threading.Thread(target=commands.wait_for_all, daemon=True).start()
     while True:
         request, descriptors, _, _ = socket.recv_fds(connection, 1 << 17, 1)
-        if not request:  # the end of who asks
+        if not request:  # the caller has ended
             return
         try:
             commands.tell(started=commands.start(descriptors[0], **json.loads(request)))

@@ -1,7 +1,7 @@
 """Hosts apart on this machine: namespaces with an address, a name, a /dev/shm, a /tmp and links of their own.
 
 `HostsApart` is what the drill and the tests hold. The hosts live below a process of their own, `regrow.drill.switch`,
-and end with it, and it with whoever started it.
+and end with it, and it with the process that started it.
 """
 
 import contextlib

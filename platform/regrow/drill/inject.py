@@ -21,19 +21,19 @@ MOST_FILLED = 4 << 30  # bytes
 SETTLE_S = 0.5  # for keepers to commit what was sealed before everything was stopped
 ZOMBIE_S = 5.0  # after a process or a node is continued: is it still there?
 FILLER = "drill-filler"
-NOBODY = (1 << 22) + 1  # beyond the largest pid
+NO_PID = (1 << 22) + 1  # beyond the largest pid
 
 Victim = dict[str, Any]  # {"what": "worker", "rank": 1, "pid": 123, "node": "..."}
 Note = Callable[..., None]  # of a fault by its number: what came of it, and fields
 
 
 class NotNow(Exception):
-    """A fault has nobody to befall at this moment; it is tried again."""
+    """A fault has no victim at this moment; it is tried again."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A fault that is due, and who is there."""
+    """A fault that is due, and the processes that are there."""
 
     number: int
     fault: Fault
@@ -87,7 +87,7 @@ class Injector:
         }
 
     def inject(self, number: int, fault: Fault, workers: Sequence[Mapping[str, Any]], driver: int) -> list[Victim]:
-        """Carry a fault out; whom it befell. Raises NotNow, having done nothing, where it cannot be at this moment."""
+        """Carry a fault out; its victims. Raises NotNow, having done nothing, where it cannot be at this moment."""
         dice, victim = random.Random(f"{self.seed}/{number}"), KINDS[fault.kind].victim
         rank = self._choose_worker(fault, workers, dice) if victim == WORKER else -1
         node = self._choose_node(fault, workers, dice) if victim == NODE else -1
@@ -276,7 +276,7 @@ class Injector:
 
     def _pid(self, victim: Mapping[str, Any]) -> int:
         """As this process sees it; of one that has ended, a pid that nothing has."""
-        return self.nodes.pid(victim["node"], victim["pid"]) or NOBODY
+        return self.nodes.pid(victim["node"], victim["pid"]) or NO_PID
 
     def _stop(self, pids: Sequence[int]) -> None:
         self._stopped |= set(send(signal.SIGSTOP, pids))
@@ -287,7 +287,7 @@ class Injector:
         return [pid for pid in send(signal.SIGCONT, pids) if is_alive(pid)]
 
     def _wake(self, number: int, pids: Sequence[int], *, node: str) -> None:
-        """Processes run on, and write what they can; a look later at who is still there."""
+        """Processes run on, and write what they can; a look later at what is still there."""
         woken = self._continue(pids)
         self.note(number, "continued", processes=len(woken))
 

@@ -1,6 +1,6 @@
 """A drill: the real job on raylets of this machine, faults when their time comes, and a verdict at the end.
 
-The drill is not the job. It starts nodes, starts `python -m jobs.pretrain` on them, reads the run folder as anybody
+The drill is not the job. It starts nodes, starts `python -m jobs.pretrain` on them, reads the run folder as any user
 could, and befalls processes from outside. What it did stands in drill.jsonl; the same command goes on where that ends.
 """
 

@@ -61,7 +61,7 @@ class Switch:
         run(["ip", "link", "set", BRIDGE, "up"])
 
     def outside(self, link: str) -> None:
-        """A cable from the machine: who started this has brought its end here."""
+        """A cable from the machine, whose end the starting process has brought here."""
         run(["ip", "link", "set", link, "master", BRIDGE])
         run(["ip", "link", "set", link, "up"])
 
@@ -142,7 +142,7 @@ class Switch:
 
     def _end(self, host: Host) -> None:
         processes = tree(host.outer.pid)
-        if host.storage is not None:  # first: who waits for it cannot end
+        if host.storage is not None:  # first: a process that waits for it cannot end
             host.storage.kill()
             host.storage.wait()
         for pid in processes[1:2]:

@@ -121,7 +121,7 @@ def outcomes(records: Sequence[Row], rows: Sequence[Row], events: Sequence[Row])
             if event["event"] in ("failure", "submitted") and fault["time"] <= event["time"] < until
         ]
         begun = min(broken, default=math.inf)
-        if grows or (fault["kind"] == "drain_node" and not broken):  # who leaves in good order is no failure
+        if grows or (fault["kind"] == "drain_node" and not broken):  # a rank that leaves in good order is no failure
             begun = fault["time"]
         later = [g for g in generations if g["time"] > begun and (g["cause"] == "grow") == grows]
         outcome = Outcome(
@@ -328,7 +328,7 @@ def _no_false_eviction(evidence: Evidence) -> Verdict:
         if not explained:
             wrong.append(f"generation {event.get('generation')}: {event['cause']}, {event.get('detail', '')}")
     figures = f"{len(evictions)} deaths and evictions, {len(evictions) - len(wrong)} explained by {len(faults)} faults"
-    return _verdict("", "nobody is taken for dead who is not", wrong, figures)
+    return _verdict("", "no living process is taken for dead", wrong, figures)
 
 
 def _nothing_left(evidence: Evidence) -> Verdict:

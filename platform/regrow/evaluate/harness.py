@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PACKAGES = ("lm_eval", "transformers", "accelerate", "datasets")
 BOOTSTRAP_ITERS = 1000  # for standard errors of metrics that have no formula
-LOGITS_BYTES = 2**30  # of one batch, in float32, with a batch size that nobody chose
+LOGITS_BYTES = 2**30  # of one batch, in float32, where no batch size was chosen
 MOST_ROWS = 32
 NOT_FOR_USERS = (  # loggers: advice to writers of tasks, missing kernels, documents that windows are for
     *("lm_eval.api.task", "lm_eval.tasks", "torchao", "torch.utils._pytree"),

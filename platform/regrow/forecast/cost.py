@@ -60,7 +60,7 @@ class StepTime:
 
 
 def assumptions(device: Device) -> tuple[str, ...]:
-    """In words, for whoever reads a forecast."""
+    """In words, for the reader of a forecast."""
     shares = device.shares
     fitted = CALIBRATED_ON if shares == PUBLISHED_SHARES else "of a peak that was measured here; not calibrated"
     return (

@@ -35,7 +35,7 @@ def plan_snapshot_memory(
 
 
 def ranks_copied(peers: Mapping[str, Sequence[str]], ranks: Sequence[str]) -> Counter[str]:
-    """Of other nodes' ranks, how many each node holds copies of: by who copies to whom, and the node of each rank.
+    """Of other nodes' ranks, how many each node holds copies of: by the nodes' peers, and the node of each rank.
 
     >>> ranks_copied({"a": ["b"], "b": ["c"], "c": ["a"]}, ["a", "a", "a", "b", "c"])["b"]
     3

@@ -134,7 +134,7 @@ class Llama(nn.Module):
         self.boxes = {name: Box.whole(name, tuple(each.shape)) for name, each in self.named_parameters()}
 
     def place(self, at: Coordinates) -> None:
-        """Note in `boxes` what this rank is to hold of each parameter; who cuts them asks the same table."""
+        """Note in `boxes` what this rank is to hold of each parameter; tensor parallelism asks the same table."""
         self.boxes = {name: placed(box, at) for name, box in self.boxes.items()}
 
     def use_attention_kernels(self, kernels: tuple[SDPBackend, ...]) -> None:

@@ -3,7 +3,7 @@
 A stream is a thread that does what it is given, in order. A collective that the host calls is enqueued on it, and to
 wait for its work is to wait for nothing. What the stream itself calls, such as a step submitted as one function, is
 done there and then. A dead peer raises nothing: the stream hangs. An abort ends that with what is in the buffers, also
-on peers that nobody told anything; only the next enqueue raises.
+on peers that were told nothing; only the next enqueue raises.
 
 Sources: torch's ProcessGroupNCCL.cpp and NCCLUtils.cpp (`WorkNCCL::wait`, `abort`, `getNcclComm`, `Watchdog::runLoop`),
 NCCL's init.cc (`ncclCommAbort`), prims_simple.h and primitives.h (a kernel after an abort). Importing this registers
@@ -101,7 +101,7 @@ class Stream:
             self._running, fn, event = self._queue.get()
             try:
                 event.set_result(fn())
-            except BaseException as error:  # for whoever asks the event
+            except BaseException as error:  # for the thread that asks the event
                 event.set_exception(error)
             del fn, event  # tensors
 

@@ -26,7 +26,7 @@ def apply_compile(model: Llama, config: ParallelConfig) -> None:
     Below 1, `activation_budget` is the share of its activations that a block may keep: torch.compile looks for what is
     cheapest to compute again in backward until the rest fits. It holds for all that this process compiles from here on.
     """
-    import torch._dynamo.config  # a second, which only those who compile have to spend
+    import torch._dynamo.config  # a second, which only a job that compiles has to spend
     import torch._inductor.config
 
     torch._functorch.config.activation_memory_budget = config.activation_budget
@@ -57,11 +57,11 @@ def _counters() -> Mapping[str, Counter[str]]:
 
 
 class CompileCache:
-    """What torch.compile made, kept in a folder that outlives nodes: who starts or joins later compiles nothing again.
+    """What torch.compile made, kept in a folder that outlives nodes: what starts or joins later compiles nothing again.
 
     These are the files of this torch on this kind of device, in a folder that runs and kinds of machines may share;
     torch keeps the same on each machine's own disk by itself. A file is named by the SHA-256 of its content, which is
-    in torch's own format, pickles within: whoever may write there may run code in the workers. Nothing here ends a
+    in torch's own format, pickles within: a user who may write there may run code in the workers. Nothing here ends a
     run: without the folder, one compiles. Not for several threads.
     """
 

@@ -41,7 +41,7 @@ def connect(mesh: DeviceMesh) -> None:
     Collective: a first sum over each is on its way when this returns. A rank that is late for the first step, or dies
     before it, would keep the others waiting for an id in the group's store, with the store's timeout.
     """
-    for group in dict.fromkeys([everyone(mesh), *mesh.get_all_groups()]):
+    for group in dict.fromkeys([world_group(mesh), *mesh.get_all_groups()]):
         if dist.get_backend(group) != BACKENDS["cpu"]:  # whose groups are connected when they are made
             dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
 
@@ -51,7 +51,7 @@ def set_timeout(timeout_s: float, group: dist.ProcessGroup | None = None) -> Non
     distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
 
 
-def everyone(mesh: DeviceMesh) -> dist.ProcessGroup:
+def world_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """All ranks of the mesh."""
     if mesh.ndim == 1:
         return mesh.get_group()
@@ -150,7 +150,7 @@ def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
 def settle_shards(model: torch.nn.Module) -> None:
     """Gather and free everything once; from here on every shard stays at its place in memory. Collective.
 
-    At its first gather FSDP moves shards that are tensor subclasses and need padding. Whoever holds their memory, as
+    At its first gather FSDP moves shards that are tensor subclasses and need padding. What holds their memory, as
     checkpoints and snapshots do, would go on reading what no longer trains.
     """
     for module in fsdp_modules(model):

@@ -9,7 +9,7 @@ MIN_BUSY_SHARE = 0.85  # ranks may idle at most 15% of the passes of a step
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Who trains on which slices of every global batch at one world size."""
+    """Which rank trains on which slices of every global batch at one world size."""
 
     num_slices: int
     world_size: int  # data-parallel ranks: units of those that share the same rows

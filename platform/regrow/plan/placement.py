@@ -1,4 +1,4 @@
-"""Who holds which box of a parameter: one table, in closed form, the same on every rank. Pure.
+"""Which rank holds which box of a parameter: one table, in closed form, the same on every rank. Pure.
 
 AdamW's moments lie where their parameters do. What an axis does not split, all its ranks hold.
 """

@@ -30,7 +30,7 @@ class Superseded(RegrowError):
 
 @dataclass
 class Claim:
-    """The right to write a run, for as long as nobody takes the next number. Safe to use from several threads."""
+    """The right to write a run, until another process takes the next number. Safe to use from several threads."""
 
     folder: Storage
     number: int  # grows from one writer of the run to the next, whatever their clocks say

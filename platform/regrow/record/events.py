@@ -102,7 +102,7 @@ EVENTS: dict[str, type[Event]] = {}
 
 
 class Incident(Event):
-    """An event that somebody should look at; alerts count them by kind."""
+    """An event that needs a look; alerts count them by kind."""
 
 
 class GroupIncident(Incident):
@@ -194,7 +194,7 @@ class Failure(Event):
     """A group broke, or lost ranks."""
 
     cause: str = "unknown"  # a Cause, one of FAILURES
-    detail: str = ""  # a sentence: who, and how it was noticed
+    detail: str = ""  # a sentence: which process, and how it was noticed
     generation: int | None = None  # the group's number
     ranks: list[int] | None = None  # those that were lost, as far as known
     gpus: dict[str, list[str]] | None = None  # node -> what each of its GPUs told last: temperature, power, clock

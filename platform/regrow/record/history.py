@@ -93,7 +93,7 @@ class History:
         self.clock.tick(now)
 
     def resume(self, now: float) -> None:
-        """Book from now on: its events so far are from a log, which somebody else has lived through."""
+        """Book from now on: its events so far are from a log, of another process' time."""
         phases = [event for event in self.events if isinstance(event, Submitted | Generation | Failure)]
         self.clock = StateClock(now, training=bool(phases) and isinstance(phases[-1], Generation))
 

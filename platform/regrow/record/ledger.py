@@ -78,7 +78,7 @@ class Ledger:
 
 def account(rows: Sequence[Row], events: Sequence[Event], now: float) -> Ledger:
     """Give every second between the submission and the end (`stopped`, else `now`) one state."""
-    events = sorted(events, key=lambda event: event.time)  # here time is what counts, not who wrote first
+    events = sorted(events, key=lambda event: event.time)  # here time is what counts, not what was written first
     begins, ends = _step_intervals(rows, events)
     undone = _undone(events)
     times = [event.time for event in events if not isinstance(event, Rollback)]

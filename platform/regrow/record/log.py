@@ -55,7 +55,7 @@ class RunLog:
     def __init__(self, storage: Storage, *, claim: Claim | None = None, upload_every_s: float = UPLOAD_EVERY_S) -> None:
         """Open the log; nothing is written yet. A torn last line, left by a crash, is dropped.
 
-        Whatever writes raises Superseded once another one than that of `claim` writes the run; None: nobody else can.
+        Whatever writes raises Superseded once another one than that of `claim` writes the run; None: no other can.
         """
         self.storage, self._claim = storage, claim
         self.generation: int | None = None

@@ -53,7 +53,7 @@ def write_record(
 ) -> bool:
     """Make the folder a run's, or complete the record of one that was imported.
 
-    `is_new`: only where it is nobody's yet; whether it was, as of two jobs that begin it at once one is first.
+    `is_new`: only where no run has it yet; whether that was so, as of two jobs that begin it at once one is first.
     """
     record = {
         "run_id": run_id,

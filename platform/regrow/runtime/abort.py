@@ -1,10 +1,10 @@
-"""Break a process' collectives off from another thread: whoever waits in one gets an error at once, not at a timeout.
+"""Break a process' collectives off from another thread: what waits in one gets an error at once, not at a timeout.
 
-NCCL can be told to abort; what waits then completes with garbage and raises nothing, so whoever reads results must be
+NCCL can be told to abort; what waits then completes with garbage and raises nothing, so all that read results must be
 told first (`train.certificate`). Gloo cannot be told (torch 2.13: `abort` returns and the collective goes on waiting),
 so its connections are shut down underneath it. They are found by the addresses that gloo listens at, which every rank
-learns from the others: nothing else of the process, Ray's connections neither, is touched. Who waits for another one to
-form a group with waits at the group's store.
+learns from the others: nothing else of the process, Ray's connections neither, is touched. A process that waits for
+another one to form a group with waits at the group's store.
 """
 
 import contextlib

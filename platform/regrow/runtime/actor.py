@@ -133,7 +133,7 @@ class Coordinator:
 
         Nothing stays in memory, but for the newest step where storage does not have it and it is to be kept.
         """
-        self.shell.tell(e.Closed())  # whoever still writes is fenced off
+        self.shell.tell(e.Closed())  # what still writes is fenced off
         control = self.shell.control
         if not control.is_superseded and (not keep or control.settling.unstored is None):
             self.shell.fleet.close()
@@ -198,7 +198,7 @@ class Coordinator:
         self.shell.tell(e.NotFinite(generation, step, detail))
 
     def done(self) -> None:
-        """The last step is trained: whoever waits to join may go. A coordinator after this one has to know."""
+        """The last step is trained: workers that wait to join may end. A coordinator after this one has to know."""
         self.shell.tell(e.Done())
         self.shell.await_log()
 

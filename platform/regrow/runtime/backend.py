@@ -1,4 +1,4 @@
-"""What both of Ray Train's trainers share: who makes process groups, and how its errors read."""
+"""What both of Ray Train's trainers share: its backend without process groups, and how its errors read."""
 
 from ray.train.backend import Backend, BackendConfig
 

@@ -152,7 +152,7 @@ class CoordinatorClient:
         return int(_wait(self.handle.next_step.remote()))
 
     def secret(self) -> bytes:
-        """That keepers and those who want bytes of them prove to each other."""
+        """That keepers and their clients prove to each other."""
         return bytes(_wait(self.handle.secret.remote()))
 
     def newest_snapshot(self) -> Snapshot | None:
@@ -208,7 +208,7 @@ class CoordinatorClient:
     def complaint(self, node: str, text: str, peer: str = "", tried_s: float = 0.0) -> None:
         self.handle.complaint.remote(node, text, peer, tried_s)
 
-    # of a keeper, and of Ray Train's controller; nobody waits for these
+    # of a keeper, and of Ray Train's controller; their answers are not waited for
 
     def snapshots_sealed(self, reports: Sequence[SnapshotAck]) -> None:
         self.handle.snapshots_sealed.remote(reports)

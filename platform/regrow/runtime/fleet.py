@@ -1,6 +1,6 @@
 """The handles of keepers: what control wants of them becomes calls, what they answer becomes events.
 
-Nothing here waits but `adopt`, `greet` and `holders`, which nobody calls with the coordinator's lock held.
+Nothing here waits but `adopt`, `greet` and `holders`, which are not called with the coordinator's lock held.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ class Fleet:
         can_ask: Callable[[str], bool],
         group: Collection[str] | None = None,
     ) -> list[Holder]:
-        """Who holds what of this version and later ones: a group's nodes, and others until it is whole; or all."""
+        """What nodes hold of this version and later ones: a group's nodes, and others until it is whole; or all."""
         known = list(self._known.items())
         calls = {client.holdings(since): info for node, (client, info) in known if can_ask(node)}
         holders: list[Holder] = []

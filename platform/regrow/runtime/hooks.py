@@ -80,7 +80,7 @@ class GenerationHooks:
                 self._process.memory.probed(seconds)
 
     def at_length(self) -> contextlib.AbstractContextManager[None]:
-        """Nobody is to be given up for what takes long here."""
+        """No rank is to be given up for what takes long here."""
         memory = self._process.memory
         return memory.at_length() if memory is not None else contextlib.nullcontext()
 

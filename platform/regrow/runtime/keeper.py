@@ -238,7 +238,7 @@ class Keeper:
             self.word.write(self.folder)
 
     def over(self, generation: int) -> None:
-        """Tell the workers of this node that a generation is over, whoever still waits in one of its collectives."""
+        """Tell the workers of this node that a generation is over, also those that wait in one of its collectives."""
         with self.lock:
             self.word = replace(self.word, over=max(generation, self.word.over))
             self.word.write(self.folder)
@@ -270,7 +270,7 @@ class Keeper:
 
     @property
     def _keeper(self) -> KeeperNode:
-        assert self.keeper is not None, "it serves nobody yet"
+        assert self.keeper is not None, "it serves no run yet"
         return self.keeper
 
     def _note(self, event: str, **fields: Any) -> None:
@@ -359,7 +359,7 @@ def end_keepers(handles: Iterable[Any]) -> None:
 
 
 def running_keepers(run_id: str) -> dict[str, Any]:
-    """Keepers of a run that are up, whoever started them, by node."""
+    """All keepers of a run that are up, by node."""
     found = {}
     for entry in ray.util.list_named_actors(all_namespaces=True):
         run, _, node = entry["name"].partition(":")

@@ -73,7 +73,7 @@ class InPlaceTrainer(DataParallelTrainer):
 class Places(PlacementGroupHandle):
     """Room for each worker there may be: a placement group a worker, in place of Ray Train's one for all of them.
 
-    Workers that compute together have one group together, on one node. Who is in a group on a node that is to be
+    Workers that compute together have one group together, on one node. A worker in a group on a node that is to be
     avoided goes with it.
 
     Groups that nothing can be placed in yet are pending, which also is what an autoscaler sees. One that loses its node
@@ -155,7 +155,7 @@ class InPlaceGroup(WorkerGroup):
     def _start_impl(self, worker_group_state_builder: Any) -> None:
         self._empty: dict[int, float] = {}  # places whose worker is gone, since when
         self._filling: dict[int, str] = {}  # places, each of them by a thread, and their nodes
-        self._filled: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # with whom; None where it was in vain
+        self._filled: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # with the worker; None where it was in vain
         self._starting = threading.Semaphore(STARTS_AT_ONCE)
         self._started_at: dict[int, float] = {}  # places that were filled since the group started
         self._dead: dict[tuple[str, int], tuple[float, str, str]] = {}  # processes: since when, cause and detail
@@ -205,10 +205,10 @@ class InPlaceGroup(WorkerGroup):
                 statuses[rank] = WorkerStatus(running=False, error=None, training_report=None)
         if time.monotonic() - self._told_at > VIEW_S:
             self._tell()
-        nobody = len(self._empty) == len(statuses)
-        if nobody or any(status.running for status in statuses):
+        is_empty = len(self._empty) == len(statuses)
+        if is_empty or any(status.running for status in statuses):
             self._fill()
-        if nobody:  # the group is not over for that
+        if is_empty:  # the group is not over for that
             statuses[0] = WorkerStatus(running=True, error=None, training_report=None)
         return statuses
 

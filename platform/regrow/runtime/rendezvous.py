@@ -1,4 +1,4 @@
-"""Joining a generation: offer oneself to the coordinator, learn who else is in it, form the process group.
+"""Joining a generation: ask the coordinator for it, learn its members, form the process group.
 
 Every process that joins brings a store of its own; rank 0's is the one that is used, and it ends with it.
 """

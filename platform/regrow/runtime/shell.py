@@ -29,9 +29,9 @@ from regrow.state.memory.held import is_whole
 from regrow.storage import Storage
 
 TICK_S = 0.1
-STACKS = "stacks"  # folder, of what everyone did while a group stood still
+STACKS = "stacks"  # folder, of what each worker did while a group stood still
 FLUSH_S = 60.0  # for the log, before COMMIT
-FORM_S = 0.5  # for a generation's number to be in the log, before anybody has to ask again for it
+FORM_S = 0.5  # for a generation's number to be in the log, before a worker has to ask again for it
 KEEPERS_S = 5.0  # for all of its nodes' keepers to remember it instead; then one is enough
 CLOSE_S = 60.0  # for the log, in the end
 DELETE_S = 30.0  # for old checkpoints to be gone, in the end

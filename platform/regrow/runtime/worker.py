@@ -167,7 +167,7 @@ def _train_generations(process: Process, me: Member, *, backend: str, entered: f
 
 
 def _until_the_deadline(generation: int, breaker: Breaker) -> None:
-    """Without a keeper, nobody tells a process that the others will not come."""
+    """Without a keeper, a process is not told that the others will not come."""
 
 
 def _fit(job: Job, device: torch.device) -> Prober:

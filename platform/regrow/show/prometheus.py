@@ -78,7 +78,7 @@ FAMILIES = {
         Family("regrow_tokens_per_second", "of the newest step, without waiting for snapshots"),
         Family("regrow_mfu_ratio", "FLOPs of the newest step over the devices' peak"),
         Family("regrow_last_step_timestamp_seconds", "when the newest step ended; before it, when the job began"),
-        # who trains
+        # which ranks train
         Family("regrow_running", "1 while there is a job of this run, 0 when it has stopped"),
         Family("regrow_world_size", "ranks that train; 0 while no group does"),
         Family("regrow_target_world_size", "cluster.max_workers"),

@@ -1,6 +1,6 @@
 """Small values between the live ranks of the default group, as JSON: what comes from a port is never unpickled.
 
-torch's object collectives would run what a stranger sends who reaches a rank's gloo.
+torch's object collectives would run what a stranger sends to a rank's gloo.
 """
 
 import json
@@ -78,7 +78,7 @@ def _outcome(work: Callable[[], Value]) -> Value | RegrowError:
         return work()
     except RegrowError as error:
         return error
-    except Exception as error:  # storage raises many kinds; nobody may be left waiting
+    except Exception as error:  # storage raises many kinds; no rank may be left waiting
         return RegrowError(f"{type(error).__name__}: {error}")
 
 

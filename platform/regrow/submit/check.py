@@ -293,7 +293,7 @@ def _environment(config: SubmitJobConfig) -> Iterator[str]:
 
 
 def _secrets(config: SubmitJobConfig, arguments: Sequence[str]) -> Iterator[str]:
-    """No secret stands in a manifest: whoever may read the job could read it."""
+    """No secret stands in a manifest: every reader of the job could read it."""
     instead = "put it into a Secret and name that: submit.env_secret"
     for name, value in config.submit.env.items():
         if SECRET_NAME.search(name) and name not in NOT_SECRET and value:

@@ -180,7 +180,7 @@ _HINTS = (
 
 
 def _without_noise(diff: str) -> str:
-    """A unified diff without the changes that nobody made by a setting.
+    """A unified diff without the changes that no setting made.
 
     >>> _without_noise("--- a\\n+++ b\\n@@ -1 +1 @@\\n-  generation: 1\\n+  generation: 2\\n")
     ''

@@ -357,7 +357,7 @@ class _Logs:
         kubectl, waiting = self._job.kubectl, self._job.waiting
         try:
             what = self._submitter(kubectl)
-        except ClusterError:  # whoever asks for the job next will tell
+        except ClusterError:  # the next look at the job will tell
             return
         if what is None:
             return

@@ -1,4 +1,4 @@
-"""Who may open connections to a run's pods: they themselves, KubeRay's operator, and Prometheus. Pure.
+"""What may open connections to a run's pods: they themselves, KubeRay's operator, and Prometheus. Pure.
 
 Ranks, keepers and Ray's own processes listen at ports that the kernel chooses, on all of which the run's pods may speak
 to each other; torch's stores and gloo let in whatever connects.

@@ -96,7 +96,7 @@ def _suspension(job: Object, status: Object, workloads: Sequence[Object]) -> lis
                     if condition.get("type") == "QuotaReserved" and condition.get("status") == "False":
                         text += f": {cause(str(condition.get('message', '')))}"
             return [Reason(text)]
-    return [Reason("it is suspended, and in no queue: who set spec.suspend has to resume it")]
+    return [Reason("it is suspended, and in no queue: resume it (spec.suspend=false) where it was suspended")]
 
 
 def _conditions(status: Object) -> list[Reason]:

@@ -7,7 +7,7 @@ from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig, Pretr
 from regrow.model.size import flops_per_token
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
-from regrow.parallel.fsdp import everyone, shard_group, tensor_group
+from regrow.parallel.fsdp import shard_group, tensor_group, world_group
 from regrow.plan.batch import BatchPlan
 from regrow.train.loop import LoopSettings
 from regrow.train.metrics import Meter
@@ -30,7 +30,7 @@ def build_step(
         built,
         build_optimizer(built, optim),
         max_grad_norm=optim.max_grad_norm,
-        group=everyone(mesh),
+        group=world_group(mesh),
         shard_group=shard_group(mesh),
         tensor_group=tensor_group(mesh),
         sync_every_micro_batch=bool(parallel.sync_every_micro_batch),

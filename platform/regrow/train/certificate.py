@@ -7,8 +7,8 @@ host takes down before it aborts anything. The sum is right at one rank only if 
 while it was up: so no abort had begun on any rank before the collectives of the step had ended there, and each ended
 by itself. One rank may therefore vouch for all. It assumes that without an abort NCCL is right or hangs.
 
-Whoever is told that the generation is over believes nothing from then on, whatever the sum: the message that carries it
-may have been torn.
+A rank that hears that the generation is over believes nothing from then on, whatever the sum: the message that carries
+it may have been torn.
 """
 
 import hashlib

@@ -84,7 +84,7 @@ class SnapshotSaver:
     ) -> None:
         """`num_ahead` steps are launched before one is read. `want_checkpoint` has the keepers write a step, `write`
         the ranks themselves, where a last step found no room. `stepped` is told of a step before anything is waited
-        for; within `at_length` nobody takes this process for hung."""
+        for; within `at_length` this process is not taken for hung."""
         self._cadence, self._snapshots, self._start_step, self._num_ahead = cadence, snapshots, start_step, num_ahead
         self._want_checkpoint, self._write = want_checkpoint, write
         self._stepped, self._at_length = stepped, at_length

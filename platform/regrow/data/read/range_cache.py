@@ -1,6 +1,6 @@
 """Ranges of remote files, kept on this node's disk up to a size: what several processes of a node need is fetched once.
 
-Plain files in a folder that all processes of the node share. Whoever needs a range first fetches it, the others wait
+Plain files in a folder that all processes of the node share. The first one to need a range fetches it, the others wait
 for that; the ranges used longest ago are deleted. Content is not checked here: readers have checksums of their own, and
 forget a range that turned out damaged.
 """

@@ -48,7 +48,7 @@ class TokenStream:
         self.prefetch_windows, self.stream_cpus = prefetch_windows, stream_cpus
         self.last_window = (stop_step - 1) // layout.window_steps
         self.newest = start_step // layout.window_steps  # the newest window asked for
-        self.claimed = False  # whether anybody asked yet: a restarted actor does not know where training is
+        self.claimed = False  # whether a rank asked yet: a restarted actor does not know where training is
         self.kept: dict[int, list[Any]] = {}  # window -> references to its blocks
         self.in_flight: deque[int] = deque()  # windows that tickets are out for, in their order
         self.arrived: list[Any] = []  # references of the first one in flight

@@ -86,7 +86,7 @@ def rank_batches(
             (on_fallback or _warn)(window, first_line_of(error))
             batches = direct_batches(order, reader, layout, slices=slices, start_step=steps.start, stop_step=steps.stop)
             patience_s = RETRY_PATIENCE_S
-            if not isinstance(error, (TimeoutError, LookupError)):  # whoever was asked may be dead
+            if not isinstance(error, (TimeoutError, LookupError)):  # the actor that was asked may be dead
                 ask = next(ways)
         if steps.stop < stop_step:
             coming = _Fetch(ask, window + 1, blocks_of, seek=False, timeout_s=stall_timeout_s)

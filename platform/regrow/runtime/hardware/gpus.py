@@ -68,7 +68,7 @@ def read_gpus() -> list[Gpu]:
 
 
 def cpus_near(uuid: str) -> set[int]:
-    """The CPUs of the socket that a GPU is attached to; empty where nobody tells."""
+    """The CPUs of the socket that a GPU is attached to; empty where that is not known."""
     with _nvml() as handles:
         for handle in handles:
             if _text(_ask(pynvml.nvmlDeviceGetUUID, handle) or "") == uuid:
@@ -78,7 +78,7 @@ def cpus_near(uuid: str) -> set[int]:
 
 
 def number_of(uuid: str) -> int:
-    """A GPU's number among the machine's, in the order of their places on its bus; 0 where nobody tells."""
+    """A GPU's number among the machine's, in the order of their places on its bus; 0 where that is not known."""
     with _nvml() as handles:
         uuids = [_text(_ask(pynvml.nvmlDeviceGetUUID, handle) or "") for handle in handles]
     return uuids.index(uuid) if uuid in uuids else 0

@@ -35,7 +35,7 @@ DEFAULTS = {
 def apply_device_settings(environment: MutableMapping[str, str], *, in_place: bool, compile_threads: int) -> None:
     """Set what a worker on a GPU needs, before anything of CUDA is used.
 
-    `in_place`: somebody breaks its groups off from outside, and it goes on. What that depends on is set whatever the
+    `in_place`: its heartbeat breaks its groups off, and it goes on. What that depends on is set whatever the
     environment says, with a line in the log; the rest only where the environment says nothing.
     """
     for name, value in (OUTLIVES_ITS_GROUPS if in_place else ENDS_WITH_ITS_GROUP).items():

@@ -1,4 +1,4 @@
-"""One connection held to each node: a node that dies closes it, whoever waits for whom.
+"""One connection held to each node: a node that dies closes it.
 
 Its end is a suspicion and no proof, for the keeper at the other end may have died alone: whether the node's workers are
 there still is then asked of their ports (`runtime.liveness.probe`). A host that goes dark closes nothing: its kernel

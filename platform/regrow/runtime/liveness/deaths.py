@@ -1,4 +1,4 @@
-"""The deaths of a node's workers, known from its kernel at once, whoever waits for whom."""
+"""The deaths of a node's workers, known from its kernel at once."""
 
 import contextlib
 import os

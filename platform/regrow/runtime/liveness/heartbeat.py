@@ -1,6 +1,6 @@
 """A worker's heartbeat: a thread that shows that the process runs, and listens whether its generation is over.
 
-The thread that trains may wait in a collective for somebody who is never coming: then this one breaks it off.
+The thread that trains may wait in a collective for a rank that never comes: then this one breaks it off.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class Heartbeat:
         self._lock = threading.Lock()
         self._stacks = open(folder / f"{STACKS}-{os.getpid()}", "w")  # noqa: SIM115 (the signal writes to it)
         faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True)
-        asked = ControlWord.read(folder).traces  # of whom was there before
+        asked = ControlWord.read(folder).traces  # of a process that was there before
         threading.Thread(target=self._run, args=(asked,), name="heartbeat", daemon=True).start()
 
     def enter(self, generation: int, breaker: Breaker) -> None:
@@ -105,7 +105,7 @@ class Heartbeat:
     def _say_where(self, asked: int) -> None:
         """As torch's flight recorder knows; what it kept is for people, too.
 
-        Its format is torch's own: where it is not as we know it nothing is said, and so nobody given up.
+        Its format is torch's own: where it is another one nothing is said, and so no rank is given up.
         """
         dumps = _recorded()
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Who of a broken group is dead: known from the network at once, seconds before Ray says so.
+"""Which members of a broken group are dead: known from the network at once, seconds before Ray says so.
 
 Each worker listens at a port for as long as its process lives, and says nothing there. Where a connection is refused
 that once was taken, the process is gone: its host says so, whether a worker or everything on the node was killed. A
@@ -60,7 +60,7 @@ class RollCall:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="roll-call")
-        self._reached: dict[str, Member] = {}  # by id: whoever was never reached cannot be missed
+        self._reached: dict[str, Member] = {}  # by id: a member that was never reached cannot be missed
         self._asked: Future[set[str]] | None = None
         self._ask_at = 0.0
 
@@ -74,7 +74,7 @@ class RollCall:
             self._thread.submit(self._meet, new)
 
     def gone(self, missing: Sequence[Member], now: float) -> set[str]:
-        """Who of those that were asked last is dead, by id. Call often, for as long as somebody is missing."""
+        """Those of the members asked last that are dead, by id. Call often, for as long as one is missing."""
         asked = self._asked
         if asked is None:
             known = [member for member in missing if member.id in self._reached]

@@ -39,7 +39,7 @@ def committed_steps(folder: Storage) -> list[int]:
 
 
 def damaged_steps(folder: Storage) -> list[int]:
-    """Those that are noted, newest first: for who has nothing else, as it may have been the reader that was wrong."""
+    """Those that are noted, newest first: where there is no other, as it may have been the reader that was wrong."""
     return [step for step in _with_commit(folder) if damage_of(folder, step)]
 
 

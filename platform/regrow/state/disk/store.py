@@ -176,10 +176,10 @@ def share_parts(entries: Sequence[Entry], coordinates: Coordinates, group: dist.
         if not size:
             continue
         parts = [entry.memory[each.start : each.stop] for each in shares]
-        mine, everyone = entry.memory.new_zeros(size), [entry.memory.new_empty(size) for _ in shares]
+        mine, all_parts = entry.memory.new_zeros(size), [entry.memory.new_empty(size) for _ in shares]
         mine[: len(parts[replica])] = parts[replica]
-        dist.all_gather(everyone, mine, group=group)
-        for target, received in zip(parts, everyone, strict=True):
+        dist.all_gather(all_parts, mine, group=group)
+        for target, received in zip(parts, all_parts, strict=True):
             target.copy_(received[: len(target)])
 
 

@@ -132,7 +132,7 @@ def _read_back(target: Storage, name: str, head: bytes, checked: list[tuple[Piec
 
 @dataclass
 class Upload:
-    """One checkpoint in the making, put together from what nodes have written. `control.checkpoints` decides who does.
+    """One checkpoint in the making, put together from what nodes have written. `control.checkpoints` decides which.
 
     `nodes` are those of the snapshot's generation.
     """
@@ -144,7 +144,7 @@ class Upload:
     _written: dict[str, Written] = field(default_factory=dict)  # by origin
 
     def orders(self) -> list[tuple[str, WriteOrder]]:
-        """(node, order) to begin with: everyone its own."""
+        """(node, order) to begin with: each node its own."""
         return [(node, self.order(node, copies=False, describe=node == self.nodes[0])) for node in self.nodes]
 
     def done(self, order: WriteOrder, written: Written) -> None:

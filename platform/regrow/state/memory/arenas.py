@@ -2,12 +2,12 @@
 
 An arena is a file in the keeper's folder: its pages are there from the start, because touching cold ones costs more
 than a copy, mapped, and pinned for CUDA where there is a device, which takes seconds for tens of GB. A slot is a hard
-link to one. Whoever deletes the slot leaves the arena to its owner, for a slot of a later generation.
+link to one. Deleting the slot leaves the arena to its owner, for a slot of a later generation.
 
     arenas-<token>             locked by the process that owns the arenas, for as long as it lives
     arenas-<token>-<number>    an arena; of a process that is gone, any other may remove it
 
-A slot that may be needed is never made another one of, nor one that somebody reads (`slots.reading`): then another
+A slot that may be needed is never made another one of, nor one that is being read (`slots.reading`): then another
 arena is taken. What becomes of memory is bounded by what two generations' slots would take side by side.
 """
 
@@ -75,7 +75,7 @@ class Arena:
         self.slot = slot
 
     def empty(self) -> bool:
-        """Give up the slot; False where somebody reads it, or the arena was removed."""
+        """Give up the slot; False where it is being read, or the arena was removed."""
         try:
             with open(self.path, "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -147,7 +147,7 @@ class Arenas:
         return taken
 
     def release(self, arenas: Iterable[Arena]) -> None:
-        """Nobody writes to these any more. What is sealed in them stays until it is needed no longer."""
+        """Nothing writes to these any more. What is sealed in them stays until it is needed no longer."""
         for arena in arenas:
             arena.taken = False
 
@@ -197,7 +197,7 @@ class _Owner:
         return self.path.with_name(f"{self.path.name}-{number}")
 
     def is_there(self) -> bool:
-        """Not where somebody else saw it before it was locked, or the folder was deleted."""
+        """Not where another process saw it before it was locked, or the folder was deleted."""
         return os.fstat(self._file).st_nlink > 0
 
     def close(self) -> None:

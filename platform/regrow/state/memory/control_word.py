@@ -15,8 +15,8 @@ _WORD = struct.Struct("<qqq")
 class ControlWord:
     """What a keeper has to say to its node's workers."""
 
-    over: int = NOTHING  # this generation and all before it are over, whoever still waits in one
-    traces: int = 0  # how often it has asked where everyone is, in which collectives
+    over: int = NOTHING  # this generation and all before it are over, also where a rank still waits in one
+    traces: int = 0  # how often it has asked where each rank is, in which collectives
     newest: int = NOTHING  # the newest generation that was given a number
 
     @staticmethod

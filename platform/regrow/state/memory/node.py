@@ -209,7 +209,7 @@ class KeeperNode:
     def _push(self, snapshot: Snapshot, peer: Peer) -> None:
         """Copy a slot with its checksums to the peer, which checks them. Raises CheckpointError.
 
-        A copy that is there is left alone: its step may be committed by now, and nobody else have it.
+        A copy that is there is left alone: its step may be committed by now, and no other node have it.
         """
         path, size = snapshot.path, snapshot.header.offsets[-1]
         beside = files.read_beside(path)
@@ -236,7 +236,7 @@ class KeeperNode:
         elif request["op"] == "describe":
             self._describe(path, connection)
         elif request["op"] == "get":
-            with reading(path) as file:  # whoever asked has the checksums of what it asked for
+            with reading(path) as file:  # the client has the checksums of what it asked for
                 connection.send_file(file, [(offset, size) for offset, size in request["ranges"]])
 
     def _describe(self, path: Path, connection: Connection) -> None:

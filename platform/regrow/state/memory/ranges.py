@@ -4,8 +4,9 @@ A connection begins with a proof of both sides that they know the run's secret, 
 
     client: HELLO, nonce   server: nonce, proof   client: proof
 
-A proof is an HMAC over who makes it, the address that the client meant to reach, and both nonces: relayed to another
-keeper, or turned back, it holds no more. Until then lengths are fixed. After it requests follow one another, in frames:
+A proof is an HMAC over its maker's role, the address that the client meant to reach, and both nonces: relayed to
+another keeper, or turned back, it holds no more. Until then lengths are fixed. After it requests follow one another,
+in frames:
 
     bytes of JSON, of the body | JSON | body | HMAC of that and of the frame's number, under a key of the connection
 

@@ -79,9 +79,9 @@ def restore_snapshot(
 
 
 def _plan(entries: Sequence[Entry], holders: Sequence[Holder], node: str, reader: int) -> dict[Holder, list[Read]]:
-    """What to read from whom. Raises CheckpointError where elements are missing."""
+    """What to read from which node. Raises CheckpointError where elements are missing."""
     if not holders:
-        raise CheckpointError("no snapshot can be read: nobody holds one")
+        raise CheckpointError("no snapshot can be read: no node holds one")
     mesh = holders[0].held.coordinates.mesh
     by_name = {holder.name: holder for holder in sorted(holders, key=lambda holder: holder.name)}
 

@@ -5,7 +5,7 @@
 A slot without its magic is empty, whatever else it holds: the magic is taken away before anything is overwritten and
 put back last, once the payload is whole and the step is known to have succeeded on every rank. Files outlive the
 process that wrote them. Their memory may be used again for another generation's slot (`arenas`), and the file be larger
-than the slot: who reads one holds a lock on it (`reading`). Imports torch for trainers only: keepers and the
+than the slot: its readers hold a lock on it (`reading`). Imports torch for trainers only: keepers and the
 coordinator do without.
 """
 
@@ -199,7 +199,7 @@ class Committed:
     pinned: Version = NEVER  # on its way to storage
 
     def lets_go_of(self, moment: Version) -> bool:
-        """Whether a snapshot of this moment may be overwritten: a newer one is committed, and nobody writes it out."""
+        """Whether a snapshot of this moment may be overwritten: a newer one is committed, and it is not written out."""
         return moment < self.newest and moment != self.pinned
 
     @staticmethod

@@ -166,7 +166,7 @@ class Snapshots:
     def await_commit(self, step: int, *, patience_s: float) -> float:
         """Wait until this step of the generation, or a later one, is committed; the seconds that took.
 
-        Not for ever: after `patience_s` nobody is waited for until a commit has come again, nor once the generation is
+        Not for ever: after `patience_s` nothing is waited for until a commit has come again, nor once the generation is
         over.
         """
         begun = time.perf_counter()
