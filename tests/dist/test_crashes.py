@@ -397,7 +397,7 @@ def test_whatever_dies_whenever_the_newest_committed_state_loads_whole() -> None
 def end(made: World) -> None:
     """The run ends in good order: rows of all checkpoints, no more of these than are kept, nothing in memory."""
     made.kill_group()
-    settle(made)
+    wait_until(lambda: not get(made.actor.settle.remote()).busy, poll_s=0.01)  # memory's newest step, too
     wait_until(lambda: len(committed_steps(made.checkpoints)) <= KEEP)
     rows = {row["step"] for row in read_metrics(Storage.at(made.folder / "run"))}
     assert rows.issuperset(committed_steps(made.checkpoints))

@@ -119,6 +119,10 @@ class Coordinator:
         """The driver has written a report."""
         self.shell.metrics.reported(report)
 
+    def fail(self, message: str) -> None:
+        """The run is given up, as an earlier coordinator has told the driver."""
+        self.shell.tell(e.Failed(message))
+
     def request_stop(self, reason: str) -> None:
         """Ask the group to commit a checkpoint and leave at the next step."""
         self.shell.tell(e.StopAsked(reason))
