@@ -1,5 +1,6 @@
 """The coordinator on the class itself, its keepers in this process: calls in and out, a storage that goes away."""
 
+import json
 import os
 import shutil
 import signal
@@ -17,12 +18,14 @@ from typing import Any
 import pytest
 import ray
 
+from regrow.config.check import check
 from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig
 from regrow.control.core import Fenced, Settling
 from regrow.control.health import Pulse
 from regrow.control.membership import Member
 from regrow.control.states import Answer
 from regrow.control.values import SnapshotAck, Version
+from regrow.data.read.corpora import Corpora
 from regrow.errors import RegrowError, ResumeError
 from regrow.record.claim import Superseded
 from regrow.record.events import Forming
@@ -32,6 +35,7 @@ from regrow.runtime import driver, log_writer, publisher, shell
 from regrow.runtime.actor import Coordinator
 from regrow.runtime.cluster import Connection
 from regrow.runtime.driver import _Session
+from regrow.runtime.job import Job
 from regrow.runtime.keeper import KeeperInfo
 from regrow.runtime.log_writer import LogWriter
 from regrow.runtime.reporter import Reporter
@@ -752,3 +756,36 @@ def test_who_is_asked_twice_leaves_at_once_and_says_what_stays_behind(session: _
         session.train()
     assert "step 5 is committed in memory and is not in storage" in said(session)[-1]
     assert session.ended == []  # type: ignore[attr-defined]
+
+
+# the keepers' secret
+
+
+def test_what_ray_train_shows_of_a_jobs_settings_holds_no_secret(tmp_path: Path) -> None:
+    """By the function that makes what GET /api/train/v2/runs and the export log say of `train_loop_config`."""
+    from ray.train.v2._internal.state.schema import RunSettings
+
+    secret = bytes(range(0x61, 0x81))
+    config = PretrainConfig(observe=ObserveConfig(tensorboard=False, metrics=False))
+    made = Coordinator(str(tmp_path), "run", secret=secret, checkpoints="checkpoints", config=config, submitted={})
+    assert made.secret() == secret  # whoever may ask is told
+    job = Job(
+        config=config,
+        topologies=check(config),
+        run_id="0123456789abcdef",
+        folder=str(tmp_path),
+        checkpoints=str(tmp_path / "checkpoints"),
+        compile_cache=None,
+        corpora=Corpora.at(tmp_path),
+        coordinator=made,
+        stream=None,
+        first_generation=1,
+        fit_at=0.0,
+        driver_s={},
+    )
+    sanitize = RunSettings._sanitize_train_loop_config
+    shown, beside = json.dumps(sanitize({"job": job})), json.dumps(sanitize({"beside": secret}))
+    made.shell.close()
+    assert "0123456789abcdef" in shown
+    assert "abcdefgh" in beside  # what is handed to workers it does show
+    assert [form for form in ("abcdefgh", secret.hex()) if form in shown] == []
