@@ -103,7 +103,7 @@ def retain(folder: Storage, *, keep: int) -> list[int]:
     if len(sound) < keep:
         return []
     oldest_kept, deleted, problems = sound[keep - 1], [], []
-    for step in _steps(folder):
+    for step in reversed(_steps(folder)):
         if step < oldest_kept:
             try:
                 folder.delete(f"{step_folder(step)}/{COMMIT}")
