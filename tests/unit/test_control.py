@@ -905,6 +905,24 @@ def test_a_peer_that_says_nothing_is_given_up_at_its_first_timeout() -> None:
     assert told.peers["a"] == ("c",)
 
 
+def test_nothing_moves_for_a_peer_that_died_with_its_group() -> None:
+    """The next group has other places, and says nothing of copies that are none."""
+    told = training("ab")
+    told(e.Broke(1, "its peer died"))
+    told(e.Died((("b", 1),), 1, "worker_died", "gone"))
+    told.clear()
+    refuse(told, "a", "b")
+    assert told.of(c.SendPlaces) == []
+    assert told.records("copies_moved") == []
+
+
+def test_copies_of_the_last_step_move_too() -> None:
+    told = training("abc")
+    told(e.Done())
+    refuse(told, "a", "b")
+    assert told.peers["a"] == ("c",)
+
+
 def test_a_copy_that_arrives_between_two_refusals_makes_the_link_good() -> None:
     told = training("abc")
     for _ in range(10):

@@ -219,7 +219,7 @@ class Control:
             e.NeighboursAsked: snapshots.neighbours,
             e.KeepersFound: self._keepers_found,
             e.Sealed: self._sealed,
-            e.Complaint: snapshots.complain,
+            e.Complaint: self._complained,
             e.GpuError: group.nodes.gpu_error,
             e.Answered: self._answered,
             e.Written: checkpoints.written,
@@ -291,6 +291,12 @@ class Control:
     def _sealed(self, event: e.Sealed, now: float) -> None:
         """Late reports of a generation that is over count no more, though the next one has not begun."""
         self._snapshots.sealed([ack for ack in event.acks if ack.version.generation == self.generation], now)
+
+    def _complained(self, event: e.Complaint, now: float) -> None:
+        """Of a group that is over only what it trained last, in good order, is still to be copied."""
+        group = self._group
+        wanted = group.ending is not None or isinstance(group.state, Training | LeavingGroup)
+        self._snapshots.complain(event, now, wanted=wanted)
 
     def _not_finite(self, event: e.NotFinite, now: float) -> None:
         """Back to storage, or to the end. What is in memory went wrong with it."""

@@ -99,11 +99,12 @@ class Snapshots:
         self.keepers.gone_dark(nodes)
         self.checkpoints.gone_dark(nodes, now)
 
-    def complain(self, event: Complaint, now: float) -> None:
-        """Said once a generation: a keeper tries again and again, for a while. Then another node holds its copies."""
+    def complain(self, event: Complaint, now: float, *, wanted: bool = True) -> None:
+        """Said once a generation: a keeper tries again and again, for a while. Then others hold its copies, where these
+        are `wanted`: the next group has other places."""
         node, peer = event.node, event.peer
         is_planned = peer in self.keepers.peers.get(node, ())
-        if is_planned and self.keepers.links.refused(node, peer, event.tried_s, now):
+        if wanted and is_planned and self.keepers.links.refused(node, peer, event.tried_s, now):
             self._given_up[node] = peer
         if self.keepers.has_lost_holders:
             self._replan()
