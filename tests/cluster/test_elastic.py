@@ -126,7 +126,8 @@ def test_a_group_grows_past_the_size_it_started_with_and_shrinks_again(
 @pytest.mark.long
 def test_a_node_with_room_for_four_joins_at_once(storage: Path) -> None:
     """It joined as 3, 4 and 5 ranks, each of them a stop of all."""
-    settings = [*BASE[: len(SMALL)], "snapshot.every_steps=1", "cluster.cpus_per_worker=2", "train.steps=100000"]
+    settings = [*SMALL, "snapshot.every_steps=1", "cluster.cpus_per_worker=2", "train.steps=100000"]
+    settings += ["optim.num_slices=15", "optim.global_batch_seqs=15"]
     with local_nodes(1, cpus=2) as nodes:
         cluster = [f"cluster.address={nodes.address}", "cluster.min_workers=1", "cluster.max_workers=5"]
         with Job(storage, "four", *settings, *cluster) as job:
