@@ -65,7 +65,7 @@ def test_newcomers_without_room_or_storage_cost_no_step_and_a_host_that_comes_ba
 ) -> None:
     run = Run(nodes, tmp_path)
     run.until(lambda: run.step() >= 10, 400.0)
-    nodes.add(shm_mb=8)
+    nodes.add(shm_mb=40)
     run.until(lambda: any("GB for snapshots" in said for said in run.unfit()))
     nodes.kill(2)
     nodes.add(broken="failing")
