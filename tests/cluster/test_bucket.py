@@ -14,7 +14,7 @@ from support.cluster import SMALL, Job
 from support.corpus import write_corpus
 from support.s3 import s3_server
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long]  # tests/dist has two real jobs on one bucket, without Ray
 VOCAB = 512
 
 

@@ -26,6 +26,7 @@ def in_storage(job: Job) -> list[int]:
     return committed_steps(Storage.at(job.folder / "checkpoints"))
 
 
+@pytest.mark.long  # 200 random instants of all ends are in tests/unit, over real files
 def test_a_job_that_waits_below_min_workers_and_is_stopped_has_its_newest_step_in_storage(storage: Path) -> None:
     with (
         local_nodes(2, cpus=2) as nodes,

@@ -99,6 +99,7 @@ def _wait_for_texts(browser: Browser, texts: tuple[str, ...], timeout_s: float =
         time.sleep(0.5)
 
 
+@pytest.mark.long  # test_coordinator asks Ray's own function for what it would show of the settings
 def test_the_keepers_secret_is_in_nothing_that_ray_shows_or_logs(watched: tuple[Job, str]) -> None:
     job, address = watched
     run_id = json.loads((job.folder / "run.json").read_bytes())["run_id"]
