@@ -776,6 +776,25 @@ def test_a_last_checkpoint_that_a_coordinator_died_over_is_written_by_the_next_o
     assert orders(later) == [], "it is in storage"
 
 
+def test_a_last_step_that_is_newer_than_what_keepers_know_is_waited_for_by_the_next_coordinator() -> None:
+    """With nothing in storage yet: what is due, it asked itself, and nothing had begun to train."""
+    told = Told()
+    told.form(one(1, "a"))
+    told.begin("a")
+    told.row(1)
+    told.row(2)
+    told(e.Done())
+    again = restarted(told)
+    again(e.KeeperUp("a", "a", ("a", 1)))
+    again(e.KeepersFound((("a", Version(1, 1), [Shard(Version(1, 1), "a", 1, 0)]),)))
+    again(e.Settle())
+    assert orders(again) == []
+    again.now += ARRIVE_WANTED_S + 0.1
+    again()
+    again(e.Settle())
+    assert orders(again) == [("a", "a", 1)]
+
+
 def test_a_coordinator_that_was_restarted_counts_how_long_too_few_are_there_from_when_they_were() -> None:
     told = Told(wait_for_workers_s=50.0, min_workers=2)
     told.form(one(1, "a"), one(2, "b"))

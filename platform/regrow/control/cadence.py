@@ -124,8 +124,7 @@ class Cadence:
 
     def due(self, step: int, now: float) -> str:
         """Why a checkpoint of this step should be begun now, for a person; empty if it should not."""
-        assert self._since is not None, "call resumed() when training begins"
-        if self._begun is not None or step <= self._since.step:
+        if self._since is None or self._begun is not None or step <= self._since.step:  # None: nothing trains yet
             return ""
         if self.every_steps and step // self.every_steps > self._since.step // self.every_steps:
             return f"every {self.every_steps} steps"
