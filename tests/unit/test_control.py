@@ -784,9 +784,11 @@ def test_a_last_step_that_is_newer_than_what_keepers_know_is_waited_for_by_the_n
     told.row(1)
     told.row(2)
     told(e.Done())
-    again = restarted(told)
+    events = log_of(told)
+    again = Told(Past.of(events, generation=1, logged=2, stored=-1, restarted=True))
     again(e.KeeperUp("a", "a", ("a", 1)))
     again(e.KeepersFound((("a", Version(1, 1), [Shard(Version(1, 1), "a", 1, 0)]),)))
+    again(group_of(events, 1))
     again(e.Settle())
     assert orders(again) == []
     again.now += ARRIVE_WANTED_S + 0.1
