@@ -119,7 +119,8 @@ def coordinator_main(member: Member) -> None:
             self.group_failed("worker_failed", "the test makes another one", [])
             one = Worker(f"group-{time.monotonic_ns()}", "node", "127.0.0.1", 1, 1)
             self.join(one, 1)
-            while (answer := self.formation(one.id, self.ready())).formation is None:
+            before = self.ready()  # asked again, for as long as the number that was given out is not in the log
+            while (answer := self.formation(one.id, before)).formation is None:
                 time.sleep(answer.wait_s)
             return answer.formation.generation
 
