@@ -97,14 +97,14 @@ def keeper_main(member: Member) -> None:
 def coordinator_main(member: Member) -> None:
     beacon = member.enter()
     from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig
-    from regrow.control import checkpoints, group
+    from regrow.control import checkpoints, troubles
     from regrow.control.membership import Member as Worker
     from regrow.runtime import actor as coordinator
     from regrow.runtime import publisher, shell
     from regrow.state.disk import catalog
 
     checkpoints.RETRY_S, shell.TICK_S = 0.0, 0.005
-    group.MAX_FAILED_GENERATIONS = 10**9
+    troubles.MAX_FAILED_GENERATIONS = 10**9
     beacon.mark(coordinator.Coordinator, "start_training", "begin")
     beacon.mark(coordinator.Coordinator, "snapshots_sealed", "commit")
     beacon.mark(publisher.Publisher, "_commit", "COMMIT")
