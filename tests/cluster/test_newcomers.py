@@ -73,7 +73,7 @@ def test_newcomers_without_room_or_storage_cost_no_step_and_a_host_that_comes_ba
     nodes.kill(2)
     step = run.step()
     run.until(lambda: run.step() >= step + 5)
-    assert len(run.events("generation")) == 1, "nobody has stopped for them"
+    assert len(run.events("generation")) == 1, "no rank has stopped for them"
     assert run.events("failure") == []
     nodes.restart_raylet(1)
     run.until(lambda: run.events("generation")[-1]["generation"] > 1 and run.step() >= step + 20)

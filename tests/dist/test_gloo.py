@@ -57,7 +57,7 @@ def count_connections() -> int:
             mine.add(os.readlink(entry.path))
     found = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
     ends = [(words[1][-4:], words[2][-4:]) for words in found if words[3] == "01" and f"socket:[{words[9]}]" in mine]
-    gather(None)  # nobody leaves before all have counted
+    gather(None)  # no rank leaves before all have counted
     return sum(not ports.isdisjoint(pair) for pair in ends)
 
 

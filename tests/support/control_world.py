@@ -511,7 +511,7 @@ class World:
 
     def _write(self, key: int, command: c.Write, node: Node, failed: e.WriteFailed) -> None:
         if key // 10**6 != self.num_coordinators:
-            return  # who asked is gone
+            return  # the client is gone
         held = node.copies.values() if command.copies else node.slots
         found = [each for each in held if each and each.moment == command.version and each.origin == command.origin]
         if not (node.alive and node.up and found):

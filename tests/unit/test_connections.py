@@ -1,4 +1,4 @@
-"""A node that dies is known by the connection that is held to its keeper: real processes, real sockets, nobody else."""
+"""A node that dies is known by the connection that is held to its keeper: real processes, real sockets."""
 
 import os
 import queue
