@@ -228,7 +228,7 @@ FALSE_EVICTION = {
         (report_with(goodput=0.9), "goodput is the one", "reported 0.9000"),
         (unnamed_standstill, "stands still for is named", "3.0 s of them are in 'other'"),
         (events_with("generation", 1, recomputed_steps=2), "costs at most", "generation 2 took back 2 steps"),
-        (adding("events", FALSE_EVICTION), "nobody is taken for dead", "generation 2: worker_hung, silent"),
+        (adding("events", FALSE_EVICTION), "no living process is taken for dead", "generation 2: worker_hung, silent"),
         (adding("records", {"record": "left", "found": ["memory regrow-x"]}), "left behind", "memory regrow-x"),
         (adding("records", {"record": "job ended", "unexpected": True, "detail": "boom"}), "goes on after", "boom"),
         (without("rows", 59), "goes on after", "step 59 of 60"),
@@ -280,4 +280,4 @@ def test_a_death_in_a_group_that_never_trained_is_put_down_to_its_members() -> N
     given = evidence()
     events = [each for each in given.events if each.get("generation") != 2]
     found = judge(replace(given, events=sorted([*events, forming, died], key=lambda each: each["time"])))
-    assert any("nobody is taken for dead" in verdict.claim for verdict in broken(found))
+    assert any("no living process is taken for dead" in verdict.claim for verdict in broken(found))
