@@ -51,7 +51,8 @@ def train_phase(config: PretrainConfig, run: TorchrunRun, device: torch.device) 
     run.begin(step, mesh, progress, validation, peak)
     settings = loop_settings(config, topology.batch, until)
     meter = meter_of(config, world_size, run.generation, peak_flops=peak.flops * world_size)
-    saver = CheckpointSaver(Cadence(until, checkpoint_every_steps=config.checkpoint.every_steps), run.write)
+    cadence = Cadence(until, checkpoint_every_steps=config.checkpoint.every_steps)
+    saver = CheckpointSaver(cadence, run.write, timeout_s=config.checkpoint.timeout_s)
     if progress.step < until:
         train(
             step, batches, progress, optim=optim, settings=settings, meter=meter, saver=saver, hooks=run, device=device

@@ -36,6 +36,10 @@ class CheckpointError(RegrowError):
     """A checkpoint is damaged, incomplete, or belongs to another run."""
 
 
+class NotWrittenError(CheckpointError):
+    """Storage does not take a checkpoint; its state is still there, and it may take it later."""
+
+
 class ResumeError(RegrowError):
     """A run exists under this name and cannot be continued as asked."""
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from regrow.config.schema import Dtype, OptimConfig, ParallelConfig
-from regrow.errors import CheckpointError
+from regrow.errors import CheckpointError, NotWrittenError
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
@@ -185,7 +185,7 @@ def fail_on_one_rank(folder: str) -> str:
         storage = Storage.at("/dev/null/full")  # every write fails
     try:
         store.save(storage, entries, scalars={"step": 1}, run_id=RUN, generation=1)
-    except CheckpointError as error:
+    except NotWrittenError as error:
         return str(error)
     return ""
 

@@ -86,6 +86,7 @@ def stuck_keepers(memory: Path, storage: Path) -> tuple[list[tuple[Any, ...]], f
         num_ahead=0,
         want_checkpoint=hooks.want_checkpoint,
         write=hooks.write,
+        timeout_s=1.0,
         at_length=hooks.at_length,
     )
 

@@ -179,6 +179,7 @@ def loop(
             num_ahead=0,
             want_checkpoint=hooks.want_checkpoint,
             write=hooks.write,
+            timeout_s=1.0,
         ),
         hooks=hooks,
         device=device,

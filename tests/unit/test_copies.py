@@ -53,7 +53,8 @@ def restored_by(nodes: Sequence[Node], generation: int) -> list[Snapshots]:
             generation=generation,
         )
         cadence = Cadence(100, snapshot_every_steps=1)
-        saver = SnapshotSaver(cadence, snapshots, start_step=STEP, num_ahead=0, want_checkpoint=nothing, write=nothing)
+        ways = {"want_checkpoint": nothing, "write": nothing}
+        saver = SnapshotSaver(cadence, snapshots, start_step=STEP, num_ahead=0, timeout_s=1.0, **ways)
         saver.keep_restored(Progress(found.scalars["step"], found.scalars["cursor"], 0))
         saver.before_update()
         made.append(snapshots)

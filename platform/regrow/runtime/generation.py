@@ -127,7 +127,7 @@ def _saver(
     config = process.job.config
     cadence = Cadence(last_step, config.snapshot.every_steps, config.checkpoint.every_steps)
     if process.memory is None:
-        return CheckpointSaver(cadence, hooks.write, stepped=hooks.stepped)
+        return CheckpointSaver(cadence, hooks.write, timeout_s=config.checkpoint.timeout_s, stepped=hooks.stepped)
     snapshots = process.memory.start(restored.entries, coordinates_of(mesh), joined.generation, process.stream)
     return SnapshotSaver(
         cadence,
@@ -136,6 +136,7 @@ def _saver(
         num_ahead=process.stream.num_ahead,
         want_checkpoint=hooks.want_checkpoint,
         write=hooks.write,
+        timeout_s=config.checkpoint.timeout_s,
         stepped=hooks.stepped,
         at_length=hooks.at_length,
     )

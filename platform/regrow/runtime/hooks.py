@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from regrow.errors import NotWrittenError
 from regrow.parallel.float8 import inner_tensor
 from regrow.plan.mesh import Coordinates
 from regrow.record.events import Cause
@@ -90,18 +91,22 @@ class GenerationHooks:
             self._replies.append(self._coordinator.want_checkpoint(step))
 
     def write(self, progress: Progress) -> None:
-        """Write a checkpoint by the ranks themselves: training stands still. Collective."""
+        """Write a checkpoint by the ranks themselves: training stands still. Collective; raises as `store.save`."""
         begun = time.perf_counter()
         folder = Storage.at(self._job.checkpoints)
-        index = store.save(
-            folder,
-            training_entries(self._step.model, self._step.optimizer, inner_tensor=inner_tensor),
-            scalars=progress.to_dict(),
-            run_id=self._job.run_id,
-            generation=self._generation,
-            coordinates=self._coordinates,
-            commit=self._commit,
-        )
+        try:
+            index = store.save(
+                folder,
+                training_entries(self._step.model, self._step.optimizer, inner_tensor=inner_tensor),
+                scalars=progress.to_dict(),
+                run_id=self._job.run_id,
+                generation=self._generation,
+                coordinates=self._coordinates,
+                commit=self._commit,
+            )
+        except NotWrittenError as error:
+            self._event("checkpoint_failed", {"step": progress.step, "detail": str(error)})
+            raise
         stall_s = time.perf_counter() - begun
         fields = {"step": progress.step, "seconds": stall_s, "stall_s": stall_s, "bytes": index.num_bytes}
         self._event("checkpoint", fields)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from regrow.config.schema import PretrainConfig
 from regrow.data.read.corpora import Corpora, find_corpora
+from regrow.errors import NotWrittenError
 from regrow.forecast.estimate import settled
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import BACKENDS, coordinates_of, replica_group
@@ -181,20 +182,25 @@ class TorchrunRun:
         return loss
 
     def write(self, progress: Progress) -> None:
-        """Write and commit a checkpoint. Collective."""
+        """Write and commit a checkpoint. Collective; raises as `store.save`."""
         begun = time.perf_counter()
         entries = training_entries(self._step.model, self._step.optimizer, inner_tensor=inner_tensor)
         if self._log is not None:
             self._log.flush()  # a committed step's row is never missing
-        index = store.save(
-            self.checkpoints,
-            entries,
-            scalars=progress.to_dict(),
-            run_id=self.run.run_id,
-            generation=self.generation,
-            coordinates=self._coordinates,
-            commit=self._commit,
-        )
+        try:
+            index = store.save(
+                self.checkpoints,
+                entries,
+                scalars=progress.to_dict(),
+                run_id=self.run.run_id,
+                generation=self.generation,
+                coordinates=self._coordinates,
+                commit=self._commit,
+            )
+        except NotWrittenError as error:
+            self.event(events.CheckpointFailed(step=progress.step, detail=str(error)))
+            self.message(str(error))
+            raise
         took_s = time.perf_counter() - begun
         written = events.Checkpoint(step=progress.step, seconds=took_s, stall_s=took_s, bytes=index.num_bytes)
         self.event(written)

@@ -5,14 +5,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from regrow.state.collective import gather
+from regrow.errors import NotWrittenError
+from regrow.state.collective import from_rank_0, gather
 from regrow.state.entries import Progress
 from regrow.state.memory.writer import Snapshots
 
+RETRY_S = 5.0  # between two tries to write the checkpoint that a group ends with
 SAFE_S = 5.0  # that training waits for keepers which fall behind
 LAST_ROOM_S = 30.0  # that the snapshot of the last step waits for room; a node that is taken away gives little more
 
-Write = Callable[[Progress], None]  # a checkpoint, by all ranks; collective
+Write = Callable[[Progress], None]  # a checkpoint, by all ranks; collective, NotWrittenError where storage fails
 Stepped = Callable[[int], None]
 
 
@@ -35,12 +37,26 @@ def _divides(every_steps: int | None, step: int) -> bool:
     return every_steps is not None and every_steps > 0 and step % every_steps == 0
 
 
+def write_at_last(write: Write, progress: Progress, *, timeout_s: float) -> None:
+    """A checkpoint with which a group ends, tried again for so long. Collective; raises what the last try raised."""
+    begun = time.monotonic()
+    while True:
+        try:
+            return write(progress)
+        except NotWrittenError:
+            if from_rank_0(time.monotonic() - begun + RETRY_S > timeout_s):
+                raise
+        time.sleep(RETRY_S)
+
+
 class CheckpointSaver:
     """In storage alone: training stands still while the ranks write."""
 
-    def __init__(self, cadence: Cadence, write: Write, *, stepped: Stepped = lambda step: None) -> None:
-        """`stepped` is told of each step that the host has seen succeed."""
-        self._cadence, self._write, self._stepped = cadence, write, stepped
+    def __init__(
+        self, cadence: Cadence, write: Write, *, timeout_s: float, stepped: Stepped = lambda step: None
+    ) -> None:
+        """The last checkpoint is tried for `timeout_s`. `stepped` is told of each step that the host saw succeed."""
+        self._cadence, self._write, self._timeout_s, self._stepped = cadence, write, timeout_s, stepped
         self._saved = -1  # the newest step that is in storage
 
     def has_room(self, step: int) -> bool:
@@ -57,13 +73,20 @@ class CheckpointSaver:
         return self._cadence.checkpoint(step)
 
     def after_step(self, progress: Progress, *, blocked: bool, read: bool) -> float:
-        return self.finish(progress, blocked=blocked) if self.is_checkpoint_due(progress.step) else 0.0
+        if progress.step == self._cadence.last_step:
+            return self.finish(progress, blocked=blocked)
+        begun = time.perf_counter()
+        if self.is_checkpoint_due(progress.step):
+            with contextlib.suppress(NotWrittenError):  # the next one is written
+                self._write(progress)
+                self._saved = progress.step
+        return time.perf_counter() - begun
 
     def finish(self, progress: Progress, *, blocked: bool) -> float:
         begun = time.perf_counter()
         if self._saved != progress.step:
+            write_at_last(self._write, progress, timeout_s=self._timeout_s)
             self._saved = progress.step
-            self._write(progress)
         return time.perf_counter() - begun
 
 
@@ -79,14 +102,15 @@ class SnapshotSaver:
         num_ahead: int,
         want_checkpoint: Callable[[int], None],
         write: Write,
+        timeout_s: float,
         stepped: Stepped = lambda step: None,
         at_length: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         """`num_ahead` steps are launched before one is read. `want_checkpoint` has the keepers write a step, `write`
-        the ranks themselves, where a last step found no room. `stepped` is told of a step before anything is waited
-        for; within `at_length` this process is not taken for hung."""
+        the ranks themselves, where a last step found no room, for up to `timeout_s`. `stepped` is told of a step
+        before anything is waited for; within `at_length` this process is not taken for hung."""
         self._cadence, self._snapshots, self._start_step, self._num_ahead = cadence, snapshots, start_step, num_ahead
-        self._want_checkpoint, self._write = want_checkpoint, write
+        self._want_checkpoint, self._write, self._timeout_s = want_checkpoint, write, timeout_s
         self._stepped, self._at_length = stepped, at_length
         self._saved = -1  # the newest step that is, or will be, in storage
 
@@ -138,7 +162,7 @@ class SnapshotSaver:
         begun, self._saved = time.perf_counter(), progress.step
         if last and self._snapshots.begun != progress.step:
             with self._at_length():
-                self._write(progress)
+                write_at_last(self._write, progress, timeout_s=self._timeout_s)
         else:
             self._want_checkpoint(progress.step)
         return waited_s + time.perf_counter() - begun

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from regrow.errors import CheckpointError
+from regrow.errors import CheckpointError, NotWrittenError
 from regrow.plan.boxes import Piece
 from regrow.plan.mesh import ALONE, Coordinates
 from regrow.state.checksums import checksums
@@ -42,22 +42,22 @@ def save(
     """Write and commit the checkpoint of one step. Collective over the default group (or alone, without one).
 
     Each element is written once: replicas share a shard's elements. `commit` performs the final act in place of a
-    plain write, so that it can be fenced. Raises CheckpointError on every rank if any rank failed; nothing is
-    committed then.
+    plain write, so that it can be fenced. Raises CheckpointError on every rank if any rank failed, NotWrittenError
+    where it was storage; nothing is committed then.
     """
     step = scalars["step"]
     target = folder / step_folder(step)
     token = f"g{generation:06d}-{secrets.token_hex(4)}"
-    written: dict[str, Any] | str | None
+    written: dict[str, Any] | CheckpointError | None
     try:
         file = _write_file(target, f"{token}.safetensors", entries, (run_id, generation, step), coordinates)
         written = vars(file) if file else None
-    except Exception as error:  # storage raises many kinds; every rank must hear of it
-        written = f"{type(error).__name__}: {error}"
+    except Exception as error:  # every rank must hear of it
+        written = _failed(f"checkpoint of step {step} at {target} was not written", error)
     outcomes = gather(written)
-    problems = [outcome for outcome in outcomes if isinstance(outcome, str)]
+    problems = [outcome for outcome in outcomes if isinstance(outcome, CheckpointError)]
     if problems:
-        raise CheckpointError(f"checkpoint of step {step} at {target} was not written: {problems[0]}")
+        raise next((each for each in problems if not isinstance(each, NotWrittenError)), problems[0])
 
     index = Index(
         run_id=run_id,
@@ -77,10 +77,9 @@ def save(
         try:
             _publish(target, index, commit)
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
-    problem = from_rank_0(problem)
-    if problem:
-        raise CheckpointError(f"checkpoint of step {step} at {target} was not committed: {problem}")
+            problem = _failed(f"checkpoint of step {step} at {target} was not committed", error)
+    if problem := from_rank_0(problem):
+        raise problem
     return index
 
 
@@ -213,6 +212,11 @@ def _publish(target: Storage, index: Index, commit: Commit | None) -> None:
         target.write_bytes(COMMIT, pointer)
     else:
         commit(step_folder(index.step), pointer)
+
+
+def _failed(what: str, error: Exception) -> CheckpointError:
+    kind = NotWrittenError if isinstance(error, OSError) else CheckpointError
+    return kind(f"{what}: {type(error).__name__}: {error}")
 
 
 def _batches(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
