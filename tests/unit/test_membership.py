@@ -192,6 +192,45 @@ def test_the_rest_of_a_broken_unit_waits_until_its_node_has_another() -> None:
     assert made.wants_to_grow(13.0)
 
 
+def test_nothing_is_stopped_for_a_group_whose_steps_would_take_as_long() -> None:
+    """Seven slices: the busiest of four, five and six ranks has two of them."""
+    made = Membership(range(1, 9), num_slices=7)
+    joined(made, "abc", 0.0, expected=3)
+    made.join(member("d"), expected=1, now=1.0)
+    assert made.wants_to_grow(3.0), "three slices before, two after"
+    assert names(joined(made, "abc", 3.0)) == "abcd"
+    for name, now in (("e", 5.0), ("f", 6.0)):
+        made.join(member(name), expected=1, now=now)
+        assert not made.wants_to_grow(now + 100.0), "they are spares"
+    made.join(member("g"), expected=1, now=7.0)
+    assert made.wants_to_grow(9.0), "one slice each"
+    assert names(joined(made, "abcd", 9.0)) == "abcdefg"
+    made.died(["b"])
+    assert names(joined(made, "acdefg", 12.0)) == "acdefg"
+    made.join(member("h"), expected=1, now=13.0)
+    assert made.wants_to_grow(15.0)
+
+
+def test_a_spare_takes_the_place_of_a_lost_rank_at_once() -> None:
+    made = Membership(range(1, 9), num_slices=7)
+    joined(made, "abcd", 0.0, expected=4)
+    made.join(member("e"), expected=1, now=1.0)
+    assert not made.wants_to_grow(100.0)
+    made.died(["b"])
+    assert names(joined(made, "acd", 101.0)) == "acde"
+
+
+def test_units_share_the_slices_out() -> None:
+    made = Membership(range(2, 13), unit=2, num_slices=5)
+    assert names(on_nodes(made, {"x": "abcd", "y": "ef"}, 0.0, expected=6)) == "abcdef"
+    for name in "gh":
+        made.join(member(name, "z"), expected=1, now=1.0)
+    assert not made.wants_to_grow(100.0), "two slices in three units and in four"
+    for name in "ij":
+        made.join(member(name, "z"), expected=1, now=101.0)
+    assert made.wants_to_grow(103.0)
+
+
 def test_too_few_for_a_unit_wait() -> None:
     made = Membership(range(2, 9), unit=2)
     assert on_nodes(made, {"x": "a", "y": "b"}, 0.0, expected=2) is None

@@ -398,7 +398,7 @@ def _cadence(config: PretrainConfig, now: float) -> Cadence:
 def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past) -> Group:
     cluster = config.cluster
     sizes = range(cluster.min_workers, cluster.max_workers + 1)
-    membership = Membership(sizes, config.parallel.tp, generation=past.generation)
+    membership = Membership(sizes, config.parallel.tp, config.optim.num_slices, generation=past.generation)
     exclusions = Exclusions(cluster.quarantine_failures, QUARANTINE_WITHIN_S, cluster.quarantine_s)
     exclusions.quarantined_until.update(past.quarantined_until)
     return Group(

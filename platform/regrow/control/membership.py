@@ -8,7 +8,8 @@ Newcomers whose first group broke before its first step wait, too, until the oth
 Where ranks work in units, a unit's are on one node: a process without room in a whole one waits.
 At the start it waits as long for as many as were announced. Where none is left of the one before, and where a group
 could be larger, it waits until no other has come for `settle_s`; a larger one, which costs a stop of all, also for
-workers that were started and have not joined yet, for `announced_s`.
+workers that were started and have not joined yet, for `announced_s`. Where more ranks would take none of the slices of
+those that have most, a step would take as long as before: nothing is stopped for that, and they wait as spares.
 """
 
 from collections import Counter
@@ -47,10 +48,14 @@ class Formation:
 
 @dataclass
 class Membership:
-    """The state of a run's membership. `sizes` are the world sizes that are allowed, in whole units of `unit` ranks."""
+    """The state of a run's membership. `sizes` are the world sizes that are allowed, in whole units of `unit` ranks.
+
+    `num_slices` are those of a global batch; 0: any larger group is faster.
+    """
 
     sizes: Sequence[int]
     unit: int = 1
+    num_slices: int = 0
     settle_s: float = 2.0
     patience_s: float = 120.0
     announced_s: float = 60.0
@@ -127,11 +132,12 @@ class Membership:
         return [member for member in self.survivors if member.id not in self.waiting]
 
     def wants_to_grow(self, now: float) -> bool:
-        """Whether those that wait, and have stopped coming, make a larger group than the current one."""
+        """Whether those that wait, and have stopped coming, make a larger and faster group than the current one."""
         if not self.waiting or now - self._last_at < self.settle_s:
             return False
         all_members = {member.id: member for member in [*self.survivors, *self.waiting.values()]}
-        if self._size(self._welcome(all_members.values())) <= len(self.current):
+        size, now_size = self._size(self._welcome(all_members.values())), len(self.current)
+        if size <= now_size or (now_size and not self._is_faster(size, now_size)):
             self._could_grow_at = None
             return False
         since = self._could_grow_at = now if self._could_grow_at is None else self._could_grow_at
@@ -185,6 +191,11 @@ class Membership:
         """Of the largest group that these can form; 0: none."""
         count = len(self._in_units(members))
         return max((size for size in self.sizes if size <= count and size % self.unit == 0), default=0)
+
+    def _is_faster(self, size: int, than: int) -> bool:
+        """Whether a step takes less time in a group of this size: the rank with most slices has fewer."""
+        most, most_before = (-(-self.num_slices // (each // self.unit)) for each in (size, than))
+        return not self.num_slices or most < most_before
 
     def _in_units(self, members: Iterable[Member]) -> list[Member]:
         """Those that make up whole units, in the order of the units' first members."""
