@@ -797,6 +797,29 @@ def test_a_last_step_that_is_newer_than_what_keepers_know_is_waited_for_by_the_n
     assert orders(again) == [("a", "a", 1)]
 
 
+def test_groups_that_fail_in_a_row_are_counted_on_by_the_next_coordinator() -> None:
+    """A coordinator that dies with each of them would let them fail for ever."""
+    told = Told()
+    for _ in range(MAX_FAILED_GENERATIONS - 1):
+        told.form(one(1))
+    again = restarted(told)
+    again.form(one(1))
+    assert again.control.ending is None
+    again.join(one(1))
+    assert again.ask("m1", again.control.generation).given_up
+
+
+def test_a_group_that_has_done_a_step_has_not_failed_for_the_next_coordinator_either() -> None:
+    told = Told()
+    for step in (0, 0, 1):
+        told.form(one(1))
+        told.begin(["node"], step)
+    past = Past.of(log_of(told), generation=3, logged=1, stored=-1, restarted=True)
+    assert past.failed_groups == 1, "the newest, which goes on from step 1"
+    told.row(2)
+    assert Past.of(log_of(told), generation=3, logged=2, stored=-1, restarted=True).failed_groups == 0
+
+
 def test_a_coordinator_that_was_restarted_counts_how_long_too_few_are_there_from_when_they_were() -> None:
     told = Told(wait_for_workers_s=50.0, min_workers=2)
     told.form(one(1, "a"), one(2, "b"))

@@ -415,5 +415,5 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
         in_place=cluster.in_place,
         wait_for_workers_s=cluster.wait_for_workers_s,
         cause=Cause.resume if past.generation else Cause.start,
-        first_steps=FirstSteps(config.train.collective_timeout_s),
+        first_steps=FirstSteps(config.train.collective_timeout_s, past.failed_groups),
     )

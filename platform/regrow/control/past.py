@@ -38,6 +38,7 @@ class Past:
     trained: int | None = None  # the last step, after which the group left for good
     quarantined_until: Mapping[str, float] = field(default_factory=dict)  # by host
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
+    failed_groups: int = 0  # in a row, without a step; see `troubles.FirstSteps`
 
     @staticmethod
     def of(events: Sequence[Row], *, generation: int, logged: int, stored: int, restarted: bool) -> "Past":
@@ -52,7 +53,8 @@ class Past:
         quarantines = [event for event in events if event["event"] == "quarantine"]
         quarantined = {e.get("host") or e["node"]: e["time"] + e["seconds"] for e in quarantines}
         trained = next((event["step"] for event in events if event["event"] == "trained"), None)
-        return Past(generation, logged, stored, restarted, trained, quarantined, rollbacks)
+        failed = _failed_in_a_row(events, logged)
+        return Past(generation, logged, stored, restarted, trained, quarantined, rollbacks, failed)
 
 
 def group_of(events: Sequence[Row], generation: int) -> Restarted:
@@ -70,6 +72,20 @@ def group_of(events: Sequence[Row], generation: int) -> Restarted:
         tuple(sorted({rank for failure in failures for rank in failure["ranks"]})) if failures else None,
         failures[-1]["time"] if failures else 0.0,
     )
+
+
+def _failed_in_a_row(events: Sequence[Row], logged: int) -> int:
+    """Groups without a step, the newest included, of other members than fewer of those before."""
+    count, counted, members, start = 0, 0, frozenset[str](), 0
+    for event in events:
+        if event["event"] == "forming":
+            before, members = members, frozenset(member["id"] for member in event["members"])
+            counted = int(not members < before)
+            count += counted
+        elif event["event"] == "generation":
+            count = counted if event["start_step"] > start else count
+            start = event["start_step"]
+    return count if logged <= start else 0
 
 
 def since_submitted(events: Sequence[Row]) -> Sequence[Row]:

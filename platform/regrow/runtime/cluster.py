@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -119,7 +120,7 @@ def _start_one(config: ClusterConfig) -> Any:
     # logical CPUs beyond the workers' own, for the tasks that feed them
     workers = config.max_workers + config.spare_workers
     num_cpus = max(os.cpu_count() or 1, int(-(-workers * config.cpus_per_worker // 1))) + 1
-    with _one_line():
+    with _starting():
         return ray.init(
             address="local",
             num_cpus=num_cpus,
@@ -138,7 +139,7 @@ def _start_several(config: ClusterConfig) -> tuple[Any, Any]:
         "include_dashboard": config.dashboard,
         **({"dashboard_port": config.dashboard_port} if config.dashboard else {}),
     }
-    with _one_line():
+    with _starting():
         nodes = Cluster(initialize_head=True, head_node_args=head)
         try:
             per_node = -(-(config.max_workers + config.spare_workers) // config.local_nodes)
@@ -151,8 +152,12 @@ def _start_several(config: ClusterConfig) -> tuple[Any, Any]:
 
 
 @contextmanager
-def _one_line() -> Iterator[None]:
-    """Whatever keeps Ray from starting here is a ClusterError: Ray raises many kinds, plain Exception among them."""
+def _starting() -> Iterator[None]:
+    """Jobs of the Ray that starts here find this Python as `python`, whether its environment is active or not.
+
+    Whatever keeps Ray from starting is a ClusterError: Ray raises many kinds, plain Exception among them.
+    """
+    os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     try:
         yield
     except Exception as error:
