@@ -122,6 +122,7 @@ def test_differences_say_how_far_and_see_every_bit(tmp_path: Path) -> None:
     assert found["model/zero"].largest == 0
 
 
+@pytest.mark.slow
 def test_diff_of_two_steps_two_runs_and_of_a_run_with_itself(run: Path, tmp_path: Path) -> None:
     assert job("diff", run, run, "--step", "1").stdout == "the same state\n"
     done = job("diff", run, "--step", "1", "2", status=1)

@@ -122,6 +122,7 @@ for run in ("small", "large"):
 """
 
 
+@pytest.mark.slow
 def test_only_a_few_tensors_are_held_at_a_time(tmp_path: Path) -> None:
     """142 MB of state, of which the largest tensor is 3 MB, files of up to 4 MB, both formats there and back."""
     save_run(tmp_path / "small", tiny_model(num_layers=1))
@@ -194,6 +195,7 @@ def test_a_pickle_in_the_data_is_refused_and_not_run(folder: Path, tmp_path: Pat
     assert not proof.exists()
 
 
+@pytest.mark.slow
 def test_damaged_metadata_and_missing_files_end_in_one_error(folder: Path, tmp_path: Path) -> None:
     """Never in another exception. DCP has no checksums: a bit that changes no structure may go unnoticed."""
     pristine = (folder / "dcp" / METADATA).read_bytes()

@@ -32,6 +32,7 @@ def test_a_worker_that_is_restarted_with_its_group_ends_with_a_collective_that_f
     assert "TORCH_NCCL_ENABLE_MONITORING" not in environment
 
 
+@pytest.mark.slow
 def test_a_worker_has_nothing_of_inductor_when_its_settings_are_made() -> None:
     code = (
         "import sys, regrow.runtime.worker; print([each for each in sys.modules if each == 'torch._inductor.config'])"

@@ -68,6 +68,7 @@ def test_rows_of_a_batch_are_those_that_training_gets(corpus: Path) -> None:
             assert row.documents == documents_by_tokens(corpus, row.row)
 
 
+@pytest.mark.slow
 def test_the_command_shows_a_batch_of_a_run_that_mixes_corpora(corpus: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     config = replace(CONFIG, tokenizer=str(corpus / "tokenizer.json"))

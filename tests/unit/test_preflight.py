@@ -337,6 +337,7 @@ def test_fineweb_edu_is_estimated_within_the_margin(tmp_path: Path) -> None:
         assert rows / MARGIN < estimate < rows * MARGIN
 
 
+@pytest.mark.slow
 def test_the_job_says_so_before_it_joins_a_cluster(tmp_path: Path) -> None:
     with socket.socket() as closed:  # no Ray answers there, which is looked at later
         closed.bind(("127.0.0.1", 0))

@@ -27,6 +27,8 @@ from regrow.storage import Storage
 from support.corpus import WordRecipe, write_rows
 from support.s3 import s3_server
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
