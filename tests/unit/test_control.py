@@ -10,7 +10,7 @@ from regrow.config.schema import CheckpointConfig, PretrainConfig
 from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.checkpoints import ARRIVE_WANTED_S, ASK_AGAIN_S, IN_VAIN, RETRY_S
-from regrow.control.core import DEVICE_PATIENCE_S, Fenced, Settling
+from regrow.control.core import DEVICE_PATIENCE_S, Fenced
 from regrow.control.group import LEAVING_S
 from regrow.control.health import KNOCK_S, WHERE_AGAIN_S, Pulse
 from regrow.control.links import AGAIN_S, REFUSED_S
@@ -18,7 +18,7 @@ from regrow.control.losses import YIELD_S
 from regrow.control.membership import Member
 from regrow.control.past import Past, Rollbacks, group_of
 from regrow.control.snapshots import IS_THERE, SILENT_S
-from regrow.control.states import Answer, Finished, Forming, GivenUp, LeavingGroup, Training, Waiting
+from regrow.control.states import Answer, Finished, Forming, GivenUp, LeavingGroup, Settling, Training, Waiting
 from regrow.control.troubles import MAX_FAILED_GENERATIONS
 from regrow.control.values import NEVER, Peer, Version
 from regrow.record.events import Cause

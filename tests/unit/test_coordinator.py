@@ -20,10 +20,10 @@ import ray
 
 from regrow.config.check import check
 from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig
-from regrow.control.core import Fenced, Settling
+from regrow.control.core import Fenced
 from regrow.control.health import Pulse
 from regrow.control.membership import Member
-from regrow.control.states import Answer
+from regrow.control.states import Answer, Settling
 from regrow.control.values import SnapshotAck, Version
 from regrow.data.read.corpora import Corpora
 from regrow.errors import RegrowError, ResumeError

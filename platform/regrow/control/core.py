@@ -8,13 +8,12 @@ and a simulator run the same class. `now` is in seconds that never go back, on t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from regrow.config.schema import Backend, PretrainConfig
 from regrow.control import events as e
 from regrow.control.cadence import Cadence
-from regrow.control.commands import BeginRows, Command, Delete, LogRow, NoteDamaged, Outbox, Reply, TellOver
+from regrow.control.commands import Command, Delete, NoteDamaged, Outbox, Reply, TellOver
 from regrow.control.commits import IsWhole
 from regrow.control.group import QUARANTINE_WITHIN_S, Group
 from regrow.control.health import Health, Stalls, Suspect
@@ -22,12 +21,22 @@ from regrow.control.membership import Formation, Membership
 from regrow.control.nodes import Exclusions, NodeFailures
 from regrow.control.past import Past
 from regrow.control.peers import FAN_OUT
+from regrow.control.rows import Rows
 from regrow.control.snapshots import Snapshots
-from regrow.control.states import Ending, Finished, Forming, GivenUp, GroupState, LeavingGroup, Training, Waiting
+from regrow.control.states import (
+    Ending,
+    Finished,
+    Forming,
+    GivenUp,
+    GroupState,
+    LeavingGroup,
+    Settling,
+    Training,
+    Waiting,
+)
 from regrow.control.troubles import FirstSteps
 from regrow.control.values import NOTHING, Version
 from regrow.record.events import Cause
-from regrow.record.log import METRIC_KEYS
 
 LEAST_PATIENCE_S, PATIENCE_STEPS = 10.0, 5  # for a survivor to find out that its group is broken
 DEVICE_PATIENCE_S = 50.0  # where a device has to come to rest first: a process that does not ends itself before
@@ -35,16 +44,6 @@ DEVICE_PATIENCE_S = 50.0  # where a device has to come to rest first: a process 
 
 class Fenced(Exception):
     """A write came from a generation that is over."""
-
-
-@dataclass(frozen=True)
-class Settling:
-    """What of a run is still to be written, and where it is."""
-
-    busy: bool  # a checkpoint is being written, or is to be
-    failure: str  # why the newest one was not written, if it was not
-    unstored: int | None  # the step that is committed in memory, and is not in storage
-    nodes: tuple[str, ...]  # that hold it
 
 
 class Control:
@@ -77,11 +76,11 @@ class Control:
         )
         self._group = _group(config, self._snapshots, self._out, past)
         self._health = self._group.health
-        self._next_step, self._rows_may_be_missing = past.logged + 1, past.generation > 0
+        self._rows = Rows(self._out, logged=past.logged, may_be_missing=past.generation > 0)
         self._is_restarted = past.restarted
         self._rollbacks = past.rollbacks
         self._num_failures, self._restore_s = 0, 0.0
-        self._handlers = self._all_handlers()
+        self._handlers = _handlers(self)
         if past.restarted and past.stored != NOTHING:
             self.cadence.resumed(past.stored, now)
         if past.trained is not None:
@@ -121,7 +120,7 @@ class Control:
     @property
     def next_step(self) -> int:
         """The step, counted from 1, that has no row yet."""
-        return self._next_step
+        return self._rows.next_step
 
     @property
     def state(self) -> GroupState:
@@ -136,13 +135,7 @@ class Control:
     @property
     def settling(self) -> Settling:
         """What of the run is still to be written."""
-        checkpoints, newest = self._snapshots.checkpoints, self._snapshots.commits.newest
-        unstored = checkpoints.unstored
-        peers = newest.peers if newest is not None and unstored is not None else {}
-        nodes = {*peers}.union(*peers.values()) & self._snapshots.keepers.known.keys()
-        return Settling(
-            checkpoints.busy, checkpoints.failure, unstored.step if unstored else None, tuple(sorted(nodes))
-        )
+        return self._snapshots.settling
 
     @property
     def is_superseded(self) -> bool:
@@ -152,7 +145,7 @@ class Control:
     @property
     def is_over(self) -> bool:
         """Whether the run ends, and no group is on that could end by itself."""
-        return self._group.ending is not None and not isinstance(self._group.state, Forming | Training)
+        return self._group.is_over
 
     @property
     def newest_snapshot(self) -> Version | None:
@@ -177,7 +170,7 @@ class Control:
 
     def newest_whole(self, held: Sequence[Any]) -> Version:
         """What a group that forms should begin from, of what keepers hold; see `CommitTracker.newest_whole`."""
-        return self._snapshots.commits.newest_whole(held, self._next_step - 1)
+        return self._snapshots.commits.newest_whole(held, self.next_step - 1)
 
     def excluded_nodes(self, now: float) -> set[str]:
         """Where no worker is to be started."""
@@ -189,51 +182,6 @@ class Control:
 
     # what events do
 
-    def _all_handlers(self) -> dict[type, Callable[[Any, float], None]]:
-        group, snapshots, checkpoints = self._group, self._snapshots, self._snapshots.checkpoints
-        return {
-            e.Joined: group.join,
-            e.Asked: self._asked,
-            e.Began: self._began,
-            e.Row: self._row,
-            e.CheckpointWanted: checkpoints.want,
-            e.Leaving: group.leave,
-            e.NotFinite: self._not_finite,
-            e.Logged: self._logged,
-            e.Noted: self._noted,
-            e.Done: self._done,
-            e.Broke: group.broke,
-            e.Unfit: group.nodes.unfit,
-            e.Failed: group.fail,
-            e.Superseded: self._superseded,
-            e.Trouble: group.trouble,
-            e.Died: group.died,
-            e.Gone: group.gone,
-            e.ConnectionLost: self._health.connection_lost,
-            e.PortRefused: group.refused,
-            e.GroupFailed: group.restarted_by_ray,
-            e.Placed: group.placed,
-            e.Notice: group.nodes.notice,
-            e.NodesAlive: snapshots.nodes_alive,
-            e.KeeperUp: snapshots.keeper_up,
-            e.NeighboursAsked: snapshots.neighbours,
-            e.KeepersFound: self._keepers_found,
-            e.Sealed: self._sealed,
-            e.Complaint: self._complained,
-            e.GpuError: group.nodes.gpu_error,
-            e.Answered: self._answered,
-            e.Written: checkpoints.written,
-            e.WriteFailed: checkpoints.write_failed,
-            e.IndexWritten: checkpoints.index_written,
-            e.CheckpointCommitted: checkpoints.committed,
-            e.PublishFailed: checkpoints.publish_failed,
-            e.Deleted: checkpoints.deleted,
-            e.StopAsked: group.stop,
-            e.Settle: lambda event, now: checkpoints.settle(self._next_step - 1, now),
-            e.Restarted: self._restarted,
-            e.Closed: self._closed,
-        }
-
     def _asked(self, event: e.Asked, now: float) -> None:
         state = self._group.state
         safe = isinstance(state, LeavingGroup) and self._snapshots.commits.holds(state.step)
@@ -242,11 +190,7 @@ class Control:
     def _began(self, event: e.Began, now: float) -> None:
         """Later rows of earlier generations are taken back, and so are later snapshots and checkpoints."""
         self._snapshots.begin(event.generation, event.start_step, event.nodes, now)
-        recomputed = max(0, self._next_step - 1 - event.start_step)
-        if event.start_step >= self._next_step and self._rows_may_be_missing:
-            self._note_missing_rows(event.start_step + 1)
-        self._next_step = event.start_step + 1
-        self._out.append(BeginRows(event.generation, event.start_step))
+        recomputed = self._rows.begin(event.generation, event.start_step)
         self._restore_s = float(event.details.get("restore_s", self._restore_s))
         fields = {"generation": event.generation, "start_step": event.start_step, "cause": self._group.cause}
         self._out.record("generation", **fields, recomputed_steps=recomputed, **event.details)
@@ -254,18 +198,9 @@ class Control:
 
     def _row(self, event: e.Row, now: float) -> None:
         row = event.row
-        if row["step"] < self._next_step:  # sent again, after a restart
+        if not self._rows.take(event.generation, row):
             self._out.append(Reply(self._group.stop_reason))
             return
-        missing = [key for key in METRIC_KEYS if key not in row]
-        assert not missing, f"metrics row without {missing}"
-        if row["step"] > self._next_step and self._rows_may_be_missing:
-            self._note_missing_rows(row["step"])
-            self._out.append(BeginRows(event.generation, row["step"] - 1))
-            self._next_step = row["step"]
-        assert row["step"] == self._next_step, f"row of step {row['step']}, expected {self._next_step}"
-        self._rows_may_be_missing = False
-        self._next_step += 1
         self._group.stepped(now)
         busy_s = max(row["step_s"] - row["data_wait_s"] - row["snapshot_s"], 1e-6)
         self.cadence.stepped(busy_s, writing=self._snapshots.checkpoints.upload is not None)
@@ -274,12 +209,9 @@ class Control:
         self._group.membership.patience_s = max(least_s, PATIENCE_STEPS * row["step_s"])
         self._group.nodes.exclusions.measured(self._health.stalls.step_s, self._restore_s)
         self._snapshots.complain_if_unsafe(now)
-        self._out.append(LogRow(row))
+        self._rows.log(row)
         self._health.look_at_devices(row["step"], event.generation, now, self._snapshots.keepers.current)
         self._out.append(Reply(self._group.stop_reason or self._group.why_leave(now)))
-
-    def _note_missing_rows(self, step: int) -> None:
-        self._out.record("note", text=f"rows before step {step} went with the coordinator that died")
 
     def _keepers_found(self, event: e.KeepersFound, now: float) -> None:
         """A group of which the log does not know was formed while storage was away: it is over, its number taken."""
@@ -311,7 +243,7 @@ class Control:
         self._group.enter(Waiting(), now)
 
     def _done(self, event: e.Done, now: float) -> None:
-        self._out.record("trained", step=self._next_step - 1)
+        self._out.record("trained", step=self.next_step - 1)
         self._group.finish(event, now)
 
     def _superseded(self, event: e.Superseded, now: float) -> None:
@@ -345,9 +277,7 @@ class Control:
         if event.start_step is None:
             group.take_up(Forming(self.generation), event.lost, event.lost_at, now)
             return
-        last = max(event.start_step, self._next_step - 1)
-        self._next_step = last + 1
-        self._out.append(BeginRows(self.generation, last))
+        last = self._rows.go_on(self.generation, event.start_step)
         newest = self.newest_snapshot
         self._snapshots.begin(self.generation, max(last, newest.step if newest else 0), event.nodes, now)
         group.train(now)
@@ -356,28 +286,75 @@ class Control:
     def _closed(self, event: e.Closed, now: float) -> None:
         self._group.membership.generation += 1
 
-    def _why_memory_may_be_lost(self) -> str:
-        """Why what is in memory alone should be in storage now, or empty."""
-        group = self._group
-        if isinstance(group.ending, GivenUp) or self.is_over:
-            return "the run ends"
-        if group.too_few_since is not None:
-            return "fewer workers are left than cluster.min_workers"
-        going, newest = group.nodes.exclusions.deadlines.keys(), self._snapshots.commits.newest
-        if going and not group.membership.could_form_without(going):
-            return "too few nodes stay"
-        if going and newest is not None and any({node, *peers} <= going for node, peers in newest.peers.items()):
-            return "a node is to be taken away, and those with its copies"
-        return ""
-
     def _finish(self, now: float) -> list[Command]:
         while self._num_failures < self._group.num_failures:
             self._num_failures += 1
             self.cadence.failed()
-        if reason := self._why_memory_may_be_lost():
+        if reason := _why_memory_may_be_lost(self._group, self._snapshots):
             self._snapshots.checkpoints.secure(reason, now)
         self._snapshots.announce_changes()
         return self._out.take()
+
+
+def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
+    """Who is told of an event, by its class."""
+    group, snapshots, checkpoints = control._group, control._snapshots, control._snapshots.checkpoints
+    return {
+        e.Joined: group.join,
+        e.Asked: control._asked,
+        e.Began: control._began,
+        e.Row: control._row,
+        e.CheckpointWanted: checkpoints.want,
+        e.Leaving: group.leave,
+        e.NotFinite: control._not_finite,
+        e.Logged: control._logged,
+        e.Noted: control._noted,
+        e.Done: control._done,
+        e.Broke: group.broke,
+        e.Unfit: group.nodes.unfit,
+        e.Failed: group.fail,
+        e.Superseded: control._superseded,
+        e.Trouble: group.trouble,
+        e.Died: group.died,
+        e.Gone: group.gone,
+        e.ConnectionLost: control._health.connection_lost,
+        e.PortRefused: group.refused,
+        e.GroupFailed: group.restarted_by_ray,
+        e.Placed: group.placed,
+        e.Notice: group.nodes.notice,
+        e.NodesAlive: snapshots.nodes_alive,
+        e.KeeperUp: snapshots.keeper_up,
+        e.NeighboursAsked: snapshots.neighbours,
+        e.KeepersFound: control._keepers_found,
+        e.Sealed: control._sealed,
+        e.Complaint: control._complained,
+        e.GpuError: group.nodes.gpu_error,
+        e.Answered: control._answered,
+        e.Written: checkpoints.written,
+        e.WriteFailed: checkpoints.write_failed,
+        e.IndexWritten: checkpoints.index_written,
+        e.CheckpointCommitted: checkpoints.committed,
+        e.PublishFailed: checkpoints.publish_failed,
+        e.Deleted: checkpoints.deleted,
+        e.StopAsked: group.stop,
+        e.Settle: lambda event, now: checkpoints.settle(control.next_step - 1, now),
+        e.Restarted: control._restarted,
+        e.Closed: control._closed,
+    }
+
+
+def _why_memory_may_be_lost(group: Group, snapshots: Snapshots) -> str:
+    """Why what is in memory alone should be in storage now, or empty."""
+    if isinstance(group.ending, GivenUp) or group.is_over:
+        return "the run ends"
+    if group.too_few_since is not None:
+        return "fewer workers are left than cluster.min_workers"
+    going, newest = group.nodes.exclusions.deadlines.keys(), snapshots.commits.newest
+    if going and not group.membership.could_form_without(going):
+        return "too few nodes stay"
+    if going and newest is not None and any({node, *peers} <= going for node, peers in newest.peers.items()):
+        return "a node is to be taken away, and those with its copies"
+    return ""
 
 
 def _is_on_device(config: PretrainConfig) -> bool:

@@ -35,6 +35,11 @@ class Group(Losses):
     _form_at: float = 0.0  # to look again whether a group can be formed
 
     @property
+    def is_over(self) -> bool:
+        """Whether the run ends, and no group is on that could end by itself."""
+        return self.ending is not None and not isinstance(self.state, Forming | Training)
+
+    @property
     def stop_reason(self) -> str:
         return self.ending.reason if self.ending is not None else ""
 

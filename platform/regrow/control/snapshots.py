@@ -8,6 +8,7 @@ from regrow.control.commands import Announce, Ask, Outbox, Question, Reply, Rest
 from regrow.control.commits import CommitTracker, IsWhole
 from regrow.control.events import Answered, Complaint, KeepersFound, KeeperUp, NeighboursAsked, NodesAlive
 from regrow.control.peers import KeeperRegistry
+from regrow.control.states import Settling
 from regrow.control.values import NEVER, SnapshotAck
 
 UNSAFE_S = 120.0  # without a commit in memory: worth a word
@@ -52,6 +53,17 @@ class Snapshots:
         if self.keepers.links.try_again(now) or self._given_up:
             self._move_copies()
         self._look_for_silent_keepers(now)
+
+    @property
+    def settling(self) -> Settling:
+        """What of the run is still to be written."""
+        checkpoints, newest = self.checkpoints, self.commits.newest
+        unstored = checkpoints.unstored
+        peers = newest.peers if newest is not None and unstored is not None else {}
+        nodes = {*peers}.union(*peers.values()) & self.keepers.known.keys()
+        return Settling(
+            checkpoints.busy, checkpoints.failure, unstored.step if unstored else None, tuple(sorted(nodes))
+        )
 
     def begin(self, generation: int, start_step: int, nodes: Sequence[str], now: float) -> None:
         """A generation trains from `start_step`: later snapshots and checkpoints of those before it are given up."""

@@ -67,6 +67,16 @@ Ending = Stopping | Finished | GivenUp
 
 
 @dataclass(frozen=True)
+class Settling:
+    """What of a run is still to be written, and where it is."""
+
+    busy: bool  # a checkpoint is being written, or is to be
+    failure: str  # why the newest one was not written, if it was not
+    unstored: int | None  # the step that is committed in memory, and is not in storage
+    nodes: tuple[str, ...]  # that hold it
+
+
+@dataclass(frozen=True)
 class Answer:
     """To a worker that asks for its generation: that, or the reason to end, or to ask again after `wait_s`."""
 

@@ -16,11 +16,10 @@ from ray.util import metrics as ray_metrics
 
 from regrow.config.schema import PretrainConfig
 from regrow.control import events as e
-from regrow.control.core import Settling
 from regrow.control.group import WAITING_POLL_S
 from regrow.control.membership import Member
 from regrow.control.past import Past, group_of
-from regrow.control.states import Answer, GivenUp
+from regrow.control.states import Answer, GivenUp, Settling
 from regrow.control.values import NOTHING, Peer, SnapshotAck
 from regrow.errors import ResumeError, first_line
 from regrow.record.claim import Claim

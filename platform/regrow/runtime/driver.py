@@ -21,7 +21,7 @@ import ray
 from regrow.config.check import check, geometry
 from regrow.config.schema import Float8, PretrainConfig
 from regrow.config.store import STARTED_AT
-from regrow.control.core import Settling
+from regrow.control.states import Settling
 from regrow.data.preflight import check_corpus
 from regrow.data.prepare.distribute import on_ray
 from regrow.data.read.corpora import Corpora, find_corpora, order_of
