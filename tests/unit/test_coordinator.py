@@ -680,7 +680,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Sessio
     found.console, found.coordinator = Terminal(), Handle(made)  # type: ignore[assignment]
     found.connection, found.stream = Connection("", "the logs"), None
     found.messages, found.shown, found.startup_s = SimpleQueue(), made.updates(0)[0][-1].number, None
-    found.asked_to_stop = found.is_over = False
+    found.interrupts, found.is_over = driver.Interrupts(found.console), False
     forever = threading.Event()
     found.trainer = SimpleNamespace(fit=forever.wait)
     found.ended, found.made = ended, made  # type: ignore[attr-defined]
@@ -698,7 +698,7 @@ def interrupt(session: _Session, times: int) -> None:
 
     def fit() -> None:
         for number in range(times):
-            until(lambda: len(said(session)) > number and session.asked_to_stop == bool(number))  # noqa: B023
+            until(lambda: len(said(session)) > number and session.interrupts.asked_to_stop == bool(number))  # noqa: B023
             os.kill(os.getpid(), signal.SIGINT)
         threading.Event().wait()
 
@@ -737,7 +737,7 @@ def test_what_storage_does_not_take_stays_with_its_keepers_and_one_line_says_so(
     shutil.move(tmp_path / "checkpoints", tmp_path / "elsewhere")
     (tmp_path / "checkpoints").write_text("no folder")
     lose_the_worker(session)
-    session.asked_to_stop = True
+    session.interrupts.asked_to_stop = True
     with pytest.raises(RegrowError, match="step 5 is committed in memory and is not in storage") as raised:
         session.train()
     assert "Not a directory" in str(raised.value)

@@ -164,7 +164,7 @@ class _Session:
             fit_at=0.0,
             driver_s=startup.seconds,
         )
-        self.asked_to_stop = self.is_over = False
+        self.interrupts, self.is_over = Interrupts(console), False
         self.shown = 0  # the newest update
         self.messages: SimpleQueue[str] = SimpleQueue()  # from other threads
         self.trainer = self._trainer()
@@ -196,7 +196,7 @@ class _Session:
             written=self._reported,
             tell=self.messages.put,
         )
-        with self._interrupts():
+        with self.interrupts.taken():
             try:
                 fatal, error = self._fit_until_over()
                 settling = self._settle()
@@ -206,7 +206,7 @@ class _Session:
         stop_stream(self.stream)
         if error is not None and not fatal:
             fatal = f"Ray Train gave up: {str(error).strip().splitlines()[-1]}"
-        missing = self._missing(settling)
+        missing = _missing(self.config, settling)
         if fatal and missing:
             self.console.message(missing)
         fatal = fatal or missing
@@ -215,16 +215,17 @@ class _Session:
         except OSError as away:
             steps, fatal = [], fatal or f"storage does not say which checkpoint is the newest: {first_line(away)}"
         step = steps[0] if steps else None
-        if not self.asked_to_stop and (step or 0) < _last_step(self.config):
+        if not self.interrupts.asked_to_stop and (step or 0) < _last_step(self.config):
             fatal = fatal or settling.failure
-        reason = self._reason(step or 0, fatal)
+        reason = _reason(self.config, step or 0, fatal)
         if lost := self._close(step or 0, reason, fatal):
             self.console.message(lost)
         report = reporter.last()
         self._show_messages()
         if fatal:
             raise RegrowError(f"{fatal} (logs: {self.connection.session_dir}/logs)")
-        self._farewell(step, reason, report["final_loss"] if report is not None else None)
+        loss = report["final_loss"] if report is not None else None
+        self.console.message(_farewell(self.config, self.run, step, reason, loss))
         return reason
 
     def _fit_until_over(self) -> tuple[str, BaseException | None]:
@@ -288,7 +289,7 @@ class _Session:
     def _close(self, step: int, reason: str, fatal: str) -> str:
         """End the coordinator; what was not done of it."""
         try:
-            closing = self.coordinator.close.remote(step, reason, fatal, keep=not self._ray_is_ours)
+            closing = self.coordinator.close.remote(step, reason, fatal, keep=not _ray_is_ours(self.config))
             return str(ray.get(closing, timeout=END_S))
         except ray.exceptions.GetTimeoutError:
             return f"the run's coordinator has not ended within {END_S:.0f} s: its log may lack the last events"
@@ -310,36 +311,17 @@ class _Session:
                 last = str(error).strip().splitlines()[-1].strip()
                 raise RegrowError(f"the run's coordinator has ended: {last}") from error
 
-    def _missing(self, settling: Settling) -> str:
-        """What is in memory and not in storage, and for how long; empty if all is there."""
-        if settling.unstored is None:
-            return ""
-        why = f" ({settling.failure})" if settling.failure else ""
-        found = f"step {settling.unstored} is committed in memory and is not in storage{why}"
-        if self._ray_is_ours:
-            return f"{found}; it is lost with the Ray that this job started on this machine"
-        nodes = ", ".join(node[:12] for node in settling.nodes)
-        return (
-            f"{found}; node {nodes} keeps it for snapshot.abandon_after_s={self.config.snapshot.abandon_after_s:.0f}: "
-            "the same command goes on from it until then"
-        )
-
-    @property
-    def _ray_is_ours(self) -> bool:
-        """Whether keepers end with this job."""
-        return self.config.cluster.address is None
-
     def _leave_at_once(self) -> None:
         """Say what stays behind."""
         try:
-            missing = self._missing(ray.get(self.coordinator.settling.remote(), timeout=ASK_S))
+            missing = _missing(self.config, ray.get(self.coordinator.settling.remote(), timeout=ASK_S))
         except (ray.exceptions.RayError, TimeoutError) as error:
             missing = f"what is committed in memory is not known: {first_line(error)}"
         self.console.message(missing or "ended at once; all that is committed is in storage")
 
     def _show(self) -> str:
         """Show what happened since the last call; the fatal message if the run is over."""
-        if self.asked_to_stop:  # again and again: a coordinator that was restarted does not know
+        if self.interrupts.asked_to_stop:  # again and again: a coordinator that was restarted does not know
             self.coordinator.request_stop.remote(INTERRUPTED)
         self._show_messages()
         updates, fatal, self.is_over = self._answer(self.coordinator.updates.remote(self.shown))
@@ -362,41 +344,67 @@ class _Session:
         while not self.messages.empty():
             self.console.message(self.messages.get())
 
+
+class Interrupts:
+    """Ctrl-C or SIGTERM: the run is asked to commit a checkpoint and leave; once more: leave at once."""
+
+    def __init__(self, console: Console) -> None:
+        self.asked_to_stop, self._console = False, console
+
     @contextmanager
-    def _interrupts(self) -> Iterator[None]:
-        """Ctrl-C or SIGTERM: commit a checkpoint and leave; once more: leave at once."""
-
-        def handle(signum: int, frame: FrameType | None) -> None:
-            if self.asked_to_stop:
-                raise KeyboardInterrupt
-            self.asked_to_stop = True
-            self.console.message("stopping after this step with a checkpoint; once more to end at once")
-
-        before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    def taken(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _reason(self, step: int, fatal: str) -> str:
-        if fatal:
-            return "failed"
-        if step >= self.config.train.steps:
-            return "finished"
-        return "stop_at_step" if step == self.config.train.stop_at_step else INTERRUPTED
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.asked_to_stop:
+            raise KeyboardInterrupt
+        self.asked_to_stop = True
+        self._console.message("stopping after this step with a checkpoint; once more to end at once")
 
-    def _farewell(self, step: int | None, reason: str, loss: float | None) -> None:
-        shown = f", loss {loss:.4f}" if loss is not None else ""
-        if reason == "finished":
-            self.console.message(f"finished {step} steps{shown}; report: {self.run.folder}/report.html")
-            return
-        stands = (
-            f"stopped at step {step} of {self.config.train.steps}{shown}; its checkpoint is committed"
-            if step is not None
-            else f"stopped before any of {self.config.train.steps} steps was committed"
-        )
-        self.console.message(f"{stands}. Resume with the same run.name={self.config.run.name}: {_resume_command()}")
+
+def _missing(config: PretrainConfig, settling: Settling) -> str:
+    """What is in memory and not in storage, and for how long; empty if all is there."""
+    if settling.unstored is None:
+        return ""
+    why = f" ({settling.failure})" if settling.failure else ""
+    found = f"step {settling.unstored} is committed in memory and is not in storage{why}"
+    if _ray_is_ours(config):
+        return f"{found}; it is lost with the Ray that this job started on this machine"
+    nodes = ", ".join(node[:12] for node in settling.nodes)
+    return (
+        f"{found}; node {nodes} keeps it for snapshot.abandon_after_s={config.snapshot.abandon_after_s:.0f}: "
+        "the same command goes on from it until then"
+    )
+
+
+def _ray_is_ours(config: PretrainConfig) -> bool:
+    """Whether keepers end with this job."""
+    return config.cluster.address is None
+
+
+def _reason(config: PretrainConfig, step: int, fatal: str) -> str:
+    if fatal:
+        return "failed"
+    if step >= config.train.steps:
+        return "finished"
+    return "stop_at_step" if step == config.train.stop_at_step else INTERRUPTED
+
+
+def _farewell(config: PretrainConfig, run: Run, step: int | None, reason: str, loss: float | None) -> str:
+    shown = f", loss {loss:.4f}" if loss is not None else ""
+    if reason == "finished":
+        return f"finished {step} steps{shown}; report: {run.folder}/report.html"
+    stands = (
+        f"stopped at step {step} of {config.train.steps}{shown}; its checkpoint is committed"
+        if step is not None
+        else f"stopped before any of {config.train.steps} steps was committed"
+    )
+    return f"{stands}. Resume with the same run.name={config.run.name}: {_resume_command()}"
 
 
 def _last_step(config: PretrainConfig) -> int:
