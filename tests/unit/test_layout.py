@@ -1,5 +1,6 @@
 """The folder `platform/` must never shadow the standard library's module of that name."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,18 @@ def test_platform_is_a_namespace_folder_with_regrow_alone() -> None:
 
 def test_no_init_file_below_tests() -> None:
     assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_no_function_is_longer_than_70_lines_and_no_class_than_250() -> None:
+    """From `def` or `class` to the last line."""
+    long = []
+    for path in (ROOT / "platform/regrow").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > (250 if isinstance(node, ast.ClassDef) else 70):
+                    long.append(f"{path.relative_to(ROOT)}: {node.name} has {lines}")
+    assert long == []
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,12 @@ class Upload:
     written: set[str] = field(default_factory=set)  # origins
     lacked: bool = True  # all that has failed of it did because a part was not there
 
+    @property
+    def doing(self) -> str:
+        """What it is about, in words."""
+        nodes = sorted({node[:12] for origin, node in self.asked.items() if origin not in self.written})
+        return f"node {', '.join(nodes)} writes" if self.stage is Stage.WRITING else self.stage.value
+
 
 @dataclass
 class Wanted:
@@ -104,11 +110,6 @@ class Checkpoints:
         newest = self._snapshots.newest
         is_there = newest is None or newest.version.step <= self.stored or self.is_left
         return newest.version if newest is not None and not is_there else None
-
-    @property
-    def pinned(self) -> Version:
-        """What must stay in memory, for it is on its way to storage."""
-        return self.upload.version if self.upload else NEVER
 
     def began(self, start_step: int, now: float) -> None:
         """A generation trains from `start_step`: a checkpoint of a later step is none any more."""
@@ -162,10 +163,6 @@ class Checkpoints:
         elif now - self._failed_at > RETRY_S and (reason := self.cadence.due(step, now)):
             self._begin(commit, reason, now)
 
-    def stored_by_ranks(self, step: int) -> None:
-        """They have written this step themselves."""
-        self._has_stored(step)
-
     def written(self, event: Written, now: float) -> None:
         """The index comes once all nodes have."""
         found = self._current(event.upload, Stage.WRITING)
@@ -196,8 +193,10 @@ class Checkpoints:
     def gone_dark(self, nodes: set[str], now: float) -> None:
         """Nothing is to be expected of these nodes any more."""
         upload = self.upload
-        for origin, node in list(upload.asked.items()) if upload is not None else []:
-            if node in nodes and self.upload is upload and upload is not None:
+        if upload is None:
+            return
+        for origin, node in list(upload.asked.items()):
+            if node in nodes and self.upload is upload:
                 self.write_failed(WriteFailed(upload.number, origin, node, "says nothing", has_none=True), now)
 
     def index_written(self, event: IndexWritten, now: float) -> None:
@@ -218,7 +217,7 @@ class Checkpoints:
             return
         seconds = now - found.begun_at
         self._out.record("checkpoint", step=step, seconds=seconds, bytes=event.num_bytes, reason=found.reason)
-        self._has_stored(step)
+        self.has_stored(step)
         if current is not None:
             self.cadence.written(took_s=seconds)
             self.upload = None
@@ -248,9 +247,7 @@ class Checkpoints:
         self._await_last(now)
         upload, wanted = self.upload, self._wanted
         if upload is not None and (upload.begun_at < late or ended):
-            nodes = sorted({node[:12] for origin, node in upload.asked.items() if origin not in upload.written})
-            slow = f"node {', '.join(nodes)} writes" if upload.stage is Stage.WRITING else upload.stage.value
-            self._give_up(f"after {self.timeout_s:.0f} s {slow} still; checkpoint.timeout_s allows more", now)
+            self._give_up(f"after {self.timeout_s:.0f} s {upload.doing} still; checkpoint.timeout_s allows more", now)
         if self.upload is not None or wanted is None:
             return
         if wanted.since < late or ended or self._in_vain >= IN_VAIN:
@@ -288,12 +285,10 @@ class Checkpoints:
         self.upload = upload = Upload(self._number, commit.version, dict(commit.peers), now, reason)
         self.cadence.begun(commit.version.step, now)
         for origin, peers in upload.peers.items():
-            self._write(upload, origin, next(filter(self._is_there, (origin, *peers)), origin))
+            self._write(upload, origin, next(filter(self._keepers.is_there, (origin, *peers)), origin))
 
-    def _is_there(self, node: str) -> bool:
-        return self._keepers.can_ask(node) and self._keepers.is_alive(node)
-
-    def _has_stored(self, step: int) -> None:
+    def has_stored(self, step: int) -> None:
+        """This step is in storage, whoever wrote it."""
         self.stored, self._in_vain = max(self.stored, step), 0
         if self._wanted is not None and self._wanted.step <= self.stored:
             self._wanted = None

@@ -178,7 +178,7 @@ class Control:
 
     def can_ask(self, node: str) -> bool:
         """Whether this node has a keeper, and is alive as far as is known."""
-        return self._snapshots.keepers.can_ask(node) and self._snapshots.keepers.is_alive(node)
+        return self._snapshots.keepers.is_there(node)
 
     # what events do
 
@@ -253,7 +253,7 @@ class Control:
     def _logged(self, event: e.Logged, now: float) -> None:
         self._out.record(event.event, **{"generation": event.generation, **event.fields})
         if event.event == "checkpoint":
-            self._snapshots.checkpoints.stored_by_ranks(event.fields["step"])
+            self._snapshots.checkpoints.has_stored(event.fields["step"])
         elif event.event == "checkpoint_damaged":
             self._out.append(NoteDamaged(event.fields["step"], event.fields["detail"]))
 

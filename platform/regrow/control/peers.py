@@ -137,6 +137,10 @@ class KeeperRegistry:
     def nodes_alive(self, nodes: frozenset[str]) -> None:
         self._alive = nodes
 
+    def is_there(self, node: str) -> bool:
+        """Whether its keeper can be asked, and is alive as far as is known."""
+        return self.can_ask(node) and self.is_alive(node)
+
     def is_alive(self, node: str) -> bool:
         """Whether Ray has not found it dead, and it answers."""
         return node not in self._dark and (self._alive is None or node in self._alive)

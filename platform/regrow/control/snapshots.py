@@ -9,7 +9,7 @@ from regrow.control.commits import CommitTracker, IsWhole
 from regrow.control.events import Answered, Complaint, KeepersFound, KeeperUp, NeighboursAsked, NodesAlive
 from regrow.control.peers import KeeperRegistry
 from regrow.control.states import Settling
-from regrow.control.values import NEVER, SnapshotAck
+from regrow.control.values import NEVER, SnapshotAck, Version
 
 UNSAFE_S = 120.0  # without a commit in memory: worth a word
 SILENT_S = 30.0  # that some nodes have not reported what others have: they are asked
@@ -180,14 +180,18 @@ class Snapshots:
 
     def announce_changes(self) -> None:
         """Say what is committed and what is pinned, once that has changed."""
-        newest = self.commits.newest.version if self.commits.newest else NEVER
-        known, pinned = self._announced
-        if newest not in (NEVER, known) or self.checkpoints.pinned != pinned:
+        (newest, pinned), (known, pinned_before) = self._committed_and_pinned, self._announced
+        if newest not in (NEVER, known) or pinned != pinned_before:
             self._announce()
 
+    @property
+    def _committed_and_pinned(self) -> tuple[Version, Version]:
+        """What is committed in memory, and what must stay there, for it is on its way to storage."""
+        newest, upload = self.commits.newest, self.checkpoints.upload
+        return newest.version if newest else NEVER, upload.version if upload else NEVER
+
     def _announce(self) -> None:
-        newest = self.commits.newest.version if self.commits.newest else NEVER
-        self._announced = newest, self.checkpoints.pinned
+        self._announced = self._committed_and_pinned
         self._message += 1
         nodes = tuple(node for node in self.keepers.speakers if node in self.keepers.known)
         if nodes:

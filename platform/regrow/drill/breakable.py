@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 THREADS = 16  # requests at a time: more than a host's processes have under way
@@ -111,7 +112,8 @@ class Breakable:
         self._do: dict[int, tuple[str, Callable[[int, bytes], bytes | None]]] = {
             1: ("LOOKUP", self._lookup), 2: ("FORGET", self._forget), 3: ("GETATTR", self._getattr),
             4: ("SETATTR", self._setattr), 5: ("READLINK", self._readlink), 6: ("SYMLINK", self._symlink),
-            9: ("MKDIR", self._mkdir), 10: ("UNLINK", self._unlink), 11: ("RMDIR", self._rmdir),
+            9: ("MKDIR", self._mkdir), 10: ("UNLINK", partial(self._remove, os.unlink)),
+            11: ("RMDIR", partial(self._remove, os.rmdir)),
             12: ("RENAME", self._rename), 13: ("LINK", self._link), 14: ("OPEN", self._open),
             15: ("READ", self._read), 16: ("WRITE", self._write), 17: ("STATFS", self._statfs),
             18: ("RELEASE", self._release), 20: ("FSYNC", self._fsync), 25: ("FLUSH", lambda node, body: b""),
@@ -181,11 +183,10 @@ class Breakable:
         return path
 
     def _real(self, path: str) -> str:
-        return str(self.folder / path) if path else str(self.folder)
+        return str(self.folder / path)
 
     def _child(self, node: int, name: bytes) -> str:
-        parent = self._path(node)
-        return f"{parent}/{os.fsdecode(name)}" if parent else os.fsdecode(name)
+        return os.path.join(self._path(node), os.fsdecode(name))
 
     def _entry(self, path: str) -> bytes:
         found = os.lstat(self._real(path))
@@ -260,13 +261,8 @@ class Breakable:
         os.mkdir(self._real(path), stat.S_IMODE(mode))
         return self._entry(path)
 
-    def _unlink(self, node: int, body: bytes) -> bytes:
-        return self._removed(os.unlink, self._child(node, body.rstrip(b"\0")))
-
-    def _rmdir(self, node: int, body: bytes) -> bytes:
-        return self._removed(os.rmdir, self._child(node, body.rstrip(b"\0")))
-
-    def _removed(self, remove: Callable[[str], None], path: str) -> bytes:
+    def _remove(self, remove: Callable[[str], None], node: int, body: bytes) -> bytes:
+        path = self._child(node, body.rstrip(b"\0"))
         remove(self._real(path))
         with self._lock:
             self._names.remove(path)
@@ -352,10 +348,8 @@ class Breakable:
     def _statfs(self, node: int, body: bytes) -> bytes:
         room = os.statvfs(self.folder)
         free = (room.f_bfree, room.f_bavail) if self._fault.kind != "full" else (0, 0)
-        return struct.pack(
-            "<5Q4I6I", room.f_blocks, *free, room.f_files, room.f_ffree, room.f_bsize, room.f_namemax, room.f_frsize, 0,
-            *[0] * 6,
-        )  # fmt: skip
+        sizes = (room.f_bsize, room.f_namemax, room.f_frsize)
+        return struct.pack("<5Q4I6I", room.f_blocks, *free, room.f_files, room.f_ffree, *sizes, 0, *[0] * 6)
 
 
 def _writes(body: bytes) -> bool:

@@ -64,27 +64,7 @@ class Injector:
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._stopped: set[int] = set()
         self._undo: dict[int, Callable[[], None]] = {}  # what is still wrong, by the fault's number
-        self.does: dict[str, Callable[[Scene], list[Victim]]] = {
-            "kill_worker": self._kill_worker,
-            "stop_worker": self._stop_worker,
-            "slow_worker": self._slow_worker,
-            "corrupt_snapshot": self._corrupt_snapshot,
-            "kill_node": self._kill_node,
-            "drain_node": self._drain_node,
-            "black_hole_node": self._black_hole_node,
-            "return_node": lambda scene: [{"what": "new node", "node": nodes.add()}],
-            "kill_keeper": lambda scene: self._kill_actor("Keeper", "keeper", self._node_id(scene.node)),
-            "kill_coordinator": lambda scene: self._kill_actor("Coordinator", "coordinator"),
-            "kill_controller": self._kill_controller,
-            "kill_driver": self._kill_driver,
-            "fill_memory": self._fill_memory,
-            "stop_coordinator": lambda scene: self._stop_actor(scene, "Coordinator", "coordinator"),
-            "stop_controller": lambda scene: self._stop_actor(scene, "Controller", "controller"),
-            "stop_keeper": lambda scene: self._stop_actor(scene, "Keeper", "keeper", self._node_id(scene.node)),
-            "stop_driver": self._stop_driver,
-            "interrupt_driver": self._interrupt_driver,
-            "drain_all": self._drain_all,
-        }
+        self.does = _ways(self)
 
     def inject(self, number: int, fault: Fault, workers: Sequence[Mapping[str, Any]], driver: int) -> list[Victim]:
         """Carry a fault out; its victims. Raises NotNow, having done nothing, where it cannot be at this moment."""
@@ -206,13 +186,8 @@ class Injector:
     def _fill_memory(self, scene: Scene) -> list[Victim]:
         fillers, victims = [], []
         for folder in self.nodes.memory_folders():
-            size = max(0, free_bytes(folder) - int(scene.option("leave_mb") * 1e6))
-            assert size <= MOST_FILLED, "this was to be checked before anything began"
             fillers.append(folder / FILLER)
-            victims.append({"what": "memory", "folder": str(folder), "bytes": size})
-            with open(fillers[-1], "wb") as file:
-                if size:
-                    os.posix_fallocate(file.fileno(), 0, size)
+            victims.append({"what": "memory", "folder": str(folder), "bytes": _fill(fillers[-1], scene)})
 
         def empty() -> None:
             for filler in fillers:
@@ -327,10 +302,45 @@ class Injector:
         self._later.append((time.monotonic() + seconds, action))
 
 
+def _ways(injector: Injector) -> dict[str, Callable[[Scene], list[Victim]]]:
+    """What each kind of fault does; its victims."""
+    return {
+        "kill_worker": injector._kill_worker,
+        "stop_worker": injector._stop_worker,
+        "slow_worker": injector._slow_worker,
+        "corrupt_snapshot": injector._corrupt_snapshot,
+        "kill_node": injector._kill_node,
+        "drain_node": injector._drain_node,
+        "black_hole_node": injector._black_hole_node,
+        "return_node": lambda scene: [{"what": "new node", "node": injector.nodes.add()}],
+        "kill_keeper": lambda scene: injector._kill_actor("Keeper", "keeper", injector._node_id(scene.node)),
+        "kill_coordinator": lambda scene: injector._kill_actor("Coordinator", "coordinator"),
+        "kill_controller": injector._kill_controller,
+        "kill_driver": injector._kill_driver,
+        "fill_memory": injector._fill_memory,
+        "stop_coordinator": lambda scene: injector._stop_actor(scene, "Coordinator", "coordinator"),
+        "stop_controller": lambda scene: injector._stop_actor(scene, "Controller", "controller"),
+        "stop_keeper": lambda scene: injector._stop_actor(scene, "Keeper", "keeper", injector._node_id(scene.node)),
+        "stop_driver": injector._stop_driver,
+        "interrupt_driver": injector._interrupt_driver,
+        "drain_all": injector._drain_all,
+    }
+
+
 def free_bytes(folder: str | Path) -> int:
     """Room on the file system of a folder."""
     room = os.statvfs(folder)
     return room.f_bavail * room.f_frsize
+
+
+def _fill(path: Path, scene: Scene) -> int:
+    """Take the room on a file system but for what the fault leaves; how much, in bytes."""
+    size = max(0, free_bytes(path.parent) - int(scene.option("leave_mb") * 1e6))
+    assert size <= MOST_FILLED, "this was to be checked before anything began"
+    with open(path, "wb") as file:
+        if size:
+            os.posix_fallocate(file.fileno(), 0, size)
+    return size
 
 
 def _damage(folder: Path) -> list[str]:

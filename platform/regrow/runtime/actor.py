@@ -60,17 +60,7 @@ class Coordinator:
         notes: list[str] = []
         self.lock = lock_run(storage, notes.append)
         claim = _once_there(lambda: Claim.take(storage, job=job, restarted=restarted), storage, patient=restarted)
-        events = _once_there(lambda: read_events(storage), storage, patient=restarted)
-        generation = next_generation(events) - 1
-        logged = _once_there(lambda: newest_step(storage), storage, patient=restarted) if generation else 0
-        stored = _once_there(lambda: committed_steps(storage / checkpoints), storage, patient=restarted)
-        past = Past.of(
-            events,
-            generation=generation,
-            logged=logged,
-            stored=stored[0] if stored else NOTHING,
-            restarted=restarted,
-        )
+        events, past = _read(storage, checkpoints, restarted=restarted)
         self.copies = config.snapshot.copies
         instruments = ray_metrics if config.observe.metrics else None
         self.shell = Shell(
@@ -220,26 +210,13 @@ class Coordinator:
     def newest_snapshot(self) -> Snapshot | None:
         """What the group that forms should begin from: the newest step that is whole in memory, and where its files
         are; None where nothing was committed. The group's nodes answer soon; copies on them are nearest."""
-        control = self.shell.control
-        newest = control.newest_snapshot
-        if newest is None:
-            return None
         self._look_for_nodes()
-        holders = self.shell.fleet.holders(newest, control.can_ask, control.group_nodes)
-        with self.shell.lock:
-            if control.newest_snapshot is None:
-                return None
-            version = control.newest_whole([holder.held for holder in holders])
-        return version.step, [holder for holder in holders if holder.held.moment == version]
+        return _newest_whole(self.shell)
 
     def committed_snapshot(self) -> Snapshot | None:
         """The newest committed step, and all its files that any node has, where what the other call gave is damaged."""
-        newest = self.shell.control.newest_snapshot
-        if newest is None:
-            return None
         self._look_for_nodes()
-        holders = self.shell.fleet.holders(newest, self.shell.control.can_ask)
-        return newest.step, [holder for holder in holders if holder.held.moment == newest]
+        return _newest_committed(self.shell)
 
     # keepers
 
@@ -346,6 +323,41 @@ def start_coordinator(folder: Storage, run_id: str, **options: Any) -> Any:
         raise
     ray.get(actor.adopt_keepers.remote(), timeout=ADOPT_S)
     return actor
+
+
+def _newest_whole(shell: Shell) -> Snapshot | None:
+    control = shell.control
+    newest = control.newest_snapshot
+    if newest is None:
+        return None
+    holders = shell.fleet.holders(newest, control.can_ask, control.group_nodes)
+    with shell.lock:
+        if control.newest_snapshot is None:
+            return None
+        version = control.newest_whole([holder.held for holder in holders])
+    return version.step, [holder for holder in holders if holder.held.moment == version]
+
+
+def _newest_committed(shell: Shell) -> Snapshot | None:
+    newest = shell.control.newest_snapshot
+    if newest is None:
+        return None
+    holders = shell.fleet.holders(newest, shell.control.can_ask)
+    return newest.step, [holder for holder in holders if holder.held.moment == newest]
+
+
+def _read(folder: Storage, checkpoints: str, *, restarted: bool) -> tuple[list[dict[str, Any]], Past]:
+    """The run's events, and what is known of it."""
+
+    def patiently(work: Callable[[], Found]) -> Found:
+        return _once_there(work, folder, patient=restarted)
+
+    events = patiently(lambda: read_events(folder))
+    generation = next_generation(events) - 1
+    logged = patiently(lambda: newest_step(folder)) if generation else 0
+    stored = patiently(lambda: committed_steps(folder / checkpoints))
+    newest = stored[0] if stored else NOTHING
+    return events, Past.of(events, generation=generation, logged=logged, stored=newest, restarted=restarted)
 
 
 def _once_there(work: Callable[[], Found], folder: Storage, *, patient: bool) -> Found:

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 import torch.distributed as dist
@@ -47,7 +47,7 @@ class MemoryTier:
     def __init__(self, job: Job) -> None:
         """Ask for this node's keeper, which starts while the rank builds its model."""
         self.job, self.config, self.folder = job, job.config.snapshot, Path()
-        self.node = ray.get_runtime_context().get_node_id()
+        self.domain = self.node = ray.get_runtime_context().get_node_id()
         self.keeper = start_keeper(
             job.run_id,
             self.node,
@@ -57,7 +57,6 @@ class MemoryTier:
         )
         self.coordinator = CoordinatorClient(job.coordinator)
         self.secret = self.coordinator.secret()
-        self.domain = self.node  # that fails as one
         self._store_bytes = 0  # that Ray's object store may take of the folder's file system; 0: once told of
         self.snapshots: Snapshots | None = None  # of the current generation
         self._arenas: Arenas | None = None  # of all
@@ -236,14 +235,13 @@ class MemoryTier:
     def _info(self, serving: Any) -> KeeperInfo:
         """What the keeper says of itself. Raises CheckpointError where it cannot work on its node."""
         try:
-            info: KeeperInfo = ray.get(serving, timeout=CALL_TIMEOUT_S)
+            return cast(KeeperInfo, ray.get(serving, timeout=CALL_TIMEOUT_S))
         except ray.exceptions.RayTaskError as error:
             raise CheckpointError(
                 f"snapshot.folder={self.config.folder} cannot hold snapshots on node {self.node[:12]} "
                 f"({first_line(error.cause or error)}); name a folder in every node's memory, or take no snapshots: "
                 "snapshot.every_steps=0"
             ) from error
-        return info
 
     def _serve(self) -> Any:
         return self.keeper.serve.remote(self.job.coordinator, self.secret)

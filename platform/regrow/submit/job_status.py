@@ -23,7 +23,7 @@ from regrow.record.status import State, Status
 from regrow.show.units import when
 from regrow.storage import Storage
 from regrow.submit.kubectl import Kubectl
-from regrow.submit.kuberay import ENDED, KIND, KubeRay
+from regrow.submit.kuberay import ENDED, KIND, KubeRay, head_of
 
 PRETRAIN = ("jobs.pretrain", "jobs/pretrain.py")  # as a command names it; the second, where Ray did not start it
 ANSWER_S, POLL_S = 180.0, 0.5  # for a small job on a Ray cluster, the first of which takes the checkout there
@@ -45,7 +45,7 @@ def on_kubernetes(name: str, *, namespace: str, context: str | None) -> Look:
         run, folder = _run_of(str(found["spec"].get("entrypoint", "")))
         lines = job.described(found)
         status = found.get("status") or {}
-        head = job.head(status)
+        head = head_of(job.kubectl, status)
         over = status.get("jobDeploymentStatus") in ENDED
         ended = {"SUCCEEDED": State.finished, "STOPPED": State.stopped}.get(str(status.get("jobStatus")), State.failed)
         why = "its cluster is gone" if over else "its cluster has no head yet"

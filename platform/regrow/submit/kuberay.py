@@ -120,17 +120,10 @@ class KubeRay:
             lines.append("worker pods: " + ", ".join(f"{count} {key}" for key, count in counts.items()))
         if status.get("failed"):
             lines.append(f"failed attempts: {status['failed']} of {job['spec'].get('backoffLimit', 0) + 1}")
-        if status.get("rayClusterName") and self.head(status) is not None:
+        if status.get("rayClusterName") and head_of(self.kubectl, status) is not None:
             forward = self.kubectl.written("port-forward", f"service/{status['rayClusterName']}-head-svc", "8265")
             lines.append(f"dashboard: {forward}, then {DASHBOARD}")
         return lines
-
-    def head(self, status: Object) -> str | None:
-        """The running head pod of the job's cluster."""
-        cluster = status.get("rayClusterName")
-        pods = self.kubectl.select("pods", f"ray.io/cluster={cluster},ray.io/node-type=head") if cluster else []
-        up = [pod for pod in pods if (pod.get("status") or {}).get("phase", "Running") == "Running"]
-        return str(up[0]["metadata"]["name"]) if up else None
 
     def stop(self, *, wait_s: float) -> None:
         """Have the job commit a checkpoint and end; wait for that as long as it is given, 0: do not wait."""
@@ -157,7 +150,7 @@ class KubeRay:
             if wait_s:
                 self._until_gone(job, "nothing more has to be done: it goes by itself")
             return
-        head = self.head(status)
+        head = head_of(self.kubectl, status)
         if head is None:
             raise ClusterError(
                 f"RayJob {self.name} runs, but its cluster {status.get('rayClusterName')} has no head pod; try again"
@@ -193,7 +186,7 @@ class KubeRay:
             self.kubectl.delete(KINDS[manifest["kind"]], manifest["metadata"]["name"])
             return self.kubectl.apply(to_yaml([manifest]))
 
-        self.waiting.say(self._patiently(make, "no new job was made yet").strip())
+        self.waiting.say(_patiently(self.waiting, make, "no new job was made yet").strip())
 
     def _give_to(self, job: Manifest, others: Sequence[Manifest]) -> None:
         """Have Kubernetes delete what the job needs, once the job is deleted."""
@@ -263,7 +256,7 @@ class KubeRay:
             asked = True
             return self.kubectl.apply(manifests)
 
-        return self._patiently(make, "no new job was made yet")
+        return _patiently(self.waiting, make, "no new job was made yet")
 
     def not_there(self) -> str:
         """What to say of a job that was not found. Raises ClusterError where there is no such namespace."""
@@ -287,34 +280,7 @@ class KubeRay:
                 self.waiting.say(f"  ! {reason}")
 
     def _look(self, meanwhile: str) -> Object | None:
-        return self._patiently(lambda: self.kubectl.get(KIND, self.name), meanwhile)
-
-    def _patiently(self, ask: Callable[[], Answer], meanwhile: str) -> Answer:
-        """The answer, asked for again while the API server is away, for up to UNREACHABLE_S.
-
-        Raises ClusterError after that, and at once for what is refused, unless the server was away just now.
-        """
-        begun: float | None = None
-        last = 0.0
-        while True:
-            now = time.monotonic()
-            try:
-                answer = ask()
-            except ClusterError as error:
-                if isinstance(error, Unreachable):
-                    last = now
-                    if begun is None:
-                        begun = now
-                        self.waiting.say(f"{error}; {meanwhile}; asking again")
-                elif begun is None or now - last > SETTLING_S:
-                    raise
-                if now - begun > UNREACHABLE_S:
-                    raise
-                time.sleep(POLL_S)
-            else:
-                if begun is not None:
-                    self.waiting.say(f"Kubernetes answers again, after {duration(now - begun)}")
-                return answer
+        return _patiently(self.waiting, lambda: self.kubectl.get(KIND, self.name), meanwhile)
 
 
 def why_idle(kubectl: Kubectl, job: Object) -> list[Reason]:
@@ -328,6 +294,42 @@ def why_idle(kubectl: Kubectl, job: Object) -> list[Reason]:
         found = _as_far_as_allowed(lambda: kubectl.select("workloads.kueue.x-k8s.io", selector))
         around = Around(around.events, found)
     return reasons(job, around, now=time.time())
+
+
+def _patiently(waiting: Waiting, ask: Callable[[], Answer], meanwhile: str) -> Answer:
+    """The answer, asked for again while the API server is away, for up to UNREACHABLE_S.
+
+    Raises ClusterError after that, and at once for what is refused, unless the server was away just now.
+    """
+    begun: float | None = None
+    last = 0.0
+    while True:
+        now = time.monotonic()
+        try:
+            answer = ask()
+        except ClusterError as error:
+            if isinstance(error, Unreachable):
+                last = now
+                if begun is None:
+                    begun = now
+                    waiting.say(f"{error}; {meanwhile}; asking again")
+            elif begun is None or now - last > SETTLING_S:
+                raise
+            if now - begun > UNREACHABLE_S:
+                raise
+            time.sleep(POLL_S)
+        else:
+            if begun is not None:
+                waiting.say(f"Kubernetes answers again, after {duration(now - begun)}")
+            return answer
+
+
+def head_of(kubectl: Kubectl, status: Object) -> str | None:
+    """The running head pod of the job's cluster."""
+    cluster = status.get("rayClusterName")
+    pods = kubectl.select("pods", f"ray.io/cluster={cluster},ray.io/node-type=head") if cluster else []
+    up = [pod for pod in pods if (pod.get("status") or {}).get("phase", "Running") == "Running"]
+    return str(up[0]["metadata"]["name"]) if up else None
 
 
 def _as_far_as_allowed(ask: Callable[[], list[Object]]) -> list[Object]:
