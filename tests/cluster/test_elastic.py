@@ -29,7 +29,7 @@ def undisturbed(storage: Path) -> Job:
     return run_to_end(storage, "undisturbed", *BASE, f"train.steps={STEPS}", timeout_s=400)
 
 
-@pytest.fixture(params=["gloo", "asynchronous"])
+@pytest.fixture(params=[pytest.param("gloo", marks=pytest.mark.long), "asynchronous"])
 def backend(request: pytest.FixtureRequest) -> str:
     """Also the one on which a dead peer raises nothing, as on NCCL."""
     return str(request.param)

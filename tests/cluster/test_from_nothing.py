@@ -95,6 +95,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folder, tokenizer
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)  # two jobs, of which the second tokenizes 68 MB on this machine's cores
 def test_from_nothing_to_trained_steps_and_a_kill_costs_no_piece_that_was_done(
     cluster: str, documents: tuple[Path, Path], tmp_path: Path

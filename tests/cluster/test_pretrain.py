@@ -54,7 +54,8 @@ def test_30_steps_are_those_of_two_ranks(
     assert [row["step"] for row in rows if row.get("validation_loss")] == validated
 
 
-@pytest.mark.parametrize("resumed_at", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("resumed_at", [2, 3])
 def test_after_kill_9_at_step_20_the_run_goes_on_as_if_nothing_had_happened(
     storage: Path, undisturbed: Job, resumed_at: int
 ) -> None:
@@ -123,6 +124,7 @@ def test_ctrl_c_commits_a_checkpoint_says_how_to_resume_and_leaves_no_process(st
     assert losses(resumed) == losses(undisturbed)
 
 
+@pytest.mark.long
 def test_ctrl_c_while_workers_start_leaves_nothing_in_memory(storage: Path) -> None:
     with Job(storage, "early", *SMALL, *workers(2), "train.steps=40") as job:
         job.wait_for(lambda: bool(job.memory()))  # a keeper is up, which no group has made known yet
