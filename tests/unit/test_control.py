@@ -73,6 +73,21 @@ def test_groups_that_keep_failing_before_a_step_give_the_run_up() -> None:
     assert len(told.of(c.GiveUp)) == 1
 
 
+def test_workers_that_make_no_step_faster_wait_as_spares_and_one_line_says_so() -> None:
+    """Twelve slices: the busiest of four ranks has three of them, and so has the busiest of five."""
+    told = Told()
+    told.form(*map(one, range(1, 5)))
+    told.begin(["node"])
+    told.join(one(5))
+    told.now += 10.0
+    assert [told.row(step) for step in (1, 2)] == ["", ""]
+    (note,) = told.records("note")
+    assert note["text"].startswith("workers that wait as spares: 1;")
+    told.join(one(6))
+    told.now += 10.0
+    assert told.row(3) == "grow", "two slices each"
+
+
 def test_a_death_is_recorded_once_and_the_others_form_the_next_generation() -> None:
     told = Told()
     first = told.form(one(1), one(2), one(3)).generation

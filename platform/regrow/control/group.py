@@ -33,6 +33,7 @@ class Group(Losses):
     """The run's workers, from one generation to the next."""
 
     _form_at: float = 0.0  # to look again whether a group can be formed
+    _spares: int = 0  # that were told of
 
     @property
     def is_over(self) -> bool:
@@ -171,6 +172,12 @@ class Group(Losses):
             reason = Cause.drain
         elif self.membership.wants_to_grow(now):
             reason = Cause.grow
+        if self.membership.spares > self._spares:
+            text = (
+                f"workers that wait as spares: {self.membership.spares}; with them a step would take as long, as the "
+            )
+            self.out.record("note", text=text + "rank with most slices of the batch would have as many")
+        self._spares = self.membership.spares
         if reason and isinstance(self.state, Training):
             self.state = replace(self.state, asked_to_leave=reason)
         return reason

@@ -67,6 +67,7 @@ class Membership:
     avoided: set[str] = field(default_factory=set)  # nodes
     held_back: set[str] = field(default_factory=set)  # newcomers whose first group broke
     placed: dict[str, int] = field(default_factory=dict)  # by node, workers that live there or start
+    spares: int = 0  # that wait, as a group with them would take as long for a step
     left_out: list[Member] = field(default_factory=list)  # since this was last read: they live, and say nothing
     _first_at: float = 0.0  # of those waiting that the group is formed of: members of the current one, if any live
     _last_at: float = 0.0
@@ -133,11 +134,15 @@ class Membership:
 
     def wants_to_grow(self, now: float) -> bool:
         """Whether those that wait, and have stopped coming, make a larger and faster group than the current one."""
+        if not self.waiting:
+            self.spares = 0
         if not self.waiting or now - self._last_at < self.settle_s:
             return False
         all_members = {member.id: member for member in [*self.survivors, *self.waiting.values()]}
         size, now_size = self._size(self._welcome(all_members.values())), len(self.current)
-        if size <= now_size or (now_size and not self._is_faster(size, now_size)):
+        is_worth_it = not now_size or self._is_faster(size, now_size)
+        self.spares = 0 if is_worth_it else max(0, size - now_size)
+        if size <= now_size or not is_worth_it:
             self._could_grow_at = None
             return False
         since = self._could_grow_at = now if self._could_grow_at is None else self._could_grow_at
@@ -180,7 +185,7 @@ class Membership:
         self.current = tuple(_node_by_node(chosen))
         for member in self.current:
             del self.waiting[member.id]
-        self._first_at, self._broke, self._could_grow_at = now, False, None
+        self._first_at, self._broke, self._could_grow_at, self.spares = now, False, None, 0
         self.dead &= {member.id for member in self.current} | self.waiting.keys()
         return Formation(self.generation, self.current)
 
