@@ -326,7 +326,7 @@ def _create_in_s3(path: str, data: bytes) -> bool | None:
 
     bucket, _, key = path.partition("/")
     try:
-        client = _s3_client(os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"))
+        client = s3_client(os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"))
         client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
     except ClientError as error:
         status = error.response["ResponseMetadata"]["HTTPStatusCode"]
@@ -341,7 +341,7 @@ def _create_in_s3(path: str, data: bytes) -> bool | None:
 
 
 @cache
-def _s3_client(*endpoint: str | None) -> Any:
+def s3_client(*endpoint: str | None) -> Any:
     """Made once for each: it takes a third of a second."""
     import boto3
 

@@ -156,7 +156,7 @@ def drill(storage: Path, name: str, *arguments: str, num_nodes: int = 2) -> Iter
     room = "cluster.cpus_per_worker=2"  # so that the head has none
     arguments = (*SMALL, room, "train.steps=1000000", "observe.report_every_s=5", *arguments)
     with local_nodes(num_nodes, cpus=2) as nodes:
-        table: list[dict[str, Any]] = nodes._raylets.global_state.node_table()
+        table: list[dict[str, Any]] = nodes.raylets.global_state.node_table()
         discovery.write_text(
             discovery_of(f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in table)
         )

@@ -143,7 +143,7 @@ def test_a_connection_that_is_held_ends_with_its_link_and_is_held_again(
     connections.hold("second", (sys.argv[1], {PORT}))
 
     def is_held():
-        return any(held.is_taken for held in list(connections._held.values()))
+        return any(held.is_taken for held in list(connections.held.values()))
 
     for condition in (is_held, connections.lost, is_held):
         while not condition():
@@ -256,7 +256,7 @@ def test_nothing_is_left_of_a_laboratory_whose_owner_is_killed(tmp_path: Path) -
     from regrow.drill.hosts import HostsApart
     hosts = HostsApart(storage=Path(sys.argv[1]), shm_mb=16, memory_mb=512)
     hosts.add("one")
-    print(json.dumps([hosts._cable, str(hosts.folder), hosts._switch.pid]), flush=True)
+    print(json.dumps([hosts.cable, str(hosts.folder), hosts.switch.pid]), flush=True)
     time.sleep(600)
     """
     owner = subprocess.Popen(

@@ -468,7 +468,7 @@ class World:
     def _do_Announce(self, command: c.Announce) -> None:
         if command.newest != NEVER and not self._is_known(command.newest):
             raise Broken(f"{command.newest} was announced and is not committed")
-        for name in self.control._snapshots.keepers.known:  # down the tree, which is not modelled
+        for name in self.control.snapshots.keepers.known:  # down the tree, which is not modelled
             self.after(self.soon(), lambda name=name: self._hear(name, command))  # type: ignore[misc]
 
     def _hear(self, name: str, command: c.Announce) -> None:
@@ -484,7 +484,7 @@ class World:
         origins = {member.node for member in members}
         self.committed[version] = {}
         for origin in origins:
-            newest = self.control._snapshots.commits.newest
+            newest = self.control.snapshots.commits.newest
             peers = newest.peers[origin] if newest is not None else ()
             holders = [
                 n.name for n in self.nodes.values() if any(s.moment == version and s.origin == origin for s in n.held)
@@ -789,11 +789,11 @@ class World:
         node, detail = self.nodes[worker.node], f"{worker.id} died"
         if node.alive and node.up and self.rng.random() < 0.7:
             self.send(e.Gone(node.name, worker.pid), 0.3)
-        self.after(0.5 + 3 * self.rng.random(), lambda: self._ray_finds(worker, detail))
+        self.after(0.5 + 3 * self.rng.random(), lambda: self.ray_finds(worker, detail))
         if refill:
             self.after(3 + 5 * self.rng.random(), lambda: self.add_worker(node) if node.alive else None)
 
-    def _ray_finds(self, worker: Worker, detail: str) -> None:
+    def ray_finds(self, worker: Worker, detail: str) -> None:
         """It says so at once, to a coordinator that is there."""
         if (worker.node, worker.pid) in self.dead:
             return

@@ -59,7 +59,7 @@ class FiledWorld(World):
     def _control(self, past: Past) -> Control:
         self.publisher = Publisher(self.disk, RUN, keep=KEEP, flush_log=lambda: None)
         self.publisher.close()
-        self.publisher._thread = AtOnce()  # type: ignore[assignment]
+        self.publisher.thread = AtOnce()  # type: ignore[assignment]
         return super()._control(past)
 
     def _put(self, key: int, command: c.Write, part: Shard) -> None:

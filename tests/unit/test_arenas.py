@@ -151,7 +151,7 @@ Meanwhile = Callable[[], None]
 
 
 def read_by_mapping(nodes: list[Node], meanwhile: Meanwhile, monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
-    before(monkeypatch, memory._Piece, "put", meanwhile)
+    before(monkeypatch, memory.PieceOfSnapshot, "put", meanwhile)
     return restored(nodes, [holder for holder in holders(nodes, 2) if not holder.held.is_copy])
 
 
@@ -389,7 +389,7 @@ def test_memory_that_a_device_may_write_to_yet_is_not_made_another_slot(
     arenas = Arenas(tmp_path)
     first = Snapshots(tmp_path, entries_of(0, 1), coordinates=ALONE, run_id=RUN, generation=1, arenas=arenas)
     inodes = {path.stat().st_ino for path in tmp_path.glob(f"*{SLOT}")}
-    monkeypatch.setattr(first._copier, "close", lambda: (_ for _ in ()).throw(RuntimeError("it does not come to rest")))
+    monkeypatch.setattr(first.copier, "close", lambda: (_ for _ in ()).throw(RuntimeError("it does not come to rest")))
     with pytest.raises(RuntimeError):
         first.close()
     Snapshots(tmp_path, entries_of(0, 1), coordinates=ALONE, run_id=RUN, generation=2, arenas=arenas)

@@ -145,7 +145,7 @@ def test_a_host_that_answers_no_more_is_found_by_the_kernel(connections: HeldCon
     """The options of the connection itself: what they do is the kernel's."""
     with socket.create_server((HOST, 0)) as listens:
         hold(connections, "a", listens.getsockname()[1])
-        (held,) = connections._held.values()
+        (held,) = connections.held.values()
         asked = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
         assert [held.socket.getsockopt(socket.IPPROTO_TCP, option) for option in asked] == [1, 1, 3, 3000]
         assert held.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -200,7 +200,7 @@ def group(tmp_path: Path, processes: Callable[[], Process]) -> Iterator[tuple[Co
     assert made.formation("of a", 0).formation is not None
     for node in nodes:
         node.register(made)
-    until(lambda: len(made.shell._roll_call._reached) == 3)
+    until(lambda: len(made.shell.roll_call.reached) == 3)
     yield made, nodes
     made.shell.close()
 
@@ -230,9 +230,9 @@ def test_a_keeper_that_dies_alone_ends_nothing(
     made.start_training(1, 0, {"workers": [{"node": node.name} for node in nodes]})
     monkeypatch.setattr(health, "KNOCK_S", 1.0)
     nodes[1].keeper.kill()
-    of = made.shell.control._health
-    until(lambda: of._lost_at)
-    until(lambda: not of._lost_at)
+    of = made.shell.control.health
+    until(lambda: of.lost_at)
+    until(lambda: not of.lost_at)
     assert failures(made) == []
     nodes[1].keeper = nodes[1].start()  # Ray starts it again
     nodes[1].register(made)
@@ -248,4 +248,4 @@ def test_what_ends_with_the_run_is_no_loss(group: tuple[Coordinator, list[Node]]
     made.done()
     made.shell.tell(e.ConnectionLost("b"))
     made.shell.tick()
-    assert made.shell._roll_call._asked is None
+    assert made.shell.roll_call.asked is None

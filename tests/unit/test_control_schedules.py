@@ -77,7 +77,7 @@ def test_a_coordinator_killed_right_after_it_heard_of_a_death_does_not_wait_for_
     (first,) = world.runs.values()
     victim = next(iter(world.workers.values()))
     world.kill_node(world.nodes[victim.node])
-    world._ray_finds(victim, "its node died")
+    world.ray_finds(victim, "its node died")
     assert world.events[-1][1] == "failure"
     world.restart_coordinator(lost_events=1)
     killed_at = world.now
@@ -96,7 +96,7 @@ def test_a_notice_is_known_to_a_coordinator_that_was_restarted_after_it() -> Non
     assert [fields["node"] for _, name, fields in world.events if name == "drain"] == [node.name]
     world.restart_coordinator()
     world.run_for(6.0)
-    assert node.name in world.control._group.nodes.exclusions.deadlines
+    assert node.name in world.control.group.nodes.exclusions.deadlines
     world.run_for(5.0)
     members = world.runs[world.newest_generation].formation.members
     assert node.name not in {member.node for member in members}, "left before its deadline"
@@ -141,7 +141,7 @@ def rows_are_not_rolled_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def late_reports_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a generation that is over, while the next one forms."""
-    monkeypatch.setattr(core.Control, "_sealed", lambda self, event, now: self._snapshots.sealed(event.acks, now))
+    monkeypatch.setattr(core.Control, "_sealed", lambda self, event, now: self.snapshots.sealed(event.acks, now))
 
 
 def generations_are_used_again(monkeypatch: pytest.MonkeyPatch) -> None:

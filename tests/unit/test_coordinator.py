@@ -34,7 +34,7 @@ from regrow.runtime import actor as module
 from regrow.runtime import driver, log_writer, publisher, shell
 from regrow.runtime.actor import Coordinator
 from regrow.runtime.cluster import Connection
-from regrow.runtime.driver import _Session
+from regrow.runtime.driver import Session
 from regrow.runtime.job import Job
 from regrow.runtime.keeper import KeeperInfo
 from regrow.runtime.log_writer import LogWriter
@@ -651,7 +651,7 @@ class Terminal:
 
 
 @pytest.fixture
-def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Session]:
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     """A group of one worker has trained to step 5, of which step 4 is in storage and 5 is committed in memory alone;
     Ray Train's group is there, and never ends by itself: its workers are dead."""
     config = PretrainConfig(
@@ -675,7 +675,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Sessio
     monkeypatch.setattr(driver, "stop_stream", lambda stream: None)
     monkeypatch.setattr(driver, "write_report", lambda *_, **__: {"goodput": 1.0, "capacity_goodput": 1.0})
     monkeypatch.setattr(ray, "get", lambda reference, timeout=None: reference.outcome.result(timeout))
-    found = object.__new__(_Session)
+    found = object.__new__(Session)
     found.config, found.run = config, Run(Storage.at(tmp_path), "run", None)
     found.console, found.coordinator = Terminal(), Handle(made)  # type: ignore[assignment]
     found.connection, found.stream = Connection("", "the logs"), None
@@ -689,11 +689,11 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Sessio
     made.shell.close()
 
 
-def said(session: _Session) -> list[str]:
+def said(session: Session) -> list[str]:
     return session.console.said  # type: ignore[attr-defined, no-any-return]
 
 
-def interrupt(session: _Session, times: int) -> None:
+def interrupt(session: Session, times: int) -> None:
     """Ctrl-C, once the driver listens for it; again once it has said what it does about that."""
 
     def fit() -> None:
@@ -705,12 +705,12 @@ def interrupt(session: _Session, times: int) -> None:
     session.trainer = SimpleNamespace(fit=fit)
 
 
-def lose_the_worker(session: _Session) -> None:
+def lose_the_worker(session: Session) -> None:
     session.coordinator.ray_view.remote([("node", 7, "worker_died", "gone")], 0, {}, {})
 
 
 def test_a_job_that_is_stopped_while_it_waits_for_workers_ends_with_its_newest_step_in_storage(
-    session: _Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before: "stopped at step 0 of 1000; its checkpoint is committed", and memory was deleted."""
     monkeypatch.setattr(driver, "write_report", lambda *_, **__: {"final_loss": 2.5})
@@ -722,7 +722,7 @@ def test_a_job_that_is_stopped_while_it_waits_for_workers_ends_with_its_newest_s
     assert session.ended == ["keepers"]  # type: ignore[attr-defined]
 
 
-def test_a_job_that_is_given_up_ends_with_its_newest_step_in_storage(session: _Session, tmp_path: Path) -> None:
+def test_a_job_that_is_given_up_ends_with_its_newest_step_in_storage(session: Session, tmp_path: Path) -> None:
     generation = session.made.ready()  # type: ignore[attr-defined]
     session.coordinator.trouble.remote(generation, one(7, "node"), 1, "the corpus is not mounted")
     with pytest.raises(RegrowError, match="the corpus is not mounted"):
@@ -732,7 +732,7 @@ def test_a_job_that_is_given_up_ends_with_its_newest_step_in_storage(session: _S
 
 
 def test_what_storage_does_not_take_stays_with_its_keepers_and_one_line_says_so(
-    session: _Session, tmp_path: Path
+    session: Session, tmp_path: Path
 ) -> None:
     shutil.move(tmp_path / "checkpoints", tmp_path / "elsewhere")
     (tmp_path / "checkpoints").write_text("no folder")
@@ -747,7 +747,7 @@ def test_what_storage_does_not_take_stays_with_its_keepers_and_one_line_says_so(
     assert len(failed) > 1, "it was tried again"
 
 
-def test_who_is_asked_twice_leaves_at_once_and_says_what_stays_behind(session: _Session, tmp_path: Path) -> None:
+def test_who_is_asked_twice_leaves_at_once_and_says_what_stays_behind(session: Session, tmp_path: Path) -> None:
     shutil.move(tmp_path / "checkpoints", tmp_path / "elsewhere")
     (tmp_path / "checkpoints").write_text("no folder")
     lose_the_worker(session)

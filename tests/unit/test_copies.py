@@ -137,8 +137,8 @@ def test_a_place_that_has_not_changed_is_reported_again_without_another_look(
     with cluster(tmp_path, 2) as nodes:
         snapshot(nodes, STEP, 2)
         looked: list[Path] = []
-        take: Callable[[Path], None] = nodes[0].keeper._take
-        monkeypatch.setattr(nodes[0].keeper, "_take", lambda path: (looked.append(path), take(path)))
+        take: Callable[[Path], None] = nodes[0].keeper.take
+        monkeypatch.setattr(nodes[0].keeper, "take", lambda path: (looked.append(path), take(path)))
         (before,) = nodes[0].reports
         nodes[0].keeper.set_peers(peers_of(nodes, 0))
         assert nodes[0].reports == [before, before]

@@ -12,7 +12,7 @@ from regrow.config.check import check
 from regrow.config.schema import DrillHosts, DrillJobConfig, MixtureStage, PretrainConfig
 from regrow.config.store import CONF_DIR, pretrain_overrides, to_dataclass
 from regrow.drill.faults import KINDS, check_plan, parse_plan
-from regrow.drill.run import _keep_plan, _with_end, plan_of
+from regrow.drill.run import keep_plan, plan_of, with_end
 from regrow.errors import ConfigError
 
 PLANS = sorted(path.stem for path in (CONF_DIR / "drill").glob("*.yaml"))
@@ -48,7 +48,7 @@ def test_the_plans_that_the_documentation_promises_are_there() -> None:
 def test_a_plan_that_is_shipped_fits_its_cluster_and_its_run(name: str) -> None:
     config = composed(f"+drill={name}")
     plan, _ = plan_of(config)
-    config = _with_end(config, plan)
+    config = with_end(config, plan)
     check(config)
     last_step = config.train.stop_at_step or config.train.steps
     apart = config.drill.hosts is DrillHosts.apart
@@ -85,7 +85,7 @@ def test_one_of_three_ways_to_say_what_is_to_happen(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         plan_of(composed("drill.plan_file=/nowhere/plan.json"))
     drawn = plan_of(composed("+drill=soak", "drill.faults=9"))
-    _keep_plan(tmp_path, *drawn)
+    keep_plan(tmp_path, *drawn)
     assert plan_of(composed(f"drill.plan_file={tmp_path}/plan.json")) == drawn
     (tmp_path / "plan.json").write_text(json.dumps({"plan": "x"}))
     with pytest.raises(ConfigError, match="is not a plan that a drill wrote"):
@@ -102,20 +102,20 @@ def test_a_soak_on_hosts_apart_is_partitions_and_broken_storage_for_a_third() ->
 
 
 def test_a_drill_may_get_longer_and_nothing_else(tmp_path: Path) -> None:
-    _keep_plan(tmp_path, *plan_of(composed("+drill=soak", "drill.faults=5")))
-    _keep_plan(tmp_path, *plan_of(composed("+drill=soak", "drill.faults=9")))
+    keep_plan(tmp_path, *plan_of(composed("+drill=soak", "drill.faults=5")))
+    keep_plan(tmp_path, *plan_of(composed("+drill=soak", "drill.faults=9")))
     with pytest.raises(ConfigError, match=r"of a drill with other faults; choose another run\.name"):
-        _keep_plan(tmp_path, *plan_of(composed("+drill=soak", "drill.faults=9", "drill.seed=8")))
+        keep_plan(tmp_path, *plan_of(composed("+drill=soak", "drill.faults=9", "drill.seed=8")))
     with pytest.raises(ConfigError, match="other faults"):
-        _keep_plan(tmp_path, parse_plan(["at step 5: kill_worker"]), 7)
+        keep_plan(tmp_path, parse_plan(["at step 5: kill_worker"]), 7)
 
 
 def test_a_soak_ends_some_steps_after_its_last_fault_and_needs_room_for_it() -> None:
     config = composed("+drill=soak", "drill.faults=5")
     plan, _ = plan_of(config)
-    assert _with_end(config, plan).train.stop_at_step == (plan[-1].at_step or 0) + 40
+    assert with_end(config, plan).train.stop_at_step == (plan[-1].at_step or 0) + 40
     with pytest.raises(ConfigError, match=r"drill\.faults=5 need 1.. steps, train\.steps=60; set train\.steps=1"):
-        _with_end(replace(config, train=replace(config.train, steps=60)), plan)
+        with_end(replace(config, train=replace(config.train, steps=60)), plan)
 
 
 def test_a_drill_may_be_repeated_without_its_plan_but_kinds_must_be_known() -> None:

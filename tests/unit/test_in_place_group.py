@@ -136,12 +136,12 @@ def test_one_more_comes_and_one_that_could_not_start_leaves_its_place_empty_for_
     assert group.poll() == ([0, 1, 2, 3], True)
     group.dead = {3}
     group.poll()
-    died_at = group._empty[3]
+    died_at = group.empty[3]
     time.sleep(0.01)
     group.meanwhile = [(3, None)]
     group.poll()
     assert group.poll() == ([0, 1, 2, 3], True)
-    assert group._empty[3] > died_at
+    assert group.empty[3] > died_at
 
 
 def test_what_ray_shows_is_told_again_and_again_for_a_coordinator_that_was_restarted(
@@ -154,7 +154,7 @@ def test_what_ray_shows_is_told_again_and_again_for_a_coordinator_that_was_resta
     group.meanwhile = [(1, worker(11))]
     group.poll()
     group.dead = set()
-    group._draining = {"node-2": 1e9}
+    group.draining = {"node-2": 1e9}
     for _ in range(3):
         group.poll()
     dead, left, draining, _ = group.views[-1]
@@ -173,14 +173,14 @@ def test_all_places_with_room_are_filled_at_once_and_the_coordinator_knows_how_m
     group.meanwhile = [(6, worker(16, "new")), (4, None), (7, worker(17, "new"))]
     group.poll()
     assert group.poll()[0] == [0, 1, 2, 16, 17]
-    group._told_at = 0.0
+    group.told_at = 0.0
     group.poll()
     assert group.views[-1][3] == {"new": 3}, "two that have started, and one that is starting"
     group.dead = {17}
     group.poll()
     assert group.told == [("new", 17)]
     assert group.views[-1][3] == {"new": 2}
-    group._looked_at = 0.0
+    group.looked_at = 0.0
     group.places.there = {3: "other", 4: "new", 5: "new", 6: "new", 7: "new"}
     group.poll()
     until(lambda: sorted(group.started) == [3, 4, 4, 5, 6, 7])  # 7 in a while: its node may be gone

@@ -13,7 +13,7 @@ import pytest
 
 from regrow.control.values import Version
 from regrow.drill.faults import parse_plan
-from regrow.drill.inject import FILLER, Injector, NotNow, _damage, free_bytes
+from regrow.drill.inject import FILLER, Injector, NotNow, damage, free_bytes
 from regrow.drill.processes import is_alive, wait_until_gone
 from regrow.errors import CheckpointError
 from regrow.state.memory.held import open_snapshot
@@ -142,9 +142,9 @@ def test_damage_hits_the_newest_committed_snapshots_which_are_restored_from_othe
     with cluster(tmp_path, 2) as nodes:
         snapshot(nodes, 5, 2)
         first = nodes[0].keeper
-        assert _damage(first.folder) == [], "nothing is committed yet"
+        assert damage(first.folder) == [], "nothing is committed yet"
         first.committed(Committed(newest=Version(1, 5)))
-        damaged = _damage(first.folder)
+        damaged = damage(first.folder)
         assert len(damaged) == 2  # its own, and its copy of the other node's
         for name in damaged:
             found = open_snapshot(first.folder / name)

@@ -5,7 +5,7 @@ import torch
 
 from regrow.accept.tiny import tiny_model
 from regrow.config.schema import ModelConfig, RopeScaling
-from regrow.model.llama import INIT_STD, Llama, _truncated_normal, init_weights, rope_frequencies_Q2, rotate
+from regrow.model.llama import INIT_STD, Llama, init_weights, rope_frequencies_Q2, rotate, truncated_normal
 from regrow.plan.mesh import Coordinates, MeshShape
 from support.ragged import ragged_model
 from support.reference_llama import reference_frequency, reference_logits
@@ -140,7 +140,7 @@ def test_initialisation_does_not_depend_on_the_number_of_threads(num_threads):
 
 def test_weights_are_drawn_on_the_host_whatever_the_device_is():
     """What a GPU draws depends on its kind. The device here has no generator of random numbers at all."""
-    drawn = _truncated_normal((3, 4), 0.02, "seed", torch.device("meta"))
+    drawn = truncated_normal((3, 4), 0.02, "seed", torch.device("meta"))
     assert (drawn.shape, drawn.dtype, drawn.device.type) == ((3, 4), torch.float32, "meta")
 
 

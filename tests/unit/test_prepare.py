@@ -178,7 +178,7 @@ def test_killed_while_tidying_up_it_does_nothing_again(corpus: Path, tmp_path: P
 
 
 def plan_of(folder: Path) -> bytes:
-    return prepare_module._Plan(CONFIG, Interrupted(), folder, quiet, map).content()
+    return prepare_module.Plan(CONFIG, Interrupted(), folder, quiet, map).content()
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -307,12 +307,12 @@ def test_reader_decodes_each_row_group_once_and_keeps_few_footers(
     rows = write_rows(tmp_path, num_rows=1200, rows_per_shard=8)
     reader = ShardReader(tmp_path, "train")
     decoded: list[tuple[int, int]] = []
-    read_group = reader._read_group
-    monkeypatch.setattr(reader, "_read_group", lambda *key: (decoded.append(key), read_group(*key))[1])
+    read_group = reader.read_group
+    monkeypatch.setattr(reader, "read_group", lambda *key: (decoded.append(key), read_group(*key))[1])
     wanted = np.random.default_rng(0).permutation(1200)
     assert np.array_equal(reader.read(wanted), rows[wanted])
     assert len(decoded) == len(set(decoded)) == 150
-    assert len(reader._footers) == shards.OPEN_SHARDS
+    assert len(reader.footers) == shards.OPEN_SHARDS
 
 
 def test_reader_travels_to_other_processes(tmp_path: Path) -> None:

@@ -30,11 +30,11 @@ def test_one_wrong_element_is_found(seed: int) -> None:
     prober = Prober(torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
     row, column = torch.randint(0, SIZE["cpu"], (2,), generator=generator).tolist()
-    product = prober._left @ prober._right
-    prober._check(product)
+    product = prober.left @ prober.right
+    prober.check(product)
     product[row, column] += 1
     with pytest.raises(Unfit, match="1 of 384 rows of a matrix product are wrong on cpu"):
-        prober._check(product)
+        prober.check(product)
 
 
 @pytest.mark.parametrize("error", [Unfit("wrong"), RuntimeError("CUDA error: an illegal memory access\nCompile with")])
@@ -44,14 +44,14 @@ def test_a_process_whose_device_fails_it_ends(error: Exception, monkeypatch: pyt
     monkeypatch.setattr(worker, "_end", lambda job, problem: ended.append(problem))
     prober = Prober(torch.device("cpu"))
     job: Any = None
-    worker._probe(job, prober)
+    worker.probe_or_end(job, prober)
     assert ended == []
 
     def fail(product: torch.Tensor) -> None:
         raise error
 
-    monkeypatch.setattr(prober, "_check", fail)
-    worker._probe(job, prober)
+    monkeypatch.setattr(prober, "check", fail)
+    worker.probe_or_end(job, prober)
     assert ended in (["wrong"], ["cpu does not answer: CUDA error: an illegal memory access"])
 
 
@@ -72,7 +72,7 @@ def test_a_worker_runs_near_its_gpu_and_so_does_what_it_starts_and_touches_first
     monkeypatch.setattr(os, "posix_fallocate", touch)
 
     def run() -> None:
-        worker._device(PretrainConfig(cluster=ClusterConfig(gpus_per_worker=1)))
+        worker.device_of(PretrainConfig(cluster=ClusterConfig(gpus_per_worker=1)))
         started = threading.Thread(target=lambda: ran_on.append(os.sched_getaffinity(0)))
         started.start()
         started.join()
@@ -165,18 +165,18 @@ def test_where_memory_is_full_a_probe_is_left_out_and_nothing_ends(monkeypatch: 
     def full(product: torch.Tensor) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(prober, "_check", full)
+    monkeypatch.setattr(prober, "check", full)
     assert prober.probe() == seconds
     ended: list[str] = []
     monkeypatch.setattr(worker, "_end", lambda job, problem: ended.append(problem))
     job: Any = None
-    worker._probe(job, prober)
+    worker.probe_or_end(job, prober)
     assert ended == []
 
 
 def test_a_check_takes_little_memory_beside_the_product() -> None:
     prober = Prober(torch.device("cpu"))
-    prober._left, prober._right = (torch.ones(2048, 64) for _ in range(2))
+    prober.left, prober.right = (torch.ones(2048, 64) for _ in range(2))
     prober._expected = torch.zeros(2048, prober._vectors.size(1), dtype=torch.float64)
     product = torch.zeros(2048, SIZE["cpu"])
-    assert peak_bytes(lambda: prober._check(product), torch.device("cpu")) < product.nbytes
+    assert peak_bytes(lambda: prober.check(product), torch.device("cpu")) < product.nbytes

@@ -53,15 +53,15 @@ def roll_call_of(members: Sequence[Member]) -> RollCall:
     """That has met them."""
     roll_call = RollCall()
     roll_call.meet(members)
-    roll_call._thread.submit(int).result(10)  # whatever comes after it is asked by the same thread
+    roll_call.thread.submit(int).result(10)  # whatever comes after it is asked by the same thread
     return roll_call
 
 
 def ask(roll_call: RollCall, missing: Sequence[Member]) -> list[str]:
     """What one roll call finds."""
-    roll_call._ask_at = 0.0
+    roll_call.ask_at = 0.0
     roll_call.gone(missing, time.monotonic())
-    roll_call._thread.submit(int).result(10)
+    roll_call.thread.submit(int).result(10)
     return sorted(roll_call.gone(missing, time.monotonic()))
 
 

@@ -210,7 +210,7 @@ def test_nan_and_infinity_are_valid_json_and_come_back() -> None:
     plain = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert plain["loss"] is None
     assert plain["nonfinite"] == {"loss": "nan", "grad_norm": "inf", "more/a/1": "-inf", "more/b/c": "nan"}
-    back = run_log._decode(line)
+    back = run_log.decode_row(line)
     assert back is not None
     assert back["loss"] != back["loss"]
     assert back["grad_norm"] == float("inf")

@@ -200,7 +200,7 @@ def test_a_store_whose_conditional_writes_are_out_of_reach_is_written_without(
             response = {"ResponseMetadata": {"HTTPStatusCode": 501}, "Error": {"Code": "NotImplemented"}}
             raise ClientError(response, "PutObject")  # type: ignore[arg-type]
 
-    monkeypatch.setattr("regrow.storage._s3_client", lambda *endpoint: Client())
+    monkeypatch.setattr("regrow.storage.s3_client", lambda *endpoint: Client())
     storage = Storage.at(f"{bucket}/{problem}")
     assert storage.create("file", b"first")
     assert not storage.create("file", b"second")

@@ -11,7 +11,7 @@ import pytest
 from regrow.config.schema import PretrainConfig
 from regrow.errors import CheckpointError
 from regrow.record.log import METRIC_KEYS, RunLog
-from regrow.runtime.keeper import _delete_abandoned
+from regrow.runtime.keeper import delete_abandoned
 from regrow.runtime.run_folder import open_run
 from regrow.state.disk import store
 from regrow.state.memory.node import LOCK, KeeperNode
@@ -89,7 +89,7 @@ def test_another_users_leftovers_are_let_be_whatever_they_are(tmp_path: Path) ->
     for path in (ours / LOCK, ours):
         os.utime(path, (0, 0))
     begun = time.monotonic()
-    _delete_abandoned(tmp_path / "regrow-mine-node", 60.0)
+    delete_abandoned(tmp_path / "regrow-mine-node", 60.0)
     assert time.monotonic() - begun < 10
     assert theirs.exists()
     assert not ours.exists()

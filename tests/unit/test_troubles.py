@@ -149,7 +149,7 @@ def test_one_that_never_says_anything_at_the_start_does_not_keep_the_others_erro
     told = Told()
     trouble(told, A, generation=0)
     trouble(told, B, generation=0)
-    wait(told, told.control._group.membership.patience_s + 1.0)
+    wait(told, told.control.group.membership.patience_s + 1.0)
     assert messages(told) == [NO_CORPUS]
 
 

@@ -63,7 +63,7 @@ class Control:
         past = past or Past()
         self._config, self._out = config, Outbox()
         self.cadence = _cadence(config, now)
-        self._snapshots = Snapshots(
+        self.snapshots = Snapshots(
             self._out,
             self.cadence,
             is_whole,
@@ -74,8 +74,8 @@ class Control:
             fan_out=fan_out,
             now=now,
         )
-        self._group = _group(config, self._snapshots, self._out, past)
-        self._health = self._group.health
+        self.group = _group(config, self.snapshots, self._out, past)
+        self.health = self.group.health
         self._rows = Rows(self._out, logged=past.logged, may_be_missing=past.generation > 0)
         self._is_restarted = past.restarted
         self._rollbacks = past.rollbacks
@@ -84,8 +84,8 @@ class Control:
         if past.restarted and past.stored != NOTHING:
             self.cadence.resumed(past.stored, now)
         if past.trained is not None:
-            self._group.ending = Finished()
-            self._snapshots.checkpoints.ask(past.trained, "the run ends", now)
+            self.group.ending = Finished()
+            self.snapshots.checkpoints.ask(past.trained, "the run ends", now)
 
     def on(self, event: e.Event, now: float) -> list[Command]:
         """Take an event. Raises Fenced, having changed nothing, for a call of a generation that is over."""
@@ -96,26 +96,26 @@ class Control:
 
     def tick(self, now: float) -> list[Command]:
         """Decide what time alone decides. Call it several times a second."""
-        self._snapshots.tick(now)
-        stands_still = self._health.stalls.stalled_s(now) > 0  # thousands of members are not looked at for nothing
-        members = self._group.membership.survivors if stands_still else []
-        keepers = self._snapshots.keepers
-        suspects = self._health.tick(now, members, keepers.known_of(member.node for member in members))
+        self.snapshots.tick(now)
+        stands_still = self.health.stalls.stalled_s(now) > 0  # thousands of members are not looked at for nothing
+        members = self.group.membership.survivors if stands_still else []
+        keepers = self.snapshots.keepers
+        suspects = self.health.tick(now, members, keepers.known_of(member.node for member in members))
         lost = [member for member in members if keepers.is_dead(member.node)]
         suspects += [Suspect(member, True, "Ray has found the node dead") for member in lost]
         if suspects:
-            self._snapshots.gone_dark({each.member.node for each in suspects if each.dark}, now)
-            self._group.suspected(suspects, now)
-        self._group.tick(now)
+            self.snapshots.gone_dark({each.member.node for each in suspects if each.dark}, now)
+            self.group.suspected(suspects, now)
+        self.group.tick(now)
         if isinstance(self.state, Forming | Training):
-            self._health.knock(now, self._group.membership)
+            self.health.knock(now, self.group.membership)
         return self._finish(now)
 
     # what can be asked, which changes nothing
 
     @property
     def generation(self) -> int:
-        return self._group.generation
+        return self.group.generation
 
     @property
     def next_step(self) -> int:
@@ -125,43 +125,43 @@ class Control:
     @property
     def state(self) -> GroupState:
         """What the group does."""
-        return self._group.state
+        return self.group.state
 
     @property
     def ending(self) -> Ending | None:
         """How the run ends, once that is known."""
-        return self._group.ending
+        return self.group.ending
 
     @property
     def settling(self) -> Settling:
         """What of the run is still to be written."""
-        return self._snapshots.settling
+        return self.snapshots.settling
 
     @property
     def is_superseded(self) -> bool:
         """Whether another process writes the run: what keepers hold is its."""
-        return self._snapshots.checkpoints.is_left
+        return self.snapshots.checkpoints.is_left
 
     @property
     def is_over(self) -> bool:
         """Whether the run ends, and no group is on that could end by itself."""
-        return self._group.is_over
+        return self.group.is_over
 
     @property
     def newest_snapshot(self) -> Version | None:
         """The newest step that is committed in memory."""
-        newest = self._snapshots.commits.newest
+        newest = self.snapshots.commits.newest
         return newest.version if newest is not None else None
 
     @property
     def group_nodes(self) -> set[str]:
         """Where the newest group's members are."""
-        return {member.node for member in self._group.membership.current}
+        return {member.node for member in self.group.membership.current}
 
     @property
     def copies_are_outside(self) -> bool:
         """Whether a node that is not in the group holds its copies: then it matters whether that is alive."""
-        return bool(self._snapshots.keepers.outside)
+        return bool(self.snapshots.keepers.outside)
 
     def fence(self, generation: int) -> None:
         """Raises Fenced unless this generation is the current one."""
@@ -170,90 +170,90 @@ class Control:
 
     def newest_whole(self, held: Sequence[Any]) -> Version:
         """What a group that forms should begin from, of what keepers hold; see `CommitTracker.newest_whole`."""
-        return self._snapshots.commits.newest_whole(held, self.next_step - 1)
+        return self.snapshots.commits.newest_whole(held, self.next_step - 1)
 
     def excluded_nodes(self, now: float) -> set[str]:
         """Where no worker is to be started."""
-        return self._group.excluded_nodes(now)
+        return self.group.excluded_nodes(now)
 
     def can_ask(self, node: str) -> bool:
         """Whether this node has a keeper, and is alive as far as is known."""
-        return self._snapshots.keepers.is_there(node)
+        return self.snapshots.keepers.is_there(node)
 
     # what events do
 
     def _asked(self, event: e.Asked, now: float) -> None:
-        state = self._group.state
-        safe = isinstance(state, LeavingGroup) and self._snapshots.commits.holds(state.step)
-        self._group.ask(event, now, last_snapshot_is_safe=safe)
+        state = self.group.state
+        safe = isinstance(state, LeavingGroup) and self.snapshots.commits.holds(state.step)
+        self.group.ask(event, now, last_snapshot_is_safe=safe)
 
     def _began(self, event: e.Began, now: float) -> None:
         """Later rows of earlier generations are taken back, and so are later snapshots and checkpoints."""
-        self._snapshots.begin(event.generation, event.start_step, event.nodes, now)
+        self.snapshots.begin(event.generation, event.start_step, event.nodes, now)
         recomputed = self._rows.begin(event.generation, event.start_step)
         self._restore_s = float(event.details.get("restore_s", self._restore_s))
-        fields = {"generation": event.generation, "start_step": event.start_step, "cause": self._group.cause}
+        fields = {"generation": event.generation, "start_step": event.start_step, "cause": self.group.cause}
         self._out.record("generation", **fields, recomputed_steps=recomputed, **event.details)
-        self._group.train(now)
+        self.group.train(now)
 
     def _row(self, event: e.Row, now: float) -> None:
         row = event.row
         if not self._rows.take(event.generation, row):
-            self._out.append(Reply(self._group.stop_reason))
+            self._out.append(Reply(self.group.stop_reason))
             return
-        self._group.stepped(now)
+        self.group.stepped(now)
         busy_s = max(row["step_s"] - row["data_wait_s"] - row["snapshot_s"], 1e-6)
-        self.cadence.stepped(busy_s, writing=self._snapshots.checkpoints.upload is not None)
-        self._health.stalls.stepped(row["step_s"], now)
+        self.cadence.stepped(busy_s, writing=self.snapshots.checkpoints.upload is not None)
+        self.health.stalls.stepped(row["step_s"], now)
         least_s = DEVICE_PATIENCE_S if _is_on_device(self._config) else LEAST_PATIENCE_S
-        self._group.membership.patience_s = max(least_s, PATIENCE_STEPS * row["step_s"])
-        self._group.nodes.exclusions.measured(self._health.stalls.step_s, self._restore_s)
-        self._snapshots.complain_if_unsafe(now)
+        self.group.membership.patience_s = max(least_s, PATIENCE_STEPS * row["step_s"])
+        self.group.nodes.exclusions.measured(self.health.stalls.step_s, self._restore_s)
+        self.snapshots.complain_if_unsafe(now)
         self._rows.log(row)
-        self._health.look_at_devices(row["step"], event.generation, now, self._snapshots.keepers.current)
-        self._out.append(Reply(self._group.stop_reason or self._group.why_leave(now)))
+        self.health.look_at_devices(row["step"], event.generation, now, self.snapshots.keepers.current)
+        self._out.append(Reply(self.group.stop_reason or self.group.why_leave(now)))
 
     def _keepers_found(self, event: e.KeepersFound, now: float) -> None:
         """A group of which the log does not know was formed while storage was away: it is over, its number taken."""
-        self._snapshots.keepers_found(event, now)
+        self.snapshots.keepers_found(event, now)
         if event.newest_generation > self.generation:
-            self._group.membership.generation = event.newest_generation + int(self._is_restarted)
+            self.group.membership.generation = event.newest_generation + int(self._is_restarted)
             self._out.append(TellOver(event.newest_generation, tuple(node for node, *_ in event.known)))
 
     def _sealed(self, event: e.Sealed, now: float) -> None:
         """Late reports of a generation that is over count no more, though the next one has not begun."""
-        self._snapshots.sealed([ack for ack in event.acks if ack.version.generation == self.generation], now)
+        self.snapshots.sealed([ack for ack in event.acks if ack.version.generation == self.generation], now)
 
     def _complained(self, event: e.Complaint, now: float) -> None:
         """Of a group that is over only what it trained last, in good order, is still to be copied."""
-        group = self._group
+        group = self.group
         wanted = group.ending is not None or isinstance(group.state, Training | LeavingGroup)
-        self._snapshots.complain(event, now, wanted=wanted)
+        self.snapshots.complain(event, now, wanted=wanted)
 
     def _not_finite(self, event: e.NotFinite, now: float) -> None:
         """Back to storage, or to the end. What is in memory went wrong with it."""
-        self._snapshots.discard(now)
+        self.snapshots.discard(now)
         if self._rollbacks.again(event.step) > self._config.train.nonfinite_rollbacks:
-            self._group.give_up(
+            self.group.give_up(
                 f"{event.detail}, after {self._rollbacks.count - 1} rollbacks too; look at the loss before it in "
                 "report.html, then lower optim.lr under another run.name, or allow more with train.nonfinite_skips"
             )
             return
-        self._group.failed(Cause.nonfinite, event.detail, [], step=event.step)
-        self._group.enter(Waiting(), now)
+        self.group.failed(Cause.nonfinite, event.detail, [], step=event.step)
+        self.group.enter(Waiting(), now)
 
     def _done(self, event: e.Done, now: float) -> None:
         self._out.record("trained", step=self.next_step - 1)
-        self._group.finish(event, now)
+        self.group.finish(event, now)
 
     def _superseded(self, event: e.Superseded, now: float) -> None:
-        self._snapshots.checkpoints.leave_it(now)
-        self._group.give_up(event.message)
+        self.snapshots.checkpoints.leave_it(now)
+        self.group.give_up(event.message)
 
     def _logged(self, event: e.Logged, now: float) -> None:
         self._out.record(event.event, **{"generation": event.generation, **event.fields})
         if event.event == "checkpoint":
-            self._snapshots.checkpoints.has_stored(event.fields["step"])
+            self.snapshots.checkpoints.has_stored(event.fields["step"])
         elif event.event == "checkpoint_damaged":
             self._out.append(NoteDamaged(event.fields["step"], event.fields["detail"]))
 
@@ -261,8 +261,8 @@ class Control:
         self._out.record(event.event, **event.fields)
 
     def _answered(self, event: e.Answered, now: float) -> None:
-        self._snapshots.answered(event)
-        self._health.answered(event.question, event.node, event.answer)
+        self.snapshots.answered(event)
+        self.health.answered(event.question, event.node, event.answer)
 
     def _restarted(self, event: e.Restarted, now: float) -> None:
         """Go on with the group that trains, which may not even have noticed."""
@@ -270,7 +270,7 @@ class Control:
         self._out.append(Delete())  # the one before it may have died doing so
         if not event.members:
             return  # no group was formed since the driver started
-        group = self._group
+        group = self.group
         group.formation, group.membership.current = Formation(self.generation, event.members), event.members
         for member in event.members:
             group.nodes.met(member)
@@ -279,26 +279,26 @@ class Control:
             return
         last = self._rows.go_on(self.generation, event.start_step)
         newest = self.newest_snapshot
-        self._snapshots.begin(self.generation, max(last, newest.step if newest else 0), event.nodes, now)
+        self.snapshots.begin(self.generation, max(last, newest.step if newest else 0), event.nodes, now)
         group.train(now)
         group.take_up(group.state, event.lost, event.lost_at, now)
 
     def _closed(self, event: e.Closed, now: float) -> None:
-        self._group.membership.generation += 1
+        self.group.membership.generation += 1
 
     def _finish(self, now: float) -> list[Command]:
-        while self._num_failures < self._group.num_failures:
+        while self._num_failures < self.group.num_failures:
             self._num_failures += 1
             self.cadence.failed()
-        if reason := _why_memory_may_be_lost(self._group, self._snapshots):
-            self._snapshots.checkpoints.secure(reason, now)
-        self._snapshots.announce_changes()
+        if reason := _why_memory_may_be_lost(self.group, self.snapshots):
+            self.snapshots.checkpoints.secure(reason, now)
+        self.snapshots.announce_changes()
         return self._out.take()
 
 
 def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
     """Who is told of an event, by its class."""
-    group, snapshots, checkpoints = control._group, control._snapshots, control._snapshots.checkpoints
+    group, snapshots, checkpoints = control.group, control.snapshots, control.snapshots.checkpoints
     return {
         e.Joined: group.join,
         e.Asked: control._asked,
@@ -317,7 +317,7 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.Trouble: group.trouble,
         e.Died: group.died,
         e.Gone: group.gone,
-        e.ConnectionLost: control._health.connection_lost,
+        e.ConnectionLost: control.health.connection_lost,
         e.PortRefused: group.refused,
         e.GroupFailed: group.restarted_by_ray,
         e.Placed: group.placed,

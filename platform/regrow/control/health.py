@@ -203,7 +203,7 @@ class Health:
         self._suspects: list[Suspect] = []
         self._ask_at = 0.0
         self._gone_since: dict[str, float] = {}  # nodes whose keepers are gone
-        self._lost_at: dict[str, float] = {}  # nodes to which a held connection has ended
+        self.lost_at: dict[str, float] = {}  # nodes to which a held connection has ended
 
     def look_at_devices(self, step: int, generation: int, now: float, nodes: Sequence[str]) -> None:
         """How fast they are, whenever all ranks have probed theirs; how GPUs are, with a group's first step too.
@@ -231,12 +231,12 @@ class Health:
 
     def connection_lost(self, event: ConnectionLost, now: float) -> None:
         """Its keeper's process is gone, or does not answer: it alone, or all of the node."""
-        self._lost_at[event.node] = now
+        self.lost_at[event.node] = now
 
     def knock(self, now: float, membership: Membership) -> None:
         """Have the workers' own ports tell whether a node is dead to which a connection has ended."""
-        self._lost_at = {node: at for node, at in self._lost_at.items() if now - at < KNOCK_S}
-        if self._lost_at and (there := [each for each in membership.survivors if each.node in self._lost_at]):
+        self.lost_at = {node: at for node, at in self.lost_at.items() if now - at < KNOCK_S}
+        if self.lost_at and (there := [each for each in membership.survivors if each.node in self.lost_at]):
             self._out.append(Probe(tuple(there)))
 
     def tick(self, now: float, members: Iterable[Member], nodes: Sequence[str]) -> list[Suspect]:

@@ -165,10 +165,10 @@ class HostsApart:
         self.carried = tuple(_below_private([*_python(), *carried]))
         self.folder = Path(tempfile.mkdtemp(prefix="rga", dir="/tmp"))
         self.hosts: dict[int, Host] = {}
-        self._next, self._network, self._cable = 1, "", ""
+        self._next, self._network, self.cable = 1, "", ""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "regrow.drill.switch", str(theirs.fileno()), str(self.folder)]
-        self._switch = subprocess.Popen(
+        self.switch = subprocess.Popen(
             ["unshare", "--net", "--mount", *command], pass_fds=[theirs.fileno()], start_new_session=True
         )
         theirs.close()
@@ -241,29 +241,29 @@ class HostsApart:
         """End all of them. What they had in /tmp goes too."""
         for host in self.hosts.values():
             host.is_off()
-        if self._cable:  # else it goes with the other end, a moment later
-            subprocess.run(["ip", "link", "delete", self._cable], check=False, capture_output=True)
+        if self.cable:  # else it goes with the other end, a moment later
+            subprocess.run(["ip", "link", "delete", self.cable], check=False, capture_output=True)
         self._connection.close()
         try:
-            self._switch.wait(GONE_S)
+            self.switch.wait(GONE_S)
         except subprocess.TimeoutExpired:
-            pids = tree(self._switch.pid)
-            self._switch.kill()
-            self._switch.wait()
+            pids = tree(self.switch.pid)
+            self.switch.kill()
+            self.switch.wait()
             wait_until_gone(pids, GONE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def left(self) -> list[str]:
         """What is still on the machine once this is closed."""
-        found = [f"process {pid}" for pid in tree(self._switch.pid) if is_alive(pid)]
-        found += [f"link {self._cable}"] if Path("/sys/class/net", self._cable or "-").exists() else []
+        found = [f"process {pid}" for pid in tree(self.switch.pid) if is_alive(pid)]
+        found += [f"link {self.cable}"] if Path("/sys/class/net", self.cable or "-").exists() else []
         found += [
             f"mount {line.split()[1]}"
             for line in Path("/proc/mounts").read_text().splitlines()
             if self.folder.name in line
         ]
         found += [
-            f"control group {path}" for path in Path("/sys/fs/cgroup").glob(f"**/regrow-drill-{self._switch.pid}-*")
+            f"control group {path}" for path in Path("/sys/fs/cgroup").glob(f"**/regrow-drill-{self.switch.pid}-*")
         ]
         return found + ([f"folder {self.folder}"] if self.folder.exists() else [])
 
@@ -273,11 +273,11 @@ class HostsApart:
         free = [number for number in range(256) if f" 10.213.{number}." not in taken]
         for number in sorted(free, key=lambda each: (each * 2654435761 + os.getpid()) % 997):
             self._network = f"10.213.{number}"
-            self._cable, there = f"rg{secrets.token_hex(4)}", "outside0"
-            peer = ["type", "veth", "peer", "name", there, "netns", str(self._switch.pid)]
-            run(["ip", "link", "add", self._cable, *peer])
-            run(["ip", "address", "add", f"{self.outside}/24", "dev", self._cable])
-            run(["ip", "link", "set", self._cable, "up"])
+            self.cable, there = f"rg{secrets.token_hex(4)}", "outside0"
+            peer = ["type", "veth", "peer", "name", there, "netns", str(self.switch.pid)]
+            run(["ip", "link", "add", self.cable, *peer])
+            run(["ip", "address", "add", f"{self.outside}/24", "dev", self.cable])
+            run(["ip", "link", "set", self.cable, "up"])
             self._ask("outside", link=there)
             return
         raise ConfigError("all networks of 10.213.0.0/16 are taken: too many laboratories on this machine")

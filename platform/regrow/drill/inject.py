@@ -131,7 +131,7 @@ class Injector:
         send(signal.SIGSTOP, pids)  # nothing newer is to be committed
         try:
             time.sleep(SETTLE_S)
-            damaged = [name for folder in self.nodes.memory_of(node) for name in _damage(folder)]
+            damaged = [name for folder in self.nodes.memory_of(node) for name in damage(folder)]
             if not damaged:
                 raise NotNow("no snapshot is committed on that node")
             send(signal.SIGKILL, [pids[other]])
@@ -343,7 +343,7 @@ def _fill(path: Path, scene: Scene) -> int:
     return size
 
 
-def _damage(folder: Path) -> list[str]:
+def damage(folder: Path) -> list[str]:
     """Flip a bit in every snapshot of the newest committed step in a keeper's folder; which files."""
     newest, damaged = Committed.read(folder).newest, []
     for path in sorted(folder.glob(f"*{SLOT}*")):

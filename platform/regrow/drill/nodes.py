@@ -143,16 +143,16 @@ class LocalNodes(Nodes):
         self.nodes: list[Any] = []
         (Path(folder) / "ray").mkdir()  # where Ray notes the address, as RAY_TMPDIR says
         with self._starting():
-            self._raylets = Cluster(initialize_head=True, head_node_args=head)
-        self.state = self._raylets.global_state
+            self.raylets = Cluster(initialize_head=True, head_node_args=head)
+        self.state = self.raylets.global_state
 
     @property
     def address(self) -> str:
-        return str(self._raylets.address)
+        return str(self.raylets.address)
 
     def add(self) -> str:
         with self._starting():
-            self.nodes.append(self._raylets.add_node(num_cpus=self.cpus, wait=True))
+            self.nodes.append(self.raylets.add_node(num_cpus=self.cpus, wait=True))
         return str(self.nodes[-1].node_id)
 
     def pids(self, number: int) -> list[int]:
@@ -166,7 +166,7 @@ class LocalNodes(Nodes):
         pids = send(signal.SIGKILL, self.pids(number))
         wait_until_gone(pids[1:], GONE_S)
         node = self.nodes.pop(number)
-        self._raylets.remove_node(node, allow_graceful=False)
+        self.raylets.remove_node(node, allow_graceful=False)
         give_up_at = time.monotonic() + GONE_S
         while (folders := self.memory_of(node.node_id)) and time.monotonic() < give_up_at:
             for folder in folders:  # a process may be alive for a moment
@@ -190,8 +190,8 @@ class LocalNodes(Nodes):
 
     def close(self) -> None:
         send(signal.SIGCONT, self.processes())  # the stopped cannot end
-        self._raylets.shutdown()
-        self._raylets.global_state.disconnect()
+        self.raylets.shutdown()
+        self.raylets.global_state.disconnect()
         wait_until_gone(send(signal.SIGKILL, self.processes()), GONE_S)
 
     def left(self) -> list[str]:

@@ -29,7 +29,7 @@ TAIL_STEPS = 40  # after the last random fault
 def run_drill(config: DrillJobConfig) -> bool:
     """Carry out a drill, or go on with one; whether every promise held. Raises RegrowError for a user's mistake."""
     plan, seed = plan_of(config)
-    config = _with_end(config, plan)
+    config = with_end(config, plan)
     check(config)
     end = last_step(config.train.steps, config.train.stop_at_step)
     apart = config.drill.hosts is DrillHosts.apart
@@ -40,7 +40,7 @@ def run_drill(config: DrillJobConfig) -> bool:
     folder = run_folder(config).local_path
     _check_memory(config, plan)
     record = Record(folder)
-    _keep_plan(folder, plan, seed)
+    keep_plan(folder, plan, seed)
     with Console(sys.stderr) as console:
         reference = reference_rows(config, console) if config.drill.reference else []
         with memory_of_its_own(None if apart else config.drill.memory_mb) as memory:
@@ -86,7 +86,7 @@ def plan_of(config: DrillJobConfig) -> tuple[list[Fault], int]:
     return draw_faults(wanted), drill.seed
 
 
-def _with_end(config: DrillJobConfig, plan: list[Fault]) -> DrillJobConfig:
+def with_end(config: DrillJobConfig, plan: list[Fault]) -> DrillJobConfig:
     """A random plan ends some steps after its last fault. Raises ConfigError where the run is too short for it."""
     if not config.drill.faults or config.train.stop_at_step is not None:
         return config
@@ -108,7 +108,7 @@ def _check_memory(config: DrillJobConfig, plan: list[Fault]) -> None:
         )
 
 
-def _keep_plan(folder: Path, plan: list[Fault], seed: int) -> None:
+def keep_plan(folder: Path, plan: list[Fault], seed: int) -> None:
     """Write plan.json. Raises ConfigError where the folder holds another drill's that this one does not begin with."""
     path = folder / "plan.json"
     if path.exists():

@@ -205,7 +205,7 @@ def init_weights(model: Llama, seed: int) -> None:
             num_rows = max(1, INIT_BLOCK_ELEMENTS // box.shape[1])  # of a block
             for first in range(rows.start // num_rows * num_rows, rows.stop if box.num_elements else 0, num_rows):
                 last = min(first + num_rows, box.shape[0])
-                values = _truncated_normal((last - first, box.shape[1]), std, f"{seed}:{name}:{first}", local.device)
+                values = truncated_normal((last - first, box.shape[1]), std, f"{seed}:{name}:{first}", local.device)
                 begin, end = max(first, rows.start), min(last, rows.stop)
                 local[begin - rows.start : end - rows.start].copy_(values[begin - first : end - first, columns])
 
@@ -222,7 +222,7 @@ def _init_std(name: str, config: ModelConfig) -> float:
     return INIT_STD
 
 
-def _truncated_normal(shape: tuple[int, ...], std: float, seed: str, device: torch.device) -> Tensor:
+def truncated_normal(shape: tuple[int, ...], std: float, seed: str, device: torch.device) -> Tensor:
     """Normal values within TRUNCATE_AT standard deviations, as float32, by the inverse of the distribution function.
 
     Drawn on the host: what CUDA draws depends on how many multiprocessors a GPU has, and replicas on GPUs of two kinds

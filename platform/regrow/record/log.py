@@ -170,7 +170,7 @@ class RunLog:
         path = self.storage.local_path / METRICS
         keep = 0
         for line, end in _lines_from_end(path):
-            row = _decode(line)
+            row = decode_row(line)
             if row is not None and row["step"] <= start_step:
                 keep = end
                 break
@@ -468,7 +468,7 @@ def _plain(value: Any, path: str, nonfinite: dict[str, str]) -> Any:
     return value if isinstance(value, str | int | float | None) else str(value)
 
 
-def _decode(line: bytes) -> Row | None:
+def decode_row(line: bytes) -> Row | None:
     try:
         row = json.loads(line)
     except ValueError:  # torn, or not UTF-8
@@ -486,7 +486,7 @@ def _decode(line: bytes) -> Row | None:
 
 
 def _decoded(lines: bytes) -> list[Row]:
-    return [row for line in lines.splitlines() if (row := _decode(line)) is not None]
+    return [row for line in lines.splitlines() if (row := decode_row(line)) is not None]
 
 
 def _files(storage: Storage, name: str) -> list[str]:

@@ -109,12 +109,12 @@ def pretrain(config: PretrainConfig) -> None:
                     "raise train.steps or train.stop_at_step to go on, or choose another run.name"
                 )
                 return
-            reason = _Session(config, run, corpora, console, startup, connection, lines, topologies).train()
+            reason = Session(config, run, corpora, console, startup, connection, lines, topologies).train()
     if reason == INTERRUPTED:
         sys.exit(130)
 
 
-class _Session:
+class Session:
     """One attempt at a run, from its submission until its workers have left."""
 
     def __init__(
@@ -218,7 +218,7 @@ class _Session:
         if not self.interrupts.asked_to_stop and (step or 0) < _last_step(self.config):
             fatal = fatal or settling.failure
         reason = _reason(self.config, step or 0, fatal)
-        if lost := self._close(step or 0, reason, fatal):
+        if lost := self.close(step or 0, reason, fatal):
             self.console.message(lost)
         report = reporter.last()
         self._show_messages()
@@ -233,7 +233,7 @@ class _Session:
         fatal, error = self._fit()
         while isinstance(error, ray.exceptions.RayActorError) and not fatal:
             detail = f"Ray Train's controller, and its workers with it: {first_line(error)}"
-            self._answer(self.coordinator.group_failed.remote(Cause.controller_died, detail, []))
+            self.answer(self.coordinator.group_failed.remote(Cause.controller_died, detail, []))
             self._show()
             if self.config.cluster.in_place:
                 from regrow.runtime.ray_train import remove_places
@@ -274,7 +274,7 @@ class _Session:
         """Have keepers write what is committed, and wait until they have, or it has been tried for long enough."""
         begun, tell_at = time.monotonic(), TELL_S
         while True:
-            settling: Settling = self._answer(self.coordinator.settle.remote())
+            settling: Settling = self.answer(self.coordinator.settle.remote())
             self._show()
             if not settling.busy:
                 return settling
@@ -286,7 +286,7 @@ class _Session:
                 )
             time.sleep(POLL_S)
 
-    def _close(self, step: int, reason: str, fatal: str) -> str:
+    def close(self, step: int, reason: str, fatal: str) -> str:
         """End the coordinator; what was not done of it."""
         try:
             closing = self.coordinator.close.remote(step, reason, fatal, keep=not _ray_is_ours(self.config))
@@ -294,7 +294,7 @@ class _Session:
         except ray.exceptions.GetTimeoutError:
             return f"the run's coordinator has not ended within {END_S:.0f} s: its log may lack the last events"
 
-    def _answer(self, reference: Any) -> Any:
+    def answer(self, reference: Any) -> Any:
         """What the coordinator answers, however long that takes: storage may keep one that was started anew waiting.
 
         Raises RegrowError where it is gone for good.
@@ -324,7 +324,7 @@ class _Session:
         if self.interrupts.asked_to_stop:  # again and again: a coordinator that was restarted does not know
             self.coordinator.request_stop.remote(INTERRUPTED)
         self._show_messages()
-        updates, fatal, self.is_over = self._answer(self.coordinator.updates.remote(self.shown))
+        updates, fatal, self.is_over = self.answer(self.coordinator.updates.remote(self.shown))
         for update in updates:
             self.shown = update.number
             if update.kind == "row":

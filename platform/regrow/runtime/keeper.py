@@ -116,7 +116,7 @@ class Keeper:
                 self.coordinator, self.newest_message = coordinator, -1
             self.heard_at = time.monotonic()
             if self.keeper is None:
-                _delete_abandoned(self.folder, self.abandon_after_s)
+                delete_abandoned(self.folder, self.abandon_after_s)
                 self.keeper = KeeperNode(
                     self.folder,
                     node=self.node_id,
@@ -320,7 +320,7 @@ def _nodes_alive() -> set[str]:
     return {str(node["NodeID"])[:12] for node in ray.nodes() if node["Alive"]}
 
 
-def _delete_abandoned(mine: Path, abandon_after_s: float) -> None:
+def delete_abandoned(mine: Path, abandon_after_s: float) -> None:
     """Other runs' folders beside this one that no keeper serves any more, as after a power cut of Ray alone."""
     for folder in mine.parent.glob("regrow-*"):
         with contextlib.suppress(OSError):

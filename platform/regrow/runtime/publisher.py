@@ -32,7 +32,7 @@ class Publisher:
         """
         self._checkpoints, self._run_id, self._keep, self._flush_log = checkpoints, run_id, keep, flush_log
         self._check = check
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="storage")
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="storage")
         self._upload: Upload | None = None  # the newest one
         self._number = 0  # its
         self._published: dict[int, tuple[Index, bytes]] = {}  # index, what COMMIT is to hold; by upload
@@ -64,7 +64,7 @@ class Publisher:
                 return e.PublishFailed(command.upload, first_line(error))
             return e.IndexWritten(command.upload)
 
-        self._working.append(self._thread.submit(publish))
+        self._working.append(self.thread.submit(publish))
 
     def publish_commit(self, command: PublishCommit) -> None:
         def publish() -> e.Event:
@@ -75,7 +75,7 @@ class Publisher:
                 return e.PublishFailed(command.upload, first_line(error))
             return e.CheckpointCommitted(command.upload, command.version.step, index.num_bytes)
 
-        self._working.append(self._thread.submit(publish))
+        self._working.append(self.thread.submit(publish))
 
     def commit(self, folder: str, pointer: bytes, *, fence: Callable[[], None]) -> None:
         """Write COMMIT of a checkpoint that ranks have written themselves. Waits; raises what `fence` does."""
@@ -84,7 +84,7 @@ class Publisher:
             fence()
             self._commit(folder, pointer)
 
-        self._thread.submit(commit).result()
+        self.thread.submit(commit).result()
 
     def withdraw(self, step: int) -> None:
         """Take COMMIT of this step away."""
@@ -94,7 +94,7 @@ class Publisher:
                 self._check()
                 self._checkpoints.delete(f"{step_folder(step)}/{COMMIT}")
 
-        self._working.append(self._thread.submit(withdraw))
+        self._working.append(self.thread.submit(withdraw))
 
     def note_damaged(self, command: NoteDamaged) -> None:
         """This step's checkpoint is not to count any more."""
@@ -104,7 +104,7 @@ class Publisher:
                 self._check()
                 note_damaged(self._checkpoints, command.step, command.detail)
 
-        self._working.append(self._thread.submit(note))
+        self._working.append(self.thread.submit(note))
 
     def delete(self) -> None:
         """Delete checkpoints that are more than is kept."""
@@ -116,7 +116,7 @@ class Publisher:
                 return e.Deleted(first_line(error))
             return e.Deleted(try_retain(self._checkpoints, keep=self._keep))
 
-        self._working.append(self._thread.submit(delete))
+        self._working.append(self.thread.submit(delete))
 
     def done(self) -> list[e.Event]:
         """What came of things since the last call."""
@@ -126,7 +126,7 @@ class Publisher:
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Whether all is done in time; a deletion that takes longer is gone on with by the next attempt."""
-        self._thread.shutdown(wait=False)
+        self.thread.shutdown(wait=False)
         return not wait(self._working, timeout_s).not_done
 
     def _commit(self, folder: str, pointer: bytes) -> None:

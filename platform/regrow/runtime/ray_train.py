@@ -153,19 +153,19 @@ class InPlaceGroup(WorkerGroup):
     """A worker group whose ranks die and come back one by one. Each worker is in a place, as those before it were."""
 
     def _start_impl(self, worker_group_state_builder: Any) -> None:
-        self._empty: dict[int, float] = {}  # places whose worker is gone, since when
+        self.empty: dict[int, float] = {}  # places whose worker is gone, since when
         self._filling: dict[int, str] = {}  # places, each of them by a thread, and their nodes
         self._filled: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # with the worker; None where it was in vain
         self._starting = threading.Semaphore(STARTS_AT_ONCE)
         self._started_at: dict[int, float] = {}  # places that were filled since the group started
         self._dead: dict[tuple[str, int], tuple[float, str, str]] = {}  # processes: since when, cause and detail
-        self._looked_at = self._told_at = 0.0
+        self.looked_at = self.told_at = 0.0
         job = self._train_run_context.train_loop_config["job"]  # type: ignore[index]
         cluster, self._run_id = job.config.cluster, job.run_id
         self._coordinator, self._most = CoordinatorClient(job.coordinator), cluster.max_workers + cluster.spare_workers
         self._unit = job.config.parallel.tp
         self._avoided: Any = None  # an answer of the coordinator's, on its way
-        self._draining: dict[str, float] = {}
+        self.draining: dict[str, float] = {}
         super()._start_impl(worker_group_state_builder)
         self._place_of = list(range(len(self.get_workers())))  # of each of Ray Train's workers
 
@@ -198,14 +198,14 @@ class InPlaceGroup(WorkerGroup):
         statuses = super()._poll_workers_and_collect_errors(timeout)
         for rank, status in enumerate(statuses):
             if isinstance(status.error, WorkerHealthCheckFailedError | WorkerHealthCheckTimeoutError):
-                if self._place_of[rank] not in self._empty:
-                    self._empty[self._place_of[rank]] = time.monotonic()
+                if self._place_of[rank] not in self.empty:
+                    self.empty[self._place_of[rank]] = time.monotonic()
                     self._note_death(rank, status.error)
                 self._world_rank_to_ongoing_poll.pop(rank, None)
                 statuses[rank] = WorkerStatus(running=False, error=None, training_report=None)
-        if time.monotonic() - self._told_at > VIEW_S:
+        if time.monotonic() - self.told_at > VIEW_S:
             self._tell()
-        is_empty = len(self._empty) == len(statuses)
+        is_empty = len(self.empty) == len(statuses)
         if is_empty or any(status.running for status in statuses):
             self._fill()
         if is_empty:  # the group is not over for that
@@ -217,7 +217,7 @@ class InPlaceGroup(WorkerGroup):
         cause = Cause.worker_hung if isinstance(error, WorkerHealthCheckTimeoutError) else Cause.worker_died
         detail = f"place {self._place_of[rank]}: {last_line(error)}"
         self._dead[process.node_id, process.pid] = time.monotonic(), cause, detail
-        self._told_at = 0.0  # at once
+        self.told_at = 0.0  # at once
 
     def _tell(self) -> None:
         """All that Ray shows: what was said before too."""
@@ -225,38 +225,38 @@ class InPlaceGroup(WorkerGroup):
         self._dead = {each: death for each, death in self._dead.items() if now - death[0] < FORGET_S}
         dead = [(*process, cause, detail) for process, (_, cause, detail) in self._dead.items()]
         here = {place: worker.metadata.node_id for place, worker in zip(self._place_of, workers, strict=True)}
-        here = {place: node for place, node in here.items() if place not in self._empty} | self._filling
+        here = {place: node for place, node in here.items() if place not in self.empty} | self._filling
         lately = {place for place, at in self._started_at.items() if now - at < LATELY_S} | self._filling.keys()
         busy = {here[place] for place in lately if place in here}
         placed = {node: count for node, count in Counter(here.values()).items() if node in busy}
-        self._coordinator.ray_view(dead, len(workers) - len(self._empty), self._draining, placed)
-        self._told_at = now
+        self._coordinator.ray_view(dead, len(workers) - len(self.empty), self.draining, placed)
+        self.told_at = now
 
     def _fill(self) -> None:
         """Have places filled, or more added, where Ray has room now: all at once, as each change of the group stops it.
 
         Beside the control loop.
         """
-        if time.monotonic() - self._looked_at < LOOK_S:
+        if time.monotonic() - self.looked_at < LOOK_S:
             return
-        self._looked_at = time.monotonic()
+        self.looked_at = time.monotonic()
         state: Any = self._worker_group_state
         places: Places = state.placement_group_handle
         self._heed_notices(places)
         # a node that was killed is listed alive for a while
-        wanted = {place for place, since in self._empty.items() if time.monotonic() - since > FILL_AFTER_S}
+        wanted = {place for place, since in self.empty.items() if time.monotonic() - since > FILL_AFTER_S}
         wanted |= set(range(self._most)).difference(self._place_of)
         for place, node in places.rooms(sorted(wanted - self._filling.keys())).items():
             self._filling[place] = node
             threading.Thread(target=self._start_worker, args=(place,), name=f"place-{place}", daemon=True).start()
-            self._told_at = 0.0
+            self.told_at = 0.0
 
     def _heed_notices(self, places: Places) -> None:
         """Tell the coordinator of nodes that are to be taken away; take from it where nothing is to be started."""
         draining = {node: at / 1e3 or time.time() for node, at in ray_state.get_draining_nodes().items()}  # 0: at once
-        if draining.keys() != self._draining.keys():
-            self._told_at = 0.0
-        self._draining = draining
+        if draining.keys() != self.draining.keys():
+            self.told_at = 0.0
+        self.draining = draining
         if self._avoided is not None and ray.wait([self._avoided], timeout=0)[0]:
             with contextlib.suppress(ray.exceptions.RayError):
                 places.avoided = frozenset(ray.get(self._avoided)) | draining.keys()
@@ -288,8 +288,8 @@ class InPlaceGroup(WorkerGroup):
             place, worker = self._filled.get()
             self._filling.pop(place, None)
             if worker is None:
-                if place in self._empty:
-                    self._empty[place] = time.monotonic()
+                if place in self.empty:
+                    self.empty[place] = time.monotonic()
                 continue
             if place not in self._place_of:
                 self._place_of.append(place)
@@ -299,7 +299,7 @@ class InPlaceGroup(WorkerGroup):
             ranks[rank] = rank
             workers = [*state.workers[:rank], worker, *state.workers[rank + 1 :]]
             self._worker_group_state = replace(state, workers=workers)
-            self._empty.pop(place, None)
+            self.empty.pop(place, None)
             self._started_at[place] = time.monotonic()
 
 

@@ -91,7 +91,7 @@ class Shell:
         )
         self._tensorboard: TensorBoard | None = None
         self._draws = config.observe.tensorboard
-        self._roll_call = RollCall()
+        self.roll_call = RollCall()
         self._updates: deque[Update] = deque(maxlen=NUM_UPDATES)
         self._num_updates = first_message
         self._later: deque[e.Event] = deque()  # what carrying out commands has found
@@ -106,7 +106,7 @@ class Shell:
             c.LogRow: self._log_row,
             c.GiveUp: lambda command: None,  # workers hear it when they ask, the driver with `updates`
             c.Kill: self.fleet.kill,
-            c.Connect: lambda command: self._roll_call.meet(command.members),
+            c.Connect: lambda command: self.roll_call.meet(command.members),
             c.Probe: self._probe,
             c.Ask: self.fleet.ask,
             c.TellOver: self.fleet.tell_over,
@@ -171,7 +171,7 @@ class Shell:
         if self._timer.is_alive():
             self._timer.join()
         with self.lock:
-            self._roll_call.close()
+            self.roll_call.close()
             self._writer.put(self._log.close)
             if self._tensorboard is not None:
                 self._writer.put(lambda: self._draw(lambda: self._tensorboard.close() if self._tensorboard else None))
@@ -257,7 +257,7 @@ class Shell:
         self._update("row", row)
 
     def _probe(self, command: c.Probe) -> None:
-        dead = self._roll_call.gone(command.members, time.monotonic())
+        dead = self.roll_call.gone(command.members, time.monotonic())
         if dead:
             self._later.append(e.PortRefused(tuple(sorted(dead))))
 

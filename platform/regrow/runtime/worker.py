@@ -89,7 +89,7 @@ def _prepare(job: Job) -> tuple[Process, str, float]:
         watched = config.cluster.in_place and config.snapshot.every_steps > 0  # by a heartbeat, which breaks groups off
         threads = max(1, int(config.cluster.cpus_per_worker))
         apply_device_settings(os.environ, in_place=watched, compile_threads=threads)
-    device, entered = _device(config), time.time()
+    device, entered = device_of(config), time.time()
     backend, stream = _backend(config, device)
     prober = _fit(job, device)
     memory = MemoryTier(job) if config.snapshot.every_steps else None  # its keeper starts beside what follows
@@ -163,7 +163,7 @@ def _train_generations(process: Process, me: Member, *, backend: str, entered: f
         if device.type == "cuda":  # NCCL and the driver do not ask torch for what it keeps
             torch.cuda.empty_cache()
         if broken:
-            _probe(job, process.prober)
+            probe_or_end(job, process.prober)
 
 
 def _until_the_deadline(generation: int, breaker: Breaker) -> None:
@@ -178,11 +178,11 @@ def _fit(job: Job, device: torch.device) -> Prober:
     except Unfit as error:
         _end(job, str(error))
     prober = Prober(device)
-    _probe(job, prober)
+    probe_or_end(job, prober)
     return prober
 
 
-def _probe(job: Job, prober: Prober) -> None:
+def probe_or_end(job: Job, prober: Prober) -> None:
     """Get on only with a device that computes right, and at all: some errors stay with a CUDA process to its end."""
     try:
         prober.probe()
@@ -233,7 +233,7 @@ def _report(job: Job, joined: Joined | None, error: Exception) -> None:
             CoordinatorClient(job.coordinator, joined.generation).broke(detail[:500])
 
 
-def _device(config: PretrainConfig) -> torch.device:
+def device_of(config: PretrainConfig) -> torch.device:
     """This process' device, made current."""
     if config.cluster.gpus_per_worker:
         import ray.train.torch

@@ -89,7 +89,7 @@ def on_ray(address: str, *, run: str | None) -> Look:
             found, (name, folder) = _newest(client.list_jobs(), run, address)
             lines = _describe(found)
             begun_at = (found.start_time or 0) / 1000
-            if _is_here(folder, begun_at, (found.end_time or float("inf")) / 1000):
+            if is_here(folder, begun_at, (found.end_time or float("inf")) / 1000):
                 return replace(read_status(Storage.at(folder)), job=lines)
             try:
                 return replace(_parse(_ask(client, found, folder)), job=lines)
@@ -144,7 +144,7 @@ def _describe(job: Any) -> list[str]:
     ]
 
 
-def _is_here(folder: str, begun_at: float, ended_at: float) -> bool:
+def is_here(folder: str, begun_at: float, ended_at: float) -> bool:
     """Whether this machine has the folder too, and it is the same run: one was submitted while the job ran."""
     if "://" in folder and not folder.startswith("file://"):
         return False

@@ -94,13 +94,13 @@ def prepare(
     place = folder if isinstance(folder, Storage) else Storage.at(folder)
     with building_site(place) as site:
         if site is not None:
-            plan = _Plan(config, recipe, site, progress, distribute)
+            plan = Plan(config, recipe, site, progress, distribute)
             if not plan.is_built():
                 _build(plan).save(str(site))
     return Manifest.load(str(place))
 
 
-class _Plan:
+class Plan:
     """What one preparation works on."""
 
     def __init__(
@@ -183,7 +183,7 @@ def _tokenizer(folder: str, sha256: str) -> "BPE":
     return parse_tokenizer(data, f"{folder}/{TOKENIZER_FILE}")
 
 
-def _build(plan: _Plan) -> Manifest:
+def _build(plan: Plan) -> Manifest:
     config = plan.config
     try:
         plan.open_folder()
@@ -226,7 +226,7 @@ def _build(plan: _Plan) -> Manifest:
     )
 
 
-def _make_tokenizer(plan: _Plan) -> tuple["BPE", str]:
+def _make_tokenizer(plan: Plan) -> tuple["BPE", str]:
     """The tokenizer that was asked for, or one trained on the documents that are trained on, kept in the folder.
 
     With the file's sha256.
@@ -272,7 +272,7 @@ def read_tokenizer(location: str) -> bytes:
         ) from error
 
 
-def _training_texts(plan: _Plan) -> Iterator[str]:
+def _training_texts(plan: Plan) -> Iterator[str]:
     limit, num_chars = int(plan.config.validation_fraction * 2**64), 0
     for piece in plan.pieces:
         for document in plan.recipe.documents(plan.config, piece):
@@ -284,7 +284,7 @@ def _training_texts(plan: _Plan) -> Iterator[str]:
                     return
 
 
-def _tokenize(plan: _Plan, tokenizer_sha256: str) -> list[Spooled]:
+def _tokenize(plan: Plan, tokenizer_sha256: str) -> list[Spooled]:
     spooled = plan.spool.load()
     todo = [index for index in range(len(plan.pieces)) if index not in spooled]
     total = sum(piece.num_bytes for piece in plan.pieces)
@@ -300,7 +300,7 @@ def _tokenize(plan: _Plan, tokenizer_sha256: str) -> list[Spooled]:
     return [spooled[index] for index in range(len(plan.pieces))]
 
 
-def _write_shards(plan: _Plan, layout: Layout) -> dict[tuple[int, int], Shard]:
+def _write_shards(plan: Plan, layout: Layout) -> dict[tuple[int, int], Shard]:
     names = [(split, number) for split in range(len(SPLITS)) for number in range(layout.num_shards(split))]
     shards = finished_shards(plan.folder, names)
     todo = [index for index, name in enumerate(names) if name not in shards]
@@ -316,7 +316,7 @@ def _numbered(function: Callable[[int], Any], index: int) -> tuple[int, Any]:
     return index, function(index)
 
 
-def _check_size(plan: _Plan, layout: Layout, spooled: Sequence[Spooled]) -> None:
+def _check_size(plan: Plan, layout: Layout, spooled: Sequence[Spooled]) -> None:
     """Raises DataError if nothing is left of the source, or a split is smaller than a row."""
     config = plan.config
     if not sum(s.documents for s in spooled):

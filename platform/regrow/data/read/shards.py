@@ -58,7 +58,7 @@ class ShardReader:
         self.row_tokens = self.manifest.seq_len + 1
         self._shards = shards
         self._starts = np.cumsum([0, *(shard.num_rows for shard in shards)])
-        self._footers: OrderedDict[int, pq.FileMetaData] = OrderedDict()
+        self.footers: OrderedDict[int, pq.FileMetaData] = OrderedDict()
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -81,10 +81,10 @@ class ShardReader:
         keys = (shard_ids << 32) | group_ids
         for key in np.unique(keys):
             here = keys == key
-            out[here] = self._read_group(int(key) >> 32, int(key) & 0xFFFFFFFF)[offsets[here]]
+            out[here] = self.read_group(int(key) >> 32, int(key) & 0xFFFFFFFF)[offsets[here]]
         return out
 
-    def _read_group(self, shard_id: int, group_id: int) -> Rows:
+    def read_group(self, shard_id: int, group_id: int) -> Rows:
         """A row group; where what the cache holds of it is damaged, fetched anew."""
         shard = self._shards[shard_id]
         for last_try in [True] if self.cache is None else [False, True]:
@@ -93,7 +93,7 @@ class ShardReader:
                 return self._decode(shard_id, group_id, ranges)
             except (OSError, pa.ArrowException, ValueError, KeyError) as error:
                 with self._lock:
-                    self._footers.pop(shard_id, None)
+                    self.footers.pop(shard_id, None)
                 if self.cache is not None:
                     self.cache.forget(ranges)
                 if last_try:
@@ -129,18 +129,18 @@ class ShardReader:
 
     def _footer(self, shard_id: int, ranges: list[str]) -> pq.FileMetaData:
         with self._lock:
-            if shard_id in self._footers:
-                self._footers.move_to_end(shard_id)
-                return self._footers[shard_id]
+            if shard_id in self.footers:
+                self.footers.move_to_end(shard_id)
+                return self.footers[shard_id]
         shard = self._shards[shard_id]
         data = self._fetch(shard.file, shard.num_bytes - shard.footer_bytes, shard.footer_bytes, ranges)
         if hashlib.sha256(data).hexdigest() != shard.footer_sha256:
             raise ValueError("its footer is not the one that the manifest names: another file, or a damaged one")
         footer = pq.read_metadata(pa.BufferReader(data))
         with self._lock:
-            while len(self._footers) >= OPEN_SHARDS:
-                self._footers.popitem(last=False)
-            self._footers[shard_id] = footer
+            while len(self.footers) >= OPEN_SHARDS:
+                self.footers.popitem(last=False)
+            self.footers[shard_id] = footer
         return footer
 
     def _fetch(self, name: str, begin: int, num_bytes: int, ranges: list[str]) -> bytes:

@@ -56,32 +56,32 @@ class Prober:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         generator = torch.Generator().manual_seed(0)
         # a third of them zero: every sum is an integer that the dtype holds exactly, in whatever order it is taken
-        self._left, self._right = (
+        self.left, self.right = (
             torch.randint(-1, 2, (size, size), generator=generator).to(device, dtype) for _ in range(2)
         )
         self._vectors = (torch.randint(0, 2, (size, CHECKS), generator=generator) * 2 - 1).to(device, torch.float64)
-        self._expected = self._left.double() @ (self._right.double() @ self._vectors)
+        self._expected = self.left.double() @ (self.right.double() @ self._vectors)
 
     def probe(self) -> float:
         """Seconds that one product takes, the fastest of a few; of the probe before, where the memory is full.
 
         Raises Unfit where it is wrong (Freivalds' check: `A (B x) = C x` for random x).
         """
-        seconds, product = float("inf"), self._left
+        seconds, product = float("inf"), self.left
         try:
             for _ in range(TRIES):
                 self._wait()
                 begun = time.perf_counter()
-                product = self._left @ self._right
+                product = self.left @ self.right
                 self._wait()
                 seconds = min(seconds, time.perf_counter() - begun)
-            self._check(product)
+            self.check(product)
         except torch.OutOfMemoryError:  # nothing is wrong with the device, and the next step needs less than it had
             return self._seconds
         self._seconds = seconds
         return seconds
 
-    def _check(self, product: Tensor) -> None:
+    def check(self, product: Tensor) -> None:
         pairs = zip(product.split(ROWS), self._expected.split(ROWS), strict=True)
         wrong = torch.cat([(rows.double() @ self._vectors != expected).any(dim=1) for rows, expected in pairs])
         if wrong.any():

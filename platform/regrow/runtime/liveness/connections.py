@@ -35,7 +35,7 @@ class HeldConnections:
     def __init__(self) -> None:
         self._wanted: deque[tuple[str, Address]] = deque()
         self._lost: deque[str] = deque()
-        self._held: dict[str, _Held] = {}
+        self.held: dict[str, _Held] = {}
         self._again: dict[str, tuple[float, Address, int]] = {}  # node -> when, where, which attempt
         self._closed = False
         self._lock = threading.Lock()
@@ -75,25 +75,25 @@ class HeldConnections:
                         self._look(waiting, key.data)
                 while self._wanted:
                     node, address = self._wanted.popleft()
-                    held = self._held.get(node)
+                    held = self.held.get(node)
                     if held is None or held.address != address:
                         self._connect(waiting, node, address, 1)
                 for node, (at, address, attempt) in list(self._again.items()):
                     if at <= time.monotonic():
                         self._connect(waiting, node, address, attempt)
-            for held in list(self._held.values()):
+            for held in list(self.held.values()):
                 self._drop(waiting, held)
 
     def _connect(self, waiting: selectors.BaseSelector, node: str, address: Address, attempt: int) -> None:
         self._again.pop(node, None)
-        if node in self._held:
-            self._drop(waiting, self._held[node])
+        if node in self.held:
+            self._drop(waiting, self.held[node])
         try:
             held = _Held(node, address, _watched(address), attempt)
         except OSError as error:
             self._failed(node, address, attempt, error.errno)
             return
-        self._held[node] = held
+        self.held[node] = held
         waiting.register(held.socket, selectors.EVENT_WRITE, held)
 
     def _look(self, waiting: selectors.BaseSelector, held: _Held) -> None:
@@ -118,7 +118,7 @@ class HeldConnections:
     def _drop(self, waiting: selectors.BaseSelector, held: _Held) -> None:
         waiting.unregister(held.socket)
         held.socket.close()
-        del self._held[held.node]
+        del self.held[held.node]
 
 
 def _watched(address: Address) -> socket.socket:

@@ -59,40 +59,40 @@ class RollCall:
     """Asks on a thread of its own: no method waits."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="roll-call")
-        self._reached: dict[str, Member] = {}  # by id: a member that was never reached cannot be missed
-        self._asked: Future[set[str]] | None = None
-        self._ask_at = 0.0
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="roll-call")
+        self.reached: dict[str, Member] = {}  # by id: a member that was never reached cannot be missed
+        self.asked: Future[set[str]] | None = None
+        self.ask_at = 0.0
 
     def meet(self, members: Iterable[Member]) -> None:
         """A group trains: see whether its members can be reached."""
         members = list(members)
-        for gone in self._reached.keys() - {member.id for member in members}:
-            del self._reached[gone]
-        new = [member for member in members if member.lifeline and member.id not in self._reached]
+        for gone in self.reached.keys() - {member.id for member in members}:
+            del self.reached[gone]
+        new = [member for member in members if member.lifeline and member.id not in self.reached]
         if new:
-            self._thread.submit(self._meet, new)
+            self.thread.submit(self._meet, new)
 
     def gone(self, missing: Sequence[Member], now: float) -> set[str]:
         """Those of the members asked last that are dead, by id. Call often, for as long as one is missing."""
-        asked = self._asked
+        asked = self.asked
         if asked is None:
-            known = [member for member in missing if member.id in self._reached]
-            if known and now >= self._ask_at:
-                self._asked = self._thread.submit(_refused, known)
+            known = [member for member in missing if member.id in self.reached]
+            if known and now >= self.ask_at:
+                self.asked = self.thread.submit(_refused, known)
             return set()
         if not asked.done():
             return set()
-        self._asked, self._ask_at = None, now + max(ASK_AGAIN_S, len(missing) / ASKED_PER_S)
+        self.asked, self.ask_at = None, now + max(ASK_AGAIN_S, len(missing) / ASKED_PER_S)
         return asked.result()
 
     def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.thread.shutdown(wait=False, cancel_futures=True)
 
     def _meet(self, members: Sequence[Member]) -> None:
         for member, error in _knock(members):
             if not error:
-                self._reached[member.id] = member
+                self.reached[member.id] = member
 
 
 def _refused(members: Sequence[Member]) -> set[str]:

@@ -172,14 +172,14 @@ class KeeperNode:
     def _process(self, work: Work) -> None:
         while (name := work.get()) is not None and work is self._work:
             try:
-                self._take(self.folder / Path(name).name)
+                self.take(self.folder / Path(name).name)
             except Exception as error:  # of one snapshot; the keeper goes on with the next
                 if work is self._work:
                     self._failed = True
                     text = f"the snapshot in {name} on node {self.node[:12]} is not safe: {first_line(error)}"
                     self.complain(text, getattr(error, "peer", ""), getattr(error, "tried_s", 0.0))
 
-    def _take(self, path: Path) -> None:
+    def take(self, path: Path) -> None:
         """Check a slot that was sealed, copy it to the peers, and report the node's step once all its ranks' are."""
         with self._checking:
             snapshot = files.take_checksums(path)

@@ -139,7 +139,7 @@ def _take(
 
 
 @dataclass(frozen=True)
-class _Piece:
+class PieceOfSnapshot:
     """A window of a read, where its chunks lie in the file, and what checks them."""
 
     read: Read
@@ -162,7 +162,7 @@ class _Piece:
         fill(entries[self.read.want].memory, self.window.runs, chunks)
 
 
-def _joined(pieces: Sequence[_Piece]) -> list[tuple[int, int]]:
+def _joined(pieces: Sequence[PieceOfSnapshot]) -> list[tuple[int, int]]:
     """Their (offset, bytes) in the file, in the same order, neighbours as one range."""
     joined: list[tuple[int, int]] = []
     for piece in pieces:
@@ -173,7 +173,7 @@ def _joined(pieces: Sequence[_Piece]) -> list[tuple[int, int]]:
     return joined
 
 
-def _pieces(snapshot: Snapshot, reads: Sequence[Read]) -> Iterator[_Piece]:
+def _pieces(snapshot: Snapshot, reads: Sequence[Read]) -> Iterator[PieceOfSnapshot]:
     """Reads in pieces that a processor's cache holds: they are copied right after they were checked."""
     header = snapshot.header
     where = zip(header.offsets, header.first_chunks, strict=True)
@@ -182,7 +182,7 @@ def _pieces(snapshot: Snapshot, reads: Sequence[Read]) -> Iterator[_Piece]:
         offset, first = places[read.source.piece.box.name]
         for window in windows(read, PIECE_BYTES):
             crc = snapshot.crc[first + window.chunks.start : first + window.chunks.stop]
-            yield _Piece(read, window, offset + window.begin, crc.tobytes())
+            yield PieceOfSnapshot(read, window, offset + window.begin, crc.tobytes())
 
 
 def _describe(connection: Connection, holder: Holder) -> Snapshot:

@@ -89,7 +89,7 @@ class Snapshots:
             on_device = any(entry.memory.is_cuda for entry in entries)
             for slot in self._slots if on_device else ():
                 slot.arena.pin()
-            self._copier = _DeviceCopy() if on_device else _HostCopy(submit)
+            self.copier = _DeviceCopy() if on_device else _HostCopy(submit)
         except CheckpointError:
             self._let_go(unlink=True)
             raise
@@ -147,20 +147,20 @@ class Snapshots:
         slot.step = self._begun = step
         pending = self._pending = _Pending(slot, scalars)
         pairs = [(memory, entry.memory) for memory, entry in zip(slot.memory, self.entries, strict=True)]
-        self._copier.start(pairs, lambda: self._seal(pending, copied=True))
+        self.copier.start(pairs, lambda: self._seal(pending, copied=True))
         return True
 
     def wait(self) -> float:
         """Let nothing change the state before it is copied; the seconds that the host waited for that."""
         begun = time.perf_counter()
-        self._copier.wait()
+        self.copier.wait()
         return time.perf_counter() - begun
 
     def confirm(self, step: int) -> None:
         """The host has seen that every collective of `step` succeeded: its snapshot may become visible."""
         pending = self._pending  # the copying thread may seal it, and take it away
         if pending is not None and pending.slot.step == step:
-            self._copier.poll()
+            self.copier.poll()
             self._seal(pending, confirmed=True)
 
     def await_commit(self, step: int, *, patience_s: float) -> float:
@@ -183,7 +183,7 @@ class Snapshots:
     def discard(self) -> None:
         """Delete the slots, of which none was begun, and let go of their pages."""
         self._closed = True
-        self._copier.close()
+        self.copier.close()
         self._let_go(unlink=True)
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class Snapshots:
         if self._closed:
             return
         self._closed = True
-        self._copier.close()  # or what still copies would write to another generation's slots
+        self.copier.close()  # or what still copies would write to another generation's slots
         if self._pending is not None:
             self._pending.slot.file.void()
             self._pending = None
