@@ -199,7 +199,7 @@ class RemoteStorage(Storage):
         return RemoteStorage(self.fs, f"{self.root}/{tail}", f"{self.uri}/{tail}")
 
     def read_bytes(self, name: str) -> bytes:
-        return self._retry(name, lambda path: self._open(path).read())
+        return self._retry(name, lambda path: self.open_file(path).read())
 
     def read_range(self, name: str, offset: int, num_bytes: int) -> bytes:
         # past the end some stores raise an OSError
@@ -207,7 +207,7 @@ class RemoteStorage(Storage):
 
     def read_with(self, name: str, read: Callable[[Any], Result]) -> Result:
         def opened(path: str) -> Result:
-            with self._open(path) as file:
+            with self.open_file(path) as file:
                 return read(file)
 
         return self._retry(name, opened)
@@ -286,7 +286,7 @@ class RemoteStorage(Storage):
 
         self._retry(name, remove)
 
-    def _open(self, path: str) -> Any:
+    def open_file(self, path: str) -> Any:
         return self.fs.open_input_file(path)
 
     def _retry(self, name: str, operation: Callable[[str], Result]) -> Result:

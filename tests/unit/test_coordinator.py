@@ -215,7 +215,7 @@ def test_a_coordinator_that_is_restarted_goes_on_with_the_group(
     first.shell.close()
     first.lock.close()
     retained: list[str] = []
-    monkeypatch.setattr(module, "_is_restarted", lambda: True)
+    monkeypatch.setattr(module, "is_restarted", lambda: True)
     monkeypatch.setattr(Coordinator, "adopt_keepers", lambda self: None)
     monkeypatch.setattr(
         publisher, "try_retain", lambda folder, keep: retained.append(f"{folder}, all but {keep}") or ""
@@ -235,7 +235,7 @@ def test_a_coordinator_that_is_restarted_while_storage_is_away_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "READ_AGAIN_S", 0.01)
-    monkeypatch.setattr(module, "_is_restarted", lambda: True)
+    monkeypatch.setattr(module, "is_restarted", lambda: True)
     monkeypatch.setattr(Coordinator, "adopt_keepers", lambda self: None)
     tries = list[int]()
 
@@ -278,7 +278,7 @@ def keepers_found(monkeypatch: pytest.MonkeyPatch, *keepers: Keeper) -> None:
     """These are what a coordinator that starts finds of an earlier one."""
     handles = {keeper.info.node: Handle(keeper) for keeper in keepers}
     monkeypatch.setattr("regrow.runtime.fleet.running_keepers", lambda run_id: handles)
-    monkeypatch.setattr(module, "_me", lambda: None)
+    monkeypatch.setattr(module, "this_actor", lambda: None)
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["raises", "blocks"])
@@ -337,7 +337,7 @@ def test_a_group_that_only_keepers_know_of_is_over_when_the_coordinator_is_resta
     unknown = generation_of(join(first, one(7, "node")))
     away(tmp_path, monkeypatch)
     keepers_found(monkeypatch, keeper)
-    monkeypatch.setattr(module, "_is_restarted", lambda: True)
+    monkeypatch.setattr(module, "is_restarted", lambda: True)
     again = make(tmp_path)
     assert keeper.told_over == [unknown]
     for generation in (known, unknown):

@@ -41,7 +41,7 @@ def test_one_wrong_element_is_found(seed: int) -> None:
 def test_a_process_whose_device_fails_it_ends(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of CUDA's stays with the process: every later call fails, and so would every group that it joins."""
     ended: list[str] = []
-    monkeypatch.setattr(worker, "_end", lambda job, problem: ended.append(problem))
+    monkeypatch.setattr(worker, "end_process", lambda job, problem: ended.append(problem))
     prober = Prober(torch.device("cpu"))
     job: Any = None
     worker.probe_or_end(job, prober)
@@ -113,7 +113,7 @@ def test_memory_that_others_keep_ends_this_process_with_one_line(monkeypatch: py
         ended.append(problem)
         raise SystemExit
 
-    monkeypatch.setattr(worker, "_end", end)
+    monkeypatch.setattr(worker, "end_process", end)
     job: Any = SimpleNamespace(config=SimpleNamespace(cluster=SimpleNamespace(check_hardware=True)))
     with pytest.raises(SystemExit):
         worker._fit(job, torch.device("cuda:0"))
@@ -168,7 +168,7 @@ def test_where_memory_is_full_a_probe_is_left_out_and_nothing_ends(monkeypatch: 
     monkeypatch.setattr(prober, "check", full)
     assert prober.probe() == seconds
     ended: list[str] = []
-    monkeypatch.setattr(worker, "_end", lambda job, problem: ended.append(problem))
+    monkeypatch.setattr(worker, "end_process", lambda job, problem: ended.append(problem))
     job: Any = None
     worker.probe_or_end(job, prober)
     assert ended == []

@@ -64,18 +64,18 @@ def test_transient_errors_are_retried_and_lasting_ones_name_the_file(monkeypatch
     storage.write_bytes("file", b"data")
     monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
     failures = iter([OSError("reset by peer"), OSError("503")])
-    real = storage._open  # type: ignore[attr-defined]
+    real = storage.open_file  # type: ignore[attr-defined]
 
     def flaky(path: str) -> object:
         for error in failures:
             raise error
         return real(path)
 
-    monkeypatch.setattr(storage, "_open", flaky)
+    monkeypatch.setattr(storage, "open_file", flaky)
     assert storage.read_bytes("file") == b"data"
 
     monkeypatch.setattr(module, "RETRY_DEADLINE_S", 0.1)
-    monkeypatch.setattr(storage, "_open", lambda path: (_ for _ in ()).throw(OSError("gone for good")))
+    monkeypatch.setattr(storage, "open_file", lambda path: (_ for _ in ()).throw(OSError("gone for good")))
     with pytest.raises(OSError, match=r"/file: still failing after 0 s: gone for good"):
         storage.read_bytes("file")
 

@@ -180,13 +180,13 @@ def test_a_job_that_is_lost_sight_of_has_a_status_of_its_own(
     monkeypatch.setattr(kuberay, "UNREACHABLE_S", 0.05)
     cluster.has_job(RUNNING)
     cluster.will_log(([], ""))
-    look = kuberay.KubeRay._look
+    look = kuberay.KubeRay.look
 
     def away(self: kuberay.KubeRay, meanwhile: str) -> Any:
         cluster.is_away(REFUSED, 10**6)
         return look(self, meanwhile)
 
-    monkeypatch.setattr(kuberay.KubeRay, "_look", away)
+    monkeypatch.setattr(kuberay.KubeRay, "look", away)
     assert act("logs") == 3
     assert capfd.readouterr().err.endswith(f"error: kubectl get: {REFUSED}; the job runs on, unseen from here\n")
 

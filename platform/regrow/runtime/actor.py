@@ -56,7 +56,7 @@ class Coordinator:
 
         `job`: the driver's; an actor that is started again writes on only if no other job has begun to.
         """
-        storage, restarted, self._secret = Storage.at(folder), _is_restarted(), secret
+        storage, restarted, self._secret = Storage.at(folder), is_restarted(), secret
         notes: list[str] = []
         self.lock = lock_run(storage, notes.append)
         claim = _once_there(lambda: Claim.take(storage, job=job, restarted=restarted), storage, patient=restarted)
@@ -118,7 +118,7 @@ class Coordinator:
 
     def adopt_keepers(self) -> None:
         """Keepers that outlived an earlier coordinator of this run hold what it had committed."""
-        for event in self.shell.fleet.adopt(_me()):
+        for event in self.shell.fleet.adopt(this_actor()):
             self.shell.tell(event)
 
     def close(self, step: int, reason: str, detail: str, keep: bool) -> str:
@@ -227,7 +227,7 @@ class Coordinator:
 
     def greet(self, node: str, handle: Any) -> None:
         """A keeper was restarted and asks for work."""
-        self.shell.tell(self.shell.fleet.greet(handle, _me()))
+        self.shell.tell(self.shell.fleet.greet(handle, this_actor()))
 
     def neighbours(self, info: KeeperInfo) -> list[Peer]:
         """For a keeper that is new to measure its links to."""
@@ -372,10 +372,10 @@ def _once_there(work: Callable[[], Found], folder: Storage, *, patient: bool) ->
             time.sleep(READ_AGAIN_S)
 
 
-def _me() -> Any:
+def this_actor() -> Any:
     return ray.get_runtime_context().current_actor
 
 
-def _is_restarted() -> bool:
+def is_restarted() -> bool:
     """Whether this actor's process died, and this is another one in its place."""
     return ray.is_initialized() and bool(ray.get_runtime_context().was_current_actor_reconstructed)

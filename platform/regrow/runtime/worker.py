@@ -99,7 +99,7 @@ def _prepare(job: Job) -> tuple[Process, str, float]:
     if memory is not None:
         memory.check_room()
         if config.cluster.check_hardware and (problem := memory.why_unfit()):
-            _end(job, problem)
+            end_process(job, problem)
     process = Process(job, device, stream, prober, memory, compiled)
     gc.collect()
     gc.freeze()  # what is imported stays: collections between generations, and in steps, need not look at it
@@ -138,7 +138,7 @@ def _train_generations(process: Process, me: Member, *, backend: str, entered: f
             _report(job, joined, error)  # the others are not to wait until this process has left
             traceback.clear_frames(error.__traceback__)  # they hold the model
         except Unfit as error:
-            _end(job, str(error))
+            end_process(job, str(error))
         except Exception as error:
             if not config.cluster.in_place:
                 raise
@@ -148,7 +148,7 @@ def _train_generations(process: Process, me: Member, *, backend: str, entered: f
             if broken:  # on every way out: what reads results is told before anything is aborted
                 breaker.start()
                 if not stream.drain(DRAIN_S):
-                    _end(job, f"{device} does not come to rest after its group was broken off")
+                    end_process(job, f"{device} does not come to rest after its group was broken off")
             if memory is not None:
                 memory.close_snapshots()
             leave_generation()
@@ -176,7 +176,7 @@ def _fit(job: Job, device: torch.device) -> Prober:
         if job.config.cluster.check_hardware:
             check_gpu(device)
     except Unfit as error:
-        _end(job, str(error))
+        end_process(job, str(error))
     prober = Prober(device)
     probe_or_end(job, prober)
     return prober
@@ -187,9 +187,9 @@ def probe_or_end(job: Job, prober: Prober) -> None:
     try:
         prober.probe()
     except Unfit as error:
-        _end(job, str(error))
+        end_process(job, str(error))
     except RuntimeError as error:
-        _end(job, f"{prober.device} does not answer: {first_line(error)}")
+        end_process(job, f"{prober.device} does not answer: {first_line(error)}")
 
 
 def _compiled_before(job: Job, device: torch.device) -> CompileCache | None:
@@ -209,7 +209,7 @@ def _warm_up(job: Job, device: torch.device, expected: int, backend: str) -> Non
     warm_up(device, config.model, config.parallel, pass_seqs=pass_seqs, seq_len=seq_len, backend=backend)
 
 
-def _end(job: Job, problem: str) -> NoReturn:
+def end_process(job: Job, problem: str) -> NoReturn:
     """End this process, whose device or link cannot be trusted: nothing of it may get any further."""
     node = ray.get_runtime_context().get_node_id()
     with contextlib.suppress(ray.exceptions.RayError):

@@ -90,7 +90,7 @@ class KubeRay:
                 self._tell(job, told)
             time.sleep(POLL_S)
             try:
-                found = self._look("the job runs on")
+                found = self.look("the job runs on")
             except ClusterError as error:
                 raise LostSight(f"{error}; the job runs on, unseen from here") from error
             if found is None or found["metadata"].get("uid") != uid:
@@ -170,7 +170,7 @@ class KubeRay:
     def _until_ended(self, wait_s: float) -> None:
         give_up_at = time.monotonic() + wait_s
         while time.monotonic() < give_up_at:
-            job = self._look("what was asked of Ray is done all the same")
+            job = self.look("what was asked of Ray is done all the same")
             status = (job or {}).get("status") or {}
             if job is None or status.get("jobDeploymentStatus") in ENDED:
                 self.waiting.say(f"RayJob {self.name} has ended; submit.action=apply goes on with the run")
@@ -230,7 +230,7 @@ class KubeRay:
         self.waiting.on(f"RayJob {self.name} to be deleted")
         try:
             while True:
-                found = self._look("the deletion goes on")
+                found = self.look("the deletion goes on")
                 if found is None or found["metadata"].get("uid") != uid:
                     return
                 held = found["metadata"].get("finalizers") or []
@@ -279,7 +279,7 @@ class KubeRay:
                 told.texts.add(reason.text)
                 self.waiting.say(f"  ! {reason}")
 
-    def _look(self, meanwhile: str) -> Object | None:
+    def look(self, meanwhile: str) -> Object | None:
         return _patiently(self.waiting, lambda: self.kubectl.get(KIND, self.name), meanwhile)
 
 
