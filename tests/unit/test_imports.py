@@ -31,7 +31,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "regrow.drill.nodes": ("ray._private", "ray._raylet", "ray.cluster_utils"),
         "regrow.drill.nodes_apart": ("ray._private.authentication", "ray._private.state", "ray._raylet"),
         "regrow.runtime.actor": ("ray.util.scheduling_strategies",),
-        "regrow.runtime.cluster": ("ray.cluster_utils",),
+        "regrow.runtime.cluster": ("ray._private", "ray.cluster_utils"),
         "regrow.runtime.head": ("grpc", "ray._private.services"),
         "regrow.runtime.worker": ("ray.train.torch",),
     },

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+from ray._private import services
 
 from regrow.config.schema import ClusterConfig
 from regrow.errors import ClusterError
-from regrow.runtime.cluster import cluster_for
+from regrow.runtime import cluster
+from regrow.runtime.cluster import cluster_for, patient_start
 
 
 @pytest.mark.parametrize("local_nodes", [0, 2])
@@ -22,3 +24,25 @@ def test_a_ray_that_does_not_start_is_one_line(
         pass
     assert "\n" not in str(caught.value)
     assert f"{folder}/ray/session_latest/logs" in str(caught.value)
+
+
+def test_a_node_that_is_slow_to_come_up_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray asks until its first answer after 30 s."""
+    asked = 0
+
+    def get_node(gcs_address: str, node_id: str) -> dict[str, str]:
+        nonlocal asked
+        asked += 1
+        if asked < 4:
+            raise RuntimeError("not registered")
+        return {"node_id": node_id}
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr(cluster, "POLL_S", 0.0)
+    with patient_start():
+        assert services.get_node("address", "node") == {"node_id": "node"}
+    assert services.get_node is get_node
+    asked = 0
+    monkeypatch.setattr(cluster, "START_S", 0.0)
+    with patient_start(), pytest.raises(RuntimeError, match="not registered"):
+        services.get_node("address", "node")

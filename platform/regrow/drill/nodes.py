@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from regrow.drill.processes import of_ray, send, title, tree, wait_until_gone
+from regrow.runtime.cluster import patient_start
 
 ROOT = Path(__file__).parents[3]
 GONE_S = 20.0  # for killed processes to be gone
@@ -205,7 +206,8 @@ class LocalNodes(Nodes):
         before, take_sigterm = os.environ.get("RAY_TMPDIR"), utils.set_sigterm_handler
         os.environ["RAY_TMPDIR"], utils.set_sigterm_handler = self.folder, lambda handler: None
         try:
-            yield
+            with patient_start():
+                yield
         finally:
             utils.set_sigterm_handler = take_sigterm
             if before is None:

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from regrow.config.schema import ClusterConfig
 from regrow.errors import ClusterError, first_line
 from regrow.runtime.head import answering_head
 
-KNOWN_RAY = "2.60."  # whose insides `elastic.ray_train` knows, as tests/unit/test_ray_contract.py makes sure of
+KNOWN_RAY = "2.60."  # whose insides `runtime.ray_train` knows, as tests/unit/test_ray_contract.py makes sure of
+START_S, POLL_S = 120.0, 0.1  # for a node of Ray to be up
 WORKER_RESOURCE = "regrow_worker"  # what a node started here offers one of per worker it may hold
 
 
@@ -152,6 +154,30 @@ def _start_several(config: ClusterConfig) -> tuple[Any, Any]:
 
 
 @contextmanager
+def patient_start() -> Iterator[None]:
+    """A node of Ray that starts in this process has START_S to be known: Ray's 30 s do not do on a busy machine."""
+    from ray._private import services
+
+    get_node = services.get_node
+
+    def patiently(gcs_address: str, node_id: str) -> Any:
+        give_up_at = time.monotonic() + START_S
+        while True:
+            try:
+                return get_node(gcs_address, node_id)
+            except RuntimeError:  # it is not there yet
+                if time.monotonic() > give_up_at:
+                    raise
+            time.sleep(POLL_S)
+
+    services.get_node = patiently
+    try:
+        yield
+    finally:
+        services.get_node = get_node
+
+
+@contextmanager
 def _starting() -> Iterator[None]:
     """Jobs of the Ray that starts here find this Python as `python`, whether its environment is active or not.
 
@@ -159,7 +185,8 @@ def _starting() -> Iterator[None]:
     """
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     try:
-        yield
+        with patient_start():
+            yield
     except Exception as error:
         folder = Path(os.environ.get("RAY_TMPDIR", tempfile.gettempdir())) / "ray"
         raise ClusterError(
