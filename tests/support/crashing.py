@@ -209,7 +209,7 @@ def scalars_of(step: int) -> dict[str, int]:
 
 
 def _train(member: Member, beacon: Beacon, group: Group, rank: int) -> None:
-    """As `elastic.worker` does, with a state that needs no model."""
+    """As `runtime.worker` does, with a state that needs no model."""
     from datetime import timedelta
 
     import torch

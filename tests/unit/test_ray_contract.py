@@ -1,4 +1,4 @@
-"""What `elastic.ray_train` takes for granted of Ray Train's insides: where it no longer holds, that needs a look."""
+"""What `runtime.ray_train` takes for granted of Ray Train's insides: where it no longer holds, that needs a look."""
 
 import dataclasses
 import inspect
