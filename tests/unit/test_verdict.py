@@ -281,3 +281,19 @@ def test_a_death_in_a_group_that_never_trained_is_put_down_to_its_members() -> N
     events = [each for each in given.events if each.get("generation") != 2]
     found = judge(replace(given, events=sorted([*events, forming, died], key=lambda each: each["time"])))
     assert any("no living process is taken for dead" in verdict.claim for verdict in broken(found))
+
+
+def test_a_newcomer_that_waited_on_a_node_that_was_killed_is_explained_by_that() -> None:
+    """It was in no group when its node went, and in the one that formed before its death was known."""
+    members = [*workers(101, 103), {"pid": 104, "node": "new"}]
+    killed = {"record": "fault", "number": 1, "kind": "kill_node", "what": "kill_node", "time": BORN + 21.5, "step": 20}
+    killed |= {"world_size": 2, "victims": [{"what": "node", "node": "new"}]}
+    forming = {"event": "forming", "generation": 2, "time": BORN + 22, "members": members}
+    died = {"event": "failure", "generation": 2, "time": BORN + 23, "cause": "worker_died", "ranks": [2], "detail": ""}
+    given = evidence()
+    events = [each for each in given.events if each.get("generation") != 2]
+    events = sorted([*events, forming, died], key=lambda each: each["time"])
+    for records, is_explained in ((given.records, False), ([*given.records, killed], True)):
+        found = judge(replace(given, events=events, records=records))
+        wrong = [each for each in broken(found) if "no living process is taken for dead" in each.claim]
+        assert (not wrong) == is_explained

@@ -322,7 +322,8 @@ def _no_false_eviction(evidence: Evidence) -> Verdict:
         gone = [workers[rank] for rank in event.get("ranks") or [] if rank < len(workers)]
         if gone:
             befallen = {process for fault in earlier for process in _processes(fault)}
-            explained = {(worker["node"], worker["pid"]) for worker in gone} <= befallen
+            nodes = {node for fault in earlier for node in _nodes_taken(fault)}
+            explained = all(each["node"] in nodes or (each["node"], each["pid"]) in befallen for each in gone)
         else:
             explained = any(event["time"] - fault["time"] < EXPLAINS_S for fault in earlier)
         if not explained:
@@ -371,6 +372,12 @@ def _wall(events: Sequence[Row]) -> tuple[float, float]:
 def _processes(fault: Row) -> list[tuple[str, int]]:
     """Node and pid of workers that a fault befell: on hosts apart, each has pids of its own."""
     return [(victim["node"], victim["pid"]) for victim in fault["victims"] if victim["what"] == "worker"]
+
+
+def _nodes_taken(fault: Row) -> list[str]:
+    """With all that came to be on them: a worker that waited for a group is no victim by its pid."""
+    takes = KINDS[fault["kind"]].nodes < 0
+    return [victim["node"] for victim in fault["victims"] if takes and victim["what"] == "node"]
 
 
 def _named(lines: Sequence[Row], name: str, *, key: str = "record") -> list[Row]:
