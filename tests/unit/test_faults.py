@@ -39,12 +39,17 @@ def random_faults(**changes: object) -> RandomFaults:
 
 def test_a_plan_is_lines_of_when_and_what() -> None:
     plan = parse_plan(
-        ["at step 20: kill_worker rank=1 and kill_node node=0", "after 2.5 s: stop_worker continue_after_s=8"]
+        [
+            "at step 20: kill_worker rank=1 and kill_node node=0",
+            "after 2.5 s: stop_worker continue_after_s=8",
+            "with 4 ranks: kill_worker",
+        ]
     )
     assert plan == [
         Fault("kill_worker", at_step=20, rank=1),
         Fault("kill_node", node=0),
         Fault("stop_worker", after_s=2.5, options={"continue_after_s": 8.0}),
+        Fault("kill_worker", with_ranks=4),
     ]
     assert plan[2].option("continue_after_s") == 8.0
     assert Fault("drain_node").option("deadline_s") == 15.0
@@ -61,12 +66,17 @@ def faults(draw: st.DrawFn) -> Fault:
     return Fault(kind, options=options, **({victim: draw(st.integers(0, 9))} if victim else {}))
 
 
-@given(st.lists(st.tuples(faults(), st.sampled_from(["step", "after", "with"])), max_size=12))
+@given(st.lists(st.tuples(faults(), st.sampled_from(["step", "after", "ranks", "with"])), max_size=12))
 def test_a_plan_reads_back_as_it_was_written(drawn: list[tuple[Fault, str]]) -> None:
     plan: list[Fault] = []
     for number, (fault, trigger) in enumerate(drawn):
         when = "step" if not plan and trigger == "with" else trigger
-        moment = {"step": {"at_step": 10 + number}, "after": {"after_s": 0.5 * number}, "with": {}}[when]
+        moment = {
+            "step": {"at_step": 10 + number},
+            "after": {"after_s": 0.5 * number},
+            "with": {},
+            "ranks": {"with_ranks": 4},
+        }[when]
         plan.append(Fault(fault.kind, rank=fault.rank, node=fault.node, options=fault.options, **moment))
     assert parse_plan(plan_lines(plan)) == plan
     assert from_json(to_json(plan, seed=3), "plan.json") == (plan, 3)
@@ -107,6 +117,7 @@ def test_a_plan_goes_forward() -> None:
     [
         (["at step 60: kill_worker"], "the run ends with step 60"),
         (["at step 10: kill_worker rank=3"], "beyond cluster.max_workers=3"),
+        (["with 4 ranks: kill_worker"], "would never be due: cluster.max_workers=3"),
         (["at step 10: kill_node node=1", "at step 20: kill_node node=1"], "1 are up by then"),
         (["at step 10: kill_node and kill_node", "at step 20: kill_keeper"], "no node left"),
         (["at step 10: partition_node"], "drill.hosts=apart"),

@@ -3,9 +3,11 @@
     at step 20: kill_worker rank=1
     at step 40: kill_node node=0 and kill_keeper rank=2
     after 10 s: return_node
+    with 4 ranks: kill_worker
 
-A fault waits for the one before it. `at step N` is due once step N is logged, `after S s` so long after the one before
-it, or after the first step. Where a line names no victim, one is drawn when it is due, from the plan's seed.
+A fault waits for the one before it. `at step N` is due once step N is logged, `after S s` so long after the one
+before it, or after the first step, `with N ranks` once a group of so many or more that began since has done a step.
+Where a line names no victim, one is drawn when it is due, from the plan's seed.
 """
 
 import json
@@ -20,6 +22,9 @@ from itertools import accumulate
 from regrow.errors import ConfigError
 
 WORKER, NODE = "worker", "node"  # what a victim is
+
+
+LOOK = "look"
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ KINDS: dict[str, Kind] = {
         nodes=-1,
     ),
     "return_node": Kind("a node is added", nodes=+1),
+    LOOK: Kind("nothing: the plan has come so far"),
     "kill_keeper": Kind("a node's keeper is killed", NODE),
     "kill_coordinator": Kind("the coordinator is killed"),
     "kill_controller": Kind("Ray Train's controller is killed"),
@@ -114,16 +120,19 @@ KINDS: dict[str, Kind] = {
         "a node whose storage fails is added; it goes later", options={"for_s": 30.0}, apart=True
     ),
 }
-_LINE = re.compile(r"\s*(?:at\s+step\s+(?P<step>\d+)|after\s+(?P<after>\d+(?:\.\d+)?)\s*s)\s*:\s*(?P<faults>.*\S)\s*")
+_WHEN = r"at\s+step\s+(?P<step>\d+)|after\s+(?P<after>\d+(?:\.\d+)?)\s*s|with\s+(?P<ranks>\d+)\s+ranks"
+_LINE = re.compile(rf"\s*(?:{_WHEN})\s*:\s*(?P<faults>.*\S)\s*")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault. Due at a step, or some time after the one before it; together with that if neither is given."""
+    """One fault. Due at a step, some time after the one before it, or with so many ranks; together with the one before
+    it if none of these is given."""
 
     kind: str
     at_step: int | None = None
     after_s: float | None = None
+    with_ranks: int | None = None
     rank: int | None = None
     node: int | None = None  # by its number among those that are up, the oldest first
     options: Mapping[str, float] = field(default_factory=dict)
@@ -141,7 +150,14 @@ class Fault:
     def when(self) -> str:
         if self.at_step is not None:
             return f"at step {self.at_step}"
+        if self.with_ranks is not None:
+            return f"with {self.with_ranks} ranks"
         return f"after {_plain(self.after_s)} s" if self.after_s is not None else "at once"
+
+    @property
+    def is_at_once(self) -> bool:
+        """Whether it comes together with the one before it."""
+        return self.at_step is None and self.after_s is None and self.with_ranks is None
 
 
 @dataclass(frozen=True)
@@ -166,12 +182,14 @@ def parse_plan(lines: Sequence[str]) -> list[Fault]:
         found = _LINE.fullmatch(line)
         if found is None:
             raise ConfigError(
-                f"fault {line!r} must read 'at step 20: KIND', 'after 10 s: KIND' or 'at step 20: KIND rank=1 and KIND'"
+                f"fault {line!r} must read 'at step 20: KIND', 'after 10 s: KIND', 'with 4 ranks: KIND' or "
+                "'at step 20: KIND rank=1 and KIND'"
             )
         step = int(found["step"]) if found["step"] else None
         after_s = float(found["after"]) if found["after"] else None
+        ranks = int(found["ranks"]) if found["ranks"] else None
         first, *others = parse_faults(found["faults"])
-        faults += [replace(first, at_step=step, after_s=after_s), *others]
+        faults += [replace(first, at_step=step, after_s=after_s, with_ranks=ranks), *others]
     _in_order(faults)
     return faults
 
@@ -185,7 +203,7 @@ def plan_lines(faults: Sequence[Fault]) -> list[str]:
     """The inverse of `parse_plan`."""
     lines: list[str] = []
     for fault in faults:
-        if fault.at_step is None and fault.after_s is None:
+        if fault.is_at_once:
             lines[-1] += f" and {fault.what}"
         else:
             lines.append(f"{fault.when}: {fault.what}")
@@ -201,6 +219,8 @@ def check_plan(faults: Sequence[Fault], *, nodes: int, max_workers: int, last_st
             raise ConfigError(f"fault '{line}' takes hosts apart: drill.hosts=apart")
         if fault.at_step is not None and fault.at_step >= last_step:
             raise ConfigError(f"fault '{line}' would never be due: the run ends with step {last_step}")
+        if fault.with_ranks is not None and not 1 <= fault.with_ranks <= max_workers:
+            raise ConfigError(f"fault '{line}' would never be due: cluster.max_workers={max_workers}")
         if fault.rank is not None and fault.rank >= max_workers:
             raise ConfigError(f"fault '{line}' names a rank beyond cluster.max_workers={max_workers}")
         if fault.node is not None and fault.node >= here:

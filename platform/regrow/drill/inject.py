@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from regrow.control.values import Version
-from regrow.drill.faults import KINDS, NODE, WORKER, Fault
+from regrow.drill.faults import KINDS, LOOK, NODE, WORKER, Fault
 from regrow.drill.nodes import Nodes
 from regrow.drill.processes import is_alive, send
 from regrow.errors import CheckpointError
@@ -313,6 +313,7 @@ def _ways(injector: Injector) -> dict[str, Callable[[Scene], list[Victim]]]:
         "drain_node": injector._drain_node,
         "black_hole_node": injector._black_hole_node,
         "return_node": lambda scene: [{"what": "new node", "node": injector.nodes.add()}],
+        LOOK: lambda scene: [],
         "kill_keeper": lambda scene: injector._kill_actor("Keeper", "keeper", injector._node_id(scene.node)),
         "kill_coordinator": lambda scene: injector._kill_actor("Coordinator", "coordinator"),
         "kill_controller": injector._kill_controller,

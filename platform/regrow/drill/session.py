@@ -44,6 +44,7 @@ class DrillSession:
         self.config, self.plan, self.seed, self.folder = config, plan, seed, folder
         self.record, self.console, self.watch = record, console, RunFollower(folder)
         self.next, self.due_from = record.next_fault(), 0.0
+        self.fault_at = max((each["time"] for each in record.read() if each["record"] == "fault"), default=0.0)
         self.not_now_since = 0.0
         self.restart_at: float | None = None
         self.restarts = config.drill.restarts
@@ -188,6 +189,10 @@ class DrillSession:
         if not self.due_from or not late_enough or self.watch.step < (fault.at_step or 0):
             return
         group = self.watch.generations[-1]
+        if fault.with_ranks is not None:
+            is_new, has_stepped = group["time"] > self.fault_at, self.watch.step > group["start_step"]
+            if group["world_size"] < fault.with_ranks or not is_new or not has_stepped:
+                return
         number = self.next
         begun, step = time.time(), self.watch.step
         try:
@@ -199,7 +204,7 @@ class DrillSession:
                 self.console.message(f"{fault.what} could not be: {error}")
                 self.next, self.not_now_since, self.due_from = number + 1, 0.0, now
             return
-        if fault.at_step is not None or fault.after_s is not None:
+        if not fault.is_at_once:
             self._write_outcomes()
         self.record.write(
             "fault",
@@ -214,6 +219,7 @@ class DrillSession:
             victims=victims,
             memory=self._names_in_memory() if number == 0 else None,
         )
+        self.fault_at = begun
         self.console.message(f"step {step}: {fault.what} {_whom(victims)}")
         self.next, self.not_now_since, self.due_from = number + 1, 0.0, time.monotonic()
         if fault.kind == "interrupt_driver":

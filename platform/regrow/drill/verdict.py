@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from regrow.drill.faults import KINDS
+from regrow.drill.faults import KINDS, LOOK
 
 Row = dict[str, Any]
 
@@ -296,7 +296,8 @@ def _standstills_are_named(evidence: Evidence) -> Verdict:
 
 def _few_steps_lost(evidence: Evidence) -> Verdict:
     claim = f"a failure costs at most snapshot.every_steps={evidence.snapshot_every} steps"
-    faults, wrong, lost, most = _named(evidence.records, "fault"), [], 0, 0
+    faults = [fault for fault in _named(evidence.records, "fault") if fault["kind"] != LOOK]
+    wrong, lost, most = list[str](), 0, 0
     last = -math.inf
     for event in _named(evidence.events, "generation", key="event"):
         own = [fault for fault in faults if last < fault["time"] <= event["time"]]
@@ -311,7 +312,7 @@ def _few_steps_lost(evidence: Evidence) -> Verdict:
 
 
 def _no_false_eviction(evidence: Evidence) -> Verdict:
-    faults = _named(evidence.records, "fault")
+    faults = [fault for fault in _named(evidence.records, "fault") if fault["kind"] != LOOK]
     groups = {each["generation"]: each["members"] for each in _named(evidence.events, "forming", key="event")}
     groups |= {each["generation"]: each["workers"] for each in _named(evidence.events, "generation", key="event")}
     evictions = [e for e in _named(evidence.events, "failure", key="event") if e.get("cause") in EVICTIONS]
