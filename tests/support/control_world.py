@@ -166,6 +166,7 @@ class World:
         self.committed: dict[Version, dict[str, frozenset[str]]] = {}  # in memory; which nodes have which one's part
         self.newest_generation, self.lost_at = 0, Version()
         self.losses: list[tuple[float, str]] = []
+        self.taken_at: dict[Version, float] = {}  # when the ranks took a snapshot
         self.met: set[str] = set()  # members whose liveness ports this coordinator has reached
         self.dead: dict[tuple[str, int], str] = {}  # processes that Ray has found dead, and why
         self.draining: dict[str, float] = {}
@@ -490,7 +491,8 @@ class World:
                 n.name for n in self.nodes.values() if any(s.moment == version and s.origin == origin for s in n.held)
             ]
             others = [name for name in holders if name != origin]
-            gone = [at for at, name in self.losses if name in (origin, *peers) and at > self.now - 10.0]
+            taken_at = self.taken_at[version]  # what was reported since may have been true then
+            gone = [at for at, name in self.losses if name in (origin, *peers) and at > taken_at]
             if not holders and not gone:
                 raise Broken(f"{version} was committed, and nobody has the part of {origin}")
             if len(others) < len(peers) and not gone:
@@ -748,6 +750,7 @@ class World:
 
     def _snapshot(self, run: Run) -> None:
         version = Version(run.formation.generation, run.step)
+        self.taken_at[version] = self.now
         nodes = [self.nodes[name] for name in dict.fromkeys(m.node for m in run.formation.members)]
         slots = [node.free_slot() for node in nodes]
         if None in slots:

@@ -79,7 +79,7 @@ def keeper_main(member: Member) -> None:
     keeper.PING_S = 0.05
     keeper_node.RETRY_S = 0.1
     for name, phase in {
-        "_take": "take",
+        "take": "take",
         "_push": "push",
         "_receive": "receive",
         "committed": "told",

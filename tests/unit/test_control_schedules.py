@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from regrow.control import checkpoints, commits, core
@@ -54,6 +54,7 @@ def _nth(things: dict[str, Any], number: int) -> Any:
     num_nodes=st.integers(1, 4),
     schedule=st.lists(st.tuples(st.floats(0, 30), st.sampled_from(sorted(FAULTS)), st.integers(0, 9)), max_size=6),
 )
+@example(seed=0, num_nodes=4, schedule=[(11.0, "node", 0), (20.0, "keeper", 1)])  # a holder dies, a report comes late
 def test_any_schedule_of_faults_keeps_the_promises(
     seed: int, num_nodes: int, schedule: list[tuple[float, str, int]]
 ) -> None:

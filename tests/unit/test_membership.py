@@ -211,6 +211,14 @@ def test_nothing_is_stopped_for_a_group_whose_steps_would_take_as_long() -> None
     assert made.wants_to_grow(15.0)
 
 
+def test_where_no_group_could_be_formed_there_is_nothing_to_grow_to() -> None:
+    made = Membership(range(3, 9), num_slices=7)
+    joined(made, "abc", 0.0, expected=3)
+    made.died(["b", "c"])
+    made.join(member("d"), expected=1, now=1.0)
+    assert not made.wants_to_grow(100.0)
+
+
 def test_a_spare_takes_the_place_of_a_lost_rank_at_once() -> None:
     made = Membership(range(1, 9), num_slices=7)
     joined(made, "abcd", 0.0, expected=4)

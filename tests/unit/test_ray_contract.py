@@ -77,7 +77,17 @@ def test_every_name_that_is_read_or_set_is_there() -> None:
         "_train_run_context",
     ):
         assert re.search(rf"self\.{name}\b", source), name
-    for ours in ("_empty", "_filling", "_filled", "_looked_at", "_coordinator", "_most", "_avoided", "_draining"):
+    for ours in (
+        "empty",
+        "_filling",
+        "_filled",
+        "looked_at",
+        "told_at",
+        "_coordinator",
+        "_most",
+        "_avoided",
+        "draining",
+    ):
         assert not re.search(rf"self\.{ours}\b", source), f"Ray Train's group now has a {ours} of its own"
     assert TrainController.worker_group_cls is WorkerGroup
     assert data_parallel_trainer.TrainController is TrainController

@@ -140,9 +140,10 @@ class Membership:
             return False
         all_members = {member.id: member for member in [*self.survivors, *self.waiting.values()]}
         size, now_size = self._size(self._welcome(all_members.values())), len(self.current)
-        is_worth_it = not now_size or self._is_faster(size, now_size)
-        self.spares = 0 if is_worth_it else max(0, size - now_size)
-        if size <= now_size or not is_worth_it:
+        is_larger = size > now_size
+        is_worth_it = is_larger and (not now_size or self._is_faster(size, now_size))
+        self.spares = size - now_size if is_larger and not is_worth_it else 0
+        if not is_worth_it:
             self._could_grow_at = None
             return False
         since = self._could_grow_at = now if self._could_grow_at is None else self._could_grow_at
