@@ -768,7 +768,7 @@ def test_what_ray_train_shows_of_a_jobs_settings_holds_no_secret(tmp_path: Path)
     secret = bytes(range(0x61, 0x81))
     config = PretrainConfig(observe=ObserveConfig(tensorboard=False, metrics=False))
     made = Coordinator(str(tmp_path), "run", secret=secret, checkpoints="checkpoints", config=config, submitted={})
-    assert made.secret() == secret  # whoever may ask is told
+    assert made.secret() == secret  # workers ask for it
     job = Job(
         config=config,
         topologies=check(config),

@@ -288,7 +288,7 @@ class Checkpoints:
             self._write(upload, origin, next(filter(self._keepers.is_there, (origin, *peers)), origin))
 
     def has_stored(self, step: int) -> None:
-        """This step is in storage, whoever wrote it."""
+        """This step is in storage: keepers have written it, or the ranks themselves."""
         self.stored, self._in_vain = max(self.stored, step), 0
         if self._wanted is not None and self._wanted.step <= self.stored:
             self._wanted = None

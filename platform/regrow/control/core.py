@@ -13,7 +13,7 @@ from typing import Any
 from regrow.config.schema import Backend, PretrainConfig
 from regrow.control import events as e
 from regrow.control.cadence import Cadence
-from regrow.control.commands import Command, Delete, NoteDamaged, Outbox, Reply, TellOver
+from regrow.control.commands import Command, Delete, LogRow, NoteDamaged, Outbox, Reply, TellOver
 from regrow.control.commits import IsWhole
 from regrow.control.group import QUARANTINE_WITHIN_S, Group
 from regrow.control.health import Health, Stalls, Suspect
@@ -209,7 +209,7 @@ class Control:
         self.group.membership.patience_s = max(least_s, PATIENCE_STEPS * row["step_s"])
         self.group.nodes.exclusions.measured(self.health.stalls.step_s, self._restore_s)
         self.snapshots.complain_if_unsafe(now)
-        self._rows.log(row)
+        self._out.append(LogRow(row))
         self.health.look_at_devices(row["step"], event.generation, now, self.snapshots.keepers.current)
         self._out.append(Reply(self.group.stop_reason or self.group.why_leave(now)))
 

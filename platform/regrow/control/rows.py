@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from regrow.control.commands import BeginRows, LogRow, Outbox
+from regrow.control.commands import BeginRows, Outbox
 from regrow.record.log import METRIC_KEYS
 
 
@@ -29,7 +29,7 @@ class Rows:
         return last
 
     def take(self, generation: int, row: Mapping[str, Any]) -> bool:
-        """Whether the row is new; it is accepted then, and `log` writes it."""
+        """Whether the row is new, and next to be logged."""
         step = row["step"]
         if step < self.next_step:  # sent again, after a restart
             return False
@@ -42,9 +42,6 @@ class Rows:
         self._may_be_missing = False
         self.next_step += 1
         return True
-
-    def log(self, row: Mapping[str, Any]) -> None:
-        self._out.append(LogRow(row))
 
     def _begin(self, generation: int, start_step: int) -> None:
         self.next_step = start_step + 1

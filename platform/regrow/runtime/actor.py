@@ -158,7 +158,7 @@ class Coordinator:
         """The group is ready to train from `start_step`: later rows of earlier generations are taken back."""
         nodes = tuple(dict.fromkeys(worker["node"] for worker in details["workers"]))
         if len(nodes) <= self.copies:  # other nodes may hold its copies
-            self._look_for_nodes()
+            _look_for_nodes(self.shell)
         self.shell.tell(e.Began(generation, start_step, nodes, details))
 
     def row(self, generation: int, row: Mapping[str, Any]) -> str:
@@ -210,12 +210,10 @@ class Coordinator:
     def newest_snapshot(self) -> Snapshot | None:
         """What the group that forms should begin from: the newest step that is whole in memory, and where its files
         are; None where nothing was committed. The group's nodes answer soon; copies on them are nearest."""
-        self._look_for_nodes()
         return _newest_whole(self.shell)
 
     def committed_snapshot(self) -> Snapshot | None:
         """The newest committed step, and all its files that any node has, where what the other call gave is damaged."""
-        self._look_for_nodes()
         return _newest_committed(self.shell)
 
     # keepers
@@ -231,7 +229,7 @@ class Coordinator:
 
     def neighbours(self, info: KeeperInfo) -> list[Peer]:
         """For a keeper that is new to measure its links to."""
-        self._look_for_nodes()
+        _look_for_nodes(self.shell)
         found: list[Peer] = self.shell.tell(e.NeighboursAsked(info.node, info.address))
         return found
 
@@ -242,7 +240,7 @@ class Coordinator:
     def complaint(self, node: str, text: str, peer: str = "", tried_s: float = 0.0) -> None:
         """A keeper cannot do what it is for; `peer`: to copy to that node, which it tried for so long."""
         if self.shell.control.copies_are_outside:
-            self._look_for_nodes()
+            _look_for_nodes(self.shell)
         self.shell.tell(e.Complaint(node, text, peer, tried_s))
 
     def gone(self, node: str, pid: int) -> None:
@@ -275,17 +273,12 @@ class Coordinator:
         with self.shell.lock:
             return self.shell.control.excluded_nodes(self.shell.now)
 
-    def _look_for_nodes(self) -> None:
-        if ray.is_initialized():
-            alive = frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
-            self.shell.tell(e.NodesAlive(alive))
-
     def _take_up_again(self, events: Sequence[Mapping[str, Any]]) -> None:
         """This actor was restarted: go on with the group that trains, which may not even have noticed."""
         self.adopt_keepers()
         group = group_of(events, self.shell.control.generation)
         if group.members:
-            self._look_for_nodes()
+            _look_for_nodes(self.shell)
         self.shell.tell(group)
 
 
@@ -325,11 +318,18 @@ def start_coordinator(folder: Storage, run_id: str, **options: Any) -> Any:
     return actor
 
 
+def _look_for_nodes(shell: Shell) -> None:
+    if ray.is_initialized():
+        alive = frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
+        shell.tell(e.NodesAlive(alive))
+
+
 def _newest_whole(shell: Shell) -> Snapshot | None:
     control = shell.control
     newest = control.newest_snapshot
     if newest is None:
         return None
+    _look_for_nodes(shell)
     holders = shell.fleet.holders(newest, control.can_ask, control.group_nodes)
     with shell.lock:
         if control.newest_snapshot is None:
@@ -342,6 +342,7 @@ def _newest_committed(shell: Shell) -> Snapshot | None:
     newest = shell.control.newest_snapshot
     if newest is None:
         return None
+    _look_for_nodes(shell)
     holders = shell.fleet.holders(newest, shell.control.can_ask)
     return newest.step, [holder for holder in holders if holder.held.moment == newest]
 
