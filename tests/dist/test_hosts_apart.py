@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from regrow.drill.breakable import KINDS
-from regrow.drill.hosts import Host, HostsApart, hosts_apart, why_impossible
+from regrow.drill.hosts import Host, HostsApart, control_groups, hosts_apart, why_impossible
 
 pytestmark = [
     pytest.mark.skipif(bool(why_impossible()), reason=f"no hosts apart: {why_impossible()}"),
@@ -271,7 +271,7 @@ def test_nothing_is_left_of_a_laboratory_whose_owner_is_killed(tmp_path: Path) -
     def left() -> list[str]:
         found = [cable] if Path("/sys/class/net", cable).exists() else []
         found += [folder] if Path(folder).exists() or folder in Path("/proc/mounts").read_text() else []
-        found += [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/regrow-drill-{switch}-*")]
+        found += control_groups(switch)
         return found + ([str(switch)] if Path(f"/proc/{switch}").exists() else [])
 
     until(lambda: left() == [])

@@ -262,9 +262,7 @@ class HostsApart:
             for line in Path("/proc/mounts").read_text().splitlines()
             if self.folder.name in line
         ]
-        found += [
-            f"control group {path}" for path in Path("/sys/fs/cgroup").glob(f"**/regrow-drill-{self.switch.pid}-*")
-        ]
+        found += [f"control group {path}" for path in control_groups(self.switch.pid)]
         return found + ([f"folder {self.folder}"] if self.folder.exists() else [])
 
     def _link_to_the_machine(self) -> None:
@@ -296,6 +294,12 @@ class HostsApart:
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return answer.get("answer")
+
+
+def control_groups(switch: int) -> list[str]:
+    """Control groups of the hosts whose first process is `switch`; others may come and go meanwhile."""
+    folders = (path for path, _, _ in os.walk("/sys/fs/cgroup"))
+    return [path for path in folders if os.path.basename(path).startswith(f"regrow-drill-{switch}-")]
 
 
 @contextmanager
