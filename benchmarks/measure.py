@@ -34,12 +34,14 @@ class Result:
         self.figures[name] = statistics.median(above) / statistics.median(below)
 
 
-def run_side(script: str, *arguments: str, python: str = sys.executable, timeout_s: float = 1800) -> dict[str, Any]:
-    """Run a script and return the JSON object that is the last line it prints."""
+def run_side(
+    script: str, *arguments: str, python: str = sys.executable, timeout_s: float = 1800, tree: Path = ROOT
+) -> dict[str, Any]:
+    """Run a script with a tree's code and return the JSON object that is the last line it prints."""
     done = subprocess.run(
         [python, script, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'platform'}:{ROOT}"},
+        cwd=tree,
+        env=side_env(tree),
         check=True,
         stdout=subprocess.PIPE,
         text=True,
@@ -48,6 +50,11 @@ def run_side(script: str, *arguments: str, python: str = sys.executable, timeout
     )
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
+
+
+def side_env(tree: Path = ROOT) -> dict[str, str]:
+    """Environment in which a script of this tree finds the tree's own code, what tests share included."""
+    return {**os.environ, "PYTHONPATH": ":".join(str(tree / folder) for folder in ("platform", "tests", "."))}
 
 
 def family() -> list[int]:

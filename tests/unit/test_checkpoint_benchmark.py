@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -118,18 +117,12 @@ def short_folder() -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["ours", "dcp_async_process"])
-def test_a_side_saves_every_step_and_leaves_nothing_behind(side: str, short_folder: Path) -> None:
+def test_a_side_saves_every_step_and_leaves_nothing_behind(
+    benchmark: ModuleType, side: str, short_folder: Path
+) -> None:
     settings = {"side": side, "model": "debug", "world_size": 2, "memory": str(short_folder)}
-    command = [sys.executable, str(ROOT / "benchmarks" / "checkpoint_sides.py"), "steps"]
-    done = subprocess.run(
-        [*command, json.dumps({**settings, "step_s": 1.0, "num_steps": 2})],
-        check=True,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT / 'platform'}:{ROOT / 'tests'}:{ROOT}"},
-        timeout=250,
-    )
-    result = json.loads(done.stdout.splitlines()[-1])
+    settings |= {"step_s": 1.0, "num_steps": 2}
+    result = benchmark.run_side(benchmark.SIDES, "steps", json.dumps(settings), timeout_s=250)
     assert len(result["plain_s"]) == len(result["saved_s"]) == 2
     assert result["whole_s"] > 0
     assert list(short_folder.iterdir()) == []
