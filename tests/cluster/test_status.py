@@ -118,7 +118,24 @@ def test_the_keepers_secret_is_in_nothing_that_ray_shows_or_logs(watched: tuple[
     shown |= {f"environment of {pid}": Path(f"/proc/{pid}/environ").read_bytes() for pid in job.processes()}
     shown |= {str(path): path.read_bytes() for path in (job.output, *job.folder.glob("*.*"))}
     assert any("worker-" in name for name in shown)  # logs of workers
+    (of_gcs,) = (pid for pid in job.processes() if _command(pid)[:1] and _command(pid)[0].endswith("gcs_server"))
+    shown["memory of the GCS"] = _memory(of_gcs)  # all that it keeps, and what one puts under it, such as Redis
+    assert run_id.encode() in shown["memory of the GCS"]
     assert [(name, form) for name, content in shown.items() for form in forms if form in content] == []
+
+
+def _memory(pid: int) -> bytes:
+    """All that a process may write to."""
+    regions = (line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+    content = list[bytes]()
+    with Path(f"/proc/{pid}/mem").open("rb", buffering=0) as memory:
+        for between, access, *_ in regions:
+            start, end = (int(each, 16) for each in between.split("-"))
+            if access.startswith("rw"):
+                with contextlib.suppress(OSError):  # a guard page, or gone since
+                    memory.seek(start)
+                    content.append(memory.read(end - start))
+    return b"".join(content)
 
 
 def _ask_dashboard(address: str, path: str) -> bytes:

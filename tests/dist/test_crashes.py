@@ -39,7 +39,6 @@ from support.crashing import (
     EVERY_STEPS,
     KEEP,
     RUN,
-    SECRET,
     Group,
     Member,
     assert_state,
@@ -181,9 +180,10 @@ class World:
 
     def join_keepers(self) -> None:
         """As the ranks of the next group do before they restore."""
+        secret = get(self.actor.secret.remote())
         for node in self.keepers:
             keeper = Handle(str(self.folder / f"keeper-{node}"))
-            get(self.actor.register_keeper.remote(keeper, get(keeper.serve.remote(self.actor, SECRET))))
+            get(self.actor.register_keeper.remote(keeper, get(keeper.serve.remote(self.actor, secret))))
 
     def lose_node(self, node: str) -> None:
         """All of it: the keeper, its trainers, the memory. Another one comes in its place."""
@@ -263,12 +263,12 @@ def check_memory(made: World, floor: Version, *, without: str = "") -> None:
     step, holders = found
     holders = [holder for holder in holders if holder.node != without]
     assert all(holder.held.moment >= floor for holder in holders), f"gone back from {floor} to {step}"
-    num_shards = made.rng.choice([1, 2, 3])
+    secret, num_shards = get(made.actor.secret.remote()), made.rng.choice([1, 2, 3])
     for shard in range(num_shards):
         entries = make_entries(shard, num_shards)
         where = made.rng.choice(sorted(made.keepers.keys() - {without}))
         restored = restore_snapshot(
-            entries, holders, node=where, folder=made.memory(where), secret=SECRET, reader=shard
+            entries, holders, node=where, folder=made.memory(where), secret=secret, reader=shard
         )
         assert_state(entries, restored.scalars, step)
 

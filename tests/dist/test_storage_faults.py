@@ -104,7 +104,6 @@ def coordinator(folder: Path) -> Coordinator:
     return Coordinator(
         str(folder),
         "run",
-        secret=b"",
         checkpoints="checkpoints",
         config=PretrainConfig(
             cluster=ClusterConfig(max_workers=8, wait_for_workers_s=600),

@@ -22,7 +22,7 @@ from regrow.storage import LocalStorage, Storage
 from support.beacon import Beacon
 from support.stand_in_ray import ANSWER_S, Handle, RayTaskError, Server, find, get, install
 
-RUN, SECRET = "0123456789abcdef", b"of this run"
+RUN = "0123456789abcdef"
 ERRORS = "errors"  # a folder of a world: complaints
 PIECE_BYTES, PIECE_S = 32 << 10, 0.0005  # everything that takes long is done in pieces, with a rest after each
 STEP_S = 0.002
@@ -127,7 +127,6 @@ def coordinator_main(member: Member) -> None:
     actor = Numbering(
         str(member.world / "run"),
         RUN,
-        secret=SECRET,
         checkpoints="checkpoints",
         config=PretrainConfig(
             checkpoint=CheckpointConfig(every_steps=EVERY_STEPS, keep=KEEP, timeout_s=60.0),
@@ -235,11 +234,12 @@ def _train(member: Member, beacon: Beacon, group: Group, rank: int) -> None:
     entries = make_entries(rank % num_shards, num_shards)
 
     generation = from_rank_0(get(coordinator.begin_generation.remote()) if rank == 0 else 0)
-    info = get(keeper.serve.remote(coordinator, SECRET))
+    secret = get(coordinator.secret.remote())
+    info = get(keeper.serve.remote(coordinator, secret))
     get(coordinator.register_keeper.remote(keeper, info))
     gather(None)
     with beacon.inside("restore"):
-        step = _restore(member, coordinator, Path(info.folder), entries, coordinates, rank)
+        step = _restore(member, coordinator, Path(info.folder), secret, entries, coordinates, rank)
     with beacon.inside("slots"):
         snapshots = snapshot.Snapshots(
             Path(info.folder),
@@ -289,7 +289,13 @@ def _defy(coordinator: Handle, generation: int, step: int) -> None:
 
 
 def _restore(
-    member: Member, coordinator: Handle, folder: Path, entries: "list[Any]", coordinates: Any, rank: int
+    member: Member,
+    coordinator: Handle,
+    folder: Path,
+    secret: bytes,
+    entries: "list[Any]",
+    coordinates: Any,
+    rank: int,
 ) -> int:
     """The step that is gone on from; what was restored is checked."""
     from regrow.plan.mesh import Coordinates, MeshShape
@@ -307,7 +313,7 @@ def _restore(
         holders = [Holder.of_plain(each) for each in newest[1]]
         problem = ""
         try:
-            restored = restore_snapshot(entries, holders, node=member.node, folder=folder, secret=SECRET, reader=rank)
+            restored = restore_snapshot(entries, holders, node=member.node, folder=folder, secret=secret, reader=rank)
             assert_state(entries, restored.scalars, newest[0])
         except Unrestorable as error:
             problem = str(error)

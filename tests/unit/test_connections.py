@@ -193,7 +193,7 @@ def group(tmp_path: Path, processes: Callable[[], Process]) -> Iterator[tuple[Co
     """A coordinator and three nodes that have joined; two of the workers will never say a word again."""
     cluster, observe = ClusterConfig(max_workers=8), ObserveConfig(tensorboard=False, metrics=False)
     config, options = PretrainConfig(cluster=cluster, observe=observe), {"submitted": {"time": time.time()}}
-    made = Coordinator(str(tmp_path), "run", secret=b"", checkpoints="checkpoints", config=config, **options)
+    made = Coordinator(str(tmp_path), "run", checkpoints="checkpoints", config=config, **options)
     nodes = [Node(name, processes) for name in "abc"]
     for node in nodes:
         made.join(node.member, 3)

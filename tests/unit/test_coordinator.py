@@ -31,7 +31,7 @@ from regrow.record.claim import Superseded
 from regrow.record.events import Forming
 from regrow.record.log import METRIC_KEYS, RunLog, read_events, read_metrics
 from regrow.runtime import actor as module
-from regrow.runtime import driver, log_writer, publisher, shell
+from regrow.runtime import driver, fleet, log_writer, publisher, shell
 from regrow.runtime.actor import Coordinator
 from regrow.runtime.cluster import Connection
 from regrow.runtime.driver import Session
@@ -52,7 +52,6 @@ def make(folder: Path, **cluster: Any) -> Coordinator:
     return Coordinator(
         str(folder),
         "run",
-        secret=b"",
         checkpoints="checkpoints",
         config=PretrainConfig(
             cluster=ClusterConfig(max_workers=8, wait_for_workers_s=60, **cluster),
@@ -86,6 +85,13 @@ def generation_of(answer: Answer) -> int:
     return answer.formation.generation
 
 
+def restart(monkeypatch: pytest.MonkeyPatch, keepers: dict[str, Handle] | None = None) -> None:
+    """From here on a coordinator is one that Ray has started again, beside these keepers."""
+    monkeypatch.setattr(module, "is_restarted", lambda: True)
+    monkeypatch.setattr(fleet, "running_keepers", lambda run_id: keepers or {})
+    monkeypatch.setattr(Coordinator, "adopt_keepers", lambda self: None)
+
+
 def until(condition: Callable[[], Any], deadline_s: float = 20.0) -> Any:
     end = time.monotonic() + deadline_s
     while not (found := condition()):
@@ -117,6 +123,9 @@ class Keeper:
     def serve(self, coordinator: Any, secret: bytes) -> KeeperInfo:
         """To another coordinator than the first, or to the same one again."""
         return replace(self.info, newest_generation=max(self.remembered, default=-1))
+
+    def secret(self) -> bytes:
+        return b"of the coordinator before"
 
     def take_place(self, place: Any) -> None:
         self.place = place
@@ -215,8 +224,7 @@ def test_a_coordinator_that_is_restarted_goes_on_with_the_group(
     first.shell.close()
     first.lock.close()
     retained: list[str] = []
-    monkeypatch.setattr(module, "is_restarted", lambda: True)
-    monkeypatch.setattr(Coordinator, "adopt_keepers", lambda self: None)
+    restart(monkeypatch)
     monkeypatch.setattr(
         publisher, "try_retain", lambda folder, keep: retained.append(f"{folder}, all but {keep}") or ""
     )
@@ -235,8 +243,7 @@ def test_a_coordinator_that_is_restarted_while_storage_is_away_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "READ_AGAIN_S", 0.01)
-    monkeypatch.setattr(module, "is_restarted", lambda: True)
-    monkeypatch.setattr(Coordinator, "adopt_keepers", lambda self: None)
+    restart(monkeypatch)
     tries = list[int]()
 
     def read(folder: Storage) -> list[dict[str, Any]]:
@@ -557,7 +564,7 @@ def test_tensorboard_that_fails_keeps_nothing_from_the_log(tmp_path: Path, monke
 
     monkeypatch.setattr("regrow.show.tensorboard.TensorBoard.open", staticmethod(full))
     config = PretrainConfig(observe=ObserveConfig(tensorboard=True, metrics=False))
-    made = Coordinator(str(tmp_path), "run", secret=b"", checkpoints="checkpoints", config=config, submitted={})
+    made = Coordinator(str(tmp_path), "run", checkpoints="checkpoints", config=config, submitted={})
     generation = train(made, Keeper("node"))
     for step in (1, 2):
         made.row(generation, row(generation, step))
@@ -659,7 +666,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session
         checkpoint=CheckpointConfig(every_steps=4, keep=2, timeout_s=2.0),
         observe=ObserveConfig(tensorboard=False, metrics=False),
     )
-    made = Coordinator(str(tmp_path), "run", secret=b"", checkpoints="checkpoints", config=config, submitted={})
+    made = Coordinator(str(tmp_path), "run", checkpoints="checkpoints", config=config, submitted={})
     keeper = Keeper("node")
     generation = train(made, keeper)
     for step in range(1, 6):
@@ -761,13 +768,47 @@ def test_who_is_asked_twice_leaves_at_once_and_says_what_stays_behind(session: S
 # the keepers' secret
 
 
-def test_what_ray_train_shows_of_a_jobs_settings_holds_no_secret(tmp_path: Path) -> None:
+def test_a_coordinator_that_is_restarted_goes_by_the_secret_of_the_first_keeper_that_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that an actor is made with holds it: Ray's state keeps that."""
+    first = make(tmp_path)
+    first.shell.close()
+    first.lock.close()
+    hung, answers = Keeper("hung"), Keeper("node")
+    stopped = threading.Event()
+    hung.secret = lambda: hung.threads.submit(stopped.wait)  # type: ignore[assignment, return-value, method-assign]
+    restart(monkeypatch, {"hung": Handle(hung), "node": Handle(answers)})
+    again = make(tmp_path)
+    stopped.set()
+    again.shell.close()
+    assert again.secret() == b"of the coordinator before"
+    assert len(first.secret()) == 32
+
+
+def test_a_coordinator_that_is_restarted_and_finds_no_keeper_makes_another_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make(tmp_path)
+    first.shell.close()
+    first.lock.close()
+    restart(monkeypatch)
+    again = make(tmp_path)
+    again.shell.close()
+    assert len(again.secret()) == 32
+    assert again.secret() != first.secret()
+
+
+def test_what_ray_train_shows_of_a_jobs_settings_holds_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the function that makes what GET /api/train/v2/runs and the export log say of `train_loop_config`."""
     from ray.train.v2._internal.state.schema import RunSettings
 
     secret = bytes(range(0x61, 0x81))
+    monkeypatch.setattr("secrets.token_bytes", lambda count: secret)
     config = PretrainConfig(observe=ObserveConfig(tensorboard=False, metrics=False))
-    made = Coordinator(str(tmp_path), "run", secret=secret, checkpoints="checkpoints", config=config, submitted={})
+    made = Coordinator(str(tmp_path), "run", checkpoints="checkpoints", config=config, submitted={})
     assert made.secret() == secret  # workers ask for it
     job = Job(
         config=config,

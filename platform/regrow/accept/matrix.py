@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 from regrow.accept.claims import Report
 from regrow.accept.outlive import Fault, Outlived, Scenario, outlive, who_goes_on
@@ -37,9 +38,8 @@ def run_matrix(
             report.found(row.name, False, "", "was begun and did not come to its end")
             ranks = Ranks(outlive, row.num_ranks, row.scenario, device_type=device_type, environment=settings)
             running.append((row, ranks, (left := who_goes_on(row.num_ranks, row.scenario)), ""))
-            if not ranks.wait_for([f"went on {rank}" for rank in left], START_S):
-                why = f"within {START_S:.0f} s not all went on" if not ranks.failed() else ""
-                running[-1] = (row, ranks, left, why)
+            if not ranks.wait(partial(has_come_to_an_end, ranks, left), START_S):
+                running[-1] = (row, ranks, left, f"within {START_S:.0f} s not all went on")
             for rank in set(range(row.num_ranks)) - set(left):  # a rank that hangs in a loop takes a core
                 ranks.processes[rank].kill()
             report.found(row.name, False, "", "survivors went on, and were not watched to the end")
@@ -53,6 +53,11 @@ def run_matrix(
     finally:
         for _, ranks, _, _ in running:
             ranks.kill()
+
+
+def has_come_to_an_end(ranks: Ranks, left: list[int]) -> bool:
+    """All of these went on or are no more: what a watchdog ended is not waited for."""
+    return bool(ranks.failed()) or all(ranks.went_on(rank) or not ranks.is_alive(rank) for rank in left)
 
 
 def judge(report: Report, row: Row, ranks: Ranks, left: list[int], why: str, settle_s: float) -> None:

@@ -114,10 +114,6 @@ class Ranks:
             time.sleep(LOOK_S)
         return True
 
-    def wait_for(self, words: list[str], timeout_s: float) -> bool:
-        """Until all words were said, or a rank that was to say them has failed."""
-        return self.wait(lambda: self.store.check(words) or bool(self.failed()), timeout_s) and self.store.check(words)
-
     def failed(self) -> list[int]:
         """Ranks that ended with an exception or otherwise by themselves."""
         return [rank for rank, process in enumerate(self.processes) if (process.exitcode or 0) > 0]

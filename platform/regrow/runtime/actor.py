@@ -26,6 +26,7 @@ from regrow.record.claim import Claim
 from regrow.record.lock import LOCK_WAIT_S, lock_run
 from regrow.record.log import newest_step, next_generation, read_events
 from regrow.runtime.calls import CoordinatorCalls, Death, Snapshot
+from regrow.runtime.fleet import secret_of_keepers
 from regrow.runtime.hardware.gpus import HARDWARE_XIDS
 from regrow.runtime.keeper import COORDINATOR, NAMESPACE, KeeperInfo
 from regrow.runtime.shell import Shell, Update
@@ -34,6 +35,7 @@ from regrow.storage import Storage
 
 ADOPT_S = 30.0  # for the keepers of an earlier coordinator
 READ_AGAIN_S = 2.0  # where storage is away
+SECRET_BYTES = 32
 
 Found = TypeVar("Found")
 
@@ -46,7 +48,6 @@ class Coordinator:
         folder: str,
         run_id: str,
         *,
-        secret: bytes,
         checkpoints: str,
         config: PretrainConfig,
         submitted: Mapping[str, Any],
@@ -56,11 +57,12 @@ class Coordinator:
 
         `job`: the driver's; an actor that is started again writes on only if no other job has begun to.
         """
-        storage, restarted, self._secret = Storage.at(folder), is_restarted(), secret
+        storage, restarted = Storage.at(folder), is_restarted()
         notes: list[str] = []
         self.lock = lock_run(storage, notes.append)
         claim = _once_there(lambda: Claim.take(storage, job=job, restarted=restarted), storage, patient=restarted)
         events, past = _read(storage, checkpoints, restarted=restarted)
+        self._secret = (secret_of_keepers(run_id) if restarted else None) or secrets.token_bytes(SECRET_BYTES)
         self.copies = config.snapshot.copies
         instruments = ray_metrics if config.observe.metrics else None
         self.shell = Shell(
@@ -69,7 +71,7 @@ class Coordinator:
             storage / checkpoints,
             run_id,
             claim=claim,
-            secret=secret,
+            secret=self._secret,
             past=past,
             events=events,
             instruments=instruments,
@@ -151,7 +153,8 @@ class Coordinator:
         return self.shell.control.next_step
 
     def secret(self) -> bytes:
-        """The keepers'. Asked for, as what is handed to workers at their start is shown by Ray's dashboard."""
+        """The keepers'. Asked for: Ray's dashboard shows what workers are given at their start, and the GCS keeps what
+        actors are made with. So it is made here, and a coordinator after this one has it from a keeper."""
         return self._secret
 
     def start_training(self, generation: int, start_step: int, details: Mapping[str, Any]) -> None:

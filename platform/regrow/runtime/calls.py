@@ -68,6 +68,7 @@ class KeeperCalls(Protocol):
     """A keeper's actor."""
 
     def serve(self, coordinator: Any, secret: bytes) -> "KeeperInfo": ...
+    def secret(self) -> bytes: ...
     def take_place(self, place: "Place") -> None: ...
     def relay(self, reports: Sequence[SnapshotAck]) -> None: ...
     def committed(self, number: int, state: Committed) -> None: ...
@@ -92,6 +93,9 @@ class KeeperClient:
 
     def serve(self, coordinator: Any, secret: bytes) -> "Future[KeeperInfo]":
         return _future(self.handle.serve.remote(coordinator, secret))
+
+    def secret(self) -> Future[bytes]:
+        return _future(self.handle.secret.remote())
 
     def holdings(self, since: Version) -> Future[list[Held]]:
         return _future(self.handle.holdings.remote(since))

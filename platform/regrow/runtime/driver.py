@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import secrets
 import shlex
 import signal
 import socket
@@ -132,7 +131,6 @@ class Session:
         self.coordinator = start_coordinator(
             run.folder,
             run.run_id,
-            secret=secrets.token_bytes(32),
             checkpoints=CHECKPOINTS,
             config=config,
             submitted={

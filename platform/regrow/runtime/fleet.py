@@ -6,7 +6,7 @@ Nothing here waits but `adopt`, `greet` and `holders`, which are not called with
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 from typing import Any
 
 import ray
@@ -155,6 +155,21 @@ class Fleet:
 
     def _clients(self, nodes: Iterable[str] | Sequence[str]) -> list[KeeperClient]:
         return [self._known[node][0] for node in nodes if node in self._known]
+
+
+def secret_of_keepers(run_id: str) -> bytes | None:
+    """The secret that the keepers of a run go by: of the first one that answers."""
+    calls = [KeeperClient(handle).secret() for handle in running_keepers(run_id).values()]
+    try:
+        return next((found for call in as_completed(calls, ANSWER_S) if (found := _answer(call)) is not None), None)
+    except TimeoutError:
+        return None
+
+
+def _answer(call: "Future[bytes]") -> bytes | None:
+    with contextlib.suppress(ray.exceptions.RayError):  # its node is gone, or it serves no run yet
+        return call.result()
+    return None
 
 
 def _problem(error: BaseException) -> str:

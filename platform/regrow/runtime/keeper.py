@@ -143,6 +143,10 @@ class Keeper:
             self.object_store_bytes,
         )
 
+    def secret(self) -> bytes:
+        """That this keeper goes by, for a coordinator that was restarted."""
+        return self._keeper.secret
+
     def take_place(self, place: Place) -> None:
         """A generation begins."""
         with self.lock:

@@ -56,7 +56,6 @@ class MemoryTier:
             abandon_after_s=self.config.abandon_after_s,
         )
         self.coordinator = CoordinatorClient(job.coordinator)
-        self.secret = self.coordinator.secret()
         self._store_bytes = 0  # that Ray's object store may take of the folder's file system; 0: once told of
         self.snapshots: Snapshots | None = None  # of the current generation
         self._arenas: Arenas | None = None  # of all
@@ -244,6 +243,7 @@ class MemoryTier:
             ) from error
 
     def _serve(self) -> Any:
+        self.secret = self.coordinator.secret()  # anew each time: a coordinator that finds no keeper makes another
         return self.keeper.serve.remote(self.job.coordinator, self.secret)
 
     def _room(self) -> int:
