@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-PRELOAD = ["regrow.parallel.apply", "regrow.parallel.float8", "regrow.train.step"]
+PRELOAD = ["regrow.accept.preload"]
 GRACE_S = 1.0  # after a failure, for the others to say what they saw; after a success, for them to end
 
 

@@ -26,7 +26,6 @@ from regrow.accept.child import die_with_parent, provide
 from regrow.runtime.hardware.settings import apply_device_settings
 
 WAIT_S = 120.0  # of a store, for a word or a member
-PRELOAD = ["regrow.parallel.apply", "regrow.parallel.float8", "regrow.train.step"]
 LOOK_S = 0.02
 TOLD_S = 1.0  # from a death to the word of it: time for a watchdog to see what it would end a survivor for
 
@@ -75,7 +74,7 @@ class Ranks:
         # a process that is forked from one that has asked for devices may not use them
         context: Any = multiprocessing.get_context("spawn" if device_type == "cuda" else "forkserver")
         if device_type != "cuda":
-            context.set_forkserver_preload(PRELOAD)
+            context.set_forkserver_preload(["regrow.accept.preload"])
         self.processes: list[BaseProcess] = []
         self._gone: dict[int, float] = {}  # since when
         self._told: set[int] = set()
