@@ -398,11 +398,18 @@ def test_a_copy_is_made_in_its_place_among_the_steps_and_sealed_once_it_is_whole
             assert torch.equal(entry.memory, expected.memory)
 
 
-def test_nobody_waits_for_the_commits_of_a_generation_that_is_over(tmp_path: Path) -> None:
+def test_nothing_is_waited_for_in_a_generation_that_is_over(tmp_path: Path) -> None:
     with cluster(tmp_path, 1) as nodes:
         (writer,) = snapshot(nodes, 1, 1, generation=4)
+        while writer.room():
+            writer.begin(writer.begun + 1, {})
+        ControlWord(over=3).write(nodes[0].keeper.folder)
+        assert not writer.await_room(0.0), "its generation is on"
         ControlWord(over=4).write(nodes[0].keeper.folder)
         assert writer.await_commit(2, patience_s=60.0) < 30.0
+        begun = time.monotonic()
+        assert not writer.await_room(60.0), "nothing is committed any more, so no slot comes free"
+        assert time.monotonic() < begun + 30.0
 
 
 @pytest.fixture

@@ -180,5 +180,5 @@ class SnapshotSaver:
                 if room and self._num_ahead:
                     self._snapshots.await_room(LAST_ROOM_S)
             if room and not self._snapshots.begin(progress.step, progress.to_dict()):
-                raise RuntimeError(f"the room for the snapshot of step {progress.step} is gone")
+                raise RuntimeError(f"there is no room for the snapshot of step {progress.step}, or its group is over")
         return time.perf_counter() - begun

@@ -109,10 +109,10 @@ class Snapshots:
         return len(self._free_slots())
 
     def await_room(self, patience_s: float) -> bool:
-        """Wait until a slot is free; whether one is."""
+        """Wait until a slot is free; whether one is. In a generation that is over none comes free any more."""
         give_up_at = time.monotonic() + patience_s
         while not self.room():
-            if time.monotonic() > give_up_at:
+            if time.monotonic() > give_up_at or self._is_over():
                 return False
             time.sleep(POLL_S)
         return True
@@ -173,7 +173,7 @@ class Snapshots:
         while True:
             reached = self._newest_committed()
             waited_s = time.perf_counter() - begun
-            if reached >= step or reached < self._late or ControlWord.read(self.folder).over >= self.generation:
+            if reached >= step or reached < self._late or self._is_over():
                 return waited_s
             if waited_s > patience_s:
                 self._late = step
@@ -196,6 +196,10 @@ class Snapshots:
             self._pending.slot.file.void()
             self._pending = None
         self._let_go(unlink=False)
+
+    def _is_over(self) -> bool:
+        """Whether the keeper has heard that this generation is."""
+        return ControlWord.read(self.folder).over >= self.generation
 
     def _newest_committed(self) -> int:
         """Of this generation."""
