@@ -105,7 +105,9 @@ def test_the_keepers_secret_is_in_nothing_that_ray_shows_or_logs(watched: tuple[
     run_id = json.loads((job.folder / "run.json").read_bytes())["run_id"]
     arguments = [argument for pid in job.processes() for argument in _command(pid)]
     gcs = next(each.partition("=")[2] for each in arguments if each.startswith("--gcs-address="))
-    asked = subprocess.run([sys.executable, "-c", ASK, gcs, run_id], capture_output=True, text=True, timeout=120)
+    environment = os.environ | {"RAY_AUTH_MODE": "token"}
+    command = [sys.executable, "-c", ASK, gcs, run_id]
+    asked = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     secret = bytes.fromhex(asked.stdout)
     assert len(secret) == 32, asked.stderr
     forms = [secret, secret.hex().encode(), repr(secret)[2:-1].encode(), json.dumps(repr(secret))[3:-2].encode()]
