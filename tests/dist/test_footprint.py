@@ -89,7 +89,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+OFTEN = {  # a case of each moment that can be the fullest, of each axis and dtype; the rest is for `make test-long`
+    *("one rank, two passes", "three passes, rows that do not divide", "HSDP", "two units of two", "selective"),
+    *("two share, full, two passes", "large vocabulary, in chunks", "bfloat16", "tied, two blocks ahead"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in OFTEN else pytest.mark.long) for case in CASES]
+)
 def test_the_fullest_moment_of_a_step_is_estimated_within_a_tenth(case):
     world_size, model, parallel, slices, rows = CASES[case]
     run = training(model, parallel, slices, rows)

@@ -102,6 +102,7 @@ def train_with(cache: str, training: Training) -> dict[str, int]:
     }
 
 
+@pytest.mark.long  # inductor compiles in two processes, for half a minute
 def test_what_one_machine_has_compiled_another_one_does_not(tmp_path):
     training = Training(tiny_model(), ParallelConfig(compile=True), OPTIM, num_steps=2)
 
