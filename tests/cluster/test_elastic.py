@@ -219,7 +219,8 @@ def test_a_worker_that_runs_and_never_arrives_is_ended_and_replaced(
         assert f"process {victim} runs, and is not in the collective that others wait in" in failure["detail"]
         third = wait_for_generation(job, 3)
         assert third["world_size"] == 3
-        assert all(event["recomputed_steps"] <= 1 for event in job.events("generation"))
+        ahead = int(backend == "asynchronous")  # its device trained one more of the steps that its host never confirmed
+        assert all(event["recomputed_steps"] <= 1 + ahead for event in job.events("generation"))
         assert job.wait(300) == 0, job.printed()
         assert_same_run(job, undisturbed)
 

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -143,8 +144,15 @@ def _memory(pid: int) -> bytes:
 def _ask_dashboard(address: str, path: str) -> bytes:
     token = (Path.home() / ".ray" / "auth_token").read_text().strip()
     request = urllib.request.Request(address + path, headers={"Authorization": f"Bearer {token}"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return bytes(answer.read())
+    give_up_at = time.monotonic() + 90.0
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return bytes(answer.read())
+        except urllib.error.HTTPError as error:  # before a node's agent is up, and where one is slow to answer
+            if time.monotonic() > give_up_at:
+                raise AssertionError(f"{path}: {error.read().decode(errors='replace')[:1000]}") from error
+            time.sleep(1.0)
 
 
 def _command(pid: int) -> list[str]:
