@@ -18,7 +18,7 @@ from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig
 from regrow.data.read.batch import direct_batches, layout_of
 from regrow.data.read.corpora import Corpora, order_of
 from regrow.data.stream.actor import KEPT_BACK, start_stream, stop_stream
-from regrow.data.stream.client import assemble, ways_to_ask
+from regrow.data.stream.client import GroupOver, assemble, ways_to_ask
 from regrow.data.stream.dataset import block_of, window_table
 from regrow.plan.batch import plan_batch
 from support.corpus import write_rows
@@ -209,6 +209,11 @@ def in_process(
 
 
 @ray.remote(num_cpus=0)
+def _never() -> None:
+    time.sleep(600)
+
+
+@ray.remote(num_cpus=0)
 class FaultyStream:
     """Delivers windows like the real one, but for what goes wrong at each."""
 
@@ -224,6 +229,8 @@ class FaultyStream:
             raise RuntimeError("out of order")
         if fault == "hang":
             time.sleep(8)
+        if fault == "never":  # its blocks are on their way, and never come
+            return [_never.remote() for _ in blocks]
         table = window_table(window + (fault == "lie"), self.order, self.reader, LAYOUT)
         references = [ray.put(table.slice(k, 1)) for k in blocks]
         if fault == "lose":
@@ -273,6 +280,21 @@ def test_a_group_that_goes_on_does_not_wait_long_for_a_window_that_a_lost_node_h
     digests, fallbacks = in_process(actor, data_dir, 10, 24, stall_timeout_s=60.0, has_fed=True)
     assert digests == expected_digests(data_dir, 10, 24)
     assert fallbacks[0] == (2, "TimeoutError: the stream delivered nothing for 1 s")
+
+
+@pytest.mark.parametrize("fault", ["hang", "never"])
+def test_a_window_is_not_waited_for_in_a_group_that_is_over(data_dir: Path, fault: str) -> None:
+    """A rank that waited for what a lost node had kept the others from going on without that node, for 20 s."""
+    actor, trained = faulty_stream(data_dir, {1: fault}), list[int]()
+    begun = time.monotonic()
+    with pytest.raises(GroupOver):
+        consume_batches(
+            *(CONFIG, Corpora.at(data_dir), [actor.get.remote], range(12), range(0, 24)),
+            seen=lambda step, digest: trained.append(step),
+            is_over=lambda: time.monotonic() > begun + 1.0,
+        )
+    assert trained == [0, 1, 2, 3]
+    ray.kill(actor)
 
 
 def test_a_rank_does_not_import_ray_data(stream: Any, data_dir: Path) -> None:

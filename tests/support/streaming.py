@@ -22,6 +22,7 @@ def consume_batches(
     step_s: float = 0.0,
     seen: Callable[[int, int], Any] | None = None,
     on_fallback: Callable[[int, str], Any] | None = None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> tuple[list[int], list[tuple[int, str]]]:
     """Take the batches of these steps, `step_s` for each; the digests of the rank's parts, and what it read directly.
 
@@ -40,6 +41,7 @@ def consume_batches(
         stall_timeout_s=stall_timeout_s,
         has_fed=has_fed,
         on_fallback=on_fallback or (lambda window, reason: fallbacks.append((window, reason))),
+        is_over=is_over,
     )
     for step, batch in zip(steps, batches, strict=True):
         assert batch.step == step

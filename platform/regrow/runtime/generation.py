@@ -70,7 +70,7 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
     process.stream.submit(partial(refresh_float8_scales, step.model)).result()
     ready = time.time()
 
-    batches = _batches(job, joined, topology.slices_of(joined.rank), start_step=progress.step, stop_step=until)
+    batches = _batches(job, joined, breaker, topology.slices_of(joined.rank), range(progress.step, until))
     peak = peak_flops(process.device, config.parallel.dtype, config.observe.peak_tflops)
     meter = meter_of(config, joined.world_size, joined.generation, peak_flops=sum(gather(peak.flops)))
     _announce(process, joined, restored, topology.mesh, peak, entered=entered, begun=begun, ready=ready)
@@ -142,8 +142,8 @@ def _saver(
     )
 
 
-def _batches(job: Job, joined: Joined, slices: range, *, start_step: int, stop_step: int) -> Iterator[RankBatch]:
-    """This rank's rows of every step, from the token stream. Collective."""
+def _batches(job: Job, joined: Joined, breaker: Breaker, slices: range, steps: range) -> Iterator[RankBatch]:
+    """This rank's rows of these steps, from the token stream. Collective."""
     config = job.config
     return rank_batches(
         _ways_to_ask(job, joined.generation, slices),
@@ -151,11 +151,12 @@ def _batches(job: Job, joined: Joined, slices: range, *, start_step: int, stop_s
         job.corpora.reader("train"),
         layout_of(config),
         slices=slices,
-        start_step=start_step,
-        stop_step=stop_step,
+        start_step=steps.start,
+        stop_step=steps.stop,
         stall_timeout_s=config.data.stall_timeout_s,
         has_fed=joined.generation > job.first_generation,
         on_fallback=partial(_report_fallback, CoordinatorClient(job.coordinator, joined.generation), joined.rank),
+        is_over=lambda: breaker.begun,
     )
 
 

@@ -20,11 +20,16 @@ if TYPE_CHECKING:
 
 
 SEEK_PATIENCE_S = 1.0  # a stream that has fed a group has the next one's first window by then, or lost it with a node
+LOOK_S = 0.2  # between looks whether the group is over, while nothing comes
 RETRY_PATIENCE_S = 0.1  # a rank that had to read directly waits no longer than this, until the stream delivers again
 
 Fallback = Callable[[int, str], None]  # (window, reason)
 
 log = logging.getLogger(__name__)
+
+
+class GroupOver(Exception):
+    """The group that a window was waited for in is over."""
 
 
 class Ask(Protocol):
@@ -60,13 +65,15 @@ def rank_batches(
     stall_timeout_s: float,
     has_fed: bool = False,
     on_fallback: Fallback | None = None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Iterator[RankBatch]:
     """A rank's batches of steps [start_step, stop_step), exactly those of `direct_batches`, as the stream delivers.
 
     The next window is fetched while one is trained on. A window that does not come in time, is lost, or is not the one
     that `order` asks for is read from the shards, reported to `on_fallback`, and the next one is tried again; where
     a way to ask failed, in the next of them. A stream that `has_fed` the group before this one is waited for less: Ray
-    may take many seconds to find out that a node is gone, and what it held with it.
+    may take many seconds to find out that a node is gone, and what it held with it. Raises GroupOver where the rank's
+    group `is_over` while it waits.
     """
     if start_step >= stop_step:
         return
@@ -79,9 +86,11 @@ def rank_batches(
         window = step // layout.window_steps
         steps = range(step, min((window + 1) * layout.window_steps, stop_step))
         try:
-            blocks = coming.result(patience_s)
+            blocks = coming.result(patience_s, is_over)
             batches: Iterator[RankBatch] = iter([assemble(blocks, layout, s, slices) for s in steps])
             patience_s = stall_timeout_s
+        except GroupOver:
+            raise
         except Exception as error:  # whatever Ray raises: the rows are on storage all the same
             (on_fallback or _warn)(window, first_line_of(error))
             batches = direct_batches(order, reader, layout, slices=slices, start_step=steps.start, stop_step=steps.stop)
@@ -116,16 +125,28 @@ class _Fetch:
         except Exception:  # `result` meets it again
             return
 
-    def result(self, patience_s: float) -> list[Block]:
-        """The blocks, waiting at most so long for them. Raises whatever is in the way."""
+    def result(self, patience_s: float, is_over: Callable[[], bool]) -> list[Block]:
+        """The blocks, waiting at most so long for them, in a group that is on. Raises whatever is in the way."""
         give_up_at = time.monotonic() + patience_s
         try:
-            references = ray.get(self._call, timeout=patience_s)
+            references = _get(self._call, give_up_at, is_over)
             if references is None:
                 raise LookupError("the stream does not hold the window")
-            return [block_of(t) for t in ray.get(references, timeout=max(give_up_at - time.monotonic(), 0.0))]
+            return [block_of(table) for table in _get(references, give_up_at, is_over)]
         except ray.exceptions.GetTimeoutError:
             raise TimeoutError(f"the stream delivered nothing for {patience_s:g} s") from None
+
+
+def _get(references: Any, give_up_at: float, is_over: Callable[[], bool]) -> Any:
+    while True:
+        left_s = give_up_at - time.monotonic()
+        try:
+            return ray.get(references, timeout=max(0.0, min(LOOK_S, left_s)))
+        except ray.exceptions.GetTimeoutError:
+            if is_over():
+                raise GroupOver("the group was over while this rank waited for its rows") from None
+            if left_s <= LOOK_S:
+                raise
 
 
 def assemble(blocks: list[Block], layout: BatchLayout, step: int, slices: range) -> RankBatch:
