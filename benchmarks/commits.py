@@ -38,7 +38,7 @@ from benchmarks.measure import run_side, side_env, summary  # noqa: E402
 
 OLD, NEW = "old", "new"
 RECOVERY = ("node_kill_s", "worker_kill_s", "hang_s", "regrow_s", "regrow_stall_steps", "lost_steps_max")
-TIMEOUT_S = 3600
+TIMEOUT_S, TIDY_S = 3600, 120
 Figures = dict[str, float]
 
 
@@ -46,7 +46,14 @@ def written_by(tree: Path, folder: Path, script: str, *arguments: str) -> Figure
     """Figures of the JSON that a benchmark of this tree writes."""
     out = folder / "figures.json"
     command = [sys.executable, f"benchmarks/{script}", "--out", str(out), *arguments]
-    subprocess.run(command, cwd=tree, env=side_env(tree), check=True, timeout=TIMEOUT_S, start_new_session=True)
+    process = subprocess.Popen(command, cwd=tree, env=side_env(tree), start_new_session=True)
+    try:
+        if process.wait(TIMEOUT_S):
+            sys.exit(f"{script} of {tree} ended with status {process.returncode}")
+    except BaseException:
+        process.terminate()  # so that it ends what it has started
+        process.wait(TIDY_S)
+        raise
     figures: Figures = json.loads(out.read_text())["figures"]
     out.unlink()
     return figures
