@@ -82,8 +82,10 @@ class Rooms:
 
     def __init__(self) -> None:
         self.there: dict[int, str] = {}  # places, and their nodes
+        self.asked: list[int] = []  # when last asked
 
     def rooms(self, places: Iterable[int]) -> dict[int, str]:
+        self.asked = places = list(places)
         return {place: self.there[place] for place in places if place in self.there}
 
 
@@ -187,6 +189,21 @@ def test_all_places_with_room_are_filled_at_once_and_the_coordinator_knows_how_m
     group.meanwhile = [(3, worker(13, "other")), (7, worker(27, "new"))]
     group.poll()
     assert group.poll()[0] == [0, 1, 2, 16, 27, 13]
+
+
+def test_what_a_lost_node_had_room_for_is_given_up_at_once_and_filled_later(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray tries a placement group that it is to move without a pause: a core of the head, for as long as it has it."""
+    monkeypatch.setattr(ray_train, "LOOK_S", 0.0)
+    group.places.there = {1: "node-1"}  # which Ray lists alive for a while
+    group.dead = {1}
+    group.poll()
+    assert 1 in group.places.asked
+    assert group.started == []
+    monkeypatch.setattr(ray_train, "FILL_AFTER_S", 0.0)
+    group.poll()
+    until(lambda: group.started == [1])
 
 
 def test_workers_that_compute_together_have_room_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -243,10 +243,10 @@ class InPlaceGroup(WorkerGroup):
         state: Any = self._worker_group_state
         places: Places = state.placement_group_handle
         self._heed_notices(places)
-        # a node that was killed is listed alive for a while
-        wanted = {place for place, since in self.empty.items() if time.monotonic() - since > FILL_AFTER_S}
-        wanted |= set(range(self._most)).difference(self._place_of)
-        for place, node in places.rooms(sorted(wanted - self._filling.keys())).items():
+        wanted = self.empty.keys() | set(range(self._most)).difference(self._place_of)
+        for place, node in places.rooms(sorted(wanted - self._filling.keys())).items():  # which gives up lost groups
+            if time.monotonic() - self.empty.get(place, 0.0) < FILL_AFTER_S:
+                continue  # a node that was killed is listed alive for a while
             self._filling[place] = node
             threading.Thread(target=self._start_worker, args=(place,), name=f"place-{place}", daemon=True).start()
             self.told_at = 0.0
