@@ -39,7 +39,7 @@ print(ray.get(coordinator.secret.remote()).hex(), end="")
 """
 SHOWN = (  # what Ray tells of a run over HTTP
     *("/api/train/v2/runs/v1", "/api/v0/actors?detail=1", "/api/v0/tasks?detail=1&limit=10000", "/api/jobs/"),
-    *("/logical/actors", "/nodes?view=details", "/api/v0/workers?detail=1", "/api/v0/runtime_envs?detail=1"),
+    *("/logical/actors", "/nodes?view=summary", "/api/v0/workers?detail=1", "/api/v0/runtime_envs?detail=1"),
 )
 SETTINGS = [*SMALL, "cluster.min_workers=1", "cluster.max_workers=2", "train.steps=100000", "checkpoint.every_steps=50"]
 
