@@ -235,7 +235,7 @@ def test_memory_that_is_being_read_is_not_made_another_slot(
 
 
 def is_unread(folder: Path, inode: int) -> bool:
-    (path, *_) = (each for each in folder.iterdir() if each.stat().st_ino == inode)
+    (path, *_) = (each.path for each in os.scandir(folder) if each.inode() == inode)  # others come and go meanwhile
     with open(path, "rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -105,9 +105,7 @@ def test_a_group_forms_without_the_dead_before_anybody_says_that_they_are(
     config = PretrainConfig(
         cluster=ClusterConfig(max_workers=8), observe=ObserveConfig(tensorboard=False, metrics=False)
     )
-    made = Coordinator(
-        str(tmp_path), "run", secret=b"", checkpoints="checkpoints", config=config, submitted={"time": time.time()}
-    )
+    made = Coordinator(str(tmp_path), "run", checkpoints="checkpoints", config=config, submitted={"time": time.time()})
     members = [each.member for each in processes]
     for member in members:
         made.join(member, 3)
