@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from regrow.runtime.keeper import Keeper
 from regrow.runtime.liveness.pulse import started_at
-from regrow.state.memory.node import KeeperNode, take_over_leftovers
+from regrow.state.memory.node import KeeperNode, last_used, take_over_leftovers
 
 PATTERN = "regrow-run-*"
 
@@ -54,6 +55,23 @@ def test_a_folder_that_a_keeper_serves_is_left_alone(tmp_path: Path) -> None:
     keeper.close(delete=False)
     take_over_leftovers(tmp_path / "regrow-run-mine", PATTERN, set)
     assert not there.exists()
+
+
+def test_a_folder_that_is_being_made_or_deleted_is_left_alone_and_one_that_was_never_finished_is_not(
+    tmp_path: Path,
+) -> None:
+    """Of keepers that start together on one host, one ended on the other's folder, which had no lock yet."""
+    mine, now = tmp_path / "regrow-run-mine", time.time()
+    fresh, stale = folder(tmp_path, "fresh", used_at=now), folder(tmp_path, "stale", used_at=now - 3600)
+    for each, used_at in ((fresh, now), (stale, now - 3600)):
+        (each / "lock").unlink()
+        os.utime(each, (used_at, used_at))
+    (fresh / "gone-meanwhile").symlink_to(tmp_path / "nowhere")
+    take_over_leftovers(mine, PATTERN, set)
+    assert fresh.exists()
+    assert not stale.exists()
+    assert (mine / "g000001-r0-0.slot").read_text() == "stale"
+    assert last_used(tmp_path / "nowhere") == 0.0
 
 
 @pytest.fixture

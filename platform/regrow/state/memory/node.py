@@ -30,6 +30,7 @@ from regrow.state.memory.ranges import BLOCK, Address, Connection, RangeServer, 
 from regrow.state.memory.slots import MAGIC, NOTICES, SLOT, Committed, open_slot, reading
 
 LOCK = "lock"  # held by the folder's keeper
+MAKING_S = 60.0  # for a keeper to lock its folder once it is there, or to delete what is in it
 RETRY_S = 2.0  # after a snapshot could not be copied to a peer
 
 Complain = Callable[[str, str, float], None]  # what is wrong; to which peer it cannot copy, and how long it tried
@@ -313,13 +314,15 @@ def _receive_file(path: Path, size: int, connection: Connection) -> None:
 
 
 def is_served(folder: Path) -> bool:
-    """Whether a keeper's process has this folder."""
+    """Whether a keeper's process has this folder. One without a lock that was used lately is being made or deleted."""
     try:
         with open(folder / LOCK, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return False
     except BlockingIOError:
         return True
+    except FileNotFoundError:
+        return not folder.exists() or time.time() - last_used(folder) < MAKING_S
 
 
 def take_over_leftovers(mine: Path, pattern: str, alive: Callable[[], set[str]]) -> None:
@@ -340,5 +343,10 @@ def take_over_leftovers(mine: Path, pattern: str, alive: Callable[[], set[str]])
 
 
 def last_used(folder: Path) -> float:
-    """When something in a keeper's folder last came or went."""
-    return max(path.stat().st_mtime for path in [folder, *folder.iterdir()])
+    """When something in a keeper's folder last came or went, unix time; 0 for one that is gone."""
+    newest = 0.0
+    with contextlib.suppress(FileNotFoundError):
+        for path in [folder, *folder.iterdir()]:
+            with contextlib.suppress(FileNotFoundError):  # it went just now
+                newest = max(newest, path.stat().st_mtime)
+    return newest
