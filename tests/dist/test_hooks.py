@@ -1,12 +1,14 @@
 """What the job does for the loop where keepers stand still: slots fill up, nothing is committed, training goes on."""
 
 import contextlib
+import errno
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -29,7 +31,7 @@ from regrow.state.entries import Entry, Progress, training_entries
 from regrow.state.memory.writer import Snapshots
 from regrow.storage import LocalStorage
 from regrow.train import saver as saver_module
-from support.gloo import run_ranks
+from support.gloo import RankError, run_ranks
 
 RUN, GENERATION, SLOTS = "0123456789abcdef", 3, 2
 
@@ -182,3 +184,25 @@ def restored_after_damage(storage: Path) -> list[tuple[int, str]]:
 def test_a_damaged_checkpoint_that_is_newer_than_the_run_does_not_keep_it_from_its_memory(tmp_path: Path) -> None:
     (begun,) = run_ranks(restored_after_damage, 1, tmp_path)
     assert begun == [(30, "checkpoint"), (48, "snapshot"), (61, "snapshot"), (60, "checkpoint")]
+
+
+def restored_while_storage_is_away(known_to_be_stored: int) -> tuple[int, str]:
+    """A group forms; storage does not answer, and memory holds step 48."""
+    restore_module.ray = calls.ray = SimpleNamespace(get=lambda call, timeout=None: call)  # type: ignore[assignment]
+
+    def away(folder: Any) -> list[int]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    restore_module.catalog = SimpleNamespace(committed_steps=away, damaged_steps=away)  # type: ignore[assignment]
+    asked = SimpleNamespace(remote=lambda: known_to_be_stored)
+    job: Any = SimpleNamespace(checkpoints="/storage", run_id=RUN, coordinator=SimpleNamespace(stored_step=asked))
+    mesh = build_mesh(plan_mesh(dist.get_world_size(), 1), "cpu")
+    progress, source = restore_module.restore(job, 2, cast(Any, None), [], mesh, cast(Any, Memory(48)))
+    return progress.step, source
+
+
+def test_a_rank_that_is_lost_while_storage_is_away_costs_what_it_costs_otherwise() -> None:
+    """Before, all ranks had the error, so that it was taken for the run's, which ended."""
+    assert run_ranks(restored_while_storage_is_away, 2, 40) == [(48, "snapshot")] * 2
+    with pytest.raises(RankError, match="Input/output error"):  # memory holds nothing as new: it is the run's
+        run_ranks(restored_while_storage_is_away, 2, 60)

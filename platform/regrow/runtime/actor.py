@@ -152,6 +152,10 @@ class Coordinator:
         """The step, counted from 1, that has no row yet."""
         return self.shell.control.next_step
 
+    def stored_step(self) -> int:
+        """The newest step that is in storage, for a group that forms while that does not answer; 0: none."""
+        return max(0, self.shell.control.snapshots.checkpoints.stored)
+
     def secret(self) -> bytes:
         """The keepers'. Asked for: Ray's dashboard shows what workers are given at their start, and the GCS keeps what
         actors are made with. So it is made here, and a coordinator after this one has it from a keeper."""

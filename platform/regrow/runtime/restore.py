@@ -104,11 +104,11 @@ def restore(
     Raises CheckpointError if all checkpoints are damaged.
     """
     folder = Storage.at(job.checkpoints)
-    steps, noted = on_first_rank_or_each(lambda: (catalog.committed_steps(folder), catalog.damaged_steps(folder)))
     if memory is not None:
-        restored = memory.restore(entries, at_least=steps[0] if steps else 0)
+        restored = memory.restore(entries, at_least=_newest_stored(folder, job))
         if restored is not None:
             return restored, "snapshot"
+    steps, noted = on_first_rank_or_each(lambda: (catalog.committed_steps(folder), catalog.damaged_steps(folder)))
 
     def damaged(step: int, detail: str) -> None:
         if dist.get_rank() == 0:
@@ -130,3 +130,18 @@ def restore(
     init_weights(cast(Llama, built.model), job.config.run.seed)
     reset_moments(built.optimizer)
     return Progress(), "seed"
+
+
+def _newest_stored(folder: Storage, job: Job) -> int:
+    """The newest checkpoint there is. Collective.
+
+    Where storage does not answer, the newest that the coordinator knows of: a rank may be lost then as at any other
+    time, and what memory holds is all that the others need.
+    """
+    newest = 0
+    if dist.get_rank() == 0:
+        try:
+            newest = max(catalog.committed_steps(folder), default=0)
+        except OSError:
+            newest = CoordinatorClient(job.coordinator).stored_step()
+    return from_rank_0(newest)
