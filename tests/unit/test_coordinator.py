@@ -85,6 +85,13 @@ def generation_of(answer: Answer) -> int:
     return answer.formation.generation
 
 
+def ended(made: Coordinator) -> Coordinator:
+    """One whose process is gone."""
+    made.shell.close()
+    made.lock.close()
+    return made
+
+
 def restart(monkeypatch: pytest.MonkeyPatch, keepers: dict[str, Handle] | None = None) -> None:
     """From here on a coordinator is one that Ray has started again, beside these keepers."""
     monkeypatch.setattr(module, "is_restarted", lambda: True)
@@ -772,9 +779,7 @@ def test_a_coordinator_that_is_restarted_goes_by_the_secret_of_the_first_keeper_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing that an actor is made with holds it: Ray's state keeps that."""
-    first = make(tmp_path)
-    first.shell.close()
-    first.lock.close()
+    first = ended(make(tmp_path))
     hung, answers = Keeper("hung"), Keeper("node")
     stopped = threading.Event()
     hung.secret = lambda: hung.threads.submit(stopped.wait)  # type: ignore[assignment, return-value, method-assign]
@@ -789,9 +794,7 @@ def test_a_coordinator_that_is_restarted_goes_by_the_secret_of_the_first_keeper_
 def test_a_coordinator_that_is_restarted_and_finds_no_keeper_makes_another_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = make(tmp_path)
-    first.shell.close()
-    first.lock.close()
+    first = ended(make(tmp_path))
     restart(monkeypatch)
     again = make(tmp_path)
     again.shell.close()
