@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 
 from regrow.accept.tiny import tiny_model
-from regrow.config.schema import OptimConfig, ParallelConfig
+from regrow.config.schema import OptimConfig, ParallelConfig, PipelineSchedule
 from regrow.parallel.asynchronous import default_stream
 from support.gloo import run_ranks
 from support.members import DEADLINE_S, OFF, ON, Member, launch, run_members, until
@@ -422,6 +422,69 @@ def test_any_other_rank_may_come_late_to_a_groups_first_collective(tmp_path: Pat
     assert run_members(partial(come_late, 1), 2, tmp_path, OFF) == ([0, 0], ["2.0", "2.0"])
 
 
+# ---- messages
+
+
+def send_round(member: Member) -> list[float]:
+    """From rank to rank, by the host before anything is there, and by the stream; received ahead, and in order."""
+    member.form()
+    rank, size = member.rank, member.world_size
+    before, after = (rank - 1) % size, (rank + 1) % size
+    for sender in range(size):  # the first message of a pair waits for the other rank's: connected in one order
+        if rank == sender:
+            dist.isend(torch.zeros(3), group_dst=after)
+        elif before == sender:
+            dist.irecv(torch.zeros(3), group_src=sender)
+    let_go = member.hold()
+    came = [torch.zeros(3) for _ in range(4)]
+    works = [dist.irecv(each, group_src=before) for each in came[:2]]
+    works += [dist.isend(torch.full((3,), 10.0 * rank + each), group_dst=after) for each in range(2)]
+    assert not any(work.is_completed() for work in works)
+    for work in works:
+        work.wait()  # for nothing: the stream is held
+    totals = default_stream().submit(lambda: came[0] + came[1])
+
+    def on_stream() -> torch.Tensor:
+        ahead = [dist.irecv(each, group_src=before) for each in came[2:]]
+        ahead += [dist.isend(torch.full((3,), 10.0 * rank + each), group_dst=after) for each in range(2, 4)]
+        for work in ahead:
+            work.wait()
+        return came[2] + came[3]
+
+    later = default_stream().submit(on_stream)
+    let_go()
+    return [totals.result()[0].item(), later.result()[0].item()]
+
+
+def test_messages_arrive_in_order_and_the_stream_waits_for_them_not_the_host(tmp_path: Path) -> None:
+    ends, found = run_members(send_round, 3, tmp_path, OFF)
+    assert ends == [0] * 3
+    assert found == [[20.0 * ((rank - 1) % 3) + 1, 20.0 * ((rank - 1) % 3) + 5] for rank in range(3)]
+
+
+def receive_what_is_never_sent(member: Member) -> tuple[bool, float, bool]:
+    group = member.form()
+    for _ in range(2):  # connected
+        dist.isend(torch.ones(1), group_dst=1) if member.rank == 0 else dist.irecv(torch.ones(1), group_src=0)
+    if member.rank == 0:
+        default_stream().synchronize()
+        member.connect().get("aborted")
+        return True, 0.0, True
+    into = torch.full((1,), 7.0)
+    work = dist.irecv(into, group_src=0)
+    work.wait()
+    hangs = not default_stream().drain(0.3)
+    group.abort()
+    member.connect().set("aborted", "1")
+    return hangs, into.item(), default_stream().drain(DEADLINE_S)
+
+
+def test_an_abort_ends_a_receive_with_what_came_before(tmp_path: Path) -> None:
+    ends, found = run_members(receive_what_is_never_sent, 2, tmp_path, OFF)
+    assert ends == [0, 0]
+    assert found[1] == (True, 1.0, True)
+
+
 # ---- training
 
 OPTIM = OptimConfig(lr=1e-3, global_batch_seqs=12, num_slices=6)
@@ -465,6 +528,12 @@ def test_fsdp_and_hsdp_are_bitwise_the_same_on_all_ranks_and_as_on_gloo(
     for other_losses, other_weights in others:
         assert other_losses == losses
         assert all(torch.equal(other_weights[name], weight) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize("schedule", list(PipelineSchedule))
+def test_pipelines_train_as_on_gloo(schedule: PipelineSchedule, tmp_path: Path) -> None:
+    parallel = ParallelConfig(pp=2, schedule=schedule)
+    train_as_on_gloo(Training(tiny_model(num_layers=4), parallel, OPTIM, num_steps=4), 4, tmp_path)
 
 
 def test_tensor_parallelism_trains_as_on_gloo(tmp_path: Path) -> None:

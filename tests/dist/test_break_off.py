@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from regrow.accept.tiny import tiny_model
+from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.control.membership import Formation, Member
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
@@ -16,6 +18,7 @@ from regrow.runtime.abort import Breaker, listening
 from regrow.runtime.rendezvous import FORM_S, Joined, form_group, leave_generation
 from regrow.state.collective import gather
 from support.gloo import run_ranks
+from support.training import Training, build, micro_batches
 
 
 def wait_for_one_that_never_comes(folder: str) -> str:
@@ -51,6 +54,39 @@ CONNECTS = pytest.mark.parametrize("env", [{}, {"TORCH_GLOO_LAZY_INIT": "1"}], i
 def test_waiting_ranks_get_an_error_and_other_connections_stay(env: dict[str, str], tmp_path: Path) -> None:
     found = run_ranks(wait_for_one_that_never_comes, 3, str(tmp_path), deadline_s=60.0, env=env)
     assert found == ["still connected", "still connected", "never came"]
+
+
+def wait_in_a_pipeline(folder: str) -> str:
+    parallel, optim = ParallelConfig(pp=3), OptimConfig(global_batch_seqs=4, num_slices=4)
+    training = Training(tiny_model(num_layers=3), parallel, optim)
+    step = build(training)
+    breaker = Breaker()
+    breaker.watch(set().union(*gather(list(listening()))))
+    mine, num_micro_batches = micro_batches(training, 0)
+    if dist.get_rank() == 1:  # comes to the step's first sum, and no further
+        dist.all_reduce(torch.zeros((), dtype=torch.int64))
+        while len(list(Path(folder).glob("left-*"))) < 2:
+            time.sleep(0.05)
+        return "never came"
+    threading.Timer(0.5, breaker.start).start()
+    try:
+        step.run(mine, num_micro_batches=num_micro_batches, lr=0.0)
+    except RuntimeError as error:
+        breaker.left()
+        (Path(folder) / f"left-{dist.get_rank()}").touch()
+        return error.__notes__[0]
+    return "the step came to an end"
+
+
+@CONNECTS
+def test_ranks_that_wait_for_a_message_between_stages_get_an_error(env: dict[str, str], tmp_path: Path) -> None:
+    found = run_ranks(wait_in_a_pipeline, 3, str(tmp_path), deadline_s=60.0, env=env)
+    what = "[1, 16, 32] of micro-batch 0 for stage"
+    assert found == [
+        f"waited for gradients {what} 0, from rank 1 of the pipeline",
+        "never came",
+        f"waited for activations {what} 2, from rank 1 of the pipeline",
+    ]
 
 
 def wait_for_a_third_then_form_without_the_second() -> tuple[float, float]:

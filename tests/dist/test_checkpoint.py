@@ -54,8 +54,13 @@ def restore_on_ranks(
     return whole(entries), num_bytes
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("before", "replicas"), [(1, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("before", "replicas", "tied"),
+    [
+        *((1, 1, True), (3, 1, False), (4, 2, True)),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 1, False), (3, 1, True), (4, 2, False))),
+    ],
+)
 def test_state_restored_into_any_layout_has_the_same_bits(
     tmp_path: Path, before: int, replicas: int, tied: bool
 ) -> None:

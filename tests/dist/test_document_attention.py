@@ -33,8 +33,15 @@ def plain() -> list[float]:
     return plain_losses(TRAINING)
 
 
-@pytest.mark.parametrize("compile_blocks", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("mode", ActivationCheckpoint)
+@pytest.mark.parametrize(
+    ("mode", "compile_blocks"),
+    [
+        *((mode, False) for mode in ActivationCheckpoint),
+        (ActivationCheckpoint.selective, True),
+        pytest.param(ActivationCheckpoint.none, True, marks=pytest.mark.long),
+        pytest.param(ActivationCheckpoint.full, True, marks=pytest.mark.long),
+    ],
+)
 def test_losses_over_two_ranks_equal_a_plain_loops(mode, compile_blocks, plain):
     parallel = ParallelConfig(activation_checkpoint=mode, compile=compile_blocks, compile_backend="aot_eager")
     for losses, num_graphs in run_ranks(losses_and_graphs, 2, dataclasses.replace(TRAINING, parallel=parallel)):

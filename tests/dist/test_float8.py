@@ -78,7 +78,7 @@ def test_float8_all_gather_delivers_the_cast_parameters_with_ragged_and_empty_sh
 
 
 def losses_of_layouts(layouts: list[ParallelConfig]) -> list[list[float]]:
-    return [[result.loss for result in train(Training(SMALL, layout, OPTIM))] for layout in layouts]
+    return [[result.loss for result in train(Training(SMALL, layout, OPTIM, num_steps=4))] for layout in layouts]
 
 
 def test_float8_all_gather_works_under_hsdp_and_activation_checkpointing():
@@ -96,7 +96,7 @@ def test_float8_all_gather_works_under_hsdp_and_activation_checkpointing():
 
 def losses_of_moments(moments: Dtype) -> list[float]:
     recipe = parallel(Float8.tensorwise_all_gather)
-    return [result.loss for result in train(Training(SMALL, recipe, replace(OPTIM, moments=moments), num_steps=20))]
+    return [result.loss for result in train(Training(SMALL, recipe, replace(OPTIM, moments=moments), num_steps=10))]
 
 
 def test_moments_in_bfloat16_train_as_those_in_float32():

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from regrow.accept.tiny import tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig, PretrainConfig
+from regrow.control.phases import Phase
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
@@ -45,9 +46,9 @@ class Coordinator:
         self.knows_it_takes_long = False
 
     @contextlib.contextmanager
-    def at_length(self) -> Iterator[None]:
+    def phase(self, phase: Phase) -> Iterator[None]:
         """In the heartbeat's place."""
-        self.knows_it_takes_long = True
+        self.knows_it_takes_long = phase is Phase.checkpoint
         yield
         self.knows_it_takes_long = False
 
@@ -78,7 +79,7 @@ def stuck_keepers(memory: Path, storage: Path) -> tuple[list[tuple[Any, ...]], f
     coordinator = Coordinator(LocalStorage(storage))
     job: Any = SimpleNamespace(config=PretrainConfig(), coordinator=coordinator, checkpoints=str(storage), run_id=RUN)
     step: Any = SimpleNamespace(model=model, optimizer=optimizer)
-    memory_tier: Any = SimpleNamespace(at_length=coordinator.at_length, stepped=lambda step: None)
+    memory_tier: Any = SimpleNamespace(phase=coordinator.phase, heartbeat=SimpleNamespace(stepped=lambda step: None))
     process = Process(job, torch.device("cpu"), HostStream(), cast(Any, None), memory_tier, None)
     hooks = hooks_module.GenerationHooks(process, GENERATION, step, coordinates, cast(Any, None))
     saver = saver_module.SnapshotSaver(
@@ -89,7 +90,7 @@ def stuck_keepers(memory: Path, storage: Path) -> tuple[list[tuple[Any, ...]], f
         want_checkpoint=hooks.want_checkpoint,
         write=hooks.write,
         timeout_s=1.0,
-        at_length=hooks.at_length,
+        phase=hooks.phase,
     )
 
     def keep(number: int) -> float:

@@ -192,8 +192,15 @@ def train_through(
 LAYOUTS = {"fsdp": (3, ParallelConfig()), "hsdp": (4, ParallelConfig(dp_replicate=2)), "tp": (4, ParallelConfig(tp=2))}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("fault", [die, be_told_alone, fail_alone])
+@pytest.mark.parametrize(
+    ("fault", "layout"),
+    [
+        *((fault, "fsdp") for fault in (die, be_told_alone, fail_alone)),
+        *((be_told_alone, "hsdp"), (die, "tp")),
+        *(pytest.param(fault, "hsdp", marks=pytest.mark.long) for fault in (die, fail_alone)),
+        *(pytest.param(fault, "tp", marks=pytest.mark.long) for fault in (be_told_alone, fail_alone)),
+    ],
+)
 def test_a_broken_step_is_believed_by_nobody(fault: Fault, layout: str, tmp_path: Path) -> None:
     world_size, parallel = LAYOUTS[layout]
     ends, found = run_members(partial(train_through, fault, parallel), world_size, tmp_path, OFF)

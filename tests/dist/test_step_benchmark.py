@@ -82,6 +82,7 @@ def measured_loss() -> Any:
     return dataclasses.asdict(step_loss.measure_loss(torch.device("cpu"), rounds=2))
 
 
+@pytest.mark.long  # test_footprint has such steps' peaks
 def test_a_step_with_the_loss_in_chunks_saves_more_than_the_logits_at_a_vocabulary_of_32k():
     (part,) = run_ranks(measured_loss, 1)
     logits_bytes, peaks = part["settings"]["logits_bytes"], part["settings"]["peak_bytes"]

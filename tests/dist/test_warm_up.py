@@ -39,7 +39,7 @@ def warm_up_and_train(training: Training, store: str) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("parallel", "document_attention"),
     [
-        (TRACED, False),
+        pytest.param(TRACED, False, marks=pytest.mark.long),
         (replace(TRACED, activation_checkpoint=ActivationCheckpoint.selective), True),
         (replace(TRACED, dtype=Dtype.bfloat16, float8=Float8.tensorwise_all_gather), False),
     ],

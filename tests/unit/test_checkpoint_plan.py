@@ -1,5 +1,7 @@
 """Properties of the pure half of checkpoints: what a box holds, who holds which, and what to read from where."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -121,6 +123,20 @@ def test_a_step_is_whole_where_every_parameter_is(mesh: MeshShape, random: objec
     names = [row.pattern.replace("*", "0").replace("[qkv]", "q").replace("[13]", "1") for row in TABLE]
     wholes = [Box.whole(name, shape) for name in names]
     assert is_whole(some) == all(covers((placed(whole, at) for at in some), shape) for whole in wholes)
+
+
+@given(MESHES, st.integers(2, 3), st.data())
+def test_a_step_of_a_pipeline_is_whole_where_every_stage_is(mesh: MeshShape, pp: int, data: st.DataObject) -> None:
+    staged = replace(mesh, pp=pp)
+    lost = data.draw(st.sets(st.sampled_from(range(staged.world_size)), max_size=3))
+    some = [at for at in ranks(staged) if at.rank not in lost]
+    of_stages: list[list[Coordinates]] = [[] for _ in range(pp)]
+    for at in some:
+        stage, rank = divmod(at.rank, mesh.world_size)
+        of_stages[stage].append(Coordinates(mesh, rank))
+    assert is_whole(some) == all(is_whole(each) for each in of_stages)
+    for at in ranks(staged):
+        assert num_copies("norm.weight", at) == num_copies("norm.weight", Coordinates(mesh, at.rank % mesh.world_size))
 
 
 @given(st.integers(0, 20_000), st.integers(1, 9))

@@ -49,7 +49,8 @@ def placed(whole: Box, at: Coordinates) -> Box:
 
 
 def that_hold(box: Box, mesh: MeshShape) -> list[dict[str, int]]:
-    """Which ranks of a mesh hold elements of a box: coordinates along the axes that split its tensor.
+    """Which ranks of a mesh hold elements of a box: coordinates along the axes that split its tensor, within the stage
+    that has it.
 
     >>> that_hold(Box("layers.0.ffn.w1.weight", (12, 10), (4, 0), (4, 10)), MeshShape(1, 2, 2))
     [{'tp': 0, 'dp_shard': 1}, {'tp': 1, 'dp_shard': 0}]
@@ -68,23 +69,29 @@ def that_hold(box: Box, mesh: MeshShape) -> list[dict[str, int]]:
 def is_whole(ranks: Iterable[Coordinates]) -> bool:
     """Whether these ranks of a mesh hold between them every element of every parameter that the table places."""
     ranks = set(ranks)
-    return bool(ranks) and all(
-        _covers(ranks, dims) for dims in {tuple(row.dims.items()): row.dims for row in TABLE}.values()
-    )
+    pp = next(iter(ranks)).mesh.pp if ranks else 1
+    placements = {tuple(row.dims.items()): row.dims for row in TABLE}.values()
+    stages = ([at for at in ranks if at.along("pp")[0] == stage] for stage in range(pp))
+    return all(of_stage and all(_covers(of_stage, dims) for dims in placements) for of_stage in stages)
 
 
 def num_copies(name: str, at: Coordinates) -> tuple[int, int]:
-    """Which of the ranks that hold the same box a rank is, and how many they are.
+    """Which of the ranks that hold the same box a rank is, and how many they are: a parameter is in one stage.
 
     >>> num_copies("norm.weight", Coordinates(MeshShape(dp_replicate=2, dp_shard=3, tp=2), rank=7))
     (3, 4)
     """
     index, count = 0, 1
     for axis in at.mesh.axes:
-        if axis not in dims_of(name):
+        if axis not in dims_of(name) and axis != "pp":
             coordinate, size = at.along(axis)
             index, count = index * size + coordinate, count * size
     return index, count
+
+
+def is_second(name: str, at: Coordinates) -> bool:
+    """Whether a rank of a pipeline has a copy of what an earlier stage has: of an embedding that is the output, too."""
+    return name.rpartition("/")[2] == "embed.weight" and at.along("pp")[0] > 0
 
 
 def _split(box: Box, dims: Dims, at: Coordinates) -> Box:

@@ -6,7 +6,7 @@ Each wanted element is read exactly once, whatever layout the sources were writt
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
@@ -15,7 +15,7 @@ import numpy as np
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import ITEM_BYTES, Box, Piece, Runs, common_runs
 from regrow.plan.mesh import Coordinates
-from regrow.plan.placement import num_copies
+from regrow.plan.placement import is_second, num_copies
 from regrow.state.checksums import CHUNK_BYTES, whole_chunks
 
 Copy = TypeVar("Copy")
@@ -90,19 +90,31 @@ class Window(NamedTuple):
 def windows(read: Read, most_bytes: int) -> Iterator[Window]:
     """A read as windows of about so many bytes, at whose borders no chunk is read twice unless a run begins there."""
     runs, item = read.runs, ITEM_BYTES[read.source.piece.box.dtype]
+    if len(runs.length) == 1:
+        yield from _windows_of_one(read, most_bytes)
+        return
     first, last = runs.source * item, (runs.source + runs.length) * item
     apart = (first[1:] - last[:-1] >= CHUNK_BYTES) | (first[1:] // most_bytes != first[:-1] // most_bytes)
     for a, b in pairwise([0, *(np.flatnonzero(apart) + 1).tolist(), len(first)]):
-        at, end = int(first[a]), int(last[b - 1])
-        while at < end:
-            stop = end if b - a > 1 else min(end, (at // most_bytes + 1) * most_bytes)
-            begin, aligned_end, chunks = whole_chunks(at, stop, read.source.piece.num_bytes)
-            some = runs[a:b]
-            if b - a == 1:
-                skipped = at // item - some.source
-                some = Runs(some.source + skipped, some.target + skipped, np.array([(stop - at) // item]))
-            yield Window(begin, aligned_end, chunks, Runs(some.source - begin // item, some.target, some.length))
-            at = stop
+        some = runs[a:b]
+        if b - a == 1:
+            yield from _windows_of_one(replace(read, runs=some), most_bytes)
+            continue
+        begin, aligned_end, chunks = whole_chunks(int(first[a]), int(last[b - 1]), read.source.piece.num_bytes)
+        yield Window(begin, aligned_end, chunks, Runs(some.source - begin // item, some.target, some.length))
+
+
+def _windows_of_one(read: Read, most_bytes: int) -> Iterator[Window]:
+    """Of a read of one run."""
+    item, num_bytes = ITEM_BYTES[read.source.piece.box.dtype], read.source.piece.num_bytes
+    source, target, length = (int(each[0]) for each in (read.runs.source, read.runs.target, read.runs.length))
+    at, end = source * item, (source + length) * item
+    while at < end:
+        stop = min(end, (at // most_bytes + 1) * most_bytes)
+        begin, aligned_end, chunks = whole_chunks(at, stop, num_bytes)
+        runs = Runs.one((at - begin) // item, target + at // item - source, (stop - at) // item)
+        yield Window(begin, aligned_end, chunks, runs)
+        at = stop
 
 
 def share(box: Box, index: int, count: int) -> Piece:
@@ -111,7 +123,7 @@ def share(box: Box, index: int, count: int) -> Piece:
     Pieces begin at borders of the box's chunks, whose checksums they keep.
 
     >>> share(Box.whole("w", (10_000,)), 1, 3).start, share(Box.whole("w", (10_000,)), 1, 3).stop
-    (0, 4096)
+    (4096, 8192)
     """
     size = CHUNK_BYTES // ITEM_BYTES[box.dtype]
     chunks = -(-box.num_elements // size)
@@ -121,7 +133,7 @@ def share(box: Box, index: int, count: int) -> Piece:
 
 def written_share(box: Box, at: Coordinates) -> Piece:
     """What of its box a rank writes: every element is written by one of the ranks that hold it."""
-    return share(box, *num_copies(box.name, at))
+    return Piece(box, 0, 0) if is_second(box.name, at) else share(box, *num_copies(box.name, at))
 
 
 def nearest(copies: Sequence[tuple[int, Copy]], *, reader: int) -> Copy:

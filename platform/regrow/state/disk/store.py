@@ -15,6 +15,7 @@ import torch.distributed as dist
 from regrow.errors import CheckpointError, NotWrittenError
 from regrow.plan.boxes import Piece
 from regrow.plan.mesh import ALONE, Coordinates
+from regrow.plan.placement import is_second
 from regrow.state.checksums import checksums
 from regrow.state.collective import from_rank_0, gather, rank
 from regrow.state.disk.catalog import open_checkpoint, read_headers, step_folder
@@ -64,7 +65,7 @@ def save(
         generation=generation,
         step=step,
         scalars=scalars,
-        tensors={entry.box.name: (entry.box.dtype, entry.box.shape) for entry in entries},
+        tensors=_tensors_of_all(entries, coordinates),
         files=tuple(DataFile(**outcome) for outcome in outcomes if isinstance(outcome, dict)),
         information={
             "world_size": len(outcomes),
@@ -114,9 +115,10 @@ def restore(folder: Storage, index: Index, entries: Sequence[Entry], coordinates
 
     Local: no collective. Of several replicas each reads a share, and `share_parts` completes them. Strict: an entry
     missing from the checkpoint, left over in it, or of another shape or dtype is a CheckpointError that names it; so is
-    anything damaged. After an error the entries hold a mixture: restore again.
+    anything damaged. After an error the entries hold a mixture: restore again. What is left over in a pipeline, no rank
+    knows alone: `restore_newest` counts.
     """
-    _check_same(index, entries, folder)
+    _check_same(index, entries, folder, is_part=coordinates.along("pp")[1] > 1)
     source, replica = folder / step_folder(index.step), coordinates.along("dp_replicate")
     stored = read_headers(source, index)
     return read_pieces(source, stored, stored, [(share(entry.box, *replica), entry.memory) for entry in entries])
@@ -139,12 +141,15 @@ def restore_newest(
     of each that is passed over: its step, and what the first rank with a problem says of it.
     Raises CheckpointError where none of them is sound.
     """
-    problem = ""
+    problem, num_entries = "", _num_entries_of_all(entries, coordinates)
     for step in steps:
         mine, index, progress = "", None, None
         try:
             index = open_checkpoint(folder, step, run_id=run_id)
             restore(folder, index, entries, coordinates)
+            if len(index.tensors) != num_entries:
+                where = f"{folder}/{step_folder(step)}"
+                raise CheckpointError(f"{where}: holds {len(index.tensors)} tensors, the model has {num_entries}")
             progress = restored_progress(index.scalars, global_batch_seqs=global_batch_seqs)
         except CheckpointError as error:
             mine = str(error)
@@ -231,12 +236,36 @@ def _batches(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
         yield batch
 
 
-def _check_same(index: Index, entries: Sequence[Entry], folder: Storage) -> None:
+def _is_first_of_stage(coordinates: Coordinates) -> bool:
+    """Whether a rank is the first of those that have its stages."""
+    return not any(coordinates.along(axis)[0] for axis in coordinates.mesh.axes if axis != "pp")
+
+
+def _num_entries_of_all(entries: Sequence[Entry], coordinates: Coordinates) -> int:
+    """Collective in a pipeline."""
+    if coordinates.along("pp")[1] == 1:
+        return len(entries)
+    mine = sum(not is_second(entry.box.name, coordinates) for entry in entries)
+    return sum(gather(mine if _is_first_of_stage(coordinates) else 0))
+
+
+def _tensors_of_all(entries: Sequence[Entry], coordinates: Coordinates) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Of every rank, by name. Collective in a pipeline, where they differ."""
+    mine = {entry.box.name: (entry.box.dtype, entry.box.shape) for entry in entries}
+    if coordinates.along("pp")[1] > 1:
+        stages = gather(mine if _is_first_of_stage(coordinates) else {})
+        mine = {name: stage[name] for stage in stages for name in stage}
+    return {name: mine[name] for name in sorted(mine)}
+
+
+def _check_same(index: Index, entries: Sequence[Entry], folder: Storage, *, is_part: bool) -> None:
     mine = {entry.box.name: (entry.box.dtype, entry.box.shape) for entry in entries}
     where = f"{folder}/{step_folder(index.step)}"
     for name in sorted(mine.keys() | index.tensors.keys()):
         if name not in index.tensors:
             raise CheckpointError(f"{where}: has no {name}, which the model needs")
+        if name not in mine and is_part:
+            continue
         if name not in mine:
             raise CheckpointError(f"{where}: holds {name}, which the model does not have")
         if mine[name] != index.tensors[name]:
