@@ -32,6 +32,10 @@ class UnseenError(DataError):
     """A source or tokenizer that cannot be reached from this machine, and perhaps from others."""
 
 
+class UnavailableError(DataError):
+    """Storage fails to give rows that it holds; it may give them later."""
+
+
 class CheckpointError(RegrowError):
     """A checkpoint is damaged, incomplete, or belongs to another run."""
 

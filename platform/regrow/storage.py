@@ -306,6 +306,11 @@ class RemoteStorage(Storage):
                 wait_s = min(2 * wait_s, 15.0)
 
 
+def may_pass(error: OSError) -> bool:
+    """Whether the same call may succeed later: it failed for another reason than what it asked for."""
+    return not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError)
+
+
 def _place_new(temporary: Path, path: Path) -> None:
     """Give a file its name unless that is taken. Raises FileExistsError."""
     try:

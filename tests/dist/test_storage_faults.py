@@ -1,28 +1,39 @@
-"""The coordinator on a file system that is full, read-only, failing, slow or hung for a while, and well again."""
+"""The coordinator, and ranks that read, on a file system that is full, read-only, failing, slow or hung for a while."""
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig
 from regrow.control.membership import Member
 from regrow.control.values import SnapshotAck, Version
+from regrow.data.read.corpora import Corpora
+from regrow.data.read.outage import GroupOver, Patience, PatientReader
+from regrow.data.read.shards import ShardReader
 from regrow.drill.breakable import KINDS
 from regrow.drill.hosts import why_impossible
+from regrow.errors import DataError, UnavailableError
 from regrow.record.log import METRIC_KEYS, read_events, read_metrics
 from regrow.runtime import log_writer, shell
 from regrow.runtime.actor import Coordinator
 from regrow.runtime.keeper import KeeperInfo
 from regrow.storage import Storage
+from regrow.train.validation import Validation
 from support.actors import Handle
+from support.corpus import write_corpus
 
 pytestmark = [
     pytest.mark.skipif(bool(why_impossible()), reason=f"no breakable file system: {why_impossible()}"),
@@ -187,3 +198,71 @@ def test_a_full_folder_keeps_the_status_of_its_owner(mounted: Mounted) -> None:
     mounted.breaks(kind="full")
     assert os.listdir(mounted.folder)
     assert [event["event"] for event in read_events(Storage.at(mounted.folder))] == ["submitted"]
+
+
+@pytest.fixture
+def data(mounted: Mounted) -> Corpora:
+    """A corpus on such a file system, as the driver hands it to ranks: its manifest was read."""
+    rows = np.arange(64 * 9, dtype=np.uint32).reshape(64, 9)
+    write_corpus(mounted.real / "corpus", rows, rows_per_group=8, rows_per_shard=64, validation=rows[:12])
+    return pickle.loads(pickle.dumps(known(Corpora.at(mounted.folder / "corpus"))))
+
+
+def known(corpora: Corpora) -> Corpora:
+    assert corpora.manifests
+    return corpora
+
+
+@pytest.mark.parametrize("kind", ["failing", "hung"])
+def test_a_group_that_forms_while_storage_fails_opens_the_corpus_and_waits_for_its_rows(
+    kind: str, mounted: Mounted, data: Corpora
+) -> None:
+    """A worker that died in an outage ended the run: the next group could not open what the last one had read."""
+    wanted, told = np.arange(64)[::-3], list[str]()
+    expected = ShardReader(mounted.real / "corpus", "train").read(wanted)
+    mounted.breaks(kind=kind, delay_s=0.0)
+    config = PretrainConfig()
+    config.data.seq_len = 8
+    waits: list[str] = []
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        """As a heartbeat's phase: without it the rank would be taken for hung."""
+        waits.append("begun")
+        yield
+        waits.append("over")
+
+    patience = Patience(60.0, told.append, waiting=waiting)
+    validation = Validation(config, data, device=torch.device("cpu"), unit=0, num_units=1, patience=patience)
+    reader, rows = PatientReader(data.reader("train"), patience), Future()
+    Thread(target=lambda: rows.set_result(reader.read(wanted)), daemon=True).start()
+    if kind == "failing":
+        until(lambda: told)
+        assert "cannot be read here" in told[0]
+    assert not rows.done()
+    mounted.breaks(kind="", delay_s=0.0)
+    assert np.array_equal(rows.result(60), expected)
+    assert len(told) == (kind == "failing")
+    assert waits == (["begun", "over"] if kind == "failing" else [])
+    assert torch.cat(validation.batches).shape[1] == 9
+
+
+def test_a_rank_does_not_wait_for_storage_in_a_group_that_is_over(mounted: Mounted, data: Corpora) -> None:
+    mounted.breaks(kind="failing", delay_s=0.0)
+    told: list[str] = []
+    reader = PatientReader(data.reader("train"), Patience(600.0, told.append, is_over=lambda: bool(told)))
+    with pytest.raises(GroupOver):
+        reader.read(np.arange(4))
+
+
+def test_a_rank_gives_up_on_storage_that_goes_on_failing_and_at_once_on_rows_that_are_not_there(
+    mounted: Mounted, data: Corpora
+) -> None:
+    mounted.breaks(kind="failing", delay_s=0.0)
+    with pytest.raises(UnavailableError, match="row group 0 cannot be read here"):
+        PatientReader(data.reader("train"), Patience(0.0)).read(np.arange(4))
+    mounted.breaks(kind="", delay_s=0.0)
+    next((mounted.real / "corpus").glob("train*.parquet")).unlink()
+    with pytest.raises(DataError, match="No such file") as error:
+        PatientReader(data.reader("train"), Patience(600.0)).read(np.arange(4))
+    assert not isinstance(error.value, UnavailableError)

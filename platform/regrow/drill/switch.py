@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class Host:
     outer: subprocess.Popen[bytes]  # `unshare`, whose child is the host's first process
     storage: subprocess.Popen[str] | None
     cgroup: Path | None
+    refused: set[str] = field(default_factory=set)  # addresses that it does not hear
 
     @property
     def pid(self) -> int:
@@ -102,8 +103,13 @@ class Switch:
 
     def refuse(self, number: int, sources: list[str], on: bool) -> None:
         """Whether a host drops what comes from these addresses."""
-        for source in sources:
-            self.hosts[number].inside(["ip", "rule", "add" if on else "del", "pref", "10", "from", source, "blackhole"])
+        host = self.hosts[number]
+        changed = [
+            source for source in sources if (source in host.refused) != on
+        ]  # two partitions may have one in common
+        for source in changed:
+            host.inside(["ip", "rule", "add" if on else "del", "pref", "10", "from", source, "blackhole"])
+        host.refused ^= set(changed)
 
     def shape(self, number: int, rate_mbit: float | None, delay_ms: float, loss_percent: float) -> None:
         """What a host sends and what it receives. All None or 0: as the machine can."""

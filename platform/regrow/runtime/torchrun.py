@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from regrow.config.schema import PretrainConfig
 from regrow.data.read.corpora import Corpora, find_corpora
+from regrow.data.read.outage import Patience, PatientReader
 from regrow.errors import NotWrittenError
 from regrow.forecast.estimate import settled
 from regrow.parallel.float8 import inner_tensor
@@ -82,6 +83,7 @@ class TorchrunRun:
         self.generation = on_first_rank(lambda: next_generation(read_events(self.run.folder)))
         self._log = RunLog(self.run.folder, claim=self._claim) if self.rank == 0 else None
         self.asked_to_stop = False
+        self.patience = Patience(config.data.storage_timeout_s, on_wait=self._waits)
         world_size = dist.get_world_size()
         self.event(
             events.Submitted(
@@ -133,6 +135,14 @@ class TorchrunRun:
             return Progress()
         set_optimizer_step(step.optimizer, restored.step)
         return restored
+
+    def _waits(self, reason: str) -> None:
+        self.event(events.DataWaits(rank=self.rank, reason=reason))
+        self.message(f"rank {self.rank} waits for rows that storage does not give: {reason}")
+
+    def train_rows(self) -> PatientReader:
+        """A reader of the training rows, which outlasts storage that fails for a while."""
+        return PatientReader(self.corpora.reader("train"), self.patience)
 
     def _damaged(self, step: int, detail: str) -> None:
         self.event(events.CheckpointDamaged(step=step, detail=detail))

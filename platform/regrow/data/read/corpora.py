@@ -75,7 +75,10 @@ class Corpora:
         """A reader of the rows of all corpora. Raises DataError where one of them is not there."""
         cache = RangeCache(Path(self.cache_folder), self.cache_bytes)
         return CorporaReader(
-            [ShardReader(folder, split, None if Storage.at(folder).is_local else cache) for folder in self.folders]
+            [
+                ShardReader(folder, split, None if Storage.at(folder).is_local else cache, manifest)
+                for folder, manifest in zip(self.folders, self.manifests, strict=True)
+            ]
         )
 
 

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from regrow.errors import DataError
-from regrow.storage import Storage
+from regrow.errors import DataError, UnavailableError
+from regrow.storage import Storage, may_pass
 
 FORMAT, VERSION = "regrow-corpus", 3
 MANIFEST = "manifest.json"
@@ -115,7 +115,7 @@ class Manifest:
                 f"{storage} holds no finished corpus; run python -m jobs.prepare_data, or see that it is mounted there"
             ) from error
         except OSError as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
+            raise (UnavailableError if may_pass(error) else DataError)(f"{path} cannot be read: {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{path} is damaged ({type(error).__name__}: {error}); "

@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 from regrow.data.read.batch import Rows
 from regrow.data.read.manifest import Manifest, Shard
 from regrow.data.read.range_cache import RangeCache
-from regrow.errors import DataError, first_line
-from regrow.storage import Storage
+from regrow.errors import DataError, UnavailableError, first_line
+from regrow.storage import Storage, may_pass
 
 COLUMN = "tokens"
 CHECKSUMS = b"regrow.crc32"  # of the row groups, in the footer's key-value metadata
@@ -45,13 +45,15 @@ class ShardReader:
     time, against the footer. Nothing but the row groups asked for is fetched.
     """
 
-    def __init__(self, folder: Path | str, split: str, cache: RangeCache | None = None) -> None:
+    def __init__(
+        self, folder: Path | str, split: str, cache: RangeCache | None = None, manifest: Manifest | None = None
+    ) -> None:
         """`folder` is a path or a URI; `cache` keeps what is fetched of a remote one on this node.
 
-        Raises DataError where the folder holds no finished corpus.
+        Nothing is read where its manifest is given. Raises DataError where the folder holds no finished corpus.
         """
         self.storage, self.split, self.cache = Storage.at(folder), split, cache
-        self.manifest = Manifest.load(folder)
+        self.manifest = manifest or Manifest.load(folder)
         shards = self.manifest.splits[split].shards
         self.num_rows = self.manifest.splits[split].num_rows
         self.rows_per_group = self.manifest.rows_per_group
@@ -68,7 +70,7 @@ class ShardReader:
     def read(self, row_ids: Sequence[int] | NDArray[np.int64]) -> Rows:
         """Rows, uint32[n, seq_len + 1], in the order asked; each row group that they stand in is decoded once.
 
-        Raises DataError naming a shard that is missing or damaged, or a storage that goes on failing.
+        Raises DataError naming a shard that is missing or damaged; UnavailableError where storage fails.
         """
         wanted = np.asarray(row_ids, np.int64)
         out = np.empty((len(wanted), self.row_tokens), np.uint32)
@@ -99,7 +101,7 @@ class ShardReader:
                 if last_try:
                     where = f"{self.storage}/{shard.file}: row group {group_id}"
                     if isinstance(error, OSError):
-                        raise DataError(
+                        raise (UnavailableError if may_pass(error) else DataError)(
                             f"{where} cannot be read here ({first_line(error)}); is {self.storage} mounted on this "
                             "host, and can it be reached?"
                         ) from error

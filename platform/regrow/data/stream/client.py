@@ -12,6 +12,7 @@ import numpy as np
 import ray
 
 from regrow.data.read.batch import BatchLayout, RankBatch, RowReader, direct_batches
+from regrow.data.read.outage import GroupOver
 from regrow.data.stream.dataset import Block, block_of
 from regrow.plan.order import Order
 
@@ -26,10 +27,6 @@ RETRY_PATIENCE_S = 0.1  # a rank that had to read directly waits no longer than 
 Fallback = Callable[[int, str], None]  # (window, reason)
 
 log = logging.getLogger(__name__)
-
-
-class GroupOver(Exception):
-    """The group that a window was waited for in is over."""
 
 
 class Ask(Protocol):
