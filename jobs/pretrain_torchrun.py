@@ -32,25 +32,25 @@ from regrow.train.validation import Validation
 
 def train_phase(config: PretrainConfig, run: TorchrunRun, device: torch.device) -> Progress:
     """Train from the newest checkpoint to the last step, or to where a run with float8 goes on in bfloat16."""
-    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    rank, world_size, seed = torch.distributed.get_rank(), torch.distributed.get_world_size(), config.run.seed
     optim, parallel, corpora, layout = config.optim, config.parallel, run.corpora, layout_of(config)
     topology = topology_of(config, world_size)
-    mesh = build_mesh(topology.mesh, device.type)
+    mesh, stages = build_mesh(topology.mesh, device.type), topology.stages
 
     recipe, until = phase_after(parallel, config.train.steps, run.newest_step())
     until = min(until, config.train.stop_at_step or until)
     eot_id = corpora.eot_id if config.model.document_attention else None
-    step = build_step(config.model, recipe, optim, mesh=mesh, device=device, seed=config.run.seed, eot_id=eot_id)
+    step = build_step(config.model, recipe, optim, mesh=mesh, device=device, seed=seed, eot_id=eot_id, stages=stages)
     progress = run.restore(step, mesh)
 
-    order, reader, slices = order_of(config, corpora), corpora.reader("train"), topology.slices_of(rank)
+    order, reader, slices = order_of(config, corpora), run.train_rows(), topology.slices_of(rank)
     batches = direct_batches(order, reader, layout, slices=slices, start_step=progress.step, stop_step=until)
-    unit, num_units = topology.unit_of(rank), topology.mesh.num_units
-    validation = Validation(config, corpora, device=device, unit=unit, num_units=num_units)
+    unit, units = topology.unit_of(rank), topology.mesh.num_units
+    validation = Validation(config, corpora, device=device, unit=unit, num_units=units, patience=run.patience)
     peak = peak_flops(device, parallel.dtype, config.observe.peak_tflops)
     run.begin(step, mesh, progress, validation, peak)
     settings = loop_settings(config, topology.batch, until)
-    meter = meter_of(config, world_size, run.generation, peak_flops=peak.flops * world_size)
+    meter = meter_of(config, world_size, run.generation, device=device, peak_flops=peak.flops * world_size)
     cadence = Cadence(until, checkpoint_every_steps=config.checkpoint.every_steps)
     saver = CheckpointSaver(cadence, run.write, timeout_s=config.checkpoint.timeout_s)
     if progress.step < until:

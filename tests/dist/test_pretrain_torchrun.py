@@ -11,12 +11,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from regrow.config.plain import pretrain_config
+from regrow.errors import ResumeError
 from regrow.record import lock
 from regrow.record.log import read_events, read_metrics
+from regrow.runtime.torchrun import TorchrunRun, for_this_group
+from regrow.show.console import Console
 from regrow.state.disk.catalog import committed_steps, open_checkpoint
 from regrow.storage import Storage
 from support.corpus import write_corpus
+from support.gloo import run_ranks
 from support.s3 import s3_server
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +116,27 @@ def test_one_process_and_ranks_of_torchrun_train_the_same_run_and_go_on_with_eac
     assert sorted(path.name for path in (tmp_path / "both/checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
 
 
+def test_a_run_goes_on_between_pipelines_and_one_process_with_the_same_losses(
+    environment: dict[str, str], tmp_path: Path, corpus: Path
+) -> None:
+    settings = [f"data.corpora.rows={corpus}", "model.num_layers=4"]
+    alone = succeed(environment, tmp_path, "alone", *settings)
+    succeed(environment, tmp_path, "both", *settings, "parallel.pp=2", "train.stop_at_step=5", ranks=2)
+    succeed(environment, tmp_path, "both", *settings, "train.stop_at_step=7")
+    interleaved = ["parallel.pp=2", "parallel.schedule=interleaved"]
+    both = succeed(environment, tmp_path, "both", *settings, *interleaved, ranks=4)
+    assert [row["batch_digest"] for row in both] == [row["batch_digest"] for row in alone]
+    assert losses(both) == pytest.approx(losses(alone), abs=1e-5)
+    validated = [[row["validation_loss"] for row in rows if row["step"] == 12] for rows in (both, alone)]
+    assert validated[0] == pytest.approx(validated[1], abs=1e-5)
+    begun = [e for e in read_events(Storage.at(tmp_path / "both")) if e["event"] == "generation"]
+    assert [(e["start_step"], e["axes"]) for e in begun] == [
+        (0, {"pp": 2, "dp_shard": 1}),
+        (5, {"dp_shard": 1}),
+        (7, {"pp": 2, "dp_shard": 2}),
+    ]
+
+
 def test_a_run_with_float8_goes_on_in_bfloat16_for_its_last_steps(
     environment: dict[str, str], tmp_path: Path, corpus: Path
 ) -> None:
@@ -124,8 +151,8 @@ def test_a_run_with_float8_goes_on_in_bfloat16_for_its_last_steps(
     ("settings", "message"),
     [
         (["train.stesp=3"], "unknown setting 'train.stesp'; did you mean 'train.steps'?"),
-        (["optim.num_slices=5"], "optim.global_batch_seqs=12"),
         (["data.corpora.rows=/nowhere"], "/nowhere holds no finished corpus"),
+        (["parallel.pp=2"], "cluster.min_workers=1 must be a multiple of parallel.pp=2 x parallel.tp=1 workers"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -138,17 +165,23 @@ def test_a_mistake_is_one_line(
     assert not (tmp_path / "wrong").exists()
 
 
-def test_a_run_that_another_process_trains_is_refused_on_all_ranks(
-    environment: dict[str, str], tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def refusal(arguments: list[str]) -> str:
+    """What this rank is told of a run whose folder it does not get."""
+    lock.LOCK_WAIT_S = 0.0  # of this process: nothing is about to let go of it
+    config = for_this_group(pretrain_config(arguments), torch.device("cpu"))
+    with Console(sys.stderr) as console, pytest.raises(ResumeError) as refused:
+        TorchrunRun(config, console)
+    return str(refused.value)
+
+
+def test_a_run_that_another_process_trains_is_refused_on_all_ranks(tmp_path: Path, corpus: Path) -> None:
     """The rank that holds no lock hears of it, too, and does not wait for the first one."""
-    monkeypatch.setattr(lock, "LOCK_WAIT_S", 0.0)
     held = lock.lock_run(Storage.at(tmp_path / "busy"))
-    done = pretrain(environment, tmp_path, "busy", f"data.corpora.rows={corpus}", ranks=2)
+    arguments = [f"run.storage_path={tmp_path}", "run.name=busy", f"data.corpora.rows={corpus}", *SMALL]
+    told = run_ranks(refusal, 2, arguments)
     assert held is not None
-    assert done.returncode == 1
-    assert done.stderr.count("error: run folder") == 2
-    assert "is in use by another process" in done.stderr
+    assert told[0] == told[1]
+    assert "is in use by another process" in told[0]
     assert not (tmp_path / "busy/config.yaml").exists()
 
 

@@ -6,6 +6,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from regrow.config.schema import (
     Dtype,
     Float8,
     ParallelConfig,
+    PipelineSchedule,
     PlanConfig,
     PlanJobConfig,
     PretrainConfig,
@@ -129,6 +131,29 @@ def test_ranks_of_a_unit_share_state_activations_and_arithmetic_and_wait_for_eac
     assert sizes == list(range(32, 65, 4))
 
 
+def test_a_pipeline_has_stages_a_bubble_and_an_equal_share_of_the_arithmetic():
+    shaped = dataclasses.replace(EIGHT.parallel, pp=4, slices_per_pass=1)
+    staged = dataclasses.replace(EIGHT, parallel=shaped)
+    alone, found = at(with_parallel(EIGHT, slices_per_pass=1), 64), at(staged, 64)
+    assert found.stages is not None
+    assert [len(each) for each in found.stages.blocks] == [8, 9, 9, 6]  # the output takes the place of two
+    passes = found.batch.num_micro_batches
+    assert found.bubble_share == pytest.approx(3 / (passes + 3))
+    # four times the passes of a quarter of the arithmetic each, but for stages that are not quite equal
+    assert passes == pytest.approx(4 * alone.batch.num_micro_batches, rel=0.15)
+    assert found.time.compute_s == pytest.approx(alone.time.compute_s, rel=0.2)
+    assert found.time.step_s > found.time.compute_s / (1 - found.bubble_share)
+    state = found.memory.kinds["parameters"] + found.memory.kinds["optimizer"]
+    assert state < 1.6 * (alone.memory.kinds["parameters"] + alone.memory.kinds["optimizer"])
+    several = dataclasses.replace(shaped, schedule=PipelineSchedule.interleaved)
+    interleaved = at(dataclasses.replace(EIGHT, parallel=several), 64)
+    assert interleaved.bubble_share == pytest.approx(3 / (2 * passes + 3))
+    assert interleaved.memory.kinds["activations"] > found.memory.kinds["activations"]
+    text = to_text(staged, [found], H100, NETWORK)
+    assert "4 stages of 8, 9, 9, 6 blocks; the bubble shrinks with more passes" in text
+    assert found.to_dict()["bubble_fraction"] == found.bubble_share
+
+
 def test_what_is_offloaded_is_not_on_the_device_and_costs_time():
     eager = with_parallel(EIGHT, float8=Float8.tensorwise)
     here, away = at(eager, 64), at(with_parallel(eager, cpu_offload=True), 64)
@@ -177,7 +202,7 @@ def test_float8_gathers_half_the_bytes_of_the_blocks():
 
 def test_every_world_size_is_forecast_and_the_step_shortens_as_ranks_share_the_slices():
     found = forecasts(EIGHT, H100, NETWORK)
-    assert [each.batch.world_size for each in found] == list(range(32, 65))
+    assert [each.num_workers for each in found] == list(range(32, 65))
     passes = [each.batch.num_micro_batches for each in found]
     assert passes == sorted(passes, reverse=True)
     assert found[-1].time.step_s < 0.6 * found[0].time.step_s
@@ -262,8 +287,38 @@ def test_workers_without_gpus_share_this_machine():
     assert forecasts(local, device, network_of(local, PlanConfig()))[-1].fits
 
 
+def test_workers_that_make_no_step_faster_are_spares_and_cost_nothing():
+    def found(*arguments: str) -> dict[int, Any]:
+        return {each.num_workers: each for each in forecasts(config_of("+cluster=h100x64", *arguments), H100, NETWORK)}
+
+    auto = found("cluster.max_workers=72")
+    assert {size: each.spares for size, each in auto.items() if each.spares and size > 56} == {
+        **{size: size - 56 for size in range(57, 64)},
+        **{size: size - 64 for size in range(65, 73)},
+    }
+    for size, each in auto.items():
+        assert each.to_dict()["world_size"] == size == each.mesh.world_size + each.to_dict()["spares"]
+        assert each.time == auto[each.mesh.world_size].time
+        smaller = auto.get(each.mesh.world_size - 1)
+        assert smaller is None or smaller.batch.most_slices > each.batch.most_slices, "one fewer would be slower"
+    none = found("cluster.spare_workers=0")
+    assert {each.spares for each in none.values()} == {0}
+    assert all(auto[size].batch.num_micro_batches == each.batch.num_micro_batches for size, each in none.items())
+
+
+def test_the_plan_says_what_it_costs_that_a_unit_is_away():
+    def said(*arguments: str) -> str:
+        config = config_of("+cluster=h100x64", *arguments)
+        lines = to_text(config, forecasts(config, H100, NETWORK), H100, NETWORK).splitlines()
+        return next(line for line in lines if line.startswith("one unit of "))
+
+    assert said().startswith("one unit of 1 away from 64 workers: 8 passes for 7, a step takes 14.3% longer; ")
+    for spares in ("cluster.max_workers=72", "cluster.spare_workers=8"):
+        assert said(spares) == "one unit of 1 away from 72 workers costs nothing: 8 of these are spares"
+
+
 def test_a_table_has_the_smallest_and_the_largest_size_and_whole_nodes():
-    sizes = [each.batch.world_size for each in chosen(forecasts(EIGHT, H100, NETWORK), NETWORK)]
+    sizes = [each.num_workers for each in chosen(forecasts(EIGHT, H100, NETWORK), NETWORK)]
     assert sizes == [32, 40, 48, 56, 64]
     many = config_of("+cluster=h100x512")
     found = chosen(forecasts(many, H100, Network(2, 50e9)), Network(2, 50e9))

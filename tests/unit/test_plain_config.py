@@ -23,6 +23,8 @@ def names(group: str) -> list[str]:
         *([f"data={name}"] for name in names("data")),
         *([f"+cluster={name}"] for name in names("cluster")),
         ["+cluster=h100x64", "model=70b", "data=python_docs"],
+        *([f"cluster.spare_workers={spares}"] for spares in ("auto", "0", "8", "-1", "null")),
+        ["+cluster=h100x64", "cluster.spare_workers=8"],
         ["model=8b", "model.rope_scaling.factor=32", "optim.lr=3e-4", "train.steps=7", "run.name=a=b"],
         [
             "parallel.float8=rowwise",

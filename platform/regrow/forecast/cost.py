@@ -32,6 +32,10 @@ class PassWork:
     attention_flops: float
     memory_bytes: float  # that elementwise operations and copies move
 
+    def times(self, share: float) -> "PassWork":
+        """A share of it."""
+        return PassWork(**{kind: share * each for kind, each in vars(self).items()})
+
 
 @dataclass(frozen=True)
 class Traffic:
@@ -43,6 +47,10 @@ class Traffic:
     from_host: float = 0.0  # of this rank's shards, which it gathers from there
     to_host: float = 0.0  # of their gradients
     tensor: float = 0.0  # activations, over the `tp` ranks of a unit, which wait for them
+
+    def times(self, share: float) -> "Traffic":
+        """A share of it."""
+        return Traffic(**{kind: share * each for kind, each in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -88,8 +96,10 @@ def step_time(
     on_host: bool = False,
     device: Device,
     network: Network,
+    bubble_share: float = 0.0,
 ) -> StepTime:
-    """Of `num_passes` alike, and an update of `shard_params` parameters, `on_host` or on the device."""
+    """Of `num_passes` alike, and an update of `shard_params` parameters, `on_host` or on the device. A pipeline fills
+    and drains for a `bubble_share` of the passes' time; its messages are taken to hide behind them."""
     compute = compute_s(work, device) + traffic.tensor * seconds_per_byte(tp, device, network)
     # the shards of a block lie a unit's ranks apart
     units = Network(max(1, network.ranks_per_node // tp), network.bytes_per_s)
@@ -101,6 +111,7 @@ def step_time(
     reduce += 2 * traffic.copied * seconds_per_byte(dp_replicate, device, spread)
     num_reducing = num_passes if reduce_every_pass else 1
     passes = num_reducing * max(compute, gather + reduce) + (num_passes - num_reducing) * max(compute, gather)
+    passes /= 1.0 - bubble_share
     memory = HOST_MEMORY_BYTES_PER_S / network.ranks_per_node if on_host else device.memory_bytes_per_s
     update = UPDATE_BYTES * shard_params / memory / device.shares.memory
     return StepTime(num_passes * compute, num_passes * gather + num_reducing * reduce, update, passes + update)

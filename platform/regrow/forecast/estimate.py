@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, TypeVar
 
-from regrow.config.check import check, topologies, topology_of
+from regrow.config.check import check, topologies, topology_of, world_sizes
 from regrow.config.schema import ActivationCheckpoint, Float8, ParallelConfig, PlanConfig, PretrainConfig
+from regrow.config.stages import slowest_share
 from regrow.errors import ConfigError
 from regrow.forecast.cost import Network, PassWork, StepTime, Traffic, step_time
 from regrow.forecast.devices import DEVICES, GIB, MEASURED_SHARES, Device, find_device
@@ -20,7 +21,8 @@ from regrow.forecast.memory import equal_nodes, plan_snapshot_memory
 from regrow.model.size import flops_per_token, moment_bytes, num_params, num_params_of_block, state_bytes
 from regrow.plan.batch import BatchPlan
 from regrow.plan.mesh import MeshShape
-from regrow.plan.topology import Table, least_shards
+from regrow.plan.pipeline import Stages, most_in_flight
+from regrow.plan.topology import Table, Topology, least_shards
 
 ROOM_SHARE = 0.85  # of what is usable, that larger passes may fill: what compiled blocks keep on a GPU is an assumption
 MOST_SIZES = 9  # of the group, that are looked at
@@ -48,6 +50,14 @@ class Forecast:
     offloaded_bytes: int  # and its ranks' parameters, gradients and moments, where they are not on the devices
     tokens_per_s: float
     mfu: float
+    stages: Stages | None = None  # of a pipeline
+    bubble_share: float = 0.0  # of a step, in which a pipeline fills and drains
+    spares: int = 0  # ranks beside it, which wait: a step with them would take as long
+
+    @property
+    def num_workers(self) -> int:
+        """That are there, spares among them."""
+        return self.mesh.world_size + self.spares
 
     @property
     def fits(self) -> bool:
@@ -55,13 +65,16 @@ class Forecast:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "world_size": self.mesh.world_size,
+            "world_size": self.num_workers,
+            "spares": self.spares,
             "dp_replicate": self.mesh.dp_replicate,
             "dp_shard": self.mesh.dp_shard,
             "tp": self.mesh.tp,
             "axes": vars(self.mesh),
             "passes": self.batch.num_micro_batches,
             "idle_share": self.batch.idle_share,
+            "bubble_fraction": self.bubble_share,
+            "blocks_of_stages": [len(each) for each in self.stages.blocks] if self.stages else [],
             "bytes": {**self.memory.kinds, "total": self.memory.total},
             "fullest_moment": self.memory.moment,
             "usable_bytes": self.usable_bytes,
@@ -76,9 +89,11 @@ class Forecast:
 
 
 def forecasts(config: PretrainConfig, device: Device, network: Network) -> list[Forecast]:
-    """Every world size from the smallest to the largest."""
+    """Of every number of workers from the smallest to the largest: the group that they make, and its spares."""
     table = topologies(config)
-    return [forecast(config, world_size, device, network, table) for world_size in table]
+    sizes = world_sizes(config, table)
+    found = {size: forecast(config, size, device, network, table) for size in set(sizes.values())}
+    return [replace(found[size], spares=present - size) for present, size in sizes.items()]
 
 
 def forecast(
@@ -86,21 +101,25 @@ def forecast(
 ) -> Forecast:
     """Of one world size; `table` has those that the group may have, too, and none others if it is not given."""
     table = table or {world_size: topology_of(config, world_size)}
-    mesh, batch = table[world_size].mesh, table[world_size].batch
-    rank = rank_of(config, batch, mesh)
-    work, traffic = pass_work(rank), pass_traffic(rank)
+    topology = table[world_size]
+    mesh, batch, stages = topology.mesh, topology.batch, topology.stages
+    rank = rank_of(config, topology)
+    share = slowest_share(config.model, stages, config.data.seq_len) if stages else 1.0
+    whole = replace(rank, model=config.model)
+    work, traffic = pass_work(whole).times(share), pass_traffic(whole).times(share)
     time = step_time(
         work,
         traffic,
         num_passes=rank.num_passes,
         reduce_every_pass=bool(config.parallel.sync_every_micro_batch),
-        shard_params=num_params_of_block(config.model, mesh.tp) / mesh.dp_shard,
+        shard_params=share * num_params_of_block(config.model, mesh.tp) / mesh.dp_shard,
         dp_shard=mesh.dp_shard,
         dp_replicate=mesh.dp_replicate,
         tp=mesh.tp,
         on_host=rank.offloads,
         device=device,
         network=network,
+        bubble_share=topology.bubble_share,
     )
     tokens = config.optim.global_batch_seqs * config.data.seq_len
     flops = tokens * flops_per_token(config.model, config.data.seq_len)
@@ -121,14 +140,21 @@ def forecast(
         offloaded_bytes=_offloaded_bytes(rank, network) if rank.offloads else 0,
         tokens_per_s=tokens / time.step_s,
         mfu=flops / time.step_s / (world_size * device.flops),
+        stages=stages,
+        bubble_share=topology.bubble_share,
     )
 
 
-def rank_of(config: PretrainConfig, batch: BatchPlan, mesh: MeshShape) -> Rank:
-    """The rank that has most to do."""
+def rank_of(config: PretrainConfig, topology: Topology) -> Rank:
+    """The rank that has most to do; in a pipeline as many blocks as any, as many micro-batches in flight as the first
+    rank, and both embedding and output: more than any has."""
+    mesh, batch, stages, model, in_flight = topology.mesh, topology.batch, topology.stages, config.model, 1.0
     slice_seqs = config.optim.global_batch_seqs // config.optim.num_slices
+    if stages:
+        model = replace(model, num_layers=max(map(stages.num_blocks_of, range(stages.pp))))
+        in_flight = most_in_flight(stages.pp, stages.per_rank, batch.num_micro_batches) / stages.per_rank
     return Rank(
-        model=config.model,
+        model=model,
         parallel=config.parallel,
         dp_shard=mesh.dp_shard,
         num_passes=batch.num_micro_batches,
@@ -136,6 +162,7 @@ def rank_of(config: PretrainConfig, batch: BatchPlan, mesh: MeshShape) -> Rank:
         seq_len=config.data.seq_len,
         on_gpu=config.cluster.gpus_per_worker > 0,
         moments=config.optim.moments,
+        more_in_flight=max(0.0, in_flight - 1.0),
     )
 
 
@@ -204,10 +231,11 @@ def remedy(config: PretrainConfig, world_size: int, device: Device, network: Net
     ]
     for mode in modes[modes.index(parallel.activation_checkpoint) + 1 :]:
         tries.append((f"activation_checkpoint={mode.value}", {"activation_checkpoint": mode}))
-    if config.cluster.gpus_per_worker and parallel.float8 is Float8.tensorwise_all_gather:
+    may_offload = config.cluster.gpus_per_worker > 0 and parallel.pp == 1
+    if may_offload and parallel.float8 is Float8.tensorwise_all_gather:
         both = {"cpu_offload": True, "float8": Float8.tensorwise}
         tries.append(("cpu_offload=true parallel.float8=tensorwise", both))
-    elif config.cluster.gpus_per_worker:
+    elif may_offload:
         tries.append(("cpu_offload=true", {"cpu_offload": True}))
     settings: dict[str, str] = {}
     for text, values in tries:
@@ -267,8 +295,9 @@ def _offloaded_bytes(rank: Rank, network: Network) -> int:
 def snapshot_bytes(
     config: PretrainConfig, mesh: MeshShape, *, ranks_on_node: int, ranks_copied: int, least_shards: int
 ) -> int:
-    """The most that snapshots take of a node's memory, in a group of this shape and the smaller ones."""
-    if config.snapshot.every_steps == 0:
+    """The most that snapshots take of a node's memory, in a group of this shape and the smaller ones; a pipeline's
+    group, of fixed size, takes none."""
+    if config.snapshot.every_steps == 0 or mesh.pp > 1:
         return 0
     return plan_snapshot_memory(
         state_bytes=state_bytes(config.model, config.optim.moments, mesh.tp),
@@ -297,12 +326,13 @@ def settle_passes(config: C, device: Device | None, network: Network) -> tuple[C
     traffic and leave room for larger passes. The forecast weighs them, before anything starts and once for a run, so
     that a change of the group changes no shapes and all ranks have the same.
 
-    Without a GPU, or where its kind is not known (None), a pass is a slice, and the last one reduces.
+    Without a GPU, or where its kind is not known (None), a pass is a slice, and the last one reduces. So in a pipeline,
+    where few large passes are a large bubble.
     """
     parallel = config.parallel
     if parallel.slices_per_pass and parallel.sync_every_micro_batch is not None:
         return config, ""
-    if device is None or config.cluster.gpus_per_worker == 0:
+    if device is None or config.cluster.gpus_per_worker == 0 or parallel.pp > 1:
         return _with(config, parallel.slices_per_pass or 1, bool(parallel.sync_every_micro_batch)), ""
     chosen = _fastest_that_fits(config, device, network)
     at_least = forecast(chosen, config.cluster.min_workers, device, network)
@@ -316,14 +346,15 @@ def settle_passes(config: C, device: Device | None, network: Network) -> tuple[C
 
 def _fastest_that_fits(config: C, device: Device, network: Network) -> C:
     """The fastest at the largest world size that fits all; where none does, what takes least memory."""
-    parallel, cluster = config.parallel, config.cluster
-    most = topology_of(config, cluster.max_workers).batch.most_slices
+    parallel = config.parallel
+    full = max(world_sizes(config).values())
+    most = topology_of(config, full).batch.most_slices
     # passes of one size: each other one would be compiled too
     sizes = [parallel.slices_per_pass] if parallel.slices_per_pass else [n for n in range(1, most + 1) if most % n == 0]
     reduces = [False, True] if parallel.sync_every_micro_batch is None else [parallel.sync_every_micro_batch]
     tried = [_with(config, size, reduce) for size, reduce in product(sizes, reduces)]
     plainest, smallest = tried[: len(reduces)], tried[len(reduces) - 1]
-    times = [forecast(each, cluster.max_workers, device, network).time.step_s for each in tried]
+    times = [forecast(each, full, device, network).time.step_s for each in tried]
     for _, number in sorted((time, number) for number, time in enumerate(times)):
         room = 1.0 if tried[number] in plainest else ROOM_SHARE
         if _fits(tried[number], room, device, network):

@@ -41,6 +41,7 @@ class Rank:
     seq_len: int
     on_gpu: bool
     moments: Dtype = Dtype.float32
+    more_in_flight: float = 0.0  # forwards of all its blocks whose backward is still to come, in a pipeline
 
     @property
     def tokens(self) -> int:
@@ -198,6 +199,8 @@ class _Step:
             ledger.take("parameters", FLOAT32 * shards, "start")
             ledger.take("optimizer", moment_bytes(rank.moments) * shards, "start")
         ledger.take("activations", TOKEN_BYTES * rank.tokens * rank.num_passes, "start")
+        kept = len(self.blocks) * self.activations.kept + self.stream
+        ledger.take("activations", round(rank.more_in_flight * kept), "start")
         num_passes = min(rank.num_passes, 3)  # those in the middle are all alike
         for number in range(num_passes):
             last = number == num_passes - 1

@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 
 from regrow.config.schema import PretrainConfig
+from regrow.config.spares import most_workers, num_beyond
 from regrow.forecast.cost import Network, assumptions
 from regrow.forecast.devices import GIB, Device
 from regrow.forecast.estimate import USABLE_SHARE, Forecast, remedy
 from regrow.forecast.footprint import KINDS
 from regrow.model.size import flops_per_token, num_params
+from regrow.plan.pipeline import Stages
 
 MOST_ROWS = 12
+LEAST_SLOWER = 1e-3  # of a step that is told
 
 
 def to_text(config: PretrainConfig, forecasts: Sequence[Forecast], device: Device, network: Network) -> str:
@@ -17,10 +20,12 @@ def to_text(config: PretrainConfig, forecasts: Sequence[Forecast], device: Devic
     return "\n".join(
         [
             *_heading(config, device, network),
+            *_pipeline(forecasts[0].stages),
             "",
             *_memory(forecasts, network),
             "",
             *_time(forecasts, network),
+            *_unit_away(config, forecasts),
             "",
             *_verdict(config, forecasts, device, network),
             "",
@@ -32,7 +37,7 @@ def to_text(config: PretrainConfig, forecasts: Sequence[Forecast], device: Devic
 def chosen(forecasts: Sequence[Forecast], network: Network) -> list[Forecast]:
     """The smallest and the largest size and those of whole nodes between them, thinned out where they are many."""
     first, last = forecasts[0], forecasts[-1]
-    between = [each for each in forecasts[1:-1] if each.mesh.world_size % network.ranks_per_node == 0]
+    between = [each for each in forecasts[1:-1] if each.num_workers % network.ranks_per_node == 0]
     every = max(1, -(-len(between) // (MOST_ROWS - 2)))
     return [first, *between[::every], *([last] if last is not first else [])]
 
@@ -72,26 +77,28 @@ def _memory(forecasts: Sequence[Forecast], network: Network) -> list[str]:
         replicas = f"{each.mesh.dp_replicate}x" if each.mesh.dp_replicate > 1 else ""
         total, fits = f"{each.memory.total / GIB:.2f}", "yes" if each.fits else "NO"
         in_memory = [f"{size / GIB:.1f}" for size in (each.snapshot_bytes, each.offloaded_bytes)][: len(on_nodes)]
-        size, unit = str(each.mesh.world_size), f"x{each.mesh.tp}" if each.mesh.tp > 1 else ""
-        rows.append(
-            [size, f"{replicas}{each.mesh.dp_shard}{unit}", *kinds, total, fits, each.memory.moment, *in_memory]
-        )
+        size, unit = str(each.num_workers), f"x{each.mesh.tp}" if each.mesh.tp > 1 else ""
+        mesh = f"{f'{each.mesh.pp}x' if each.mesh.pp > 1 else ''}{replicas}{each.mesh.dp_shard}{unit}"
+        rows.append([size, mesh, *kinds, total, fits, each.memory.moment, *in_memory])
     heading = f"GiB of a device at the fullest moment of a step; {' and '.join(on_nodes)}, in a node's memory"
     return [heading, *_columns(rows)]
 
 
 def _time(forecasts: Sequence[Forecast], network: Network) -> list[str]:
-    rows = [
-        ["workers", "passes", "idle", "compute s", "network s", "update s", "step s", "tokens/s", "MFU", "bound by"]
-    ]
+    spares = ["spares"] if any(each.spares for each in forecasts) else []
+    bubble = ["bubble"] if any(each.stages for each in forecasts) else []
+    seconds = ["compute s", "network s", "update s", "step s"]
+    rows = [["workers", *spares, "passes", "idle", *bubble, *seconds, "tokens/s", "MFU", "bound by"]]
     for each in chosen(forecasts, network):
         time = each.time
         seconds = [f"{value:.3g}" for value in (time.compute_s, time.network_s, time.update_s, time.step_s)]
         rows.append(
             [
-                str(each.mesh.world_size),
+                str(each.num_workers),
+                *([str(each.spares)] if spares else []),
                 str(each.batch.num_micro_batches),
                 f"{each.batch.idle_share:.1%}",
+                *([f"{each.bubble_share:.1%}"] if bubble else []),
                 *seconds,
                 f"{each.tokens_per_s:,.0f}",
                 f"{each.mfu:.0%}",
@@ -99,6 +106,41 @@ def _time(forecasts: Sequence[Forecast], network: Network) -> list[str]:
             ]
         )
     return ["a step, an estimate; compute and network run side by side", *_columns(rows)]
+
+
+def _pipeline(stages: Stages | None) -> list[str]:
+    """What stages there are, and what a reader may do about the bubble."""
+    if stages is None:
+        return []
+    blocks = ", ".join(str(len(each)) for each in stages.blocks)
+    several = f", {stages.per_rank} a rank, interleaved" if stages.per_rank > 1 else ""
+    return [
+        f"{len(stages.blocks)} stages of {blocks} blocks{several}; the bubble shrinks with more passes "
+        "(optim.num_slices) and more stages a rank (parallel.schedule=interleaved)",
+        "assumed: memory is at most that of a rank with most blocks, and with embedding and output both; messages "
+        "between stages hide behind arithmetic",
+    ]
+
+
+def _unit_away(config: PretrainConfig, forecasts: Sequence[Forecast]) -> list[str]:
+    """What it costs that one unit is away from all that may be there, in a line, where that is allowed."""
+    *_, before, full = [None, *forecasts]
+    if before is None or full is None:
+        return []
+    most, size, spares = (
+        most_workers(config.cluster),
+        full.mesh.tp * full.mesh.pp,
+        full.spares + num_beyond(config.cluster),
+    )
+    if spares:
+        return [f"one unit of {size} away from {most} workers costs nothing: {spares} of these are spares"]
+    if (slower := before.time.step_s / full.time.step_s - 1) < LEAST_SLOWER:
+        return []
+    passes = f"{before.batch.num_micro_batches} passes for {full.batch.num_micro_batches}"
+    return [
+        f"one unit of {size} away from {most} workers: {passes}, a step takes {slower:.1%} longer; with more workers "
+        "in cluster.max_workers and cluster.spare_workers=auto a spare takes its place"
+    ]
 
 
 def _verdict(config: PretrainConfig, forecasts: Sequence[Forecast], device: Device, network: Network) -> list[str]:
@@ -109,7 +151,7 @@ def _verdict(config: PretrainConfig, forecasts: Sequence[Forecast], device: Devi
     worst = max(large, key=lambda each: each.memory.total)
     size = worst.mesh.world_size
     lines = [
-        f"does not fit at {spans([each.mesh.world_size for each in large])} workers: at most {usable}, and at {size} "
+        f"does not fit at {spans([each.num_workers for each in large])} workers: at most {usable}, and at {size} "
         f"it is {worst.memory.total / GIB:.1f}"
     ]
     found = remedy(config, size, device, network)

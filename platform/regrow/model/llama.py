@@ -22,6 +22,7 @@ from regrow.config.schema import ModelConfig, RopeScaling
 from regrow.model.attention import Mask, attend, document_mask, document_starts_BT
 from regrow.plan.boxes import Box
 from regrow.plan.mesh import Coordinates
+from regrow.plan.pipeline import Stages
 from regrow.plan.placement import placed
 
 INIT_STD = 0.02
@@ -116,21 +117,37 @@ class Output(nn.Linear):
 class Llama(nn.Module):
     """Tokens to logits. Build it under `torch.device("meta")`, then `to_empty` and `init_weights`.
 
-    `eot_id`, the end-of-text token, is given exactly if `config.document_attention` is set.
+    `eot_id`, the end-of-text token, is given exactly if `config.document_attention` is set. As rank `pp_rank` of a
+    pipeline it has the blocks of that rank's `stages`, the embedding on the first rank, the output on the last (tied, a
+    copy of the embedding), all under the names that they have in the whole model; `stages` are what runs then.
     """
 
     rope_Q2: Tensor
+    stages: dict[int, "Stage"]  # by number; none: it runs as a whole
 
-    def __init__(self, config: ModelConfig, eot_id: int | None = None) -> None:
+    def __init__(
+        self, config: ModelConfig, eot_id: int | None = None, stages: Stages | None = None, pp_rank: int = 0
+    ) -> None:
         super().__init__()
         assert config.document_attention == (eot_id is not None), f"{config.document_attention=} {eot_id=}"
         self.config = config
         self.eot_id = eot_id
-        self.embed = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.output = None if config.tied else Output(config.dim, config.vocab_size, bias=False)
+        is_first = stages is None or pp_rank == 0
+        is_last = stages is None or pp_rank == stages.pp - 1
+        blocks = {number: stages.blocks[number] for number in stages.of_rank(pp_rank)} if stages else {}
+        has_embedding = is_first or (is_last and config.tied)
+        self.embed = nn.Embedding(config.vocab_size, config.dim) if has_embedding else None
+        self.layers = nn.ModuleList()
+        for number in sorted(block for each in blocks.values() for block in each) or range(config.num_layers):
+            self.layers.add_module(str(number), Block(config))
+        self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps) if is_last else None
+        has_output = is_last and not config.tied
+        self.output = Output(config.dim, config.vocab_size, bias=False) if has_output else None
         self.register_buffer("rope_Q2", self.rope_frequencies_Q2(), persistent=False)
+        self.stages = {
+            number: Stage(self, each, is_first=number == 0, is_last=number == stages.last if stages else True)
+            for number, each in blocks.items()
+        }
         self.boxes = {name: Box.whole(name, tuple(each.shape)) for name, each in self.named_parameters()}
 
     def place(self, at: Coordinates) -> None:
@@ -162,16 +179,57 @@ class Llama(nn.Module):
         Within documents, positions count from each one's beginning. RoPE's scores depend on differences of positions
         only, so this changes their range and rounding, not what is computed: it is the mask that separates documents.
         """
+        assert not self.stages, "a part runs by its stages"
+        assert self.embed is not None
+        assert self.norm is not None
+        places = self.places(tokens_BT)
+        x_BTD = self.embed(tokens_BT)
+        for layer in self.layers:
+            x_BTD = layer(x_BTD, *places)
+        x_BTD = self.norm(x_BTD)
+        return head(x_BTD, self.embed.weight) if self.output is None else self.output(x_BTD, head)
+
+    def places(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor, Mask | None]:
+        """What blocks are told of where the tokens stand: cosines and sines of positions, and attention's mask."""
         positions_BT, mask = torch.arange(tokens_BT.size(1), device=tokens_BT.device)[None], None
         if self.eot_id is not None:
             starts_BT = document_starts_BT(tokens_BT, self.eot_id)
             positions_BT, mask = positions_BT - starts_BT, document_mask(starts_BT)
-        cos_BTQ, sin_BTQ = self.rope_BTQ(positions_BT)
-        x_BTD = self.embed(tokens_BT)
+        return *self.rope_BTQ(positions_BT), mask
+
+
+class Stage(nn.Module):
+    """Neighbouring blocks of a model that has them, with the embedding before the first and the output behind the last.
+
+    The modules stay the model's: this is what runs, and what FSDP takes for a root.
+    """
+
+    def __init__(self, model: Llama, blocks: range, *, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        layers = dict(model.layers.named_children())
+        self.is_first, self.places = is_first, model.places
+        self.embed = model.embed if is_first or (is_last and model.config.tied) else None
+        self.layers = nn.ModuleList(layers[str(block)] for block in blocks)
+        self.norm, self.output = (model.norm, model.output) if is_last else (None, None)
+
+    def forward(self, x_BTD: Tensor | None, tokens_BT: Tensor, head: Head = F.linear) -> Tensor:
+        """The residual stream behind its last block; of the last stage, what `head` makes of it, as in `Llama`.
+
+        `x_BTD` is what the stage before it returned, `tokens_BT` the same for all stages.
+        """
+        places = self.places(tokens_BT)
+        if self.is_first and self.embed is not None:
+            x_BTD = self.embed(tokens_BT)
+        assert x_BTD is not None, "only the first stage begins with tokens"
         for layer in self.layers:
-            x_BTD = layer(x_BTD, cos_BTQ, sin_BTQ, mask)
+            x_BTD = layer(x_BTD, *places)
+        if self.norm is None:
+            return x_BTD
         x_BTD = self.norm(x_BTD)
-        return head(x_BTD, self.embed.weight) if self.output is None else self.output(x_BTD, head)
+        if self.output is not None:
+            return self.output(x_BTD, head)
+        assert self.embed is not None
+        return head(x_BTD, self.embed.weight)
 
 
 @torch.no_grad()

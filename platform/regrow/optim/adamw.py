@@ -1,6 +1,6 @@
 """AdamW with decoupled decay on matrices, and gradient clipping by a norm that does not depend on the sharding."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -104,13 +104,14 @@ def clip_grad_norm_float64(
     groups: Iterable[dist.ProcessGroup],
     *,
     counted_elsewhere: Iterable[Tensor] = (),
+    all_reduce: Callable[[Tensor, dist.ProcessGroup], object] | None = None,
 ) -> Tensor:
     """Scale the gradients in place so that their global L2 norm is at most `max_norm`; return the norm before that.
 
     Collective over `groups`, along each of which ranks hold different parts of the gradients; replicas of HSDP are left
     out, as they hold the same. `counted_elsewhere` are parameters that another rank along them has as well, and counts.
     Accumulated in float64, so it agrees over shardings to float64 rounding where a float32 norm does to 1e-4. Returns a
-    float64 scalar where the gradients are; the host waits for nothing.
+    float64 scalar where the gradients are; the host waits for nothing. `all_reduce` sums over a group, in place.
     """
     elsewhere = {id(parameter) for parameter in counted_elsewhere}
     grads = [(_local(parameter.grad), id(parameter)) for parameter in parameters if parameter.grad is not None]
@@ -120,12 +121,16 @@ def clip_grad_norm_float64(
     if counted := [grad for grad, of in held if of not in elsewhere]:
         square = torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float64)).square().sum()
     for group in groups:
-        dist.all_reduce(square, group=group)
+        (all_reduce or _sum)(square, group)
     norm = square.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if held:
         torch._foreach_mul_([grad for grad, _ in held], scale.to(held[0][0].dtype))
     return norm
+
+
+def _sum(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(tensor, group=group)
 
 
 def _local(grad: Tensor) -> Tensor:

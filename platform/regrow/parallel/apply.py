@@ -18,6 +18,7 @@ from regrow.parallel.fsdp import (
     tensor_group,
 )
 from regrow.parallel.tensor_parallel import apply_tensor_parallel
+from regrow.plan.pipeline import Stages
 
 KERNELS = {
     AttentionKernel.flash: (SDPBackend.FLASH_ATTENTION,),
@@ -36,17 +37,19 @@ def build_model(
     device: torch.device | str,
     seed: int | None,
     eot_id: int | None = None,
+    stages: Stages | None = None,
 ) -> Llama:
     """A Llama on `device`, its weights drawn from `seed`, ready to train; no rank ever holds more than its shard.
 
     With `seed=None` its weights are what memory held, for a caller that loads all of them, and calls
     `refresh_float8_scales` then. Without a mesh: whole, on one device, every parameter and all compute in float32.
-    `eot_id`, the end-of-text token, is given exactly if the model's attention keeps within documents. Local, but for
-    float8 all-gather, which is collective.
+    `eot_id`, the end-of-text token, is given exactly if the model's attention keeps within documents. In a pipeline it
+    is the rank's `stages` of it. Local, but for float8 all-gather, which is collective.
     """
+    place = coordinates_of(mesh)
     with torch.device("meta"):
-        model = Llama(model_config, eot_id)
-    model.place(coordinates_of(mesh))
+        model = Llama(model_config, eot_id, stages, place.along("pp")[0])
+    model.place(place)
     model.use_attention_kernels(attention_kernels(parallel_config.attention, torch.device(device)))
     if mesh is not None and (group := tensor_group(mesh)) is not None:
         apply_tensor_parallel(model, group)

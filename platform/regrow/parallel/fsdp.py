@@ -62,14 +62,20 @@ def world_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The ranks that hold the same blocks of what tensor parallelism cuts."""
+    """The ranks that hold the same stages, and the same blocks of what tensor parallelism cuts."""
     names = axes_of(mesh)
-    return mesh if "tp" not in names else mesh[tuple(name for name in names if name != "tp")]
+    data = tuple(name for name in names if name not in ("tp", "pp"))
+    return mesh if data == names else mesh[data]
 
 
 def tensor_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The ranks that share each block's arithmetic; None where each does its own."""
     return mesh.get_group("tp") if "tp" in axes_of(mesh) else None
+
+
+def pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks of a pipeline, in the order of their stages; None where each has all blocks."""
+    return mesh.get_group("pp") if "pp" in axes_of(mesh) else None
 
 
 def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -92,7 +98,7 @@ def coordinates_of(mesh: DeviceMesh | None) -> Coordinates:
     if mesh is None:
         return ALONE
     size = {name: mesh[name].size() for name in axes_of(mesh)}
-    shape = MeshShape(size.get("dp_replicate", 1), size["dp_shard"], size.get("tp", 1))
+    shape = MeshShape(size.get("dp_replicate", 1), size["dp_shard"], size.get("tp", 1), size.get("pp", 1))
     rank = 0
     for name in axes_of(mesh):
         rank = rank * size[name] + mesh.get_local_rank(name)
@@ -108,7 +114,8 @@ def apply_fsdp(
     cpu_offload: bool = False,
     prefetch_blocks: int = 1,
 ) -> None:
-    """Shard the embedding, each block and the output, each gathered as one; the rest belongs to the root.
+    """Shard the embedding, each block and the output, each gathered as one; the rest belongs to the root, the model or
+    each of its stages.
 
     While one computes, the next `prefetch_blocks` of them are on their way.
     Compute and all-gathers are in `dtype`, parameters and reductions in float32. Tied, the embedding belongs to the
@@ -120,31 +127,39 @@ def apply_fsdp(
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     home = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, mp_policy=precision, offload_policy=home)
-    if model.output is not None:
+    if model.embed is not None and not model.config.tied:
         shard(model.embed, reshard_after_forward=reshard_after_forward)
+    if model.norm is not None and model.output is not None:
         # backward begins here: freeing these at the end of forward would only gather them again
         shard([model.norm, model.output], reshard_after_forward=False)
     for layer in model.layers:
         shard(layer, reshard_after_forward=reshard_after_forward)
-    shard(model)
+    for root in roots_of(model):
+        shard(root)
     for module in fsdp_modules(model):
         module.set_gradient_divide_factor(1.0)  # the loss is divided by the global token count, so gradients add up
         module.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
     if prefetch_blocks > 1:
-        _prefetch(model, prefetch_blocks)
+        for root in roots_of(model):
+            _prefetch(root, prefetch_blocks)
 
 
-def _prefetch(model: Llama, num_ahead: int) -> None:
+def _prefetch(model: Any, num_ahead: int) -> None:
     """While one computes, have the next `num_ahead` on their way, not the next alone."""
-    untied = model.output is not None
-    order: list[Any] = [*([model.embed] if untied else []), *model.layers, *([model.output] if untied else [])]
+    ends = [each if isinstance(each, FSDPModule) else None for each in (model.embed, model.output)]
+    order: list[Any] = [each for each in (ends[0], *model.layers, ends[1]) if each is not None]
     for number, module in enumerate(order):
         module.set_modules_to_forward_prefetch(order[number + 1 : number + 1 + num_ahead])
         module.set_modules_to_backward_prefetch(order[max(0, number - num_ahead) : number][::-1])
 
 
-def fsdp_modules(model: torch.nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+def roots_of(model: nn.Module) -> list[nn.Module]:
+    """What runs as one: the model, or each of the stages that it has."""
+    return list(getattr(model, "stages", {}).values()) or [model]
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for root in roots_of(model) for module in root.modules() if isinstance(module, FSDPModule)]
 
 
 def settle_shards(model: torch.nn.Module) -> None:
@@ -158,12 +173,14 @@ def settle_shards(model: torch.nn.Module) -> None:
         module.reshard()
 
 
-def prepare_pass(model: torch.nn.Module, *, reduce: bool, free: bool) -> None:
-    """Whether the next backward reduces gradients, or adds them to those that this rank keeps whole; and whether it
-    frees the full parameters behind it, or leaves them for the next forward."""
+def prepare_pass(model: nn.Module, *, reduce: bool, free: bool, last: bool = True) -> None:
+    """Whether the next backward reduces gradients, or adds them to those that this rank keeps whole; whether it frees
+    the full parameters behind it, or leaves them for the next forward; and whether it is the last one of all forwards
+    so far: they share an order of prefetching."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(reduce)
         model.set_reshard_after_backward(free)
+        model.set_is_last_backward(last)
 
 
 def free_gathered(model: torch.nn.Module) -> None:

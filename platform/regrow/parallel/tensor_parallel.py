@@ -51,8 +51,10 @@ def apply_tensor_parallel(model: Llama, group: dist.ProcessGroup) -> None:
         for module in (layer.attention, layer.ffn):
             module.register_forward_pre_hook(_gather_input)
             module.register_forward_hook(_scatter_output)
-    model.embed.forward = partial(_embed, model.embed, group.rank())  # type: ignore[method-assign]
-    model.norm.register_forward_hook(_gather_output)
+    if model.embed is not None:
+        model.embed.forward = partial(_embed, model.embed, group.rank())  # type: ignore[method-assign]
+    if model.norm is not None:
+        model.norm.register_forward_hook(_gather_output)
 
 
 def sum_uncut_gradients(model: nn.Module, group: dist.ProcessGroup) -> None:

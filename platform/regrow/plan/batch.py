@@ -1,5 +1,6 @@
 """How a global batch is shared out: slices -> ranks -> micro-batches. Pure arithmetic, the same on every rank."""
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from regrow.errors import BatchError
@@ -69,9 +70,17 @@ def plan_batch(*, num_slices: int, world_size: int, slices_per_pass: int = 1) ->
 
 
 def check_world_sizes(
-    *, num_slices: int, global_batch_seqs: int, min_workers: int, max_workers: int, unit: int = 1
+    *,
+    num_slices: int,
+    global_batch_seqs: int,
+    min_workers: int,
+    max_workers: int,
+    unit: int = 1,
+    runs: Callable[[], Collection[int]] | None = None,
 ) -> list[BatchPlan]:
     """Plan every world size from `min_workers` to `max_workers` that is whole units, of `unit` workers each.
+
+    Of these only the ones of `runs()`, in workers, where groups have no others.
 
     Raises BatchError, naming a setting that works, if any of them is impossible or leaves ranks idle for more than
     15% of the passes, or if the slices do not divide the global batch.
@@ -89,7 +98,8 @@ def check_world_sizes(
             f"set optim.global_batch_seqs={-(-max(global_batch_seqs, 1) // max(num_slices, 1)) * max(num_slices, 1)}"
         )
     plans, idle = [], []
-    for world_size in range(least, most + 1):
+    every = range(least, most + 1)
+    for world_size in every if runs is None or num_slices < least else sorted(each // unit for each in runs()):
         if num_slices < world_size:
             idle.append((world_size, 1.0))
             continue

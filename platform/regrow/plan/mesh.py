@@ -6,11 +6,12 @@ from math import prod
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Ranks as a grid: `dp_replicate` copies of the model, each sharded over `dp_shard` units of `tp` ranks."""
+    """Ranks as a grid: `dp_replicate` copies of the model, each sharded over `dp_shard` units of `pp` x `tp` ranks."""
 
     dp_replicate: int
     dp_shard: int
     tp: int = 1
+    pp: int = 1
 
     @property
     def num_units(self) -> int:
@@ -19,13 +20,21 @@ class MeshShape:
 
     @property
     def world_size(self) -> int:
-        return self.num_units * self.tp
+        return self.num_units * self.tp * self.pp
 
     @property
     def axes(self) -> dict[str, int]:
-        """Mesh axes by name, outermost first; FSDP alone has one, HSDP another, tensor parallelism its own."""
-        replicas = {"dp_replicate": self.dp_replicate} if self.dp_replicate > 1 else {}
-        return replicas | {"dp_shard": self.dp_shard} | ({"tp": self.tp} if self.tp > 1 else {})
+        """Mesh axes by name, outermost first; FSDP alone has one, the others theirs where there are several ranks."""
+        axes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        return {name: size for name, size in axes.items() if size > 1 or name == "dp_shard"}
+
+    def unit_of(self, rank: int) -> int:
+        """The data-parallel rank that a rank belongs to.
+
+        >>> [MeshShape(dp_replicate=1, dp_shard=2, tp=2, pp=2).unit_of(rank) for rank in range(8)]
+        [0, 0, 1, 1, 0, 0, 1, 1]
+        """
+        return rank // self.tp % self.num_units
 
 
 @dataclass(frozen=True)
@@ -52,21 +61,21 @@ class Coordinates:
 ALONE = Coordinates(MeshShape(1, 1))
 
 
-def plan_mesh(world_size: int, dp_replicate: int, tp: int = 1) -> MeshShape:
-    """Shape the mesh for a world size, whole units of `tp` ranks: HSDP where the replicas divide the number of units,
-    FSDP over all of them where they do not.
+def plan_mesh(world_size: int, dp_replicate: int, tp: int = 1, pp: int = 1) -> MeshShape:
+    """Shape the mesh for a world size, whole units of `tp` x `pp` ranks: HSDP where the replicas divide the number of
+    units, FSDP over all of them where they do not.
 
-    Neighbouring ranks share a unit, and neighbouring units a replica, so that the heavy traffic stays within nodes.
+    Neighbouring ranks share the arithmetic of a block, then a replica, then a stage, so that the heavy traffic stays
+    within nodes: it is messages between stages that cross them.
 
     >>> plan_mesh(world_size=8, dp_replicate=2)
-    MeshShape(dp_replicate=2, dp_shard=4, tp=1)
+    MeshShape(dp_replicate=2, dp_shard=4, tp=1, pp=1)
     >>> plan_mesh(world_size=14, dp_replicate=2, tp=2)
-    MeshShape(dp_replicate=1, dp_shard=7, tp=2)
+    MeshShape(dp_replicate=1, dp_shard=7, tp=2, pp=1)
     """
     assert world_size >= 1, f"{world_size=}"
     assert dp_replicate >= 1, f"{dp_replicate=}"
-    assert world_size % tp == 0, f"{world_size=} {tp=}"
-    num_units = world_size // tp
-    if num_units % dp_replicate:
-        return MeshShape(1, num_units, tp)
-    return MeshShape(dp_replicate, num_units // dp_replicate, tp)
+    assert world_size % (tp * pp) == 0, f"{world_size=} {tp=} {pp=}"
+    num_units = world_size // (tp * pp)
+    replicas = dp_replicate if num_units % dp_replicate == 0 else 1
+    return MeshShape(replicas, num_units // replicas, tp, pp)

@@ -87,8 +87,8 @@ def reset_moments(optimizer: torch.optim.Optimizer) -> None:
 
 def fill(target: Tensor, runs: Runs, data: memoryview) -> None:
     """Put runs of elements, counted in `data` from its first byte, to their places in a flat tensor on any device."""
-    steps = [np.diff(each) for each in (runs.source, runs.target)]
-    if len(runs.length) > 1 and not any(np.ptp(each) for each in (*steps, runs.length)):  # as columns are
+    steps = [np.diff(each) for each in (runs.source, runs.target)] if len(runs.length) > 1 else []
+    if steps and not any(np.ptp(each) for each in (*steps, runs.length)):  # as columns are
         size = (len(runs.length), int(runs.length[0]))
         to, source = (
             flat.as_strided(size, (int(step[0]), 1), flat.storage_offset() + int(first[0]))

@@ -3,12 +3,15 @@
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig, PretrainConfig
+from regrow.config.schema import Dtype, ModelConfig, OptimConfig, ParallelConfig, PretrainConfig
 from regrow.model.size import flops_per_token
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
-from regrow.parallel.fsdp import shard_group, tensor_group, world_group
+from regrow.parallel.fsdp import replica_group, shard_group, tensor_group, world_group
+from regrow.parallel.pipeline import Pipeline
+from regrow.parallel.waits import time_collectives
 from regrow.plan.batch import BatchPlan
+from regrow.plan.pipeline import Stages
 from regrow.train.loop import LoopSettings
 from regrow.train.metrics import Meter
 from regrow.train.step import TrainStep, build_loss
@@ -23,9 +26,11 @@ def build_step(
     device: torch.device,
     seed: int | None,
     eot_id: int | None = None,
+    stages: Stages | None = None,
 ) -> TrainStep:
-    """Collective over the mesh. `seed` and `eot_id` are as for `build_model`."""
-    built = build_model(model, parallel, mesh=mesh, device=device, seed=seed, eot_id=eot_id)
+    """Collective over the mesh. `seed`, `eot_id` and `stages` are as for `build_model`."""
+    built = build_model(model, parallel, mesh=mesh, device=device, seed=seed, eot_id=eot_id, stages=stages)
+    dtype = torch.bfloat16 if parallel.dtype is Dtype.bfloat16 else next(built.parameters()).dtype
     return TrainStep(
         built,
         build_optimizer(built, optim),
@@ -33,9 +38,11 @@ def build_step(
         group=world_group(mesh),
         shard_group=shard_group(mesh),
         tensor_group=tensor_group(mesh),
+        pipeline=Pipeline(built, stages, mesh, dtype=dtype) if stages is not None else None,
         sync_every_micro_batch=bool(parallel.sync_every_micro_batch),
         keep_gathered=not parallel.reshard_after_forward,
         loss_function=build_loss(parallel, device, tensor_group(mesh)),
+        waits=time_collectives(built, device, replicated=replica_group(mesh) is not None),
     )
 
 
@@ -54,7 +61,9 @@ def loop_settings(config: PretrainConfig, plan: BatchPlan, last_step: int) -> Lo
     )
 
 
-def meter_of(config: PretrainConfig, world_size: int, generation: int, *, peak_flops: float) -> Meter:
+def meter_of(
+    config: PretrainConfig, world_size: int, generation: int, *, device: torch.device, peak_flops: float
+) -> Meter:
     """`peak_flops` are those of all ranks together."""
     return Meter(
         tokens_per_step=config.optim.global_batch_seqs * config.data.seq_len,
@@ -62,4 +71,5 @@ def meter_of(config: PretrainConfig, world_size: int, generation: int, *, peak_f
         peak_flops=peak_flops,
         world_size=world_size,
         generation=generation,
+        device=device,
     )

@@ -20,12 +20,15 @@ from regrow.model.loss import IGNORE_INDEX, ChunkLoss, chunked_cross_entropy, lo
 from regrow.optim.adamw import clip_grad_norm_float64, set_lr, step_unless
 from regrow.parallel.float8 import refresh_float8_scales
 from regrow.parallel.fsdp import free_gathered, prepare_pass
+from regrow.parallel.pipeline import Pipeline
 from regrow.parallel.tensor_parallel import loss_and_gradient_of_cut, sum_uncut_gradients, uncut_parameters
+from regrow.parallel.waits import ALL, Marks, Waits
 from regrow.train.certificate import Certificate
 
 LIMB_BITS = 16  # a uint64 travels as four limbs, whose sums over 2**37 ranks float64 still holds exactly
 
-LossFunction = Callable[[nn.Module, Tensor, Tensor], Tensor]  # model, inputs and targets [m, T]; sum over valid ones
+# model, inputs and targets [m, T]; sum over valid ones
+LossFunction = Callable[[Callable[..., Tensor], Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,10 @@ class StepResult:
 class StepStats:
     """A step's result on its way to the host."""
 
-    def __init__(self, packed: Tensor, certificate: Certificate | None = None, number: int = 0) -> None:
-        self._certificate, self._number = certificate, number
+    def __init__(
+        self, packed: Tensor, certificate: Certificate | None = None, number: int = 0, marks: Marks | None = None
+    ) -> None:
+        self._certificate, self._number, self._marks = certificate, number, marks
         self._event: torch.cuda.Event | None = None
         self._host = packed
         if packed.is_cuda:
@@ -71,14 +76,18 @@ class StepStats:
         digest = sum(int(limb) << (LIMB_BITS * i) for i, limb in enumerate(limbs)) % 2**64
         return StepResult(loss, grad_norm, int(num_tokens), flag > 0, blocked > 0, digest)
 
+    def waits(self) -> dict[str, float]:
+        """Seconds that this rank waited in collectives of each group (`parallel.waits`), once it is resolved."""
+        return self._marks.seconds() if self._marks is not None else {}
+
 
 class TrainStep:
     """Runs optimizer steps on a model that `build_model` made.
 
     `group` are all ranks, `shard_group` those among which one copy of the model is sharded; both None for one process
     without FSDP. `tensor_group` are those that share one rank's rows, and the arithmetic on them; None where each has
-    rows of its own. `keep_gathered` gathers parameters once a step instead of twice a micro-batch, for models built
-    with `reshard_after_forward` off.
+    rows of its own. A `pipeline` has the model's stages on several ranks. `keep_gathered` gathers parameters once a
+    step instead of twice a micro-batch, for models built with `reshard_after_forward` off.
     """
 
     def __init__(
@@ -90,22 +99,31 @@ class TrainStep:
         group: dist.ProcessGroup | None,
         shard_group: dist.ProcessGroup | None,
         tensor_group: dist.ProcessGroup | None = None,
+        pipeline: Pipeline | None = None,
         sync_every_micro_batch: bool = False,
         keep_gathered: bool = False,
         loss_function: LossFunction | None = None,
+        waits: Waits | None = None,
     ) -> None:
+        """`waits` times the model's collectives, and the step's own."""
         self.certificate: Certificate | None = None  # of the generation whose steps these are
         self.model = model
         self.optimizer = optimizer
         self.max_grad_norm = max_grad_norm
         self.group = group
         self.tensor_group = tensor_group
-        self.norm_groups = [each for each in (shard_group, tensor_group) if each is not None]
-        self.counts = _counts(tensor_group)
-        self.counted_elsewhere = [] if self.counts else uncut_parameters(model)
+        self.pipeline = pipeline
+        groups = (shard_group, tensor_group, pipeline.group if pipeline is not None else None)
+        self.norm_groups = [each for each in groups if each is not None]
+        self.counts = _counts(tensor_group, pipeline)
+        self.counted_elsewhere: list[Tensor] = [
+            *([] if _counts(tensor_group) else uncut_parameters(model)),
+            *(pipeline.counted_elsewhere if pipeline is not None else []),
+        ]
         self.sync_every_micro_batch = sync_every_micro_batch
         self.keep_gathered = keep_gathered
         self.loss_function = loss_function or whole_loss
+        self.waits = waits or Waits(torch.device("cpu"))
 
     def run(
         self,
@@ -128,6 +146,7 @@ class TrainStep:
         the generation is over.
         """
         assert 1 <= len(micro_batches) <= num_micro_batches, f"{len(micro_batches)=} {num_micro_batches=}"
+        self.waits.take()  # what a validation has waited belongs to no step
         loss, num_tokens = self.accumulate(micro_batches, num_micro_batches)
         if before_update is not None:
             before_update()
@@ -137,23 +156,36 @@ class TrainStep:
         """Forward and backward over the global batch; this rank's share of its mean loss, and its valid tokens."""
         pairs = [split_rows(rows) for rows in micro_batches]
         num_tokens = torch.stack([(targets != IGNORE_INDEX).sum() for _, targets in pairs]).sum() * self.counts
-        _all_reduce(num_tokens, self.group)  # before the first backward, so that gradients need no second pass
+        self._all_reduce(num_tokens, self.group)  # before the first backward, so that gradients need no second pass
         divisor = num_tokens.clamp(min=1)
+        pairs = _filled_up(pairs, num_micro_batches)
         loss = torch.zeros((), dtype=torch.float64, device=num_tokens.device)
-        for index in range(num_micro_batches):
-            if self.certificate is not None:
-                self.certificate.raise_if_over()  # what is launched, a device has to come through before it is at rest
-            inputs, targets = pairs[min(index, len(pairs) - 1)]
-            if index >= len(pairs):
-                targets = torch.full_like(targets, IGNORE_INDEX)
-            last = index == num_micro_batches - 1
-            prepare_pass(self.model, reduce=last or self.sync_every_micro_batch, free=last or not self.keep_gathered)
-            share = self.loss_function(self.model, inputs, targets) / divisor
-            share.backward()
-            loss += share.detach() * self.counts
+
+        def score(forward: Callable[..., Tensor], index: int) -> Tensor:
+            share = self.loss_function(forward, *pairs[index]) / divisor
+            loss.add_(share.detach() * self.counts)
+            return share
+
+        if self.pipeline is not None:
+            inputs = [each for each, _ in pairs]
+            self.pipeline.run(inputs, score, prepare=self._prepare, check=self._raise_if_over)
+        else:
+            for index in range(num_micro_batches):
+                self._raise_if_over()
+                self._prepare(self.model, index == num_micro_batches - 1)
+                score(self.model, index).backward()
         if self.tensor_group is not None:
             sum_uncut_gradients(self.model, self.tensor_group)
         return loss, num_tokens
+
+    def _raise_if_over(self) -> None:
+        if self.certificate is not None:
+            self.certificate.raise_if_over()  # what is launched, a device has to come through before it is at rest
+
+    def _prepare(self, model: nn.Module, last: bool) -> None:
+        """For the next backward of a step, which may be its last one."""
+        reduce, free = last or self.sync_every_micro_batch, last or not self.keep_gathered
+        prepare_pass(model, reduce=reduce, free=free, last=last or self.pipeline is None)
 
     def update(
         self, loss: Tensor, num_tokens: Tensor, *, lr: float, flag: bool, blocked: bool, digest: int, number: int = 0
@@ -167,6 +199,7 @@ class TrainStep:
             self.max_grad_norm,
             self.norm_groups,
             counted_elsewhere=self.counted_elsewhere,
+            all_reduce=self._all_reduce,
         )
         set_lr(self.optimizer, lr)
         step_unless(self.optimizer, ~grad_norm.isfinite())
@@ -179,8 +212,14 @@ class TrainStep:
         grad_norm = grad_norm.to(loss.device)  # it is computed where the gradients are
         share = loss.new_zeros(1) if self.certificate is None else self.certificate.field(number)
         packed = torch.cat([loss[None], host.to(loss.device, non_blocking=True), share])
-        _all_reduce(packed, self.group)
-        return StepStats(torch.cat([packed, grad_norm[None], num_tokens.double()[None]]), self.certificate, number)
+        self._all_reduce(packed, self.group)
+        packed = torch.cat([packed, grad_norm[None], num_tokens.double()[None]])
+        return StepStats(packed, self.certificate, number, self.waits.take())
+
+    def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+        if group is not None:
+            with self.waits.inside(ALL):
+                dist.all_reduce(tensor, group=group)
 
 
 @torch.no_grad()
@@ -191,6 +230,7 @@ def evaluate(
     num_batches: int,
     group: dist.ProcessGroup | None,
     tensor_group: dist.ProcessGroup | None = None,
+    pipeline: Pipeline | None = None,
     loss_function: LossFunction | None = None,
     certificate: Certificate | None = None,
     number: int = 0,
@@ -198,22 +238,29 @@ def evaluate(
     """Sum of the loss over all valid targets of all ranks, and their number. Collective over `group`; waits for it.
 
     `batches` are this rank's rows, int64 [m, T+1] each, at least one; every rank runs `num_batches` passes, repeating
-    its last batch with every target ignored where it has fewer. Those of a `tensor_group` have the same rows. Of one
-    shape they compile once; rows of IGNORE_INDEX fill them up and count nothing. Raises BrokenStep where
-    the `certificate` does not vouch for the sums, by the step's number.
+    its last batch with every target ignored where it has fewer. Those of a `tensor_group`, and of a `pipeline`, have
+    the same rows. Of one shape they compile once; rows of IGNORE_INDEX fill them up and count nothing. Raises
+    BrokenStep where the `certificate` does not vouch for the sums, by the step's number.
     """
     assert 1 <= len(batches) <= num_batches, f"{len(batches)=} {num_batches=}"
-    loss_function = loss_function or whole_loss
+    loss_of = loss_function or whole_loss
     total = torch.zeros(2, dtype=torch.float64, device=next(model.buffers()).device)  # parameters may be offloaded
-    for index in range(num_batches):
-        inputs, targets = split_rows(batches[min(index, len(batches) - 1)])
-        if index >= len(batches):
-            targets = torch.full_like(targets, IGNORE_INDEX)
-        loss = loss_function(model, inputs, targets)
-        total += torch.stack([loss.double(), (targets != IGNORE_INDEX).sum().double()])
+    pairs = _filled_up([split_rows(rows) for rows in batches], num_batches)
+
+    def score(forward: Callable[..., Tensor], index: int) -> Tensor:
+        inputs, targets = pairs[index]
+        loss = loss_of(forward, inputs, targets)
+        total.add_(torch.stack([loss.double(), (targets != IGNORE_INDEX).sum().double()]))
+        return loss
+
+    if pipeline is not None:
+        pipeline.run([inputs for inputs, _ in pairs], score)
+    else:
+        for index in range(num_batches):
+            score(model, index)
     free_gathered(model)
     share = total.new_zeros(1) if certificate is None else certificate.field(number)
-    total = torch.cat([total * _counts(tensor_group), share])
+    total = torch.cat([total * _counts(tensor_group, pipeline), share])
     _all_reduce(total, group)
     loss_sum, num_tokens, certified = total.tolist()
     if certificate is not None:
@@ -227,7 +274,7 @@ def split_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def whole_loss(
-    model: nn.Module,
+    model: Callable[..., Tensor],
     inputs: Tensor,
     targets: Tensor,
     *,
@@ -239,7 +286,7 @@ def whole_loss(
 
 
 def chunked_loss(
-    model: nn.Module,
+    model: Callable[..., Tensor],
     inputs: Tensor,
     targets: Tensor,
     *,
@@ -275,9 +322,18 @@ def compiles_loss(parallel: ParallelConfig, device: torch.device) -> bool:
     return parallel.compile and device.type == "cuda"
 
 
-def _counts(tensor_group: dist.ProcessGroup | None) -> bool:
-    """Whether what this rank computes counts: once for all that compute the same."""
-    return tensor_group is None or tensor_group.rank() == 0
+def _filled_up(pairs: Sequence[tuple[Tensor, Tensor]], number: int) -> list[tuple[Tensor, Tensor]]:
+    """So many pairs of inputs and targets: for those that are missing the last one, with every target ignored."""
+    if number == len(pairs):
+        return list(pairs)
+    inputs, targets = pairs[-1]
+    filling = (inputs, torch.full_like(targets, IGNORE_INDEX))
+    return [*pairs, *[filling] * (number - len(pairs))]
+
+
+def _counts(tensor_group: dist.ProcessGroup | None, pipeline: Pipeline | None = None) -> bool:
+    """Whether what this rank computes counts: once for all that have the same rows, where the loss is."""
+    return (tensor_group is None or tensor_group.rank() == 0) and (pipeline is None or pipeline.has_output)
 
 
 def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
