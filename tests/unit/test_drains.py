@@ -1,0 +1,294 @@
+"""Planned maintenance: nodes are left one after another, and no step is lost; in virtual time."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from regrow.control import events as e
+from regrow.control.drains import Maintenance, NodeState
+from regrow.control.past import Past
+from regrow.control.values import Version
+from regrow.errors import ClusterError
+from regrow.record.events import Stopped, Submitted
+from regrow.record.history import History
+from regrow.record.log import RunLog
+from regrow.record.status import status_of
+from regrow.runtime.maintenance import DrainError, Rolling, attached, find_nodes, left, run_for
+from regrow.storage import LocalStorage
+from support.control_world import World
+from support.told import Told, one
+
+STEPS = 2000
+ROOT = Path(__file__).parents[2]
+
+
+class Asked:
+    """The coordinator of a world in virtual time, to one who drains its nodes."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.told = world, list[tuple[str, dict[str, Any]]]()
+
+    def rolling(self, patience_s: float = 15.0) -> Rolling:
+        return Rolling(
+            self,
+            lambda what, text, fields: self.told.append((what, fields)),
+            patience_s,
+            clock=lambda: self.world.now,
+            sleep=self.world.run_for,
+        )
+
+    def drain(self, node: str) -> str:
+        return str(self._there().tell(e.DrainAsked(node)))
+
+    def undrain(self, node: str) -> str:
+        return str(self._there().tell(e.UndrainAsked(node)))
+
+    def maintenance(self) -> Maintenance:
+        world = self._there()
+        return world.control.drains.look(world.control.next_step - 1, world.now)
+
+    def nodes(self) -> list[NodeState]:
+        return [node for node in self.maintenance().nodes if node.ranks or node.waiting]
+
+    def words(self) -> list[str]:
+        return [what for what, _ in self.told if what not in ("waiting", "leaving")]
+
+    def _there(self) -> World:
+        """Calls wait for a coordinator that is restarted."""
+        while not self.world.up:
+            self.world.run_for(0.1)
+        return self.world
+
+
+def world_of(num_nodes: int, **options: Any) -> tuple[World, Asked]:
+    """One that trains, with all of its nodes joined."""
+    world = World(7, num_nodes=num_nodes, last_step=STEPS, **options)
+    world.loses_reports = False
+    while len(world.rows) < 5:
+        world.run_for(1.0)
+    return world, Asked(world)
+
+
+def sizes(world: World) -> list[int]:
+    return [len(run.formation.members) for run in world.runs.values()]
+
+
+def assert_no_step_was_lost(world: World) -> None:
+    generations = [fields for _, name, fields in world.events if name == "generation"]
+    assert [fields["recomputed_steps"] for fields in generations] == [0] * len(generations)
+    assert [name for _, name, _ in world.events if name == "failure"] == []
+    steps = [row["step"] for row in world.rows]  # a coordinator that dies may take a row with it
+    assert steps == sorted(set(steps))
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["", "coordinator restarted"])
+def test_each_node_in_turn_is_taken_away_while_it_is_out_and_no_step_is_lost(restarts: bool) -> None:
+    """With its memory, as a reboot does; another one comes in its place."""
+    world, asked = world_of(3)
+
+    def reboot(node: NodeState) -> None:
+        if restarts:
+            world.restart_coordinator()
+            while not world.up:
+                world.run_for(0.1)
+            assert node.id in world.control.group.nodes.exclusions.asked
+        assert {each.node for each in world.workers.values() if each.alive}.isdisjoint({node.id})
+        world.kill_node(world.nodes[node.id])
+
+    asked.rolling().drain(asked.nodes(), reboot)
+    assert asked.words() == ["asked", "out", "back", "whole"] * 3
+    assert_no_step_was_lost(world)
+    assert set(sizes(world)) == {2, 3}
+    assert len(asked.nodes()) == 3
+
+
+def test_a_spare_takes_over_and_the_group_is_never_slower() -> None:
+    world, asked = world_of(4, num_slices=6)  # three have two slices each, and so has one of four
+    assert sizes(world) == [3]
+    asked.rolling().drain(asked.nodes(), lambda node: None)
+    assert asked.words() == ["asked", "out", "back", "whole"] * 4
+    assert set(sizes(world)) == {3}
+    assert_no_step_was_lost(world)
+
+
+def test_the_next_node_waits_until_no_more_workers_can_come_and_one_too_many_is_refused() -> None:
+    world, asked = world_of(3, min_workers=2)
+    nodes = asked.nodes()
+    rolling = asked.rolling(patience_s=10.0)
+    begun = world.now
+    with pytest.raises(DrainError) as refused:
+        rolling.drain(nodes)
+    assert str(refused.value) == (
+        f"node {nodes[1].id} has 1 of the 2 workers that are there; without it 1 are left, and cluster.min_workers=2: "
+        "let others come first"
+    )
+    assert asked.words() == ["asked", "out", "short"]
+    assert world.now - begun > 10.0
+    text, fields = left(rolling, nodes, "runs/a", undrain=False)
+    assert fields == {"back": [], "out": [nodes[0].id], "leaving": [], "not_asked": [each.id for each in nodes[1:]]}
+    assert text.endswith(f"to put back: python -m jobs.drain runs/a --undrain {nodes[0].id}")
+    asked.rolling().give_back(nodes[:1])
+    world._refill(world.nodes[nodes[0].id])
+    world.run_for(20.0)
+    assert sizes(world)[-1] == 3
+    assert_no_step_was_lost(world)
+
+
+def test_a_node_is_not_out_before_its_last_snapshot_is_elsewhere() -> None:
+    told = Told()
+    told.form(one(1, "a"), one(2, "b"), one(3, "c"))
+    told.begin("abc")
+    assert told(e.DrainAsked("b")) == ""
+    assert told.row(1) == "drain"
+    told(e.Leaving(1, 1, ""))
+    told.seal(Version(1, 1), told.peers)
+    told.join(one(1, "a"), one(2, "b"), one(3, "c"))
+    assert told.ask("m1", 1).formation is not None
+    assert not told.ask("m2", 1).unfit, "not before the others train"
+
+    def b() -> NodeState:
+        return next(node for node in told.control.drains.look(1, told.now).nodes if node.id == "b")
+
+    assert not b().is_out
+    told.begin("ac", 1)
+    told()
+    assert told.ask("m2", 1).unfit
+    told(e.Died((("b", 2),), 2, "worker_died", "it has ended"))
+    assert told.records("failure") == []
+    assert not b().is_out, "half of the newest committed step is on it"
+    told.seal(Version(2, 2), told.peers)
+    assert b().is_out
+    assert told.control.excluded_nodes(told.now) == {"b"}
+    assert told(e.UndrainAsked("b")) == ""
+    assert told.control.excluded_nodes(told.now) == set()
+    assert told(e.UndrainAsked("b")) == "node b was not drained by jobs.drain"
+
+
+def test_a_drained_node_holds_no_copies_though_no_other_has_room_for_them() -> None:
+    told = Told()
+    told.form(one(1, "a"), one(2, "b"))
+    told.begin("ab")
+    assert told.peers == {"a": ("b",), "b": ("a",)}
+    told.join(one(1, "a"))
+    told(e.Died((("b", 2),), 1, "worker_died", "gone"))
+    told.join(one(1, "a"))
+    assert told.ask("m1", 1).formation is not None
+    told.begin("a")
+    assert told.peers == {"a": ("b",)}, "its keeper is there, though no worker is"
+    told.join(one(3, "b"))
+    assert told(e.DrainAsked("b")) == ""
+    assert told.peers == {"a": ()}
+    told.seal(Version(2, 1), told.peers)
+    told()
+    told(e.Died((("b", 3),), 1, "worker_died", "it has ended"))
+    (state,) = [node for node in told.control.drains.look(1, told.now).nodes if node.id == "b"]
+    assert state.is_out
+
+
+def test_what_was_asked_for_outlives_the_job_until_it_is_undone() -> None:
+    asked = {"time": 1.0, "event": "drain", "node": "a", "deadline": 1.0, "asked": True}
+    notice = {"time": 1.0, "event": "drain", "node": "b", "deadline": 9.0}
+    submitted = {"time": 2.0, "event": "submitted"}
+    for events, drained in (
+        ([asked, notice, submitted], {"a"}),
+        ([asked, submitted, {"time": 3.0, "event": "undrain", "node": "a"}], set()),
+    ):
+        for restarted in (False, True):
+            past = Past.of(events, generation=1, logged=0, stored=-1, restarted=restarted)
+            assert past.drained == drained
+            assert Told(past).control.excluded_nodes(1e9) == drained
+        status = status_of(History.of_logs([], events), folder="a", config={}, now=100.0)
+        assert [text for text in status.warnings if "is drained for maintenance" in text] == [
+            "node a is drained for maintenance: the group leaves it, until it is said to be back"
+        ] * len(drained)
+
+
+@pytest.mark.parametrize(
+    ("options", "node", "why"),
+    [
+        ({"in_place": False}, "a", "cluster.in_place=false: a group that restarts as a whole cannot leave a node"),
+        ({}, "z", "no worker of the run is on node z"),
+        ({"min_workers": 2}, "a", "node a has 1 of the 2 workers that are there; without it 1 are left"),
+    ],
+)
+def test_what_cannot_be_drained_is_refused_and_nothing_changes(options: dict[str, Any], node: str, why: str) -> None:
+    told = Told(**options)
+    told.form(one(1, "a"), one(2, "b"))
+    told.begin("ab")
+    assert str(told(e.DrainAsked(node))).startswith(why)
+    assert told.control.excluded_nodes(told.now) == set()
+    assert told.records("drain") == []
+
+
+def test_a_run_that_ends_drains_no_more() -> None:
+    told = Told()
+    told.form(one(1, "a"), one(2, "b"))
+    told(e.StopAsked("interrupted"))
+    assert told(e.DrainAsked("a")) == "the run ends: interrupted"
+
+
+def node(number: str, host: str = "h", address: str = "10.0.0.1") -> NodeState:
+    return NodeState(number, host, address, 1, 0, False, False)
+
+
+def test_nodes_are_found_by_id_host_address_or_all() -> None:
+    nodes = [node("abcd1"), node("abcd2", "g"), node("ef012", "g", "10.0.0.2")]
+    by = {"abcd1": [0], "g": [1, 2], "10.0.0.1": [0, 1], "all": [0, 1, 2], "ef01": [2]}
+    for name, numbers in by.items():
+        assert find_nodes([name], nodes) == [nodes[number] for number in numbers]
+    assert find_nodes(["g", "ef01"], nodes) == nodes[1:]
+    with pytest.raises(DrainError, match=r"'abcd' begins the ids of 2 nodes: abcd1 \(h, 10.0.0.1\) with 1 rank, abcd2"):
+        find_nodes(["abcd"], nodes)
+    with pytest.raises(DrainError, match=r"no node 'abx' in this run; there are abcd1 \(h, 10.0.0.1\) with 1 rank, "):
+        find_nodes(["abx"], nodes)
+
+
+def test_a_node_that_another_command_puts_back_ends_the_wait() -> None:
+    world, asked = world_of(2)
+    (first, _) = asked.nodes()
+    world.after(1.0, lambda: world.tell(e.UndrainAsked(first.id)))
+    with pytest.raises(DrainError, match="was put back into service meanwhile"):
+        asked.rolling().drain([first])
+
+
+def test_a_command_for_each_node_finds_it_in_its_environment_and_its_failure_ends_the_drains(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    run_for(f"echo $REGROW_NODE_ID $REGROW_NODE_HOST $REGROW_NODE_ADDRESS > {told}")(node("abcd1"))
+    assert told.read_text() == "abcd1 h 10.0.0.1\n"
+    _world, asked = world_of(3)
+    nodes, rolling = asked.nodes(), asked.rolling()
+    with pytest.raises(DrainError, match=f"'exit 3' ended with status 3 for node {nodes[0].id} .*stays out of service"):
+        rolling.drain(nodes, run_for("exit 3"))
+    assert asked.words() == ["asked", "out"]
+    assert [each.asked for each in asked.maintenance().nodes if each.id == nodes[0].id] == [True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--help"], 0, "one node after another, no step lost"),
+        (["nothing", "all"], 1, "holds no run that has begun"),
+        (["nothing", "--json", "all", "--each", "true", "more"], 1, "holds no run that has begun"),
+        (["http://head:8265", "all"], 2, "RUN is a run folder"),
+        (["mine", "all", "--each", "true", "--undrain"], 2, "--each and --undrain exclude one another"),
+        (["mine", "all", "--patience", "0"], 2, "--patience takes a number of seconds above 0"),
+    ],
+)
+def test_the_command_says_what_is_wrong_with_it(arguments: list[str], status: int, words: str) -> None:
+    command = [sys.executable, "-m", "jobs.drain", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == status
+    assert words in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_run_that_has_ended_is_not_asked(tmp_path: Path) -> None:
+    log = RunLog(LocalStorage(tmp_path))
+    log.event(Submitted(time=1.0))
+    log.event(Stopped(time=2.0, step=7, reason="finished"))
+    log.close()
+    with pytest.raises(ClusterError, match="does not run: finished at step 7"), attached(LocalStorage(tmp_path)):
+        pass
