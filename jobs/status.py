@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 from regrow.config.schema import SubmitConfig
 from regrow.errors import ClusterError, RegrowError
-from regrow.record.run_folder import read_status
+from regrow.record.run_folder import find_run, read_status
 from regrow.record.status import Status
 from regrow.show.status import show
-from regrow.storage import Storage
 
 RUN = """a run folder (<run.storage_path>/<run.name>, a path or a URI), the name of one below runs/, the address of a
 Ray cluster's dashboard (http://HOST:8265, or auto), or rayjob/NAME on Kubernetes"""
@@ -50,10 +49,7 @@ def source(options: argparse.Namespace) -> tuple[Callable[[], Status], float]:
         return on_ray(run, run=options.name), 15.0
     if run.startswith("ray://"):
         raise ClusterError(f"{run} is a Ray Client's address; name the dashboard's, http://HOST:8265")
-    storage = Storage.at(run)
-    below = Storage.at("runs") / run
-    if "/" not in run and not storage.list() and below.list():
-        storage = below
+    storage = find_run(run)
     return lambda: read_status(storage), 2.0
 
 

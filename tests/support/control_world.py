@@ -5,6 +5,7 @@ made of the wrong steps is seen; a snapshot is that number once for each shard. 
 another and, where nobody waits for them, get lost. What must never be is checked as it happens (`Broken`).
 """
 
+import contextlib
 import heapq
 import itertools
 import random
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from regrow.config.check import world_sizes
 from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig, SnapshotConfig
 from regrow.control import commands as c
 from regrow.control import events as e
@@ -28,6 +30,7 @@ STEP_S, POLL_S, TICK_S = 1.0, 0.3, 0.5
 VIEW_S = 2.0  # between tellings of all that Ray sees
 COLLECTIVE_S = 8.0  # after which a rank that waits for a dead one fails by itself
 NO_TIME = float("-inf")
+LAST_ROOM_S = 10.0  # that a last step waits for room for its snapshot
 LEAVE_S = 20.0  # after which the driver does not wait for workers any more
 SLOTS = 3
 KEEP = 2
@@ -39,6 +42,7 @@ KINDS = [
     "coordinator",
     "stop",
     "notice",
+    "maintenance",
     "zombie",
     "broke",
     "dark",
@@ -65,6 +69,7 @@ class Shard:
     num_shards: int
     state: int
     copy_of: str = ""
+    writers: int = 1
 
 
 def is_whole(version: Version, held: Iterable[Shard]) -> bool:
@@ -136,6 +141,7 @@ class World:
 
     control_class: type[Control] = Control
     repeats_views = True  # Ray Train's side does
+    loses_reports = True  # now and then
 
     def __init__(
         self,
@@ -146,13 +152,18 @@ class World:
         min_workers: int = 1,
         copies: int = 1,
         timeout_s: float = 30.0,
+        num_slices: int | None = None,
     ) -> None:
+        """`num_slices`: of a batch; then the ranks that make no step faster are spares."""
         self.rng, self.now, self.last_step = random.Random(seed), 1000.0, last_step
         self.config = PretrainConfig(
             cluster=ClusterConfig(min_workers=min_workers, max_workers=num_nodes, wait_for_workers_s=600.0),
             checkpoint=CheckpointConfig(every_steps=4, keep=KEEP, timeout_s=timeout_s),
             snapshot=SnapshotConfig(copies=copies),
         )
+        if num_slices is not None:
+            self.config.optim.num_slices, self.config.cluster.spare_workers = num_slices, "auto"
+        self.sizes = set(world_sizes(self.config).values())  # that a group may have
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.numbers = itertools.count(1)
         self.nodes: dict[str, Node] = {}
@@ -166,10 +177,12 @@ class World:
         self.committed: dict[Version, dict[str, frozenset[str]]] = {}  # in memory; which nodes have which one's part
         self.newest_generation, self.lost_at = 0, Version()
         self.losses: list[tuple[float, str]] = []
+        self.without_copies: dict[Version, set[str]] = {}  # nodes whose part of a committed version has none
         self.taken_at: dict[Version, float] = {}  # when the ranks took a snapshot
         self.met: set[str] = set()  # members whose liveness ports this coordinator has reached
         self.dead: dict[tuple[str, int], str] = {}  # processes that Ray has found dead, and why
         self.draining: dict[str, float] = {}
+        self.asked: dict[str, float] = {}  # nodes that are drained for maintenance, since when
         self.cut: set[tuple[str, str]] = set()  # links over which no copies go
         self.max_nodes = num_nodes
         self.num_coordinators, self.up = 0, True
@@ -247,7 +260,9 @@ class World:
     def _lost_some_of(self, version: Version) -> bool:
         """Whether a part of it is in no memory any more, or two nodes that hold it were away in between."""
         held = [shard for node in self.nodes.values() if node.alive and node.up for shard in node.held]
-        return not is_whole(version, held) or len(self.losses) > 1
+        gone = {name for _, name in self.losses}
+        without_copies = self.without_copies.get(version, set()) & gone  # as `copies_moved` said
+        return not is_whole(version, held) or len(self.losses) > 1 or bool(without_copies)
 
     def leave_at_once(self) -> None:
         """Ctrl-C a second time: the driver says what stays behind, where the coordinator answers."""
@@ -312,7 +327,7 @@ class World:
 
     def send(self, event: e.Event, seconds: float | None = None, *, lossy: bool = False) -> None:
         """The same, some time from now; calls wait for a coordinator that is away, reports that may be lost do not."""
-        if lossy and self.rng.random() < 0.1:
+        if lossy and self.loses_reports and self.rng.random() < 0.1:
             return
 
         def arrive() -> None:
@@ -385,7 +400,7 @@ class World:
         if command.generation <= self.newest_generation:
             raise Broken(f"generation {command.generation} after {self.newest_generation}")
         ids = [member.id for member in command.members]
-        if len(set(ids)) != len(ids) or not self.config.cluster.min_workers <= len(ids) <= self.max_nodes:
+        if len(set(ids)) != len(ids) or len(ids) not in self.sizes:
             raise Broken(f"a group of {ids}")
         self.newest_generation = command.generation
         self.runs[command.generation] = Run(Formation(command.generation, command.members))
@@ -428,14 +443,20 @@ class World:
             self.send(e.PortRefused(refused), 0.1, lossy=True)
 
     def _do_Ask(self, command: c.Ask) -> None:
+        is_reading = command.question is not c.Question.HOLDINGS and not self.control.health.stalls.stalled_s(self.now)
         for name in command.nodes:
             node = self.nodes[name]
             if node.alive and node.up and not node.dark:
-                self.send(e.Answered(command.number, name, self._answer(command.question, node)), lossy=True)
+                # a reading draws no chance: a seed keeps its schedule
+                answer = e.Answered(command.number, name, self._answer(command, node))
+                self.send(answer, 0.05 if is_reading else None, lossy=not is_reading)
             elif not node.alive:
                 self.send(e.Answered(command.number, name, None), 1.0)
 
-    def _answer(self, question: c.Question, node: Node) -> Any:
+    def _answer(self, asked: c.Ask, node: Node) -> Any:
+        question = asked.question
+        if question is c.Question.HOLDINGS:
+            return [each for each in node.held if each.moment >= asked.since]
         if question in (c.Question.HEARTBEATS, c.Question.POSITIONS):
             return [
                 Pulse(w.pid, w.generation, 0, 5.0 if w.stopped else 0.0, 0.0, state_of(w))
@@ -498,6 +519,8 @@ class World:
             if len(others) < len(peers) and not gone:
                 raise Broken(f"{version} was committed, and not all of {peers} have a copy of {origin}'s part")
             self.committed[version][origin] = frozenset(holders)
+            if not peers:
+                self.without_copies.setdefault(version, set()).add(origin)
         self.newest_committed = version
 
     def _is_known(self, version: Version) -> bool:
@@ -633,6 +656,8 @@ class World:
             self.after(self.soon(), lambda: self._join(worker))
         elif answer.over or answer.given_up:
             worker.alive = False
+        elif answer.unfit:
+            self.kill_worker(worker)
         else:
             self.after(POLL_S, lambda: self._ask(worker))
 
@@ -729,7 +754,7 @@ class World:
         row["state"] = run.state
         try:
             reason = self.tell(e.Row(generation, row))
-            self._snapshot(run)
+            is_begun = self._snapshot(run)
             if run.step >= self.last_step:
                 self.tell(e.CheckpointWanted(generation, run.step))
                 self.tell(e.Done())
@@ -738,29 +763,41 @@ class World:
                     self.workers[member.id].alive = False
                 return
             if reason:
-                if reason not in (Cause.grow, Cause.drain):
+                cause = reason if reason in (Cause.grow, Cause.drain) else ""
+                if not cause:
                     self.tell(e.CheckpointWanted(generation, run.step))
-                self.tell(e.Leaving(generation, run.step, ""))
-                self._leave_all(run)
+                self._leave_in_order(run, cause, is_begun, self.now + LAST_ROOM_S)
                 return
         except Fenced:
             self._leave_all(run)
             return
         self.after(STEP_S * (0.9 + 0.2 * self.rng.random()), lambda: self._step(run))
 
-    def _snapshot(self, run: Run) -> None:
+    def _leave_in_order(self, run: Run, cause: str, is_begun: bool, until: float) -> None:
+        """The last step waits for room for its snapshot, as ranks do."""
+        if not self._all_here(run):
+            return
+        if self.up and (is_begun or self._snapshot(run) or self.now > until):
+            with contextlib.suppress(Fenced):
+                self.tell(e.Leaving(run.formation.generation, run.step, cause))
+            self._leave_all(run)
+        else:
+            self.after(POLL_S, lambda: self._leave_in_order(run, cause, is_begun, until))
+
+    def _snapshot(self, run: Run) -> bool:
         version = Version(run.formation.generation, run.step)
         self.taken_at[version] = self.now
         nodes = [self.nodes[name] for name in dict.fromkeys(m.node for m in run.formation.members)]
         slots = [node.free_slot() for node in nodes]
         if None in slots:
-            return  # a step is snapshot by all ranks or by none
+            return False  # a step is snapshot by all ranks or by none
         for node, slot in zip(nodes, slots, strict=True):
             assert slot is not None
             shard = Shard(version, node.name, len(nodes), run.state)
             node.slots[slot] = shard
             if node.up:
                 self._push(node, slot, shard)
+        return True
 
     def _push(self, node: Node, slot: int, shard: Shard) -> None:
         """Copy a shard to the peers, then report it."""
@@ -794,7 +831,15 @@ class World:
             self.send(e.Gone(node.name, worker.pid), 0.3)
         self.after(0.5 + 3 * self.rng.random(), lambda: self.ray_finds(worker, detail))
         if refill:
-            self.after(3 + 5 * self.rng.random(), lambda: self.add_worker(node) if node.alive else None)
+            self.after(3 + 5 * self.rng.random(), lambda: self._refill(node))
+
+    def _refill(self, node: Node) -> None:
+        """Ray Train starts another one, where it may."""
+        if node.alive and not self.over:
+            if self.up and node.name not in self.control.excluded_nodes(self.now):
+                self.add_worker(node)
+            else:
+                self.after(1.0, lambda: self._refill(node))
 
     def ray_finds(self, worker: Worker, detail: str) -> None:
         """It says so at once, to a coordinator that is there."""
@@ -854,6 +899,24 @@ class World:
 
             self.after(15.0, gone)
 
+    def maintain(self, node: Node) -> None:
+        """Its maintenance is asked for, and it is back after a while; as `jobs.drain` does it."""
+        if not node.alive or not self.up or self.over or node.name in self.asked:
+            return
+        if not self.tell(e.DrainAsked(node.name)):
+            self.asked[node.name] = self.now
+            self.after(10.0 + 20.0 * self.rng.random(), lambda: self._give_back(node))
+
+    def _give_back(self, node: Node) -> None:
+        if self.over:
+            return
+        if not self.up:
+            self.after(1.0, lambda: self._give_back(node))
+            return
+        if self.tell(e.UndrainAsked(node.name)):
+            raise Broken(f"{node.name} was drained, and control has forgotten it")
+        del self.asked[node.name]
+
     def zombie(self) -> None:
         """A rank 0 of a generation that is over wakes up, and tries to write."""
         generation = self.newest_generation - 1
@@ -904,6 +967,8 @@ class World:
             self.after(12.0 * rng.random(), lambda: self.continue_worker(worker))
         elif kind == "notice":
             self.drain(node)
+        elif kind == "maintenance":
+            self.maintain(node)
         elif kind == "zombie":
             self.zombie()
         elif kind == "broke" and worker.generation:
@@ -961,7 +1026,7 @@ def play(seed: int, control_class: type[Control] = Control, *, num_faults: int |
     rng = random.Random(seed)
     world_class = type("Played", (World,), {"control_class": control_class})
     sizes = {"num_nodes": rng.choice((1, 2, 3, 3, 4)), "last_step": rng.choice((6, 10, 14))}
-    world: World = world_class(seed, **sizes, copies=rng.choice((1, 1, 2)))
+    world: World = world_class(seed, **sizes, copies=rng.choice((1, 1, 2)), num_slices=rng.choice((None, None, 2, 5)))
     for _ in range(rng.choice((0, 1, 2, 2, 3, 4)) if num_faults is None else num_faults):
         world.after(rng.random() * 20.0, world.fault)
     world.run(2000.0)

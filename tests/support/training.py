@@ -9,11 +9,11 @@ from torch.distributed.tensor import DTensor
 
 from regrow.accept.tiny import count_up_rows
 from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
+from regrow.config.stages import stages_of
 from regrow.model.llama import Llama
 from regrow.parallel.apply import build_model
 from regrow.parallel.fsdp import build_mesh
-from regrow.plan.batch import plan_batch
-from regrow.plan.mesh import plan_mesh
+from regrow.plan.topology import Topology, plan_topology
 from regrow.train.build import build_step
 from regrow.train.step import StepResult, TrainStep
 
@@ -42,9 +42,22 @@ class Training:
         )
 
 
-def build(training: Training) -> TrainStep:
+def topology_of(training: Training) -> Topology:
+    """Of the default group, a slice a pass."""
+    parallel = training.parallel
+    return plan_topology(
+        dist.get_world_size(),
+        num_slices=training.optim.num_slices,
+        dp_replicate=parallel.dp_replicate,
+        tp=parallel.tp,
+        stages=stages_of(training.model, parallel, training.seq_len),
+    )
+
+
+def build(training: Training, *, timeout_s: float | None = None) -> TrainStep:
     """Model, optimizer and step on this rank of the default group. Collective."""
-    mesh = build_mesh(plan_mesh(dist.get_world_size(), training.parallel.dp_replicate, training.parallel.tp), "cpu")
+    topology = topology_of(training)
+    mesh = build_mesh(topology.mesh, "cpu", timeout_s=timeout_s)
     return build_step(
         training.model,
         training.parallel,
@@ -53,17 +66,17 @@ def build(training: Training) -> TrainStep:
         device=torch.device("cpu"),
         seed=training.seed,
         eot_id=training.eot_id,
+        stages=topology.stages,
     )
 
 
 def micro_batches(training: Training, step: int) -> tuple[list[Tensor], int]:
     """This rank's micro-batches, one a slice, of the global batch of `step`, and how many passes every rank runs."""
     optim = training.optim
-    tp = training.parallel.tp
-    plan = plan_batch(num_slices=optim.num_slices, world_size=dist.get_world_size() // tp)
+    topology = topology_of(training)
     rows = training.rows(step)
     slices = rows.split(optim.global_batch_seqs // optim.num_slices)
-    return [slices[index] for index in plan.ranges[dist.get_rank() // tp]], plan.num_micro_batches
+    return [slices[index] for index in topology.slices_of(dist.get_rank())], topology.batch.num_micro_batches
 
 
 def run_steps(step: TrainStep, training: Training, steps: range) -> list[StepResult]:

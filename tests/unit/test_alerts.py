@@ -166,6 +166,22 @@ STORIES = {
         sound(productive="0+58x60 3480+20x120", down="0+2x60 120+40x120"),
         {70: set(), 85: set(), 130: {"RegrowGoodputLow"}},
     ),
+    **{
+        f"{kind} is suspected": Story(
+            sound() | {f'ray_regrow_suspects{{{WORKER}, kind="{kind}"}}': "0x60 1x30 0x90"},
+            {60: set(), 64: set(), 68: {alert}, 85: {alert}, 100: set()},
+        )
+        for kind, alert in (
+            ("slow_compute", "RegrowSlowCompute"),
+            ("slow_data", "RegrowSlowData"),
+            ("slow_copy", "RegrowSlowCopy"),
+            ("slow_link", "RegrowSlowLink"),
+        )
+    },
+    "a process hangs": Story(
+        sound() | {f'ray_regrow_failures_total{{{WORKER}, cause="worker_hung"}}': "0x60 1x120"},
+        {60: set(), 63: {"RegrowHung"}, 110: {"RegrowHung"}, 125: set()},
+    ),
     "two runs, one of which is in trouble": Story(
         sound()
         | {

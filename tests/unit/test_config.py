@@ -6,11 +6,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from regrow.config.check import check
-from regrow.config.schema import AttentionKernel, CompileMode, Dtype, Float8, PretrainConfig
+from regrow.config.check import check, check_elastic, geometry, world_sizes
+from regrow.config.schema import (
+    AttentionKernel,
+    ClusterConfig,
+    CompileMode,
+    Dtype,
+    Float8,
+    PipelineSchedule,
+    PretrainConfig,
+)
+from regrow.config.spares import most_workers
 from regrow.config.store import to_dict
 from regrow.errors import BatchError, ConfigError
 
@@ -98,6 +108,40 @@ def test_every_cluster_file_passes_every_rule(cluster: str) -> None:
     assert all(each.batch.busy_share >= 0.85 for each in table.values())
 
 
+def test_who_is_a_spare_is_the_fewest_ranks_where_workers_have_gpus_and_what_is_said_elsewhere() -> None:
+    def config(**cluster: Any) -> PretrainConfig:
+        made = PretrainConfig(cluster=ClusterConfig(min_workers=5, max_workers=9, **cluster))
+        made.optim.num_slices = made.optim.global_batch_seqs = 16
+        return made
+
+    auto, all_of_them = {5: 5, 6: 6, 7: 6, 8: 8, 9: 8}, {size: size for size in range(5, 10)}
+    for cluster, sizes, most in (
+        ({"spare_workers": "auto"}, auto, 9),
+        ({"gpus_per_worker": 1}, auto, 9),
+        ({}, all_of_them, 9),
+        ({"spare_workers": 2}, all_of_them, 11),
+        ({"spare_workers": 0, "gpus_per_worker": 1}, all_of_them, 9),
+        ({"spare_workers": "auto", "in_place": False}, all_of_them, 9),
+    ):
+        made = config(**cluster)
+        assert world_sizes(made) == sizes, cluster
+        assert most_workers(made.cluster) == most
+
+
+def test_more_units_than_slices_are_allowed_where_the_others_are_spares() -> None:
+    made = PretrainConfig(cluster=ClusterConfig(min_workers=4, max_workers=5))
+    made.optim.num_slices = made.optim.global_batch_seqs = 4
+    with pytest.raises(BatchError, match="gives 0 slices to 1 of 5 ranks"):
+        check(made)
+    made.cluster.spare_workers = "auto"
+    assert list(check(made)) == [4]
+    assert world_sizes(made) == {4: 4, 5: 4}
+    assert "spares by number of workers: 5:1" in geometry(made, check(made))
+    made.cluster.min_workers = 3  # which a group has, whose six passes are for four slices
+    with pytest.raises(BatchError, match="leaves ranks idle 33% of the passes at 3 workers"):
+        check(made)
+
+
 def test_the_defaults_pass_every_rule() -> None:
     assert list(check(PretrainConfig())) == [1]
 
@@ -111,12 +155,14 @@ def test_the_defaults_pass_every_rule() -> None:
         ("train.nonfinite_skips", -1),
         ("train.nonfinite_rollbacks", -1),
         ("cluster.spare_workers", -1),
+        ("cluster.spare_workers", "many"),
         ("cluster.quarantine_failures", -1),
         ("cluster.quarantine_s", -1.0),
         ("cluster.probe_every_steps", -1),
         ("cluster.least_link_gb_per_s", -1),
         ("cluster.silence_s", 1.0),
         ("cluster.stuck_s", 1.0),
+        ("cluster.drain_slow_s", -1.0),
         ("cluster.wait_for_workers_s", -1.0),
         ("cluster.gpus_per_worker", 2),
         ("cluster.cpus_per_worker", 0),
@@ -132,6 +178,9 @@ def test_the_defaults_pass_every_rule() -> None:
         ("parallel.dp_replicate", 3),
         ("parallel.tp", 0),
         ("parallel.tp", 3),
+        ("parallel.pp", 0),
+        ("parallel.pp", 5),
+        ("parallel.stages_per_rank", 1),
         ("parallel.loss_chunk_tokens", -1),
         ("parallel.activation_budget", 1.5),
         ("parallel.activation_budget", 0.5),
@@ -213,6 +262,43 @@ def test_ranks_that_share_their_arithmetic_divide_what_they_share() -> None:
     config.cluster.max_workers, config.optim.num_slices = 40, 8
     config.optim.global_batch_seqs = 8
     with pytest.raises(BatchError, match=r"gives 0 slices to 2 of 10 ranks"):
+        check(config)
+
+
+def test_pipelines_have_whole_units_a_block_a_stage_and_a_fixed_size() -> None:
+    config = PretrainConfig()
+    config.parallel.pp, config.cluster.min_workers, config.cluster.max_workers = 2, 2, 8
+    table = check(config)
+    assert {size: each.batch.world_size for size, each in table.items()} == {2: 1, 4: 2, 6: 3, 8: 4}
+    stages = table[8].stages
+    assert stages is not None
+    assert stages.blocks == (range(3), range(3, 4))  # the output takes the time of 1.4 blocks
+    assert table[8].bubble_share == pytest.approx(1 / 4)
+    with pytest.raises(ConfigError, match=r"parallel\.pp=2 needs a group of fixed size: start it by torchrun"):
+        check_elastic(config)
+    config.parallel.schedule, config.parallel.stages_per_rank = PipelineSchedule.interleaved, 3
+    with pytest.raises(ConfigError, match=r"model\.num_layers=4 are fewer than the 6 stages of parallel\.pp=2, 3 a"):
+        check(config)
+    config.parallel.stages_per_rank = 2
+    assert check(config)[8].bubble_share == pytest.approx(1 / 7)
+    config.cluster.max_workers = 7
+    with pytest.raises(ConfigError, match=r"cluster\.max_workers=7 must be a multiple of parallel\.pp=2 x"):
+        check(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "instead"),
+    [
+        ("parallel.cpu_offload", "parallel.cpu_offload=false"),
+        ("parallel.separate_reduce", "parallel.separate_reduce=false"),
+    ],
+)
+def test_what_a_pipeline_does_not_go_with_yet_is_refused(key: str, instead: str) -> None:
+    config = PretrainConfig()
+    config.parallel.pp, config.cluster.min_workers, config.cluster.max_workers = 2, 2, 8
+    group, name = key.split(".")
+    setattr(getattr(config, group), name, True)
+    with pytest.raises(ConfigError, match=f"parallel.pp=2 does not go with {key}=true yet; set {instead}"):
         check(config)
 
 

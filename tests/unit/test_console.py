@@ -221,3 +221,11 @@ def test_no_color_leaves_the_live_line_without_colour(monkeypatch: pytest.Monkey
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     assert "\x1b" not in run(0.1, 5, Terminal())
+
+
+def test_ranks_that_wait_beside_the_group_are_shown() -> None:
+    stream = io.StringIO()
+    with Console(stream) as console:
+        console.num_spares = 1
+        console.row(make_row(1, 1.0))
+    assert "  3 ranks + 1 spare  " in stream.getvalue()

@@ -17,13 +17,16 @@ from regrow.control.links import AGAIN_S, REFUSED_S
 from regrow.control.losses import YIELD_S
 from regrow.control.membership import Member
 from regrow.control.past import Past, Rollbacks, group_of
-from regrow.control.snapshots import IS_THERE, SILENT_S
+from regrow.control.phases import BEYOND_S, FACTOR, Phase
+from regrow.control.snapshots import COPIES, IS_THERE, SILENT_S, UNHEARD_S
 from regrow.control.states import Answer, Finished, Forming, GivenUp, LeavingGroup, Settling, Training, Waiting
 from regrow.control.troubles import MAX_FAILED_GENERATIONS
 from regrow.control.values import NEVER, Peer, Version
-from regrow.record.events import Cause
+from regrow.plan.mesh import ALONE
+from regrow.record.events import Cause, from_row
 from regrow.record.log import METRIC_KEYS
 from regrow.runtime.abort import LEAVE_S
+from regrow.state.memory.held import Held, copy_name
 from regrow.state.memory.node import RETRY_S as RETRY_S_OF_KEEPERS
 from support.control_world import Shard
 from support.told import Told, one
@@ -81,8 +84,10 @@ def test_workers_that_make_no_step_faster_wait_as_spares_and_one_line_says_so() 
     told.join(one(5))
     told.now += 10.0
     assert [told.row(step) for step in (1, 2)] == ["", ""]
-    (note,) = told.records("note")
-    assert note["text"].startswith("workers that wait as spares: 1;")
+    (spares,) = told.records("spares")
+    assert from_row({"event": "spares", **spares}).sentence() == (
+        "1 rank waits as a spare on node node: a step with more would take as long"
+    )
     told.join(one(6))
     told.now += 10.0
     assert told.row(3) == "grow", "two slices each"
@@ -1163,34 +1168,38 @@ def answering(told: Told, here: dict[str, Callable[[], Any]]) -> None:
 def test_who_runs_and_never_arrives_is_given_up_after_two_questions_and_a_look() -> None:
     """On node b, where a process that is no member is idle, too."""
     told = Told(silence_s=30.0, stuck_s=60.0)
+    told.control.health.usual.longest_s[Phase.step] = 20.0  # the longest step so far
     told.form(one(11, "a"), one(22, "b"))
     told.begin("ab")
     told.row(1, step_s=1.0)
     told.clear()
-    state, asked = Pulse(0, 1, 9, 0.0, 0.0, "S", collectives=40), [0]
+    begun, asked = told.now, [0]
+
+    def state() -> Pulse:
+        return Pulse(0, 1, 9, 0.0, 0.0, "S", collectives=40, phase=Phase.step, phase_s=told.now - begun)
 
     def of_a() -> list[Pulse]:
         asked[0] += 1
-        return [replace(state, pid=11, collectives=41, waits=True, asked=asked[0])]
+        return [replace(state(), pid=11, collectives=41, waits=True, waits_s=told.now - begun, asked=asked[0])]
 
     here = {
         "a": of_a,
-        "b": lambda: [replace(state, pid=22, asked=asked[0]), replace(state, pid=33, asked=asked[0])],
+        "b": lambda: [replace(state(), pid=22, asked=asked[0]), replace(state(), pid=33, asked=asked[0])],
     }
-    begun = told.now
-    for at in (2.0, 30.0, 59.0):
+    for at in (2.5, 10.0, 19.0):
         told.now = begun + at
         told()
         assert {command.question for command in told.of(c.Ask)} <= {c.Question.HEARTBEATS}
         answering(told, here)
         told()
-    for at in (61.0, 61.0 + 0.9 * WHERE_AGAIN_S):
+    limit_s = FACTOR * 20.0 + BEYOND_S
+    for at in (BEYOND_S + 1, BEYOND_S + 10, limit_s - 1, limit_s + 1):
         told.now = begun + at
         told()
         answering(told, here)
         told()
         assert told.of(c.Kill) == []
-    for at in (62.0 + WHERE_AGAIN_S, 62.1 + WHERE_AGAIN_S):
+    for at in (limit_s + 1.5 + WHERE_AGAIN_S, limit_s + 1.6 + WHERE_AGAIN_S):
         told.now = begun + at
         told()
         answering(told, here)
@@ -1202,7 +1211,10 @@ def test_who_runs_and_never_arrives_is_given_up_after_two_questions_and_a_look()
     assert told.of(c.Kill) == [c.Kill("b", 22)]
     (failure,) = told.records("failure")
     assert failure["cause"] == "worker_hung"
-    assert "process 22 runs, and is not in the collective that others wait in" in failure["detail"]
+    assert "process 22 runs, and is not in the collective that others wait in: in step for 5" in failure["detail"]
+    assert "20.0 s is the longest so far" in failure["detail"]
+    (suspected,) = told.records("suspected")
+    assert (suspected["kind"], suspected["node"], suspected["pid"], suspected["rank"]) == ("hung", "b", 22, 1)
 
 
 def test_what_gpus_told_last_is_kept_also_of_nodes_that_answer_no_more() -> None:
@@ -1223,3 +1235,96 @@ def test_what_gpus_told_last_is_kept_also_of_nodes_that_answer_no_more() -> None
     told(e.Answered(asked(), "a", None))
     told(e.Died((("a", 0), ("b", 1), ("c", 2)), 0, "worker_died", "gone"))
     assert told.records("failure")[0]["gpus"] == {"a": ["50 C"], "b": ["70 C"]}
+
+
+def copies_of(node: str, version: Version, *, writers: int = 1, found: int = 1) -> list[Held]:
+    """What a keeper holds of another node's."""
+    files = [copy_name(f"{version}-{number}.slot", node) for number in range(found)]
+    return [Held(file, version, ALONE, writers, "") for file in files]
+
+
+def test_a_node_that_cannot_report_is_heard_by_way_of_those_with_its_copies() -> None:
+    """A head that does not hear a node, whose peers do: its snapshots were never committed, and 21 steps were lost."""
+    told = training("abc", copies=2)
+    peers = {node: tuple(peer.node for peer in place.peers) for node, place in told.of(c.SendPlaces)[-1].places.items()}
+    version = Version(1, 5)
+    told.seal(version, {node: holders for node, holders in peers.items() if node != "b"})
+    told()
+    told.clear()
+    told.now += UNHEARD_S + 0.1
+    told()
+    assert told.of(c.Ask) == [c.Ask(COPIES, c.Question.HOLDINGS, ("a", "c"), version)]
+    told(e.Answered(COPIES, "a", copies_of("b", version, writers=2)))  # of one of its two ranks
+    told(e.Answered(COPIES, "c", copies_of("b", version, writers=2, found=2)))
+    told(e.Answered(COPIES, "a", copies_of("b", Version(1, 4), writers=2, found=2)))
+    told(e.Answered(COPIES, "a", None))
+    assert told.control.newest_snapshot is None
+    told(e.Answered(COPIES, "a", copies_of("b", version, writers=2, found=2)))
+    assert told.control.newest_snapshot == version
+
+
+def test_what_a_node_with_copies_says_counts_for_nothing_once_the_generation_is_over() -> None:
+    told = training("abc")
+    peers = {node: tuple(peer.node for peer in place.peers) for node, place in told.of(c.SendPlaces)[-1].places.items()}
+    version = Version(1, 5)
+    told.seal(version, {node: holders for node, holders in peers.items() if node != "b"})
+    told(e.Closed())
+    told(e.Answered(COPIES, peers["b"][0], copies_of("b", version)))
+    assert told.control.newest_snapshot is None
+
+
+def test_a_node_that_is_heard_by_way_of_others_for_long_is_asked_itself() -> None:
+    """Its reports may be lost in a leader that hangs."""
+    told = training("abc")
+    peers = {node: tuple(peer.node for peer in place.peers) for node, place in told.of(c.SendPlaces)[-1].places.items()}
+    for step in range(5, 5 + int(SILENT_S / UNHEARD_S) + 2):
+        told.seal(Version(1, step), {node: holders for node, holders in peers.items() if node != "b"})
+        told()
+        told.now += UNHEARD_S + 0.1
+        told()
+        told(e.Answered(COPIES, peers["b"][0], copies_of("b", Version(1, step))))
+        assert told.control.newest_snapshot == Version(1, step)
+    assert [set(ask.nodes) for ask in told.of(c.Ask) if ask.number == IS_THERE] == [{"b"}]
+
+
+def test_a_member_that_a_group_was_formed_without_was_lost_by_the_one_before() -> None:
+    """Else a coordinator that is restarted then takes the rank of that number in the new group for dead."""
+    told = Told()
+    before = told.form(one(1), one(2), one(3)).generation
+    told.begin(["node"])
+    told(e.Died((("node", 3),), 2, "worker_died", "gone"))
+    told.join(one(2))
+    told.now += told.control.group.membership.patience_s + 1.0
+    answer = told.ask("m2", before)
+    assert answer.formation is not None
+    assert [member.id for member in answer.formation.members] == ["m2"]
+    left_out = told.records("failure")[-1]
+    assert (left_out["cause"], left_out["ranks"], left_out["generation"]) == ("worker_hung", [0], before)
+    forming = {"event": "forming", "generation": before + 1, "members": [asdict(one(2))]}
+    assert group_of([{"event": "failure", "time": 1.0, **left_out}, forming], before + 1).lost is None
+
+
+@pytest.mark.parametrize("lost", [(1,), (0, 1)])
+def test_newcomers_do_not_wait_for_ever_for_survivors_that_died_while_the_coordinator_was_away(
+    lost: tuple[int, ...],
+) -> None:
+    told = Told(Past(7, 10, restarted=True), max_workers=2, min_workers=2)
+    told(e.Restarted((one(1), one(2)), 7, ("node",), lost=lost))
+    told.join(one(3), one(4))
+    told.now += told.control.group.membership.patience_s - 1.0
+    assert (told.ask("m3").formation is None) == (lost == (1,))
+    told.now += 2.0
+    answer = told.ask("m3")
+    assert answer.formation is not None
+    assert [member.id for member in answer.formation.members] == ["m3", "m4"]
+
+
+def test_with_ray_trains_controller_all_processes_of_a_group_are_gone() -> None:
+    """Its failure names no ranks, and a coordinator that was restarted then waited for one of them for ever."""
+    forming = {"event": "forming", "generation": 7, "members": [asdict(one(1)), asdict(one(2))]}
+    failures = [
+        {"event": "failure", "generation": 7, "time": 1.0, "cause": "worker_died", "ranks": [1]},
+        {"event": "failure", "generation": 7, "time": 2.0, "cause": "controller_died", "ranks": []},
+    ]
+    assert group_of([forming, failures[0]], 7).lost == (1,)
+    assert group_of([forming, *failures], 7).lost == (0, 1)

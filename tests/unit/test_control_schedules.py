@@ -27,8 +27,18 @@ def test_ten_thousand_random_schedules_keep_the_promises() -> None:
     ends = [play(seed) for seed in range(NUM_SCHEDULES)]
     assert sum(world.done for world in ends) > 0.99 * NUM_SCHEDULES
     names = {name for world in ends for _, name, _ in world.events}
-    assert names >= {"failure", "drain", "coordinator_restarted", "checkpoint", "checkpoint_failed", "snapshot_failed"}
+    assert names >= {
+        "failure",
+        "drain",
+        "undrain",
+        "spares",
+        "coordinator_restarted",
+        "checkpoint",
+        "checkpoint_failed",
+        "snapshot_failed",
+    }
     causes = {fields["cause"] for world in ends for _, name, fields in world.events if name == "generation"}
+    assert any(fields["count"] for world in ends for _, name, fields in world.events if name == "spares")
     assert causes >= {"worker_died", "worker_hung", "node_silent", "grow", "drain", "nonfinite", "worker_failed"}
 
 
@@ -40,6 +50,7 @@ FAULTS: dict[str, Callable[[World, int], None]] = {
     "stop": lambda world, number: world.stop_worker(_nth(world.workers, number)),
     "continue": lambda world, number: world.continue_worker(_nth(world.workers, number)),
     "drain": lambda world, number: world.drain(_nth(world.nodes, number)),
+    "maintenance": lambda world, number: world.maintain(_nth(world.nodes, number)),
     "zombie": lambda world, number: world.zombie(),
 }
 

@@ -24,7 +24,7 @@ from regrow.control.core import Fenced
 from regrow.control.health import Pulse
 from regrow.control.membership import Member
 from regrow.control.states import Answer, Settling
-from regrow.control.values import SnapshotAck, Version
+from regrow.control.values import NEVER, SnapshotAck, Version
 from regrow.data.read.corpora import Corpora
 from regrow.errors import RegrowError, ResumeError
 from regrow.record.claim import Superseded
@@ -137,8 +137,8 @@ class Keeper:
     def take_place(self, place: Any) -> None:
         self.place = place
 
-    def committed(self, number: int, state: Committed) -> None:
-        self.numbers.append(number)
+    def committed(self, state: Committed) -> None:
+        self.numbers.append(state.number)
         self.heard.append(state)
 
     def over(self, generation: int) -> None:
@@ -215,8 +215,8 @@ def test_a_step_is_logged_shown_committed_and_becomes_a_checkpoint(coordinator: 
     coordinator.snapshots_sealed([SnapshotAck("node", Version(generation, 4), ())])
     until(lambda: committed_steps(Storage.at(tmp_path) / "checkpoints") == [4])
     until(lambda: events_of(coordinator, "checkpoint"))
-    assert keeper.heard[0] == Committed(Version(generation, 4), Version(generation, 4))
-    until(lambda: keeper.heard[-1] == Committed(Version(generation, 4)))
+    assert (keeper.heard[0].newest, keeper.heard[0].pinned) == (Version(generation, 4), Version(generation, 4))
+    until(lambda: (keeper.heard[-1].newest, keeper.heard[-1].pinned) == (Version(generation, 4), NEVER))
     assert [found["step"] for found in read_metrics(Storage.at(tmp_path))] == [1], "a committed step's row is there"
     assert coordinator.settle() == Settling(False, "", None, ())
 

@@ -187,3 +187,15 @@ def test_where_nodes_are_equal_the_placement_is_what_presets_and_submissions_pla
         peers = plan_peers([(node, node) for node in nodes], copies=copies)
         expected = equal_nodes(8 * num_nodes, 8, copies)
         assert {(8, ranks_copied(peers, nodes * 8)[node]) for node in nodes} == {expected}
+
+
+def test_a_node_that_does_not_hear_the_coordinator_hears_of_commits_from_those_with_its_copies(tmp_path: Path) -> None:
+    """It had no room for snapshots otherwise, so that none was made on any node until it was given up."""
+    with cluster(tmp_path, 3) as nodes:
+        snapshot(nodes, STEP, 3)
+        nodes[2].keeper.committed(Committed(Version(1, STEP), Version(1, STEP), number=7))
+        deaf, hears = nodes[0].keeper, nodes[1].keeper
+        hears.committed(Committed(Version(1, STEP), Version(1, STEP - 1), number=8))
+        wait_until(lambda: Committed.read(deaf.folder) == Committed(Version(1, STEP), Version(1, STEP - 1)))
+        deaf.committed(Committed(Version(1, STEP - 1), number=6))  # sent before, and late
+        assert Committed.read(deaf.folder).newest == Version(1, STEP)

@@ -25,7 +25,7 @@ from regrow.record.events import (
 from regrow.record.log import encode
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "file-formats.md"
-GIVEN = {"str": "abc", "int": 3, "float": 2.5, "list": [], "dict": {}}
+GIVEN = {"str": "abc", "int": 3, "float": 2.5, "bool": True, "list": [], "dict": {}}
 
 
 def filled(kind: type[Event]) -> Event:

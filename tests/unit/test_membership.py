@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regrow.control.membership import Formation, Member, Membership
+from regrow.plan.topology import fewest_ranks, topology_table
 
 
 def member(name: str, node: str | None = None) -> Member:
@@ -226,6 +227,40 @@ def test_a_spare_takes_the_place_of_a_lost_rank_at_once() -> None:
     assert not made.wants_to_grow(100.0)
     made.died(["b"])
     assert names(joined(made, "acd", 101.0)) == "acde"
+
+
+FEWEST = fewest_ranks(topology_table(min_workers=1, max_workers=8, num_slices=8))  # 5, 6 and 7 do as well as 4
+
+
+def test_ranks_that_make_no_step_faster_are_left_out_and_taken_in_once_others_are_lost() -> None:
+    made = Membership(range(1, 9), num_slices=8, fewest=FEWEST)
+    assert names(joined(made, "abcdef", 0.0, expected=6)) == "abcd"
+    assert [each.id for each in made.spares] == ["e", "f"]
+    assert not made.wants_to_grow(100.0)
+    made.died(["b"])
+    assert names(joined(made, "acd", 101.0)) == "acde"
+    assert [each.id for each in made.spares] == ["f"]
+    for name, now in (("g", 110.0), ("h", 120.0), ("i", 130.0)):
+        made.join(member(name), expected=1, now=now)
+        assert made.wants_to_grow(now + 5.0) == (name == "i"), "all eight have one slice, four to seven two"
+    assert names(joined(made, "acde", 136.0)) == "acdefghi"
+    assert made.spares == ()
+    made.died(["c"])
+    assert names(joined(made, "adefghi", 140.0)) == "adef", "the first ranks hold on to what they have"
+    assert [each.id for each in made.spares] == ["g", "h", "i"]
+
+
+def test_a_spare_that_dies_is_none_any_more_and_one_on_a_draining_node_neither() -> None:
+    made = Membership(range(1, 9), num_slices=8, fewest=FEWEST)
+    on_nodes(made, {"x": "abc", "y": "def"}, 0.0, expected=6)
+    assert [each.id for each in made.spares] == ["e", "f"]
+    made.died(["e"])
+    assert not made.wants_to_grow(10.0)
+    assert [each.id for each in made.spares] == ["f"]
+    made.avoided = {"y"}
+    assert made.wants_to_leave_nodes()
+    assert not made.wants_to_grow(11.0)
+    assert made.spares == ()
 
 
 def test_units_share_the_slices_out() -> None:

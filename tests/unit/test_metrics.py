@@ -278,6 +278,17 @@ def test_rows_become_totals_and_newest_values() -> None:
     assert (value(figures, "target_steps"), value(figures, "target_world_size")) == (300, 4)
 
 
+def test_ranks_that_wait_are_counted_and_are_not_missing() -> None:
+    config = PretrainConfig(cluster=ClusterConfig(min_workers=2, max_workers=9, spare_workers="auto"))
+    config.optim.num_slices = config.optim.global_batch_seqs = 16
+    figures = Figures(config, make_cadence(), [], T0)
+    assert (value(figures, "target_world_size"), value(figures, "spare_ranks")) == (8, 0)
+    figures.event(event("spares", count=1, nodes={"n": 1}), T0)
+    assert value(figures, "spare_ranks") == 1
+    figures.event(event("submitted", time=T0 + 1), T0 + 1)
+    assert value(figures, "spare_ranks") == 0
+
+
 @pytest.mark.parametrize("wrong", [{"loss": math.nan}, {"grad_norm": math.inf}, {"loss": math.inf}])
 def test_steps_that_are_not_finite_are_counted(wrong: dict[str, float]) -> None:
     figures = make_figures()
@@ -293,14 +304,14 @@ def test_failures_restarts_and_incidents_are_counted_by_cause() -> None:
     figures.event(event("failure", cause="node_silent"), T0 + 1)
     assert value(figures, "world_size") == 0
     figures.event(generation(2, 7, "node_silent", recomputed_steps=3), T0 + 2)
-    figures.event(event("straggler", node="n", pid=1, factor=2.0), T0 + 3)
+    figures.event(event("suspected", kind="slow_compute", node="n", pid=1), T0 + 3)
     figures.event(event("note", text="of no interest"), T0 + 3)
     assert value(figures, "world_size") == 3
     assert value(figures, "generation") == 2
     assert value(figures, "failures_total", "node_silent") == 1
     assert value(figures, "restarts_total", "node_silent") == 1
     assert value(figures, "recomputed_steps_total") == 3
-    assert value(figures, "incidents_total", "straggler") == 1
+    assert value(figures, "incidents_total", "suspected") == 1
     assert sum(v for (name, _), v in figures.values.items() if name == "regrow_incidents_total") == 1
 
 
@@ -495,12 +506,25 @@ def test_rays_own_counters_and_gauges_take_all_of_it(clock: Clock) -> None:
 # names
 
 
-def test_names_follow_prometheus_and_no_label_is_a_rank() -> None:
+def test_ranks_are_shown_with_what_they_spend_a_step_on_and_those_that_are_gone_are_not() -> None:
+    figures = Figures(make_config(), make_cadence(), [], T0)
+    row = {"rank": 3, "compute_s": 0.5, "memory_bytes": 7, "temperature_c": None}
+    figures.ranks([row, row | {"rank": 0, "compute_s": 0.4}], [{"kind": "slow_compute"}])
+    assert value(figures, "rank_compute_seconds", "3") == 0.5
+    assert value(figures, "rank_memory_bytes", "0") == 7
+    assert ("regrow_rank_temperature_celsius", "3") not in figures.values
+    assert (value(figures, "slowest_rank"), value(figures, "suspects", "slow_compute")) == (3, 1)
+    figures.ranks([row | {"rank": 1}], [])
+    assert {key[1] for key in figures.values if key[0] == "regrow_rank_compute_seconds"} == {"1"}
+    assert value(figures, "suspects", "slow_compute") == 0
+
+
+def test_names_follow_prometheus() -> None:
     for family in FAMILIES.values():
         assert re.fullmatch(r"regrow_[a-z]+(_[a-z]+)*", family.name), family.name
         assert not re.search(r"_(ms|s|gb|mb|percent|minutes|hours|count)(_|$)", family.name), "base units only"
-        assert family.label in ("", "cause", "state", "reason", "result", "kind")
-        assert (family.label == "") == (family.values == ("",))
+        assert family.label in ("", "cause", "state", "reason", "result", "kind", "rank")
+        assert (family.label in ("", "rank")) == (family.values == ("",))
         assert family.help[0].islower() or family.help[0].isdigit() or family.help.startswith(("CPU", "FLOPs"))
 
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from regrow.config.schema import ClusterConfig, PretrainConfig
-from regrow.control.health import SLOW_FACTOR, Pulse, Stragglers
 from regrow.forecast.devices import GIB
 from regrow.runtime import worker
 from regrow.runtime.hardware import probe
@@ -129,33 +128,6 @@ def test_every_sum_is_exact_in_the_dtype_it_is_taken_in(device: str, dtype: torc
     left, right = (torch.randint(-1, 2, (SIZE[device],) * 2, generator=generator).float() for _ in range(2))
     product = left @ right
     assert torch.equal(product.to(dtype).float(), product)
-
-
-def pulses(*probes_s: float) -> list[tuple[str, Pulse]]:
-    return [
-        (f"node {pid // 2}", Pulse(pid, generation=1, step=9, silent_s=0.0, probe_s=probe_s, state="R"))
-        for pid, probe_s in enumerate(probes_s)
-    ]
-
-
-def test_a_straggler_is_named_once_after_two_check_ups_in_a_row() -> None:
-    stragglers, slow = Stragglers(), SLOW_FACTOR * 1.2
-    assert stragglers.found(pulses(1, 1, slow, 1.2)) == []
-    assert stragglers.found(pulses(1, 1, 1, 1.2)) == []  # it was busy with something else for a moment
-    assert stragglers.found(pulses(1, 1, slow, 1.2)) == []
-    ((node, pulse, factor),) = stragglers.found(pulses(1, 1, slow, 1.2))
-    assert (node, pulse.pid) == ("node 1", 2)
-    assert factor == pytest.approx(slow / 1.1)
-    assert stragglers.found(pulses(1, 1, slow, 1.2)) == []
-
-
-def test_a_group_that_is_slow_as_a_whole_has_no_straggler() -> None:
-    stragglers = Stragglers()
-    for seconds in (1.0, 5.0, 5.0, 5.0):
-        assert stragglers.found(pulses(*[seconds] * 4)) == []
-    for _ in range(5):
-        assert stragglers.found(pulses(1.0, 9.0)) == []  # of two, neither
-        assert stragglers.found(pulses(1.0, 1.0, 0.0)) == []  # the third has not been probed
 
 
 def test_where_memory_is_full_a_probe_is_left_out_and_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:

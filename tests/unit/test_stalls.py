@@ -5,7 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from regrow.control.health import SECONDS, STEPS, STOPPED_S, STUCK_SHARE, Pulse, Stalls, Worker, left_behind
+from regrow.control.health import SECONDS, STEPS, STOPPED_S, STUCK_SHARE, Pulse, Stalls, hanging, left_behind
+from regrow.control.phases import BEYOND_S, FACTOR, PHASES, Phase, Usual
+from regrow.control.slow import Worker
 
 
 def watching(step_s: float = 0.2) -> Stalls:
@@ -70,18 +72,47 @@ def test_a_look_at_where_everyone_is_comes_once_a_stall() -> None:
     assert stalls.wants_a_look(late + 3 + late)
 
 
-def test_who_runs_is_asked_where_it_is_after_long_and_not_before_a_generations_first_step() -> None:
+def test_who_runs_is_asked_where_it_is_once_no_step_has_come_for_long_and_not_while_a_group_forms() -> None:
     stalls = watching()
     last = 9 * 0.2
-    assert not stalls.stuck(last + 179.0)
-    assert stalls.stuck(last + 181.0)
+    assert not stalls.stuck(last + BEYOND_S - 1)
+    assert stalls.stuck(last + BEYOND_S + 1)
     assert not replace(stalls, stuck_s=0.0).stuck(last + 1e9)
-    stalls.begin(10.0)
-    assert not stalls.stuck(1e9)  # all compile, which may take as long as it likes
+    stalls.begin(10.0, forming=True)
+    assert not stalls.stuck(1e9)  # meeting, building, restoring: ranks do not do the same
     slow = Stalls(silence_s=30.0, timeout_s=600.0, stuck_s=5.0)
     slow.stepped(100.0, 0.0)
     assert not slow.stuck(STEPS * 100.0)
     assert slow.stuck(STEPS * 100.0 + SECONDS + 0.1)
+
+
+def test_a_phase_is_too_long_beyond_what_workers_took_for_it_and_what_others_took_to_come_to_their_wait() -> None:
+    usual = Usual(unknown_s=180.0, least_s={Phase.data: 20.0})
+    assert usual.limit_s(Phase.validation, others_s=0.0) == 180.0  # nothing is known of it
+    assert usual.limit_s(Phase.first_step, others_s=300.0) == FACTOR * 300.0 + BEYOND_S  # the others compiled so long
+    usual.learn([[3.0 * (each is Phase.validation) for each in PHASES], [0.0] * len(PHASES)])
+    assert usual.limit_s(Phase.validation, others_s=0.0) == FACTOR * 3.0 + BEYOND_S
+    assert usual.limit_s(Phase.validation, others_s=60.0) == FACTOR * 60.0 + BEYOND_S
+    usual.learn([[2.0 * (each is Phase.validation) for each in PHASES]])
+    assert usual.longest_s == {Phase.validation: 2.0}  # a longer one was long ago
+    usual.learn([[0.1] * len(PHASES), ()])  # of a worker that has said nothing yet
+    assert usual.limit_s(Phase.data, others_s=0.0) == FACTOR * 20.0 + BEYOND_S  # the stream has a timeout of its own
+
+
+@pytest.mark.parametrize(
+    ("phase", "known_s", "hangs_at_s"),
+    [(Phase.step, 1.0, 21.5), (Phase.validation, 40.0, 80.0), (Phase.checkpoint, 0.0, 180.0)],
+)
+def test_who_is_waited_for_hangs_once_its_own_phase_is_too_long(
+    phase: Phase, known_s: float, hangs_at_s: float
+) -> None:
+    """Its peers are in a step, and wait for it for as long."""
+    usual = Usual(unknown_s=180.0)
+    usual.learn([[known_s * (each is phase) for each in PHASES]])
+    for at_s in (hangs_at_s - 1, hangs_at_s + 1):
+        waiting = {worker: replace(each, waits_s=at_s) for worker, each in WAITING.items()}
+        late = replace(answer(3, 69, waits=False), phase=phase, phase_s=at_s)
+        assert hanging([B], waiting | {B: late}, usual) == ([B] if at_s > hangs_at_s else [])
 
 
 def answer(asked: int, collectives: int, *, waits: bool) -> Pulse:

@@ -235,11 +235,28 @@ def test_the_newest_checkpoints_are_told() -> None:
     assert dict(body(found))["checkpoints"] == "step 8, 11.0 s ago, 17 MB in 0.50 s; 2 steps since"
 
 
+def test_who_is_suspected_of_what_and_since_when_is_told_until_it_is_over() -> None:
+    slow = {"kind": "slow_compute", "node": "n1", "pid": 7, "rank": 2, "since": T0 + 5, "factor": 1.2, "detail": "why"}
+    link = {"kind": "slow_link", "node": "n2", "since": T0 + 6, "factor": 1.3, "detail": "GB/s"}
+    events = [*STARTED, event("suspected", 12, **slow), event("suspected", 13, **link)]
+    ranks = [{"rank": 2, "node": "n1", "compute_s": 0.5, "wait_all_s": 0.1, "memory_bytes": 1000, "power_w": 650.2}]
+    found = status_of(History.of_logs(ROWS, events), folder="runs/x", config={}, now=T0 + 31, ranks=ranks)
+    told = dict(body(found))
+    assert told["suspects"].startswith("rank 2 on node n1 computes slowly since ")
+    assert told["suspects"].endswith("(26.0 s), steps take 1.20 times as long: why")
+    assert [each.kind for each in found.suspects] == ["slow_compute", "slow_link"]
+    assert told["slowest rank"] == "2 on node n1: computes 0.50 s a step, waits 0.10 s for others, memory 1 kB, 650 W"
+    assert Status.from_dict(json.loads(found.to_json())) == found
+    later = [*events, event("cleared", 14, kind="slow_compute", node="n1", pid=7)]
+    assert [each.kind for each in status(ROWS, later, 31).suspects] == ["slow_link"]
+    assert status(ROWS, [*later, generation(2, 130, 4, "worker_died", 10)], 134).suspects == []
+
+
 def test_what_somebody_should_look_at_is_told_once_and_as_long_as_it_holds() -> None:
     events = [
         *STARTED,
-        event("straggler", 12, node="n1", pid=1, factor=2.0),
-        event("straggler", 13, node="n1", pid=1, factor=2.0),
+        event("snapshot_failed", 12, detail="2.0 times as long"),
+        event("snapshot_failed", 13, detail="2.0 times as long"),
         event("checkpoint_failed", 14, step=3, detail="disk full"),
         event("checkpoint_failed", 17, step=5, detail="bucket gone"),
         event("checkpoint", 16, step=4, bytes=1, seconds=1.0),
@@ -565,3 +582,15 @@ def test_a_ray_cluster_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyP
     with pytest.raises(ClusterError, match=r"no Ray cluster lets us in at http://127\.0\.0\.1:9 ") as caught:
         on_ray("http://127.0.0.1:9", run=None)
     assert "\n" not in str(caught.value)
+
+
+def test_ranks_that_wait_beside_the_group_are_shown_until_another_job_begins() -> None:
+    spares = event("spares", 11, count=2, nodes={"a": 2}, generation=1)
+    found = status(ROWS, [*STARTED, spares], 31)
+    assert found.spares == 2
+    assert any(
+        line.startswith("  ranks") and "4 of 4 (at least 2) and 2 spares, gen" in line for line in describe(found)
+    )
+    assert "4 of 4 ranks and 2 spares, " in one_line(found)
+    assert Status.from_dict(json.loads(found.to_json())).spares == 2
+    assert status(ROWS, [*STARTED, spares, submitted(40)], 41).spares == 0

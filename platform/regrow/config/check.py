@@ -15,10 +15,13 @@ from regrow.config.schema import (
     PlanJobConfig,
     PretrainConfig,
 )
+from regrow.config.spares import AUTO, num_beyond, parks
+from regrow.config.stages import stages_of, stages_per_rank
 from regrow.errors import ConfigError
 from regrow.plan.batch import check_world_sizes
 from regrow.plan.mixture import plan_mixture
-from regrow.plan.topology import Table, Topology, plan_topology, topology_table
+from regrow.plan.pipeline import Stages
+from regrow.plan.topology import Table, Topology, fewest_ranks, plan_topology, topology_table
 
 FLOAT8_MULTIPLE = 16  # of all dims of a float8 product on GPUs: torch._scaled_mm; emulated ones take any
 
@@ -35,9 +38,18 @@ def check(config: PretrainConfig) -> dict[int, Topology]:
         global_batch_seqs=config.optim.global_batch_seqs,
         min_workers=config.cluster.min_workers,
         max_workers=config.cluster.max_workers,
-        unit=config.parallel.tp,
+        unit=config.parallel.tp * config.parallel.pp,
+        runs=(lambda: set(world_sizes(config).values())) if parks(config.cluster) else None,
     )
     return topologies(config)
+
+
+def check_elastic(config: PretrainConfig) -> None:
+    """Check what a group whose size changes cannot have. Raises ConfigError."""
+    _need(
+        config.parallel.pp == 1,
+        f"parallel.pp={config.parallel.pp} needs a group of fixed size: start it by torchrun -m jobs.pretrain_torchrun",
+    )
 
 
 def check_data(config: PretrainConfig) -> None:
@@ -58,15 +70,18 @@ def geometry(config: PretrainConfig, table: Table) -> list[str]:
     optim, data = config.optim, config.data
     batch_tokens = optim.global_batch_seqs * data.seq_len
     slice_seqs, in_a_pass = optim.global_batch_seqs // optim.num_slices, config.parallel.slices_per_pass or 1
-    shares = ", ".join(f"{world_size}:{each.batch.idle_share:.1%}" for world_size, each in table.items())
+    ran = world_sizes(config, table)
+    shares = ", ".join(f"{size}:{table[size].batch.idle_share:.1%}" for size in sorted(set(ran.values())))
+    spares = ", ".join(f"{present}:{present - size}" for present, size in ran.items() if present > size)
     return [
         f"global batch {optim.global_batch_seqs} sequences x {data.seq_len} tokens = {batch_tokens:,} tokens; "
         f"{config.train.steps:,} steps = {config.train.steps * batch_tokens:,} tokens",
         f"{optim.num_slices} slices of {slice_seqs} sequences, at most {in_a_pass} in a pass, "
         f"for {_span(config.cluster.min_workers, config.cluster.max_workers)}"
-        + (f", {config.parallel.tp} together" if config.parallel.tp > 1 else "")
+        + (f", {unit} together" if (unit := config.parallel.tp * config.parallel.pp) > 1 else "")
         + ("; each pass reduces gradients" if config.parallel.sync_every_micro_batch else ""),
         *textwrap.wrap(f"idle share by world size: {shares}", width=110, subsequent_indent="  "),
+        *textwrap.wrap(f"spares by number of workers: {spares}" * bool(spares), width=110, subsequent_indent="  "),
     ]
 
 
@@ -131,9 +146,14 @@ def _cluster(config: PretrainConfig) -> None:
         f"cluster.local_nodes={cluster.local_nodes} starts nodes here, cluster.address={cluster.address!r} joins "
         "a running cluster: set only one of them",
     )
+    spares, beyond = cluster.spare_workers, num_beyond(cluster)
     _need(
-        cluster.spare_workers == 0 or (cluster.spare_workers > 0 and cluster.in_place),
-        f"cluster.spare_workers={cluster.spare_workers} must not be negative, and 0 where cluster.in_place=false: "
+        not isinstance(spares, str) or spares == AUTO,
+        f"cluster.spare_workers={spares} must be auto, a number of workers beyond cluster.max_workers, or null",
+    )
+    _need(
+        beyond == 0 or (beyond > 0 and cluster.in_place),
+        f"cluster.spare_workers={spares} must not be negative, and 0 where cluster.in_place=false: "
         "a group that restarts as a whole takes all workers that are there",
     )
     for name, none in (("quarantine_failures", "leaves no node alone"), ("probe_every_steps", "probes never")):
@@ -145,6 +165,8 @@ def _cluster(config: PretrainConfig) -> None:
         f"cluster.least_link_gb_per_s={link} must not be negative; above 0 it needs cluster.check_hardware=true and "
         "snapshot.every_steps above 0, as keepers measure links",
     )
+    drain_s = cluster.drain_slow_s
+    _need(drain_s >= 0, f"cluster.drain_slow_s={drain_s} must be seconds of slowness, or 0: no node is left for it")
     stuck_s = cluster.stuck_s
     _need(stuck_s == 0 or stuck_s >= 5, f"cluster.stuck_s={stuck_s} must be at least 5 seconds, or 0: never")
     for name, least in (("silence_s", 5.0), ("wait_for_workers_s", 0.0), ("quarantine_s", 0.0)):
@@ -190,6 +212,9 @@ def _data(config: PretrainConfig) -> None:
     _need(data.window_steps >= 1, f"data.window_steps={data.window_steps} must be at least 1")
     _need(data.prefetch_windows >= 1, f"data.prefetch_windows={data.prefetch_windows} must be at least 1")
     _need(data.stall_timeout_s > 0, f"data.stall_timeout_s={data.stall_timeout_s} must be positive")
+    _need(
+        data.storage_timeout_s >= 0, f"data.storage_timeout_s={data.storage_timeout_s} must be at least 0: never wait"
+    )
     _need(data.cache_gb > 0, f"data.cache_gb={data.cache_gb} must be positive")
     _need(
         not data.mixture or len(data.corpora) > 0,
@@ -218,11 +243,12 @@ def _optim(config: PretrainConfig) -> None:
 
 def _parallel(config: PretrainConfig) -> None:
     parallel = config.parallel
-    replicas, most, tp = parallel.dp_replicate, config.cluster.max_workers, parallel.tp
-    of_units = "" if tp == 1 else f"/parallel.tp={tp}"
+    replicas, most, tp, pp = parallel.dp_replicate, config.cluster.max_workers, parallel.tp, parallel.pp
+    of_units = ("" if tp == 1 else f"/parallel.tp={tp}") + ("" if pp == 1 else f"/parallel.pp={pp}")
     _tensor_parallel(config)
+    _pipeline(config)
     _need(
-        replicas >= 1 and most // tp % replicas == 0,
+        replicas >= 1 and most // (tp * pp) % replicas == 0,
         f"parallel.dp_replicate={replicas} must divide cluster.max_workers={most}{of_units}",
     )
     _need(
@@ -292,7 +318,7 @@ def _tensor_parallel(config: PretrainConfig) -> None:
     for key, value in (
         ("cluster.min_workers", cluster.min_workers),
         ("cluster.max_workers", cluster.max_workers),
-        ("cluster.spare_workers", cluster.spare_workers),
+        ("cluster.spare_workers", num_beyond(cluster)),
         ("model.num_heads", model.num_heads),
         ("model.num_kv_heads", model.num_kv_heads),
         ("model.ffn_dim", model.ffn_dim),
@@ -300,6 +326,33 @@ def _tensor_parallel(config: PretrainConfig) -> None:
         ("data.seq_len", config.data.seq_len),
     ):
         _need(value % tp == 0, f"parallel.tp={tp} must divide {key}={value}; set parallel.tp={gcd(tp, value)}")
+
+
+def _pipeline(config: PretrainConfig) -> None:
+    parallel, cluster = config.parallel, config.cluster
+    pp, tp, per_rank = parallel.pp, parallel.tp, parallel.stages_per_rank
+    _need(pp >= 1, f"parallel.pp={pp} must be at least 1")
+    _need(
+        per_rank >= 2, f"parallel.stages_per_rank={per_rank} must be at least 2; parallel.schedule=one_f_one_b has one"
+    )
+    if pp == 1:
+        return
+    for key, value in (("min_workers", cluster.min_workers), ("max_workers", cluster.max_workers)):
+        _need(
+            value % (pp * tp) == 0,
+            f"cluster.{key}={value} must be a multiple of parallel.pp={pp} x parallel.tp={tp} workers",
+        )
+    num_stages = pp * stages_per_rank(parallel)
+    _need(
+        config.model.num_layers >= num_stages,
+        f"model.num_layers={config.model.num_layers} are fewer than the {num_stages} stages of parallel.pp={pp}, "
+        f"{stages_per_rank(parallel)} a rank: each has a block at least; lower parallel.pp",
+    )
+    for is_set, key, instead in (
+        (parallel.cpu_offload, "parallel.cpu_offload=true", "parallel.cpu_offload=false"),
+        (parallel.separate_reduce, "parallel.separate_reduce=true", "parallel.separate_reduce=false"),
+    ):
+        _need(not is_set, f"parallel.pp={pp} does not go with {key} yet; set {instead}")
 
 
 def _observe(config: PretrainConfig) -> None:
@@ -359,8 +412,19 @@ def _checkpoint(config: PretrainConfig) -> None:
 
 def topologies(config: PretrainConfig) -> dict[int, Topology]:
     """By world size, of every feasible one."""
-    cluster = config.cluster
-    return topology_table(min_workers=cluster.min_workers, max_workers=cluster.max_workers, **_rule(config))
+    cluster, most = config.cluster, config.cluster.max_workers
+    if parks(cluster):  # more units than slices: some of them are always spares
+        most = min(most, config.optim.num_slices * config.parallel.tp * config.parallel.pp)
+    return topology_table(min_workers=cluster.min_workers, max_workers=most, **_rule(config))
+
+
+def world_sizes(config: PretrainConfig, table: Table | None = None) -> dict[int, int]:
+    """The world size of the group by how many ranks there are, in whole units from the fewest on; others are spares."""
+    table = topologies(config) if table is None else table
+    unit = config.parallel.tp * config.parallel.pp
+    most = config.cluster.max_workers // unit * unit
+    sizes = fewest_ranks(table) if parks(config.cluster) else {size: size for size in table}
+    return sizes | {present: sizes[max(table)] for present in range(max(table), most + 1, unit)}
 
 
 def topology_of(config: PretrainConfig, world_size: int) -> Topology:
@@ -373,6 +437,7 @@ class _Rule(TypedDict):
     dp_replicate: int
     tp: int
     slices_per_pass: int
+    stages: Stages | None
 
 
 def _rule(config: PretrainConfig) -> _Rule:
@@ -381,4 +446,5 @@ def _rule(config: PretrainConfig) -> _Rule:
         "dp_replicate": config.parallel.dp_replicate,
         "tp": config.parallel.tp,
         "slices_per_pass": config.parallel.slices_per_pass,
+        "stages": stages_of(config.model, config.parallel, config.data.seq_len),
     }

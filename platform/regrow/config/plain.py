@@ -151,7 +151,9 @@ def _value(hint: Any, value: Any, key: str) -> Any:
     if get_origin(hint) in (types.UnionType, Union):
         if value == "null":
             return None
-        (hint,) = (each for each in get_args(hint) if each is not types.NoneType)
+        *others, hint = (each for each in get_args(hint) if each is not types.NoneType)
+        if others and re.fullmatch(r"[+-]?\d+", str(value)):  # of `int | str`
+            hint = int
     if dataclasses.is_dataclass(hint) and isinstance(value, dict):
         return _build(hint, value, key + ".")
     if get_origin(hint) is dict and isinstance(value, dict):

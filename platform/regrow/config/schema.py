@@ -48,6 +48,13 @@ class Schedule(StrEnum):
     cosine = "cosine"
 
 
+class PipelineSchedule(StrEnum):
+    """In which order the ranks of a pipeline run forwards and backwards."""
+
+    one_f_one_b = "one_f_one_b"  # 1F1B, with one stage a rank
+    interleaved = "interleaved"  # 1F1B, with several: a smaller bubble for more messages
+
+
 class SubmitAction(StrEnum):
     render = "render"  # the manifests, on stdout
     diff = "diff"  # against what the cluster has
@@ -119,15 +126,16 @@ class ClusterConfig:
     address: str | None = None  # Ray address ("auto": the running cluster); null starts Ray on this machine
     local_nodes: int = 0  # with address null: raylets to start here as separate nodes; 0: one for everything
     min_workers: int = 1  # fewest ranks worth training on
-    max_workers: int = 1  # most ranks used
-    spare_workers: int = 0  # more that are ready to take the place of a lost one, and wait
+    max_workers: int = 1  # most ranks used; with spare_workers=auto, its spares among them
+    spare_workers: int | str | None = None  # auto: ranks that make no step faster; N: more; null: auto on GPUs, else 0
     cpus_per_worker: float = 1.0  # logical CPUs of a worker, by which Ray places it
     threads_per_worker: int | None = None  # torch's, on CPU; null: an equal share of the node's cores
     gpus_per_worker: int = 0  # 0: train on CPU with gloo; 1: on CUDA with NCCL
     backend: Backend = Backend.auto  # of collectives: gloo, nccl, or asynchronous, on CPU with NCCL's behaviour
     in_place: bool = True  # survivors keep their processes when ranks are lost or come back; false: all restart
     silence_s: float = 30.0  # a worker that does not answer for this long is ended
-    stuck_s: float = 180.0  # so long without a step: a rank that runs and keeps the others waiting is ended; 0: never
+    stuck_s: float = 180.0  # a rank that others wait for in a phase of which nothing is known yet hangs then; 0: never
+    drain_slow_s: float = 60.0  # a node that is slow for so long is left, where spares wait for its place; 0: never
     wait_for_workers_s: float = 3600.0  # below min_workers: how long to keep the state and wait for nodes
     probe_every_steps: int = 100  # each rank checks and times a short matrix product; 0: never
     check_hardware: bool = True  # a worker whose GPU (by NVML) or whose node's link is broken does not join
@@ -197,6 +205,7 @@ class DataConfig:
     window_steps: int = 8  # global batches shuffled together, the unit Ray Data produces
     prefetch_windows: int = 2  # windows kept ready ahead of training
     stall_timeout_s: float = 20.0  # wait this long for the stream, then read the same rows directly
+    storage_timeout_s: float = 900.0  # wait this long for rows of a storage that fails, before a rank gives up
     stream_cpus: float = 0.5  # logical CPUs of one window-producing task
     cache_dir: str | None = None  # on each node, for what is read from object stores; null: in the temporary folder
     cache_gb: float = 20.0  # about the most that is kept there
@@ -228,6 +237,9 @@ class ParallelConfig:
     dtype: Dtype = Dtype.float32  # of compute and all-gathers; parameters, moments and reductions stay float32
     dp_replicate: int = 1  # HSDP replicas when they divide the world size, else 1; 1: FSDP over all ranks
     tp: int = 1  # ranks of a node that share each block's arithmetic, and between blocks its tokens
+    pp: int = 1  # ranks of a pipeline, each with a part of the blocks; jobs.pretrain_torchrun only
+    schedule: PipelineSchedule = PipelineSchedule.one_f_one_b  # with pp: order of forwards and backwards
+    stages_per_rank: int = 2  # with schedule=interleaved: parts of the blocks that each rank has
     float8: Float8 = Float8.none  # recipe of the blocks' linear layers; emulated off-GPU
     bfloat16_tail: float = 0.0  # with float8: share of train.steps, the last ones, that are trained without
     float8_power_of_2: bool = False  # round float8's scales down to powers of two, as rowwise's always are

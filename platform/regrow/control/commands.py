@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Any
 
 from regrow.control.membership import Member
-from regrow.control.values import Peer, Version
+from regrow.control.values import NEVER, Peer, Version
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,14 @@ class Probe:
 
 
 class Question(Enum):
-    """What keepers are asked, and do not wait for anything to answer but STACKS and POSITIONS."""
+    """What keepers are asked, and do not wait for anything to answer but STACKS, POSITIONS and LINKS."""
 
     HEARTBEATS = "heartbeats"  # `health.Pulse` of each worker
     POSITIONS = "positions"  # the same, once workers have said in which collective they are
-    GPUS = "gpus"  # a line for each
+    GPUS = "gpus"  # `values.GpuReading` of each
     STACKS = "stacks"  # a text
+    HOLDINGS = "holdings"  # `values.Replica` of each snapshot of a version, and of later ones
+    LINKS = "links"  # bytes/s to each node that holds its copies, the slower way
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Ask:
     number: int
     question: Question
     nodes: tuple[str, ...]
+    since: Version = NEVER  # of HOLDINGS
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,14 @@ class SnapshotCommitted:
     """A step is committed in memory; for the figures."""
 
     version: Version
+
+
+@dataclass(frozen=True)
+class ShowRanks:
+    """What each rank spends its time on, the slowest first, and what is suspected; for all that show it."""
+
+    ranks: tuple[Mapping[str, Any], ...]
+    suspects: tuple[Mapping[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -221,6 +232,7 @@ Command = (
     | Announce
     | RestartKeeper
     | SnapshotCommitted
+    | ShowRanks
     | SaveStacks
     | Write
     | PublishIndex

@@ -10,17 +10,21 @@ and a simulator run the same class. `now` is in seconds that never go back, on t
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from regrow.config.check import world_sizes
 from regrow.config.schema import Backend, PretrainConfig
+from regrow.config.spares import parks
 from regrow.control import events as e
 from regrow.control.cadence import Cadence
 from regrow.control.commands import Command, Delete, LogRow, NoteDamaged, Outbox, Reply, TellOver
 from regrow.control.commits import IsWhole
+from regrow.control.drains import Drains
 from regrow.control.group import QUARANTINE_WITHIN_S, Group
 from regrow.control.health import Health, Stalls, Suspect
 from regrow.control.membership import Formation, Membership
 from regrow.control.nodes import Exclusions, NodeFailures
 from regrow.control.past import Past
 from regrow.control.peers import FAN_OUT
+from regrow.control.phases import ROOM_S, Phase, Usual
 from regrow.control.rows import Rows
 from regrow.control.snapshots import Snapshots
 from regrow.control.states import (
@@ -76,6 +80,7 @@ class Control:
         )
         self.group = _group(config, self.snapshots, self._out, past)
         self.health = self.group.health
+        self.drains = Drains(self.group, self.snapshots, config)
         self._rows = Rows(self._out, logged=past.logged, may_be_missing=past.generation > 0)
         self._is_restarted = past.restarted
         self._rollbacks = past.rollbacks
@@ -210,7 +215,8 @@ class Control:
         self.group.nodes.exclusions.measured(self.health.stalls.step_s, self._restore_s)
         self.snapshots.complain_if_unsafe(now)
         self._out.append(LogRow(row))
-        self.health.look_at_devices(row["step"], event.generation, now, self.snapshots.keepers.current)
+        members = self.group.membership.current
+        self.health.look_at_devices(row["step"], event.generation, now, self.snapshots.keepers.current, members)
         self._out.append(Reply(self.group.stop_reason or self.group.why_leave(now)))
 
     def _keepers_found(self, event: e.KeepersFound, now: float) -> None:
@@ -261,8 +267,9 @@ class Control:
         self._out.record(event.event, **event.fields)
 
     def _answered(self, event: e.Answered, now: float) -> None:
-        self.snapshots.answered(event)
-        self.health.answered(event.question, event.node, event.answer)
+        self._sealed(e.Sealed(self.snapshots.answered(event)), now)
+        self.health.answered(event.question, event.node, event.answer, now)
+        self.group.leave_slow_nodes(self._config.cluster.drain_slow_s, now)
 
     def _restarted(self, event: e.Restarted, now: float) -> None:
         """Go on with the group that trains, which may not even have noticed."""
@@ -282,9 +289,6 @@ class Control:
         self.snapshots.begin(self.generation, max(last, newest.step if newest else 0), event.nodes, now)
         group.train(now)
         group.take_up(group.state, event.lost, event.lost_at, now)
-
-    def _closed(self, event: e.Closed, now: float) -> None:
-        self.group.membership.generation += 1
 
     def _finish(self, now: float) -> list[Command]:
         while self._num_failures < self.group.num_failures:
@@ -336,10 +340,12 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.CheckpointCommitted: checkpoints.committed,
         e.PublishFailed: checkpoints.publish_failed,
         e.Deleted: checkpoints.deleted,
+        e.DrainAsked: control.drains.ask,
+        e.UndrainAsked: control.drains.undo,
         e.StopAsked: group.stop,
         e.Settle: lambda event, now: checkpoints.settle(control.next_step - 1, now),
         e.Restarted: control._restarted,
-        e.Closed: control._closed,
+        e.Closed: group.close,
     }
 
 
@@ -349,7 +355,7 @@ def _why_memory_may_be_lost(group: Group, snapshots: Snapshots) -> str:
         return "the run ends"
     if group.too_few_since is not None:
         return "fewer workers are left than cluster.min_workers"
-    going, newest = group.nodes.exclusions.deadlines.keys(), snapshots.commits.newest
+    going, newest = group.nodes.exclusions.going, snapshots.commits.newest
     if going and not group.membership.could_form_without(going):
         return "too few nodes stay"
     if going and newest is not None and any({node, *peers} <= going for node, peers in newest.peers.items()):
@@ -359,6 +365,15 @@ def _why_memory_may_be_lost(group: Group, snapshots: Snapshots) -> str:
 
 def _is_on_device(config: PretrainConfig) -> bool:
     return config.cluster.gpus_per_worker > 0 or config.cluster.backend is Backend.asynchronous
+
+
+def _usual(config: PretrainConfig) -> Usual:
+    waits_s = {
+        Phase.data: config.data.stall_timeout_s,
+        Phase.storage: config.data.storage_timeout_s,
+        Phase.checkpoint: config.checkpoint.timeout_s,
+    }
+    return Usual(config.cluster.stuck_s, least_s=waits_s | {Phase.snapshot: ROOM_S})
 
 
 def _cadence(config: PretrainConfig, now: float) -> Cadence:
@@ -374,16 +389,23 @@ def _cadence(config: PretrainConfig, now: float) -> Cadence:
 
 def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past) -> Group:
     cluster = config.cluster
-    sizes = range(cluster.min_workers, cluster.max_workers + 1)
-    membership = Membership(sizes, config.parallel.tp, config.optim.num_slices, generation=past.generation)
+    membership = Membership(
+        range(cluster.min_workers, cluster.max_workers + 1),
+        config.parallel.tp,
+        config.optim.num_slices,
+        world_sizes(config) if parks(cluster) else {},
+        generation=past.generation,
+    )
     exclusions = Exclusions(cluster.quarantine_failures, QUARANTINE_WITHIN_S, cluster.quarantine_s)
     exclusions.quarantined_until.update(past.quarantined_until)
+    exclusions.asked.update(past.drained)
     return Group(
         membership,
         NodeFailures(exclusions, membership, out),
         Health(
             Stalls(cluster.silence_s, config.train.collective_timeout_s, cluster.stuck_s),
             out,
+            usual=_usual(config),
             probe_every_steps=cluster.probe_every_steps,
             on_gpus=cluster.gpus_per_worker > 0,
         ),
@@ -393,4 +415,5 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
         wait_for_workers_s=cluster.wait_for_workers_s,
         cause=Cause.resume if past.generation else Cause.start,
         first_steps=FirstSteps(config.train.collective_timeout_s, past.failed_groups),
+        told_spares=past.spares,
     )

@@ -57,7 +57,7 @@ class CheckpointWanted:
 
 @dataclass(frozen=True)
 class Leaving:
-    """Rank 0: the whole group leaves after this step, to form anew; `cause` is its own, or empty where it was told."""
+    """Rank 0: the whole group leaves after this step, to form anew or to stop; `cause` is empty where it is to stop."""
 
     generation: int
     step: int
@@ -319,6 +319,26 @@ class Deleted:
     problem: str
 
 
+# a person, by a command
+
+
+@dataclass(frozen=True)
+class DrainAsked:
+    """Maintenance: the group is to leave this node, and no worker to be started there. The reply is why not, or empty.
+
+    Asked again it is the same.
+    """
+
+    node: str
+
+
+@dataclass(frozen=True)
+class UndrainAsked:
+    """This node is in service again. The reply is why not, or empty."""
+
+    node: str
+
+
 # the driver, and the actor itself
 
 
@@ -388,6 +408,8 @@ Event = (
     | CheckpointCommitted
     | PublishFailed
     | Deleted
+    | DrainAsked
+    | UndrainAsked
     | StopAsked
     | Settle
     | Restarted

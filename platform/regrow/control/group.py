@@ -1,9 +1,11 @@
 """The group of ranks that trains: its states, and what each event makes of them. Pure."""
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from regrow.control.commands import Form, Probe, Reply
-from regrow.control.events import Asked, Done, Failed, Joined, Leaving, Placed, StopAsked
+from regrow.control.events import Asked, Closed, Done, Failed, Joined, Leaving, Placed, StopAsked
 from regrow.control.losses import Losses, kill
 from regrow.control.membership import Formation
 from regrow.control.states import (
@@ -25,6 +27,7 @@ FORM_POLLS_PER_S = 2000.0  # of all workers together
 LOOK_AT_S = 1e-6  # a worker that waits, to see whether a group can be formed: not at every poll of thousands
 WAITING_POLL_S = 0.1  # while a group trains, at which workers that wait for a place in one ask
 LEAVING_S = 5.0  # for the last snapshot of a group that leaves in good order
+DRAINING_S = 60.0  # the same where nothing presses: no step is to be lost to maintenance
 QUARANTINE_WITHIN_S = 3600.0  # failures of a node that count together
 
 
@@ -33,7 +36,7 @@ class Group(Losses):
     """The run's workers, from one generation to the next."""
 
     _form_at: float = 0.0  # to look again whether a group can be formed
-    _spares: int = 0  # that were told of
+    told_spares: Mapping[str, int] = field(default_factory=dict)  # by node
 
     @property
     def is_over(self) -> bool:
@@ -108,7 +111,7 @@ class Group(Losses):
     def _form(self, now: float) -> Formation | None:
         """Number a new group if one can be formed; from here on older ones are fenced off."""
         membership = self.membership
-        ranks = {member.id: rank for rank, member in enumerate(membership.current)}
+        ranks, before = {member.id: rank for rank, member in enumerate(membership.current)}, self.generation
         membership.avoided = self.nodes.excluded(now)
         self._form_at = now + len(membership.waiting) * LOOK_AT_S
         if membership.is_breaking:
@@ -120,11 +123,12 @@ class Group(Losses):
         for member in membership.left_out:
             self.out.append(kill(member))  # Ray Train finds it dead, and fills its place
             detail = f"{membership.patience_s:.0f} s without a word, ended"
-            self.failed(Cause.worker_hung, detail, [ranks[member.id]], [member.node])
+            self.failed(Cause.worker_hung, detail, [ranks[member.id]], [member.node], generation=before)
             self.nodes.failed(member.node, now, again=False)
         membership.left_out.clear()
         if formation is None:
             return None
+        self._tell_spares()
         members = frozenset(member.id for member in formation.members)
         if not self.first_steps.formed(members, frozenset(membership.held_back), now):
             self.give_up(
@@ -141,6 +145,13 @@ class Group(Losses):
             self.out.record("note", text=text + "many of a node at a time")
         return formation
 
+    def _tell_spares(self) -> None:
+        """How many wait beside the group, where that has changed."""
+        nodes = dict(Counter(member.node for member in self.membership.spares))
+        if nodes != self.told_spares:
+            self.told_spares = nodes
+            self.out.record("spares", count=sum(nodes.values()), nodes=nodes, generation=self.generation)
+
     # a group trains, and leaves
 
     def train(self, now: float) -> None:
@@ -152,10 +163,15 @@ class Group(Losses):
         """Another coordinator left the newest group in this state; or, where some of it was lost, over."""
         if lost is not None:
             self.membership.died(self.membership.current[rank].id for rank in lost)
+            self.membership.over_since = now  # others may have died meanwhile, and none says so again
             self._count_too_few(min(lost_at, now))
         self.enter(state if lost is None and self.ending is None else Waiting(), now)
         if isinstance(state, Training):
             self.first_steps.proven = frozenset(member.id for member in self.membership.current)
+
+    def close(self, event: Closed, now: float) -> None:
+        """The run is over: no process of its groups gets any further."""
+        self.membership.generation += 1
 
     def stepped(self, now: float) -> None:
         """The newest group has done a step. Newcomers that the one before broke with, it seems, are not fit."""
@@ -172,17 +188,19 @@ class Group(Losses):
             reason = Cause.drain
         elif self.membership.wants_to_grow(now):
             reason = Cause.grow
-        if self.membership.spares > self._spares:
-            text = (
-                f"workers that wait as spares: {self.membership.spares}; with them a step would take as long, as the "
-            )
-            self.out.record("note", text=text + "rank with most slices of the batch would have as many")
-        self._spares = self.membership.spares
+        self._tell_spares()
         if reason and isinstance(self.state, Training):
             self.state = replace(self.state, asked_to_leave=reason)
         return reason
 
+    def leave_slow_nodes(self, after_s: float, now: float) -> None:
+        """Those that have been slow for so long, where spares wait; 0: never."""
+        if after_s > 0 and isinstance(self.state, Training):
+            for node in self.health.suspects.slow_nodes(now, after_s):
+                self.nodes.slow(node, now)
+
     def leave(self, event: Leaving, now: float) -> None:
         asked = self.state.asked_to_leave if isinstance(self.state, Training) else ""
         self.cause = event.cause or asked
-        self.enter(LeavingGroup(event.step, now + LEAVING_S), now)
+        for_maintenance = self.cause == Cause.drain and self.nodes.exclusions.asked
+        self.enter(LeavingGroup(event.step, now + (DRAINING_S if for_maintenance else LEAVING_S)), now)

@@ -3,8 +3,8 @@
 A group stands still, while it trains or while it forms, because one of its processes does: the others wait for it.
 Its node's keeper sees which process is stopped, or has not run for long; a keeper that does not answer is on a node
 that has gone dark.
-A rank that runs and does not get on is left alone for long, then compared with the others: one that waits in no
-collective, as they do, and begins none, is the one they wait for.
+A rank that runs and does not get on is compared with the others: one that waits in no collective, as they do, and
+begins none, is the one they wait for. It hangs once what it does takes far longer than is usual (`control.phases`).
 """
 
 from collections import deque
@@ -16,7 +16,10 @@ from typing import Any
 from regrow.control.commands import Ask, Outbox, Probe, Question, SaveStacks
 from regrow.control.events import ConnectionLost
 from regrow.control.membership import Member, Membership
-from regrow.control.values import NOTHING
+from regrow.control.phases import BEYOND_S, Phase, Usual
+from regrow.control.slow import READ_PER_S, READ_S, Spent, Worker
+from regrow.control.suspects import Suspects
+from regrow.control.values import NOTHING, GpuReading
 
 STEPS, SECONDS = 2.0, 0.4  # so many median steps, and seconds, without a step: ask
 STOPPED_S = 0.7  # silent and stopped by a signal
@@ -28,10 +31,6 @@ WHERE_AGAIN_S = 5.0  # between questions where each rank is: one that gets on ha
 LOOK_S = 1.5  # for keepers to say where each rank is
 KNOCK_S = 30.0  # after a connection has ended: a kernel closes a killed process' files once it has its memory back
 LOOKED_AT = 64  # nodes, at most: stacks are read by people
-
-Worker = tuple[str, int]  # node, pid
-SLOW_FACTOR = 1.5  # of the median time
-SLOW_TIMES = 2  # in a row
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,12 @@ class Pulse:
     state: str  # of the process, as the kernel says: R, S and D run or wait, T is stopped; empty: it is gone
     asked: int = 0  # the newest question where it is (`ControlWord.traces`) that it has answered; 0: none
     collectives: int = NOTHING  # at that time: begun since the process began
-    waits: bool = False  # at that time: one of them had not ended, or what it does may take long
+    waits: bool = False  # at that time: one of them had not ended
+    waits_s: float = 0.0  # at that time: since the first of those had begun
+    phase: Phase = Phase.forming  # what it does
+    phase_s: float = 0.0  # since when
+    longest_s: tuple[float, ...] = ()  # of each of `phases.PHASES` that it came through lately
+    spent: Spent = field(default_factory=Spent)
 
     @property
     def stopped(self) -> bool:
@@ -59,22 +63,20 @@ class Stalls:
 
     silence_s: float  # that a process is allowed, whatever keeps it
     timeout_s: float  # of a collective
-    stuck_s: float  # without a step, to look for the rank that keeps the others waiting; 0: never
+    stuck_s: float  # for a phase of which nothing is known; 0: no rank is looked for that keeps the others waiting
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
     forming: bool = False  # the group does not train yet
-    first_step_s: float = 0.0  # as `stuck_s`, for the first step of a group with newcomers; 0: it has none
+    first_step_s: float = 0.0  # for a group with newcomers to form, to look which of them is to blame; 0: it has none
     _since: float | None = None  # the last progress; None: there is no group
     _looked: bool = False  # in this stall
-    _has_stepped: bool = False  # in this generation
 
     def begin(self, now: float, *, forming: bool = False) -> None:
         """A generation begins to train, or to form: while it forms only stopped processes count as hung."""
-        self._since, self._looked, self.forming, self._has_stepped = now, forming, forming, False
+        self._since, self._looked, self.forming = now, forming, forming
 
     def stepped(self, step_s: float, now: float) -> None:
         self._step_s.append(step_s)
         self.begin(now)
-        self._has_stepped = True
 
     def end(self) -> None:
         """There is no group."""
@@ -109,9 +111,8 @@ class Stalls:
         return True
 
     def stuck(self, now: float) -> bool:
-        """Whether it takes so long that a rank that runs must be to blame; a first step, in which all compile, may,
-        but where all others have done steps before."""
-        limit_s = self.stuck_s if self._has_stepped else self.first_step_s
+        """Whether it takes so long that a rank that runs may hang. No phase is given up before."""
+        limit_s = self.first_step_s if self.forming else BEYOND_S
         return self.stuck_s > 0 and limit_s > 0 and self.stalled_s(now) > limit_s
 
     def hung(self, pulses: Sequence[Pulse]) -> list[Pulse]:
@@ -141,25 +142,14 @@ def left_behind(before: Mapping[Worker, Pulse], now: Mapping[Worker, Pulse]) -> 
     return found if 2 * len(found) <= len(now) and any(pulse.waits for pulse in now.values()) else []
 
 
-@dataclass
-class Stragglers:
-    """Takes what each check-up finds; names a process once, until it is as fast as the others again."""
-
-    _slow: dict[tuple[str, int], int] = field(default_factory=dict)  # node and pid -> how often in a row
-
-    def found(self, pulses: Sequence[tuple[str, Pulse]]) -> list[tuple[str, Pulse, float]]:
-        """The pulses, with their nodes, of those that are slow for the second time, and by what factor."""
-        timed = [(node, pulse) for node, pulse in pulses if pulse.probe_s > 0]
-        if len(timed) < 3:  # of two, neither is the slow one
-            return []
-        usual = median(pulse.probe_s for _, pulse in timed)
-        slow = {(node, pulse.pid): pulse for node, pulse in timed if pulse.probe_s > SLOW_FACTOR * usual}
-        self._slow = {worker: 1 + self._slow.get(worker, 0) for worker in slow}
-        return [
-            (node, pulse, pulse.probe_s / usual)
-            for (node, pid), pulse in slow.items()
-            if self._slow[node, pid] == SLOW_TIMES
-        ]
+def hanging(found: Iterable[Worker], now: Mapping[Worker, Pulse], usual: Usual) -> list[Worker]:
+    """Those left behind whose phase takes far longer than is usual, and than it took the others to come to a wait."""
+    waits_s = median([pulse.waits_s for pulse in now.values() if pulse.waits] or [0.0])
+    return [
+        worker
+        for worker in found
+        if now[worker].phase_s > usual.limit_s(now[worker].phase, max(0.0, now[worker].phase_s - waits_s))
+    ]
 
 
 @dataclass(frozen=True)
@@ -169,6 +159,7 @@ class Suspect:
     member: Member
     dark: bool  # its node's keeper does not answer either
     detail: str
+    phase: str = ""  # in which it hangs
 
 
 @dataclass
@@ -188,13 +179,25 @@ class Health:
     While it trains nothing is asked, but how fast devices are, and how GPUs are, from time to time.
     """
 
-    def __init__(self, stalls: Stalls, out: Outbox, *, probe_every_steps: int = 0, on_gpus: bool = False) -> None:
-        """Ranks probe their devices every so many steps; GPUs can be asked how they are."""
+    def __init__(
+        self,
+        stalls: Stalls,
+        out: Outbox,
+        *,
+        usual: Usual | None = None,
+        probe_every_steps: int = 0,
+        on_gpus: bool = False,
+    ) -> None:
+        """Ranks probe their devices every so many steps; GPUs can be asked how they are. `usual` is of phases."""
         self.stalls, self._probe_every_steps, self._on_gpus = stalls, probe_every_steps, on_gpus
+        self.usual = usual or Usual(stalls.stuck_s)
+        self.suspects = Suspects(out)
         self._gpus_read_in = 0  # the newest generation
-        self.gpus: dict[str, list[str]] = {}  # by node, what they told when they were asked last
+        self.gpus: dict[str, list[GpuReading]] = {}  # by node, what they told when they were asked last
         self._out, self._number = out, 0
-        self._stragglers = Stragglers()
+        self._read_at, self._read_in = 0.0, NOTHING  # what ranks spend their time on: when next, of which generation
+        self._members: tuple[Member, ...] = ()  # its ranks
+        self._links: _Asked | None = None
         self._check_up: _Asked | None = None
         self._hardware: _Asked | None = None
         self._pulses: _Asked | None = None
@@ -205,29 +208,40 @@ class Health:
         self._gone_since: dict[str, float] = {}  # nodes whose keepers are gone
         self.lost_at: dict[str, float] = {}  # nodes to which a held connection has ended
 
-    def look_at_devices(self, step: int, generation: int, now: float, nodes: Sequence[str]) -> None:
-        """How fast they are, whenever all ranks have probed theirs; how GPUs are, with a group's first step too.
+    def look_at_devices(
+        self, step: int, generation: int, now: float, nodes: Sequence[str], members: Sequence[Member]
+    ) -> None:
+        """What ranks spend their time on, now and then; how GPUs are, after probes and with a group's first step.
 
         GPUs that have failed cannot be asked any more.
         """
+        if generation != self._read_in:
+            self._read_in, self._check_up, self._links = generation, None, None
+            self.suspects.begin()
         every = self._probe_every_steps
         probed = every > 0 and (step - 1) % every == 0  # all have, a step before
-        if probed:
+        due = bool(nodes) and now >= self._read_at
+        if due:
+            self._read_at = now + max(READ_S, len(nodes) / READ_PER_S)
             self._check_up = self._ask(Question.HEARTBEATS, nodes, now)
-        if self._on_gpus and (probed or self._gpus_read_in != generation):
+            self._members = tuple(members)
+        if self._on_gpus and (due or probed or self._gpus_read_in != generation):
             self._gpus_read_in = generation
             self._hardware = self._ask(Question.GPUS, nodes, now)
 
-    def answered(self, number: int, node: str, answer: Any) -> None:
+    def answered(self, number: int, node: str, answer: Any, now: float) -> None:
         """A keeper has answered; one that was asked something else meanwhile is late."""
-        for asked in (self._check_up, self._hardware, self._pulses, self._stacks):
+        for asked in (self._check_up, self._hardware, self._pulses, self._stacks, self._links):
             if asked is not None and asked.number == number and node in asked.waiting:
                 asked.waiting.remove(node)
                 asked.answers[node] = answer
                 if asked is self._hardware and answer:
                     self.gpus[node] = answer
         if self._check_up is not None and not self._check_up.waiting:
-            self._finish_check_up(self._check_up)
+            self._finish_check_up(self._check_up, now)
+        if self._links is not None and not self._links.waiting:
+            asked, self._links = self._links, None
+            self.suspects.linked({node: rates or {} for node, rates in asked.answers.items()}, now)
 
     def connection_lost(self, event: ConnectionLost, now: float) -> None:
         """Its keeper's process is gone, or does not answer: it alone, or all of the node."""
@@ -311,17 +325,32 @@ class Health:
         pulses = {(node, pulse.pid): pulse for node, answer in answers.items() for pulse in answer or []}
         found = {(each.node, each.pid): each for each in members}
         before, self._where = self._where, {worker: pulses[worker] for worker in found if worker in pulses}
-        return [
-            Suspect(found[worker], False, f"process {worker[1]} runs, and is not in the collective that others wait in")
-            for worker in left_behind(before, self._where)
-        ]
+        self.usual.learn(pulse.longest_s for pulse in self._where.values())
+        suspects = []
+        behind = left_behind(before, self._where)
+        # what ranks do while they form differs: there the time that newcomers have decides
+        for worker in behind if self.stalls.forming else hanging(behind, self._where, self.usual):
+            pulse = self._where[worker]
+            usual_s = self.usual.longest_s.get(pulse.phase)
+            known = f"{usual_s:.1f} s is the longest so far" if usual_s else "how long that takes was not known"
+            detail = (
+                f"process {worker[1]} runs, and is not in the collective that others wait in: in {pulse.phase} for "
+                f"{pulse.phase_s:.1f} s, {known}"
+            )
+            suspects.append(Suspect(found[worker], False, detail, pulse.phase))
+        return suspects
 
-    def _finish_check_up(self, asked: _Asked) -> None:
+    def _finish_check_up(self, asked: _Asked, now: float) -> None:
         self._check_up = None
-        pulses = [(node, pulse) for node, answer in asked.answers.items() for pulse in answer or []]
-        for node, pulse, factor in self._stragglers.found(pulses):
-            more = {"pid": pulse.pid, "factor": factor, "probe_s": pulse.probe_s, "step": pulse.step}
-            self._out.record("straggler", node=node, **more)
+        pulses = {(node, pulse.pid): pulse for node, answer in asked.answers.items() for pulse in answer or []}
+        self.usual.learn(pulse.longest_s for pulse in pulses.values())
+        ranks = {(each.node, each.pid): rank for rank, each in enumerate(self._members)}
+        if ranks and ranks.keys() <= pulses.keys():
+            gpus = {(each.node, each.pid): each.gpu for each in self._members}
+            self.suspects.read({worker: pulses[worker].spent for worker in ranks}, ranks, now)
+            self.suspects.show(self.gpus, gpus)
+            if self.suspects.wants_links and self._links is None:
+                self._links = self._ask(Question.LINKS, sorted({node for node, _ in ranks}), now)
 
     def _begin_look(self, now: float, nodes: Sequence[str]) -> None:
         first = {suspect.member.node for suspect in self._suspects if not suspect.dark}

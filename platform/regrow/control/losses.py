@@ -39,6 +39,7 @@ class Losses:
     turned_away: set[str] = field(default_factory=set)  # members among them that came back
     troubles: Troubles = field(default_factory=Troubles)
     expelled: set[str] = field(default_factory=set)  # members whose trouble is their own
+    going: set[tuple[str, int]] = field(default_factory=set)  # node and pid of processes that leave a drained node
     _told_over: int = 0  # the newest generation whose ranks were told that it is over for one of them
 
     @property
@@ -63,6 +64,7 @@ class Losses:
     def died(self, event: Died, now: float) -> None:
         """Ray Train has found processes dead, or given them up."""
         gone, membership = set(event.processes), self.membership
+        self.going -= gone
         if gone <= self.ended:  # told again
             return
         known = {(each.node, each.pid): each for each in [*membership.current, *membership.waiting.values()]}
@@ -77,6 +79,7 @@ class Losses:
 
     def gone(self, event: Gone, now: float) -> None:
         """A keeper has seen a worker end. Ray tells later, and NCCL never of its peers."""
+        self.going.discard((event.node, event.pid))
         dead = [each for each in self.membership.survivors if (each.node, each.pid) == (event.node, event.pid)]
         if dead and self.in_place and self.ending is None:  # where all restart, Ray Train says why
             detail = f"process {event.pid} on node {event.node[:12]}: gone, says its node"
@@ -92,7 +95,12 @@ class Losses:
 
     def suspected(self, suspects: list[Suspect], now: float) -> None:
         """End processes that keep the others waiting; of a node that has gone dark nothing more is expected."""
-        self.out.extend(kill(each.member) for each in suspects)
+        ranks = {member.id: rank for rank, member in enumerate(self.membership.current)}
+        for each in suspects:
+            self.out.append(kill(each.member))
+            if not each.dark:
+                rank = ranks.get(each.member.id)
+                self.health.suspects.hung(each.member.node, each.member.pid, rank, now, each.detail)
         dark = {each.member.node for each in suspects if each.dark}
         details = dict.fromkeys(f"node {each.member.node[:12]}: {each.detail}" for each in suspects)
         cause = Cause.node_silent if dark else Cause.worker_hung
@@ -127,18 +135,29 @@ class Losses:
         self.failed(event.cause, told[0] if told else event.detail, event.ranks, nodes)
 
     def failed(
-        self, cause: str, detail: str, ranks: Iterable[int], nodes: Iterable[str] = (), step: int | None = None
+        self,
+        cause: str,
+        detail: str,
+        ranks: Iterable[int],
+        nodes: Iterable[str] = (),
+        *,
+        step: int | None = None,
+        generation: int | None = None,
     ) -> None:
-        """Record why a group broke, and how the GPUs of these nodes were; the next generation carries the cause."""
+        """Record why a group broke, the newest where nothing is said, and how the GPUs of these nodes were; the next
+        generation carries the cause."""
         self.cause, self.last_failure = cause, detail
         self.num_failures += 1
-        gpus = {node: self.health.gpus[node] for node in nodes if node in self.health.gpus}
-        fields = {"cause": cause, "detail": detail, "ranks": list(ranks), "generation": self.generation}
+        gpus = {node: [str(each) for each in self.health.gpus[node]] for node in nodes if node in self.health.gpus}
+        broken = self.generation if generation is None else generation
+        fields = {"cause": cause, "detail": detail, "ranks": list(ranks), "generation": broken}
         more = ({"gpus": gpus} if gpus else {}) | ({"step": step} if step is not None else {})
         self.out.record("failure", **fields, **more)
 
     def tick(self, now: float) -> None:
         self._judge(now)
+        if isinstance(self.state, Training):
+            self._end_drained()
         overdue = self.first_steps.overdue(now) if isinstance(self.state, Forming | Training) else frozenset()
         late = [member for member in self.membership.survivors if member.id in overdue]
         if late:
@@ -187,6 +206,14 @@ class Losses:
         self.nodes.unfit(Unfit(member.node, member.pid, why), now)
         if self.in_place and member in membership.current:
             self._lose([member.id], Cause.worker_failed, why, now)
+
+    def _end_drained(self) -> None:
+        """A group trains: what waits on nodes that are out of service ends, and is started elsewhere, given room."""
+        membership = self.membership
+        for member in [each for each in membership.waiting.values() if each.node in self.nodes.exclusions.asked]:
+            self.expelled.add(member.id)
+            self.going.add((member.node, member.pid))
+            del membership.waiting[member.id]
 
     def _tell_over_once(self) -> None:
         if self._told_over < self.generation:  # all of them say so in the end

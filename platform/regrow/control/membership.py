@@ -9,11 +9,12 @@ Where ranks work in units, a unit's are on one node: a process without room in a
 At the start it waits as long for as many as were announced. Where none is left of the one before, and where a group
 could be larger, it waits until no other has come for `settle_s`; a larger one, which costs a stop of all, also for
 workers that were started and have not joined yet, for `announced_s`. Where more ranks would take none of the slices of
-those that have most, a step would take as long as before: nothing is stopped for that, and they wait as spares.
+those that have most, a step would take as long as before: nothing is stopped for that, and they wait as spares. By
+`fewest` a group that forms leaves such ranks out, too: the next one takes them in where it has lost others.
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 NODE_NAME = "REGROW_NODE_NAME"  # environment: the host's name, where a process would see that of a pod
@@ -50,12 +51,14 @@ class Formation:
 class Membership:
     """The state of a run's membership. `sizes` are the world sizes that are allowed, in whole units of `unit` ranks.
 
-    `num_slices` are those of a global batch; 0: any larger group is faster.
+    `num_slices` are those of a global batch; 0: any larger group is faster. `fewest`: for some sizes a smaller
+    one that is taken in their place.
     """
 
     sizes: Sequence[int]
     unit: int = 1
     num_slices: int = 0
+    fewest: Mapping[int, int] = field(default_factory=dict)
     settle_s: float = 2.0
     patience_s: float = 120.0
     announced_s: float = 60.0
@@ -67,7 +70,8 @@ class Membership:
     avoided: set[str] = field(default_factory=set)  # nodes
     held_back: set[str] = field(default_factory=set)  # newcomers whose first group broke
     placed: dict[str, int] = field(default_factory=dict)  # by node, workers that live there or start
-    spares: int = 0  # that wait, as a group with them would take as long for a step
+    spares: tuple[Member, ...] = ()  # that wait, as a group with them would take as long for a step, or be too large
+    over_since: float | None = None  # when a coordinator found the group broken that another one had left
     left_out: list[Member] = field(default_factory=list)  # since this was last read: they live, and say nothing
     _first_at: float = 0.0  # of those waiting that the group is formed of: members of the current one, if any live
     _last_at: float = 0.0
@@ -107,7 +111,7 @@ class Membership:
 
     def dissolve(self) -> None:
         """All processes are ended, to be started anew: none is waited for."""
-        self.current, self._broke, self._announced = (), False, 0
+        self.current, self._broke, self._announced, self.over_since = (), False, 0, None
         self.waiting.clear()
         self.dead.clear()
 
@@ -135,14 +139,14 @@ class Membership:
     def wants_to_grow(self, now: float) -> bool:
         """Whether those that wait, and have stopped coming, make a larger and faster group than the current one."""
         if not self.waiting:
-            self.spares = 0
+            self.spares = ()
         if not self.waiting or now - self._last_at < self.settle_s:
             return False
         all_members = {member.id: member for member in [*self.survivors, *self.waiting.values()]}
         size, now_size = self._size(self._welcome(all_members.values())), len(self.current)
         is_larger = size > now_size
         is_worth_it = is_larger and (not now_size or self._is_faster(size, now_size))
-        self.spares = size - now_size if is_larger and not is_worth_it else 0
+        self.spares = () if is_worth_it else self._left_over()
         if not is_worth_it:
             self._could_grow_at = None
             return False
@@ -150,6 +154,11 @@ class Membership:
         here = Counter(member.node for member in all_members.values())
         still_starting = any(here[node] < count for node, count in self.placed.items())
         return not still_starting or now - since > self.announced_s
+
+    @property
+    def could_grow(self) -> bool:
+        """Whether those that wait were found to make a faster group, for which others may be waited for."""
+        return self._could_grow_at is not None
 
     def wants_to_leave_nodes(self) -> bool:
         """Whether the current group is on a node to be avoided, and can do without."""
@@ -167,7 +176,8 @@ class Membership:
         if not self.waiting:
             return None
         if missing := self.missing:
-            if not self.is_breaking or now - self._first_at < self.patience_s:
+            since = self._first_at if self.is_breaking else self.over_since
+            if since is None or now - since < self.patience_s:
                 return None
             self.left_out += missing
             self.died(member.id for member in missing)
@@ -186,17 +196,23 @@ class Membership:
         self.current = tuple(_node_by_node(chosen))
         for member in self.current:
             del self.waiting[member.id]
-        self._first_at, self._broke, self._could_grow_at, self.spares = now, False, None, 0
+        self._first_at, self._broke, self.over_since = now, False, None
+        self._could_grow_at, self.spares = None, self._left_over()
         self.dead &= {member.id for member in self.current} | self.waiting.keys()
         return Formation(self.generation, self.current)
+
+    def _left_over(self) -> tuple[Member, ...]:
+        """Those that wait and could be in a group, in whole units."""
+        return tuple(self._in_units(self._welcome(self.waiting.values())))
 
     def _welcome(self, members: Iterable[Member]) -> list[Member]:
         return [each for each in members if each.node not in self.avoided and each.id not in self.held_back]
 
     def _size(self, members: Iterable[Member]) -> int:
-        """Of the largest group that these can form; 0: none."""
+        """Of the largest group that these can form, or of the one in its place; 0: none."""
         count = len(self._in_units(members))
-        return max((size for size in self.sizes if size <= count and size % self.unit == 0), default=0)
+        largest = max((size for size in self.sizes if size <= count and size % self.unit == 0), default=0)
+        return self.fewest.get(largest, largest)
 
     def _is_faster(self, size: int, than: int) -> bool:
         """Whether a step takes less time in a group of this size: the rank with most slices has fewer."""

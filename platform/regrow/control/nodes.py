@@ -22,6 +22,7 @@ class Exclusions:
     quarantine_s: float
     margin_s: float = MARGIN_S
     deadlines: dict[str, float] = field(default_factory=dict)  # of draining nodes
+    asked: set[str] = field(default_factory=set)  # nodes that are drained for maintenance; see `control.drains`
     quarantined_until: dict[str, float] = field(default_factory=dict)  # by host
     _failed_at: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(deque))  # by host
 
@@ -53,8 +54,13 @@ class Exclusions:
         self.margin_s = max(MARGIN_S, MARGIN_STEPS * step_s + restore_s)
 
     def leaving(self, now: float) -> set[str]:
-        """Nodes that are about to be taken away."""
-        return {node for node, at in self.deadlines.items() if now > at - self.margin_s}
+        """Nodes that are about to be taken away, or are out of service."""
+        return {node for node, at in self.deadlines.items() if now > at - self.margin_s} | self.asked
+
+    @property
+    def going(self) -> set[str]:
+        """Nodes that will be taken away, sooner or later."""
+        return self.deadlines.keys() | self.asked
 
 
 @dataclass
@@ -94,6 +100,16 @@ class NodeFailures:
         self.out.record("gpu_error", node=event.node, gpu=event.gpu, xid=event.xid, meaning=event.meaning)
         if event.meaning:
             self.failed(event.node, now, again=False)
+
+    def slow(self, node: str, now: float) -> None:
+        """Leave a slow node, as one that is to be taken away, if spares wait for the places of its ranks."""
+        quarantined = self.exclusions.quarantined(now)
+        host, excluded = self._host(node), self.excluded(now)
+        going = [member for member in self.membership.survivors if member.node == node]
+        spares = [each for each in self.membership.waiting.values() if each.node not in {node, *excluded}]
+        if host not in quarantined and going and len(spares) >= len(going):
+            self.exclusions.quarantined_until[host] = now + self.exclusions.quarantine_s
+            self.out.record("quarantine", node=node, host=host, seconds=self.exclusions.quarantine_s, reason="slow")
 
     def notice(self, event: Notice, now: float) -> None:
         for node in self.exclusions.draining(event.deadlines):

@@ -1,7 +1,7 @@
 """What a coordinator that starts knows of its run: from the log, and from what is in storage. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from regrow.control.events import Restarted
@@ -29,21 +29,23 @@ class Rollbacks:
 
 @dataclass(frozen=True)
 class Past:
-    """What is known of a run when a coordinator starts. From `restarted` on: of the job that it goes on with."""
+    """What is known of a run when a coordinator starts. From `trained` on: of the job that it goes on with."""
 
     generation: int = 0  # the newest one so far
     logged: int = 0  # the last step that has a row
     stored: int = NOTHING  # the newest step in storage
     restarted: bool = False  # this coordinator takes the place of one that died
+    drained: frozenset[str] = frozenset()  # nodes, for maintenance
     trained: int | None = None  # the last step, after which the group left for good
     quarantined_until: Mapping[str, float] = field(default_factory=dict)  # by host
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
+    spares: Mapping[str, int] = field(default_factory=dict)  # by node, ranks that were told of
     failed_groups: int = 0  # in a row, without a step; see `troubles.FirstSteps`
 
     @staticmethod
     def of(events: Sequence[Row], *, generation: int, logged: int, stored: int, restarted: bool) -> "Past":
         """From the log's events, oldest first."""
-        past = Past(generation, logged, stored, restarted)
+        past = Past(generation, logged, stored, restarted, _drained(events))
         if not restarted:
             return past
         events, rollbacks = since_submitted(events), Rollbacks()
@@ -53,8 +55,16 @@ class Past:
         quarantines = [event for event in events if event["event"] == "quarantine"]
         quarantined = {e.get("host") or e["node"]: e["time"] + e["seconds"] for e in quarantines}
         trained = next((event["step"] for event in events if event["event"] == "trained"), None)
+        spares: Mapping[str, int] = next((e["nodes"] for e in reversed(events) if e["event"] == "spares"), {})
         failed = _failed_in_a_row(events, logged)
-        return Past(generation, logged, stored, restarted, trained, quarantined, rollbacks, failed)
+        return replace(
+            past,
+            trained=trained,
+            quarantined_until=quarantined,
+            rollbacks=rollbacks,
+            spares=spares,
+            failed_groups=failed,
+        )
 
 
 def group_of(events: Sequence[Row], generation: int) -> Restarted:
@@ -65,11 +75,14 @@ def group_of(events: Sequence[Row], generation: int) -> Restarted:
         return Restarted((), None, ())
     begun = next((event for event in newest if event["event"] == "generation"), None)
     failures = [event for event in newest if event["event"] == "failure"]
+    lost = {rank for failure in failures for rank in failure["ranks"]}
+    if any(failure["cause"] == Cause.controller_died for failure in failures):
+        lost = set(range(len(forming["members"])))  # which end with it
     return Restarted(
         tuple(Member(**member) for member in forming["members"]),
         begun["start_step"] if begun is not None else None,
         tuple(dict.fromkeys(worker["node"] for worker in begun["workers"])) if begun is not None else (),
-        tuple(sorted({rank for failure in failures for rank in failure["ranks"]})) if failures else None,
+        tuple(sorted(lost)) if failures else None,
         failures[-1]["time"] if failures else 0.0,
     )
 
@@ -86,6 +99,17 @@ def _failed_in_a_row(events: Sequence[Row], logged: int) -> int:
             count = counted if event["start_step"] > start else count
             start = event["start_step"]
     return count if logged <= start else 0
+
+
+def _drained(events: Sequence[Row]) -> frozenset[str]:
+    """Nodes that were asked for and are not back: maintenance goes on when a job ends and another one begins."""
+    asked = set()
+    for event in events:
+        if event["event"] == "drain" and event.get("asked"):
+            asked.add(event["node"])
+        elif event["event"] == "undrain":
+            asked.discard(event["node"])
+    return frozenset(asked)
 
 
 def since_submitted(events: Sequence[Row]) -> Sequence[Row]:

@@ -1,7 +1,7 @@
 """Which node holds copies of which other one's snapshots, and which speaks for which. Pure."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -119,6 +119,7 @@ class KeeperRegistry:
         self.links = Links()
         self.peers: dict[str, tuple[str, ...]] = {}  # of the current generation's nodes: those that hold its copies
         self.outside: set[str] = set()  # nodes outside the group that hold its copies
+        self.drained: Collection[str] = ()  # nodes that hold none for a group without them
         self._fan_out, self._copies = fan_out, copies
         self._apart: frozenset[str] = frozenset()  # nodes outside the tree of reports
         self._alive: frozenset[str] | None = None  # as Ray said last
@@ -217,7 +218,8 @@ class KeeperRegistry:
         planned = plan_peers(list(domains.items()), copies=self._copies, allowed=self.links.allow)
         load = Counter(holder for holders in planned.values() for holder in holders)
         short = [node for node, holders in planned.items() if len(holders) < self._copies]
-        others = [node for node in self.known if node not in domains and self.is_alive(node)] if short else []
+        elsewhere = [node for node in self.known if node not in domains and node not in self.drained]
+        others = [node for node in elsewhere if self.is_alive(node)] if short else []
         for node in short:
             planned[node] += self._more_holders(node, planned[node], [*others, *nodes], load)
         self.peers = planned

@@ -9,13 +9,14 @@ from regrow.control.commits import CommitTracker, IsWhole
 from regrow.control.events import Answered, Complaint, KeepersFound, KeeperUp, NeighboursAsked, NodesAlive
 from regrow.control.peers import KeeperRegistry
 from regrow.control.states import Settling
-from regrow.control.values import NEVER, SnapshotAck, Version
+from regrow.control.values import NEVER, Replica, SnapshotAck, Version, short_id
 
 UNSAFE_S = 120.0  # without a commit in memory: worth a word
-SILENT_S = 30.0  # that some nodes have not reported what others have: they are asked
+UNHEARD_S = 1.0  # that some nodes have not reported what others have: those with their copies are asked
+MOST_UNHEARD = 8  # of such nodes: where more are late, copies are slow
+SILENT_S = 30.0  # that nodes have not reported: they are asked themselves
 
-
-IS_THERE = -1  # the number of the question; others' are above
+IS_THERE, COPIES = -1, -2  # the numbers of the questions; others' are above
 
 
 class Snapshots:
@@ -46,6 +47,9 @@ class Snapshots:
         self._given_up: dict[str, str] = {}  # nodes, and to which other one each cannot copy
         self._unreported = NEVER, now  # a version that some nodes have not reported, and since when they are waited for
         self._silent: set[str] = set()  # of them, those that were asked and have not answered
+        self._copies: dict[tuple[Version, str], set[str]] = {}  # of a version of a node: which nodes hold all of them
+        self._copies_asked_at = now
+        self._by_way: dict[str, float] = {}  # nodes heard only by way of those with their copies, and since when
 
     def tick(self, now: float) -> None:
         """Decide what time alone decides."""
@@ -69,6 +73,7 @@ class Snapshots:
         """A generation trains from `start_step`: later snapshots and checkpoints of those before it are given up."""
         self._complaints.clear()
         self._silent.clear()
+        self._by_way.clear()
         self._given_up.clear()
         self._safe_at = now
         self.keepers.begin(nodes)
@@ -80,6 +85,10 @@ class Snapshots:
         """Nodes have versions safe; once it is all of a version's, that is committed."""
         for ack in acks:
             self.keepers.links.copied(ack.node, ack.peers)
+            if ack.by_way:
+                self._by_way.setdefault(ack.node, now)
+            else:
+                self._by_way.pop(ack.node, None)
         commits = [ack for ack in acks if self.commits.sealed(ack) is not None]
         if commits:
             self._safe_at = now
@@ -119,7 +128,7 @@ class Snapshots:
         if wanted and is_planned and self.keepers.links.refused(node, peer, event.tried_s, now):
             self._given_up[node] = peer
         if self.keepers.has_lost_holders:
-            self._replan()
+            self.replan()
         if node not in self._complaints:
             self._complaints.add(node)
             self._out.record("snapshot_failed", detail=event.text)
@@ -130,12 +139,22 @@ class Snapshots:
             text = f"no snapshot has been committed for {UNSAFE_S:.0f} s; a lost node would cost as much"
             self.complain(Complaint("", text), now)
 
-    def answered(self, event: Answered) -> None:
-        """A keeper that answers does not hang, however long its copies take."""
+    def answered(self, event: Answered) -> list[SnapshotAck]:
+        """A keeper that answers does not hang, however long its copies take; the reports of nodes of which those asked
+        have all copies."""
         if event.question == IS_THERE:
             self._silent.discard(event.node)
+        elif event.question == COPIES and event.answer is not None:
+            version, nodes = self.commits.unreported()
+            whole = [node for node in nodes if _holds_copies(event.answer, node, version)]
+            for node in whole:
+                self._copies.setdefault((version, node), set()).add(event.node)
+            peers = self.keepers.peers
+            heard = [node for node in whole if self._copies[version, node] >= {*peers[node]}]
+            return [SnapshotAck(node, version, peers[node], by_way=True) for node in heard]
+        return []
 
-    def _replan(self) -> bool:
+    def replan(self) -> bool:
         """Whether others hold copies from here on."""
         if not self.keepers.replan():
             return False
@@ -145,7 +164,7 @@ class Snapshots:
     def _move_copies(self) -> None:
         """Once for all links that were given up since: everything that is not committed is reported anew."""
         given_up, self._given_up = self._given_up, {}
-        if not self._replan():
+        if not self.replan():
             return
         for node, peer in given_up.items():
             peers = self.keepers.peers.get(node, ())
@@ -160,14 +179,24 @@ class Snapshots:
         self._out.append(SendPlaces(self.keepers.places()))
 
     def _look_for_silent_keepers(self, now: float) -> None:
-        """Nodes do not report what others have: they are asked, and none waits for another one of them any more. One
-        that does not answer either is started anew."""
+        """Nodes do not report what others have: those with their copies are asked, and after a while they themselves,
+        and none waits for another one of them any more. One that does not answer either is started anew."""
         version, nodes = self.commits.unreported()
         known, since = self._unreported
         if version != known:
+            self._unreported, self._copies_asked_at = (version, now), now
+            self._copies.clear()
+        elif 0 < len(nodes) <= MOST_UNHEARD and now - self._copies_asked_at > UNHEARD_S:
+            self._copies_asked_at = now
+            holders = sorted(
+                {peer for node in nodes for peer in self.keepers.peers[node] if self.keepers.is_there(peer)}
+            )
+            self._out.append(Ask(COPIES, Question.HOLDINGS, tuple(holders), since=version))
+        if version != known or now - since <= SILENT_S:
+            nodes = {node for node, unheard_since in self._by_way.items() if now - unheard_since > SILENT_S}
+        if nodes:
             self._unreported = version, now
-        elif nodes and now - since > SILENT_S:
-            self._unreported = version, now
+            self._by_way |= dict.fromkeys(nodes & self._by_way.keys(), now)
             for node in sorted(self._silent & nodes):
                 text = f"the keeper of node {node[:12]} reports nothing and answers nothing: it is started anew"
                 self._out.record("keeper_restarted", node=node, detail=text)
@@ -196,3 +225,9 @@ class Snapshots:
         nodes = tuple(node for node in self.keepers.speakers if node in self.keepers.known)
         if nodes:
             self._out.append(Announce(self._message, *self._announced, nodes))
+
+
+def _holds_copies(held: Sequence[Replica], node: str, version: Version) -> bool:
+    """Whether these are, among others, copies of all that a node's ranks wrote of a version."""
+    copies = [each for each in held if each.moment == version and each.copy_of == short_id(node)]
+    return bool(copies) and len(copies) >= copies[0].writers

@@ -8,6 +8,11 @@ NOTHING = -1  # no generation, no step
 Address = tuple[str, int]  # host, port
 
 
+def short_id(node: str) -> str:
+    """As names of files have it."""
+    return node[:12]
+
+
 @dataclass(frozen=True, order=True)
 class Version:
     """The training state of one step, as one generation computed it."""
@@ -26,6 +31,7 @@ class SnapshotAck:
     node: str
     version: Version
     peers: tuple[str, ...]  # the nodes that hold the copies
+    by_way: bool = False  # these said so, for the node is not heard
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,18 @@ class Peer:
     address: Address  # of its keeper
 
 
+@dataclass(frozen=True)
+class GpuReading:
+    """What a GPU tells of itself; None: it does not."""
+
+    text: str
+    temperature_c: int | None = None
+    power_w: float | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
 class Replica(Protocol):
     """A snapshot file that a keeper holds; `state.memory.held.Held` says what of the state is in it."""
 
@@ -43,5 +61,9 @@ class Replica(Protocol):
     def moment(self) -> Version: ...
 
     @property
+    def writers(self) -> int:
+        """Ranks that wrote such a file of this moment on the same node."""
+
+    @property
     def copy_of(self) -> str:
-        """The node whose ranks wrote it, or the beginning of its id; empty: the keeper's own."""
+        """The short id of the node whose ranks wrote it; empty: the keeper's own."""

@@ -3,11 +3,12 @@
 A stream is a thread that does what it is given, in order. A collective that the host calls is enqueued on it, and to
 wait for its work is to wait for nothing. What the stream itself calls, such as a step submitted as one function, is
 done there and then. A dead peer raises nothing: the stream hangs. An abort ends that with what is in the buffers, also
-on peers that were told nothing; only the next enqueue raises.
+on peers that were told nothing; only the next enqueue raises. Messages between two ranks have a communicator and a
+stream of their own, where each waits for the one before it.
 
 Sources: torch's ProcessGroupNCCL.cpp and NCCLUtils.cpp (`WorkNCCL::wait`, `abort`, `getNcclComm`, `Watchdog::runLoop`),
 NCCL's init.cc (`ncclCommAbort`), prims_simple.h and primitives.h (a kernel after an abort). Importing this registers
-`init_process_group("asynchronous")`. Left out: point-to-point, the monitor thread, connecting without blocking.
+`init_process_group("asynchronous")`. Left out: batches of messages, the monitor thread, connecting without blocking.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import cache, reduce
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -67,6 +69,7 @@ class Stream:
         self._queue: queue.SimpleQueue[tuple[int, Callable[[], Any], Event]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._num_submitted = self._running = 0
+        self._ended = False
         self._thread = threading.Thread(target=self._run, name=f"{NAME} stream", daemon=True)
         self._thread.start()
 
@@ -96,8 +99,16 @@ class Stream:
         """The newest submission; on the stream, the one that is running."""
         return self._running if self.is_current() else self._num_submitted
 
+    def end(self) -> None:
+        """Be gone once everything is done."""
+
+        def leave() -> None:
+            self._ended = True
+
+        self.submit(leave)
+
     def _run(self) -> None:
-        while True:
+        while not self._ended:
             self._running, fn, event = self._queue.get()
             try:
                 event.set_result(fn())
@@ -193,16 +204,21 @@ class Communicator:
 
 
 class Work(dist.Work):
-    """A collective that was enqueued. Only a barrier's makes the host wait, as NCCL's."""
+    """A collective or a message that was enqueued. Only a barrier's makes the host wait, as NCCL's; for a message,
+    which has a stream of its own, it is the process' stream that waits."""
 
-    def __init__(self, is_barrier: bool) -> None:
+    def __init__(self, *, is_barrier: bool = False, waits: Stream | None = None) -> None:
         super().__init__()
-        self.event, self.began_s, self.is_barrier = Event(), time.monotonic(), is_barrier
+        self.event, self.began_s, self.is_barrier, self._waits = Event(), time.monotonic(), is_barrier, waits
         self.began_ns, self.record_id = time.time_ns(), next(_record_ids)
         _newest.append(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        return self.event.synchronize() if self.is_barrier else True
+        if self.is_barrier or (self._waits is not None and self._waits.is_current()):
+            return self.event.synchronize()
+        if self._waits is not None:
+            self._waits.submit(self.event.synchronize)
+        return True
 
     def is_completed(self) -> bool:
         return self.event.query()
@@ -246,6 +262,7 @@ class ProcessGroupAsynchronous(_ProcessGroup):
         self._stream = default_stream()
         self._connecting = threading.Lock()
         self._communicator: Communicator | None = None
+        self._pairs: dict[int, tuple[Communicator, Stream]] = {}  # by peer
         self._aborted_at: int | None = None  # submission; kernels up to it had been launched
         self._works: deque[Work] = deque()
         self._error = ErrorType.SUCCESS
@@ -267,9 +284,17 @@ class ProcessGroupAsynchronous(_ProcessGroup):
         """Make the communicator now. Collective; an abort does not end it, as that of ncclCommInitRank."""
         with self._connecting:
             if self._communicator is None:
-                self._communicator = Communicator(*self._members)
-                self._communicator.aborted = self._aborted_at is not None  # meanwhile
-                threading.Thread(target=self._watch, args=(self._communicator,), daemon=True).start()
+                self._communicator = self._watched(Communicator(*self._members))
+
+    def _watched(self, communicator: Communicator) -> Communicator:
+        communicator.aborted = self._aborted_at is not None  # meanwhile
+        threading.Thread(target=self._watch, args=(communicator,), daemon=True).start()
+        return communicator
+
+    @property
+    def options(self) -> SimpleNamespace:
+        """As torch's own have it."""
+        return SimpleNamespace(_timeout=timedelta(seconds=self._timeout_s))
 
     @property
     def is_aborted(self) -> bool:
@@ -287,26 +312,30 @@ class ProcessGroupAsynchronous(_ProcessGroup):
         if self._aborted_at is None:
             self._aborted_at = self._stream.position()
         self._terminated.set()
-        if self._communicator is not None:
-            self._communicator.aborted = True
+        pairs = [communicator for communicator, _ in list(self._pairs.values())]
+        for communicator in [*pairs, *([self._communicator] if self._communicator is not None else [])]:
+            communicator.aborted = True
         if not self._stream.is_current() and not self._stream.record().synchronize(self._timeout_s):
             raise dist.DistBackendError(f"abort timed out after {self._timeout_s:g} s: the stream hangs elsewhere")
 
     def shutdown(self) -> None:
         """Wait for the stream, at most for the timeout, and end the connections behind it."""
         self._terminated.set()
-        if self._communicator is not None:
-            closed = self._stream.submit(self._communicator.close)
+        own = [(self._communicator, self._stream)] if self._communicator is not None else []
+        for communicator, stream in [*list(self._pairs.values()), *own]:
+            closed = stream.submit(communicator.close)
             if self._aborted_at is None and not self._stream.is_current():
                 closed.synchronize(self._timeout_s)
+            if stream is not self._stream:
+                stream.end()
 
     def _enqueue(self, outgoing: Parts, incoming: Parts, *, total: Any = None, barrier: bool = False) -> Work:
         """What each rank has for this one in `outgoing` goes into its part of `incoming`; or all into `total`."""
         if self._aborted_at is None:
             self.eager_connect_single_device()
-        elif not self._stream.is_current() or self._stream.position() > self._aborted_at:
-            raise dist.DistBackendError(f"communicator was aborted on rank {self.rank()} of {self.group_name}")
-        work = Work(barrier)
+        else:
+            self._raise_if_aborted()
+        work = Work(is_barrier=barrier)
         self._works.append(work)
 
         def kernel() -> None:
@@ -325,6 +354,50 @@ class ProcessGroupAsynchronous(_ProcessGroup):
         else:
             self._stream.submit(kernel)
         return work
+
+    def _raise_if_aborted(self) -> None:
+        """But for what was launched before the abort, and goes on to its end."""
+        at = self._aborted_at
+        if at is not None and (not self._stream.is_current() or self._stream.position() > at):
+            raise dist.DistBackendError(f"communicator was aborted on rank {self.rank()} of {self.group_name}")
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
+        return self._message(peer, [tensors[0], None])
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Work:
+        return self._message(peer, [None, tensors[0]])
+
+    def _message(self, peer: int, ways: list[Tensor | None]) -> Work:
+        """Out or in, on the pair's stream, after what this process' stream was given before it."""
+        self._raise_if_aborted()
+        communicator, stream = self._pair(peer)
+        ready = None if self._stream.is_current() else self._stream.record()
+        work = Work(waits=self._stream)
+        self._works.append(work)
+
+        def kernel() -> None:
+            try:
+                if ready is not None:
+                    ready.synchronize()
+                outgoing, incoming = ([each, None] if communicator.rank else [None, each] for each in ways)
+                for came in communicator.exchange(outgoing, incoming):
+                    if ways[1] is not None and came is not None:
+                        ways[1].data.copy_(came)
+            finally:
+                work.event.set_result(None)
+
+        stream.submit(kernel)
+        return work
+
+    def _pair(self, peer: int) -> tuple[Communicator, Stream]:
+        """Made by the first message, which waits for the peer's."""
+        store, rank, _ = self._members
+        with self._connecting:
+            if peer not in self._pairs:
+                pair = dist.PrefixStore(f"{min(rank, peer)}:{max(rank, peer)}", store)
+                made = Communicator(pair, int(rank > peer), 2)
+                self._pairs[peer] = self._watched(made), Stream()
+            return self._pairs[peer]
 
     def _watch(self, communicator: Communicator) -> None:
         while self._error == ErrorType.SUCCESS:

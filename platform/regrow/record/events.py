@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 Row = dict[str, Any]
+SHOWN_NODES = 3  # in a sentence, by their ids
 
 
 class Cause(StrEnum):
@@ -48,6 +49,13 @@ CAUSE_WORDS: dict[str, str] = {
     Cause.driver_died: "the job ended without a word",
     Cause.unfinished: "not yet back",
 }
+SUSPICIONS: dict[str, str] = {
+    "slow_compute": "computes slowly",
+    "slow_data": "waits for data",
+    "slow_copy": "copies snapshots slowly",
+    "slow_link": "slow links",
+    "hung": "hangs",
+}
 GRACEFUL = (Cause.grow, Cause.drain, Cause.end_of_float8)  # the whole group left together, to form anew
 FAILURES = (
     Cause.worker_died,
@@ -57,6 +65,10 @@ FAILURES = (
     Cause.controller_died,
     Cause.nonfinite,
 )
+
+
+def suspicion_words(kind: str) -> str:
+    return SUSPICIONS.get(kind) or kind.replace("_", " ")
 
 
 def cause_words(cause: object) -> str:
@@ -143,6 +155,7 @@ class Submitted(Event):
     run_id: str | None = None  # the run's, random
     host: str | None = None  # name of the driver's machine
     pid: int | None = None  # the driver's
+    ray: str | None = None  # address of its Ray cluster's head
     min_workers: int | None = None  # cluster.min_workers
     max_workers: int | None = None  # cluster.max_workers
     git: str | None = None  # commit, with -dirty where tracked files differ
@@ -167,7 +180,7 @@ class Generation(Event):
     world_size: int  # ranks
     start_step: int  # steps done before
     cause: str  # why it was formed: a Cause
-    axes: dict[str, int] | None = None  # of the mesh, outermost first: dp_replicate dp_shard tp
+    axes: dict[str, int] | None = None  # of the mesh, outermost first: pp dp_replicate dp_shard tp
     source: str | None = None  # where its state came from: seed, snapshot (the nodes' memory), checkpoint
     recomputed_steps: int | None = None  # steps that are to be done again
     init_s: float | None = None  # forming the group and building the model
@@ -187,6 +200,23 @@ class Generation(Event):
         source = f", state from {self.source}" if self.source else ""
         why = f"{cause_words(self.cause)}{source}"
         return f"generation {self.generation}: {ranks} from step {self.start_step} ({why}){mfu}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spares(Event):
+    """How many ranks wait beside the group, ready, has changed: with them a step would take as long."""
+
+    count: int  # ranks
+    nodes: dict[str, int] = field(default_factory=dict)  # where they are: node -> ranks
+    generation: int | None = None  # the group's number
+
+    def sentence(self) -> str:
+        if not self.count:
+            return "no spares are left"
+        wait = "rank waits as a spare" if self.count == 1 else "ranks wait as spares"
+        where = ", ".join(f"{node[:12]}" + (f" ({count})" if count > 1 else "") for node, count in self.nodes.items())
+        where = f"on {len(self.nodes)} nodes" if len(self.nodes) > SHOWN_NODES else f"on node {where}"
+        return f"{self.count} {wait} {where}: a step with more would take as long"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,6 +394,16 @@ class DataFallback(Incident):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class DataWaits(Incident):
+    """Storage failed when a rank read rows, which asks again for `data.storage_timeout_s`."""
+
+    rank: int  # of the group
+    reason: str = ""  # what storage said
+    generation: int | None = None  # of the group
+    words = "rank {0.rank} waits for rows that storage does not give: {0.reason}"
+
+
 # nodes, devices and processes
 
 
@@ -373,20 +413,38 @@ class Drain(Incident):
 
     node: str  # id
     deadline: float  # unix time by which it goes
-    words = "node {0.node:.12} is to be taken away; the group leaves it in time"
+    asked: bool | None = None  # by jobs.drain, for maintenance: it is left at once, until it is said to be back
+
+    def sentence(self) -> str:
+        if self.asked:
+            return f"node {self.node[:12]} is drained for maintenance: the group leaves it, until it is said to be back"
+        return f"node {self.node[:12]} is to be taken away; the group leaves it in time"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Undrain(Event):
+    """A node that was drained for maintenance is in service again."""
+
+    node: str  # id
+    words = "node {0.node:.12} is in service again"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quarantine(Incident):
-    """A node failed too often, and its host is left alone for a while."""
+    """A node failed too often, or is slow, and its host is left alone for a while."""
 
     node: str  # id
     seconds: float  # for which it is left alone
     host: str | None = None  # that failures are counted by: its name, or the node's id where it has several
-    words = (
-        "node {0.node:.12} failed again and again: it is left alone for {0.seconds:.0f} s "
-        "(cluster.quarantine_failures, cluster.quarantine_s)"
-    )
+    reason: str | None = None  # "slow": a spare took its place
+
+    def sentence(self) -> str:
+        why = "is slow, and a spare takes its place" if self.reason == "slow" else "failed again and again"
+        setting = "drain_slow_s" if self.reason == "slow" else "quarantine_failures"
+        return (
+            f"node {self.node:.12} {why}: it is left alone for {self.seconds:.0f} s (cluster.{setting}, "
+            "cluster.quarantine_s)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -400,18 +458,31 @@ class Stalled(GroupIncident):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Straggler(GroupIncident):
-    """A process computes far slower than the others."""
+class Suspected(GroupIncident):
+    """A rank or a node keeps the others waiting: slow_compute, slow_data, slow_copy, slow_link, hung."""
 
+    kind: str  # of these
+    node: str  # id; empty: no node's links stand out
+    pid: int = 0  # of the process; 0: the node's links
+    rank: int | None = None  # of the process
+    since: float | None = None  # when it began, as far as is known
+    factor: float = 0.0  # a step's time over what it would be without it; 0: hung
+    detail: str = ""  # a sentence: the evidence
+
+    def sentence(self) -> str:
+        what = f"rank {self.rank}, process {self.pid} on node {self.node:.12}" if self.pid else f"node {self.node:.12}"
+        slower = f", steps take {self.factor:.2f} times as long" if self.factor else ""
+        return f"{suspicion_words(self.kind)}: {what if self.node else 'the network'}{slower} ({self.detail})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cleared(Event):
+    """A suspicion is over: it is as fast as the others again, or its group is."""
+
+    kind: str  # of what
     node: str  # id
-    pid: int  # of the process
-    factor: float  # its time for the probe over the others' median
-    probe_s: float | None = None  # its time for the probe
-    step: int | None = None  # before which it was measured
-    words = (
-        "process {0.pid} on node {0.node:.12} computes {0.factor:.1f} times as long as the others: the whole group "
-        "waits for it"
-    )
+    pid: int = 0  # of the process; 0: the node's links
+    words = "no longer: {0.kind}, node {0.node:.12}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,14 +14,18 @@ from typing import Any
 
 from regrow.record.events import (
     Cause,
+    Cleared,
+    CoordinatorRestarted,
     Event,
     Failure,
     Forming,
     Generation,
     Rollback,
     Row,
+    Spares,
     Stopped,
     Submitted,
+    Suspected,
     Validation,
     from_row,
 )
@@ -56,6 +60,7 @@ class History:
         self.interruptions: list[Interruption] = []
         self.clock = StateClock(0.0)
         self.world_size: int | None = None  # ranks of the newest group
+        self.num_spares = 0  # that wait beside it, in the newest job
         self._is_submitted = self._is_interrupted = False
         self._heard_at = 0.0  # the newest event
 
@@ -105,6 +110,20 @@ class History:
         """Its events of a kind, in order."""
         return of_kind(self.events, kind)
 
+    @property
+    def suspected(self) -> list[Suspected]:
+        """What ranks and nodes are suspected of by now, oldest first."""
+        found: dict[tuple[str, str, int], Suspected] = {}
+        for event in self.events:
+            match event:
+                case Suspected():
+                    found[event.kind, event.node, event.pid] = event
+                case Cleared():
+                    found.pop((event.kind, event.node, event.pid), None)
+                case Generation() | Submitted() | CoordinatorRestarted():  # which begins anew
+                    found.clear()
+        return list(found.values())
+
     def newest(self, kind: type[Kind]) -> Kind | None:
         return next((event for event in reversed(self.events) if isinstance(event, kind)), None)
 
@@ -122,7 +141,9 @@ class History:
                 if self._is_submitted and not self._is_interrupted:  # the job before did not say that it stopped
                     heard_at = max([self._heard_at, *(row["time"] for row in list(self.rows)[-1:])])
                     self._interrupted(heard_at, Cause.driver_died)
-                self._is_submitted = True
+                self._is_submitted, self.num_spares = True, 0
+            case Spares():
+                self.num_spares = event.count
             case Stopped():
                 self._is_submitted = self._is_interrupted = False
             case Failure() if not self._is_interrupted:

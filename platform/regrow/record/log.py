@@ -41,6 +41,7 @@ METRIC_KEYS = (
     "time",
 )
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+RANKS = "ranks.json"  # what each rank spent its newest steps on, the slowest first; written anew now and then
 SEGMENT_BYTES = 1 << 20  # a segment is uploaded again as it grows to this; then the next number begins
 UPLOAD_EVERY_S = 10.0
 TAIL_BYTES = 256 << 10  # of metrics.jsonl, read at a time from its end: some 700 steps

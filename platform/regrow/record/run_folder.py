@@ -15,7 +15,7 @@ from regrow.errors import RegrowError, ResumeError
 from regrow.record.events import Submitted
 from regrow.record.history import History
 from regrow.record.lock import is_held
-from regrow.record.log import EVENTS, METRICS, read_events, read_metrics
+from regrow.record.log import EVENTS, METRICS, RANKS, read_events, read_metrics
 from regrow.record.status import Status, status_of
 from regrow.storage import Storage
 
@@ -25,6 +25,12 @@ DATA_KEYS = ("recipe", "vocab_size", "seq_len", "validation_fraction", "rows_per
 
 def run_folder(config: PretrainConfig) -> Storage:
     return Storage.at(config.run.storage_path) / config.run.name
+
+
+def find_run(name: str) -> Storage:
+    """A run's folder by its path or URI, or by its name below runs/."""
+    storage, below = Storage.at(name), Storage.at("runs") / name
+    return below if "/" not in name and not storage.list() and below.list() else storage
 
 
 def checkpoints_of(run_folder: str) -> tuple[Storage, str | None]:
@@ -85,7 +91,16 @@ def read_status(storage: Storage, now: float | None = None) -> Status:
         now=time.time() if now is None else now,
         held=is_held(storage, history.newest(Submitted)),
         report=report if isinstance(report, dict) else None,
+        ranks=read_ranks(storage),
     )
+
+
+def read_ranks(storage: Storage) -> list[dict[str, Any]]:
+    """What ranks spent their newest steps on, the slowest first; empty where nothing is known."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        ranks = json.loads(storage.read_bytes(RANKS))["ranks"]
+        return [each for each in ranks if isinstance(each, dict) and isinstance(each.get("rank"), int)]
+    return []
 
 
 def run_config(storage: Storage) -> dict[str, Any]:

@@ -27,6 +27,8 @@ from regrow.record.events import (
     Stalled,
     Stopped,
     Submitted,
+    Suspected,
+    Undrain,
     Validation,
 )
 from regrow.record.history import History, Interruption
@@ -81,6 +83,19 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class Suspicion:
+    """Of a rank, or of a node's links."""
+
+    kind: str  # of `events.SUSPICIONS`
+    node: str
+    since: float
+    rank: int | None = None
+    pid: int = 0  # 0: the node's links
+    factor: float = 0.0  # that steps take longer by; 0: it hangs
+    detail: str = ""
+
+
+@dataclass(frozen=True)
 class Status:
     """All times are unix seconds. What the logs do not tell is None."""
 
@@ -102,6 +117,7 @@ class Status:
     validation_step: int | None = None
     generation: int | None = None
     world_size: int | None = None  # of the newest group
+    spares: int = 0  # ranks that wait beside it, ready
     min_workers: int | None = None
     max_workers: int | None = None
     speed: Speed | None = None
@@ -111,6 +127,8 @@ class Status:
     checkpoints: list[Saved] = field(default_factory=list)  # newest first
     interruptions: list[Interruption] = field(default_factory=list)  # newest first
     causes: dict[str, int] = field(default_factory=dict)  # of all interruptions
+    suspects: list[Suspicion] = field(default_factory=list)  # oldest first
+    ranks: list[dict[str, Any]] = field(default_factory=list)  # of ranks.json, the slowest first
     warnings: list[str] = field(default_factory=list)
     job: list[str] = field(default_factory=list)  # what Kubernetes or Ray say of its job, where they were asked
 
@@ -130,6 +148,7 @@ class Status:
         given = {each.name: content[each.name] for each in fields(Status) if each.name in content}
         given["state"] = State(given["state"])
         given["speed"] = None if given.get("speed") is None else _made(Speed, given["speed"])
+        given["suspects"] = [_made(Suspicion, each) for each in given.get("suspects", [])]
         given["checkpoints"] = [_made(Saved, each) for each in given.get("checkpoints", [])]
         given["interruptions"] = [_made(Interruption, each) for each in given.get("interruptions", [])]
         return Status(**given)
@@ -147,11 +166,12 @@ def status_of(
     now: float,
     held: bool | None = None,
     report: Mapping[str, Any] | None = None,
+    ranks: Sequence[Mapping[str, Any]] = (),
 ) -> Status:
     """The status of a run.
 
     Of the history's rows the newest are enough, its events must be all. `held`: whether a process holds the run's
-    lock, None where that cannot be known. `report` is the newest report.json.
+    lock, None where that cannot be known. `report` is the newest report.json, `ranks` those of the newest ranks.json.
     """
     group, train, cluster = (_group(config, name) for name in ("run", "train", "cluster"))
     rows, submitted = list(history.rows), history.of(Submitted)
@@ -180,6 +200,7 @@ def status_of(
         validation_step=scored[-1].step if scored else None,
         generation=newest.generation if newest else None,
         world_size=newest.world_size if newest else None,
+        spares=history.num_spares,
         min_workers=cluster.get("min_workers"),
         max_workers=cluster.get("max_workers"),
         speed=_speed(rows),
@@ -189,6 +210,8 @@ def status_of(
         ],
         interruptions=history.interruptions[: -SHOWN - 1 : -1],
         causes=dict(Counter(each.cause for each in history.interruptions).most_common()),
+        suspects=[] if state.over else _suspects(history),
+        ranks=[] if state.over else [dict(each) for each in ranks[:SHOWN]],
         warnings=[] if state is State.finished else _warnings(history, now),
         goodput=goodput,
         goodput_as_of=goodput_as_of,
@@ -237,9 +260,17 @@ def _state(
     return State.silent, heard_at, before
 
 
+def _suspects(history: History) -> list[Suspicion]:
+    return [
+        Suspicion(each.kind, each.node, each.since or each.time, each.rank, each.pid, each.factor, each.detail)
+        for each in history.suspected
+    ]
+
+
 def _warnings(history: History, now: float) -> list[str]:
     """What is worth a look, of the newest group and those that are to follow it."""
     ready, saved = history.newest(Generation), history.newest(Checkpoint)
+    back = {event.node: event.time for event in history.of(Undrain)}
     ready_at, saved_at = ready.time if ready else -math.inf, saved.time if saved else -math.inf
 
     def holds(event: Event) -> bool:
@@ -247,9 +278,11 @@ def _warnings(history: History, now: float) -> list[str]:
             case CheckpointFailed():
                 return event.time > saved_at
             case Drain():
-                return event.deadline > now
+                return event.time > back.get(event.node, -math.inf) if event.asked else event.deadline > now
             case Quarantine():
                 return event.time + event.seconds > now
+            case Suspected():
+                return False  # `Status.suspects` has them
         return event.of_group and event.time >= ready_at
 
     said = [_said([event]) for event in history.events if holds(event)]

@@ -16,6 +16,7 @@ from ray.util import metrics as ray_metrics
 
 from regrow.config.schema import PretrainConfig
 from regrow.control import events as e
+from regrow.control.drains import Maintenance
 from regrow.control.group import WAITING_POLL_S
 from regrow.control.membership import Member
 from regrow.control.past import Past, group_of
@@ -40,7 +41,31 @@ SECRET_BYTES = 32
 Found = TypeVar("Found")
 
 
-class Coordinator:
+class Drained:
+    """The part of the coordinator that `jobs.drain` calls; the log has what was asked for."""
+
+    shell: Shell
+
+    def drain(self, node: str) -> str:
+        """Have the group leave a node, and start no worker there; why it cannot, or empty."""
+        problem = str(self.shell.tell(e.DrainAsked(node)))
+        self.shell.await_log()
+        return problem
+
+    def undrain(self, node: str) -> str:
+        """The node is in service again; why it is not, or empty."""
+        problem = str(self.shell.tell(e.UndrainAsked(node)))
+        self.shell.await_log()
+        return problem
+
+    def maintenance(self) -> Maintenance:
+        """How drains stand."""
+        with self.shell.lock:
+            control = self.shell.control
+            return control.drains.look(control.next_step - 1, self.shell.now)
+
+
+class Coordinator(Drained):
     """An actor; every method is quick but `__init__`, which may wait for the lock, and those that ask keepers."""
 
     def __init__(

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import ray
 
+from regrow.control.drains import Maintenance
 from regrow.control.health import Pulse
 from regrow.control.membership import Member
 from regrow.control.states import Answer
-from regrow.control.values import Peer, SnapshotAck, Version
+from regrow.control.values import GpuReading, Peer, SnapshotAck, Version
 from regrow.state.disk.upload import WriteOrder, Written
 from regrow.state.memory.held import Held, Holder
 from regrow.state.memory.slots import Committed
@@ -63,6 +64,9 @@ class CoordinatorCalls(Protocol):
     ) -> None: ...
     def group_failed(self, cause: str, detail: str, ranks: Sequence[int]) -> None: ...
     def avoided_nodes(self) -> set[str]: ...
+    def drain(self, node: str) -> str: ...
+    def undrain(self, node: str) -> str: ...
+    def maintenance(self) -> Maintenance: ...
 
 
 class KeeperCalls(Protocol):
@@ -72,12 +76,13 @@ class KeeperCalls(Protocol):
     def secret(self) -> bytes: ...
     def take_place(self, place: "Place") -> None: ...
     def relay(self, reports: Sequence[SnapshotAck]) -> None: ...
-    def committed(self, number: int, state: Committed) -> None: ...
+    def committed(self, state: Committed) -> None: ...
     def holdings(self, since: Version) -> list[Held]: ...
     def write(self, order: WriteOrder) -> Written: ...
     def pulses(self) -> list[Pulse]: ...
     def where(self) -> list[Pulse]: ...
-    def gpus(self) -> list[str]: ...
+    def gpus(self) -> list[GpuReading]: ...
+    def links(self) -> dict[str, float]: ...
     def look(self) -> str: ...
     def check_link(self, neighbours: Sequence[Peer], least_bytes_per_s: float) -> str: ...
     def remember(self, generation: int) -> None: ...
@@ -110,8 +115,11 @@ class KeeperClient:
     def where(self) -> Future[list[Pulse]]:
         return _future(self.handle.where.remote())
 
-    def gpus(self) -> Future[list[str]]:
+    def gpus(self) -> Future[list[GpuReading]]:
         return _future(self.handle.gpus.remote())
+
+    def links(self) -> Future[dict[str, float]]:
+        return _future(self.handle.links.remote())
 
     def look(self) -> Future[str]:
         return _future(self.handle.look.remote())
@@ -119,8 +127,8 @@ class KeeperClient:
     def take_place(self, place: "Place") -> None:
         self.handle.take_place.remote(place)
 
-    def committed(self, number: int, state: Committed) -> None:
-        self.handle.committed.remote(number, state)
+    def committed(self, state: Committed) -> None:
+        self.handle.committed.remote(state)
 
     def remember(self, generation: int) -> Future[None]:
         return _future(self.handle.remember.remote(generation))
@@ -235,6 +243,17 @@ class CoordinatorClient:
 
     def group_failed(self, cause: str, detail: str, ranks: Sequence[int]) -> None:
         self.handle.group_failed.remote(cause, detail, ranks)
+
+    # of jobs.drain
+
+    def drain(self, node: str) -> str:
+        return str(_wait(self.handle.drain.remote(node)))
+
+    def undrain(self, node: str) -> str:
+        return str(_wait(self.handle.undrain.remote(node)))
+
+    def maintenance(self) -> Maintenance:
+        return cast(Maintenance, _wait(self.handle.maintenance.remote()))
 
 
 def _future(reference: Any) -> "Future[Any]":

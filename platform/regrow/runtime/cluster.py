@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from regrow.config.schema import ClusterConfig
+from regrow.config.spares import most_workers
 from regrow.errors import ClusterError, first_line
 from regrow.runtime.head import answering_head
 
@@ -120,8 +121,7 @@ def _join(config: ClusterConfig) -> Any:
 
 def _start_one(config: ClusterConfig) -> Any:
     # logical CPUs beyond the workers' own, for the tasks that feed them
-    workers = config.max_workers + config.spare_workers
-    num_cpus = max(os.cpu_count() or 1, int(-(-workers * config.cpus_per_worker // 1))) + 1
+    num_cpus = max(os.cpu_count() or 1, int(-(-most_workers(config) * config.cpus_per_worker // 1))) + 1
     with _starting():
         return ray.init(
             address="local",
@@ -144,7 +144,7 @@ def _start_several(config: ClusterConfig) -> tuple[Any, Any]:
     with _starting():
         nodes = Cluster(initialize_head=True, head_node_args=head)
         try:
-            per_node = -(-(config.max_workers + config.spare_workers) // config.local_nodes)
+            per_node = -(-most_workers(config) // config.local_nodes)
             for _ in range(config.local_nodes):
                 add_local_node(nodes, config, num_workers=per_node)
             return ray.init(address=nodes.address, **_quiet()), nodes

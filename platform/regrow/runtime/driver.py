@@ -17,8 +17,9 @@ from typing import Any
 
 import ray
 
-from regrow.config.check import check, geometry
+from regrow.config.check import check, check_elastic, geometry
 from regrow.config.schema import Float8, PretrainConfig
+from regrow.config.spares import most_workers
 from regrow.config.store import STARTED_AT
 from regrow.control.states import Settling
 from regrow.data.preflight import check_corpus
@@ -73,6 +74,7 @@ def pretrain(config: PretrainConfig) -> None:
     """
     startup = Startup()
     topologies = check(config)
+    check_elastic(config)
     check_may_start(config)
     with Console(sys.stderr) as console:
         startup.done("config")
@@ -137,6 +139,7 @@ class Session:
                 "time": STARTED_AT,
                 "host": socket.gethostname(),
                 "pid": os.getpid(),
+                "ray": ray.get_runtime_context().gcs_address,
                 "min_workers": config.cluster.min_workers,
                 "max_workers": config.cluster.max_workers,
                 "git": git_sha(),
@@ -176,7 +179,7 @@ class Session:
         return build_trainer(
             config,
             num_workers=min(
-                config.cluster.max_workers + config.cluster.spare_workers,
+                most_workers(config.cluster),
                 check_room(config.cluster, config.parallel.tp),
             ),
             train_fn=train_fn,
@@ -334,6 +337,8 @@ class Session:
                 line = from_row(update.content).sentence()
                 if line:
                     self.console.message(line)
+                if update.content["event"] == "spares":
+                    self.console.num_spares = update.content["count"]
                 if update.content["event"] == "generation":
                     self.startup_s = update.content["startup_s"]
         return str(fatal)

@@ -106,7 +106,7 @@ class Fleet:
 
     def announce(self, command: Announce) -> None:
         for client in self._clients(command.nodes):
-            client.committed(command.number, Committed(command.newest, command.pinned))
+            client.committed(Committed(command.newest, command.pinned, command.number))
 
     def restart(self, command: RestartKeeper) -> None:
         for client in self._clients([command.node]):
@@ -117,9 +117,11 @@ class Fleet:
             client = self._known[node][0]
             questions: dict[Question, Callable[[], Future[Any]]] = {
                 Question.HEARTBEATS: client.pulses,
+                Question.LINKS: client.links,
                 Question.POSITIONS: client.where,
                 Question.GPUS: client.gpus,
                 Question.STACKS: client.look,
+                Question.HOLDINGS: lambda client=client: client.holdings(command.since),  # type: ignore[misc]
             }
 
             def then(answer: "Future[Any]", node: str = node) -> e.Event:

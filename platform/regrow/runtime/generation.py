@@ -8,6 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +17,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import regrow
+from regrow.control.phases import Phase
 from regrow.data.read.batch import RankBatch, layout_of
 from regrow.data.read.corpora import order_of
+from regrow.data.read.outage import Patience, PatientReader
 from regrow.data.stream.client import Ask, rank_batches, ways_to_ask
 from regrow.model.linears import float8_steps
 from regrow.parallel.compile import graphs_compiled, graphs_lowered
@@ -63,26 +66,32 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
     end_of_float8 = float8_steps(config.parallel, config.train.steps)
     until = min(last_step, end_of_float8) if progress.step < end_of_float8 else last_step  # this generation
     unit, num_units = topology.unit_of(joined.rank), topology.mesh.num_units
-    validation = Validation(config, job.corpora, device=process.device, unit=unit, num_units=num_units)
+    patience = _patience(process, joined, breaker)
+    validation = Validation(
+        config, job.corpora, device=process.device, unit=unit, num_units=num_units, patience=patience
+    )
     hooks = GenerationHooks(process, joined.generation, step, coordinates_of(mesh), validation)
     saver = _saver(process, joined, restored, mesh, hooks, last_step=until)
     set_optimizer_step(step.optimizer, progress.step)
     process.stream.submit(partial(refresh_float8_scales, step.model)).result()
     ready = time.time()
 
-    batches = _batches(job, joined, breaker, topology.slices_of(joined.rank), range(progress.step, until))
+    batches = _batches(job, joined, patience, topology.slices_of(joined.rank), range(progress.step, until))
     peak = peak_flops(process.device, config.parallel.dtype, config.observe.peak_tflops)
-    meter = meter_of(config, joined.world_size, joined.generation, peak_flops=sum(gather(peak.flops)))
+    flops = sum(gather(peak.flops))
+    meter = meter_of(config, joined.world_size, joined.generation, device=process.device, peak_flops=flops)
     _announce(process, joined, restored, topology.mesh, peak, entered=entered, begun=begun, ready=ready)
     if restored.source == "snapshot" and isinstance(saver, SnapshotSaver):  # what came from storage is safe there
         saver.keep_restored(progress)
     left = False
     if progress.step < last_step:
         hooks.profile(progress.step)
+        if process.memory is not None:
+            process.memory.heartbeat.trains(step.waits.at_a_collective)
         try:
             left = train(
                 step,
-                batches,
+                hooks.in_data(batches),
                 progress,
                 optim=config.optim,
                 settings=loop_settings(config, topology.batch, until),
@@ -138,17 +147,31 @@ def _saver(
         write=hooks.write,
         timeout_s=config.checkpoint.timeout_s,
         stepped=hooks.stepped,
-        at_length=hooks.at_length,
+        phase=hooks.phase,
     )
 
 
-def _batches(job: Job, joined: Joined, breaker: Breaker, slices: range, steps: range) -> Iterator[RankBatch]:
+def _patience(process: Process, joined: Joined, breaker: Breaker) -> Patience:
+    """With storage that fails: the run's log tells which rank waits, and it stops with its group."""
+    job, memory = process.job, process.memory
+    coordinator = CoordinatorClient(job.coordinator, joined.generation)
+
+    def on_wait(detail: str) -> None:
+        coordinator.event("data_waits", {"rank": joined.rank, "reason": detail})
+
+    def waiting() -> AbstractContextManager[None]:
+        return memory.phase(Phase.storage) if memory is not None else nullcontext()
+
+    return Patience(job.config.data.storage_timeout_s, on_wait, lambda: breaker.begun, waiting)
+
+
+def _batches(job: Job, joined: Joined, patience: Patience, slices: range, steps: range) -> Iterator[RankBatch]:
     """This rank's rows of these steps, from the token stream. Collective."""
     config = job.config
     return rank_batches(
         _ways_to_ask(job, joined.generation, slices),
         order_of(config, job.corpora),
-        job.corpora.reader("train"),
+        PatientReader(job.corpora.reader("train"), patience),
         layout_of(config),
         slices=slices,
         start_step=steps.start,
@@ -156,7 +179,7 @@ def _batches(job: Job, joined: Joined, breaker: Breaker, slices: range, steps: r
         stall_timeout_s=config.data.stall_timeout_s,
         has_fed=joined.generation > job.first_generation,
         on_fallback=partial(_report_fallback, CoordinatorClient(job.coordinator, joined.generation), joined.rank),
-        is_over=lambda: breaker.begun,
+        is_over=patience.is_over,
     )
 
 

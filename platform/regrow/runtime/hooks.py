@@ -4,10 +4,13 @@ import contextlib
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import ray
 
+from regrow.control.phases import Phase
+from regrow.data.read.batch import RankBatch
 from regrow.errors import NotWrittenError
 from regrow.parallel.float8 import inner_tensor
 from regrow.plan.mesh import Coordinates
@@ -39,6 +42,8 @@ class GenerationHooks:
         self.window = _profile_window(process) if self._rank == 0 else None
 
     def log(self, row: dict[str, Any]) -> None:
+        if self._process.memory is not None:
+            self._process.memory.heartbeat.timed(row)
         if self._rank == 0:
             self._replies.append(self._coordinator.row(row))
             self.profile(row["step"])
@@ -57,14 +62,14 @@ class GenerationHooks:
 
     def validate(self, step: int) -> float:
         begun = time.perf_counter()
-        with self.at_length():  # the first one compiles
+        with self.phase(Phase.validation):
             loss = self._validation.loss(self._step, self._process.stream, step)
         self._event("validation", {"step": step, "loss": loss, "seconds": time.perf_counter() - begun})
         return loss
 
     def profile(self, step: int) -> None:
         """Training has come to the end of this step."""
-        with self.at_length():
+        with self.phase(Phase.profile):
             written = self.window.after(step) if self.window is not None else None
         if written is not None:
             self._coordinator.note("profile", {"step": step, "folder": written})
@@ -72,18 +77,27 @@ class GenerationHooks:
     def stepped(self, step: int) -> None:
         """This rank has seen a step succeed: its heartbeat says so, and now and then how fast its device is."""
         if self._process.memory is not None:
-            self._process.memory.stepped(step)
+            self._process.memory.heartbeat.stepped(step)
         every_steps = self._job.config.cluster.probe_every_steps
         if every_steps and step % every_steps == 0 and step > self._probed:
             self._probed = step
             seconds = self._process.prober.probe()
             if self._process.memory is not None:
-                self._process.memory.probed(seconds)
+                self._process.memory.heartbeat.probed(seconds)
 
-    def at_length(self) -> contextlib.AbstractContextManager[None]:
-        """No rank is to be given up for what takes long here."""
+    def phase(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
+        """What this rank does now: it hangs where that takes far longer than usual, and others wait for it."""
         memory = self._process.memory
-        return memory.at_length() if memory is not None else contextlib.nullcontext()
+        return memory.phase(phase) if memory is not None else contextlib.nullcontext()
+
+    def in_data(self, batches: Iterator[RankBatch]) -> Iterator[RankBatch]:
+        """The same, while this rank waits for rows known to do so."""
+        while True:
+            with self.phase(Phase.data):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
 
     def want_checkpoint(self, step: int) -> None:
         """Have keepers write this step, from memory. A group that leaves to grow or drain goes on from memory."""
@@ -120,10 +134,11 @@ class GenerationHooks:
             ray.get([*self._replies, call], timeout=CALL_TIMEOUT_S)
 
     def close(self, *, left_at: int | None, cause: str) -> None:
-        """Wait until the coordinator has everything; say that the group left after a step, and why if it was not told
-        to, or that it has finished."""
+        """Wait until the coordinator has everything; say that the group left after a step, and why, or that it has
+        finished. A coordinator that was restarted does not know that it had told the group to."""
         if self._rank == 0:
             coordinator = self._coordinator
+            cause = cause or (self._stop if self._stop in (Cause.grow, Cause.drain) else "")
             self._replies.append(coordinator.leaving(left_at, cause) if left_at is not None else coordinator.done())
         ray.get(list(self._replies), timeout=CALL_TIMEOUT_S)
         self._replies.clear()

@@ -21,7 +21,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from regrow.control.health import Pulse
-from regrow.control.values import NOTHING, Peer, SnapshotAck, Version
+from regrow.control.values import NOTHING, GpuReading, Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError
 from regrow.runtime.calls import CoordinatorClient, KeeperCalls
 from regrow.runtime.hardware.gpus import XidWatch, read_gpus
@@ -94,7 +94,6 @@ class Keeper:
         self.word = ControlWord()
         self.coordinator: Any = None
         self.place = Place()
-        self.newest_message = -1
         self.reports: dict[Version, list[SnapshotAck]] = {}  # of the nodes that this keeper speaks for
         self.passed_on = Version()  # the newest of which all have reported
         self.heard_at = time.monotonic()
@@ -112,8 +111,7 @@ class Keeper:
             if self.keeper is None:
                 claim(self.folder)
                 self.word = ControlWord.read(self.folder)
-            if self.coordinator != coordinator:
-                self.coordinator, self.newest_message = coordinator, -1
+            self.coordinator = coordinator
             self.heard_at = time.monotonic()
             if self.keeper is None:
                 delete_abandoned(self.folder, self.abandon_after_s)
@@ -174,15 +172,13 @@ class Keeper:
             else:
                 place.leader.relay.remote(sending)
 
-    def committed(self, number: int, state: Committed) -> None:
+    def committed(self, state: Committed) -> None:
         """What is committed now; messages are numbered, as they may overtake one another."""
         self.heard_at = time.monotonic()
         with self.lock:
             for member in self.place.members:
-                member.committed.remote(number, state)
-            if number > self.newest_message:
-                self.newest_message = number
-                self._keeper.committed(state)
+                member.committed.remote(state)
+            self._keeper.committed(state)
 
     def holdings(self, since: Version) -> list[Held]:
         """What this keeper holds of a step and of later ones."""
@@ -225,9 +221,20 @@ class Keeper:
             )
 
     @_on_threads_of(DEVICES)
-    def gpus(self) -> list[str]:
+    def gpus(self) -> list[GpuReading]:
         """What the GPUs of this node tell of themselves."""
-        return [str(gpu) for gpu in read_gpus()]
+        return [GpuReading(str(gpu), gpu.temperature_c, gpu.power_w) for gpu in read_gpus()]
+
+    @_on_threads_of(DEVICES)
+    def links(self) -> dict[str, float]:
+        """Bytes/s to each node that holds copies of this one's snapshots, the slower way; one that does not answer says
+        nothing."""
+        rates = {}
+        for peer in self.place.peers:
+            with contextlib.suppress(CheckpointError):
+                link = measure(peer.node, peer.address, self._keeper.secret)
+                rates[peer.node] = min(link.sent, link.received)
+        return rates
 
     @_on_threads_of(DEVICES)
     def look(self) -> str:

@@ -11,6 +11,7 @@ import ray
 import torch.distributed as dist
 
 from regrow.control.peers import plan_peers
+from regrow.control.phases import Phase
 from regrow.errors import CheckpointError, first_line
 from regrow.forecast.memory import SnapshotMemory, plan_snapshot_memory, ranks_copied
 from regrow.model.size import state_bytes
@@ -200,19 +201,15 @@ class MemoryTier:
         self.snapshots, self._has_held = snapshots, True
         return snapshots
 
-    def stepped(self, step: int) -> None:
-        """This rank has seen a step succeed. Local."""
+    @property
+    def heartbeat(self) -> Heartbeat:
+        """This rank's, once it has joined a group. Local."""
         assert self._heartbeat is not None
-        self._heartbeat.stepped(step)
+        return self._heartbeat
 
-    def probed(self, probe_s: float) -> None:
-        """How long this rank's device took for a probe. Local."""
-        assert self._heartbeat is not None
-        self._heartbeat.probed(probe_s)
-
-    def at_length(self) -> contextlib.AbstractContextManager[None]:
-        """What this rank does now may take long, and keep the others waiting. Local."""
-        return self._heartbeat.at_length() if self._heartbeat is not None else contextlib.nullcontext()
+    def phase(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
+        """What this rank does now, while the others may wait for it. Local."""
+        return self._heartbeat.phase(phase) if self._heartbeat is not None else contextlib.nullcontext()
 
     def close_snapshots(self) -> None:
         """The generation is over, however it ended: nothing that is not sealed will be. Local."""

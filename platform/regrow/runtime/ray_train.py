@@ -30,6 +30,7 @@ from ray.train.v2.api import data_parallel_trainer
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup
 
+from regrow.config.spares import most_workers
 from regrow.record.events import Cause
 from regrow.runtime.backend import ProcessGroupBackend, ProcessGroupConfig, last_line
 from regrow.runtime.calls import CoordinatorClient
@@ -162,7 +163,7 @@ class InPlaceGroup(WorkerGroup):
         self.looked_at = self.told_at = 0.0
         job = self._train_run_context.train_loop_config["job"]  # type: ignore[index]
         cluster, self._run_id = job.config.cluster, job.run_id
-        self._coordinator, self._most = CoordinatorClient(job.coordinator), cluster.max_workers + cluster.spare_workers
+        self._coordinator, self._most = CoordinatorClient(job.coordinator), most_workers(cluster)
         self._unit = job.config.parallel.tp
         self._avoided: Any = None  # an answer of the coordinator's, on its way
         self.draining: dict[str, float] = {}

@@ -18,7 +18,7 @@ from regrow.control.past import Past
 from regrow.errors import first_line
 from regrow.record.claim import Claim
 from regrow.record.events import from_row
-from regrow.record.log import RunLog
+from regrow.record.log import RANKS, RunLog, encode
 from regrow.runtime.fleet import Fleet
 from regrow.runtime.liveness.probe import RollCall
 from regrow.runtime.log_writer import LogWriter
@@ -30,6 +30,7 @@ from regrow.storage import Storage
 
 TICK_S = 0.1
 STACKS = "stacks"  # folder, of what each worker did while a group stood still
+RANKS_EVERY_S = 30.0  # for the file of what ranks spend their time on
 FLUSH_S = 60.0  # for the log, before COMMIT
 FORM_S = 0.5  # for a generation's number to be in the log, before a worker has to ask again for it
 KEEPERS_S = 5.0  # for all of its nodes' keepers to remember it instead; then one is enough
@@ -95,6 +96,7 @@ class Shell:
         self._updates: deque[Update] = deque(maxlen=NUM_UPDATES)
         self._num_updates = first_message
         self._later: deque[e.Event] = deque()  # what carrying out commands has found
+        self._ranks_at = 0.0  # for the file of what ranks spend their time on
         self._flushed = (0, self.now)  # the log's newest flush, and when it was asked for
         self._formed = _Formed(0, [], 0.0)
         self._closing = threading.Event()
@@ -114,6 +116,7 @@ class Shell:
             c.Announce: self.fleet.announce,
             c.RestartKeeper: self.fleet.restart,
             c.SnapshotCommitted: lambda command: self.metrics.snapshot(command.version.step),
+            c.ShowRanks: self._show_ranks,
             c.SaveStacks: self._save_stacks,
             c.Write: self.fleet.write,
             c.PublishIndex: self.publisher.publish_index,
@@ -260,6 +263,19 @@ class Shell:
         dead = self.roll_call.gone(command.members, time.monotonic())
         if dead:
             self._later.append(e.PortRefused(tuple(sorted(dead))))
+
+    def _show_ranks(self, command: c.ShowRanks) -> None:
+        self.metrics.ranks(command.ranks, command.suspects)
+        if self.now < self._ranks_at:
+            return
+        self._ranks_at = self.now + RANKS_EVERY_S
+        content = {"time": time.time(), "ranks": [dict(each) for each in command.ranks]}
+
+        def save() -> None:
+            with contextlib.suppress(OSError):  # the next one comes
+                self._folder.write_bytes(RANKS, encode(content))
+
+        self._writer.put(save)
 
     def _save_stacks(self, command: c.SaveStacks) -> None:
         generation = self.control.generation

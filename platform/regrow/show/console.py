@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from regrow.progress import Task, last_step
-from regrow.show.units import CONTROL, duration, percent, ranks
+from regrow.show.units import CONTROL, counted, duration, percent, ranks
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -59,6 +59,7 @@ class Console:
         self._num_rows, self._generation = 0, None
         self._pending: str | None = None  # newest plain row that was not shown
         self.goodput: float | None = None  # since the submission, as of the newest report
+        self.num_spares = 0  # ranks that wait beside the group
         self._task: tuple[Task, float, float] | None = None  # which, when it began, what was done by then
 
     def start(self, lines: Iterable[str], *, steps: int, stop_at_step: int | None = None) -> None:
@@ -170,7 +171,7 @@ class Console:
             f"loss {_number(row.get('loss'), '.4f')}",
             f"{_number(row.get('tokens_per_s'), ',.0f')} tok/s",
             f"MFU {_number(row.get('mfu'), '.1%')}",
-            ranks(row["world_size"]),
+            ranks(row["world_size"]) + (f" + {counted(self.num_spares, 'spare')}" if self.num_spares else ""),
         ]
         if not self._terminal and row.get("validation_loss") is not None:
             parts.insert(2, f"validation loss {row['validation_loss']:.4f}")

@@ -16,7 +16,7 @@ import jinja2
 from regrow.errors import BatchError, ConfigError
 from regrow.plan.mixture import UNIT, plan_mixture
 from regrow.plan.topology import plan_topology
-from regrow.record.events import Checkpoint, Generation, Submitted, cause_words, startup_line
+from regrow.record.events import Checkpoint, Generation, Spares, Submitted, cause_words, startup_line
 from regrow.record.history import History
 from regrow.record.ledger import SILENCE_S, STATES, Ledger
 from regrow.show.timeline import draw_timeline, marks_of
@@ -80,13 +80,22 @@ class Page:
         return _template().render(page=replace(self, sections=sections))
 
 
-def run_page(report: Mapping[str, Any], history: History, ledger: Ledger, config: Mapping[str, Any], now: float) -> str:
-    """The page of a run as HTML text. `report` is the content of report.json."""
+def run_page(
+    report: Mapping[str, Any],
+    history: History,
+    ledger: Ledger,
+    config: Mapping[str, Any],
+    now: float,
+    *,
+    ranks: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """The page of a run as HTML text. `report` is the content of report.json, `ranks` that of ranks.json."""
     name = str((config.get("run") or {}).get("name", "run"))
     sections = [
         _time(report),
         _lost(report),
         _recoveries(report["recoveries"]),
+        _ranks(ranks, history),
         Section("Checkpoints", lines=[_checkpoints(report, history)]),
         _geometry(config, history),
         data_mix(config, report["tokens"]),
@@ -101,6 +110,7 @@ def run_page(report: Mapping[str, Any], history: History, ledger: Ledger, config
         ("goodput", or_dash(report["goodput"], percent)),
         ("capacity goodput", or_dash(report["capacity_goodput"], percent)),
         ("restarts", str(sum(report["restarts"].values()))),
+        *([("spares", f"{history.num_spares:,}")] if history.of(Spares) else []),
     ]
     picture = draw_timeline(ledger, list(history.rows), marks_of(history), title="Ranks, loss and throughput over time")
     return Page(
@@ -298,6 +308,26 @@ def _recoveries(recoveries: Sequence[Mapping[str, Any]]) -> Section:
     head = ["cause", "ranks", "detect", "regroup", "reshard", "first step", "lost steps", "source"]
     note = "" if rows else "None: the first group is the only one so far."
     return Section("Recoveries", note=note, head=head, rows=rows, numbers=range(2, 7))
+
+
+def _ranks(ranks: Sequence[Mapping[str, Any]], history: History) -> Section:
+    """What a step's time goes into on each rank, the slowest first; of many, the slowest few."""
+    suspected = [each.sentence() for each in history.suspected]
+    head = ["rank", "node", "compute", "data", "snapshots", "in shard", "replicas", "all", "memory", "°C", "W"]
+    parts = ("compute_s", "data_wait_s", "snapshot_s", "wait_shard_s", "wait_replicate_s", "wait_all_s")
+    rows = [
+        [
+            str(row["rank"]),
+            str(row.get("node", ""))[:12],
+            *(or_dash(row.get(part), duration) for part in parts),
+            or_dash(row.get("memory_bytes") or None, size),
+            or_dash(row.get("temperature_c")),
+            or_dash(row.get("power_w"), "{:.0f}".format),
+        ]
+        for row in ranks
+    ]
+    note = f"Rank {ranks[0]['rank']} has the longest time of its own; the others wait for it." if ranks else ""
+    return Section("Ranks, a step's mean", lines=suspected, note=note, head=head, rows=rows, numbers=range(2, 11))
 
 
 def _checkpoints(report: Mapping[str, Any], history: History) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
+from regrow.config.check import world_sizes
 from regrow.config.schema import PretrainConfig
 from regrow.control.cadence import Cadence
 from regrow.errors import first_line
@@ -21,6 +22,7 @@ from regrow.record.events import (
     FAILURES,
     GRACEFUL,
     INCIDENTS,
+    SUSPICIONS,
     Cause,
     Checkpoint,
     CheckpointFailed,
@@ -30,6 +32,7 @@ from regrow.record.events import (
     Generation,
     Incident,
     Row,
+    Spares,
     Stopped,
     Submitted,
     from_row,
@@ -81,7 +84,8 @@ FAMILIES = {
         # which ranks train
         Family("regrow_running", "1 while there is a job of this run, 0 when it has stopped"),
         Family("regrow_world_size", "ranks that train; 0 while no group does"),
-        Family("regrow_target_world_size", "cluster.max_workers"),
+        Family("regrow_spare_ranks", "ranks that wait beside the group, ready to take the places of lost ones"),
+        Family("regrow_target_world_size", "ranks of the group where all of cluster.max_workers are there"),
         Family("regrow_min_world_size", "cluster.min_workers"),
         Family("regrow_generation", "number of the newest group"),
         Family("regrow_submitted_timestamp_seconds", "when the job began"),
@@ -97,6 +101,20 @@ FAMILIES = {
         Family("regrow_state_seconds_total", "time of this job by state; all states add up to it", "state", STATES),
         Family("regrow_goodput_ratio", "productive time over time since the run's first submission"),
         Family("regrow_capacity_goodput_ratio", "the same, idle passes and absent ranks counted as lost"),
+        # which rank the others wait for: all ranks, of many the slowest
+        Family("regrow_rank_compute_seconds", "a step's mean time on computing, by rank", "rank"),
+        Family("regrow_rank_data_wait_seconds", "on waiting for data, by rank", "rank"),
+        Family("regrow_rank_snapshot_wait_seconds", "on waiting for snapshots, by rank", "rank"),
+        Family("regrow_rank_shard_wait_seconds", "on waiting for ranks with the same copy of the model, by rank",
+               "rank"),
+        Family("regrow_rank_replicate_wait_seconds", "on waiting for the other copies, by rank", "rank"),
+        Family("regrow_rank_all_wait_seconds", "on waiting for all ranks, by rank", "rank"),
+        Family("regrow_rank_memory_bytes", "the most that it has had of its device's memory, by rank", "rank"),
+        Family("regrow_rank_temperature_celsius", "of its GPU, by rank", "rank"),
+        Family("regrow_rank_power_watts", "of its GPU, by rank", "rank"),
+        Family("regrow_slowest_rank", "the rank whose own time in a step is longest"),
+        Family("regrow_suspects", "ranks and nodes that are suspected of something now, by kind", "kind",
+               tuple(SUSPICIONS)),
         # what is safe
         Family("regrow_snapshots_total", "steps that were committed in the nodes' memory"),
         Family("regrow_snapshot_step", "the newest of them"),
@@ -114,6 +132,17 @@ FAMILIES = {
 
 
 Key = tuple[str, str]  # name of a family, value of its label
+OF_RANKS = {  # by family, the key of a row of `commands.ShowRanks`
+    "regrow_rank_compute_seconds": "compute_s",
+    "regrow_rank_data_wait_seconds": "data_wait_s",
+    "regrow_rank_snapshot_wait_seconds": "snapshot_s",
+    "regrow_rank_shard_wait_seconds": "wait_shard_s",
+    "regrow_rank_replicate_wait_seconds": "wait_replicate_s",
+    "regrow_rank_all_wait_seconds": "wait_all_s",
+    "regrow_rank_memory_bytes": "memory_bytes",
+    "regrow_rank_temperature_celsius": "temperature_c",
+    "regrow_rank_power_watts": "power_w",
+}
 
 
 class Figures:
@@ -131,7 +160,8 @@ class Figures:
         self._step_s = 0.0  # smoothed
         self._set("regrow_running", 1)
         self._set("regrow_target_steps", last_step(train.steps, train.stop_at_step))
-        self._set("regrow_target_world_size", cluster.max_workers)
+        self._set("regrow_target_world_size", world_sizes(config).get(cluster.max_workers, cluster.max_workers))
+        self._set("regrow_spare_ranks", 0)
         self._set("regrow_min_world_size", cluster.min_workers)
         for event in events:
             self._history.on(event)
@@ -189,6 +219,19 @@ class Figures:
         self._set("regrow_snapshot_step", step)
         self._set("regrow_last_snapshot_timestamp_seconds", now)
 
+    def ranks(self, ranks: Sequence[Mapping[str, Any]], suspects: Sequence[Mapping[str, Any]]) -> None:
+        """What ranks spend their time on, the slowest first, and what they are suspected of."""
+        for key in [key for key in self.values if key[0] in OF_RANKS]:
+            del self.values[key]  # ranks that are not there any more
+        for row in ranks:
+            for name, field in OF_RANKS.items():
+                if row.get(field) is not None:
+                    self.values[name, str(row["rank"])] = float(row[field])
+        if ranks:
+            self._set("regrow_slowest_rank", ranks[0]["rank"])
+        for kind in SUSPICIONS:
+            self.values["regrow_suspects", kind] = float(sum(each["kind"] == kind for each in suspects))
+
     def reported(self, report: Mapping[str, Any]) -> None:
         """The driver has written a report, which knows the whole run."""
         self._set("regrow_goodput_ratio", report["goodput"])
@@ -208,11 +251,14 @@ class Figures:
                 for name in ("submitted", "last_step", "last_checkpoint"):
                     self._set(f"regrow_{name}_timestamp_seconds", event.time)
                 self.values.pop(("regrow_last_snapshot_timestamp_seconds", ""), None)
+                self._set("regrow_spare_ranks", 0)
             case Generation():
                 self._set("regrow_generation", event.generation)
                 self._set("regrow_world_size", event.world_size)
                 if self._takes_snapshots:
                     self.values.setdefault(("regrow_last_snapshot_timestamp_seconds", ""), event.time)
+            case Spares():
+                self._set("regrow_spare_ranks", event.count)
             case Forming() | Failure() | Stopped():
                 self._set("regrow_world_size", 0)
             case Checkpoint():
@@ -272,6 +318,9 @@ class RunMetrics:
 
     def snapshot(self, step: int) -> None:
         self._take(lambda figures, now: figures.snapshot(step, now))
+
+    def ranks(self, ranks: Sequence[Mapping[str, Any]], suspects: Sequence[Mapping[str, Any]]) -> None:
+        self._take(lambda figures, now: figures.ranks(ranks, suspects))
 
     def reported(self, report: Mapping[str, Any]) -> None:
         self._take(lambda figures, now: figures.reported(report))

@@ -14,9 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from regrow.errors import JobNotThereError, RegrowError
-from regrow.record.events import cause_words
+from regrow.record.events import cause_words, suspicion_words
 from regrow.record.history import Interruption
-from regrow.record.status import Saved, State, Status
+from regrow.record.log import is_number
+from regrow.record.status import Saved, State, Status, Suspicion
 from regrow.show.units import CONTROL, counted, duration, percent, ranks, si, size, when
 
 COLOURS = {
@@ -114,6 +115,8 @@ def body(status: Status) -> list[Line]:
         lines.append(("ETA", f"{end}in {duration(status.eta_s)}, {when(status.as_of + status.eta_s)}, at this pace"))
     lines.append(("goodput", _goodput(status)))
     lines += _labelled("checkpoints", [_saved(status, saved) for saved in status.checkpoints] or ["none yet"])
+    lines += _labelled("slowest rank", [_slowest(status)] if status.ranks else [])
+    lines += _labelled("suspects", [_suspect(status, each) for each in status.suspects])
     lines += _labelled("interruptions", list(_interruptions(status)))
     lines += [("!", text) for text in status.warnings]
     return lines
@@ -155,7 +158,7 @@ def one_line(status: Status) -> str:
             parts.append(f"{status.speed.tokens_per_s:,.0f} tokens/s")
         if status.world_size is not None:
             most = f" of {status.max_workers:,}" if status.max_workers is not None else ""
-            parts.append(f"{status.world_size:,}{most} ranks")
+            parts.append(f"{status.world_size:,}{most} ranks" + _and_spares(status))
         parts += [f"ETA {duration(status.eta_s)}"] if status.eta_s is not None else []
     elif status.heard_at is not None:
         parts.append(f"last heard {_ago(status, status.heard_at)} ago")
@@ -181,7 +184,11 @@ def _ranks(status: Status) -> str:
     least = (
         f" (at least {status.min_workers:,})" if status.min_workers is not None and status.min_workers != most else ""
     )
-    return f"{status.world_size:,}{target}{least}{now}, generation {status.generation}"
+    return f"{status.world_size:,}{target}{least}{now}{_and_spares(status)}, generation {status.generation}"
+
+
+def _and_spares(status: Status) -> str:
+    return f" and {counted(status.spares, 'spare')}" if status.spares and not status.state.over else ""
 
 
 def _speed(status: Status) -> str:
@@ -220,6 +227,26 @@ def _saved(status: Status, saved: Saved) -> str:
     since = status.step - saved.step
     behind = f"; {counted(since, 'step')} since" if saved is status.checkpoints[0] else ""
     return f"step {saved.step:,}, {_ago(status, saved.time)} ago{large}{took}{behind}"
+
+
+def _slowest(status: Status) -> str:
+    row = status.ranks[0]
+    waits = sum(row.get(f"wait_{group}_s") or 0.0 for group in ("shard", "replicate", "all"))
+    parts = [f"computes {duration(row['compute_s'])} a step"] if is_number(row.get("compute_s")) else []
+    parts.append(f"waits {duration(waits)} for others")
+    parts += [f"memory {size(row['memory_bytes'])}"] if row.get("memory_bytes") else []
+    parts += [f"{row['temperature_c']:.0f} °C"] if is_number(row.get("temperature_c")) else []
+    parts += [f"{row['power_w']:.0f} W"] if is_number(row.get("power_w")) else []
+    return f"{row['rank']} on node {str(row.get('node', ''))[:12]}: {', '.join(parts)}"
+
+
+def _suspect(status: Status, each: Suspicion) -> str:
+    who = "the network"
+    if each.node:
+        who = f"node {each.node:.12}" if not each.pid else f"rank {each.rank} on node {each.node:.12}"
+    slower = f", steps take {each.factor:.2f} times as long" if each.factor else ""
+    since = f"since {when(each.since)} ({_ago(status, each.since)})"
+    return f"{who} {suspicion_words(each.kind)} {since}{slower}: {each.detail}"
 
 
 def _interruptions(status: Status) -> Iterator[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from regrow.config.check import topologies
 from regrow.config.schema import Network, PretrainConfig, SubmitConfig, Toleration
+from regrow.config.spares import most_workers
 from regrow.control.membership import NODE_NAME
 from regrow.forecast.estimate import snapshot_bytes
 from regrow.plan.topology import least_shards
@@ -68,7 +69,7 @@ class Sizes:
 def sizes(config: PretrainConfig, submit: SubmitConfig) -> Sizes:
     """Pods for `cluster.min_workers` to `cluster.max_workers` ranks and the spare ones."""
     cluster = config.cluster
-    most = cluster.max_workers + cluster.spare_workers
+    most = most_workers(cluster)
     workers = min(submit.workers_per_node, most)
     least_nodes, most_nodes = ceil(cluster.min_workers / workers), ceil(most / workers)
     table, copies = topologies(config), min(config.snapshot.copies, most_nodes - 1)

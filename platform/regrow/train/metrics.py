@@ -3,11 +3,14 @@
 On a device the host is a step ahead, and never waits for it.
 """
 
+import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeVar
+
+import torch
 
 from regrow.train.hooks import Hooks, Saver
 from regrow.train.step import StepResult, StepStats
@@ -25,6 +28,7 @@ class Meter:
     peak_flops: float  # of all ranks together
     world_size: int
     generation: int
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     data_wait_s: float = 0.0  # since the last finished step
     snapshot_s: float = 0.0  # since the last finished step
     _last: float = field(default_factory=time.perf_counter)
@@ -47,10 +51,13 @@ class Meter:
         self._last += time.perf_counter() - begun
         return result
 
-    def finish(self, row: dict[str, object], result: StepResult) -> dict[str, object]:
+    def finish(
+        self, row: dict[str, object], result: StepResult, waits: Mapping[str, float] | None = None
+    ) -> dict[str, object]:
         """The full row of a step that the host has just seen complete.
 
-        tokens_per_s and mfu count the step without waiting for a snapshot or checkpoint.
+        tokens_per_s and mfu count the step without waiting for a snapshot or checkpoint. `waits` is what this rank
+        waited in collectives, seconds by group.
         """
         now = time.perf_counter()
         step_s = now - self._last
@@ -69,8 +76,20 @@ class Meter:
             "batch_digest": f"{result.digest:016x}",
             "time": time.time(),
         }
+        if waits:
+            done |= {f"wait_{group}_s": seconds for group, seconds in waits.items()}
+            waited_s = self.data_wait_s + self.snapshot_s + sum(waits.values())
+            done["compute_s"] = max(0.0, step_s - waited_s)
+        done["memory_bytes"] = _memory_bytes(self.device)
         self._last, self.data_wait_s, self.snapshot_s = now, 0.0, 0.0
         return done
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """The most that this process has had of its device's memory, of the host's where that computes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class NotFinite(Exception):
@@ -103,10 +122,11 @@ class InFlight:
         certificate does not vouch for."""
         while len(self._launched) > left:
             oldest = self._launched.pop(0)
-            result = oldest.stats.result().resolve()
+            stats = oldest.stats.result()
+            result = stats.resolve()
             self.leaving, self.blocked = self.leaving or result.flag, result.blocked
             self.waited(self._saver.confirm(oldest.step))
-            self._hooks.log(self._meter.finish(oldest.row, result))
+            self._hooks.log(self._meter.finish(oldest.row, result, stats.waits()))
             self._skipped = self._skipped + 1 if result.skipped else 0
             if self._skipped > self._nonfinite_skips:
                 steps = f"{self._skipped} steps in a row, up to step {oldest.step},"

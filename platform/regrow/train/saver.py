@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from regrow.control.phases import ROOM_S, Phase
 from regrow.errors import NotWrittenError
 from regrow.state.collective import from_rank_0, gather
 from regrow.state.entries import Progress
@@ -12,7 +13,7 @@ from regrow.state.memory.writer import Snapshots
 
 RETRY_S = 5.0  # between two tries to write the checkpoint that a group ends with
 SAFE_S = 5.0  # that training waits for keepers which fall behind
-LAST_ROOM_S = 30.0  # that the snapshot of the last step waits for room; a node that is taken away gives little more
+LAST_ROOM_S = ROOM_S  # that the snapshot of the last step waits for room; a node that is taken away gives little more
 
 Write = Callable[[Progress], None]  # a checkpoint, by all ranks; collective, NotWrittenError where storage fails
 Stepped = Callable[[int], None]
@@ -104,14 +105,14 @@ class SnapshotSaver:
         write: Write,
         timeout_s: float,
         stepped: Stepped = lambda step: None,
-        at_length: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        phase: Callable[[Phase], contextlib.AbstractContextManager[None]] = lambda phase: contextlib.nullcontext(),
     ) -> None:
         """`num_ahead` steps are launched before one is read. `want_checkpoint` has the keepers write a step, `write`
         the ranks themselves, where a last step found no room, for up to `timeout_s`. `stepped` is told of a step
-        before anything is waited for; within `at_length` this process is not taken for hung."""
+        before anything is waited for; `phase` says what this rank does."""
         self._cadence, self._snapshots, self._start_step, self._num_ahead = cadence, snapshots, start_step, num_ahead
         self._want_checkpoint, self._write, self._timeout_s = want_checkpoint, write, timeout_s
-        self._stepped, self._at_length = stepped, at_length
+        self._stepped, self._phase = stepped, phase
         self._saved = -1  # the newest step that is, or will be, in storage
 
     def keep_restored(self, progress: Progress) -> None:
@@ -161,7 +162,7 @@ class SnapshotSaver:
         waited_s = self._begin(progress, blocked=blocked, last=last) + self.confirm(progress.step)
         begun, self._saved = time.perf_counter(), progress.step
         if last and self._snapshots.begun != progress.step:
-            with self._at_length():
+            with self._phase(Phase.checkpoint):
                 write_at_last(self._write, progress, timeout_s=self._timeout_s)
         else:
             self._want_checkpoint(progress.step)
@@ -175,7 +176,7 @@ class SnapshotSaver:
         """
         begun = time.perf_counter()
         if self._snapshots.begun != progress.step:
-            with self._at_length():
+            with self._phase(Phase.snapshot):
                 room = not blocked or all(gather(self._snapshots.await_room(LAST_ROOM_S if last else SAFE_S)))
                 if room and self._num_ahead:
                     self._snapshots.await_room(LAST_ROOM_S)

@@ -11,13 +11,16 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from regrow.control.health import NOTHING
+from regrow.control.phases import KEPT, Phase
+from regrow.control.slow import Spent
 from regrow.runtime.abort import Breaker
 from regrow.runtime.liveness.pulse import STACKS, STACKS_SIGNAL, TRACE, PulseFile
 from regrow.state.memory.control_word import ControlWord
@@ -25,6 +28,14 @@ from regrow.state.memory.control_word import ControlWord
 BEAT_S = 0.1
 LOOK_S = 1.0  # between looks at what may be overdue
 # torch's flight recorders: of gloo and others, and, where torch was built with it, of NCCL
+SPENT_KEYS = {  # of a row, by the fields of `Spent`
+    "step_s": "step_s",
+    "data_s": "data_wait_s",
+    "copy_s": "snapshot_s",
+    "shard_s": "wait_shard_s",
+    "replicate_s": "wait_replicate_s",
+    "all_s": "wait_all_s",
+}
 RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
@@ -42,7 +53,9 @@ class Heartbeat:
         self._generation, self._step = NOTHING, NOTHING
         self._breaker = Breaker()
         self._probe_s = 0.0
-        self._at_length = False
+        self._phases = [(Phase.forming, time.monotonic_ns())]  # of the thread that trains, the innermost last
+        self._took_s: dict[Phase, deque[float]] = {}
+        self._spent, self._rows, self._at_a_collective = Spent(), 0, _at_hosts
         self._entered_ns = 0  # the generation
         self._lock = threading.Lock()
         self._stacks = open(folder / f"{STACKS}-{os.getpid()}", "w")  # noqa: SIM115 (the signal writes to it)
@@ -56,22 +69,58 @@ class Heartbeat:
             self._generation, self._step, self._breaker = generation, NOTHING, breaker
             self._entered_ns = time.time_ns()
             self._look_at = time.monotonic() + self._collective_timeout_s
+            self._spent, self._rows, self._at_a_collective = Spent(), 0, _at_hosts
+        self._begin(Phase.forming)
+
+    def trains(self, at_a_collective: Callable[[], bool]) -> None:
+        """The generation is ready for its first step; where its device is, `parallel.waits` knows."""
+        self._at_a_collective = at_a_collective
+        self._end(Phase.first_step)
 
     def stepped(self, step: int) -> None:
+        if step != self._step:  # it may be told of again
+            self._end(Phase.step)
         self._step = step
         self._look_at = time.monotonic() + self._collective_timeout_s
+
+    def timed(self, row: Mapping[str, Any]) -> None:
+        """What the newest step was spent on. A generation's first is left out: all compile in it."""
+        rows, self._rows = self._rows, self._rows + 1
+        memory_bytes = float(row["memory_bytes"])
+        if rows == 0:
+            self._spent = Spent(memory_bytes=memory_bytes)
+            return
+        more = {field: float(row.get(key, 0.0)) + getattr(self._spent, field) for field, key in SPENT_KEYS.items()}
+        self._spent = Spent(steps=rows, **more, memory_bytes=memory_bytes)
 
     def probed(self, probe_s: float) -> None:
         self._probe_s = probe_s
 
     @contextlib.contextmanager
-    def at_length(self) -> Iterator[None]:
-        """What this process does now may take long, and keep the others waiting."""
-        self._at_length = True
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """What the thread that trains does now; as long as that takes usually, the others wait for it."""
+        begun_ns = time.monotonic_ns()
+        self._phases = [*self._phases, (phase, begun_ns)]
         try:
             yield
+            self._took(phase, begun_ns)
         finally:
-            self._at_length = False
+            outer, now_ns = self._phases[:-1], time.monotonic_ns()
+            # what it was interrupted for does not count
+            self._phases = [(each, since + now_ns - begun_ns) for each, since in outer]
+
+    def _begin(self, phase: Phase) -> None:
+        self._phases = [(phase, time.monotonic_ns())]
+
+    def _end(self, then: Phase) -> None:
+        """The outermost phase is over, and another one begins."""
+        if len(self._phases) == 1:  # within another one a step may be confirmed again
+            self._took(*self._phases[0])
+            self._begin(then)
+
+    def _took(self, phase: Phase, since_ns: int) -> None:
+        took_s = (time.monotonic_ns() - since_ns) / 1e9
+        self._took_s.setdefault(phase, deque(maxlen=KEPT)).append(took_s)
 
     def leave(self) -> None:
         """The generation is over for this process: nothing of it is left to break off."""
@@ -81,6 +130,9 @@ class Heartbeat:
     def _run(self, asked: int) -> None:
         while True:
             self._pulse.beat(self._generation, self._step, self._probe_s)
+            self._pulse.spent(self._spent)
+            longest_s = {phase: max(list(took_s)) for phase, took_s in list(self._took_s.items())}
+            self._pulse.phase(*self._phases[-1], longest_s)
             word = ControlWord.read(self._folder)
             if word.traces != asked:
                 asked = word.traces
@@ -111,8 +163,16 @@ class Heartbeat:
         with contextlib.suppress(OSError):
             (self._folder / f"{TRACE}-{os.getpid()}").write_bytes(b"\n".join(dumps))
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            begun, waits = zip(*(newest_collective(dump, self._entered_ns) for dump in dumps), strict=True)
-            self._pulse.answer(asked, sum(begun), any(waits) or self._at_length)
+            found = [newest_collective(dump, self._entered_ns) for dump in dumps]
+            begun, since = sum(begun for begun, _ in found), [at_ns for _, at_ns in found if at_ns]
+            waits_s = (time.time_ns() - min(since)) / 1e9 if since else 0.0
+            # a host that has queued its collectives behind a kernel that hangs does not wait for the others
+            self._pulse.answer(asked, begun, waits_s, waits=bool(since) and self._at_a_collective())
+
+
+def _at_hosts() -> bool:
+    """Whether a device of which nothing is known is at a collective: it is where its host is."""
+    return True
 
 
 def _recorded() -> list[bytes]:
@@ -130,9 +190,11 @@ def pending_collectives(dump: bytes, since_ns: int) -> list[dict[str, Any]]:
     return [entry for entry in pending if entry["time_created_ns"] >= since_ns]
 
 
-def newest_collective(dump: bytes, since_ns: int) -> tuple[int, bool]:
-    """How many collectives a process has begun, and whether one has not ended of those since a time, by torch's flight
-    recorder (JSON): one of an earlier generation, which was broken off, never ends there."""
+def newest_collective(dump: bytes, since_ns: int) -> tuple[int, int]:
+    """How many collectives a process has begun, and when the first of those since a time that have not ended (unix
+    time, ns; 0: none), by torch's flight recorder (JSON): one of an earlier generation, which was broken off, never
+    ends there."""
     entries = json.loads(dump).get("entries", [])
     begun = 1 + max((entry["record_id"] for entry in entries), default=NOTHING)
-    return begun, bool(pending_collectives(dump, since_ns))
+    pending = pending_collectives(dump, since_ns)
+    return begun, min((int(entry["time_created_ns"]) for entry in pending), default=0)

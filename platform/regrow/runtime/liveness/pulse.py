@@ -10,16 +10,26 @@ import os
 import signal
 import struct
 import time
+from collections.abc import Mapping
+from dataclasses import astuple
 from pathlib import Path
 
 from regrow.control.health import NOTHING, Pulse
+from regrow.control.phases import PHASES, Phase
+from regrow.control.slow import Spent
 
 STACKS, TRACE = "stacks", "collectives"  # what a worker leaves when it is asked where it is
 STACKS_SIGNAL = signal.SIGUSR2  # has it write down where each of its threads is
 LOOK_S = 0.2  # for workers to do so
 WHERE_S = 1.0  # for workers to say whether they wait for others
 _BEAT = struct.Struct("<qqqd")  # generation, step, nanoseconds of the machine's monotonic clock, seconds of a probe
-_WHERE = struct.Struct("<qqq")  # the question that is answered, collectives begun, whether one has not ended
+_WHERE = struct.Struct("<qqqd")  # the question, collectives begun, whether one has not ended, for how long by then
+_SPENT = struct.Struct("<q7d")  # `control.slow.Spent`
+_PHASE = struct.Struct(f"<qq{len(PHASES)}d")  # its number, when it began, the longest of each lately
+_WHERE_AT = _BEAT.size
+_SPENT_AT = _WHERE_AT + _WHERE.size
+_PHASE_AT = _SPENT_AT + _SPENT.size
+SIZE = _PHASE_AT + _PHASE.size
 
 
 class PulseFile:
@@ -28,19 +38,28 @@ class PulseFile:
     def __init__(self, folder: Path) -> None:
         self.path = folder / f"pulse-{os.getpid()}"
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-        size = _BEAT.size + _WHERE.size
-        os.truncate(descriptor, size)
-        self._map = mmap.mmap(descriptor, size)
+        os.truncate(descriptor, SIZE)
+        self._map = mmap.mmap(descriptor, SIZE)
         os.close(descriptor)
         self.beat(NOTHING, NOTHING, 0.0)
-        self.answer(0, NOTHING, False)
+        self.answer(0, NOTHING, 0.0, waits=False)
+        self.phase(Phase.forming, time.monotonic_ns(), {})
 
     def beat(self, generation: int, step: int, probe_s: float) -> None:
         _BEAT.pack_into(self._map, 0, generation, step, time.monotonic_ns(), probe_s)
 
-    def answer(self, asked: int, collectives: int, waits: bool) -> None:
+    def answer(self, asked: int, collectives: int, waits_s: float, *, waits: bool) -> None:
         """Where this process is."""
-        _WHERE.pack_into(self._map, _BEAT.size, asked, collectives, waits)
+        _WHERE.pack_into(self._map, _WHERE_AT, asked, collectives, waits, waits_s)
+
+    def spent(self, spent: Spent) -> None:
+        """What it has spent its time on, in this generation."""
+        _SPENT.pack_into(self._map, _SPENT_AT, *astuple(spent))
+
+    def phase(self, phase: Phase, since_ns: int, longest_s: Mapping[Phase, float]) -> None:
+        """What it does since a time of the machine's monotonic clock, and the longest of each phase lately."""
+        longest = (longest_s.get(each, 0.0) for each in PHASES)
+        _PHASE.pack_into(self._map, _PHASE_AT, PHASES.index(phase), since_ns, *longest)
 
 
 def read_pulses(folder: Path) -> list[Pulse]:
@@ -50,10 +69,27 @@ def read_pulses(folder: Path) -> list[Pulse]:
         with contextlib.suppress(OSError, struct.error):  # it is just being made
             content = path.read_bytes()
             generation, step, beat, probe_s = _BEAT.unpack_from(content)
-            asked, collectives, waits = _WHERE.unpack_from(content, _BEAT.size)
-            pid, silent_s = int(path.name.partition("-")[2]), (time.monotonic_ns() - beat) / 1e9
-            state = process_state(pid)
-            pulses.append(Pulse(pid, generation, step, silent_s, probe_s, state, asked, collectives, bool(waits)))
+            asked, collectives, waits, waits_s = _WHERE.unpack_from(content, _WHERE_AT)
+            number, since, *longest = _PHASE.unpack_from(content, _PHASE_AT)
+            pid, now = int(path.name.partition("-")[2]), time.monotonic_ns()
+            pulses.append(
+                Pulse(
+                    pid,
+                    generation,
+                    step,
+                    (now - beat) / 1e9,
+                    probe_s,
+                    process_state(pid),
+                    asked,
+                    collectives,
+                    bool(waits),
+                    waits_s,
+                    PHASES[number],
+                    (now - since) / 1e9,
+                    tuple(longest),
+                    Spent(*_SPENT.unpack_from(content, _SPENT_AT)),
+                )
+            )
             if not pulses[-1].state:
                 for each in folder.glob(f"*-{pid}"):
                     each.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from regrow.control.values import Version
+from regrow.control.values import Version, short_id
 from regrow.errors import CheckpointError
 from regrow.plan import placement
 from regrow.plan.mesh import Coordinates, MeshShape
@@ -117,7 +117,7 @@ class Snapshot:
 
 def copy_name(slot: str, node: str) -> str:
     """Of a copy of a node's slot, on another one."""
-    return f"{slot}.{node[:12]}{COPY}"
+    return f"{slot}.{short_id(node)}{COPY}"
 
 
 def claim(folder: Path) -> None:

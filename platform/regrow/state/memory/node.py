@@ -31,6 +31,7 @@ from regrow.state.memory.slots import MAGIC, NOTICES, SLOT, Committed, open_slot
 
 LOCK = "lock"  # held by the folder's keeper
 MAKING_S = 60.0  # for a keeper to lock its folder once it is there, or to delete what is in it
+UNHEARD_S = 1.0  # without work, and without a commit of what was reported: peers are asked
 RETRY_S = 2.0  # after a snapshot could not be copied to a peer
 
 Complain = Callable[[str, str, float], None]  # what is wrong; to which peer it cannot copy, and how long it tried
@@ -62,6 +63,7 @@ class KeeperNode:
         self._peers: tuple[Peer, ...] = ()
         self._work: Work = queue.Queue()  # of the thread that copies to the peers
         self._ready: dict[Version, dict[str, Held]] = {}  # checked and copied
+        self._heard = Committed.read(folder)  # of the coordinator, or by way of a peer
         self._failed = False  # something waits to be tried again
         self._running = False
         self._lock, self._receiving, self._checking = threading.Lock(), threading.Lock(), threading.Lock()
@@ -111,8 +113,11 @@ class KeeperNode:
 
     def committed(self, state: Committed) -> None:
         """The coordinator says what is committed: tell the trainers, drop the snapshots of older generations."""
-        state.write(self.folder)
         with self._lock:
+            if state.number < self._heard.number:
+                return
+            self._heard = state
+            state.write(self.folder)
             for moment in [moment for moment in self._ready if moment <= state.newest]:
                 del self._ready[moment]
         for path in self.folder.glob("g*"):  # what was never sealed too
@@ -171,7 +176,14 @@ class KeeperNode:
         threading.Thread(target=self._process, args=(self._work,), name="keeper-_process", daemon=True).start()
 
     def _process(self, work: Work) -> None:
-        while (name := work.get()) is not None and work is self._work:
+        while work is self._work:
+            try:
+                name = work.get(timeout=UNHEARD_S)
+            except queue.Empty:
+                self._ask_what_is_committed()
+                continue
+            if name is None:
+                return
             try:
                 self.take(self.folder / Path(name).name)
             except Exception as error:  # of one snapshot; the keeper goes on with the next
@@ -179,6 +191,17 @@ class KeeperNode:
                     self._failed = True
                     text = f"the snapshot in {name} on node {self.node[:12]} is not safe: {first_line(error)}"
                     self.complain(text, getattr(error, "peer", ""), getattr(error, "tried_s", 0.0))
+
+    def _ask_what_is_committed(self) -> None:
+        """What was reported is not committed, as far as is known here: peers may hear a coordinator that this node does
+        not."""
+        with self._lock:
+            peers = self._peers if self._ready else ()
+        for peer in peers:
+            with contextlib.suppress(CheckpointError):
+                state = _what_is_committed(peer, self.secret)
+                if state.number > self._heard.number:
+                    self.committed(state)
 
     def take(self, path: Path) -> None:
         """Check a slot that was sealed, copy it to the peers, and report the node's step once all its ranks' are."""
@@ -231,26 +254,17 @@ class KeeperNode:
         if request["op"] == link.OP:
             link.answer(request, connection)
             return
+        if request["op"] == "committed":
+            connection.send(self._heard.to_plain())
+            return
         path = self.folder / Path(request["file"]).name
         if request["op"] == "put":
             self._receive(path, request, connection)
         elif request["op"] == "describe":
-            self._describe(path, connection)
+            _describe(path, connection)
         elif request["op"] == "get":
             with reading(path) as file:  # the client has the checksums of what it asked for
                 connection.send_file(file, [(offset, size) for offset, size in request["ranges"]])
-
-    def _describe(self, path: Path, connection: Connection) -> None:
-        try:
-            snapshot = open_snapshot(path)
-        except CheckpointError as error:
-            connection.send({"error": str(error)})
-            return
-        if snapshot is None:
-            connection.send({"error": f"{path.name} is not here"})
-            return
-        data = snapshot.header.encode()
-        connection.send({"header": len(data)}, data + snapshot.crc.tobytes())
 
     def _receive(self, path: Path, request: dict[str, Any], connection: Connection) -> None:
         """Take a copy: visible only once all of it is there and its checksums hold."""
@@ -273,6 +287,29 @@ class KeeperNode:
         if problem:
             files.remove(path)
         connection.send({"error": problem} if problem else {"ok": True})
+
+
+def _describe(path: Path, connection: Connection) -> None:
+    try:
+        snapshot = open_snapshot(path)
+    except CheckpointError as error:
+        connection.send({"error": str(error)})
+        return
+    if snapshot is None:
+        connection.send({"error": f"{path.name} is not here"})
+        return
+    data = snapshot.header.encode()
+    connection.send({"header": len(data)}, data + snapshot.crc.tobytes())
+
+
+def _what_is_committed(peer: Peer, secret: bytes) -> Committed:
+    """As far as a peer has heard. Raises CheckpointError where it does not say."""
+    with connected(peer.address, secret) as connection:
+        connection.send({"op": "committed"})
+        answer = connection.receive()
+    if not answer:
+        raise CheckpointError("the peer is gone")
+    return Committed.of_plain(answer)
 
 
 class _Refused(CheckpointError):

@@ -16,7 +16,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -197,10 +197,21 @@ class Committed:
 
     newest: Version = NEVER
     pinned: Version = NEVER  # on its way to storage
+    number: int = 0  # of the coordinator's message: an older one may come later, and counts for nothing
 
     def lets_go_of(self, moment: Version) -> bool:
         """Whether a snapshot of this moment may be overwritten: a newer one is committed, and it is not written out."""
         return moment < self.newest and moment != self.pinned
+
+    def to_plain(self) -> dict[str, Any]:
+        """What JSON can hold."""
+        versions = {"newest": self.newest, "pinned": self.pinned}
+        return {"number": self.number} | {name: [each.generation, each.step] for name, each in versions.items()}
+
+    @staticmethod
+    def of_plain(plain: Mapping[str, Any]) -> "Committed":
+        """What `to_plain` gave."""
+        return Committed(Version(*plain["newest"]), Version(*plain["pinned"]), int(plain["number"]))
 
     @staticmethod
     def read(folder: Path) -> "Committed":

@@ -1,0 +1,51 @@
+"""What a worker is doing, and for how long that is usual, learned from how long it took them so far. Pure."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """In the order in which a pulse holds them."""
+
+    forming = "forming"  # meeting, building, restoring
+    first_step = "first_step"  # all compile in it
+    step = "step"
+    data = "data"  # waiting for rows
+    snapshot = "snapshot"  # waiting for room in memory, or for a snapshot to be safe
+    validation = "validation"
+    checkpoint = "checkpoint"  # the ranks write it themselves
+    profile = "profile"
+    storage = "storage"  # waiting for rows of a storage that fails
+
+
+PHASES = tuple(Phase)
+KEPT = 10  # of a phase, in a process: the longest of so many is what is usual
+ROOM_S = 30.0  # that ranks wait for room for a snapshot, at the most
+FACTOR = 1.5  # beyond what is usual, and
+BEYOND_S = 20.0  # so much more: with two questions five seconds apart, a hang is found within 30 s
+
+
+@dataclass
+class Usual:
+    """How long phases take, in all groups so far."""
+
+    unknown_s: float  # for a phase that no worker has come through yet, unless the others took longer
+    least_s: Mapping[Phase, float] = field(default_factory=dict)  # what a phase may wait for by its own timeouts
+    longest_s: dict[Phase, float] = field(default_factory=dict)
+
+    def learn(self, longest_s: Iterable[Sequence[float]]) -> None:
+        """From all workers: of each the longest of its newest of each of PHASES; 0: none. What was long once is
+        forgotten as they forget it."""
+        for phase, newest in zip(PHASES, zip(*(each for each in longest_s if each), strict=True), strict=False):
+            if max(newest) > 0:
+                self.longest_s[phase] = max(newest)
+
+    def limit_s(self, phase: Phase, others_s: float) -> float:
+        """After which a worker hangs that others wait for; `others_s` is what it took them to get to where they wait.
+
+        What compiles may take this one as long as the others, again.
+        """
+        known_s = self.longest_s.get(phase)
+        usual_s = max(known_s or 0.0, self.least_s.get(phase, 0.0), others_s)
+        return max(FACTOR * usual_s + BEYOND_S, self.unknown_s if known_s is None else 0.0)

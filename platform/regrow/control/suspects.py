@@ -1,0 +1,135 @@
+"""Which ranks and nodes are suspected of slowing the group down, or of having hung, since when and why. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from regrow.control.commands import Outbox, ShowRanks
+from regrow.control.slow import Kind, SlowCollectives, SlowRanks, Spent, Suspicion, Worker, slow_node
+
+SHOWN_WHOLE, SHOWN = 128, 8  # ranks up to which all are shown; above it, so many of the slowest
+LINKS_AGAIN_S = 60.0  # between two times that links are measured
+
+
+class Suspects:
+    """Of the newest generation."""
+
+    def __init__(self, out: Outbox) -> None:
+        self._out = out
+        self.ranks, self.collectives = SlowRanks(), SlowCollectives()
+        self.found: dict[tuple[Kind, str, int], Suspicion] = {}
+        self._numbers: Mapping[Worker, int] = {}  # ranks
+        self._measured_at = float("-inf")
+        self._measure = False
+
+    @property
+    def wants_links(self) -> bool:
+        """Whether keepers are to measure their links."""
+        return self._measure
+
+    def begin(self) -> None:
+        """Another generation: what slowed the one before may be gone with it."""
+        for suspicion in list(self.found.values()):
+            self._clear(suspicion)
+        self.ranks, self._measure = SlowRanks(), False
+        self.collectives.begin()
+
+    def read(self, spent: Mapping[Worker, Spent], ranks: Mapping[Worker, int], now: float) -> None:
+        """What all ranks of the generation have spent their time on so far."""
+        self._numbers = ranks
+        if not self.ranks.read(spent, now):
+            return
+        for worker in self.ranks.judge():
+            for suspicion in [each for each in self.found.values() if (each.node, each.pid) == worker]:
+                self._clear(suspicion)
+            if self.ranks.is_slow(worker):
+                self._suspect(self.ranks.suspicion(worker, ranks.get(worker)))
+        if not self.ranks.found and self.collectives.read(self.ranks.means, now) and not self.collectives.sum.found:
+            for suspicion in [each for each in self.found.values() if each.kind is Kind.slow_link]:
+                self._clear(suspicion)
+        named = any(each.kind is Kind.slow_link for each in self.found.values())
+        self._measure = self.collectives.sum.found and not named and now - self._measured_at > LINKS_AGAIN_S
+
+    def linked(self, links: Mapping[str, Mapping[str, float]], now: float) -> None:
+        """Keepers have measured their links to others: bytes/s by both ends."""
+        self._measure, self._measured_at = False, now
+        rates: dict[str, float] = {}  # the best of each node's
+        for one, rate_of in links.items():
+            for other, rate in rate_of.items():
+                for node in (one, other):
+                    rates[node] = max(rate, rates.get(node, 0.0))
+        if not self.collectives.sum.found:
+            return
+        longer = f"collectives take {self.collectives.excess:.0%} of a step longer than they did"
+        node = slow_node(rates)
+        if node:
+            others = median(rate for other, rate in rates.items() if other != node)
+            detail = f"{longer}; its links carry {rates[node] / 1e9:.2g} GB/s, the others' {others / 1e9:.2g}"
+        else:
+            told = ", ".join(f"{each[:12]} {rate / 1e9:.2g}" for each, rate in sorted(rates.items())[:SHOWN])
+            detail = f"{longer}; no node's links stand out (GB/s: {told or 'none answered'})"
+        since, factor = self.collectives.sum.since, 1.0 + self.collectives.excess
+        self._suspect(Suspicion(Kind.slow_link, node, 0, None, since, factor, detail))
+
+    def slow_nodes(self, now: float, after_s: float) -> list[str]:
+        """Nodes that have computed or sent slowly for so long."""
+        kinds = (Kind.slow_compute, Kind.slow_link)
+        slow = [each for each in self.found.values() if each.kind in kinds and now - each.since >= after_s]
+        return sorted({each.node for each in slow if each.node})
+
+    def hung(self, node: str, pid: int, rank: int | None, since: float, detail: str) -> None:
+        """It is about to be ended; the group goes with it."""
+        self._suspect(Suspicion(Kind.hung, node, pid, rank, since, 0.0, detail))
+
+    def show(self, gpus: Mapping[str, Iterable[Any]], places: Mapping[Worker, int]) -> None:
+        """For people: what ranks spend a step on. `gpus` is what those of each node told, `places` a rank's there."""
+        means = sorted(self.ranks.means.items(), key=lambda each: -each[1].own_s)
+        shown = means if len(means) <= SHOWN_WHOLE else means[:SHOWN]
+        ranks = tuple(self._row(worker, mean, gpus, places) for worker, mean in shown if worker in self._numbers)
+        self._out.append(ShowRanks(ranks, tuple(_told(each) for each in self.found.values())))
+
+    def _row(
+        self, worker: Worker, mean: Spent, gpus: Mapping[str, Iterable[Any]], places: Mapping[Worker, int]
+    ) -> dict[str, Any]:
+        node, pid = worker
+        there = list(gpus.get(node, ()))
+        place = places.get(worker, 0)
+        gpu = there[place] if place < len(there) else None
+        return {
+            "rank": self._numbers[worker],
+            "node": node,
+            "pid": pid,
+            "step_s": mean.step_s,
+            "compute_s": mean.compute_s,
+            "data_wait_s": mean.data_s,
+            "snapshot_s": mean.copy_s,
+            "wait_shard_s": mean.shard_s,
+            "wait_replicate_s": mean.replicate_s,
+            "wait_all_s": mean.all_s,
+            "memory_bytes": mean.memory_bytes,
+            "temperature_c": getattr(gpu, "temperature_c", None),
+            "power_w": getattr(gpu, "power_w", None),
+        }
+
+    def _suspect(self, suspicion: Suspicion) -> None:
+        before = self.found.get(suspicion.key)
+        self.found[suspicion.key] = replace(suspicion, since=before.since) if before else suspicion
+        if before is None:
+            self._out.record("suspected", **_told(suspicion))
+
+    def _clear(self, suspicion: Suspicion) -> None:
+        del self.found[suspicion.key]
+        self._out.record("cleared", kind=suspicion.kind.value, node=suspicion.node, pid=suspicion.pid)
+
+
+def _told(suspicion: Suspicion) -> dict[str, Any]:
+    return {
+        "kind": suspicion.kind.value,
+        "node": suspicion.node,
+        "pid": suspicion.pid,
+        "rank": suspicion.rank,
+        "since": suspicion.since,
+        "factor": suspicion.factor,
+        "detail": suspicion.detail,
+    }

@@ -1,0 +1,75 @@
+"""What ranks wait for each other in a step, by group, on gloo."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from regrow.config.schema import ModelConfig, ParallelConfig
+from regrow.parallel.waits import ALL, REPLICATE, SHARD, Waits
+from regrow.train.step import evaluate
+from support.gloo import run_ranks
+from support.training import Training, build, micro_batches
+
+MODEL = ModelConfig(vocab_size=64, dim=32, num_layers=2, num_heads=2, num_kv_heads=1, ffn_dim=64)
+LATE_S, LATE = 0.5, 1  # rank
+
+
+def waits_of_steps(replicas: int) -> list[dict[str, float]]:
+    """Of a step, and of one for which a rank comes late, with a validation before that."""
+    training = Training(MODEL, parallel=ParallelConfig(dp_replicate=replicas))
+    step, found = build(training), []
+    for number in range(3):
+        rows, passes = micro_batches(training, number)
+        if number == 2:
+            if dist.get_rank() == LATE:
+                time.sleep(LATE_S)
+            evaluate(step.model, rows, num_batches=passes, group=step.group)
+            dist.barrier()
+            if dist.get_rank() == LATE:
+                time.sleep(LATE_S)
+        stats = step.run(rows, num_micro_batches=passes, lr=1e-3)
+        stats.resolve()
+        found.append(stats.waits())
+    return found[1:]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_ranks_wait_for_the_one_that_is_late_and_that_one_for_none(replicas: int) -> None:
+    for rank, (_, late) in enumerate(run_ranks(waits_of_steps, 4, replicas)):
+        assert late.keys() == {SHARD, REPLICATE, ALL}
+        assert all(seconds > 0 for group, seconds in late.items() if group != REPLICATE)
+        assert (late[REPLICATE] > 0) == (replicas > 1)
+        waited_s = sum(late.values())
+        assert (waited_s < LATE_S) == (rank == LATE)  # nor is what was waited in the validation counted
+
+
+class Event:
+    """A device's, in the place of CUDA's."""
+
+    def __init__(self, *, is_over: bool) -> None:
+        self.is_over = is_over
+
+    def query(self) -> bool:
+        return self.is_over
+
+
+@pytest.mark.parametrize(
+    ("events", "found"),
+    [
+        ([], True),  # its host has given it nothing
+        ([(True, True)], True),
+        ([(True, True), (True, False)], True),  # it waits for the others
+        ([(True, True), (False, False)], False),  # a kernel before it hangs
+        ([(True, False), (False, False)], True),
+    ],
+)
+def test_a_device_that_has_come_to_no_collective_of_those_it_was_given_does_not_wait_for_others(
+    events: list[tuple[bool, bool]], found: bool
+) -> None:
+    waits = Waits(torch.device("cuda"))
+    for pair in events:
+        arrived, ended = (Event(is_over=each) for each in pair)
+        waits._marks.pairs.append([SHARD, arrived, ended])
+    assert waits.at_a_collective() is found

@@ -1,0 +1,133 @@
+"""Which rank or link is found to be slow, in virtual time."""
+
+import pytest
+
+from regrow.control import commands as c
+from regrow.control import events as e
+from regrow.control.commands import Outbox, Record, ShowRanks
+from regrow.control.health import Pulse
+from regrow.control.slow import Kind, SlowRanks, slow_node
+from regrow.control.suspects import SHOWN, SHOWN_WHOLE, Suspects
+from support.slow_world import World
+from support.told import Told, one
+
+NAMED_S = 120.0
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+@pytest.mark.parametrize(
+    ("step_s", "jitter", "tails"), [(0.5, 0.3, False), (2.0, 0.02, True), (2.0, 0.4, True), (10.0, 0.05, False)]
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_no_rank_is_named_in_10_000_jittered_steps(
+    size: int, step_s: float, jitter: float, tails: bool, seed: int
+) -> None:
+    ranks, read = SlowRanks(), 0
+    for _, now, spent in World(seed, size, step_s, jitter, tails).readings(10_000):
+        read += ranks.read(spent, now)
+        assert ranks.judge() == []
+    assert read > 400
+
+
+@pytest.mark.parametrize("size", [3, 8, 64])
+@pytest.mark.parametrize(("step_s", "jitter"), [(0.5, 0.1), (2.0, 0.05), (10.0, 0.02)])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_rank_that_slows_steps_down_by_15_percent_is_named_within_two_minutes_and_cleared_once_it_does_not(
+    size: int, step_s: float, jitter: float, seed: int
+) -> None:
+    begins = int(200 / step_s)
+    world, ranks, named_at = World(seed, size, step_s, jitter, slow_s=0.15 * step_s, slow_from=begins), SlowRanks(), 0.0
+    began_at = 0.0
+    for step, now, spent in world.readings(begins + int(600 / step_s)):
+        began_at = began_at if step >= begins else now
+        ranks.read(spent, now)
+        for worker in ranks.judge():
+            assert worker == ("node 1", 1)
+            if not named_at:
+                named_at, world.slow_s = now, 0.0
+        if named_at and not ranks.found:
+            break
+    assert 0 < named_at - began_at < NAMED_S
+    assert not ranks.found
+
+
+def test_a_slow_link_is_looked_for_where_collectives_take_longer_and_no_rank_is_late() -> None:
+    out = Outbox()
+    suspects, measured = Suspects(out), []
+    rates = {"node 0": {"node 1": 1e8, "node 3": 1e9}, "node 1": {"node 2": 1e8}, "node 2": {"node 3": 1e9}}
+    world = World(0, 4, 1.0, 0.02, comm_s=0.2, slow_from=100)
+    for step, now, spent in world.readings(300):
+        suspects.read(spent, {worker: worker[1] for worker in spent}, now)
+        if suspects.wants_links:
+            measured.append(step)
+            suspects.linked(rates, now)
+    assert 100 < measured[0] < 220
+    assert measured[1:] == []  # it is named
+    (named,) = [command.fields for command in out if isinstance(command, Record)]
+    assert (named["kind"], named["node"], named["pid"]) == (Kind.slow_link, "node 1", 0)
+    assert suspects.slow_nodes(1e9, 60.0) == ["node 1"]
+
+
+def test_a_node_is_told_from_the_other_end_of_its_slow_link() -> None:
+    assert slow_node({"a": 1e9, "b": 0.2e9, "c": 0.9e9}) == "b"
+    assert slow_node({"a": 1e9, "b": 0.8e9, "c": 0.9e9}) == ""
+    assert slow_node({"a": 1e9, "b": 0.2e9}) == ""  # both are joined by it
+
+
+def test_a_rank_that_waits_for_its_rows_is_told_from_one_that_computes_slowly_and_no_node_is_left_for_it() -> None:
+    for data_s, slow_s, kind, nodes in ((0.3, 0.0, Kind.slow_data, []), (0.0, 0.3, Kind.slow_compute, ["node 1"])):
+        out = Outbox()
+        suspects = Suspects(out)
+        for _, now, spent in World(0, 4, 1.0, 0.02, slow_s=slow_s, data_s=data_s, slow_from=50).readings(200):
+            suspects.read(spent, {worker: worker[1] for worker in spent}, now)
+        (named,) = [command.fields for command in out if isinstance(command, Record)]
+        assert (named["kind"], named["node"], named["rank"]) == (kind, "node 1", 1)
+        assert named["factor"] > 1.1
+        assert suspects.slow_nodes(1e9, 60.0) == nodes
+        suspects.begin()
+        assert out[-1] == Record("cleared", {"kind": kind.value, "node": "node 1", "pid": 1})
+
+
+def test_all_ranks_are_shown_and_of_many_the_slowest() -> None:
+    for size, shown in ((4, 4), (SHOWN_WHOLE + 1, SHOWN)):
+        out = Outbox()
+        suspects = Suspects(out)
+        for _, now, spent in World(0, size, 1.0, 0.02, slow_s=0.3).readings(20):
+            suspects.read(spent, {worker: worker[1] for worker in spent}, now)
+        suspects.show({}, {})
+        rows = [command for command in out if isinstance(command, ShowRanks)][-1].ranks
+        assert len(rows) == shown
+        assert rows[0]["rank"] == 1
+        assert rows[0]["wait_all_s"] < rows[1]["wait_all_s"]
+
+
+@pytest.mark.parametrize(("spares", "leaves"), [(1, True), (0, False)])
+def test_a_slow_node_is_left_within_five_minutes_where_a_spare_waits_and_named_where_none_does(
+    spares: int, leaves: bool
+) -> None:
+    told = Told(max_workers=3, quarantine_s=600.0)
+    members = [one(rank, f"node {rank}") for rank in range(3)]
+    told.form(*members)
+    told.begin([member.node for member in members])
+    told.join(*(one(10 + number, f"spare {number}") for number in range(spares)))
+    began, reason, last = told.now, "", 0
+    for step, at, spent in World(0, 3, 1.0, 0.02, slow_s=0.15, slow_from=60).readings(400):
+        told.now = began + at
+        reason, last = [told.row(each, step_s=1.0) for each in range(last + 1, step + 1)][-1], step
+        for asked in [each for each in told.of(c.Ask) if each.question is c.Question.HEARTBEATS]:
+            for (node, pid), each in spent.items():
+                pulse = Pulse(pid, 1, step, 0.0, 0.0, "R", spent=each)
+                told(e.Answered(asked.number, node, [pulse]))
+        told.commands = [each for each in told.commands if not isinstance(each, c.Ask)]
+        if reason:
+            break
+    (suspected,) = told.records("suspected")
+    assert (suspected["kind"], suspected["node"], suspected["rank"]) == (Kind.slow_compute, "node 1", 1)
+    quarantines = [(each["node"], each["reason"]) for each in told.records("quarantine")]
+    assert (reason, quarantines) == (("drain", [("node 1", "slow")]) if leaves else ("", []))
+    if leaves:
+        assert told.now - began < 60.0 + 300.0
+        told.join(*members)
+        answer = told.ask("m0", 1)
+        assert answer.formation is not None
+        assert {member.node for member in answer.formation.members} == {"node 0", "node 2", "spare 0"}
