@@ -21,7 +21,7 @@ from regrow.errors import RegrowError
 from regrow.model.linears import phase_after
 from regrow.parallel.fsdp import build_mesh
 from regrow.runtime.hardware.peak import peak_flops
-from regrow.runtime.torchrun import TorchrunRun, for_this_group, process_group
+from regrow.runtime.torchrun import TorchrunRun, end_process, for_this_group, process_group
 from regrow.show.console import Console
 from regrow.state.entries import Progress
 from regrow.train.build import build_step, loop_settings, meter_of
@@ -77,3 +77,4 @@ if __name__ == "__main__":
         main(sys.argv[1:])
     except RegrowError as error:
         sys.exit(f"error: {error}")
+    end_process()

@@ -42,9 +42,12 @@ SMALL = [
     "checkpoint.every_steps=4",
     "observe.peak_tflops=1",
 ]
-# a finder that refuses what the door is to do without
+# a finder that refuses what the door is to do without; and a rank that reaches the interpreter's finalization aborts,
+# as gloo's threads do there now and then
 WITHOUT = """
-import sys
+import atexit, os, sys
+if "RANK" in os.environ:
+    atexit.register(os.abort)
 class Refuse:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in ("ray", "hydra", "omegaconf"):
