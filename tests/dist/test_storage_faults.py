@@ -19,6 +19,7 @@ import torch
 
 from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig
 from regrow.control.membership import Member
+from regrow.control.states import RowAnswer
 from regrow.control.values import SnapshotAck, Version
 from regrow.data.read.corpora import Corpora
 from regrow.data.read.outage import GroupOver, Patience, PatientReader
@@ -153,13 +154,13 @@ def test_a_run_goes_on_without_its_folder_and_nothing_of_its_log_is_missing_afte
         return found
 
     for step in range(11, 16):
-        assert timed(made.row, first, row(first, step)) == ""
+        assert timed(made.row, first, row(first, step)) == RowAnswer()
     timed(made.ray_view, [("node", 1, "worker_died", "gone")], 0, {}, {})
     second = form(made, 2)
     assert second == first + 1
     timed(begin, made, second, 13)
     for step in range(14, 21):
-        assert timed(made.row, second, row(second, step)) == ""
+        assert timed(made.row, second, row(second, step)) == RowAnswer()
     timed(made.snapshots_sealed, [SnapshotAck("node", Version(second, 20), ())])
     timed(made.want_checkpoint, second, 20)
     assert made.updates(0)[1] == "", "the run goes on"

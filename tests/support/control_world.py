@@ -9,7 +9,7 @@ import contextlib
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -21,10 +21,11 @@ from regrow.control.core import Control, Fenced
 from regrow.control.health import Pulse
 from regrow.control.membership import Formation, Member
 from regrow.control.past import Past, group_of
-from regrow.control.states import Answer
+from regrow.control.states import Answer, RowAnswer
 from regrow.control.values import NEVER, SnapshotAck, Version
 from regrow.record.events import Cause
 from regrow.record.log import METRIC_KEYS
+from regrow.runtime.kept_rows import KeptRows
 
 STEP_S, POLL_S, TICK_S = 1.0, 0.3, 0.5
 VIEW_S = 2.0  # between tellings of all that Ray sees
@@ -86,6 +87,7 @@ class Worker:
     generation: int = 0  # that it trains in, or tries to; 0: it waits for one
     alive: bool = True
     stopped: bool = False
+    rows: KeptRows = field(default_factory=KeptRows)
 
 
 def state_of(worker: Worker) -> str:
@@ -314,7 +316,9 @@ class World:
     def tell(self, event: e.Event, *, zombie: bool = False) -> Any:
         """An event to control; what it replies. Refused where its generation is over."""
         generation = getattr(event, "generation", None)
-        fenced = isinstance(event, e.Began | e.Row | e.CheckpointWanted | e.Leaving | e.NotFinite | e.Logged)
+        fenced = isinstance(
+            event, e.Began | e.Row | e.RowsAgain | e.CheckpointWanted | e.Leaving | e.NotFinite | e.Logged
+        )
         reply = None
         for command in self.control.on(event, self.now):
             if isinstance(command, c.Reply):
@@ -362,7 +366,7 @@ class World:
             return
         self.up = False
         del self.events[len(self.events) - lost_events :]
-        lost = min(self.rng.choice((0, 0, 1, 2)), len(self.rows) - self.durable_rows)
+        lost = min(self.rng.choice((0, 0, 1, 2, 6)), len(self.rows) - self.durable_rows)
         del self.rows[len(self.rows) - lost :]
         self.after(0.2 + self.rng.random(), self._come_back)
 
@@ -422,7 +426,7 @@ class World:
 
     def _do_LogRow(self, command: c.LogRow) -> None:
         row = command.row
-        if row["generation"] != self.newest_generation:
+        if row["generation"] != self.newest_generation and not command.is_late:
             raise Broken(f"a row of generation {row['generation']} in {self.newest_generation}")
         if self.rows and row["step"] <= self.rows[-1]["step"]:
             raise Broken(f"a row of step {row['step']} after {self.rows[-1]['step']}")
@@ -725,6 +729,8 @@ class World:
             self._leave_all(run)
             return
         run.began = True
+        for member in run.formation.members:
+            self.workers[member.id].rows.begin(generation, step)
         if self.newest_committed.step > step:
             self.newest_committed = NEVER
         if is_restored:
@@ -735,6 +741,15 @@ class World:
         """Whether all nodes that had some part of a version were lost, or are away: memory need not have it then."""
         there = {node.name for node in self.nodes.values() if node.alive and node.up and not node.dark}
         return any(holders.isdisjoint(there) for holders in self.committed[version].values())
+
+    def _send(self, row: Mapping[str, Any], first: Worker) -> str:
+        """As rank 0 does, which sends again what is wanted; why the group should leave."""
+        answer: RowAnswer = self.tell(e.Row(row["generation"], row))
+        if answer.wanted is not None:
+            answer = self.tell(e.RowsAgain(row["generation"], first.rows.since(answer.wanted)))
+            if answer.wanted is not None:
+                raise Broken(f"rows from {answer.wanted} on are wanted after all were sent")
+        return answer.leave
 
     def _leave_all(self, run: Run) -> None:
         for member in run.formation.members:
@@ -753,7 +768,9 @@ class World:
         row = dict.fromkeys(METRIC_KEYS, 0.0) | {"step": run.step, "generation": generation, "step_s": STEP_S}
         row["state"] = run.state
         try:
-            reason = self.tell(e.Row(generation, row))
+            for member in run.formation.members:
+                self.workers[member.id].rows.add(row)
+            reason = self._send(row, self.workers[run.formation.members[0].id])
             is_begun = self._snapshot(run)
             if run.step >= self.last_step:
                 self.tell(e.CheckpointWanted(generation, run.step))

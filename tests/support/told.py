@@ -10,7 +10,7 @@ from regrow.control import events as e
 from regrow.control.core import Control
 from regrow.control.membership import Formation, Member
 from regrow.control.past import Past
-from regrow.control.states import Answer
+from regrow.control.states import Answer, RowAnswer
 from regrow.control.values import SnapshotAck, Version
 from regrow.record.log import METRIC_KEYS
 from support.control_world import is_whole
@@ -75,10 +75,12 @@ class Told:
         workers = [{"node": node} for node in nodes]
         self(e.Began(self.control.generation, step, tuple(nodes), {"workers": workers}))
 
+    def metrics(self, step: int, **fields: Any) -> dict[str, Any]:
+        return dict.fromkeys(METRIC_KEYS, 0.5) | {"generation": self.control.generation, "step": step} | fields
+
     def row(self, step: int, **fields: Any) -> str:
-        row = dict.fromkeys(METRIC_KEYS, 0.5) | {"generation": self.control.generation, "step": step} | fields
-        reason: str = self(e.Row(self.control.generation, row))
-        return reason
+        answer: RowAnswer = self(e.Row(self.control.generation, self.metrics(step, **fields)))
+        return answer.leave
 
     def seal(self, version: Version, peers: Mapping[str, Iterable[str]]) -> None:
         self(e.Sealed([SnapshotAck(node, version, tuple(holders)) for node, holders in peers.items()]))

@@ -19,7 +19,17 @@ from regrow.control.membership import Member
 from regrow.control.past import Past, Rollbacks, group_of
 from regrow.control.phases import BEYOND_S, FACTOR, Phase
 from regrow.control.snapshots import COPIES, IS_THERE, SILENT_S, UNHEARD_S
-from regrow.control.states import Answer, Finished, Forming, GivenUp, LeavingGroup, Settling, Training, Waiting
+from regrow.control.states import (
+    Answer,
+    Finished,
+    Forming,
+    GivenUp,
+    LeavingGroup,
+    RowAnswer,
+    Settling,
+    Training,
+    Waiting,
+)
 from regrow.control.troubles import MAX_FAILED_GENERATIONS
 from regrow.control.values import NEVER, Peer, Version
 from regrow.plan.mesh import ALONE
@@ -185,15 +195,33 @@ def test_rows_may_be_missing_only_where_the_coordinator_was_restarted() -> None:
         told.row(3)
     again = Told(Past(1, 0, restarted=True))
     again(e.Restarted((one(1),), 0, ("node",)))
-    again.row(3)
-    again.row(4)
-    with pytest.raises(AssertionError, match="row of step 6, expected 5"):
-        again.row(6)
-    assert [command.row["step"] for command in again.of(c.LogRow)] == [3, 4]
+    assert again(e.Row(1, again.metrics(4))) == RowAnswer(wanted=1)
+    assert again(e.Row(1, again.metrics(5))) == RowAnswer(wanted=1)  # it was on its way
+    assert again.of(c.LogRow) == []
+    assert again.control.next_step == 6, "they are trained"
+    assert again(e.RowsAgain(1, [again.metrics(step) for step in (3, 4, 5)])) == RowAnswer()
+    again.row(6)
+    with pytest.raises(AssertionError, match="row of step 8, expected 7"):
+        again.row(8)
+    assert [command.row["step"] for command in again.of(c.LogRow)] == [3, 4, 5, 6]
     assert again.records("note") == [{"text": "rows before step 3 went with the coordinator that died"}]
     again.clear()
     again.row(4)  # sent again
     assert again.of(c.LogRow) == []
+
+
+def test_rows_that_died_with_a_coordinator_are_logged_once_the_next_group_sends_them() -> None:
+    """A rank was lost, too: they are of the generation before, and nothing is said of them."""
+    told = Told(Past(1, 2, restarted=True))
+    told(e.Restarted((one(1), one(2)), 0, ("node",), (1,), 0.0))
+    told.form(one(1))
+    told.begin(["node"], step=5)
+    assert told(e.Row(2, told.metrics(6))) == RowAnswer(wanted=3)
+    late = [told.metrics(step, generation=1) for step in (3, 4, 5)]
+    told(e.RowsAgain(2, [*late, told.metrics(6)]))
+    assert [(row.row["generation"], row.row["step"]) for row in told.of(c.LogRow)] == [(1, 3), (1, 4), (1, 5), (2, 6)]
+    assert told.records("note") == []
+    assert told.records("generation")[-1]["recomputed_steps"] == 0
 
 
 def test_a_coordinator_that_was_restarted_knows_of_the_deaths_that_the_one_before_was_told_of() -> None:

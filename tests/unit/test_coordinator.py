@@ -23,7 +23,7 @@ from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig,
 from regrow.control.core import Fenced
 from regrow.control.health import Pulse
 from regrow.control.membership import Member
-from regrow.control.states import Answer, Settling
+from regrow.control.states import Answer, RowAnswer, Settling
 from regrow.control.values import NEVER, SnapshotAck, Version
 from regrow.data.read.corpora import Corpora
 from regrow.errors import RegrowError, ResumeError
@@ -208,7 +208,7 @@ def test_a_run_has_one_writer_and_its_generations_go_on_counting(
 def test_a_step_is_logged_shown_committed_and_becomes_a_checkpoint(coordinator: Coordinator, tmp_path: Path) -> None:
     keeper = Keeper("node")
     generation = train(coordinator, keeper)
-    assert coordinator.row(generation, row(generation, 1)) == ""
+    assert coordinator.row(generation, row(generation, 1)) == RowAnswer()
     shown = coordinator.updates(0)[0]
     assert [update.kind for update in shown][-1] == "row"
     assert coordinator.updates(shown[-1].number)[0] == []  # what was shown is not sent again
@@ -238,11 +238,12 @@ def test_a_coordinator_that_is_restarted_goes_on_with_the_group(
     again = make(tmp_path)
     assert again.ready() == generation
     again.row(generation, row(generation, 2))  # sent again
-    again.row(generation, row(generation, 4))
+    assert again.row(generation, row(generation, 5)) == RowAnswer(wanted=3)
+    assert again.rows_again(generation, [row(generation, 4), row(generation, 5)]) == RowAnswer()
     assert "rows before step 4 went" in events_of(again, "note")[0]["text"]
     until(lambda: retained == [f"{tmp_path}/checkpoints, all but 2"])
     again.shell.close()
-    assert [found["step"] for found in read_metrics(Storage.at(tmp_path))] == [1, 2, 4]
+    assert [found["step"] for found in read_metrics(Storage.at(tmp_path))] == [1, 2, 4, 5]
     assert [event["event"] for event in read_events(Storage.at(tmp_path))].count("submitted") == 1
 
 
@@ -481,7 +482,7 @@ def test_while_storage_is_away_training_goes_on_and_the_log_is_written_later(
     with a_run_without_storage(tmp_path, monkeypatch, blocks=blocks) as (made, storage, keeper, generation):
         begun = time.monotonic()
         for step in range(2, 30):
-            assert made.row(generation, row(generation, step)) == ""
+            assert made.row(generation, row(generation, step)) == RowAnswer()
         made.snapshots_sealed([SnapshotAck("node", Version(generation, 29), ())])
         assert keeper.heard[0].newest == Version(generation, 29)
         assert time.monotonic() - begun < 5.0

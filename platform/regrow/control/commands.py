@@ -43,6 +43,7 @@ class BeginRows:
 @dataclass(frozen=True)
 class LogRow:
     row: Mapping[str, Any]
+    is_late: bool = False  # sent again: it may be of an earlier generation
 
 
 @dataclass(frozen=True)

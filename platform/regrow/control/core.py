@@ -15,7 +15,7 @@ from regrow.config.schema import Backend, PretrainConfig
 from regrow.config.spares import parks
 from regrow.control import events as e
 from regrow.control.cadence import Cadence
-from regrow.control.commands import Command, Delete, LogRow, NoteDamaged, Outbox, Reply, TellOver
+from regrow.control.commands import Command, Delete, NoteDamaged, Outbox, Reply, TellOver
 from regrow.control.commits import IsWhole
 from regrow.control.drains import Drains
 from regrow.control.group import QUARANTINE_WITHIN_S, Group
@@ -34,6 +34,7 @@ from regrow.control.states import (
     GivenUp,
     GroupState,
     LeavingGroup,
+    RowAnswer,
     Settling,
     Training,
     Waiting,
@@ -94,7 +95,7 @@ class Control:
 
     def on(self, event: e.Event, now: float) -> list[Command]:
         """Take an event. Raises Fenced, having changed nothing, for a call of a generation that is over."""
-        if isinstance(event, e.Began | e.Row | e.CheckpointWanted | e.Leaving | e.NotFinite | e.Logged):
+        if isinstance(event, e.Began | e.Row | e.RowsAgain | e.CheckpointWanted | e.Leaving | e.NotFinite | e.Logged):
             self.fence(event.generation)
         self._handlers[type(event)](event, now)
         return self._finish(now)
@@ -125,7 +126,7 @@ class Control:
     @property
     def next_step(self) -> int:
         """The step, counted from 1, that has no row yet."""
-        return self._rows.next_step
+        return self._rows.trained + 1
 
     @property
     def state(self) -> GroupState:
@@ -201,10 +202,10 @@ class Control:
         self._out.record("generation", **fields, recomputed_steps=recomputed, **event.details)
         self.group.train(now)
 
-    def _row(self, event: e.Row, now: float) -> None:
-        row = event.row
-        if not self._rows.take(event.generation, row):
-            self._out.append(Reply(self.group.stop_reason))
+    def _row(self, event: e.Row | e.RowsAgain, now: float) -> None:
+        row, wanted = self._rows.take(event)
+        if row is None:
+            self._out.append(Reply(RowAnswer(self.group.stop_reason, wanted)))
             return
         self.group.stepped(now)
         busy_s = max(row["step_s"] - row["data_wait_s"] - row["snapshot_s"], 1e-6)
@@ -214,10 +215,9 @@ class Control:
         self.group.membership.patience_s = max(least_s, PATIENCE_STEPS * row["step_s"])
         self.group.nodes.exclusions.measured(self.health.stalls.step_s, self._restore_s)
         self.snapshots.complain_if_unsafe(now)
-        self._out.append(LogRow(row))
         members = self.group.membership.current
         self.health.look_at_devices(row["step"], event.generation, now, self.snapshots.keepers.current, members)
-        self._out.append(Reply(self.group.stop_reason or self.group.why_leave(now)))
+        self._out.append(Reply(RowAnswer(self.group.stop_reason or self.group.why_leave(now))))
 
     def _keepers_found(self, event: e.KeepersFound, now: float) -> None:
         """A group of which the log does not know was formed while storage was away: it is over, its number taken."""
@@ -284,9 +284,10 @@ class Control:
         if event.start_step is None:
             group.take_up(Forming(self.generation), event.lost, event.lost_at, now)
             return
-        last = self._rows.go_on(self.generation, event.start_step)
+        self._rows.go_on(self.generation, event.start_step)
         newest = self.newest_snapshot
-        self.snapshots.begin(self.generation, max(last, newest.step if newest else 0), event.nodes, now)
+        last = max(self._rows.trained, newest.step if newest else 0)
+        self.snapshots.begin(self.generation, last, event.nodes, now)
         group.train(now)
         group.take_up(group.state, event.lost, event.lost_at, now)
 
@@ -308,6 +309,7 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.Asked: control._asked,
         e.Began: control._began,
         e.Row: control._row,
+        e.RowsAgain: control._row,
         e.CheckpointWanted: checkpoints.want,
         e.Leaving: group.leave,
         e.NotFinite: control._not_finite,

@@ -41,10 +41,18 @@ class Began:
 
 @dataclass(frozen=True)
 class Row:
-    """Rank 0: the metrics of one step. The reply is why the group should leave, or empty."""
+    """Rank 0: the metrics of one step. The reply is a `RowAnswer`."""
 
     generation: int
     row: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RowsAgain:
+    """Rank 0: all rows that it has from a step on that was wanted, of earlier generations too. Replies as `Row`."""
+
+    generation: int
+    rows: Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -376,6 +384,7 @@ Event = (
     | Asked
     | Began
     | Row
+    | RowsAgain
     | CheckpointWanted
     | Leaving
     | NotFinite

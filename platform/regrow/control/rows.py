@@ -1,9 +1,10 @@
-"""Which steps have a row in the log. A row that a coordinator had when it died may be missing, and only that. Pure."""
+"""Which steps have a row in the log. Rows that a coordinator had when it died are asked for again. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from regrow.control.commands import BeginRows, Outbox
+from regrow.control.commands import BeginRows, LogRow, Outbox
+from regrow.control.events import Row, RowsAgain
 from regrow.record.log import METRIC_KEYS
 
 
@@ -13,39 +14,51 @@ class Rows:
     def __init__(self, out: Outbox, *, logged: int, may_be_missing: bool) -> None:
         """`logged` is the last step that has a row; `may_be_missing`: an earlier coordinator may have had more."""
         self._out, self.next_step, self._may_be_missing = out, logged + 1, may_be_missing
+        self.trained = logged  # the newest step that is known of, with a row or still without
 
     def begin(self, generation: int, start_step: int) -> int:
         """A group trains from `start_step`: later rows of those before are taken back, so many."""
         recomputed = max(0, self.next_step - 1 - start_step)
-        if start_step >= self.next_step and self._may_be_missing:
-            self._note_missing(start_step + 1)
-        self._begin(generation, start_step)
+        self._begin(generation, min(start_step, self.next_step - 1) if self._may_be_missing else start_step)
+        self.trained = start_step
         return recomputed
 
-    def go_on(self, generation: int, start_step: int) -> int:
-        """A group goes on that another coordinator saw begin; after which step, as far as is known."""
-        last = max(start_step, self.next_step - 1)
-        self._begin(generation, last)
-        return last
+    def go_on(self, generation: int, start_step: int) -> None:
+        """A group goes on that another coordinator saw begin."""
+        self._begin(generation, self.next_step - 1)
+        self.trained = max(self.trained, start_step)
 
-    def take(self, generation: int, row: Mapping[str, Any]) -> bool:
-        """Whether the row is new, and next to be logged."""
+    def take(self, event: Row | RowsAgain) -> tuple[Mapping[str, Any] | None, int | None]:
+        """Have rows logged: the newest, if that is new, and the step from which rows are wanted first, if any is."""
+        if isinstance(event, RowsAgain):
+            newest = None
+            if event.rows and self._may_lack_some_before(first := event.rows[0]["step"]):
+                self._out.record("note", text=f"rows before step {first} went with the coordinator that died")
+                self._begin(event.generation, first - 1)
+            for row in event.rows:
+                newest = row if self._log(row, is_late=True) else newest
+            return newest, None
+        if self._may_lack_some_before(event.row["step"]):
+            return None, self.next_step
+        return event.row if self._log(event.row) else None, None
+
+    def _may_lack_some_before(self, step: int) -> bool:
+        """Whether rows before that of this step, which is trained, may have gone with an earlier coordinator."""
+        self.trained = max(self.trained, step)
+        return step > self.next_step and self._may_be_missing
+
+    def _log(self, row: Mapping[str, Any], *, is_late: bool = False) -> bool:
         step = row["step"]
         if step < self.next_step:  # sent again, after a restart
             return False
         missing = [key for key in METRIC_KEYS if key not in row]
         assert not missing, f"metrics row without {missing}"
-        if step > self.next_step and self._may_be_missing:
-            self._note_missing(step)
-            self._begin(generation, step - 1)
         assert step == self.next_step, f"row of step {step}, expected {self.next_step}"
         self._may_be_missing = False
-        self.next_step += 1
+        self.next_step, self.trained = step + 1, max(self.trained, step)
+        self._out.append(LogRow(row, is_late))
         return True
 
     def _begin(self, generation: int, start_step: int) -> None:
         self.next_step = start_step + 1
         self._out.append(BeginRows(generation, start_step))
-
-    def _note_missing(self, step: int) -> None:
-        self._out.record("note", text=f"rows before step {step} went with the coordinator that died")

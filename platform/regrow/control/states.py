@@ -86,3 +86,11 @@ class Answer:
     unfit: bool = False  # the process is to end: what troubles it is its own
     join_again: bool = False  # the coordinator does not know it: it was restarted
     wait_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class RowAnswer:
+    """To rank 0, which has sent a row."""
+
+    leave: str = ""  # why the group should leave
+    wanted: int | None = None  # not taken: rows from this step on went with an earlier coordinator, and come first

@@ -113,17 +113,17 @@ class RunLog:
         """The step whose row comes next."""
         return self._next_step
 
-    def row(self, row: Mapping[str, Any]) -> bool:
+    def row(self, row: Mapping[str, Any], *, is_late: bool = False) -> bool:
         """Append one step's row; keys are METRIC_KEYS and, on some rows, more. `batch_digest` may be an int.
 
         Returns False, writing nothing, for a row of another generation than the one begun: a late one of a group
-        that is gone. Steps must come one by one.
+        that is gone, unless `is_late` says that it is wanted all the same. Steps must come one by one.
         """
         with self._lock:
             assert self.generation is not None, "RunLog.begin comes before the first row"
             missing = [key for key in METRIC_KEYS if key not in row]
             assert not missing, f"metrics row without {missing}"
-            if row["generation"] != self.generation:
+            if row["generation"] != self.generation and not (is_late and row["generation"] < self.generation):
                 return False
             assert row["step"] == self._next_step, f"row of step {row['step']}, expected {self._next_step}"
             ordered = {key: row[key] for key in METRIC_KEYS} | dict(row)

@@ -9,7 +9,7 @@ folder's, so that a second job is refused at once.
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import ray
 from ray.util import metrics as ray_metrics
@@ -20,7 +20,7 @@ from regrow.control.drains import Maintenance
 from regrow.control.group import WAITING_POLL_S
 from regrow.control.membership import Member
 from regrow.control.past import Past, group_of
-from regrow.control.states import Answer, GivenUp, Settling
+from regrow.control.states import Answer, GivenUp, RowAnswer, Settling
 from regrow.control.values import NOTHING, Peer, SnapshotAck
 from regrow.errors import ResumeError, first_line
 from regrow.record.claim import Claim
@@ -168,7 +168,7 @@ class Coordinator(Drained):
 
     def formation(self, member_id: str, after: int) -> Answer:
         """The generation that a worker is in, the first one after `after`; asked until it is there."""
-        answer: Answer = self.shell.tell(e.Asked(member_id, after))
+        answer = cast(Answer, self.shell.tell(e.Asked(member_id, after)))
         if answer.formation is not None and not self.shell.is_formed():
             return Answer(wait_s=WAITING_POLL_S)
         return answer
@@ -193,9 +193,13 @@ class Coordinator(Drained):
             _look_for_nodes(self.shell)
         self.shell.tell(e.Began(generation, start_step, nodes, details))
 
-    def row(self, generation: int, row: Mapping[str, Any]) -> str:
-        """Log one step's metrics; the answer is why the group should leave, or empty."""
-        return str(self.shell.tell(e.Row(generation, row)))
+    def row(self, generation: int, row: Mapping[str, Any]) -> RowAnswer:
+        """Log one step's metrics, unless earlier ones come first."""
+        return cast(RowAnswer, self.shell.tell(e.Row(generation, row)))
+
+    def rows_again(self, generation: int, rows: Sequence[Mapping[str, Any]]) -> RowAnswer:
+        """Log what an earlier coordinator took along, as far as rank 0 still has it."""
+        return cast(RowAnswer, self.shell.tell(e.RowsAgain(generation, rows)))
 
     def want_checkpoint(self, generation: int, step: int) -> None:
         """The snapshot of this step is to become a checkpoint."""
@@ -262,8 +266,7 @@ class Coordinator(Drained):
     def neighbours(self, info: KeeperInfo) -> list[Peer]:
         """For a keeper that is new to measure its links to."""
         _look_for_nodes(self.shell)
-        found: list[Peer] = self.shell.tell(e.NeighboursAsked(info.node, info.address))
-        return found
+        return cast("list[Peer]", self.shell.tell(e.NeighboursAsked(info.node, info.address)))
 
     def snapshots_sealed(self, reports: Sequence[SnapshotAck]) -> None:
         """All of some nodes' snapshots of a step are sealed and copied."""

@@ -13,7 +13,7 @@ import ray
 from regrow.control.drains import Maintenance
 from regrow.control.health import Pulse
 from regrow.control.membership import Member
-from regrow.control.states import Answer
+from regrow.control.states import Answer, RowAnswer
 from regrow.control.values import GpuReading, Peer, SnapshotAck, Version
 from regrow.state.disk.upload import WriteOrder, Written
 from regrow.state.memory.held import Held, Holder
@@ -39,7 +39,8 @@ class CoordinatorCalls(Protocol):
     def stored_step(self) -> int: ...
     def secret(self) -> bytes: ...
     def start_training(self, generation: int, start_step: int, details: Mapping[str, Any]) -> None: ...
-    def row(self, generation: int, row: Mapping[str, Any]) -> str: ...
+    def row(self, generation: int, row: Mapping[str, Any]) -> RowAnswer: ...
+    def rows_again(self, generation: int, rows: Sequence[Mapping[str, Any]]) -> RowAnswer: ...
     def want_checkpoint(self, generation: int, step: int) -> None: ...
     def commit(self, generation: int, step_folder: str, pointer: bytes) -> None: ...
     def event(self, generation: int, event: str, fields: Mapping[str, Any]) -> None: ...
@@ -196,8 +197,12 @@ class CoordinatorClient:
         _wait(self.handle.commit.remote(self.generation, step_folder, pointer))
 
     def row(self, row: Mapping[str, Any]) -> Any:
-        """A reference to why the group should leave, or to an empty string."""
+        """A reference to a `RowAnswer`."""
         return self.handle.row.remote(self.generation, row)
+
+    def rows_again(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        """The same."""
+        return self.handle.rows_again.remote(self.generation, rows)
 
     def want_checkpoint(self, step: int) -> Any:
         return self.handle.want_checkpoint.remote(self.generation, step)

@@ -70,6 +70,7 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
     validation = Validation(
         config, job.corpora, device=process.device, unit=unit, num_units=num_units, patience=patience
     )
+    process.rows.begin(joined.generation, progress.step)
     hooks = GenerationHooks(process, joined.generation, step, coordinates_of(mesh), validation)
     saver = _saver(process, joined, restored, mesh, hooks, last_step=until)
     set_optimizer_step(step.optimizer, progress.step)

@@ -4,12 +4,13 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
 
 from regrow.control.phases import Phase
+from regrow.control.states import RowAnswer
 from regrow.data.read.batch import RankBatch
 from regrow.errors import NotWrittenError
 from regrow.parallel.float8 import inner_tensor
@@ -38,12 +39,14 @@ class GenerationHooks:
         self._step, self._coordinates, self._validation = step, coordinates, validation
         self._rank, self._probed = rank(), 0
         self._replies: deque[Any] = deque()  # of calls on their way to the coordinator
+        self._again: Any = None  # the one of them that has rows sent again
         self._stop = ""  # why to leave
         self.window = _profile_window(process) if self._rank == 0 else None
 
     def log(self, row: dict[str, Any]) -> None:
         if self._process.memory is not None:
             self._process.memory.heartbeat.timed(row)
+        self._process.rows.add(row)
         if self._rank == 0:
             self._replies.append(self._coordinator.row(row))
             self.profile(row["step"])
@@ -55,10 +58,30 @@ class GenerationHooks:
     def wants_to_leave(self) -> bool:
         replies = self._replies
         ready, _ = ray.wait(list(replies), num_returns=len(replies), timeout=0) if replies else ([], [])
-        for reply in ready:  # raises what the coordinator raised: a fenced-off rank ends here
-            self._stop = ray.get(reply) or self._stop
+        for reply in ready:
             replies.remove(reply)
+        self._hear(ready)
         return bool(self._stop)
+
+    def _hear(self, replies: Sequence[Any]) -> None:
+        """Raises what the coordinator raised: a fenced-off rank ends here."""
+        wanted: int | None = None
+        for reply in replies:
+            answer = ray.get(reply, timeout=CALL_TIMEOUT_S)
+            if isinstance(answer, RowAnswer):
+                self._stop = answer.leave or self._stop
+                wanted = answer.wanted if answer.wanted is not None and self._again is None else wanted
+            if reply is self._again:
+                self._again = None
+        if wanted is not None:  # those that were sent since come after it, and are there twice
+            self._again = self._coordinator.rows_again(self._process.rows.since(wanted))
+            self._replies.append(self._again)
+
+    def _hear_all(self) -> None:
+        while self._replies:
+            replies = list(self._replies)
+            self._replies.clear()
+            self._hear(replies)
 
     def validate(self, step: int) -> float:
         begun = time.perf_counter()
@@ -130,18 +153,19 @@ class GenerationHooks:
     def not_finite(self, step: int, detail: str) -> None:
         """Every rank is about to leave for this."""
         if self._rank == 0:
-            call = self._coordinator.not_finite(step, detail)
-            ray.get([*self._replies, call], timeout=CALL_TIMEOUT_S)
+            self._hear_all()
+            ray.get(self._coordinator.not_finite(step, detail), timeout=CALL_TIMEOUT_S)
 
     def close(self, *, left_at: int | None, cause: str) -> None:
         """Wait until the coordinator has everything; say that the group left after a step, and why, or that it has
         finished. A coordinator that was restarted does not know that it had told the group to."""
         if self._rank == 0:
             coordinator = self._coordinator
+            self._replies.extend(coordinator.row(row) for row in self._process.rows.newest())  # is it still known?
+            self._hear_all()
             cause = cause or (self._stop if self._stop in (Cause.grow, Cause.drain) else "")
             self._replies.append(coordinator.leaving(left_at, cause) if left_at is not None else coordinator.done())
-        ray.get(list(self._replies), timeout=CALL_TIMEOUT_S)
-        self._replies.clear()
+        self._hear_all()
 
     def _event(self, name: str, fields: dict[str, Any]) -> None:
         if self._rank == 0:

@@ -1,6 +1,6 @@
 """What a worker process keeps from one generation to the next."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -8,6 +8,7 @@ from regrow.parallel.compile import CompileCache
 from regrow.parallel.stream import Stream
 from regrow.runtime.hardware.probe import Prober
 from regrow.runtime.job import Job
+from regrow.runtime.kept_rows import KeptRows
 from regrow.runtime.memory_tier import MemoryTier
 
 
@@ -21,3 +22,4 @@ class Process:
     prober: Prober
     memory: MemoryTier | None  # None where nothing is snapshotted
     compiled: CompileCache | None  # that takes what the first step compiles; None once it was told, or without one
+    rows: KeptRows = field(default_factory=KeptRows)

@@ -253,7 +253,7 @@ class Shell:
 
     def _log_row(self, command: c.LogRow) -> None:
         row = dict(command.row)
-        self._writer.put(lambda: self._log.row(row))
+        self._writer.put(lambda: self._log.row(row, is_late=command.is_late))
         if self._draws:
             self._writer.put(lambda: self._draw(lambda: self._tensorboard.row(row) if self._tensorboard else None))
         self.metrics.row(row)

@@ -1,0 +1,121 @@
+"""Rows of metrics that a coordinator took along, and rank 0 sends again."""
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from regrow.control.states import RowAnswer
+from regrow.runtime import hooks as hooks_module
+from regrow.runtime.hooks import GenerationHooks
+from regrow.runtime.kept_rows import KeptRows
+
+
+def steps(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
+    return [(row["generation"], row["step"]) for row in rows]
+
+
+def add(kept: KeptRows, generation: int, *numbers: int) -> None:
+    for step in numbers:
+        kept.add({"generation": generation, "step": step})
+
+
+def test_rows_are_kept_over_generations_but_for_those_that_were_taken_back() -> None:
+    kept = KeptRows(most=4)
+    kept.begin(1, 0)
+    add(kept, 1, 1, 2, 3)
+    kept.begin(2, 2)
+    add(kept, 2, 3, 4, 5)
+    assert steps(kept.since(0)) == [(1, 2), (2, 3), (2, 4), (2, 5)], "no more than that"
+    assert steps(kept.since(4)) == [(2, 4), (2, 5)]
+    assert steps(kept.newest()) == [(2, 5)]
+
+
+def test_rows_of_steps_that_others_may_have_trained_again_are_not_kept() -> None:
+    kept = KeptRows()
+    kept.begin(1, 0)
+    add(kept, 1, 1, 2, 3)
+    kept.begin(3, 3)  # in generation 2 it was a spare
+    assert kept.since(0) == kept.newest() == []
+    add(kept, 3, 4, 5)
+    kept.begin(4, 7)  # it was restored from memory that is ahead of it
+    add(kept, 4, 8)
+    assert steps(kept.since(0)) == [(4, 8)]
+
+
+class Coordinator:
+    """Answers when it is asked for answers, and forgets rows when it dies."""
+
+    def __init__(self) -> None:
+        self.rows: list[Mapping[str, Any]] = []
+        self.sent: list[list[int]] = []
+        self.may_lack = False
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: [getattr(self, f"_{name}"), *arguments])
+
+    def die(self, *, stored: int) -> None:
+        del self.rows[stored:]
+        self.may_lack = True
+
+    def _row(self, generation: int, row: Mapping[str, Any]) -> RowAnswer:
+        if row["step"] > len(self.rows) + 1:
+            assert self.may_lack
+            return RowAnswer(wanted=len(self.rows) + 1)
+        self.rows.extend([row] if row["step"] == len(self.rows) + 1 else [])
+        return RowAnswer()
+
+    def _rows_again(self, generation: int, rows: Sequence[Mapping[str, Any]]) -> RowAnswer:
+        self.sent.append([row["step"] for row in rows])
+        self.rows.extend(row for row in rows if row["step"] > len(self.rows))
+        return RowAnswer()
+
+    def _done(self) -> None: ...
+
+    def _event(self, generation: int, event: str, fields: Mapping[str, Any]) -> None: ...
+
+
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch) -> GenerationHooks:
+    """Calls are answered in their order, when they are waited for."""
+    get = lambda call, timeout=None: call[0](*call[1:])  # noqa: E731
+    fake = SimpleNamespace(get=get, wait=lambda calls, num_returns, timeout: (calls, []))
+    monkeypatch.setattr(hooks_module, "ray", fake)
+    observe = SimpleNamespace(profile_at_step=None)
+    job = SimpleNamespace(coordinator=Coordinator(), config=SimpleNamespace(observe=observe))
+    process = SimpleNamespace(job=job, memory=None, compiled=None, rows=KeptRows())
+    process.rows.begin(1, 0)
+    return GenerationHooks(cast(Any, process), 1, *[cast(Any, None)] * 3)
+
+
+def train(hooks: GenerationHooks, *numbers: int) -> None:
+    for step in numbers:
+        hooks.log({"generation": 1, "step": step})
+
+
+def coordinator_of(hooks: GenerationHooks) -> Coordinator:
+    return cast(Coordinator, hooks._coordinator.handle)  # a test double stands there
+
+
+def test_rows_that_went_with_a_coordinator_are_sent_again_once(hooks: GenerationHooks) -> None:
+    coordinator = coordinator_of(hooks)
+    train(hooks, 1, 2, 3, 4)
+    assert not hooks.wants_to_leave()
+    coordinator.die(stored=2)
+    train(hooks, 5, 6, 7)  # on their way while it is away
+    assert not hooks.wants_to_leave()
+    train(hooks, 8)
+    assert not hooks.wants_to_leave()
+    assert not hooks.wants_to_leave()
+    assert [row["step"] for row in coordinator.rows] == list(range(1, 9))
+    assert coordinator.sent == [[3, 4, 5, 6, 7]]
+
+
+def test_rows_are_missed_at_the_end_too(hooks: GenerationHooks) -> None:
+    coordinator = coordinator_of(hooks)
+    train(hooks, 1, 2, 3)
+    assert not hooks.wants_to_leave()
+    coordinator.die(stored=1)
+    hooks.close(left_at=None, cause="")
+    assert [row["step"] for row in coordinator.rows] == [1, 2, 3]
