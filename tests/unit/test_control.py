@@ -11,7 +11,7 @@ from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.checkpoints import ARRIVE_WANTED_S, ASK_AGAIN_S, IN_VAIN, RETRY_S
 from regrow.control.core import DEVICE_PATIENCE_S, Fenced
-from regrow.control.group import LEAVING_S
+from regrow.control.group import FORM_POLL_S, LEAVING_S
 from regrow.control.health import KNOCK_S, WHERE_AGAIN_S, Pulse
 from regrow.control.links import AGAIN_S, REFUSED_S
 from regrow.control.losses import YIELD_S
@@ -1356,3 +1356,54 @@ def test_with_ray_trains_controller_all_processes_of_a_group_are_gone() -> None:
     ]
     assert group_of([forming, failures[0]], 7).lost == (1,)
     assert group_of([forming, *failures], 7).lost == (0, 1)
+
+
+def silent_but_a(*, stored: bool = False) -> Told:
+    """Two of three nodes fall silent in the 40th of steps of a second, which has been committed in memory."""
+    told = Told(silence_s=5.0)
+    told.form(*(one(pid, node) for pid, node in enumerate("abc")))
+    told.begin("abc")
+    for step in range(1, 41):
+        told.now += 1.0
+        told.row(step, step_s=1.0)
+    told.seal(Version(1, 40), {"a": "b", "b": "c", "c": "a"})
+    if stored:
+        told(e.Logged(1, "checkpoint", {"step": 40, "seconds": 1.0, "stall_s": 1.0, "bytes": 1}))
+    told.clear()
+    for _ in range(300):
+        told.now += 0.2
+        for command in (told(), *told.of(c.Ask))[1:]:
+            if "a" in command.nodes:
+                alive = [Pulse(0, 1, 40, 0.0, 0.0, "S")]
+                told(e.Answered(command.number, "a", "stacks" if command.question is c.Question.STACKS else alive))
+        told.commands = [command for command in told.commands if not isinstance(command, c.Ask)]
+        if told.records("failure"):
+            break
+    assert told.records("failure")[0]["ranks"] == [1, 2]
+    told.clear()
+    told.join(one(0, "a"), expected=1)
+    return told
+
+
+def test_silent_nodes_without_which_memory_is_not_whole_are_waited_for() -> None:
+    """For as long as what a group without them would train again."""
+    told = silent_but_a()
+    told.now += 2.0
+    assert told.ask("m0", 1) == Answer(wait_s=FORM_POLL_S)
+    (note,) = told.records("note")
+    assert "step 40 is in the memory of nodes that do not answer (b, c): waiting up to 40 s" in note["text"]
+    asked = told.of(c.Ask)[-1]
+    assert (asked.question, asked.nodes) == (c.Question.HEARTBEATS, ("b", "c"))
+    told(e.Answered(asked.number, "b", None))
+    assert told.ask("m0", 1).formation is None
+    told(e.Answered(asked.number, "c", []))
+    assert told.ask("m0", 1).formation is not None, "a has its own and c's, and c has b's"
+
+
+@pytest.mark.parametrize("why", ["long", "dead", "stored"])
+def test_silent_nodes_are_not_waited_for_in_vain(why: str) -> None:
+    told = silent_but_a(stored=why == "stored")
+    told.now += 50.0 if why == "long" else 2.0
+    if why == "dead":
+        told(e.NodesAlive(frozenset("a")))
+    assert told.ask("m0", 1).formation is not None

@@ -191,7 +191,9 @@ class Control:
     def _asked(self, event: e.Asked, now: float) -> None:
         state = self.group.state
         safe = isinstance(state, LeavingGroup) and self.snapshots.commits.holds(state.step)
-        self.group.ask(event, now, last_snapshot_is_safe=safe)
+        waits = isinstance(state, Waiting) and self._config.parallel.dp_replicate == 1
+        waits = waits and self.snapshots.awaited.wait(now, self.health.stalls.step_s)
+        self.group.ask(event, now, last_snapshot_is_safe=safe, may_form=not waits)
 
     def _began(self, event: e.Began, now: float) -> None:
         """Later rows of earlier generations are taken back, and so are later snapshots and checkpoints."""

@@ -79,11 +79,11 @@ class Group(Losses):
     def placed(self, event: Placed, now: float) -> None:
         self.membership.placed = dict(event.workers)
 
-    def ask(self, event: Asked, now: float, *, last_snapshot_is_safe: bool) -> None:
-        """Answer a worker, having formed the next group if it can be formed."""
-        self.out.append(Reply(self._answer(event, now, last_snapshot_is_safe)))
+    def ask(self, event: Asked, now: float, *, last_snapshot_is_safe: bool, may_form: bool) -> None:
+        """Answer a worker, having formed the next group if it can be formed, and may be."""
+        self.out.append(Reply(self._answer(event, now, last_snapshot_is_safe, may_form)))
 
-    def _answer(self, event: Asked, now: float, last_snapshot_is_safe: bool) -> Answer:
+    def _answer(self, event: Asked, now: float, last_snapshot_is_safe: bool, may_form: bool) -> Answer:
         if isinstance(self.ending, GivenUp):
             return Answer(given_up=self.ending.message)
         if self.ending is not None or event.member_id in self.turned_away:
@@ -97,7 +97,7 @@ class Group(Losses):
         if formation is None or formation.generation <= event.after or not is_in or waits:
             if isinstance(self.state, LeavingGroup) and now < self.state.until and not last_snapshot_is_safe:
                 return Answer(wait_s=FORM_POLL_S)
-            formation = self._form(now) if now >= self._form_at else None
+            formation = self._form(now) if may_form and now >= self._form_at else None
         if isinstance(self.ending, GivenUp):
             return Answer(given_up=self.ending.message)
         if formation is not None and formation.rank_of(event.member_id) is not None:

@@ -146,6 +146,14 @@ class KeeperRegistry:
         """Whether Ray has not found it dead, and it answers."""
         return node not in self._dark and (self._alive is None or node in self._alive)
 
+    def is_silent(self, node: str) -> bool:
+        """Whether it does not answer, though Ray has not found it dead."""
+        return node in self._dark and node in self.known and not self.is_dead(node)
+
+    def is_back(self, node: str) -> None:
+        """A node that did not answer does again."""
+        self._dark.discard(node)
+
     def can_ask(self, node: str) -> bool:
         return node in self.known and node not in self._dark
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from regrow.control.awaited import ARE_BACK, AwaitedNodes
 from regrow.control.cadence import Cadence
 from regrow.control.checkpoints import Checkpoints
 from regrow.control.commands import Announce, Ask, Outbox, Question, Reply, RestartKeeper, SendPlaces, SnapshotCommitted
@@ -40,6 +41,7 @@ class Snapshots:
         self.checkpoints = Checkpoints(
             cadence, self.commits, self.keepers, out, timeout_s=upload_timeout_s, stored=stored
         )
+        self.awaited = AwaitedNodes(self.commits, self.keepers, self.checkpoints, out)
         self._out, self._message = out, first_message
         self._announced = (NEVER, NEVER)  # what is committed, what is pinned
         self._safe_at = now  # when a snapshot last committed
@@ -118,6 +120,7 @@ class Snapshots:
 
     def gone_dark(self, nodes: set[str], now: float) -> None:
         self.keepers.gone_dark(nodes)
+        self.awaited.gone_dark(now)
         self.checkpoints.gone_dark(nodes, now)
 
     def complain(self, event: Complaint, now: float, *, wanted: bool = True) -> None:
@@ -142,7 +145,9 @@ class Snapshots:
     def answered(self, event: Answered) -> list[SnapshotAck]:
         """A keeper that answers does not hang, however long its copies take; the reports of nodes of which those asked
         have all copies."""
-        if event.question == IS_THERE:
+        if event.question == ARE_BACK and event.answer is not None:
+            self.keepers.is_back(event.node)
+        elif event.question == IS_THERE:
             self._silent.discard(event.node)
         elif event.question == COPIES and event.answer is not None:
             version, nodes = self.commits.unreported()
