@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from support.cluster import SMALL, Job, run_to_end
+from support.cluster import SMALL, Job, run_to_end, run_without_ray
 
 FITS = ["data=python_docs", "data.seq_len=128"]  # a corpus that is large enough for the batch of any cluster
 TOLERANCE = 1e-5  # of losses near 8, over at most 40 steps: reduction order alone stays within 2e-6
@@ -26,7 +26,7 @@ def losses(job: Job) -> list[float]:
 @pytest.fixture(scope="module")
 def undisturbed(storage: Path) -> Job:
     """40 steps at two ranks with nothing happening."""
-    return run_to_end(storage, "undisturbed", *SMALL, *workers(2), "train.steps=40", "checkpoint.every_steps=10")
+    return run_without_ray(storage, "undisturbed", *SMALL, "train.steps=40", "checkpoint.every_steps=10", ranks=2)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from regrow.record.log import read_events, read_metrics
 from regrow.storage import Storage
 
 ROOT = Path(__file__).parents[2]
+PRETRAIN = ("jobs.pretrain",)
 GONE_S = 20.0  # for killed processes to be gone
 SMALL = [  # a model whose step takes milliseconds, so that starting and stopping is what takes time
     "model.dim=64",
@@ -33,7 +34,7 @@ SMALL = [  # a model whose step takes milliseconds, so that starting and stoppin
 class Job:
     """One `python -m jobs.pretrain`, with a Ray of its own. A context manager: no process outlives it."""
 
-    def __init__(self, storage: Path, name: str, *overrides: str) -> None:
+    def __init__(self, storage: Path, name: str, *overrides: str, command: Sequence[str] = PRETRAIN) -> None:
         self.folder = storage / name
         self.output = storage / f"{name}.out"
         self._temporary = tempfile.TemporaryDirectory(prefix="rgt", dir="/tmp", ignore_cleanup_errors=True)
@@ -41,7 +42,7 @@ class Job:
         environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
         with open(self.output, "ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "jobs.pretrain", f"run.storage_path={storage}", f"run.name={name}", *overrides],
+                [sys.executable, "-m", *command, f"run.storage_path={storage}", f"run.name={name}", *overrides],
                 cwd=ROOT,
                 env={**environment, "RAY_TMPDIR": str(self.ray_folder)},
                 stdout=output,
@@ -116,9 +117,17 @@ class Job:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def run_to_end(storage: Path, name: str, *overrides: str, timeout_s: float = 180.0) -> Job:
+def run_to_end(
+    storage: Path, name: str, *overrides: str, timeout_s: float = 180.0, command: Sequence[str] = PRETRAIN
+) -> Job:
     """Run a job that should succeed; what it left in its folder can be read from the result."""
-    with Job(storage, name, *overrides) as job:
+    with Job(storage, name, *overrides, command=command) as job:
         status = job.wait(timeout_s)
         assert status == 0, f"exit status {status}:\n{job.printed()}"
     return job
+
+
+def run_without_ray(storage: Path, name: str, *overrides: str, ranks: int) -> Job:
+    """The same steps by `jobs.pretrain_torchrun`: what a run is compared with need not start a cluster."""
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
+    return run_to_end(storage, name, *overrides, timeout_s=400, command=[*torchrun, "jobs.pretrain_torchrun"])
