@@ -60,7 +60,7 @@ format: $(DEV) ## format and fix what can be fixed
 
 test-long: $(DEV) ## the rest: every elastic case and drill on real raylets, 200 random kills of the checkpoint tiers (hours)
 	CRASH_KILLS=200 $(BIN)/python -m pytest tests/dist/test_crashes.py $(ARGS) $(NONE_CHOSEN)
-	$(BIN)/python -m pytest tests/dist tests/cluster -m long $(ARGS) $(NONE_CHOSEN)
+	$(BIN)/python -m pytest tests/unit tests/dist tests/cluster -m long $(ARGS) $(NONE_CHOSEN)
 
 test-float8: $(DEV) ## the full float8 x compile x world size matrix (long)
 	$(BIN)/python -m pytest tests/dist -m matrix $(ARGS)

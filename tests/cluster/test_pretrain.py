@@ -1,6 +1,9 @@
 """`python -m jobs.pretrain` on real raylets: the same batches at every world size, and no sample lost to a kill."""
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -181,5 +184,29 @@ def test_a_job_joins_a_running_cluster_with_the_checkouts_code_or_says_what_is_m
         with Job(storage, "too-large", "+cluster=h100x64", *FITS, address) as refused:
             assert refused.wait() == 1
         assert "needs 64 GPUs (at least 32), found 0 with room for 0 workers" in refused.printed()
+    finally:
+        nodes.shutdown()
+
+
+RESERVE = """
+import sys, ray
+ray.init(sys.argv[1])
+group = ray.util.placement_group([{"CPU": 2}], name=sys.argv[2], lifetime="detached")
+assert group.wait(30)
+"""
+
+
+@pytest.mark.long
+def test_what_the_controller_of_an_earlier_driver_still_reserves_is_given_back(storage: Path) -> None:
+    """Ray does not take back what is reserved just after its job's end: a node was kept from the run for good."""
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "include_dashboard": False})
+    try:
+        cluster = [*SMALL, *workers(2), f"cluster.address={nodes.address}", "train.steps=12"]
+        job = run_to_end(storage, "reserved", *cluster, "train.stop_at_step=4")
+        run_id = json.loads((job.folder / "run.json").read_text())["run_id"]
+        subprocess.run([sys.executable, "-c", RESERVE, nodes.address, f"{run_id}:left"], check=True, timeout=120)
+        assert run_to_end(storage, "reserved", *cluster).last_step() == 12
     finally:
         nodes.shutdown()

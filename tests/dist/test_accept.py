@@ -38,12 +38,14 @@ def test_a_rank_of_two_replicas_is_outlived(found: dict[str, Any]) -> None:
     assert (found["state"], found["reason"]) == ("proved", "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("found", [(Row("row", 4, replace(HSDP, certified=False), 1e-4, 30, 60), {})], indirect=True)
 def test_without_the_certificate_the_broken_step_is_believed_and_the_claim_refused(found: dict[str, Any]) -> None:
     assert found["state"] == "refused"
     assert "believed" in found["reason"] or "did not notice" in found["reason"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "found",
     [(Row("row", 2, replace(SMALL, fault=Fault.kill), 1e-4, 30, 60), {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"})],

@@ -2,7 +2,7 @@
 
 Real keepers, a real coordinator and trainers that take real snapshots, each a process (`support.crashing`).
 Instants come two ways: a random time after a victim was seen in a phase, and a random line of Python within it.
-`CRASH_KILLS` says how many (40), `CRASH_SEED` which; 200 take some minutes.
+`CRASH_KILLS` says how many (24), `CRASH_SEED` which; 200 take some minutes.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ from support.crashing import (
 from support.gloo import PRELOAD
 from support.stand_in_ray import NAMES, NODES, Handle, RayError, call_it, get
 
-NUM_KILLS = int(os.environ.get("CRASH_KILLS", "40"))
+NUM_KILLS = int(os.environ.get("CRASH_KILLS", "24"))
 SEED = int(os.environ.get("CRASH_SEED", "1"))
 DEADLINE_S = 30.0
 LATER_S = (0.001, 0.005, 0.03)  # at most one of these, from when a phase is seen to the kill
@@ -424,7 +424,7 @@ def test_what_a_coordinator_died_deleting_is_deleted_though_no_checkpoint_follow
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("stopped", ["the group", "one in the middle of a copy"])
+@pytest.mark.parametrize("stopped", [pytest.param("the group", marks=pytest.mark.long), "one in the middle of a copy"])
 def test_what_was_stopped_and_goes_on_after_its_generation_writes_nothing(stopped: str) -> None:
     with world(SEED) as made:
         made.start_coordinator()

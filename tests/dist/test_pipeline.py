@@ -60,13 +60,14 @@ def losses(training: Training) -> list[tuple[float, float, int]]:
             4,
             ParallelConfig(pp=2, tp=2, activation_checkpoint=ActivationCheckpoint.selective, loss_chunk_tokens=0),
             id="2 stages x tp 2, selective checkpointing",
+            marks=LONG,
         ),
         pytest.param(
             4,
             ParallelConfig(pp=2, schedule=INTERLEAVED, sync_every_micro_batch=True, prefetch_blocks=2),
             id="interleaved, 2 units, reducing every micro-batch",
         ),
-        pytest.param(3, ParallelConfig(pp=3), marks=LONG, id="3 stages"),
+        pytest.param(3, ParallelConfig(pp=3), id="3 stages"),
         pytest.param(
             6, ParallelConfig(pp=2, schedule=INTERLEAVED, stages_per_rank=3), marks=LONG, id="3 stages a rank"
         ),
@@ -188,6 +189,7 @@ def float8_losses(training: Training) -> tuple[list[float], int]:
     return [result.loss for result in train(training)], graphs_compiled()
 
 
+@LONG
 def test_float8_trains_as_it_does_without_stages():
     model = replace(tiny_model(num_layers=4, dim=64, ffn_dim=96), vocab_size=96)
     parallel = ParallelConfig(

@@ -119,6 +119,7 @@ def test_one_process_and_ranks_of_torchrun_train_the_same_run_and_go_on_with_eac
     assert sorted(path.name for path in (tmp_path / "both/checkpoints").iterdir()) == ["step-00000008", "step-00000012"]
 
 
+@pytest.mark.long
 def test_a_run_goes_on_between_pipelines_and_one_process_with_the_same_losses(
     environment: dict[str, str], tmp_path: Path, corpus: Path
 ) -> None:

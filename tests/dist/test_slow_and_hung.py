@@ -17,7 +17,7 @@ def test_a_rank_that_takes_15_percent_longer_is_named(tmp_path: Path) -> None:
     assert named["factor"] > 1.08
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_rank_that_hangs_in_a_validation_is_found_by_what_validations_took_before(tmp_path: Path) -> None:
     told = run_ranks(hang_in_validation, 3, str(tmp_path), deadline_s=300.0)
     (found,) = told[0][1]

@@ -188,7 +188,8 @@ def graphs_of_groups(training: Training, sizes: list[int], folder: str) -> list[
     return found
 
 
-@pytest.mark.parametrize("dp_replicate", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("dp_replicate", [1, 2])
 def test_another_group_traces_nothing_again(tmp_path, dp_replicate):
     parallel = ParallelConfig(tp=2, dp_replicate=dp_replicate, compile=True, compile_backend="aot_eager")
     training = Training(MODEL, parallel, OPTIM, num_steps=3)

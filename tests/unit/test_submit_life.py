@@ -37,6 +37,12 @@ ROOT = Path(__file__).parents[2]
 KUEUE = ("submit.queue=kueue", "submit.queue_name=h100")
 VOLCANO = ("submit.queue=volcano", "submit.queue_name=h100", "submit.priority_class=research")
 EFA = ("+site=eks_p5", "submit.head_cpus=17.5", "submit.disk_gb=1000", "submit.shm_gb=1099.5")
+QUEUES = [
+    pytest.param((), id="plain"),
+    pytest.param(EFA, id="fractions", marks=pytest.mark.long),
+    pytest.param(KUEUE, id="kueue"),
+    pytest.param(VOLCANO, id="volcano", marks=pytest.mark.long),
+]
 FIRST = {"do": ["first_write"], "jobDeploymentStatus": "Initializing"}
 ADMITTED = {"do": ["admit"], "jobDeploymentStatus": "Initializing"}
 GONE = {"do": ["release"]}
@@ -47,7 +53,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return Cluster.on_path(tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("queue", [(), EFA, KUEUE, VOLCANO], ids=["plain", "fractions", "kueue", "volcano"])
+@pytest.mark.parametrize("queue", QUEUES)
 def test_a_run_goes_on_after_it_was_stopped_failed_and_was_complete(
     cluster: Cluster, queue: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -76,7 +82,7 @@ def test_a_run_goes_on_after_it_was_stopped_failed_and_was_complete(
     assert "asked llama8b-x1 to end after its step, with a checkpoint" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("queue", [(), EFA, KUEUE, VOLCANO], ids=["plain", "fractions", "kueue", "volcano"])
+@pytest.mark.parametrize("queue", QUEUES)
 def test_a_job_that_kuberay_has_touched_differs_in_nothing(
     cluster: Cluster, queue: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
