@@ -230,24 +230,16 @@ class Session:
         return reason
 
     def _fit_until_over(self) -> tuple[str, BaseException | None]:
-        """Have Ray Train run its workers, again where its controller died; as for `_fit`.
-
-        What a controller reserves while its job already ends, Ray never takes back: that of the driver before this one
-        may have kept a node from the run.
-        """
-        while True:
-            if self.config.cluster.in_place:
-                from regrow.runtime.ray_train import remove_places
-
-                remove_places(self.run.run_id)
-            fatal, error = self._fit()
-            if fatal or not isinstance(error, ray.exceptions.RayActorError):
-                return fatal, error
+        """Have Ray Train run its workers, again where its controller died; as for `_fit`."""
+        fatal, error = self._fit()
+        while isinstance(error, ray.exceptions.RayActorError) and not fatal:
             detail = f"Ray Train's controller, and its workers with it: {first_line(error)}"
             self.answer(self.coordinator.group_failed.remote(Cause.controller_died, detail, []))
             self._show()
             self.job = replace(self.job, driver_s={})
             self.trainer = self._trainer()
+            fatal, error = self._fit()
+        return fatal, error
 
     def _fit(self) -> tuple[str, BaseException | None]:
         """Have Ray Train run its workers, and show what happens; why the run is given up, what Ray Train raised."""

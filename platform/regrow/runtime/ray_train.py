@@ -143,7 +143,8 @@ class Places(PlacementGroupHandle):
 
 
 def remove_places(run_id: str) -> None:
-    """Give back what a controller that died had reserved: Ray keeps it for as long as the driver lives."""
+    """Give back what a controller that died had reserved: Ray keeps it for as long as the driver lives, and for good
+    where it is reserved while the job already ends."""
     for number, table in ray.util.placement_group_table().items():
         if table["name"].startswith(f"{run_id}:"):
             with contextlib.suppress(Exception):  # it is being removed
@@ -171,6 +172,7 @@ class InPlaceGroup(WorkerGroup):
         self._place_of = list(range(len(self.get_workers())))  # of each of Ray Train's workers
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Places:
+        remove_places(self._run_id)
         context = worker_group_context
         return Places(
             self._run_id, context.resources_per_worker, at_first=context.num_workers, most=self._most, unit=self._unit
