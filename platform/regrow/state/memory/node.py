@@ -122,7 +122,7 @@ class KeeperNode:
                 del self._ready[moment]
         for path in self.folder.glob("g*"):  # what was never sealed too
             generation = files.generation_of(path.name)
-            if generation < state.newest.generation and generation != state.pinned.generation:
+            if generation < state.newest.generation and generation not in {each.generation for each in state.needed}:
                 path.unlink(missing_ok=True)
         remove_abandoned(self.folder)
 

@@ -1,0 +1,94 @@
+"""What is done about units that compute wrong: they are named, their hosts given up, the run goes back. Pure."""
+
+from regrow.config.schema import PretrainConfig
+from regrow.control.commands import Outbox
+from regrow.control.events import Verified
+from regrow.control.group import Group
+from regrow.control.slow import Kind
+from regrow.control.snapshots import Snapshots
+from regrow.control.states import Training
+from regrow.control.verification import Finding, Outcome, Verification
+
+
+class Corruptions:
+    """Of a run."""
+
+    def __init__(
+        self, config: PretrainConfig, group: Group, snapshots: Snapshots, out: Outbox, limit: int | None
+    ) -> None:
+        """`limit` is the newest step that may be restored, of an earlier coordinator."""
+        every_steps, train = config.cluster.verify_every_steps, config.train
+        last_step = min(train.steps, train.stop_at_step or train.steps)
+        self.verification = Verification(every_steps, config.parallel.tp, last_step)
+        self.verification.limit = limit
+        self._verifies, self._group, self._snapshots, self._out = every_steps > 0, group, snapshots, out
+        self._told_alone: set[str] = set()  # nodes
+
+    @property
+    def limit(self) -> int | None:
+        """The newest step that a group that forms may begin from; None: any."""
+        return self.verification.limit
+
+    def begin(self, start_step: int) -> None:
+        """The newest group trains from this step."""
+        self.verification.begin(self._group.membership.current, start_step)
+        if self._verifies:
+            self._snapshots.commits.expect(start_step + 1)
+
+    def take(self, event: Verified, now: float) -> None:
+        """The outcome of a verification; a corruption that it confirms costs the odd ones their place, the run the
+        steps since the newest verified state. Where units differ and there is no third one, it ends the run there."""
+        if not isinstance(self._group.state, Training):
+            return
+        outcome, verification = event.outcome, self.verification
+        found = verification.take(event.step, outcome)
+        self._tell(event.step, outcome, now)
+        if found is None:
+            verified = verification.verified
+            self._snapshots.verify(verified, verification.next_after(event.step))
+            return
+        self._record(event.step, found, outcome)
+        self._snapshots.roll_back(found.state_of, now)
+        units = ", ".join(map(str, found.units))
+        if found.is_decided:
+            detail = f"unit {units}: its checksums in step {event.step} differ from those of most others"
+            self._group.expel_corrupt(found, detail, now)
+            return
+        nodes = ", ".join(dict.fromkeys(member.node[:12] for member in found.members))
+        self._group.give_up(
+            f"units {units} (nodes {nodes}) come to different checksums from the same micro-batch, as in step "
+            f"{event.step}, and there is no third of their kind to tell which is wrong; the state of step "
+            f"{found.state_of} is the newest known to be right: leave one of these nodes out, or have three units, and "
+            "start the same command again"
+        )
+        self._group.break_off(now)
+
+    def _tell(self, step: int, outcome: Outcome, now: float) -> None:
+        """What is suspected from here on, and no longer."""
+        suspects, verification = self._group.health.suspects, self.verification
+        ranks = {member.id: rank for rank, member in enumerate(self._group.membership.current)}
+        compared = " and ".join(outcome.compared)
+        for kind, units in ((Kind.corrupt, outcome.odd), (Kind.differing, outcome.undecided)):
+            for member in verification.members_of(units):
+                detail = f"its {compared} in the verification of step {step}"
+                suspects.wrong(kind, member.node, member.pid, ranks[member.id], now, detail)
+        for node in {each.node for each in self._group.membership.current}:
+            if verification.has_recovered(node, step):
+                suspects.right(node)
+        for node in {each.node for each in verification.members_of(outcome.alone)} - self._told_alone:
+            self._told_alone.add(node)
+            text = f"node {node[:12]} has the only unit with its kind of device: what it computes is compared with none"
+            self._out.record("note", text=text)
+
+    def _record(self, step: int, found: Finding, outcome: Outcome) -> None:
+        ranks = {member.id: rank for rank, member in enumerate(self._group.membership.current)}
+        self._out.record(
+            "corruption",
+            step=step,
+            units=list(found.units),
+            ranks=[ranks[member.id] for member in found.members],
+            nodes=list(dict.fromkeys(member.node for member in found.members)),
+            verified_step=found.state_of,
+            is_decided=found.is_decided,
+            detail=f"{' and '.join(outcome.compared)} of the same micro-batch",
+        )
