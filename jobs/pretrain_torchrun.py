@@ -9,6 +9,7 @@ Settings are key=value, as `python -m jobs.pretrain --help` lists them.
 """
 
 import sys
+from functools import partial
 
 import torch
 
@@ -40,8 +41,8 @@ def train_phase(config: PretrainConfig, run: TorchrunRun, device: torch.device) 
     recipe, until = phase_after(parallel, config.train.steps, run.newest_step())
     until = min(until, config.train.stop_at_step or until)
     eot_id = corpora.eot_id if config.model.document_attention else None
-    more = {"eot_id": eot_id, "stages": stages, "verified": verified_rows(config, topology.batch)}
-    step = build_step(config.model, recipe, optim, mesh=mesh, device=device, seed=seed, **more)
+    build = partial(build_step, eot_id=eot_id, stages=stages, verified=verified_rows(config, topology.batch))
+    step = build(config.model, recipe, optim, mesh=mesh, device=device, seed=seed)
     progress = run.restore(step, mesh)
 
     order, reader, slices = order_of(config, corpora), run.train_rows(), topology.slices_of(rank)

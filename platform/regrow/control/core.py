@@ -234,7 +234,9 @@ class Control:
 
     def _sealed(self, event: e.Sealed, now: float) -> None:
         """Late reports of a generation that is over count no more, though the next one has not begun."""
-        self.snapshots.sealed([ack for ack in event.acks if ack.version.generation == self.generation], now)
+        acks = [ack for ack in event.acks if ack.version.generation == self.generation]
+        if not self.corruptions.replicas_differ(acks, now):
+            self.snapshots.sealed(acks, now)
 
     def _complained(self, event: e.Complaint, now: float) -> None:
         """Of a group that is over only what it trained last, in good order, is still to be copied."""

@@ -1,13 +1,18 @@
 """What is done about units that compute wrong: they are named, their hosts given up, the run goes back. Pure."""
 
+from collections.abc import Sequence
+
 from regrow.config.schema import PretrainConfig
 from regrow.control.commands import Outbox
 from regrow.control.events import Verified
 from regrow.control.group import Group
+from regrow.control.replicas import Replicas
 from regrow.control.slow import Kind
 from regrow.control.snapshots import Snapshots
 from regrow.control.states import Training
+from regrow.control.values import SnapshotAck
 from regrow.control.verification import Finding, Outcome, Verification
+from regrow.record.events import Cause
 
 
 class Corruptions:
@@ -23,6 +28,7 @@ class Corruptions:
         self.verification.limit = limit
         self._verifies, self._group, self._snapshots, self._out = every_steps > 0, group, snapshots, out
         self._told_alone: set[str] = set()  # nodes
+        self._replicas = Replicas()
 
     @property
     def limit(self) -> int | None:
@@ -32,8 +38,36 @@ class Corruptions:
     def begin(self, start_step: int) -> None:
         """The newest group trains from this step."""
         self.verification.begin(self._group.membership.current, start_step)
+        self._replicas.begin()
         if self._verifies:
             self._snapshots.commits.expect(start_step + 1)
+
+    def replicas_differ(self, acks: Sequence[SnapshotAck], now: float) -> bool:
+        """Whether a snapshot's replicas do, which costs the odd one its place, and the run the steps since the newest
+        committed snapshot: in that they agreed. Where there are two, it is not known which is wrong, and both go on."""
+        group = self._group
+        found = self._replicas.take(acks) if self._verifies and isinstance(group.state, Training) else None
+        if found is None:
+            if (newest := self._snapshots.commits.newest) is not None:
+                self._replicas.committed(newest.version)
+            return False
+        units = sorted({rank // group.membership.unit for rank in found.ranks})
+        newest = self._snapshots.commits.newest
+        step = newest.version.step if newest is not None else self.verification.start_step
+        members = tuple(group.membership.current[rank] for rank in found.ranks)
+        bad = Finding(tuple(units), members, step, found.is_decided)
+        self._record(found.version.step, bad, "weights and moments, with those of its replicas")
+        self._snapshots.go_back(step, now)
+        detail = f"its snapshot of step {found.version.step} is not what other replicas hold"
+        if found.is_decided:
+            group.expel_corrupt(bad, f"rank {found.ranks[0]}: {detail}", now)
+        else:
+            ranks = ", ".join(map(str, found.ranks))
+            group.failed(
+                Cause.corrupted, f"ranks {ranks} hold different bits of one shard in step {found.version.step}", []
+            )
+            group.break_off(now)
+        return True
 
     def take(self, event: Verified, now: float) -> None:
         """The outcome of a verification; a corruption that it confirms costs the odd ones their place, the run the
@@ -47,7 +81,7 @@ class Corruptions:
             verified = verification.verified
             self._snapshots.verify(verified, verification.next_after(event.step))
             return
-        self._record(event.step, found, outcome)
+        self._record(event.step, found, f"{' and '.join(outcome.compared)} of the same micro-batch")
         self._snapshots.roll_back(found.state_of, now)
         units = ", ".join(map(str, found.units))
         if found.is_decided:
@@ -80,7 +114,7 @@ class Corruptions:
             text = f"node {node[:12]} has the only unit with its kind of device: what it computes is compared with none"
             self._out.record("note", text=text)
 
-    def _record(self, step: int, found: Finding, outcome: Outcome) -> None:
+    def _record(self, step: int, found: Finding, detail: str) -> None:
         ranks = {member.id: rank for rank, member in enumerate(self._group.membership.current)}
         self._out.record(
             "corruption",
@@ -90,5 +124,5 @@ class Corruptions:
             nodes=list(dict.fromkeys(member.node for member in found.members)),
             verified_step=found.state_of,
             is_decided=found.is_decided,
-            detail=f"{' and '.join(outcome.compared)} of the same micro-batch",
+            detail=detail,
         )

@@ -121,12 +121,16 @@ class Snapshots:
 
     def roll_back(self, step: int, now: float) -> None:
         """What comes after this step is not to be used, in memory and in storage: some rank computed wrong."""
-        self.commits.roll_back(step)
-        self.checkpoints.discard(now)
+        self.go_back(step, now)
         stored, dropped = self.checkpoints.steps.roll_back(step)
         self.checkpoints.stored = min(self.checkpoints.stored, stored)
         why = f"a rank computed wrong; step {step} is the newest whose state is known to be right"
         self._out.extend(NoteDamaged(each, why) for each in dropped)
+
+    def go_back(self, step: int, now: float) -> None:
+        """The same of memory alone, where nothing later was committed."""
+        self.commits.roll_back(step)
+        self.checkpoints.discard(now)
 
     def keeper_up(self, event: KeeperUp, now: float) -> None:
         self.keepers.up(event)

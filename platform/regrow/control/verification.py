@@ -107,11 +107,12 @@ class Verification:
         self._struck: dict[str, list[int]] = {}  # by node: steps in which one of its units was the odd one
         self._differed: list[int] = []  # steps in which there was no majority
         self._members: tuple[Member, ...] = ()
+        self.start_step = 0  # of the newest group
         self.limit: int | None = None  # the newest step that may be restored, since a corruption was confirmed
 
     def begin(self, members: Sequence[Member], start_step: int) -> None:
         """A group trains from this state. Whoever is new in it has not computed any of it."""
-        self._members = tuple(members)
+        self._members, self.start_step = tuple(members), start_step
         self._passed = {each.id: min(start_step, self._passed.get(each.id, start_step)) for each in members}
         self._struck = {node: steps for node, steps in self._struck.items() if node in {each.node for each in members}}
         self._differed.clear()

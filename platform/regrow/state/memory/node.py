@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from regrow.control.values import NEVER, Peer, SnapshotAck, Version
+from regrow.control.values import NEVER, Digest, Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError, first_line
 from regrow.state.disk.upload import WriteOrder, Written, write_parts
 from regrow.state.memory import held as files
@@ -63,6 +63,7 @@ class KeeperNode:
         self._peers: tuple[Peer, ...] = ()
         self._work: Work = queue.Queue()  # of the thread that copies to the peers
         self._ready: dict[Version, dict[str, Held]] = {}  # checked and copied
+        self._digests: dict[Version, dict[str, Digest]] = {}  # of these, where there are replicas
         self._heard = Committed.read(folder)  # of the coordinator, or by way of a peer
         self._failed = False  # something waits to be tried again
         self._running = False
@@ -120,6 +121,7 @@ class KeeperNode:
             state.write(self.folder)
             for moment in [moment for moment in self._ready if moment <= state.newest]:
                 del self._ready[moment]
+            self._digests = {moment: each for moment, each in self._digests.items() if moment > state.newest}
         for path in self.folder.glob("g*"):  # what was never sealed too
             generation = files.generation_of(path.name)
             if generation < state.newest.generation and generation not in {each.generation for each in state.needed}:
@@ -221,6 +223,8 @@ class KeeperNode:
         with self._lock:
             if peers != self._peers:  # all of it again, for others
                 return
+            if (digest := snapshot.digest) is not None:
+                self._digests.setdefault(held.moment, {})[held.file] = digest
             ready = self._ready.setdefault(held.moment, {})
             ready[held.file] = held
             if len(ready) < held.writers:
@@ -228,7 +232,8 @@ class KeeperNode:
         self._report(held.moment, peers)
 
     def _report(self, moment: Version, peers: tuple[Peer, ...]) -> None:
-        self.report(SnapshotAck(self.node, moment, tuple(peer.node for peer in peers)))
+        digests = tuple(self._digests.get(moment, {}).values())
+        self.report(SnapshotAck(self.node, moment, tuple(peer.node for peer in peers), digests=digests))
 
     def _push(self, snapshot: Snapshot, peer: Peer) -> None:
         """Copy a slot with its checksums to the peer, which checks them. Raises CheckpointError.
