@@ -7,6 +7,7 @@ import pytest
 from regrow.config.schema import CheckpointConfig
 from regrow.control import commands as c
 from regrow.control import events as e
+from regrow.control.checkpoints import StoredSteps
 from regrow.control.past import Past
 from regrow.control.states import GivenUp, Training
 from regrow.control.values import Digest, SnapshotAck, Version
@@ -136,6 +137,17 @@ def test_checkpoints_of_states_that_are_not_verified_count_no_more() -> None:
     outcome(told, 31, odd=(0,))
     assert [each.step for each in told.of(c.NoteDamaged)] == [25]
     assert told.control.snapshots.checkpoints.stored == 15
+
+
+def test_the_newest_verified_checkpoint_is_not_deleted_for_later_ones() -> None:
+    steps = StoredSteps(5)
+    steps.keep = 2
+    steps.add(10)
+    assert steps.deletions == [c.Delete()]  # 10 and 5 stay
+    steps.add(20)
+    assert steps.deletions == []
+    steps.verify(19)
+    assert steps.deletions == [c.Delete()]
 
 
 def test_a_newcomer_that_computes_wrong_costs_no_more_than_what_its_group_has_done() -> None:

@@ -75,6 +75,7 @@ class StoredSteps:
     def __init__(self, newest: int) -> None:
         """`newest` was there when the job began."""
         self._verified, self._later = newest, list[int]()
+        self.keep = 0  # so many are kept, of which one is to be verified; 0: none is verified at all
 
     def add(self, step: int) -> None:
         if step > self._verified and step not in self._later:
@@ -84,6 +85,11 @@ class StoredSteps:
         """States up to that of this step are verified."""
         self._verified = max([self._verified, *(each for each in self._later if each <= step)])
         self._later = [each for each in self._later if each > step]
+
+    @property
+    def deletions(self) -> list[Delete]:
+        """That of old ones, unless the newest verified one would be among them."""
+        return [] if self.keep and len(self._later) >= self.keep else [Delete()]
 
     def roll_back(self, step: int) -> tuple[int, list[int]]:
         """The newest one that still counts, and those that do not, where states after this step do not."""
@@ -245,7 +251,7 @@ class Checkpoints:
             self.cadence.written(took_s=seconds)
             self.upload = None
             self.begin_if_due(now)
-        self._out.append(Delete())
+        self._out.extend(self.steps.deletions)
 
     def publish_failed(self, event: PublishFailed, now: float) -> None:
         self._late.pop(event.upload, None)

@@ -28,6 +28,7 @@ class Corruptions:
         self.verification.limit = limit
         self._verifies, self._group, self._snapshots, self._out = every_steps > 0, group, snapshots, out
         self._told_alone: set[str] = set()  # nodes
+        snapshots.checkpoints.steps.keep = config.checkpoint.keep if self._verifies else 0
         self._replicas = Replicas()
 
     @property

@@ -489,8 +489,8 @@ class Corruption(GroupIncident):
     """Units computed wrong, as verifications have confirmed; or several differ, and none can tell which is wrong."""
 
     step: int  # of the verification
-    units: list[int]
-    ranks: list[int]
+    units: list[int]  # the odd ones, or all that differ
+    ranks: list[int]  # of these units
     nodes: list[str]  # ids
     verified_step: int  # the newest whose state is known to be right: the run goes back to it, or before
     is_decided: bool = True  # these are wrong; else one of them is, and the run ends

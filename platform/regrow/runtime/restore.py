@@ -143,9 +143,8 @@ def restore(
 
 
 def _up_to(limit: int | None, steps: list[int]) -> list[int]:
-    """Those that may be restored; where all are later, the oldest first: better than to begin anew."""
-    allowed = [step for step in steps if limit is None or step <= limit]
-    return allowed if allowed or not limit else steps[::-1]
+    """Those that may be restored."""
+    return [step for step in steps if limit is None or step <= limit]
 
 
 def _trusted(job: Job) -> int | None:
@@ -164,8 +163,7 @@ def _newest_stored(folder: Storage, job: Job, limit: int | None) -> int:
     newest = 0
     if dist.get_rank() == 0:
         try:
-            steps = catalog.committed_steps(folder)
-            newest = max((step for step in steps if limit is None or step <= limit), default=0)
+            newest = max(_up_to(limit, catalog.committed_steps(folder)), default=0)
         except OSError:
             newest = CoordinatorClient(job.coordinator).stored_step()
     return from_rank_0(newest)

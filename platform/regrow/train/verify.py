@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils import deterministic as settings
 
 from regrow.control.verification import PER_UNIT
 from regrow.parallel.checksums import BITS, GradientSums, checksum
@@ -89,8 +90,6 @@ def deterministic(device: torch.device) -> Iterator[None]:
     if device.type != "cuda" or CUBLAS not in os.environ or torch.are_deterministic_algorithms_enabled():
         yield
         return
-    from torch.utils import deterministic as settings
-
     filling = settings.fill_uninitialized_memory  # type: ignore[attr-defined]  # made by its module's class
     settings.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
