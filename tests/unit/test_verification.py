@@ -12,6 +12,7 @@ from regrow.control.past import Past
 from regrow.control.states import GivenUp, Training
 from regrow.control.values import Digest, SnapshotAck, Version
 from regrow.control.verification import GRADIENTS, LOSS, Checks, Outcome
+from support.control_world import play_corrupt
 from support.told import Told, one
 
 NODES = "abcd"
@@ -216,3 +217,9 @@ def test_a_snapshot_in_which_replicas_differ_is_never_committed(num: int) -> Non
     assert corruption["ranks"] == ([1] if num == 3 else [0, 1])
     assert bool(told.records("quarantine")) == (num == 3)
     assert told.control.ending is None
+
+
+def test_whenever_a_node_begins_to_compute_wrong_nothing_that_it_spoilt_is_left_in_log_or_storage() -> None:
+    found = [play_corrupt(seed) for seed in range(60)]
+    expelled = [world for world in found if any(name == "quarantine" for _, name, _ in world.events)]
+    assert len(expelled) > 40
