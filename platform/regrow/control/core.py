@@ -86,8 +86,7 @@ class Control:
         self.drains = Drains(self.group, self.snapshots, config)
         self.corruptions = Corruptions(config, self.group, self.snapshots, self._out, past.limit)
         self._rows = Rows(self._out, logged=past.logged, may_be_missing=past.generation > 0)
-        self._is_restarted = past.restarted
-        self._rollbacks = past.rollbacks
+        self._is_restarted, self._rollbacks = past.restarted, past.rollbacks
         self._num_failures, self._restore_s = 0, 0.0
         self._handlers = _handlers(self)
         if past.restarted and past.stored != NOTHING:
@@ -234,9 +233,7 @@ class Control:
 
     def _sealed(self, event: e.Sealed, now: float) -> None:
         """Late reports of a generation that is over count no more, though the next one has not begun."""
-        acks = [ack for ack in event.acks if ack.version.generation == self.generation]
-        if not self.corruptions.replicas_differ(acks, now):
-            self.snapshots.sealed(acks, now)
+        self.corruptions.sealed([ack for ack in event.acks if ack.version.generation == self.generation], now)
 
     def _complained(self, event: e.Complaint, now: float) -> None:
         """Of a group that is over only what it trained last, in good order, is still to be copied."""

@@ -6,7 +6,7 @@ from regrow.config.schema import PretrainConfig
 from regrow.control.commands import Outbox
 from regrow.control.events import Verified
 from regrow.control.group import Group
-from regrow.control.replicas import Replicas
+from regrow.control.replicas import Replicas, Unequal
 from regrow.control.slow import Kind
 from regrow.control.snapshots import Snapshots
 from regrow.control.states import Training
@@ -43,15 +43,21 @@ class Corruptions:
         if self._verifies:
             self._snapshots.commits.expect(start_step + 1)
 
-    def replicas_differ(self, acks: Sequence[SnapshotAck], now: float) -> bool:
-        """Whether a snapshot's replicas do, which costs the odd one its place, and the run the steps since the newest
-        committed snapshot: in that they agreed. Where there are two, it is not known which is wrong, and both go on."""
+    def sealed(self, acks: Sequence[SnapshotAck], now: float) -> None:
+        """Nodes have versions safe; where a snapshot's replicas differ, it is not to be committed."""
+        is_compared = self._verifies and isinstance(self._group.state, Training)
+        found = self._replicas.take(acks) if is_compared else None
+        if found is not None:
+            self._replicas_differ(found, now)
+            return
+        self._snapshots.sealed(acks, now)
+        if (newest := self._snapshots.commits.newest) is not None:
+            self._replicas.committed(newest.version)
+
+    def _replicas_differ(self, found: Unequal, now: float) -> None:
+        """It costs the odd one its place, and the run the steps since the newest committed snapshot: in that they
+        agreed. Where there are two, it is not known which is wrong, and both go on."""
         group = self._group
-        found = self._replicas.take(acks) if self._verifies and isinstance(group.state, Training) else None
-        if found is None:
-            if (newest := self._snapshots.commits.newest) is not None:
-                self._replicas.committed(newest.version)
-            return False
         units = sorted({rank // group.membership.unit for rank in found.ranks})
         newest = self._snapshots.commits.newest
         step = newest.version.step if newest is not None else self.verification.start_step
@@ -68,7 +74,6 @@ class Corruptions:
                 Cause.corrupted, f"ranks {ranks} hold different bits of one shard in step {found.version.step}", []
             )
             group.break_off(now)
-        return True
 
     def take(self, event: Verified, now: float) -> None:
         """The outcome of a verification; a corruption that it confirms costs the odd ones their place, the run the

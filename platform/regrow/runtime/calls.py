@@ -210,6 +210,7 @@ class CoordinatorClient:
     def rows_again(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         """The same."""
         return self.handle.rows_again.remote(self.generation, rows)
+
     def verified(self, step: int, outcome: Outcome) -> Any:
         return self.handle.verified.remote(self.generation, step, outcome)
 
