@@ -9,6 +9,7 @@ Settings are key=value, as `python -m jobs.pretrain --help` lists them.
 """
 
 import sys
+from functools import partial
 
 import torch
 
@@ -24,7 +25,7 @@ from regrow.runtime.hardware.peak import peak_flops
 from regrow.runtime.torchrun import TorchrunRun, end_process, for_this_group, process_group
 from regrow.show.console import Console
 from regrow.state.entries import Progress
-from regrow.train.build import build_step, loop_settings, meter_of
+from regrow.train.build import build_step, loop_settings, meter_of, verified_rows
 from regrow.train.loop import train
 from regrow.train.saver import Cadence, CheckpointSaver
 from regrow.train.validation import Validation
@@ -40,7 +41,8 @@ def train_phase(config: PretrainConfig, run: TorchrunRun, device: torch.device) 
     recipe, until = phase_after(parallel, config.train.steps, run.newest_step())
     until = min(until, config.train.stop_at_step or until)
     eot_id = corpora.eot_id if config.model.document_attention else None
-    step = build_step(config.model, recipe, optim, mesh=mesh, device=device, seed=seed, eot_id=eot_id, stages=stages)
+    build = partial(build_step, eot_id=eot_id, stages=stages, verified=verified_rows(config, topology.batch))
+    step = build(config.model, recipe, optim, mesh=mesh, device=device, seed=seed)
     progress = run.restore(step, mesh)
 
     order, reader, slices = order_of(config, corpora), run.train_rows(), topology.slices_of(rank)

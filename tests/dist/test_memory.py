@@ -8,13 +8,15 @@ import torch
 import torch.distributed as dist
 
 from regrow.control.peers import plan_peers
-from regrow.control.values import Peer, SnapshotAck
+from regrow.control.replicas import Replicas, Unequal
+from regrow.control.values import Peer, SnapshotAck, Version
 from regrow.state.memory.held import Holder
 from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.writer import Snapshots
 from support.gloo import run_ranks
 from support.state import entries_after, whole
+from support.verifying import snapshots_of_replicas
 
 RUN, SECRET = "0123456789abcdef", b"of this run"
 
@@ -82,6 +84,25 @@ def take(
     writer.wait()
     writer.confirm(2)
     return whole(entries)
+
+
+@pytest.mark.parametrize(("ranks", "replicas", "odd", "decided"), [(3, 3, (1,), True), (4, 2, (1, 3), False)])
+def test_a_bit_flipped_in_a_replica_s_weights_is_found_in_the_next_snapshot(
+    tmp_path: Path, ranks: int, replicas: int, odd: tuple[int, ...], decided: bool
+) -> None:
+    """By the reports of real keepers, of real HSDP replicas of one rank, and of two."""
+    nodes, found = Nodes(tmp_path, ranks), Replicas()
+    try:
+        run_ranks(snapshots_of_replicas, ranks, nodes.folders(), RUN, replicas, 1)
+        give_up_at = time.monotonic() + 30
+        while len(nodes.reports) < 3 * ranks:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.01)
+        unequal = [found.take([report]) for report in sorted(nodes.reports, key=lambda each: each.version)]
+        assert set(unequal) == {None, Unequal(Version(1, 3), odd, decided)}
+    finally:
+        for node in list(nodes.keepers):
+            nodes.lose(node)
 
 
 @pytest.mark.parametrize(

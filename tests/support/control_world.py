@@ -21,8 +21,9 @@ from regrow.control.core import Control, Fenced
 from regrow.control.health import Pulse
 from regrow.control.membership import Formation, Member
 from regrow.control.past import Past, group_of
-from regrow.control.states import Answer, RowAnswer
+from regrow.control.states import Answer, RowAnswer, Training
 from regrow.control.values import NEVER, SnapshotAck, Version
+from regrow.control.verification import Checks
 from regrow.record.events import Cause
 from regrow.record.log import METRIC_KEYS
 from regrow.runtime.kept_rows import KeptRows
@@ -104,16 +105,17 @@ class Node:
     slots: list[Shard | None] = field(default_factory=lambda: [None] * SLOTS)
     copies: dict[tuple[str, int], Shard] = field(default_factory=dict)  # by origin and slot
     heard: tuple[int, Version, Version] = (-1, NEVER, NEVER)  # number of the message, what is committed, what is pinned
+    kept: tuple[Version, ...] = ()
     peers: tuple[str, ...] = ()
 
     @property
     def held(self) -> list[Shard]:
         return [each for each in self.slots if each is not None] + list(self.copies.values())
 
-    def hear(self, number: int, newest: Version, pinned: Version) -> None:
+    def hear(self, number: int, newest: Version, pinned: Version, kept: tuple[Version, ...] = ()) -> None:
         if number > self.heard[0]:
-            self.heard = number, newest, pinned
-            keep = lambda s: s.moment.generation >= newest.generation or s.moment == pinned  # noqa: E731
+            self.heard, self.kept = (number, newest, pinned), kept
+            keep = lambda s: s.moment.generation >= newest.generation or s.moment in (pinned, *kept)  # noqa: E731
             self.slots = [each if each is not None and keep(each) else None for each in self.slots]
             self.copies = {key: each for key, each in self.copies.items() if keep(each)}
 
@@ -121,7 +123,7 @@ class Node:
         """Never the newest committed one, nor one that is on its way to storage, nor the newest of all."""
         _, newest, pinned = self.heard
         for number, each in enumerate(self.slots):
-            if each is None or (each.moment not in (newest, pinned) and each.moment < newest):
+            if each is None or (each.moment not in (newest, pinned, *self.kept) and each.moment < newest):
                 return number
         return None
 
@@ -136,6 +138,11 @@ class Run:
     over: bool = False
     step: int = 0
     state: int = 0
+    checks: Checks | None = None
+
+    def generation_is_over(self, control: Control) -> bool:
+        """Whether control has broken the group off just now."""
+        return not isinstance(control.state, Training)
 
 
 class World:
@@ -155,6 +162,7 @@ class World:
         copies: int = 1,
         timeout_s: float = 30.0,
         num_slices: int | None = None,
+        verify_every_steps: int = 0,
     ) -> None:
         """`num_slices`: of a batch; then the ranks that make no step faster are spares."""
         self.rng, self.now, self.last_step = random.Random(seed), 1000.0, last_step
@@ -163,6 +171,8 @@ class World:
             checkpoint=CheckpointConfig(every_steps=4, keep=KEEP, timeout_s=timeout_s),
             snapshot=SnapshotConfig(copies=copies),
         )
+        self.config.cluster.verify_every_steps, self.config.train.steps = verify_every_steps, last_step
+        self.corrupt: set[str] = set()  # nodes that compute wrong, whichever worker of theirs does
         if num_slices is not None:
             self.config.optim.num_slices, self.config.cluster.spare_workers = num_slices, "auto"
         self.sizes = set(world_sizes(self.config).values())  # that a group may have
@@ -317,7 +327,8 @@ class World:
         """An event to control; what it replies. Refused where its generation is over."""
         generation = getattr(event, "generation", None)
         fenced = isinstance(
-            event, e.Began | e.Row | e.RowsAgain | e.CheckpointWanted | e.Leaving | e.NotFinite | e.Logged
+            event,
+            e.Began | e.Row | e.RowsAgain | e.Verified | e.CheckpointWanted | e.Leaving | e.NotFinite | e.Logged,
         )
         reply = None
         for command in self.control.on(event, self.now):
@@ -414,6 +425,8 @@ class World:
     def _do_Record(self, command: c.Record) -> None:
         self.durable_rows = len(self.rows)  # one writer, in order, and events are flushed
         self.events.append((self.now, command.event, dict(command.fields)))
+        if command.event == "corruption" and self.newest_committed.step > command.fields["verified_step"]:
+            self.newest_committed = NEVER
 
     def _do_GiveUp(self, command: c.GiveUp) -> None:
         self.given_up = command.message
@@ -500,7 +513,7 @@ class World:
     def _hear(self, name: str, command: c.Announce) -> None:
         node = self.nodes[name]
         if node.alive and node.up:
-            node.hear(command.number, command.newest, command.pinned)
+            node.hear(command.number, command.newest, command.pinned, command.kept)
 
     def _do_SnapshotCommitted(self, command: c.SnapshotCommitted) -> None:
         version = command.version
@@ -611,6 +624,9 @@ class World:
 
         self.after(seconds, arrive)
 
+    def _do_NoteDamaged(self, command: c.NoteDamaged) -> None:
+        self.storage.pop(command.step, None)
+
     def _do_Withdraw(self, command: c.Withdraw) -> None:
         self.storage.pop(command.step, None)
 
@@ -706,7 +722,9 @@ class World:
         generation = run.formation.generation
         for member in run.formation.members:
             self.tell(self._keeper_up(self.nodes[member.node]))
-        step, state = max(((step, state) for step, (_, state) in self.storage.items()), default=(0, 0))
+        limit = self.control.corruptions.limit
+        sound = [(at, kept) for at, (_, kept) in self.storage.items() if limit is None or at <= limit]
+        step, state = max(sound, default=(0, 0))
         is_restored = False
         if self.control.newest_snapshot is not None:
             held = [
@@ -718,7 +736,7 @@ class World:
                 if len(states) != 1:
                     raise Broken(f"{version} has {len(states)} states")
                 step, state, is_restored = version.step, states.pop(), True
-            elif version in self.committed and not self._has_lost_a_part(version):
+            elif version.step >= step and version in self.committed and not self._has_lost_a_part(version):
                 raise Broken(f"{version} was committed, a node of each part is there, and it is not whole")
         run.step, run.state = step, state
         nodes = tuple(dict.fromkeys(member.node for member in run.formation.members))
@@ -731,6 +749,8 @@ class World:
         run.began = True
         for member in run.formation.members:
             self.workers[member.id].rows.begin(generation, step)
+        every, members = self.config.cluster.verify_every_steps, run.formation.members
+        run.checks = Checks(every, len(members), step + 1, self.last_step) if every else None
         if self.newest_committed.step > step:
             self.newest_committed = NEVER
         if is_restored:
@@ -764,10 +784,18 @@ class World:
             return
         generation = run.formation.generation
         run.step += 1
-        run.state = advance(run.state, run.step)
+        members = run.formation.members
+        wrong = tuple(rank for rank, member in enumerate(members) if member.node in self.corrupt)
+        run.state = advance(run.state, run.step) + len(wrong)
         row = dict.fromkeys(METRIC_KEYS, 0.0) | {"step": run.step, "generation": generation, "step_s": STEP_S}
         row["state"] = run.state
         try:
+            if run.checks is not None and run.checks.is_due(run.step):
+                slots = [number for rank in range(len(members)) for number in (1.0, 2.0 + (rank in wrong), 3.0)]
+                self.tell(e.Verified(generation, run.step, run.checks.judge(run.step, slots)))
+                if run.generation_is_over(self.control):
+                    self._leave_all(run)
+                    return
             for member in run.formation.members:
                 self.workers[member.id].rows.add(row)
             reason = self._send(row, self.workers[run.formation.members[0].id])
@@ -1050,4 +1078,25 @@ def play(seed: int, control_class: type[Control] = Control, *, num_faults: int |
     world.check_log()
     if not world.done and not world.given_up:
         raise Broken("the run ended, and did not say why")
+    return world
+
+
+def play_corrupt(seed: int) -> World:
+    """A run in which a node begins to compute wrong, and goes on, with a fault of another kind or none. Raises Broken.
+
+    What is in the log in the end, and in storage, is nothing that it spoilt.
+    """
+    rng = random.Random(seed)
+    world = World(seed, num_nodes=rng.choice((3, 4, 5)), last_step=rng.choice((14, 20)), verify_every_steps=3)
+    victim = rng.choice([*world.nodes])
+    world.after(2.0 + rng.random() * 10.0, lambda: world.corrupt.add(victim))
+    if rng.random() < 0.5:
+        others = [
+            worker for worker in world.workers.values() if worker.node != victim
+        ]  # of one that is gone none tells
+        world.after(rng.random() * 20.0, lambda: world.kill_worker(rng.choice(others)))
+    world.run(2000.0)
+    if not world.given_up:
+        world.check_log()
+        assert world.done
     return world

@@ -182,6 +182,10 @@ STORIES = {
         sound() | {f'ray_regrow_failures_total{{{WORKER}, cause="worker_hung"}}': "0x60 1x120"},
         {60: set(), 63: {"RegrowHung"}, 110: {"RegrowHung"}, 125: set()},
     ),
+    "a unit computes wrong": Story(
+        sound() | {f'ray_regrow_incidents_total{{{WORKER}, kind="corruption"}}': "0x60 1x120"},
+        {60: set(), 63: {"RegrowCorruption"}, 110: {"RegrowCorruption"}, 125: set()},
+    ),
     "two runs, one of which is in trouble": Story(
         sound()
         | {

@@ -159,6 +159,7 @@ def test_the_defaults_pass_every_rule() -> None:
         ("cluster.quarantine_failures", -1),
         ("cluster.quarantine_s", -1.0),
         ("cluster.probe_every_steps", -1),
+        ("cluster.verify_every_steps", -1),
         ("cluster.least_link_gb_per_s", -1),
         ("cluster.silence_s", 1.0),
         ("cluster.stuck_s", 1.0),

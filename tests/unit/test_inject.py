@@ -1,6 +1,7 @@
 """Faults on real processes and real snapshots, as far as they need no Ray; nodes are in tests/cluster."""
 
 import itertools
+import json
 import subprocess
 import sys
 import time
@@ -47,6 +48,18 @@ def injector(tmp_path: Path, notes: Notes) -> Iterator[Injector]:
     made = Injector(nodes, seed=7, note=lambda number, what, **fields: notes.append((number, what, fields)))
     yield made
     made.close()
+
+
+def test_an_order_to_flip_bits_is_left_where_the_worker_looks(
+    injector: Injector, workers: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    injector.nodes.flips = lambda node: tmp_path / node  # type: ignore[method-assign]
+    (tmp_path / "node1").mkdir()
+    for number, line in enumerate(("flip_weights rank=1", "flip_gradients rank=1 chance=0.5")):
+        (victim,) = injector.inject(number, *parse_plan([f"at step 1: {line}"]), workers, driver=0)
+        assert victim["rank"] == 1
+    order = json.loads((tmp_path / "node1" / f"{workers[1]['pid']}.json").read_text())
+    assert order == {"what": "gradients", "chance": 0.5}
 
 
 def state_of(pid: int) -> str:

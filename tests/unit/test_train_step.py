@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig
+from regrow.control.verification import Checks
 from regrow.model.llama import Llama
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
@@ -117,7 +118,7 @@ def test_garbage_that_is_no_number_is_a_broken_step_and_no_gradient_that_is_not_
     stats = step.run(list(ROWS.split(2)), num_micro_batches=3, lr=1e-3)
     launched: Future = Future()
     launched.set_result(stats)
-    flight = InFlight(Silent(), Silent(), Silent(), nonfinite_skips=0)
+    flight = InFlight(Silent(), Silent(), Silent(), Checks(0, 1, 1, 1), nonfinite_skips=0)
     flight.push(1, launched, {})
     step.certificate.clear()
     with pytest.raises(BrokenStep, match="generation 1 was over before step"):

@@ -156,7 +156,11 @@ def _cluster(config: PretrainConfig) -> None:
         f"cluster.spare_workers={spares} must not be negative, and 0 where cluster.in_place=false: "
         "a group that restarts as a whole takes all workers that are there",
     )
-    for name, none in (("quarantine_failures", "leaves no node alone"), ("probe_every_steps", "probes never")):
+    for name, none in (
+        ("quarantine_failures", "leaves no node alone"),
+        ("probe_every_steps", "probes never"),
+        ("verify_every_steps", "verifies never"),
+    ):
         value = getattr(cluster, name)
         _need(value >= 0, f"cluster.{name}={value} must not be negative; 0 {none}")
     link = cluster.least_link_gb_per_s
@@ -351,6 +355,7 @@ def _pipeline(config: PretrainConfig) -> None:
     for is_set, key, instead in (
         (parallel.cpu_offload, "parallel.cpu_offload=true", "parallel.cpu_offload=false"),
         (parallel.separate_reduce, "parallel.separate_reduce=true", "parallel.separate_reduce=false"),
+        (cluster.verify_every_steps > 0, "cluster.verify_every_steps", "cluster.verify_every_steps=0"),
     ):
         _need(not is_set, f"parallel.pp={pp} does not go with {key} yet; set {instead}")
 

@@ -138,6 +138,7 @@ class ClusterConfig:
     drain_slow_s: float = 60.0  # a node that is slow for so long is left, where spares wait for its place; 0: never
     wait_for_workers_s: float = 3600.0  # below min_workers: how long to keep the state and wait for nodes
     probe_every_steps: int = 100  # each rank checks and times a short matrix product; 0: never
+    verify_every_steps: int = 0  # all units compute one micro-batch, which shows one that is wrong; 0: never
     check_hardware: bool = True  # a worker whose GPU (by NVML) or whose node's link is broken does not join
     least_link_gb_per_s: float = 0.0  # a node that reaches others slower does not join; one TCP connection's GB/s
     quarantine_failures: int = 3  # of one node within an hour: it is left alone; 0: never

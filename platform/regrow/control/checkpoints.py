@@ -69,6 +69,35 @@ class Wanted:
     reason: str
 
 
+class StoredSteps:
+    """Checkpoints in storage, as far as this job knows of them: which of them hold a verified state."""
+
+    def __init__(self, newest: int) -> None:
+        """`newest` was there when the job began."""
+        self._verified, self._later = newest, list[int]()
+        self.keep = 0  # so many are kept, of which one is to be verified; 0: none is verified at all
+
+    def add(self, step: int) -> None:
+        if step > self._verified and step not in self._later:
+            self._later.append(step)
+
+    def verify(self, step: int) -> None:
+        """States up to that of this step are verified."""
+        self._verified = max([self._verified, *(each for each in self._later if each <= step)])
+        self._later = [each for each in self._later if each > step]
+
+    @property
+    def deletions(self) -> list[Delete]:
+        """That of old ones, unless the newest verified one would be among them."""
+        return [] if self.keep and len(self._later) >= self.keep else [Delete()]
+
+    def roll_back(self, step: int) -> tuple[int, list[int]]:
+        """The newest one that still counts, and those that do not, where states after this step do not."""
+        self.verify(step)
+        dropped, self._later = self._later, []
+        return self._verified, dropped
+
+
 class Checkpoints:
     """Decides on checkpoints; is told what came of it."""
 
@@ -95,7 +124,7 @@ class Checkpoints:
         self._last_step = NOTHING  # which it is then
         self._failed_at = NO_TIME
         self._in_vain = 0  # checkpoints in a row that failed because no node has some part
-        self._number = 0
+        self._number, self.steps = 0, StoredSteps(stored)
         self._late: dict[int, Upload] = {}  # given up when COMMIT was on its way
         self._withdrawn: set[int] = set()  # of these, the ones that must not count should it arrive
 
@@ -222,7 +251,7 @@ class Checkpoints:
             self.cadence.written(took_s=seconds)
             self.upload = None
             self.begin_if_due(now)
-        self._out.append(Delete())
+        self._out.extend(self.steps.deletions)
 
     def publish_failed(self, event: PublishFailed, now: float) -> None:
         self._late.pop(event.upload, None)
@@ -289,6 +318,7 @@ class Checkpoints:
 
     def has_stored(self, step: int) -> None:
         """This step is in storage: keepers have written it, or the ranks themselves."""
+        self.steps.add(step)
         self.stored, self._in_vain = max(self.stored, step), 0
         if self._wanted is not None and self._wanted.step <= self.stored:
             self._wanted = None

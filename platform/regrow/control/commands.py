@@ -132,6 +132,7 @@ class Announce:
     newest: Version
     pinned: Version
     nodes: tuple[str, ...]
+    kept: tuple[Version, ...] = ()  # to go back to, where units verify each other
 
 
 @dataclass(frozen=True)

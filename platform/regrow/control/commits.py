@@ -18,10 +18,17 @@ class SnapshotCommit:
 
 
 class CommitTracker:
-    """Collects what keepers report, for one generation after another."""
+    """Collects what keepers report, for one generation after another.
+
+    Where units verify each other (`control.verification`), nodes keep two more versions than the newest: the newest
+    one that is verified, and the newest one that the next verification may verify, once there are later ones.
+    """
 
     def __init__(self, is_whole: IsWhole) -> None:
         self.newest: SnapshotCommit | None = None
+        self.verified: SnapshotCommit | None = None  # of this generation
+        self._candidate: SnapshotCommit | None = None
+        self._verifies: int | None = None  # the next step that does
         self._is_whole = is_whole
         self._generation = 0
         self._peers: dict[str, tuple[str, ...]] = {}  # of the generation's nodes
@@ -34,12 +41,39 @@ class CommitTracker:
         """
         self._generation, self._peers = generation, dict(peers)
         self._reported.clear()
+        self.verified = self._candidate = self._verifies = None
         if self.newest is not None and self.newest.version.step > start_step:
             self.newest = None
+
+    @property
+    def kept(self) -> tuple[Version, ...]:
+        """What is not to be overwritten though there is a newer one."""
+        return tuple(each.version for each in (self.verified, self._candidate) if each is not None)
+
+    def expect(self, verifies: int) -> None:
+        """The next step that verifies: then the state before it may be."""
+        self._verifies = verifies
+
+    def verify(self, step: int) -> None:
+        """States up to that of this step are verified."""
+        self.verified = self._newest_until(step) or self.verified
+        if self._candidate is not None and self._candidate.version.step <= step:
+            self._candidate = None
+
+    def roll_back(self, step: int) -> None:
+        """Later states are not to be used, nor what is yet reported, until another generation begins."""
+        newest = self._newest_until(step)
+        self.discard()
+        self.newest = newest
+
+    def _newest_until(self, step: int) -> SnapshotCommit | None:
+        known = [each for each in (self.newest, self._candidate, self.verified) if each is not None]
+        return max((each for each in known if each.version.step <= step), key=lambda each: each.version, default=None)
 
     def discard(self) -> None:
         """Nothing that was or will be reported counts, until another generation begins."""
         self._generation, self.newest = NOTHING, None
+        self.verified = self._candidate = self._verifies = None
         self._reported.clear()
 
     def replan(self, peers: Mapping[str, tuple[str, ...]]) -> None:
@@ -58,7 +92,9 @@ class CommitTracker:
         nodes.add(report.node)
         if len(nodes) < len(self._peers):
             return None
-        self.newest = SnapshotCommit(version, dict(self._peers))
+        before, self.newest = self.newest, SnapshotCommit(version, dict(self._peers))
+        if self._verifies is not None and before is not None and before.version.step < self._verifies <= version.step:
+            self._candidate = before
         for done in [each for each in self._reported if each <= version]:
             del self._reported[done]
         return self.newest

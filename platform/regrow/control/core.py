@@ -17,6 +17,7 @@ from regrow.control import events as e
 from regrow.control.cadence import Cadence
 from regrow.control.commands import Command, Delete, NoteDamaged, Outbox, Reply, TellOver
 from regrow.control.commits import IsWhole
+from regrow.control.corruption import Corruptions
 from regrow.control.drains import Drains
 from regrow.control.group import QUARANTINE_WITHIN_S, Group
 from regrow.control.health import Health, Stalls, Suspect
@@ -44,6 +45,7 @@ from regrow.control.values import NOTHING, Version
 from regrow.record.events import Cause
 
 LEAST_PATIENCE_S, PATIENCE_STEPS = 10.0, 5  # for a survivor to find out that its group is broken
+FENCED = e.Began | e.Row | e.RowsAgain | e.Verified | e.CheckpointWanted | e.Leaving | e.NotFinite | e.Logged
 DEVICE_PATIENCE_S = 50.0  # where a device has to come to rest first: a process that does not ends itself before
 
 
@@ -82,9 +84,9 @@ class Control:
         self.group = _group(config, self.snapshots, self._out, past)
         self.health = self.group.health
         self.drains = Drains(self.group, self.snapshots, config)
+        self.corruptions = Corruptions(config, self.group, self.snapshots, self._out, past.limit)
         self._rows = Rows(self._out, logged=past.logged, may_be_missing=past.generation > 0)
-        self._is_restarted = past.restarted
-        self._rollbacks = past.rollbacks
+        self._is_restarted, self._rollbacks = past.restarted, past.rollbacks
         self._num_failures, self._restore_s = 0, 0.0
         self._handlers = _handlers(self)
         if past.restarted and past.stored != NOTHING:
@@ -95,7 +97,7 @@ class Control:
 
     def on(self, event: e.Event, now: float) -> list[Command]:
         """Take an event. Raises Fenced, having changed nothing, for a call of a generation that is over."""
-        if isinstance(event, e.Began | e.Row | e.RowsAgain | e.CheckpointWanted | e.Leaving | e.NotFinite | e.Logged):
+        if isinstance(event, FENCED):
             self.fence(event.generation)
         self._handlers[type(event)](event, now)
         return self._finish(now)
@@ -198,6 +200,7 @@ class Control:
     def _began(self, event: e.Began, now: float) -> None:
         """Later rows of earlier generations are taken back, and so are later snapshots and checkpoints."""
         self.snapshots.begin(event.generation, event.start_step, event.nodes, now)
+        self.corruptions.begin(event.start_step)
         recomputed = self._rows.begin(event.generation, event.start_step)
         self._restore_s = float(event.details.get("restore_s", self._restore_s))
         fields = {"generation": event.generation, "start_step": event.start_step, "cause": self.group.cause}
@@ -230,7 +233,7 @@ class Control:
 
     def _sealed(self, event: e.Sealed, now: float) -> None:
         """Late reports of a generation that is over count no more, though the next one has not begun."""
-        self.snapshots.sealed([ack for ack in event.acks if ack.version.generation == self.generation], now)
+        self.corruptions.sealed([ack for ack in event.acks if ack.version.generation == self.generation], now)
 
     def _complained(self, event: e.Complaint, now: float) -> None:
         """Of a group that is over only what it trained last, in good order, is still to be copied."""
@@ -265,9 +268,6 @@ class Control:
         elif event.event == "checkpoint_damaged":
             self._out.append(NoteDamaged(event.fields["step"], event.fields["detail"]))
 
-    def _noted(self, event: e.Noted, now: float) -> None:
-        self._out.record(event.event, **event.fields)
-
     def _answered(self, event: e.Answered, now: float) -> None:
         self._sealed(e.Sealed(self.snapshots.answered(event)), now)
         self.health.answered(event.question, event.node, event.answer, now)
@@ -290,6 +290,7 @@ class Control:
         newest = self.newest_snapshot
         last = max(self._rows.trained, newest.step if newest else 0)
         self.snapshots.begin(self.generation, last, event.nodes, now)
+        self.corruptions.begin(event.start_step)
         group.train(now)
         group.take_up(group.state, event.lost, event.lost_at, now)
 
@@ -312,11 +313,12 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.Began: control._began,
         e.Row: control._row,
         e.RowsAgain: control._row,
+        e.Verified: control.corruptions.take,
         e.CheckpointWanted: checkpoints.want,
         e.Leaving: group.leave,
         e.NotFinite: control._not_finite,
         e.Logged: control._logged,
-        e.Noted: control._noted,
+        e.Noted: lambda event, now: control._out.record(event.event, **event.fields),
         e.Done: control._done,
         e.Broke: group.broke,
         e.Unfit: group.nodes.unfit,
@@ -402,6 +404,7 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
     )
     exclusions = Exclusions(cluster.quarantine_failures, QUARANTINE_WITHIN_S, cluster.quarantine_s)
     exclusions.quarantined_until.update(past.quarantined_until)
+    exclusions.corrupt.update(past.corrupt)
     exclusions.asked.update(past.drained)
     return Group(
         membership,

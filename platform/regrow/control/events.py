@@ -9,6 +9,7 @@ from typing import Any
 
 from regrow.control.membership import Member
 from regrow.control.values import NOTHING, Address, Replica, SnapshotAck, Version
+from regrow.control.verification import Outcome
 
 # a worker
 
@@ -53,6 +54,15 @@ class RowsAgain:
 
     generation: int
     rows: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Rank 0: what all units came to in the verification of a step. It comes before that step's row."""
+
+    generation: int
+    step: int
+    outcome: Outcome
 
 
 @dataclass(frozen=True)
@@ -385,6 +395,7 @@ Event = (
     | Began
     | Row
     | RowsAgain
+    | Verified
     | CheckpointWanted
     | Leaving
     | NotFinite

@@ -68,7 +68,9 @@ class Group(Losses):
         if self._is_turned_away(member):
             return
         self.nodes.met(member)
-        if member.machine in self.nodes.exclusions.quarantined(now) and not self._takes_any(now):
+        quarantined, exclusions = self.nodes.exclusions.quarantined(now), self.nodes.exclusions
+        is_corrupt = not exclusions.corrupt.isdisjoint((member.node, member.machine))
+        if is_corrupt or (member.machine in quarantined and not self._takes_any(now)):
             self.expelled.add(member.id)  # a host that came back as another node: it is started elsewhere
             return
         self.membership.join(member, expected=event.expected, now=now)
@@ -168,6 +170,11 @@ class Group(Losses):
         self.enter(state if lost is None and self.ending is None else Waiting(), now)
         if isinstance(state, Training):
             self.first_steps.proven = frozenset(member.id for member in self.membership.current)
+
+    def break_off(self, now: float) -> None:
+        """The run ends, and nothing that the group does counts any more."""
+        self.enter(Waiting(), now)
+        self._tell_over()
 
     def close(self, event: Closed, now: float) -> None:
         """The run is over: no process of its groups gets any further."""

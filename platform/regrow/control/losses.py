@@ -11,6 +11,7 @@ from regrow.control.nodes import NodeFailures
 from regrow.control.peers import KeeperRegistry
 from regrow.control.states import Ending, Forming, GivenUp, GroupState, LeavingGroup, Training, Waiting
 from regrow.control.troubles import FirstSteps, Troubles
+from regrow.control.verification import Finding
 from regrow.record.events import Cause
 
 YIELD_S = 10.0  # that too few wait for workers elsewhere before nodes are used that failed again and again
@@ -170,8 +171,20 @@ class Losses:
                 "start nodes and run the same command again, or let it wait longer with cluster.wait_for_workers_s"
             )
 
-    def _lose(self, member_ids: Iterable[str], cause: str, detail: str, now: float, *, left: int | None = None) -> None:
-        """Processes are gone: the other members of the group, which may wait for them in a collective, are told."""
+    def _lose(
+        self,
+        member_ids: Iterable[str],
+        cause: str,
+        detail: str,
+        now: float,
+        *,
+        left: int | None = None,
+        counts: bool = True,
+    ) -> None:
+        """Processes are gone: the other members of the group, which may wait for them in a collective, are told.
+
+        `counts`: as failures of their hosts.
+        """
         lost = self.membership.died(member_ids, left=left)
         self._count_too_few(now)
         if not lost:
@@ -179,7 +192,7 @@ class Losses:
         ranks = [rank for rank, member in enumerate(self.membership.current) if member in lost]
         nodes = list(dict.fromkeys(member.node for member in lost))
         self.failed(cause, detail, ranks, nodes)
-        for node in nodes:
+        for node in nodes if counts else ():
             self.nodes.failed(node, now, again=False)
         if not isinstance(self.state, LeavingGroup):
             self.enter(Waiting(), now)
@@ -207,6 +220,16 @@ class Losses:
         if self.in_place and member in membership.current:
             self._lose([member.id], Cause.worker_failed, why, now)
 
+    def expel_corrupt(self, found: Finding, detail: str, now: float) -> None:
+        """The hosts of these members are given up at once; the state that they have spoilt is the caller's to drop."""
+        nodes = dict.fromkeys(member.node for member in found.members)
+        going = {member.id: member for node in nodes for member in self.nodes.corrupt(node, now)}
+        for member in going.values():
+            self.expelled.add(member.id)
+            self.membership.waiting.pop(member.id, None)
+            self.out.append(kill(member))
+        self._lose(going, Cause.corrupted, detail, now, counts=False)
+
     def _end_drained(self) -> None:
         """A group trains: what waits on nodes that are out of service ends, and is started elsewhere, given room."""
         membership = self.membership
@@ -231,7 +254,7 @@ class Losses:
 
     def excluded_nodes(self, now: float) -> set[str]:
         """Where no worker is to be started: not on nodes that fail again and again, unless too few are left."""
-        return self.nodes.exclusions.leaving(now) if self._takes_any(now) else self.nodes.excluded(now)
+        return self.nodes.refused(now) if self._takes_any(now) else self.nodes.excluded(now)
 
     def _takes_any(self, now: float) -> bool:
         return self.too_few_since is not None and now - self.too_few_since > YIELD_S

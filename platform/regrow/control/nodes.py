@@ -22,6 +22,7 @@ class Exclusions:
     quarantine_s: float
     margin_s: float = MARGIN_S
     deadlines: dict[str, float] = field(default_factory=dict)  # of draining nodes
+    corrupt: set[str] = field(default_factory=set)  # hosts that computed wrong: better none than these
     asked: set[str] = field(default_factory=set)  # nodes that are drained for maintenance; see `control.drains`
     quarantined_until: dict[str, float] = field(default_factory=dict)  # by host
     _failed_at: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(deque))  # by host
@@ -47,6 +48,7 @@ class Exclusions:
     def quarantined(self, now: float) -> set[str]:
         """Hosts that no group is to be on."""
         self.quarantined_until = {host: until for host, until in self.quarantined_until.items() if until > now}
+        self.corrupt &= self.quarantined_until.keys()
         return set(self.quarantined_until)
 
     def measured(self, step_s: float, restore_s: float) -> None:
@@ -83,9 +85,24 @@ class NodeFailures:
 
     def excluded(self, now: float) -> set[str]:
         """Nodes that no group is to be on."""
-        quarantined = self.exclusions.quarantined(now)
-        on_them = {node for node, machine in self.machines.items() if not quarantined.isdisjoint((node, machine))}
-        return on_them | self.exclusions.leaving(now)
+        return self._on(self.exclusions.quarantined(now)) | self.exclusions.leaving(now)
+
+    def refused(self, now: float) -> set[str]:
+        """Those that no group is to be on, however few there are."""
+        self.exclusions.quarantined(now)
+        return self._on(self.exclusions.corrupt) | self.exclusions.leaving(now)
+
+    def _on(self, hosts: set[str]) -> set[str]:
+        return {node for node, machine in self.machines.items() if not hosts.isdisjoint((node, machine))}
+
+    def corrupt(self, node: str, now: float) -> list[Member]:
+        """Quarantine a node's host at once, for it computed wrong; its members, which are to end."""
+        host = self._host(node)
+        self.exclusions.quarantined_until[host] = now + self.exclusions.quarantine_s
+        self.exclusions.corrupt.add(host)
+        self.out.record("quarantine", node=node, host=host, seconds=self.exclusions.quarantine_s, reason="corrupt")
+        members = [*self.membership.survivors, *self.membership.waiting.values()]
+        return [member for member in members if self._host(member.node) == host]
 
     def unfit(self, event: Unfit, now: float) -> None:
         self.out.record("unfit", node=event.node, pid=event.pid, detail=event.detail)

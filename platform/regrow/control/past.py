@@ -38,6 +38,8 @@ class Past:
     drained: frozenset[str] = frozenset()  # nodes, for maintenance
     trained: int | None = None  # the last step, after which the group left for good
     quarantined_until: Mapping[str, float] = field(default_factory=dict)  # by host
+    corrupt: frozenset[str] = frozenset()  # hosts among them that computed wrong
+    limit: int | None = None  # the newest step that may be restored, where a corruption was found and no group followed
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
     spares: Mapping[str, int] = field(default_factory=dict)  # by node, ranks that were told of
     failed_groups: int = 0  # in a row, without a step; see `troubles.FirstSteps`
@@ -54,6 +56,7 @@ class Past:
                 rollbacks.again(event["step"])
         quarantines = [event for event in events if event["event"] == "quarantine"]
         quarantined = {e.get("host") or e["node"]: e["time"] + e["seconds"] for e in quarantines}
+        corrupt = frozenset(e.get("host") or e["node"] for e in quarantines if e.get("reason") == "corrupt")
         trained = next((event["step"] for event in events if event["event"] == "trained"), None)
         spares: Mapping[str, int] = next((e["nodes"] for e in reversed(events) if e["event"] == "spares"), {})
         failed = _failed_in_a_row(events, logged)
@@ -61,6 +64,8 @@ class Past:
             past,
             trained=trained,
             quarantined_until=quarantined,
+            corrupt=corrupt,
+            limit=_limit(events),
             rollbacks=rollbacks,
             spares=spares,
             failed_groups=failed,
@@ -99,6 +104,16 @@ def _failed_in_a_row(events: Sequence[Row], logged: int) -> int:
             count = counted if event["start_step"] > start else count
             start = event["start_step"]
     return count if logged <= start else 0
+
+
+def _limit(events: Sequence[Row]) -> int | None:
+    """Of the newest corruption, if no group has begun since."""
+    for event in reversed(events):
+        if event["event"] == "generation":
+            break
+        if event["event"] == "corruption":
+            return int(event["verified_step"])
+    return None
 
 
 def _drained(events: Sequence[Row]) -> frozenset[str]:

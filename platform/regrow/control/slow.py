@@ -32,6 +32,8 @@ class Kind(StrEnum):
     slow_copy = "slow_copy"  # it waits for its snapshots to be copied
     slow_link = "slow_link"
     hung = "hung"
+    corrupt = "corrupt"  # it came to something else than the others, from the same
+    differing = "differing"  # of a few that came to different things, one
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,17 @@ from collections.abc import Sequence
 from regrow.control.awaited import ARE_BACK, AwaitedNodes
 from regrow.control.cadence import Cadence
 from regrow.control.checkpoints import Checkpoints
-from regrow.control.commands import Announce, Ask, Outbox, Question, Reply, RestartKeeper, SendPlaces, SnapshotCommitted
+from regrow.control.commands import (
+    Announce,
+    Ask,
+    NoteDamaged,
+    Outbox,
+    Question,
+    Reply,
+    RestartKeeper,
+    SendPlaces,
+    SnapshotCommitted,
+)
 from regrow.control.commits import CommitTracker, IsWhole
 from regrow.control.events import Answered, Complaint, KeepersFound, KeeperUp, NeighboursAsked, NodesAlive
 from regrow.control.peers import KeeperRegistry
@@ -43,7 +53,7 @@ class Snapshots:
         )
         self.awaited = AwaitedNodes(self.commits, self.keepers, self.checkpoints, out)
         self._out, self._message = out, first_message
-        self._announced = (NEVER, NEVER)  # what is committed, what is pinned
+        self._announced: tuple[Version, Version, tuple[Version, ...]] = (NEVER, NEVER, ())  # see `_to_announce`
         self._safe_at = now  # when a snapshot last committed
         self._complaints: set[str] = set()  # in this generation
         self._given_up: dict[str, str] = {}  # nodes, and to which other one each cannot copy
@@ -101,6 +111,25 @@ class Snapshots:
     def discard(self, now: float) -> None:
         """What is in memory is not to be used: the state itself went wrong."""
         self.commits.discard()
+        self.checkpoints.discard(now)
+
+    def verify(self, step: int, verifies: int) -> None:
+        """States up to that of `step` are verified; the next step that verifies is `verifies`."""
+        self.commits.verify(step)
+        self.commits.expect(verifies)
+        self.checkpoints.steps.verify(step)
+
+    def roll_back(self, step: int, now: float) -> None:
+        """What comes after this step is not to be used, in memory and in storage: some rank computed wrong."""
+        self.go_back(step, now)
+        stored, dropped = self.checkpoints.steps.roll_back(step)
+        self.checkpoints.stored = min(self.checkpoints.stored, stored)
+        why = f"a rank computed wrong; step {step} is the newest whose state is known to be right"
+        self._out.extend(NoteDamaged(each, why) for each in dropped)
+
+    def go_back(self, step: int, now: float) -> None:
+        """The same of memory alone, where nothing later was committed."""
+        self.commits.roll_back(step)
         self.checkpoints.discard(now)
 
     def keeper_up(self, event: KeeperUp, now: float) -> None:
@@ -214,22 +243,22 @@ class Snapshots:
 
     def announce_changes(self) -> None:
         """Say what is committed and what is pinned, once that has changed."""
-        (newest, pinned), (known, pinned_before) = self._committed_and_pinned, self._announced
-        if newest not in (NEVER, known) or pinned != pinned_before:
+        (newest, *stays), (known, *stayed) = self._to_announce, self._announced
+        if newest not in (NEVER, known) or stays != stayed:
             self._announce()
 
     @property
-    def _committed_and_pinned(self) -> tuple[Version, Version]:
-        """What is committed in memory, and what must stay there, for it is on its way to storage."""
+    def _to_announce(self) -> tuple[Version, Version, tuple[Version, ...]]:
+        """What is committed in memory, and what must stay there: on its way to storage, or to go back to."""
         newest, upload = self.commits.newest, self.checkpoints.upload
-        return newest.version if newest else NEVER, upload.version if upload else NEVER
+        return newest.version if newest else NEVER, upload.version if upload else NEVER, self.commits.kept
 
     def _announce(self) -> None:
-        self._announced = self._committed_and_pinned
+        newest, pinned, kept = self._announced = self._to_announce
         self._message += 1
         nodes = tuple(node for node in self.keepers.speakers if node in self.keepers.known)
         if nodes:
-            self._out.append(Announce(self._message, *self._announced, nodes))
+            self._out.append(Announce(self._message, newest, pinned, nodes, kept))
 
 
 def _holds_copies(held: Sequence[Replica], node: str, version: Version) -> bool:

@@ -42,7 +42,8 @@ class Suspects:
             return
         for worker in self.ranks.judge():
             for suspicion in [each for each in self.found.values() if (each.node, each.pid) == worker]:
-                self._clear(suspicion)
+                if suspicion.kind not in (Kind.corrupt, Kind.differing):
+                    self._clear(suspicion)
             if self.ranks.is_slow(worker):
                 self._suspect(self.ranks.suspicion(worker, ranks.get(worker)))
         if not self.ranks.found and self.collectives.read(self.ranks.means, now) and not self.collectives.sum.found:
@@ -81,6 +82,16 @@ class Suspects:
     def hung(self, node: str, pid: int, rank: int | None, since: float, detail: str) -> None:
         """It is about to be ended; the group goes with it."""
         self._suspect(Suspicion(Kind.hung, node, pid, rank, since, 0.0, detail))
+
+    def wrong(self, kind: Kind, node: str, pid: int, rank: int | None, now: float, detail: str) -> None:
+        """It came to something else than others, from the same."""
+        self._suspect(Suspicion(kind, node, pid, rank, now, 0.0, detail))
+
+    def right(self, node: str) -> None:
+        """For long it has come to the same as the others."""
+        for suspicion in list(self.found.values()):
+            if suspicion.node == node and suspicion.kind in (Kind.corrupt, Kind.differing):
+                self._clear(suspicion)
 
     def show(self, gpus: Mapping[str, Iterable[Any]], places: Mapping[Worker, int]) -> None:
         """For people: what ranks spend a step on. `gpus` is what those of each node told, `places` a rank's there."""

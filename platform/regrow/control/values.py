@@ -25,6 +25,16 @@ NEVER = Version()
 
 
 @dataclass(frozen=True)
+class Digest:
+    """What a rank's snapshot adds up to, where other ranks hold the same shard."""
+
+    rank: int
+    shard: str
+    replicas: int  # ranks that hold it
+    value: int
+
+
+@dataclass(frozen=True)
 class SnapshotAck:
     """All snapshots of a version that a node's ranks wrote are checked, and copied to all these peers."""
 
@@ -32,6 +42,7 @@ class SnapshotAck:
     version: Version
     peers: tuple[str, ...]  # the nodes that hold the copies
     by_way: bool = False  # these said so, for the node is not heard
+    digests: tuple[Digest, ...] = ()  # of its ranks, where there are replicas
 
 
 @dataclass(frozen=True)

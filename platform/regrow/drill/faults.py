@@ -47,6 +47,11 @@ KINDS: dict[str, Kind] = {
     "corrupt_snapshot": Kind(
         "the newest snapshots on a worker's node are damaged, then another node's worker is killed", WORKER
     ),
+    "flip_weights": Kind("a bit of a worker's weights is flipped", WORKER),
+    "flip_gradients": Kind("a worker computes a gradient wrong in each pass, by a chance", WORKER, {"chance": 1.0}),
+    "flip_activations": Kind(
+        "a worker computes an activation wrong in each pass, by a chance", WORKER, {"chance": 1.0}
+    ),
     "kill_node": Kind("a node dies with all its processes and its memory", NODE, nodes=-1),
     "drain_node": Kind("Ray is told that a node will go, and it goes", NODE, {"deadline_s": 15.0}, nodes=-1),
     "black_hole_node": Kind(

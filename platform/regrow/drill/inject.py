@@ -16,6 +16,7 @@ from regrow.drill.processes import is_alive, send
 from regrow.errors import CheckpointError
 from regrow.state.memory.held import COPY
 from regrow.state.memory.slots import SLOT, Committed, open_slot
+from regrow.train.flips import WEIGHTS, Order
 
 MOST_FILLED = 4 << 30  # bytes
 SETTLE_S = 0.5  # for keepers to commit what was sealed before everything was stopped
@@ -138,6 +139,12 @@ class Injector:
         finally:
             send(signal.SIGCONT, pids)
         return [{"what": "snapshot", "node": node, "files": damaged}, scene.worker(other)]
+
+    def _flip(self, scene: Scene) -> list[Victim]:
+        victim, what = scene.worker(scene.rank), scene.fault.kind.removeprefix("flip_")
+        order = Order(what) if what == WEIGHTS else Order(what, scene.option("chance"))
+        order.leave(self.nodes.flips(victim["node"]), victim["pid"])
+        return [victim]
 
     def _kill_node(self, scene: Scene) -> list[Victim]:
         victims = self.on_node(scene)
@@ -309,6 +316,9 @@ def _ways(injector: Injector) -> dict[str, Callable[[Scene], list[Victim]]]:
         "stop_worker": injector._stop_worker,
         "slow_worker": injector._slow_worker,
         "corrupt_snapshot": injector._corrupt_snapshot,
+        "flip_weights": injector._flip,
+        "flip_gradients": injector._flip,
+        "flip_activations": injector._flip,
         "kill_node": injector._kill_node,
         "drain_node": injector._drain_node,
         "black_hole_node": injector._black_hole_node,

@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+from regrow.parallel.checksums import CheckedReduceScatter, GradientSums
 
 SHARD, REPLICATE, ALL = (
     "shard",
@@ -117,25 +119,35 @@ class _TimedAllGather(DefaultAllGather):
             return super().__call__(output_tensor, input_tensor, group, async_op)
 
 
-class _TimedReduceScatter(DefaultReduceScatter):
-    def __init__(self, waits: Waits) -> None:
+class _TimedReduceScatter(CheckedReduceScatter):
+    def __init__(self, waits: Waits, sums: GradientSums) -> None:
+        super().__init__(sums)
         self._waits = waits
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work:
+        self._sums.summing(input_tensor)
         with self._waits.inside(SHARD):
             return super().__call__(output_tensor, input_tensor, group, op, async_op)
 
 
-def time_collectives(model: nn.Module, device: torch.device, *, replicated: bool) -> Waits:
-    """Have the collectives of a model that FSDP has sharded timed; `replicated`: there are several copies of it."""
+def time_collectives(model: nn.Module, device: torch.device, *, replicated: bool, sums: GradientSums) -> Waits:
+    """Have the collectives of a model that FSDP has sharded timed, and what they add up told to `sums`.
+
+    `replicated`: there are several copies of it.
+    """
     waits = Waits(device)
-    gather, scatter = _TimedAllGather(waits), _TimedReduceScatter(waits)
+    gather, scatter = _TimedAllGather(waits), _TimedReduceScatter(waits, sums)
+
+    def copies_summed(summed: Tensor) -> None:
+        sums.replicas_summed()
+        waits.copies_summed()
+
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(scatter)
             if replicated:
-                module.set_all_reduce_hook(lambda summed: waits.copies_summed())
+                module.set_all_reduce_hook(copies_summed)
     return waits

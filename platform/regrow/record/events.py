@@ -26,6 +26,7 @@ class Cause(StrEnum):
     node_silent = "node_silent"
     controller_died = "controller_died"
     nonfinite = "nonfinite"
+    corrupted = "corrupted"
     grow = "grow"
     drain = "drain"
     end_of_float8 = "end_of_float8"
@@ -43,6 +44,7 @@ CAUSE_WORDS: dict[str, str] = {
     Cause.node_silent: "a node fell silent",
     Cause.controller_died: "Ray Train's controller died",
     Cause.nonfinite: "gradients are not finite",
+    Cause.corrupted: "a unit computed wrong",
     Cause.grow: "grew",
     Cause.drain: "left draining nodes",
     Cause.end_of_float8: "went on in bfloat16",
@@ -55,6 +57,8 @@ SUSPICIONS: dict[str, str] = {
     "slow_copy": "copies snapshots slowly",
     "slow_link": "slow links",
     "hung": "hangs",
+    "corrupt": "computes something else than the others",
+    "differing": "computes something else than its pair",
 }
 GRACEFUL = (Cause.grow, Cause.drain, Cause.end_of_float8)  # the whole group left together, to form anew
 FAILURES = (
@@ -64,6 +68,7 @@ FAILURES = (
     Cause.node_silent,
     Cause.controller_died,
     Cause.nonfinite,
+    Cause.corrupted,
 )
 
 
@@ -436,11 +441,14 @@ class Quarantine(Incident):
     node: str  # id
     seconds: float  # for which it is left alone
     host: str | None = None  # that failures are counted by: its name, or the node's id where it has several
-    reason: str | None = None  # "slow": a spare took its place
+    reason: str | None = None  # "slow": a spare took its place; "corrupt": it computed wrong
 
     def sentence(self) -> str:
-        why = "is slow, and a spare takes its place" if self.reason == "slow" else "failed again and again"
-        setting = "drain_slow_s" if self.reason == "slow" else "quarantine_failures"
+        whys = {
+            "slow": ("is slow, and a spare takes its place", "drain_slow_s"),
+            "corrupt": ("computed wrong", "verify_every_steps"),
+        }
+        why, setting = whys.get(self.reason or "", ("failed again and again", "quarantine_failures"))
         return (
             f"node {self.node:.12} {why}: it is left alone for {self.seconds:.0f} s (cluster.{setting}, "
             "cluster.quarantine_s)"
@@ -459,20 +467,39 @@ class Stalled(GroupIncident):
 
 @dataclass(frozen=True, kw_only=True)
 class Suspected(GroupIncident):
-    """A rank or a node keeps the others waiting: slow_compute, slow_data, slow_copy, slow_link, hung."""
+    """A rank or a node keeps the others waiting: slow_compute, slow_data, slow_copy, slow_link, hung. Or it came to
+    something else than others, from the same: corrupt, differing."""
 
     kind: str  # of these
     node: str  # id; empty: no node's links stand out
     pid: int = 0  # of the process; 0: the node's links
     rank: int | None = None  # of the process
     since: float | None = None  # when it began, as far as is known
-    factor: float = 0.0  # a step's time over what it would be without it; 0: hung
+    factor: float = 0.0  # a step's time over what it would be without it; 0: it is not slow
     detail: str = ""  # a sentence: the evidence
 
     def sentence(self) -> str:
         what = f"rank {self.rank}, process {self.pid} on node {self.node:.12}" if self.pid else f"node {self.node:.12}"
         slower = f", steps take {self.factor:.2f} times as long" if self.factor else ""
         return f"{suspicion_words(self.kind)}: {what if self.node else 'the network'}{slower} ({self.detail})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corruption(GroupIncident):
+    """Units computed wrong, as verifications have confirmed; or several differ, and none can tell which is wrong."""
+
+    step: int  # of the verification
+    units: list[int]  # the odd ones, or all that differ
+    ranks: list[int]  # of these units
+    nodes: list[str]  # ids
+    verified_step: int  # the newest whose state is known to be right: the run goes back to it, or before
+    is_decided: bool = True  # these are wrong; else one of them is, and the run ends
+    detail: str = ""  # a sentence: what was compared
+
+    def sentence(self) -> str:
+        who = f"unit{'s' * (len(self.units) > 1)} {', '.join(map(str, self.units))}"
+        what = f"{who} computed wrong" if self.is_decided else f"{who}: one of them computes wrong"
+        return f"{what} ({self.detail}); the state of step {self.verified_step} is the newest known to be right"
 
 
 @dataclass(frozen=True, kw_only=True)

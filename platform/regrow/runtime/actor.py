@@ -22,6 +22,7 @@ from regrow.control.membership import Member
 from regrow.control.past import Past, group_of
 from regrow.control.states import Answer, GivenUp, RowAnswer, Settling
 from regrow.control.values import NOTHING, Peer, SnapshotAck
+from regrow.control.verification import Outcome
 from regrow.errors import ResumeError, first_line
 from regrow.record.claim import Claim
 from regrow.record.lock import LOCK_WAIT_S, lock_run
@@ -65,7 +66,21 @@ class Drained:
             return control.drains.look(control.next_step - 1, self.shell.now)
 
 
-class Coordinator(Drained):
+class Verified:
+    """The part of the coordinator that groups call whose units verify each other."""
+
+    shell: Shell
+
+    def verified(self, generation: int, step: int, outcome: Outcome) -> None:
+        """What all units came to in the verification of a step."""
+        self.shell.tell(e.Verified(generation, step, outcome))
+
+    def trusted_step(self) -> int | None:
+        """The newest step that a group may begin from, after a corruption was found; None: any."""
+        return self.shell.control.corruptions.limit
+
+
+class Coordinator(Drained, Verified):
     """An actor; every method is quick but `__init__`, which may wait for the lock, and those that ask keepers."""
 
     def __init__(

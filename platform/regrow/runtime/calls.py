@@ -15,6 +15,7 @@ from regrow.control.health import Pulse
 from regrow.control.membership import Member
 from regrow.control.states import Answer, RowAnswer
 from regrow.control.values import GpuReading, Peer, SnapshotAck, Version
+from regrow.control.verification import Outcome
 from regrow.state.disk.upload import WriteOrder, Written
 from regrow.state.memory.held import Held, Holder
 from regrow.state.memory.slots import Committed
@@ -37,10 +38,12 @@ class CoordinatorCalls(Protocol):
     def formation(self, member_id: str, after: int) -> Answer: ...
     def next_step(self) -> int: ...
     def stored_step(self) -> int: ...
+    def trusted_step(self) -> int | None: ...
     def secret(self) -> bytes: ...
     def start_training(self, generation: int, start_step: int, details: Mapping[str, Any]) -> None: ...
     def row(self, generation: int, row: Mapping[str, Any]) -> RowAnswer: ...
     def rows_again(self, generation: int, rows: Sequence[Mapping[str, Any]]) -> RowAnswer: ...
+    def verified(self, generation: int, step: int, outcome: Outcome) -> None: ...
     def want_checkpoint(self, generation: int, step: int) -> None: ...
     def commit(self, generation: int, step_folder: str, pointer: bytes) -> None: ...
     def event(self, generation: int, event: str, fields: Mapping[str, Any]) -> None: ...
@@ -169,6 +172,10 @@ class CoordinatorClient:
         """The newest step that is in storage, as far as the coordinator knows; 0: none."""
         return int(_wait(self.handle.stored_step.remote()))
 
+    def trusted_step(self) -> int | None:
+        """The newest step that may be restored; None: any."""
+        return cast("int | None", _wait(self.handle.trusted_step.remote()))
+
     def secret(self) -> bytes:
         """That keepers and their clients prove to each other."""
         return bytes(_wait(self.handle.secret.remote()))
@@ -203,6 +210,9 @@ class CoordinatorClient:
     def rows_again(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         """The same."""
         return self.handle.rows_again.remote(self.generation, rows)
+
+    def verified(self, step: int, outcome: Outcome) -> Any:
+        return self.handle.verified.remote(self.generation, step, outcome)
 
     def want_checkpoint(self, step: int) -> Any:
         return self.handle.want_checkpoint.remote(self.generation, step)

@@ -106,7 +106,7 @@ class Fleet:
 
     def announce(self, command: Announce) -> None:
         for client in self._clients(command.nodes):
-            client.committed(Committed(command.newest, command.pinned, command.number))
+            client.committed(Committed(command.newest, command.pinned, command.number, command.kept))
 
     def restart(self, command: RestartKeeper) -> None:
         for client in self._clients([command.node]):

@@ -40,6 +40,7 @@ from regrow.state.collective import gather
 from regrow.state.entries import set_optimizer_step
 from regrow.train.build import loop_settings, meter_of
 from regrow.train.certificate import BrokenStep, Certificate
+from regrow.train.flips import flipping
 from regrow.train.hooks import Saver
 from regrow.train.loop import train
 from regrow.train.metrics import NotFinite
@@ -92,7 +93,7 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
         try:
             left = train(
                 step,
-                hooks.in_data(batches),
+                flipping(hooks.in_data(batches), step.model),
                 progress,
                 optim=config.optim,
                 settings=loop_settings(config, topology.batch, until),

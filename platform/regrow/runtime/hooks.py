@@ -11,6 +11,7 @@ import ray
 
 from regrow.control.phases import Phase
 from regrow.control.states import RowAnswer
+from regrow.control.verification import Outcome
 from regrow.data.read.batch import RankBatch
 from regrow.errors import NotWrittenError
 from regrow.parallel.float8 import inner_tensor
@@ -54,6 +55,10 @@ class GenerationHooks:
                 keep = self._process.compiled.keep_new
                 threading.Thread(target=keep, name="compile-cache", daemon=True).start()
                 self._process.compiled = None
+
+    def verified(self, step: int, outcome: Outcome) -> None:
+        if self._rank == 0:
+            self._replies.append(self._coordinator.verified(step, outcome))
 
     def wants_to_leave(self) -> bool:
         replies = self._replies

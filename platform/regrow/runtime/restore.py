@@ -25,7 +25,7 @@ from regrow.state.collective import from_rank_0, on_first_rank_or_each
 from regrow.state.disk import catalog, store
 from regrow.state.entries import Entry, Progress, reset_moments, training_entries
 from regrow.storage import Storage
-from regrow.train.build import build_step
+from regrow.train.build import build_step, verified_rows
 from regrow.train.step import TrainStep
 
 
@@ -85,7 +85,16 @@ def build(job: Job, mesh: DeviceMesh, device: torch.device, *, after: int) -> tu
     config = job.config
     eot_id = job.corpora.eot_id if config.model.document_attention else None
     parallel = recipe(config, after)
-    step = build_step(config.model, parallel, config.optim, mesh=mesh, device=device, seed=None, eot_id=eot_id)
+    step = build_step(
+        config.model,
+        parallel,
+        config.optim,
+        mesh=mesh,
+        device=device,
+        seed=None,
+        eot_id=eot_id,
+        verified=verified_rows(config, job.topologies[dist.get_world_size()].batch),
+    )
     return step, training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
 
 
@@ -103,12 +112,13 @@ def restore(
     has it noted, and the one before it taken; those noted before come last. `entries` are those of `built`.
     Raises CheckpointError if all checkpoints are damaged.
     """
-    folder = Storage.at(job.checkpoints)
+    folder, limit = Storage.at(job.checkpoints), _trusted(job)
     if memory is not None:
-        restored = memory.restore(entries, at_least=_newest_stored(folder, job))
+        restored = memory.restore(entries, at_least=_newest_stored(folder, job, limit))
         if restored is not None:
             return restored, "snapshot"
     steps, noted = on_first_rank_or_each(lambda: (catalog.committed_steps(folder), catalog.damaged_steps(folder)))
+    steps, noted = _up_to(limit, steps), _up_to(limit, noted)
 
     def damaged(step: int, detail: str) -> None:
         if dist.get_rank() == 0:
@@ -132,7 +142,19 @@ def restore(
     return Progress(), "seed"
 
 
-def _newest_stored(folder: Storage, job: Job) -> int:
+def _up_to(limit: int | None, steps: list[int]) -> list[int]:
+    """Those that may be restored."""
+    return [step for step in steps if limit is None or step <= limit]
+
+
+def _trusted(job: Job) -> int | None:
+    """The newest step that may be restored, after a corruption was found; None: any. Collective."""
+    if not job.config.cluster.verify_every_steps:
+        return None
+    return from_rank_0(CoordinatorClient(job.coordinator).trusted_step() if dist.get_rank() == 0 else None)
+
+
+def _newest_stored(folder: Storage, job: Job, limit: int | None) -> int:
     """The newest checkpoint there is. Collective.
 
     Where storage does not answer, the newest that the coordinator knows of: a rank may be lost then as at any other
@@ -141,7 +163,7 @@ def _newest_stored(folder: Storage, job: Job) -> int:
     newest = 0
     if dist.get_rank() == 0:
         try:
-            newest = max(catalog.committed_steps(folder), default=0)
+            newest = max(_up_to(limit, catalog.committed_steps(folder)), default=0)
         except OSError:
             newest = CoordinatorClient(job.coordinator).stored_step()
     return from_rank_0(newest)

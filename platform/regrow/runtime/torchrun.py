@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from regrow.config.schema import PretrainConfig
+from regrow.control.verification import Outcome
 from regrow.data.read.corpora import Corpora, find_corpora
 from regrow.data.read.outage import Patience, PatientReader
 from regrow.errors import NotWrittenError
@@ -192,6 +193,16 @@ class TorchrunRun:
         if self._log is not None:
             self._log.row(row)
             self.console.row(row)
+
+    def verified(self, step: int, outcome: Outcome) -> None:
+        """Units that differ are named, and nothing more."""
+        if outcome.differs:
+            units = ", ".join(map(str, outcome.odd or outcome.undecided))
+            said = "differ from most others" if outcome.odd else "differ from each other, and there is no third one"
+            compared = " and ".join(outcome.compared)
+            text = f"verification of step {step}: {compared} of unit {units} {said}: a device computes wrong"
+            self.event(events.Note(text=text))
+            self.message(text)
 
     def wants_to_leave(self) -> bool:
         return self.asked_to_stop

@@ -7,7 +7,8 @@ from regrow.config.schema import Dtype, ModelConfig, OptimConfig, ParallelConfig
 from regrow.model.size import flops_per_token
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
-from regrow.parallel.fsdp import replica_group, shard_group, tensor_group, world_group
+from regrow.parallel.checksums import GradientSums
+from regrow.parallel.fsdp import coordinates_of, replica_group, shard_group, tensor_group, world_group
 from regrow.parallel.pipeline import Pipeline
 from regrow.parallel.waits import time_collectives
 from regrow.plan.batch import BatchPlan
@@ -15,6 +16,7 @@ from regrow.plan.pipeline import Stages
 from regrow.train.loop import LoopSettings
 from regrow.train.metrics import Meter
 from regrow.train.step import TrainStep, build_loss
+from regrow.train.verify import UnitCheck, VerifiedRows
 
 
 def build_step(
@@ -27,9 +29,24 @@ def build_step(
     seed: int | None,
     eot_id: int | None = None,
     stages: Stages | None = None,
+    verified: VerifiedRows | None = None,
 ) -> TrainStep:
-    """Collective over the mesh. `seed`, `eot_id` and `stages` are as for `build_model`."""
+    """Collective over the mesh. `seed`, `eot_id` and `stages` are as for `build_model`.
+
+    `verified` is the micro-batch of verifications; None: there are none.
+    """
     built = build_model(model, parallel, mesh=mesh, device=device, seed=seed, eot_id=eot_id, stages=stages)
+    sums, check = GradientSums(), None
+    if verified is not None:
+        place = coordinates_of(mesh)
+        check = UnitCheck(
+            sums,
+            unit=place.mesh.unit_of(place.rank),
+            num_units=place.mesh.num_units,
+            rows=verified,
+            vocab_size=model.vocab_size,
+            device=device,
+        )
     dtype = torch.bfloat16 if parallel.dtype is Dtype.bfloat16 else next(built.parameters()).dtype
     return TrainStep(
         built,
@@ -42,8 +59,17 @@ def build_step(
         sync_every_micro_batch=bool(parallel.sync_every_micro_batch),
         keep_gathered=not parallel.reshard_after_forward,
         loss_function=build_loss(parallel, device, tensor_group(mesh)),
-        waits=time_collectives(built, device, replicated=replica_group(mesh) is not None),
+        waits=time_collectives(built, device, replicated=replica_group(mesh) is not None, sums=sums),
+        check=check,
     )
+
+
+def verified_rows(config: PretrainConfig, plan: BatchPlan) -> VerifiedRows | None:
+    """What all units compute where they verify each other; None where they do not."""
+    if not config.cluster.verify_every_steps:
+        return None
+    slice_seqs = config.optim.global_batch_seqs // config.optim.num_slices
+    return VerifiedRows(slice_seqs * plan.most_slices_of_a_pass, config.data.seq_len, config.run.seed)
 
 
 def loop_settings(config: PretrainConfig, plan: BatchPlan, last_step: int) -> LoopSettings:
@@ -58,6 +84,8 @@ def loop_settings(config: PretrainConfig, plan: BatchPlan, last_step: int) -> Lo
         num_micro_batches=plan.num_micro_batches,
         validate_every_steps=config.train.validate_every_steps if config.train.validation_seqs else 0,
         nonfinite_skips=config.train.nonfinite_skips,
+        verify_every_steps=config.cluster.verify_every_steps,
+        num_units=plan.world_size,
     )
 
 

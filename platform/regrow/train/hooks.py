@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from regrow.control.verification import Outcome
 from regrow.state.entries import Progress
 
 
@@ -42,6 +43,9 @@ class Hooks(Protocol):
 
     def log(self, row: dict[str, object]) -> None:
         """Take a row of metrics."""
+
+    def verified(self, step: int, outcome: Outcome) -> None:
+        """What the units' checksums in this step came to. Before its row."""
 
     def wants_to_leave(self) -> bool:
         """Has this rank been asked to leave? Travels to all ranks with the next step's reduction."""

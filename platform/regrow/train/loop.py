@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from regrow.config.schema import OptimConfig
+from regrow.control.verification import Checks
 from regrow.data.read.batch import RankBatch
 from regrow.optim.schedule import lr_at
 from regrow.parallel.stream import Stream, stream_of
@@ -32,6 +33,8 @@ class LoopSettings:
     num_micro_batches: int  # of every rank, among which it shares its slices evenly
     validate_every_steps: int  # 0: never
     nonfinite_skips: int  # steps in a row that may be skipped
+    verify_every_steps: int = 0  # 0: never
+    num_units: int = 1
 
 
 def train(
@@ -55,7 +58,8 @@ def train(
     BrokenStep for one that its certificate does not vouch for.
     """
     stream = stream or stream_of(device)
-    in_flight = InFlight(saver, hooks, meter, nonfinite_skips=settings.nonfinite_skips)
+    checks = Checks(settings.verify_every_steps, settings.num_units, progress.step + 1, settings.last_step)
+    in_flight = InFlight(saver, hooks, meter, checks, nonfinite_skips=settings.nonfinite_skips)
     while progress.step < settings.last_step and not in_flight.leaving:
         batch = meter.next(batches)
         assert batch.step == progress.step, f"the stream gave step {batch.step}, training is at {progress.step}"
@@ -71,6 +75,7 @@ def train(
             digest=batch.digest(),
             number=number,
             before_update=partial(meter.snapshot_wait, saver.before_update),
+            verifies=checks.is_due(number),
         )
         in_flight.push(number, stream.submit(run), {"tokens_seen": tokens_seen, "lr": lr})
         progress.step, progress.tokens_seen = number, tokens_seen

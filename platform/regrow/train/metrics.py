@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import torch
 
+from regrow.control.verification import Checks
 from regrow.train.hooks import Hooks, Saver
 from regrow.train.step import StepResult, StepStats
 
@@ -106,8 +107,9 @@ class _Launched:
 class InFlight:
     """Launched steps, the oldest first, and what the newest one that was read has shown, the same on every rank."""
 
-    def __init__(self, saver: Saver, hooks: Hooks, meter: Meter, *, nonfinite_skips: int) -> None:
+    def __init__(self, saver: Saver, hooks: Hooks, meter: Meter, checks: Checks, *, nonfinite_skips: int) -> None:
         """A row is logged, and a snapshot confirmed, once its step was read and vouched for."""
+        self._checks = checks
         self.leaving = False  # some rank wants to leave
         self.blocked = False  # some rank has no room for a snapshot
         self._saver, self._hooks, self._meter = saver, hooks, meter
@@ -125,6 +127,8 @@ class InFlight:
             stats = oldest.stats.result()
             result = stats.resolve()
             self.leaving, self.blocked = self.leaving or result.flag, result.blocked
+            if result.checksums:
+                self._hooks.verified(oldest.step, self._checks.judge(oldest.step, result.checksums))
             self.waited(self._saver.confirm(oldest.step))
             self._hooks.log(self._meter.finish(oldest.row, result, stats.waits()))
             self._skipped = self._skipped + 1 if result.skipped else 0

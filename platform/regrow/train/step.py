@@ -24,7 +24,9 @@ from regrow.parallel.pipeline import Pipeline
 from regrow.parallel.tensor_parallel import loss_and_gradient_of_cut, sum_uncut_gradients, uncut_parameters
 from regrow.parallel.waits import ALL, Marks, Waits
 from regrow.train.certificate import Certificate
+from regrow.train.verify import UnitCheck, deterministic
 
+HEAD = 8  # numbers of a packed result before those of its verification
 LIMB_BITS = 16  # a uint64 travels as four limbs, whose sums over 2**37 ranks float64 still holds exactly
 
 # model, inputs and targets [m, T]; sum over valid ones
@@ -41,6 +43,7 @@ class StepResult:
     flag: bool  # some rank raised its flag
     blocked: bool  # some rank has no room for a snapshot
     digest: int  # sum of the ranks' digests modulo 2**64
+    checksums: tuple[float, ...] = ()  # of all units, where the step verifies; see `control.verification`
 
     @property
     def skipped(self) -> bool:
@@ -70,11 +73,12 @@ class StepStats:
         """
         if self._event is not None:
             self._event.synchronize()
-        loss, flag, blocked, *limbs, certified, grad_norm, num_tokens = self._host.tolist()
+        *values, grad_norm, num_tokens = self._host.tolist()
+        loss, flag, blocked, *limbs, certified = values[:HEAD]
         if self._certificate is not None:
             self._certificate.check(self._number, certified)
         digest = sum(int(limb) << (LIMB_BITS * i) for i, limb in enumerate(limbs)) % 2**64
-        return StepResult(loss, grad_norm, int(num_tokens), flag > 0, blocked > 0, digest)
+        return StepResult(loss, grad_norm, int(num_tokens), flag > 0, blocked > 0, digest, tuple(values[HEAD:]))
 
     def waits(self) -> dict[str, float]:
         """Seconds that this rank waited in collectives of each group (`parallel.waits`), once it is resolved."""
@@ -104,8 +108,9 @@ class TrainStep:
         keep_gathered: bool = False,
         loss_function: LossFunction | None = None,
         waits: Waits | None = None,
+        check: UnitCheck | None = None,
     ) -> None:
-        """`waits` times the model's collectives, and the step's own."""
+        """`waits` times the model's collectives, and the step's own. `check` is this rank's part of verifications."""
         self.certificate: Certificate | None = None  # of the generation whose steps these are
         self.model = model
         self.optimizer = optimizer
@@ -124,6 +129,7 @@ class TrainStep:
         self.keep_gathered = keep_gathered
         self.loss_function = loss_function or whole_loss
         self.waits = waits or Waits(torch.device("cpu"))
+        self.check = check
 
     def run(
         self,
@@ -136,21 +142,44 @@ class TrainStep:
         digest: int = 0,
         number: int = 0,
         before_update: Callable[[], None] | None = None,
+        verifies: bool = False,
     ) -> StepStats:
         """Train on one global batch, in the step of this number. Collective over `group`.
 
         `micro_batches` are this rank's rows, int64 [m, T+1] each on the model's device, at least one and at most
         `num_micro_batches`, which is the same on every rank: a short rank repeats its last one with every target
         ignored, which adds exactly nothing. `flag`, `blocked` (any rank) and `digest` (sum) come back in the result.
-        `before_update` is called before parameters and moments change. Raises BrokenStep, between micro-batches, where
-        the generation is over.
+        `before_update` is called before parameters and moments change. Where the step `verifies`, all units first
+        compute the same micro-batch, and the result has their checksums. Raises BrokenStep, between micro-batches,
+        where the generation is over.
         """
         assert 1 <= len(micro_batches) <= num_micro_batches, f"{len(micro_batches)=} {num_micro_batches=}"
         self.waits.take()  # what a validation has waited belongs to no step
+        checksums = self.verify(number) if verifies else None
         loss, num_tokens = self.accumulate(micro_batches, num_micro_batches)
         if before_update is not None:
             before_update()
-        return self.update(loss, num_tokens, lr=lr, flag=flag, blocked=blocked, digest=digest, number=number)
+        return self.update(
+            loss, num_tokens, lr=lr, flag=flag, blocked=blocked, digest=digest, number=number, checksums=checksums
+        )
+
+    def verify(self, number: int) -> Tensor:
+        """Forward and backward over rows that are the same on every rank; this rank's share of all units' checksums.
+
+        What the gradients sum up to is dropped.
+        """
+        check = self.check
+        assert check is not None, "it was built without verified rows"
+        inputs, targets = split_rows(check.rows(number))
+        self._raise_if_over()
+        self._prepare(self.model, True)
+        check.sums.open(inputs.device)
+        with deterministic(inputs.device):
+            loss = self.loss_function(self.model, inputs, targets) / targets.numel()
+            loss.backward()
+        slots = check.slots(loss.detach(), check.sums.close())
+        self.optimizer.zero_grad(set_to_none=True)
+        return slots
 
     def accumulate(self, micro_batches: Sequence[Tensor], num_micro_batches: int) -> tuple[Tensor, Tensor]:
         """Forward and backward over the global batch; this rank's share of its mean loss, and its valid tokens."""
@@ -188,9 +217,18 @@ class TrainStep:
         prepare_pass(model, reduce=reduce, free=free, last=last or self.pipeline is None)
 
     def update(
-        self, loss: Tensor, num_tokens: Tensor, *, lr: float, flag: bool, blocked: bool, digest: int, number: int = 0
+        self,
+        loss: Tensor,
+        num_tokens: Tensor,
+        *,
+        lr: float,
+        flag: bool,
+        blocked: bool,
+        digest: int,
+        number: int = 0,
+        checksums: Tensor | None = None,
     ) -> StepStats:
-        """Clip, step the optimizer, and send the packed result off: one all-reduce for loss, flags and digest.
+        """Clip, step the optimizer, and send the packed result off: one all-reduce for loss, flags, digest, checksums.
 
         A gradient that is not finite changes nothing.
         """
@@ -212,6 +250,8 @@ class TrainStep:
         grad_norm = grad_norm.to(loss.device)  # it is computed where the gradients are
         share = loss.new_zeros(1) if self.certificate is None else self.certificate.field(number)
         packed = torch.cat([loss[None], host.to(loss.device, non_blocking=True), share])
+        if checksums is not None:
+            packed = torch.cat([packed, checksums])
         self._all_reduce(packed, self.group)
         packed = torch.cat([packed, grad_norm[None], num_tokens.double()[None]])
         return StepStats(packed, self.certificate, number, self.waits.take())

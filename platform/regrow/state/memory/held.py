@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import stat
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from regrow.control.values import Version, short_id
+from regrow.control.values import Digest, Version, short_id
 from regrow.errors import CheckpointError
 from regrow.plan import placement
 from regrow.plan.mesh import Coordinates, MeshShape
@@ -107,6 +108,16 @@ class Snapshot:
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"{self.path}: cannot be mapped: {error}") from error
             yield memory
+
+    @property
+    def digest(self) -> Digest | None:
+        """Of all of it, where other ranks hold the same shard."""
+        coordinates = self.header.coordinates
+        replicas = coordinates.mesh.dp_replicate
+        if replicas == 1:
+            return None
+        shard = ".".join(str(coordinates.along(axis)[0]) for axis in ("pp", "dp_shard", "tp"))
+        return Digest(coordinates.rank, shard, replicas, zlib.crc32(self.crc.tobytes()))
 
     def check(self) -> None:
         """Raises CheckpointError where a checksum does not hold."""

@@ -35,7 +35,7 @@ COMMITTED, NOTICES = "committed", "keeper.sock"  # in a keeper's folder: the new
 MAGIC = b"rgwsnap2"
 _PREFIX = len(MAGIC) + 8 + 32  # magic, header bytes, sha256
 _PAGE, _ALIGNED = 4096, 64
-_COMMIT = struct.Struct("<qqqq")  # generation and step, of what is committed and of what is pinned
+_COMMIT = struct.Struct("<8q")  # generation and step, of what is committed, of what is pinned, of two that are kept
 _ROOM = 1024  # of a header, for the numbers that change with every step
 
 
@@ -198,33 +198,45 @@ class Committed:
     newest: Version = NEVER
     pinned: Version = NEVER  # on its way to storage
     number: int = 0  # of the coordinator's message: an older one may come later, and counts for nothing
+    kept: tuple[Version, ...] = ()  # to go back to, at most two; see `control.verification`
 
     def lets_go_of(self, moment: Version) -> bool:
-        """Whether a snapshot of this moment may be overwritten: a newer one is committed, and it is not written out."""
-        return moment < self.newest and moment != self.pinned
+        """Whether a snapshot of this moment may be overwritten: a newer one is committed, and it is not needed."""
+        return moment < self.newest and moment not in self.needed
+
+    @property
+    def needed(self) -> tuple[Version, ...]:
+        """Besides the newest."""
+        return self.pinned, *self.kept
 
     def to_plain(self) -> dict[str, Any]:
         """What JSON can hold."""
         versions = {"newest": self.newest, "pinned": self.pinned}
-        return {"number": self.number} | {name: [each.generation, each.step] for name, each in versions.items()}
+        kept = [[each.generation, each.step] for each in self.kept]
+        named = {name: [each.generation, each.step] for name, each in versions.items()}
+        return {"number": self.number, "kept": kept} | named
 
     @staticmethod
     def of_plain(plain: Mapping[str, Any]) -> "Committed":
         """What `to_plain` gave."""
-        return Committed(Version(*plain["newest"]), Version(*plain["pinned"]), int(plain["number"]))
+        kept = tuple(Version(*each) for each in plain.get("kept", ()))
+        return Committed(Version(*plain["newest"]), Version(*plain["pinned"]), int(plain["number"]), kept)
 
     @staticmethod
     def read(folder: Path) -> "Committed":
         """What was last written into a keeper's folder."""
         try:
-            numbers = _COMMIT.unpack((folder / COMMITTED).read_bytes())
+            content = (folder / COMMITTED).read_bytes()
         except FileNotFoundError:
             return Committed()
-        return Committed(Version(*numbers[:2]), Version(*numbers[2:]))
+        numbers = _COMMIT.unpack(content.ljust(_COMMIT.size, b"\xff"))  # of an earlier version: nothing is kept
+        newest, pinned, *kept = (Version(*numbers[at : at + 2]) for at in range(0, len(numbers), 2))
+        return Committed(newest, pinned, kept=tuple(each for each in kept if each != NEVER))
 
     def write(self, folder: Path) -> None:
         """Tell the node's trainers."""
-        numbers = (self.newest.generation, self.newest.step, self.pinned.generation, self.pinned.step)
+        versions = (self.newest, self.pinned, *self.kept, NEVER, NEVER)[:4]
+        numbers = [number for each in versions for number in (each.generation, each.step)]
         temporary = folder / f".{COMMITTED}"
         temporary.write_bytes(_COMMIT.pack(*numbers))
         os.replace(temporary, folder / COMMITTED)

@@ -233,7 +233,7 @@ class Snapshots:
 
     def _free_slots(self) -> list[_Slot]:
         state = Committed.read(self.folder)
-        kept = {moment.step for moment in (state.newest, state.pinned) if moment.generation == self.generation}
+        kept = {moment.step for moment in (state.newest, *state.needed) if moment.generation == self.generation}
         newest = state.newest.step if state.newest.generation == self.generation else NOTHING
         return [slot for slot in self._slots if (slot.step <= newest and slot.step not in kept) or slot.step == NOTHING]
 

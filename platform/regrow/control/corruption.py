@@ -1,0 +1,134 @@
+"""What is done about units that compute wrong: they are named, their hosts given up, the run goes back. Pure."""
+
+from collections.abc import Sequence
+
+from regrow.config.schema import PretrainConfig
+from regrow.control.commands import Outbox
+from regrow.control.events import Verified
+from regrow.control.group import Group
+from regrow.control.replicas import Replicas, Unequal
+from regrow.control.slow import Kind
+from regrow.control.snapshots import Snapshots
+from regrow.control.states import Training
+from regrow.control.values import SnapshotAck
+from regrow.control.verification import Finding, Outcome, Verification
+from regrow.record.events import Cause
+
+
+class Corruptions:
+    """Of a run."""
+
+    def __init__(
+        self, config: PretrainConfig, group: Group, snapshots: Snapshots, out: Outbox, limit: int | None
+    ) -> None:
+        """`limit` is the newest step that may be restored, of an earlier coordinator."""
+        every_steps, train = config.cluster.verify_every_steps, config.train
+        last_step = min(train.steps, train.stop_at_step or train.steps)
+        self.verification = Verification(every_steps, config.parallel.tp, last_step)
+        self.verification.limit = limit
+        self._verifies, self._group, self._snapshots, self._out = every_steps > 0, group, snapshots, out
+        self._told_alone: set[str] = set()  # nodes
+        snapshots.checkpoints.steps.keep = config.checkpoint.keep if self._verifies else 0
+        self._replicas = Replicas()
+
+    @property
+    def limit(self) -> int | None:
+        """The newest step that a group that forms may begin from; None: any."""
+        return self.verification.limit
+
+    def begin(self, start_step: int) -> None:
+        """The newest group trains from this step."""
+        self.verification.begin(self._group.membership.current, start_step)
+        self._replicas.begin()
+        if self._verifies:
+            self._snapshots.commits.expect(start_step + 1)
+
+    def sealed(self, acks: Sequence[SnapshotAck], now: float) -> None:
+        """Nodes have versions safe; where a snapshot's replicas differ, it is not to be committed."""
+        is_compared = self._verifies and isinstance(self._group.state, Training)
+        found = self._replicas.take(acks) if is_compared else None
+        if found is not None:
+            self._replicas_differ(found, now)
+            return
+        self._snapshots.sealed(acks, now)
+        if (newest := self._snapshots.commits.newest) is not None:
+            self._replicas.committed(newest.version)
+
+    def _replicas_differ(self, found: Unequal, now: float) -> None:
+        """It costs the odd one its place, and the run the steps since the newest committed snapshot: in that they
+        agreed. Where there are two, it is not known which is wrong, and both go on."""
+        group = self._group
+        units = sorted({rank // group.membership.unit for rank in found.ranks})
+        newest = self._snapshots.commits.newest
+        step = newest.version.step if newest is not None else self.verification.start_step
+        members = tuple(group.membership.current[rank] for rank in found.ranks)
+        bad = Finding(tuple(units), members, step, found.is_decided)
+        self._record(found.version.step, bad, "weights and moments, with those of its replicas")
+        self._snapshots.go_back(step, now)
+        detail = f"its snapshot of step {found.version.step} is not what other replicas hold"
+        if found.is_decided:
+            group.expel_corrupt(bad, f"rank {found.ranks[0]}: {detail}", now)
+        else:
+            ranks = ", ".join(map(str, found.ranks))
+            group.failed(
+                Cause.corrupted, f"ranks {ranks} hold different bits of one shard in step {found.version.step}", []
+            )
+            group.break_off(now)
+
+    def take(self, event: Verified, now: float) -> None:
+        """The outcome of a verification; a corruption that it confirms costs the odd ones their place, the run the
+        steps since the newest verified state. Where units differ and there is no third one, it ends the run there."""
+        if not isinstance(self._group.state, Training):
+            return
+        outcome, verification = event.outcome, self.verification
+        found = verification.take(event.step, outcome)
+        self._tell(event.step, outcome, now)
+        if found is None:
+            verified = verification.verified
+            self._snapshots.verify(verified, verification.next_after(event.step))
+            return
+        self._record(event.step, found, f"{' and '.join(outcome.compared)} of the same micro-batch")
+        self._snapshots.roll_back(found.state_of, now)
+        units = ", ".join(map(str, found.units))
+        if found.is_decided:
+            detail = f"unit {units}: its checksums in step {event.step} differ from those of most others"
+            self._group.expel_corrupt(found, detail, now)
+            return
+        nodes = ", ".join(dict.fromkeys(member.node[:12] for member in found.members))
+        self._group.give_up(
+            f"units {units} (nodes {nodes}) come to different checksums from the same micro-batch, as in step "
+            f"{event.step}, and there is no third of their kind to tell which is wrong; the state of step "
+            f"{found.state_of} is the newest known to be right: leave one of these nodes out, or have three units, and "
+            "start the same command again"
+        )
+        self._group.break_off(now)
+
+    def _tell(self, step: int, outcome: Outcome, now: float) -> None:
+        """What is suspected from here on, and no longer."""
+        suspects, verification = self._group.health.suspects, self.verification
+        ranks = {member.id: rank for rank, member in enumerate(self._group.membership.current)}
+        compared = " and ".join(outcome.compared)
+        for kind, units in ((Kind.corrupt, outcome.odd), (Kind.differing, outcome.undecided)):
+            for member in verification.members_of(units):
+                detail = f"its {compared} in the verification of step {step}"
+                suspects.wrong(kind, member.node, member.pid, ranks[member.id], now, detail)
+        for node in {each.node for each in self._group.membership.current}:
+            if verification.has_recovered(node, step):
+                suspects.right(node)
+        for node in {each.node for each in verification.members_of(outcome.alone)} - self._told_alone:
+            self._told_alone.add(node)
+            text = f"node {node[:12]} has the only unit with its kind of device: what it computes is compared with none"
+            self._out.record("note", text=text)
+
+    def _record(self, step: int, found: Finding, detail: str) -> None:
+        ranks = {member.id: rank for rank, member in enumerate(self._group.membership.current)}
+        self._out.record(
+            "corruption",
+            step=step,
+            units=list(found.units),
+            ranks=[ranks[member.id] for member in found.members],
+            nodes=list(dict.fromkeys(member.node for member in found.members)),
+            verified_step=found.state_of,
+            is_decided=found.is_decided,
+            detail=detail,
+        )

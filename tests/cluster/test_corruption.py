@@ -1,0 +1,50 @@
+"""A rank that computes wrong, in the real job: named, its host given up, and the run is what it would have been."""
+
+from pathlib import Path
+
+import pytest
+
+from regrow.train.flips import ACTIVATIONS, FLIPS, Order
+from support.cluster import SMALL, Job
+
+STEPS = 120
+OVERRIDES = [
+    *SMALL,
+    "cluster.local_nodes=4",
+    "cluster.min_workers=2",
+    "cluster.max_workers=4",
+    f"train.steps={STEPS}",
+    "train.stop_at_step=80",
+    "snapshot.slots=4",
+    "checkpoint.every_steps=15",
+]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_rank_that_computes_wrong_is_expelled_and_the_losses_are_an_undisturbed_run_s(
+    storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Job(storage, "undisturbed", *OVERRIDES) as job:
+        assert job.wait(400) == 0, job.printed()
+        expected = [row["loss"] for row in job.metrics()]
+    orders = storage / "orders"
+    orders.mkdir()
+    monkeypatch.setenv(FLIPS, str(orders))
+    with Job(storage, "corrupted", *OVERRIDES, "cluster.verify_every_steps=10") as job:
+        job.wait_for(lambda: job.last_step() >= 33, 400)
+        victim = job.workers()[1]
+        node = job.events("generation")[-1]["workers"][1]["node"]
+        Order(ACTIVATIONS).leave(orders, victim)
+        assert job.wait(400) == 0, job.printed()
+        (corruption,) = job.events("corruption")
+        assert (corruption["ranks"], corruption["nodes"], corruption["is_decided"]) == ([1], [node], True)
+        assert corruption["verified_step"] == corruption["step"] // 10 * 10 - 11  # before bits were flipped
+        again = job.events("generation")[1]
+        assert (again["cause"], again["source"]) == ("corrupted", "snapshot")
+        assert 15 < again["start_step"] <= corruption["verified_step"]
+        assert all(each["node"] == node and each["reason"] == "corrupt" for each in job.events("quarantine"))
+        assert victim not in job.workers()
+        assert [each["kind"] for each in job.events("suspected")] == ["corrupt"]
+        losses = [row["loss"] for row in job.metrics()]
+    assert losses == pytest.approx(expected, abs=1e-5)

@@ -1,0 +1,71 @@
+"""Of real ranks that verify each other, the one that computes wrong is named, and no other ever is."""
+
+import pytest
+
+from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ParallelConfig
+from regrow.control.verification import GRADIENTS, LOSS
+from regrow.train.flips import ACTIVATIONS, WEIGHTS, Order
+from regrow.train.flips import GRADIENTS as IN_GRADIENTS
+from support.gloo import run_ranks
+from support.verifying import train_verifying
+
+FSDP = ParallelConfig()
+
+
+@pytest.mark.parametrize("what", [ACTIVATIONS, IN_GRADIENTS])
+def test_the_rank_that_computes_wrong_is_named_in_the_next_verification(what: str) -> None:
+    seen = run_ranks(train_verifying, 3, FSDP, 4, 9, 1, Order(what), 5)
+    assert all(each.outcomes == seen[0].outcomes for each in seen)  # decided alike on all ranks
+    odd = {step: outcome.odd for step, outcome in seen[0].outcomes.items()}
+    assert odd == {1: (), 4: (), 8: (1,), 9: (1,)}
+    assert all(outcome.compared == (LOSS, GRADIENTS) for outcome in seen[0].outcomes.values())
+    assert [each.flipped > 0 for each in seen] == [False, True, False]
+
+
+def test_no_healthy_rank_is_named_and_nothing_that_is_learned_changes() -> None:
+    """Over 60 verifications, one a step, of replicas that nothing is sharded among, too."""
+    replicas = ParallelConfig(dp_replicate=3, reshard_after_forward=False, sync_every_micro_batch=True)
+    for parallel in (FSDP, replicas):
+        seen = run_ranks(train_verifying, 3, parallel, 1, 30, 0, None)[0]
+        assert len(seen.outcomes) == 30
+        assert not any(outcome.differs or outcome.alone for outcome in seen.outcomes.values())
+        assert seen.losses == run_ranks(train_verifying, 3, parallel, 0, 30, 0, None)[0].losses
+
+
+def test_a_rank_whose_gradients_no_other_shards_is_named_too() -> None:
+    """A replica of one rank reduces its gradients over no shards."""
+    seen = run_ranks(train_verifying, 3, ParallelConfig(dp_replicate=3), 4, 9, 2, Order(IN_GRADIENTS), 5)
+    assert {step: outcome.odd for step, outcome in seen[0].outcomes.items()} == {1: (), 4: (), 8: (2,), 9: (2,)}
+
+
+def test_of_two_units_it_is_told_that_they_differ_and_not_which_is_wrong() -> None:
+    """Units of two ranks that share a block's arithmetic."""
+    seen = run_ranks(train_verifying, 4, ParallelConfig(tp=2), 4, 8, 3, Order(ACTIVATIONS), 5)
+    found = {step: (outcome.odd, outcome.undecided) for step, outcome in seen[0].outcomes.items()}
+    assert found == {1: ((), ()), 4: ((), ()), 8: ((), (0, 1))}
+
+
+def test_a_flipped_weight_is_seen_by_all_alike_and_so_by_no_verification() -> None:
+    """A shard's owner gives it to all: what is compared cannot tell. Copies can (`control.replicas`)."""
+    seen = run_ranks(train_verifying, 3, FSDP, 2, 8, 1, Order(WEIGHTS), 3)
+    assert seen[1].flipped == 1
+    assert not any(outcome.differs for outcome in seen[0].outcomes.values())
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        ParallelConfig(dtype=Dtype.bfloat16, activation_checkpoint=ActivationCheckpoint.full),
+        ParallelConfig(dtype=Dtype.bfloat16, compile=True),
+        ParallelConfig(dtype=Dtype.bfloat16, float8=Float8.tensorwise_all_gather),
+        ParallelConfig(dtype=Dtype.bfloat16, float8=Float8.rowwise),
+    ],
+    ids=["bfloat16", "compiled", "float8 tensorwise, gathered", "float8 rowwise"],
+)
+def test_in_all_arithmetics_the_one_that_computes_wrong_is_named_and_no_other(parallel: ParallelConfig) -> None:
+    for what in (ACTIVATIONS, IN_GRADIENTS):
+        seen = run_ranks(train_verifying, 3, parallel, 1, 40, 1, Order(what), 21, deadline_s=400.0)
+        odd = [seen[0].outcomes[step].odd for step in range(1, 41)]
+        assert odd == [()] * 20 + [(1,)] * 20

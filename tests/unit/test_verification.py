@@ -1,0 +1,225 @@
+"""Which unit is the odd one, what is verified, and what becomes of the group and its snapshots."""
+
+from typing import Any
+
+import pytest
+
+from regrow.config.schema import CheckpointConfig
+from regrow.control import commands as c
+from regrow.control import events as e
+from regrow.control.checkpoints import StoredSteps
+from regrow.control.past import Past
+from regrow.control.states import GivenUp, Training
+from regrow.control.values import Digest, SnapshotAck, Version
+from regrow.control.verification import GRADIENTS, LOSS, Checks, Outcome
+from support.control_world import play_corrupt
+from support.told import Told, one
+
+NODES = "abcd"
+
+
+def checks(num_units: int) -> Checks:
+    return Checks(10, num_units, first_step=1, last_step=95)
+
+
+def judged(found: Checks, step: int, *units: tuple[float, float, float]) -> Outcome:
+    return found.judge(step, [number for unit in units for number in unit])
+
+
+def test_a_group_verifies_at_its_first_and_last_step_and_every_so_many() -> None:
+    found = checks(3)
+    assert [step for step in range(1, 96) if found.is_due(step)] == [1, *range(10, 91, 10), 95]
+    assert not any(checks(1).is_due(step) for step in range(1, 96))
+
+
+def test_the_unit_that_differs_from_most_is_odd_and_looked_at_again_in_the_next_steps() -> None:
+    found = checks(3)
+    assert not judged(found, 10, (1, 5, 7), (1, 5, 7), (1, 5, 7)).differs
+    assert not found.is_due(11)
+    assert judged(found, 20, (1, 5, 7), (1, 5, 8), (1, 5, 7)).odd == (1,)
+    assert [found.is_due(step) for step in (21, 22, 23)] == [True, True, False]
+    assert judged(found, 22, (1, 5, 7), (1, 6, 7), (1, 5, 7)).odd == (1,)
+    assert not found.is_due(24)  # again and again would be every step
+
+
+def test_of_two_that_differ_neither_is_odd() -> None:
+    found = checks(2)
+    judged(found, 10, (1, 5, 7), (1, 5, 7))
+    assert judged(found, 20, (1, 5, 7), (1, 5, 8)).undecided == (0, 1)
+
+
+def test_gradients_count_once_those_of_all_have_agreed() -> None:
+    """Else the device's kernels add in any order."""
+    found = checks(2)
+    assert judged(found, 1, (1, 5, 7), (1, 5, 8)) == Outcome(2, compared=(LOSS,))
+    assert judged(found, 10, (1, 5, 7), (1, 6, 8)).undecided == (0, 1)  # the losses do
+    assert judged(found, 20, (1, 5, 7), (1, 5, 7)) == Outcome(2, compared=(LOSS, GRADIENTS))
+    assert judged(found, 30, (1, 5, 7), (1, 5, 8)).undecided == (0, 1)
+
+
+def test_devices_of_different_kinds_are_not_compared() -> None:
+    found = judged(checks(4), 10, (1, 5, 7), (2, 6, 8), (1, 5, 7), (3, 9, 9))
+    assert (found.differs, found.alone) == (False, (1, 3))
+
+
+def verifying(num: int, **options: Any) -> Told:
+    """A group of so many nodes, with a rank each, that trains from step 0, and verifies every 10 steps."""
+    told = Told(verify_every_steps=10, min_workers=2, **options)
+    told.form(*(one(pid, NODES[pid]) for pid in range(num)))
+    told.begin(NODES[:num])
+    return told
+
+
+def outcome(told: Told, step: int, **fields: Any) -> None:
+    number = len(told.control.group.membership.current)
+    told(e.Verified(told.control.generation, step, Outcome(number, **fields)))
+
+
+def commit(told: Told, step: int) -> None:
+    told.seal(Version(told.control.generation, step), told.peers)
+
+
+def test_the_odd_one_is_named_at_once_and_expelled_when_it_is_odd_again() -> None:
+    told = verifying(4)
+    commit(told, 8)
+    outcome(told, 10)
+    commit(told, 15)
+    outcome(told, 20, odd=(2,))
+    (suspected,) = told.records("suspected")
+    assert (suspected["kind"], suspected["node"], suspected["rank"]) == ("corrupt", "c", 2)
+    assert isinstance(told.control.state, Training)
+    outcome(told, 21)  # not this time
+    assert isinstance(told.control.state, Training)
+    told.clear()
+    outcome(told, 22, odd=(2,))
+    (corruption,) = told.records("corruption")
+    assert (corruption["ranks"], corruption["nodes"], corruption["verified_step"]) == ([2], ["c"], 20)
+    (quarantine,) = told.records("quarantine")
+    assert (quarantine["node"], quarantine["reason"]) == ("c", "corrupt")
+    assert [kill.pid for kill in told.of(c.Kill)] == [2]
+    assert told.ask("m2").unfit
+    formation = told.form(*(one(pid, NODES[pid]) for pid in (0, 1, 3)))
+    assert [member.node for member in formation.members] == ["a", "b", "d"]
+    told.join(one(9, "c"))  # another process of that host is not taken, however few there are
+    assert told.ask("m9").unfit
+
+
+def test_the_run_goes_back_to_the_newest_verified_snapshot_which_nodes_keep_until_then() -> None:
+    told = verifying(3)
+    commit(told, 7)
+    outcome(told, 10)
+    commit(told, 17)
+    commit(told, 19)
+    commit(told, 20)  # of 20 the verification in step 20 says nothing
+    assert told.of(c.Announce)[-1].kept == (Version(1, 7), Version(1, 19))
+    outcome(told, 20)
+    assert told.control.snapshots.commits.kept == (Version(1, 19),)
+    commit(told, 28)
+    commit(told, 31)  # a row of 30 is yet to come
+    outcome(told, 30, odd=(1,))
+    outcome(told, 31, odd=(1,))
+    assert told.control.newest_snapshot == Version(1, 19)
+    assert told.control.corruptions.limit == 19
+    assert told.of(c.Announce)[-1].newest == Version(1, 19)
+    commit(told, 32)  # of the group that is over
+    assert told.control.newest_snapshot == Version(1, 19)
+    told.form(one(0, "a"), one(2, "c"))
+    told.begin("ac", step=19)
+    assert told.control.corruptions.limit is None
+    assert told.control.newest_snapshot == Version(1, 19)
+
+
+def test_checkpoints_of_states_that_are_not_verified_count_no_more() -> None:
+    told = verifying(3, checkpoint=CheckpointConfig(every_steps=None, every_minutes=1e6))
+    generation = told.control.generation
+    for step in (5, 15, 25):
+        told(e.Logged(generation, "checkpoint", {"step": step, "seconds": 1.0, "stall_s": 1.0, "bytes": 1}))
+        outcome(told, step // 10 * 10 + 10, odd=(0,) if step == 25 else ())
+    outcome(told, 31, odd=(0,))
+    assert [each.step for each in told.of(c.NoteDamaged)] == [25]
+    assert told.control.snapshots.checkpoints.stored == 15
+
+
+def test_the_newest_verified_checkpoint_is_not_deleted_for_later_ones() -> None:
+    steps = StoredSteps(5)
+    steps.keep = 2
+    steps.add(10)
+    assert steps.deletions == [c.Delete()]  # 10 and 5 stay
+    steps.add(20)
+    assert steps.deletions == []
+    steps.verify(19)
+    assert steps.deletions == [c.Delete()]
+
+
+def test_a_newcomer_that_computes_wrong_costs_no_more_than_what_its_group_has_done() -> None:
+    told = verifying(2)
+    outcome(told, 10)
+    commit(told, 14)
+    told.form(one(0, "a"), one(1, "b"), one(2, "c"))
+    told.begin("abc", step=14)
+    outcome(told, 15, odd=(2,))
+    outcome(told, 16, odd=(2,))
+    assert told.records("corruption")[0]["verified_step"] == 14
+    assert told.control.newest_snapshot == Version(1, 14)
+
+
+def test_of_two_units_that_differ_twice_the_run_ends_with_the_verified_state_in_storage() -> None:
+    told = verifying(2)
+    commit(told, 8)
+    outcome(told, 10)
+    commit(told, 18)
+    outcome(told, 20, undecided=(0, 1))
+    assert [each["kind"] for each in told.records("suspected")] == ["differing", "differing"]
+    assert isinstance(told.control.state, Training)
+    outcome(told, 21, undecided=(0, 1))
+    ending = told.control.ending
+    assert isinstance(ending, GivenUp)
+    assert "there is no third of their kind" in ending.message
+    assert told.records("corruption")[0]["is_decided"] is False
+    told.clear()
+    told(e.Settle())
+    told.now += 6.0  # after the one that was on its way, of a state that is not verified
+    told()
+    assert {each.version for each in told.of(c.Write)} == {Version(1, 8)}
+
+
+def test_a_coordinator_that_is_restarted_knows_what_may_be_restored_and_which_host_is_refused() -> None:
+    events = [
+        {"event": "submitted", "time": 1.0},
+        {"event": "generation", "time": 2.0, "start_step": 0, "generation": 1},
+        {"event": "corruption", "time": 3.0, "verified_step": 19},
+        {"event": "quarantine", "time": 3.0, "node": "c", "host": "host", "seconds": 60.0, "reason": "corrupt"},
+    ]
+    past = Past.of(events, generation=1, logged=30, stored=25, restarted=True)
+    assert (past.limit, past.corrupt) == (19, {"host"})
+    later = [*events, {"event": "generation", "time": 4.0, "start_step": 19, "generation": 2}]
+    assert Past.of(later, generation=2, logged=30, stored=25, restarted=True).limit is None
+
+
+def ack(told: Told, step: int, values: list[int]) -> None:
+    """All nodes' reports; each rank is a replica, and these are what their snapshots add up to."""
+    version, peers = Version(told.control.generation, step), told.peers
+    digests = [(Digest(rank, "0.0.0", len(values), value),) for rank, value in enumerate(values)]
+    told(e.Sealed([SnapshotAck(node, version, peers[node], digests=d) for node, d in zip(peers, digests, strict=True)]))
+
+
+@pytest.mark.parametrize("num", [2, 3])
+def test_a_snapshot_in_which_replicas_differ_is_never_committed(num: int) -> None:
+    """Of three the odd one goes; of two none is known to be wrong, and both go back to where they agreed."""
+    told = verifying(num)
+    ack(told, 4, [7] * num)
+    assert told.control.newest_snapshot == Version(1, 4)
+    ack(told, 5, [7, 8, 7][:num])
+    assert told.control.newest_snapshot == Version(1, 4)
+    assert not isinstance(told.control.state, Training)
+    (corruption,) = told.records("corruption")
+    assert corruption["verified_step"] == 4
+    assert corruption["ranks"] == ([1] if num == 3 else [0, 1])
+    assert bool(told.records("quarantine")) == (num == 3)
+    assert told.control.ending is None
+
+
+def test_whenever_a_node_begins_to_compute_wrong_nothing_that_it_spoilt_is_left_in_log_or_storage() -> None:
+    found = [play_corrupt(seed) for seed in range(60)]
+    expelled = [world for world in found if any(name == "quarantine" for _, name, _ in world.events)]
+    assert len(expelled) > 40
