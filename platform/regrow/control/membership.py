@@ -5,7 +5,7 @@ then; a death while it forms voids it, and the next one forms. A member that doe
 out.
 Members on nodes that are avoided wait, as do those that no allowed size has room for, unless it does not go without.
 Newcomers whose first group broke before its first step wait, too, until the others have done one without them.
-Where ranks work in units, a unit's are on one node: a process without room in a whole one waits.
+Where ranks share a block's arithmetic, a unit of them is on one node: a process without room in a whole one waits.
 At the start it waits as long for as many as were announced. Where none is left of the one before, and where a group
 could be larger, it waits until no other has come for `settle_s`; a larger one, which costs a stop of all, also for
 workers that were started and have not joined yet, for `announced_s`. Where more ranks would take none of the slices of
@@ -51,13 +51,13 @@ class Formation:
 class Membership:
     """The state of a run's membership. `sizes` are the world sizes that are allowed, in whole units of `unit` ranks.
 
-    `num_slices` are those of a global batch; 0: any larger group is faster. `fewest`: for some sizes a smaller
-    one that is taken in their place.
+    `step_costs` are how long a step of each takes, next to the others; none: any larger group is faster. `fewest`: for
+    some sizes a smaller one that is taken in their place.
     """
 
     sizes: Sequence[int]
     unit: int = 1
-    num_slices: int = 0
+    step_costs: Mapping[int, float] = field(default_factory=dict)
     fewest: Mapping[int, int] = field(default_factory=dict)
     settle_s: float = 2.0
     patience_s: float = 120.0
@@ -215,9 +215,9 @@ class Membership:
         return self.fewest.get(largest, largest)
 
     def _is_faster(self, size: int, than: int) -> bool:
-        """Whether a step takes less time in a group of this size: the rank with most slices has fewer."""
-        most, most_before = (-(-self.num_slices // (each // self.unit)) for each in (size, than))
-        return not self.num_slices or most < most_before
+        """Whether a step takes less time in a group of this size, as far as is known."""
+        costs = self.step_costs
+        return size not in costs or than not in costs or costs[size] < costs[than] - 1e-9
 
     def _in_units(self, members: Iterable[Member]) -> list[Member]:
         """Those that make up whole units, in the order of the units' first members."""
