@@ -398,6 +398,7 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
         config.parallel.tp,
         {size: topology.step_cost for size, topology in table.items()},
         sizes,
+        {size for size, topology in table.items() if 1 < config.parallel.pp == topology.mesh.pp},
         generation=past.generation,
     )
     exclusions = Exclusions(cluster.quarantine_failures, QUARANTINE_WITHIN_S, cluster.quarantine_s)
@@ -412,6 +413,7 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
             usual=_usual(config),
             probe_every_steps=cluster.probe_every_steps,
             on_gpus=cluster.gpus_per_worker > 0,
+            pipelines={size: topology.mesh.pp for size, topology in table.items()},
         ),
         snapshots.keepers,
         out,

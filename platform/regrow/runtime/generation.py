@@ -89,7 +89,7 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
     if progress.step < last_step:
         hooks.profile(progress.step)
         if process.memory is not None:
-            process.memory.heartbeat.trains(step.waits.at_a_collective)
+            process.memory.heartbeat.trains(step.waits.at_a_collective, step.waits.at_a_message)
         try:
             left = train(
                 step,

@@ -30,6 +30,7 @@ def build_step(
 ) -> TrainStep:
     """Collective over the mesh. `seed`, `eot_id` and `stages` are as for `build_model`."""
     built = build_model(model, parallel, mesh=mesh, device=device, seed=seed, eot_id=eot_id, stages=stages)
+    waits = time_collectives(built, device, replicated=replica_group(mesh) is not None)
     dtype = torch.bfloat16 if parallel.dtype is Dtype.bfloat16 else next(built.parameters()).dtype
     return TrainStep(
         built,
@@ -38,11 +39,11 @@ def build_step(
         group=world_group(mesh),
         shard_group=shard_group(mesh),
         tensor_group=tensor_group(mesh),
-        pipeline=Pipeline(built, stages, mesh, dtype=dtype) if stages is not None else None,
+        pipeline=Pipeline(built, stages, mesh, dtype=dtype, waits=waits) if stages is not None else None,
         sync_every_micro_batch=bool(parallel.sync_every_micro_batch),
         keep_gathered=not parallel.reshard_after_forward,
         loss_function=build_loss(parallel, device, tensor_group(mesh)),
-        waits=time_collectives(built, device, replicated=replica_group(mesh) is not None),
+        waits=waits,
     )
 
 
