@@ -268,6 +268,17 @@ def test_a_spare_that_dies_is_none_any_more_and_one_on_a_draining_node_neither()
     assert made.spares == ()
 
 
+def test_a_group_goes_back_to_the_pipelines_asked_for_whatever_a_step_takes() -> None:
+    """Three ranks with all blocks each have shorter steps than four in two stages."""
+    made = Membership(range(2, 5), step_costs={2: 6.5, 3: 4.0, 4: 4.7}, fewest={2: 2, 3: 3, 4: 4}, configured={2, 4})
+    joined(made, "abcd", 0.0, expected=4)
+    made.died(["b"])
+    assert names(joined(made, "acd", 1.0)) == "acd"
+    made.join(member("e"), expected=1, now=2.0)
+    assert made.wants_to_grow(5.0)
+    assert names(joined(made, "acd", 5.0)) == "acde"
+
+
 def test_units_share_the_slices_out() -> None:
     made = Membership(range(2, 13), unit=2, step_costs=costs(5, unit=2))
     assert names(on_nodes(made, {"x": "abcd", "y": "ef"}, 0.0, expected=6)) == "abcdef"
