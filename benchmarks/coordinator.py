@@ -128,9 +128,10 @@ class Keepers:
             for number in range(RANKS_PER_NODE)
         )
         names = [f"optim/exp_avg/layers.{number}.feed_forward.w1.weight" for number in range(NUM_TENSORS)]
-        tensors: Tensors | None = dict.fromkeys(names, ("float32", (num_files, elements))) if order.describe else None
+        tensors: Tensors = dict.fromkeys(names, ("float32", (num_files, elements)))
         scalars = {"step": order.moment.step, "cursor": 0, "tokens_seen": 0}
-        return Written(files, RANKS_PER_NODE, scalars, hashlib.sha256().hexdigest(), tensors)
+        described = {0: tensors} if order.describe else {}
+        return Written(files, RANKS_PER_NODE, scalars, {0: hashlib.sha256().hexdigest()}, described)
 
 
 class Cluster:

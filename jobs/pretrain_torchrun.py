@@ -18,7 +18,7 @@ from regrow.config.plain import pretrain_config
 from regrow.config.schema import PretrainConfig
 from regrow.data.read.batch import direct_batches, layout_of
 from regrow.data.read.corpora import order_of
-from regrow.errors import RegrowError
+from regrow.errors import ConfigError, RegrowError
 from regrow.model.linears import phase_after
 from regrow.parallel.fsdp import build_mesh
 from regrow.runtime.hardware.peak import peak_flops
@@ -36,6 +36,8 @@ def train_phase(config: PretrainConfig, run: TorchrunRun, device: torch.device) 
     rank, world_size, seed = torch.distributed.get_rank(), torch.distributed.get_world_size(), config.run.seed
     optim, parallel, corpora, layout = config.optim, config.parallel, run.corpora, layout_of(config)
     topology = topology_of(config, world_size)
+    if topology.mesh.pp != parallel.pp:  # which nothing but a group that has lost ranks is to be trained with
+        raise ConfigError(f"{world_size} workers are not whole units of {parallel.pp=} x {parallel.tp=}")
     mesh, stages = build_mesh(topology.mesh, device.type), topology.stages
 
     recipe, until = phase_after(parallel, config.train.steps, run.newest_step())

@@ -191,6 +191,46 @@ def test_units_of_tensor_parallel_ranks_are_lost_and_come_back_whole(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("nodes_of", "left", "then"),
+    [
+        pytest.param((4, 1), 3, (1, 3), id="a rank of a stage"),
+        pytest.param((2, 2), 2, (2, 1), id="all ranks of a stage"),
+    ],
+)
+def test_a_pipeline_loses_a_node_of_one_stage_is_planned_anew_and_gets_it_back(
+    undisturbed: Job, storage: Path, backend: str, nodes_of: tuple[int, int], left: int, then: tuple[int, int]
+) -> None:
+    count, ranks = nodes_of
+    with (
+        local_nodes(count, cpus=2 * ranks) as nodes,
+        start(storage, f"stages-{count}", nodes, backend, 2, 4, "parallel.pp=2") as job,
+    ):
+        job.wait_for(lambda: job.last_step() >= 15, 240)
+        (first,) = job.events("generation")
+        assert axes(first) == (4, 2, 2)
+        nodes.kill(1)
+        second = wait_for_generation(job, 2)
+        assert (axes(second), second["source"]) == ((left, *then), "snapshot")
+        assert second["recomputed_steps"] <= 1
+        assert pids(second) < pids(first)
+        nodes.add()
+        job.wait_for(lambda: job.events("generation")[-1]["world_size"] == 4, 150)
+        last = job.events("generation")[-1]
+        assert (axes(last), last["source"], last["recomputed_steps"]) == ((4, 2, 2), "snapshot", 0)
+        assert pids(second) < pids(last)
+        assert job.wait(300) == 0, job.printed()
+        assert_same_run(job, undisturbed)
+        assert job.events("suspected") == []
+
+
+def axes(generation: dict[str, Any]) -> tuple[int, int, int]:
+    """World size, ranks of a pipeline, units."""
+    sizes = generation["axes"]
+    return generation["world_size"], sizes["pp"], sizes["dp_replicate"] * sizes["dp_shard"]
+
+
+@pytest.mark.long
 def test_a_stopped_worker_is_ended_and_replaced(undisturbed: Job, storage: Path, backend: str) -> None:
     with local_nodes(3, cpus=2) as nodes, start(storage, "stopped", nodes, backend, 2, 3) as job:
         job.wait_for(lambda: job.last_step() >= 15, 240)

@@ -7,61 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from regrow.control.peers import plan_peers
 from regrow.control.replicas import Replicas, Unequal
-from regrow.control.values import Peer, SnapshotAck, Version
+from regrow.control.values import Version
 from regrow.state.memory.held import Holder
-from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.writer import Snapshots
 from support.gloo import run_ranks
+from support.keepers import RUN, SECRET
+from support.nodes import Nodes
 from support.state import entries_after, whole
 from support.verifying import snapshots_of_replicas
-
-RUN, SECRET = "0123456789abcdef", b"of this run"
-
-
-class Nodes:
-    """Keepers of a few nodes, ranks placed on them in turn."""
-
-    def __init__(self, folder: Path, count: int) -> None:
-        self.reports: list[SnapshotAck] = []
-        self.keepers = {
-            f"node-{k}": KeeperNode(
-                folder / f"n{k}",
-                node=f"node-{k}",
-                host="127.0.0.1",
-                secret=SECRET,
-                run_id=RUN,
-                report=self.reports.append,
-            )
-            for k in range(count)
-        }
-        for node, (peer,) in plan_peers([(node, node) for node in self.keepers]).items():
-            self.keepers[node].set_peers((Peer(peer, self.keepers[peer].address),))
-            self.keepers[node].start()
-
-    def folders(self) -> list[str]:
-        return [str(keeper.folder) for keeper in self.keepers.values()]
-
-    def lose(self, node: str) -> None:
-        """The node, and what it held in memory."""
-        self.keepers.pop(node).close(delete=True)
-
-    def holders(self, generation: int) -> list[Holder]:
-        return [
-            Holder(node, keeper.address, held)
-            for node, keeper in self.keepers.items()
-            for held in keeper.holdings()
-            if held.moment.generation == generation
-        ]
-
-    def wait_for(self, generation: int, count: int) -> None:
-        """Until so many nodes have the generation's step safe."""
-        give_up_at = time.monotonic() + 30
-        while len({report.node for report in self.reports if report.version.generation == generation}) < count:
-            assert time.monotonic() < give_up_at
-            time.sleep(0.01)
 
 
 def take(
@@ -131,8 +86,6 @@ def test_state_moves_from_layout_to_layout_and_back_without_storage_and_with_a_n
             nodes.wait_for(generation, min(ranks, len(nodes.keepers)))
             nodes.lose(next(iter(nodes.keepers)))
             holders = nodes.holders(generation)
-            for node, peers in plan_peers([(node, node) for node in nodes.keepers]).items():
-                nodes.keepers[node].set_peers(tuple(Peer(each, nodes.keepers[each].address) for each in peers))
+            nodes.set_peers()
     finally:
-        for node in list(nodes.keepers):
-            nodes.lose(node)
+        nodes.close()

@@ -70,8 +70,8 @@ class FiledWorld(World):
             name, [HEAD, part.state.to_bytes(8, "little")]
         )
         file = DataFile(name, num_bytes, len(HEAD), "")
-        tensors: Tensors | None = {"w": ("float64", (part.num_shards,))} if command.describe else None
-        self.publisher.written(command.upload, order, Written((file,), 1, {}, "", tensors))
+        tensors: dict[int, Tensors] = {0: {"w": ("float64", (part.num_shards,))}} if command.describe else {}
+        self.publisher.written(command.upload, order, Written((file,), 1, {}, {0: ""}, tensors))
 
     def _index(self, command: c.PublishIndex) -> e.Event:
         self.publisher.publish_index(command)

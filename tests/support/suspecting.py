@@ -52,7 +52,7 @@ def train_with_a_slow_rank(folder: str, read_s: float) -> tuple[list[dict[str, A
     step, heartbeat = build(training), Heartbeat(mine(folder))
     dist.barrier()
     heartbeat.enter(1, Breaker())
-    heartbeat.trains(step.waits.at_a_collective)
+    heartbeat.trains(step.waits.at_a_collective, step.waits.at_a_message)
     out = Outbox()
     suspects, named = Suspects(out), threading.Event()
 
@@ -87,7 +87,7 @@ def hang_in_validation(folder: str) -> tuple[int, list[str], float]:
     pids: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
     heartbeat.enter(1, Breaker())
-    heartbeat.trains(lambda: True)
+    heartbeat.trains(lambda: True, lambda: (0, 0))
     found: list[str] = []
     watch = watcher(folder, pids, found)
     if rank == 0:

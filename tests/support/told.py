@@ -34,6 +34,7 @@ class Told:
             checkpoint=checkpoint or CheckpointConfig(every_steps=10),
             snapshot=SnapshotConfig(copies=copies),
         )
+        config.optim.num_slices = max(config.optim.num_slices, config.cluster.max_workers)
         self.now, self.commands = 1000.0, list[c.Command]()
         self.control = Control(config, is_whole=is_whole, now=self.now, past=past)
 

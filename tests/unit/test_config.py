@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from regrow.config.check import check, check_elastic, geometry, world_sizes
+from regrow.config.check import check, geometry, topologies, world_sizes
 from regrow.config.schema import (
     AttentionKernel,
     ClusterConfig,
@@ -266,22 +266,34 @@ def test_ranks_that_share_their_arithmetic_divide_what_they_share() -> None:
         check(config)
 
 
-def test_pipelines_have_whole_units_a_block_a_stage_and_a_fixed_size() -> None:
+def test_pipelines_have_whole_units_at_full_size_and_a_block_a_stage() -> None:
     config = PretrainConfig()
     config.parallel.pp, config.cluster.min_workers, config.cluster.max_workers = 2, 2, 8
+    with pytest.raises(
+        BatchError, match=r"optim\.num_slices=12 leaves 20% of the ranks' time idle at 5 workers, where"
+    ):
+        check(config)
+    config.optim.num_slices = config.optim.global_batch_seqs = 24
     table = check(config)
-    assert {size: each.batch.world_size for size, each in table.items()} == {2: 1, 4: 2, 6: 3, 8: 4}
+    assert {size: each.batch.world_size for size, each in table.items() if size % 2 == 0} == {2: 1, 4: 2, 6: 3, 8: 4}
     stages = table[8].stages
     assert stages is not None
     assert stages.blocks == (range(3), range(3, 4))  # the output takes the time of 1.4 blocks
-    assert table[8].bubble_share == pytest.approx(1 / 4)
-    with pytest.raises(ConfigError, match=r"parallel\.pp=2 needs a group of fixed size: start it by torchrun"):
-        check_elastic(config)
+    assert table[8].bubble_share == pytest.approx(1 / 7)
+    assert {size: each.mesh.pp for size, each in table.items()} == {2: 2, 3: 1, 4: 2, 5: 1, 6: 2, 7: 1, 8: 2}
+    assert world_sizes(config) == {size: size for size in range(2, 9)}
+    config.parallel.least_pp = 2
+    assert {size: each.mesh.pp for size, each in topologies(config).items()} == {2: 2, 3: 3, 4: 2, 6: 2, 8: 2}
+    assert world_sizes(config)[5] == 4, "no number of stages from 2 to 4 divides five"
+    config.parallel.least_pp = 3
+    with pytest.raises(ConfigError, match=r"parallel\.least_pp=3 must be 1 to parallel\.pp=2"):
+        check(config)
+    config.parallel.least_pp = 1
     config.parallel.schedule, config.parallel.stages_per_rank = PipelineSchedule.interleaved, 3
     with pytest.raises(ConfigError, match=r"model\.num_layers=4 are fewer than the 6 stages of parallel\.pp=2, 3 a"):
         check(config)
     config.parallel.stages_per_rank = 2
-    assert check(config)[8].bubble_share == pytest.approx(1 / 7)
+    assert check(config)[8].bubble_share == pytest.approx(1 / 13)
     config.cluster.max_workers = 7
     with pytest.raises(ConfigError, match=r"cluster\.max_workers=7 must be a multiple of parallel\.pp=2 x"):
         check(config)

@@ -166,7 +166,7 @@ class Keeper:
         """One file of four bytes, which is all there is."""
         Storage.at(order.folder).write_bytes(f"{order.token}.safetensors", b"head" + b"data")
         file = DataFile(f"{order.token}.safetensors", 8, 4, "")
-        return Written((file,), 1, {"step": order.moment.step}, "", {"w": ("float32", (1,))})
+        return Written((file,), 1, {"step": order.moment.step}, {0: ""}, {0: {"w": ("float32", (1,))}})
 
 
 def train(made: Coordinator, keeper: Keeper, *, step: int = 0) -> int:

@@ -176,7 +176,7 @@ def test_a_small_node_plans_for_the_copies_of_the_large_ones_that_it_holds(
     assert copied["small"] == of_small
     assert min(copied["large"], copied["other"]) == of_large
     plan = plan_snapshot_memory(
-        state_bytes=1700, slots=2, ranks_on_node=1, ranks_copied=copied["small"], num_shards=17, least_shards=17
+        rank_bytes=100, most_rank_bytes=100, slots=2, ranks_on_node=1, ranks_copied=copied["small"]
     )
     assert plan.at_smallest == plan.of_before == 2 * 100 * (1 + of_small)
 

@@ -124,7 +124,7 @@ def test_nodes_that_hold_different_things_make_no_checkpoint(tmp_path: Path) -> 
     publisher = publisher_in(tmp_path)
     for node in "ab":
         order = publisher.order(c.Write(1, Version(1, 10), node, node, copies=False, describe=node == "a"))
-        written: Any = SimpleNamespace(files=(), scalars={}, tensors_sha256=node, tensors={}, num_ranks=1)
+        written: Any = SimpleNamespace(files=(), scalars={}, tensors_sha256={0: node}, tensors={}, num_ranks=1)
         publisher.written(1, order, written)
     publisher.publish_index(c.PublishIndex(1, Version(1, 10), ("a", "b")))
     assert until(publisher.done) == [e.PublishFailed(1, "node b holds another state than a")]

@@ -195,7 +195,7 @@ def test_the_rest_of_a_broken_unit_waits_until_its_node_has_another() -> None:
 
 def test_nothing_is_stopped_for_a_group_whose_steps_would_take_as_long() -> None:
     """Seven slices: the busiest of four, five and six ranks has two of them."""
-    made = Membership(range(1, 9), num_slices=7)
+    made = Membership(range(1, 9), step_costs=costs(7))
     joined(made, "abc", 0.0, expected=3)
     made.join(member("d"), expected=1, now=1.0)
     assert made.wants_to_grow(3.0), "three slices before, two after"
@@ -213,7 +213,7 @@ def test_nothing_is_stopped_for_a_group_whose_steps_would_take_as_long() -> None
 
 
 def test_where_no_group_could_be_formed_there_is_nothing_to_grow_to() -> None:
-    made = Membership(range(3, 9), num_slices=7)
+    made = Membership(range(3, 9), step_costs=costs(7))
     joined(made, "abc", 0.0, expected=3)
     made.died(["b", "c"])
     made.join(member("d"), expected=1, now=1.0)
@@ -221,7 +221,7 @@ def test_where_no_group_could_be_formed_there_is_nothing_to_grow_to() -> None:
 
 
 def test_a_spare_takes_the_place_of_a_lost_rank_at_once() -> None:
-    made = Membership(range(1, 9), num_slices=7)
+    made = Membership(range(1, 9), step_costs=costs(7))
     joined(made, "abcd", 0.0, expected=4)
     made.join(member("e"), expected=1, now=1.0)
     assert not made.wants_to_grow(100.0)
@@ -229,11 +229,16 @@ def test_a_spare_takes_the_place_of_a_lost_rank_at_once() -> None:
     assert names(joined(made, "acd", 101.0)) == "acde"
 
 
+def costs(num_slices: int, unit: int = 1) -> dict[int, float]:
+    table = topology_table(min_workers=unit, max_workers=num_slices * unit, num_slices=num_slices, tp=unit)
+    return {size: each.step_cost for size, each in table.items()}
+
+
 FEWEST = fewest_ranks(topology_table(min_workers=1, max_workers=8, num_slices=8))  # 5, 6 and 7 do as well as 4
 
 
 def test_ranks_that_make_no_step_faster_are_left_out_and_taken_in_once_others_are_lost() -> None:
-    made = Membership(range(1, 9), num_slices=8, fewest=FEWEST)
+    made = Membership(range(1, 9), step_costs=costs(8), fewest=FEWEST)
     assert names(joined(made, "abcdef", 0.0, expected=6)) == "abcd"
     assert [each.id for each in made.spares] == ["e", "f"]
     assert not made.wants_to_grow(100.0)
@@ -251,7 +256,7 @@ def test_ranks_that_make_no_step_faster_are_left_out_and_taken_in_once_others_ar
 
 
 def test_a_spare_that_dies_is_none_any_more_and_one_on_a_draining_node_neither() -> None:
-    made = Membership(range(1, 9), num_slices=8, fewest=FEWEST)
+    made = Membership(range(1, 9), step_costs=costs(8), fewest=FEWEST)
     on_nodes(made, {"x": "abc", "y": "def"}, 0.0, expected=6)
     assert [each.id for each in made.spares] == ["e", "f"]
     made.died(["e"])
@@ -263,8 +268,19 @@ def test_a_spare_that_dies_is_none_any_more_and_one_on_a_draining_node_neither()
     assert made.spares == ()
 
 
+def test_a_group_goes_back_to_the_pipelines_asked_for_whatever_a_step_takes() -> None:
+    """Three ranks with all blocks each have shorter steps than four in two stages."""
+    made = Membership(range(2, 5), step_costs={2: 6.5, 3: 4.0, 4: 4.7}, fewest={2: 2, 3: 3, 4: 4}, configured={2, 4})
+    joined(made, "abcd", 0.0, expected=4)
+    made.died(["b"])
+    assert names(joined(made, "acd", 1.0)) == "acd"
+    made.join(member("e"), expected=1, now=2.0)
+    assert made.wants_to_grow(5.0)
+    assert names(joined(made, "acd", 5.0)) == "acde"
+
+
 def test_units_share_the_slices_out() -> None:
-    made = Membership(range(2, 13), unit=2, num_slices=5)
+    made = Membership(range(2, 13), unit=2, step_costs=costs(5, unit=2))
     assert names(on_nodes(made, {"x": "abcd", "y": "ef"}, 0.0, expected=6)) == "abcdef"
     for name in "gh":
         made.join(member(name, "z"), expected=1, now=1.0)

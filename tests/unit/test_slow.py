@@ -1,5 +1,7 @@
 """Which rank or link is found to be slow, in virtual time."""
 
+from dataclasses import replace
+
 import pytest
 
 from regrow.control import commands as c
@@ -49,6 +51,18 @@ def test_a_rank_that_slows_steps_down_by_15_percent_is_named_within_two_minutes_
             break
     assert 0 < named_at - began_at < NAMED_S
     assert not ranks.found
+
+
+def test_a_stage_with_more_blocks_is_not_slow_and_a_rank_is_next_to_those_of_its_stage() -> None:
+    """Ranks 0 to 2 have half as much to do again as ranks 3 to 5, which wait for their messages."""
+    for slow_s, expected in ((0.0, set()), (0.3, {("node 1", 1)})):
+        ranks, found = SlowRanks(), set()
+        stages = {(f"node {rank}", rank): rank // 3 for rank in range(6)}
+        for _, now, spent in World(0, 6, 1.0, 0.02, slow_s=slow_s, slow_from=50).readings(400):
+            spent = {w: replace(each, all_s=each.all_s + 0.4 * each.steps * stages[w]) for w, each in spent.items()}
+            ranks.read(spent, now, stages)
+            found |= set(ranks.judge())
+        assert found == expected
 
 
 def test_a_slow_link_is_looked_for_where_collectives_take_longer_and_no_rank_is_late() -> None:

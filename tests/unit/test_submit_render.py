@@ -199,12 +199,11 @@ def test_shared_memory_holds_what_every_world_size_asks_for(case: str) -> None:
     per_node = sizes(config, config.submit).workers
     for world_size in range(config.cluster.min_workers, config.cluster.max_workers + 1):
         need = plan_snapshot_memory(
-            state_bytes=state_bytes(config.model),
+            rank_bytes=-(-state_bytes(config.model) // world_size),
+            most_rank_bytes=-(-state_bytes(config.model) // config.cluster.min_workers),
             slots=config.snapshot.slots,
             ranks_on_node=min(per_node, world_size),
             ranks_copied=min(per_node, world_size) if ceil(world_size / per_node) > 1 else 0,
-            num_shards=world_size,
-            least_shards=config.cluster.min_workers,
         )
         assert need.total <= room, world_size
     (memory,) = {

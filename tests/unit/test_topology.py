@@ -1,14 +1,28 @@
 """The topology table: for every world size who computes what, decided once."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from regrow.config.schema import ModelConfig
 from regrow.errors import BatchError
+from regrow.model.size import parameter_shapes
 from regrow.plan.batch import plan_batch
+from regrow.plan.boxes import Box
 from regrow.plan.mesh import Coordinates, plan_mesh
-from regrow.plan.pipeline import cut_blocks
-from regrow.plan.topology import fewest_ranks, largest, least_shards, plan_topology, topology_table
+from regrow.plan.pipeline import Stages, cut_blocks
+from regrow.plan.placement import num_copies, placed, stage_of, that_hold
+from regrow.plan.topology import (
+    KEEP_PP,
+    Pipelines,
+    Topology,
+    fewest_ranks,
+    largest,
+    plan_topology,
+    taken_sizes,
+    topology_table,
+)
 
 
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
@@ -23,7 +37,7 @@ def test_the_table_has_every_world_size_of_whole_units(least: int, more: int, re
         slices = [each.slices_of(rank) for rank in range(world_size)]
         assert all(slices[rank] == slices[rank // tp * tp] for rank in range(world_size))
         assert [number for mine in slices[::tp] for number in mine] == list(range(40))
-    assert least_shards(table) == min(each.mesh.dp_shard for each in table.values())
+    assert taken_sizes(table, table, pp=1) == {size: size for size in table}
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(2, 4), st.integers(1, 3), st.integers(1, 2))
@@ -102,3 +116,111 @@ def test_a_group_does_not_give_up_replicas_to_be_smaller() -> None:
     table = topology_table(min_workers=6, max_workers=9, num_slices=21, dp_replicate=2)
     assert [table[size].batch.most_slices for size in (7, 8, 9)] == [3, 3, 3]
     assert fewest_ranks(table) == {6: 6, 7: 7, 8: 8, 9: 7}
+
+
+def pipelines(pp: int, least: int = 1, num_blocks: int = 12, per_rank: int = 1, behind: float = 0.7) -> Pipelines:
+    def cut(ranks: int) -> Stages:
+        return cut_blocks(num_blocks, ranks, per_rank, before=0.05, behind=behind)
+
+    return Pipelines(pp, least, num_blocks // per_rank, cut)
+
+
+@given(st.integers(2, 5), st.integers(1, 3), st.integers(1, 8), st.integers(1, 3), st.sampled_from([1, 2]), st.data())
+def test_no_layout_that_could_be_taken_makes_a_shorter_step_but_where_the_pipeline_asked_for_is_kept(
+    pp: int, tp: int, more: int, per_rank: int, replicas: int, data: st.DataObject
+) -> None:
+    least = data.draw(st.integers(1, pp))
+    num_slices, most = data.draw(st.integers(1, 60)), (pp + more) // pp * pp * tp
+    options = pipelines(pp, least, num_blocks=15, per_rank=per_rank)
+    if num_slices < most // (pp * tp):
+        return
+    common = {"num_slices": num_slices, "dp_replicate": replicas, "tp": tp}
+    table = topology_table(min_workers=least * tp, max_workers=most, pipelines=options, **common)
+    taken = taken_sizes(table, range(tp, most + 1, tp), pp=pp)
+
+    def every(units: int) -> list[Topology]:
+        """By brute force."""
+        return [
+            plan_topology(size * ranks * tp, stages=options.cut(ranks) if ranks > 1 else None, **common)
+            for ranks in range(least, 15 // per_rank + 1)
+            for size in range(1, min(units // ranks, num_slices) + 1)
+        ]
+
+    for present in range(tp, most + 1, tp):
+        units = present // tp
+        if present not in taken:
+            assert not every(units)
+            continue
+        found = table[taken[present]]
+        assert found.mesh.world_size == taken[present] <= present
+        assert found.mesh.tp == tp
+        assert sorted(slice_ for unit in range(found.mesh.num_units) for slice_ in found.batch.range_of(unit)) == list(
+            range(num_slices)
+        )
+        if units % pp == 0:
+            assert (found.mesh.pp, found.mesh.world_size) == (pp, present)
+            continue
+        # sizes that pp divides have no other layout, whoever leaves ranks over for them
+        free = [each for each in every(units) if each.mesh.pp == pp or each.mesh.world_size // tp % pp]
+        best = max(each.busy_share(present) for each in free)
+        lost = best - found.busy_share(present)
+        assert lost <= (KEEP_PP if found.mesh.pp == pp else 0.0) + 1e-9
+
+
+def test_a_cluster_that_loses_nodes_one_after_the_other_is_planned_anew() -> None:
+    """405B, 126 blocks, on 16 units of a node: a pipeline of 8 that is kept at any price has half of the ranks idle."""
+    options = pipelines(8, 4, num_blocks=126)
+    table = topology_table(min_workers=9, max_workers=16, num_slices=128, pipelines=options)
+    taken = taken_sizes(table, range(9, 17), pp=8)
+    found = {present: table[size] for present, size in taken.items()}
+    shapes = {present: (each.mesh.pp, each.mesh.num_units) for present, each in found.items()}
+    assert shapes == {16: (8, 2), 15: (5, 3), 14: (7, 2), 13: (13, 1), 12: (4, 3), 11: (11, 1), 10: (5, 2), 9: (9, 1)}
+    assert all(each.busy_share(present) > 0.85 for present, each in found.items())
+    fixed = plan_topology(8, num_slices=128, stages=options.cut(8))
+    assert fixed.busy_share(15) < 0.52 < 0.88 < found[15].busy_share(15)
+
+
+@pytest.mark.parametrize(("num_slices", "taken"), [(64, 8), (96, 9)])
+def test_another_number_of_stages_is_worth_three_points_and_no_less(num_slices: int, taken: int) -> None:
+    """Of nine ranks, eight have two stages and nine three: 2.8 points apart, then 6.1."""
+    table = topology_table(
+        min_workers=2, max_workers=10, num_slices=num_slices, pipelines=pipelines(2, 2, num_blocks=24)
+    )
+    assert (table[8].mesh.pp, table[9].mesh.pp) == (2, 3)
+    gained = table[9].busy_share(9) - table[8].busy_share(9)
+    assert gained == pytest.approx({64: 0.028, 96: 0.061}[num_slices], abs=1e-3)
+    assert taken_sizes(table, [9], pp=2) == {9: taken}
+
+
+@given(st.integers(1, 30), st.integers(1, 6), st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.data())
+def test_boxes_of_all_stages_cover_each_tensor_once_a_replica(
+    num_blocks: int, pp: int, shards: int, replicas: int, tp: int, data: st.DataObject
+) -> None:
+    per_rank = data.draw(st.integers(1, 3))
+    if pp * per_rank > num_blocks:
+        return
+    stages = cut_blocks(num_blocks, pp, per_rank, before=0.05, behind=1.4) if pp > 1 else None
+    mesh = plan_topology(
+        pp * shards * replicas * tp, num_slices=shards * replicas, dp_replicate=replicas, tp=tp, stages=stages
+    ).mesh
+    config = ModelConfig(num_layers=num_blocks, dim=8, num_heads=4, num_kv_heads=2, ffn_dim=12, vocab_size=10)
+    ranks = [Coordinates(mesh, rank) for rank in range(mesh.world_size)]
+    held: dict[int, set[str]] = {rank: set() for rank in range(mesh.world_size)}
+    for name, shape in parameter_shapes(config).items():
+        whole, counts = Box.whole(f"optim/exp_avg/{name}", shape), np.zeros(shape, int)
+        there = [at for at in ranks if stage_of(name, mesh) == at.along("pp")[0]]
+        for at in there:
+            counts[placed(whole, at).slices] += 1
+            held[at.rank].add(name)
+        copies = num_copies(name, there[0])[1]
+        assert (counts == copies).all(), "each replica has all of it, and no other stage any"
+        for place in that_hold(whole, mesh):
+            assert place.get("pp", 0) == there[0].along("pp")[0]
+    blocks = {
+        rank: {int(name.split(".")[1]) for name in names if name.startswith("layers")} for rank, names in held.items()
+    }
+    for at in ranks:
+        mine = stages.of_rank(at.along("pp")[0]) if stages else []
+        assert blocks[at.rank] == (
+            {b for stage in mine for b in stages.blocks[stage]} if stages else set(range(num_blocks))
+        )

@@ -16,12 +16,11 @@ from regrow.config.schema import (
     PretrainConfig,
 )
 from regrow.config.spares import AUTO, num_beyond, parks
-from regrow.config.stages import stages_of, stages_per_rank
-from regrow.errors import ConfigError
-from regrow.plan.batch import check_world_sizes
+from regrow.config.stages import pipelines_of, stages_per_rank
+from regrow.errors import BatchError, ConfigError
+from regrow.plan.batch import MIN_BUSY_SHARE, check_world_sizes
 from regrow.plan.mixture import plan_mixture
-from regrow.plan.pipeline import Stages
-from regrow.plan.topology import Table, Topology, fewest_ranks, plan_topology, topology_table
+from regrow.plan.topology import Pipelines, Table, Topology, fewest_ranks, taken_sizes, topology_table
 
 FLOAT8_MULTIPLE = 16  # of all dims of a float8 product on GPUs: torch._scaled_mm; emulated ones take any
 
@@ -33,23 +32,48 @@ def check(config: PretrainConfig) -> dict[int, Topology]:
     """
     for rule in (_run, _train, _cluster, _model, _data, _optim, _parallel, _checkpoint, _observe):
         rule(config)
+    optim, cluster, parallel = config.optim, config.cluster, config.parallel
+    unit = parallel.tp * parallel.pp
+    least = cluster.min_workers if parallel.pp == 1 else -(-cluster.min_workers // unit) * unit  # others: see below
     check_world_sizes(
-        num_slices=config.optim.num_slices,
-        global_batch_seqs=config.optim.global_batch_seqs,
-        min_workers=config.cluster.min_workers,
-        max_workers=config.cluster.max_workers,
-        unit=config.parallel.tp * config.parallel.pp,
-        runs=(lambda: set(world_sizes(config).values())) if parks(config.cluster) else None,
+        num_slices=optim.num_slices,
+        global_batch_seqs=optim.global_batch_seqs,
+        min_workers=least,
+        max_workers=cluster.max_workers,
+        unit=unit,
+        runs=(lambda: _sizes_of_multiples(config)) if parks(cluster) else None,
     )
-    return topologies(config)
+    table = topologies(config)
+    if parallel.pp > 1:
+        _check_replanned(config, table)
+    return table
 
 
-def check_elastic(config: PretrainConfig) -> None:
-    """Check what a group whose size changes cannot have. Raises ConfigError."""
+def _sizes_of_multiples(config: PretrainConfig) -> set[int]:
+    """World sizes that are taken, of whole units of the configured axes."""
+    return {size for size in world_sizes(config).values() if size % (config.parallel.tp * config.parallel.pp) == 0}
+
+
+def _check_replanned(config: PretrainConfig, table: Table) -> None:
+    """Check the sizes that are planned anew, as all are: at most 15% of the ranks' time for idle passes and ranks left
+    over. Raises BatchError.
+    """
+    sizes, cluster, parallel = world_sizes(config, table), config.cluster, config.parallel
     _need(
-        config.parallel.pp == 1,
-        f"parallel.pp={config.parallel.pp} needs a group of fixed size: start it by torchrun -m jobs.pretrain_torchrun",
+        min(sizes) < cluster.min_workers + parallel.tp,
+        f"cluster.min_workers={cluster.min_workers}: no group is so small with parallel.pp={parallel.pp}, "
+        f"parallel.least_pp={parallel.least_pp}, parallel.tp={parallel.tp} and optim.num_slices="
+        f"{config.optim.num_slices}; set cluster.min_workers={min(sizes)}",
     )
+    taken = {size: size for size in sizes.values()} if parks(cluster) else sizes  # spares are none that idle
+    idle = {present: 1 - table[size].batch.busy_share * size / present for present, size in taken.items()}
+    worst = max(idle, key=lambda present: (idle[present], present))
+    if idle[worst] > 1 - MIN_BUSY_SHARE:
+        raise BatchError(
+            f"optim.num_slices={config.optim.num_slices} leaves {idle[worst]:.0%} of the ranks' time idle at {worst} "
+            "workers, where parallel.pp is planned anew (at most 15% allowed); raise optim.num_slices and "
+            f"optim.global_batch_seqs, or cluster.min_workers above {worst}"
+        )
 
 
 def check_data(config: PretrainConfig) -> None:
@@ -79,6 +103,7 @@ def geometry(config: PretrainConfig, table: Table) -> list[str]:
         f"{optim.num_slices} slices of {slice_seqs} sequences, at most {in_a_pass} in a pass, "
         f"for {_span(config.cluster.min_workers, config.cluster.max_workers)}"
         + (f", {unit} together" if (unit := config.parallel.tp * config.parallel.pp) > 1 else "")
+        + (", and planned anew where there are others" if config.parallel.pp > 1 else "")
         + ("; each pass reduces gradients" if config.parallel.sync_every_micro_batch else ""),
         *textwrap.wrap(f"idle share by world size: {shares}", width=110, subsequent_indent="  "),
         *textwrap.wrap(f"spares by number of workers: {spares}" * bool(spares), width=110, subsequent_indent="  "),
@@ -337,15 +362,23 @@ def _pipeline(config: PretrainConfig) -> None:
     pp, tp, per_rank = parallel.pp, parallel.tp, parallel.stages_per_rank
     _need(pp >= 1, f"parallel.pp={pp} must be at least 1")
     _need(
+        1 <= parallel.least_pp <= pp,
+        f"parallel.least_pp={parallel.least_pp} must be 1 to parallel.pp={pp}: the fewest stages that there may be",
+    )
+    _need(
         per_rank >= 2, f"parallel.stages_per_rank={per_rank} must be at least 2; parallel.schedule=one_f_one_b has one"
     )
     if pp == 1:
         return
-    for key, value in (("min_workers", cluster.min_workers), ("max_workers", cluster.max_workers)):
-        _need(
-            value % (pp * tp) == 0,
-            f"cluster.{key}={value} must be a multiple of parallel.pp={pp} x parallel.tp={tp} workers",
-        )
+    _need(
+        cluster.max_workers % (pp * tp) == 0,
+        f"cluster.max_workers={cluster.max_workers} must be a multiple of parallel.pp={pp} x parallel.tp={tp} workers",
+    )
+    _need(
+        cluster.min_workers >= parallel.least_pp * tp,
+        f"cluster.min_workers={cluster.min_workers} must be at least parallel.least_pp={parallel.least_pp} x "
+        f"parallel.tp={tp} workers",
+    )
     num_stages = pp * stages_per_rank(parallel)
     _need(
         config.model.num_layers >= num_stages,
@@ -426,15 +459,19 @@ def topologies(config: PretrainConfig) -> dict[int, Topology]:
 def world_sizes(config: PretrainConfig, table: Table | None = None) -> dict[int, int]:
     """The world size of the group by how many ranks there are, in whole units from the fewest on; others are spares."""
     table = topologies(config) if table is None else table
-    unit = config.parallel.tp * config.parallel.pp
-    most = config.cluster.max_workers // unit * unit
-    sizes = fewest_ranks(table) if parks(config.cluster) else {size: size for size in table}
-    return sizes | {present: sizes[max(table)] for present in range(max(table), most + 1, unit)}
+    tp, most = config.parallel.tp, config.cluster.max_workers
+    fewest = fewest_ranks(table) if parks(config.cluster) else {size: size for size in table}
+    present = range(min(table, default=most + 1), most + 1, tp)
+    return {ranks: fewest[size] for ranks, size in taken_sizes(table, present, pp=config.parallel.pp).items()}
 
 
 def topology_of(config: PretrainConfig, world_size: int) -> Topology:
-    """Of one world size, where there is no need for the table."""
-    return plan_topology(world_size, **_rule(config))
+    """Of one world size, where there is no need for the table. Raises BatchError where there is none."""
+    made = topology_table(min_workers=world_size, max_workers=world_size, **_rule(config))
+    if world_size not in made:
+        units = f"parallel.pp={config.parallel.pp} x parallel.tp={config.parallel.tp}"
+        raise BatchError(f"{world_size} workers are not whole units of {units}")
+    return made[world_size]
 
 
 class _Rule(TypedDict):
@@ -442,7 +479,7 @@ class _Rule(TypedDict):
     dp_replicate: int
     tp: int
     slices_per_pass: int
-    stages: Stages | None
+    pipelines: Pipelines | None
 
 
 def _rule(config: PretrainConfig) -> _Rule:
@@ -451,5 +488,5 @@ def _rule(config: PretrainConfig) -> _Rule:
         "dp_replicate": config.parallel.dp_replicate,
         "tp": config.parallel.tp,
         "slices_per_pass": config.parallel.slices_per_pass,
-        "stages": stages_of(config.model, config.parallel, config.data.seq_len),
+        "pipelines": pipelines_of(config.model, config.parallel, config.data.seq_len),
     }

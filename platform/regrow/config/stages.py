@@ -1,17 +1,31 @@
 """Which blocks are a stage of which rank, by what the configuration says that each costs."""
 
+from functools import cache
+
 from regrow.config.schema import ModelConfig, ParallelConfig, PipelineSchedule
 from regrow.plan.pipeline import Stages, cut_blocks
+from regrow.plan.topology import Pipelines
 
 EMBEDDING = 0.05  # of a block's time: looking up and adding up move a twentieth of what a block's norms and sums do
 
 
 def stages_of(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> Stages | None:
     """The stages of a pipeline, none slower than it has to be; None without one."""
+    pipelines = pipelines_of(model, parallel, seq_len)
+    return pipelines.cut(parallel.pp) if pipelines else None
+
+
+def pipelines_of(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> Pipelines | None:
+    """What a group of any size may cut a model into; None without a pipeline."""
     if parallel.pp == 1:
         return None
-    output = output_blocks(model, seq_len)
-    return cut_blocks(model.num_layers, parallel.pp, stages_per_rank(parallel), before=EMBEDDING, behind=output)
+    per_rank, output = stages_per_rank(parallel), output_blocks(model, seq_len)
+
+    @cache
+    def cut(pp: int) -> Stages:
+        return cut_blocks(model.num_layers, pp, per_rank, before=EMBEDDING, behind=output)
+
+    return Pipelines(parallel.pp, parallel.least_pp, model.num_layers // per_rank, cut)
 
 
 def slowest_share(model: ModelConfig, stages: Stages, seq_len: int) -> float:

@@ -10,9 +10,8 @@ and a simulator run the same class. `now` is in seconds that never go back, on t
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from regrow.config.check import world_sizes
+from regrow.config.check import topologies, world_sizes
 from regrow.config.schema import Backend, PretrainConfig
-from regrow.config.spares import parks
 from regrow.control import events as e
 from regrow.control.cadence import Cadence
 from regrow.control.commands import Command, Delete, NoteDamaged, Outbox, Reply, TellOver
@@ -394,12 +393,14 @@ def _cadence(config: PretrainConfig, now: float) -> Cadence:
 
 
 def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past) -> Group:
-    cluster = config.cluster
+    cluster, table = config.cluster, topologies(config)
+    sizes = world_sizes(config, table)
     membership = Membership(
-        range(cluster.min_workers, cluster.max_workers + 1),
+        list(sizes),
         config.parallel.tp,
-        config.optim.num_slices,
-        world_sizes(config) if parks(cluster) else {},
+        {size: topology.step_cost for size, topology in table.items()},
+        sizes,
+        {size for size, topology in table.items() if 1 < config.parallel.pp == topology.mesh.pp},
         generation=past.generation,
     )
     exclusions = Exclusions(cluster.quarantine_failures, QUARANTINE_WITHIN_S, cluster.quarantine_s)
@@ -415,6 +416,7 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
             usual=_usual(config),
             probe_every_steps=cluster.probe_every_steps,
             on_gpus=cluster.gpus_per_worker > 0,
+            pipelines={size: topology.mesh.pp for size, topology in table.items()},
         ),
         snapshots.keepers,
         out,

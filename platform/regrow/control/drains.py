@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from regrow.config.check import topologies
 from regrow.config.schema import PretrainConfig
 from regrow.control.commands import Reply
 from regrow.control.events import DrainAsked, UndrainAsked
@@ -49,7 +50,8 @@ class Drains:
     """Asked for, undone and looked at; `group` and `snapshots` say what became of it."""
 
     def __init__(self, group: Group, snapshots: Snapshots, config: PretrainConfig) -> None:
-        self._group, self._snapshots, self._num_slices = group, snapshots, config.optim.num_slices
+        self._group, self._snapshots = group, snapshots
+        self._most_slices = {size: each.batch.most_slices for size, each in topologies(config).items()}
         self._takes_snapshots = config.snapshot.every_steps > 0
         snapshots.keepers.drained = group.nodes.exclusions.asked
 
@@ -92,14 +94,13 @@ class Drains:
             )
             for node in dict.fromkeys([*known, *sorted(asked)])
         )
-        units = len(membership.current) // membership.unit
         return Maintenance(
             nodes,
             isinstance(group.state, Training),
             group.generation,
             len(membership.current),
             step,
-            -(-self._num_slices // units) if units else 0,
+            self._most_slices.get(len(membership.current), 0),
             self._num_coming(group.excluded_nodes(now)),
             group.stop_reason,
         )

@@ -187,9 +187,12 @@ class Health:
         usual: Usual | None = None,
         probe_every_steps: int = 0,
         on_gpus: bool = False,
+        pipelines: Mapping[int, int] | None = None,
     ) -> None:
-        """Ranks probe their devices every so many steps; GPUs can be asked how they are. `usual` is of phases."""
+        """Ranks probe their devices every so many steps; GPUs can be asked how they are. `usual` is of phases,
+        `pipelines` how many stages' ranks there are, by world size."""
         self.stalls, self._probe_every_steps, self._on_gpus = stalls, probe_every_steps, on_gpus
+        self._pipelines = pipelines or {}
         self.usual = usual or Usual(stalls.stuck_s)
         self.suspects = Suspects(out)
         self._gpus_read_in = 0  # the newest generation
@@ -347,7 +350,8 @@ class Health:
         ranks = {(each.node, each.pid): rank for rank, each in enumerate(self._members)}
         if ranks and ranks.keys() <= pulses.keys():
             gpus = {(each.node, each.pid): each.gpu for each in self._members}
-            self.suspects.read({worker: pulses[worker].spent for worker in ranks}, ranks, now)
+            pp = self._pipelines.get(len(ranks), 1)
+            self.suspects.read({worker: pulses[worker].spent for worker in ranks}, ranks, now, pp=pp)
             self.suspects.show(self.gpus, gpus)
             if self.suspects.wants_links and self._links is None:
                 self._links = self._ask(Question.LINKS, sorted({node for node, _ in ranks}), now)

@@ -5,7 +5,7 @@ then; a death while it forms voids it, and the next one forms. A member that doe
 out.
 Members on nodes that are avoided wait, as do those that no allowed size has room for, unless it does not go without.
 Newcomers whose first group broke before its first step wait, too, until the others have done one without them.
-Where ranks work in units, a unit's are on one node: a process without room in a whole one waits.
+Where ranks share a block's arithmetic, a unit of them is on one node: a process without room in a whole one waits.
 At the start it waits as long for as many as were announced. Where none is left of the one before, and where a group
 could be larger, it waits until no other has come for `settle_s`; a larger one, which costs a stop of all, also for
 workers that were started and have not joined yet, for `announced_s`. Where more ranks would take none of the slices of
@@ -51,14 +51,16 @@ class Formation:
 class Membership:
     """The state of a run's membership. `sizes` are the world sizes that are allowed, in whole units of `unit` ranks.
 
-    `num_slices` are those of a global batch; 0: any larger group is faster. `fewest`: for some sizes a smaller
-    one that is taken in their place.
+    `step_costs` are how long a step of each takes, next to the others; none: any larger group is faster. `configured`
+    are those with the pipelines that were asked for, where others have not: a group grows to them from others whatever
+    a step takes. `fewest`: for some sizes a smaller one that is taken in their place.
     """
 
     sizes: Sequence[int]
     unit: int = 1
-    num_slices: int = 0
+    step_costs: Mapping[int, float] = field(default_factory=dict)
     fewest: Mapping[int, int] = field(default_factory=dict)
+    configured: Collection[int] = ()
     settle_s: float = 2.0
     patience_s: float = 120.0
     announced_s: float = 60.0
@@ -145,7 +147,7 @@ class Membership:
         all_members = {member.id: member for member in [*self.survivors, *self.waiting.values()]}
         size, now_size = self._size(self._welcome(all_members.values())), len(self.current)
         is_larger = size > now_size
-        is_worth_it = is_larger and (not now_size or self._is_faster(size, now_size))
+        is_worth_it = is_larger and (not now_size or self._is_better(size, now_size))
         self.spares = () if is_worth_it else self._left_over()
         if not is_worth_it:
             self._could_grow_at = None
@@ -214,10 +216,13 @@ class Membership:
         largest = max((size for size in self.sizes if size <= count and size % self.unit == 0), default=0)
         return self.fewest.get(largest, largest)
 
-    def _is_faster(self, size: int, than: int) -> bool:
-        """Whether a step takes less time in a group of this size: the rank with most slices has fewer."""
-        most, most_before = (-(-self.num_slices // (each // self.unit)) for each in (size, than))
-        return not self.num_slices or most < most_before
+    def _is_better(self, size: int, than: int) -> bool:
+        """Whether a step takes less time in a larger group of this size, as far as is known, or it is laid out as
+        asked for."""
+        costs = self.step_costs
+        if size in self.configured and than not in self.configured:
+            return True
+        return size not in costs or than not in costs or costs[size] < costs[than] - 1e-9
 
     def _in_units(self, members: Iterable[Member]) -> list[Member]:
         """Those that make up whole units, in the order of the units' first members."""

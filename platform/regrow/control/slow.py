@@ -128,10 +128,15 @@ class SlowRanks:
     def __init__(self) -> None:
         self._sums: dict[Worker, Sum] = {}
         self._spent: dict[Worker, Spent] = {}
+        self._stages: Mapping[Worker, int] = {}
         self.means: dict[Worker, Spent] = {}  # of the newest reading
 
-    def read(self, spent: Mapping[Worker, Spent], now: float) -> bool:
-        """Take a reading, of all ranks; whether it counts: each has done a step since the one before."""
+    def read(self, spent: Mapping[Worker, Spent], now: float, stages: Mapping[Worker, int] | None = None) -> bool:
+        """Take a reading, of all ranks; whether it counts: each has done a step since the one before.
+
+        Ranks of one of the `stages` of a pipeline are compared with one another: others have more or fewer blocks.
+        """
+        self._stages = stages or dict.fromkeys(spent, 0)
         if self._spent.keys() != spent.keys() or any(each.steps < 1 for each in spent.values()):
             self._spent = dict(spent)
             return False
@@ -139,14 +144,22 @@ class SlowRanks:
             return False
         self.means = {worker: each.since(self._spent[worker]) for worker, each in spent.items()}
         self._spent = dict(spent)
-        own = {worker: mean.own_s for worker, mean in self.means.items()}
-        usual, step_s = median(own.values()), fmean(mean.step_s for mean in self.means.values())
+        step_s = fmean(mean.step_s for mean in self.means.values())
+        for stage in set(self._stages.values()):
+            self._add({worker: mean.own_s for worker, mean in self._of(stage).items()}, step_s, now)
+        return True
+
+    def _of(self, stage: int) -> dict[Worker, Spent]:
+        return {worker: mean for worker, mean in self.means.items() if self._stages[worker] == stage}
+
+    def _add(self, own: Mapping[Worker, float], step_s: float, now: float) -> None:
+        """How long some ranks, which have the same to do, take by themselves."""
+        usual = median(own.values())
         near = {worker: min(MOST * step_s, max(LEAST * step_s, each - usual)) for worker, each in own.items()}
         total = sum(near.values())
         for worker, each in own.items():
             late_s = each - usual - (total - near[worker]) / max(1, len(own) - 1)  # than the others' mean
             self._sums.setdefault(worker, Sum()).add(late_s / max(step_s - max(0.0, late_s), 1e-9), now)
-        return True
 
     def judge(self) -> list[Worker]:
         """Workers of which it has changed whether they are slow."""
@@ -163,7 +176,7 @@ class SlowRanks:
     def suspicion(self, worker: Worker, rank: int | None) -> Suspicion:
         """What it is suspected of, by what it spends more on than the others."""
         mean, found = self.means[worker], self._sums[worker]
-        others = [each for other, each in self.means.items() if other != worker]
+        others = [each for other, each in self._of(self._stages[worker]).items() if other != worker]
         more = {
             kind: getattr(mean, part) - median(getattr(each, part) for each in others)
             for kind, part in (

@@ -35,10 +35,10 @@ class Suspects:
         self.ranks, self._measure = SlowRanks(), False
         self.collectives.begin()
 
-    def read(self, spent: Mapping[Worker, Spent], ranks: Mapping[Worker, int], now: float) -> None:
-        """What all ranks of the generation have spent their time on so far."""
+    def read(self, spent: Mapping[Worker, Spent], ranks: Mapping[Worker, int], now: float, *, pp: int = 1) -> None:
+        """What all ranks of the generation have spent their time on so far; `pp` stages have as many of them each."""
         self._numbers = ranks
-        if not self.ranks.read(spent, now):
+        if not self.ranks.read(spent, now, {worker: rank * pp // len(ranks) for worker, rank in ranks.items()}):
             return
         for worker in self.ranks.judge():
             for suspicion in [each for each in self.found.values() if (each.node, each.pid) == worker]:

@@ -111,7 +111,7 @@ class Verification:
         self.limit: int | None = None  # the newest step that may be restored, since a corruption was confirmed
 
     def begin(self, members: Sequence[Member], start_step: int) -> None:
-        """A group trains from this state. Whoever is new in it has not computed any of it."""
+        """A group trains from this state. A newcomer has not computed any of it."""
         self._members, self.start_step = tuple(members), start_step
         self._passed = {each.id: min(start_step, self._passed.get(each.id, start_step)) for each in members}
         self._struck = {node: steps for node, steps in self._struck.items() if node in {each.node for each in members}}

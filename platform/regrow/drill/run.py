@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from regrow.config.check import check, check_elastic
+from regrow.config.check import check
 from regrow.config.schema import DrillHosts, DrillJobConfig
 from regrow.drill.faults import Fault, RandomFaults, check_plan, draw_faults, from_json, parse_plan, to_json
 from regrow.drill.hosts import check_possible
@@ -31,7 +31,6 @@ def run_drill(config: DrillJobConfig) -> bool:
     plan, seed = plan_of(config)
     config = with_end(config, plan)
     check(config)
-    check_elastic(config)
     end = last_step(config.train.steps, config.train.stop_at_step)
     apart = config.drill.hosts is DrillHosts.apart
     if apart:

@@ -18,11 +18,18 @@ from regrow.forecast.cost import Network, PassWork, StepTime, Traffic, step_time
 from regrow.forecast.devices import DEVICES, GIB, MEASURED_SHARES, Device, find_device
 from regrow.forecast.footprint import FLOAT32, Footprint, Rank, footprint, num_in_shards
 from regrow.forecast.memory import equal_nodes, plan_snapshot_memory
-from regrow.model.size import flops_per_token, moment_bytes, num_params, num_params_of_block, state_bytes
+from regrow.model.size import (
+    flops_per_token,
+    moment_bytes,
+    most_state_bytes,
+    num_params,
+    num_params_of_block,
+    rank_state_bytes,
+)
 from regrow.plan.batch import BatchPlan
 from regrow.plan.mesh import MeshShape
 from regrow.plan.pipeline import Stages, most_in_flight
-from regrow.plan.topology import Table, Topology, least_shards
+from regrow.plan.topology import Table, Topology
 
 ROOM_SHARE = 0.85  # of what is usable, that larger passes may fill: what compiled blocks keep on a GPU is an assumption
 MOST_SIZES = 9  # of the group, that are looked at
@@ -70,7 +77,7 @@ class Forecast:
             "dp_replicate": self.mesh.dp_replicate,
             "dp_shard": self.mesh.dp_shard,
             "tp": self.mesh.tp,
-            "axes": vars(self.mesh),
+            "axes": self.mesh.sizes,
             "passes": self.batch.num_micro_batches,
             "idle_share": self.batch.idle_share,
             "bubble_fraction": self.bubble_share,
@@ -135,7 +142,7 @@ def forecast(
             mesh,
             ranks_on_node=on_node,
             ranks_copied=copied,
-            least_shards=least_shards(table),
+            most_rank_bytes=most_rank_bytes(config, table),
         ),
         offloaded_bytes=_offloaded_bytes(rank, network) if rank.offloads else 0,
         tokens_per_s=tokens / time.step_s,
@@ -292,20 +299,23 @@ def _offloaded_bytes(rank: Rank, network: Network) -> int:
     return network.ranks_per_node * num_in_shards(rank) * (2 * FLOAT32 + moment_bytes(rank.moments))
 
 
+def most_rank_bytes(config: PretrainConfig, table: Table) -> int:
+    """The most of the state that a rank of any of these groups holds."""
+    return most_state_bytes(config.model, config.optim.moments, (each.mesh for each in table.values()))
+
+
 def snapshot_bytes(
-    config: PretrainConfig, mesh: MeshShape, *, ranks_on_node: int, ranks_copied: int, least_shards: int
+    config: PretrainConfig, mesh: MeshShape, *, ranks_on_node: int, ranks_copied: int, most_rank_bytes: int
 ) -> int:
-    """The most that snapshots take of a node's memory, in a group of this shape and the smaller ones; a pipeline's
-    group, of fixed size, takes none."""
-    if config.snapshot.every_steps == 0 or mesh.pp > 1:
+    """The most that snapshots take of a node's memory, in a group of this shape and the smaller ones."""
+    if config.snapshot.every_steps == 0:
         return 0
     return plan_snapshot_memory(
-        state_bytes=state_bytes(config.model, config.optim.moments, mesh.tp),
+        rank_bytes=rank_state_bytes(config.model, config.optim.moments, mesh),
+        most_rank_bytes=most_rank_bytes,
         slots=config.snapshot.slots,
         ranks_on_node=ranks_on_node,
         ranks_copied=ranks_copied,
-        num_shards=mesh.dp_shard,
-        least_shards=least_shards,
     ).total
 
 

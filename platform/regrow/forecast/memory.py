@@ -18,20 +18,18 @@ class SnapshotMemory:
 
 
 def plan_snapshot_memory(
-    *, state_bytes: int, slots: int, ranks_on_node: int, ranks_copied: int, num_shards: int, least_shards: int
+    *, rank_bytes: int, most_rank_bytes: int, slots: int, ranks_on_node: int, ranks_copied: int
 ) -> SnapshotMemory:
-    """For a node with so many ranks, and copies of so many of other nodes; the state is sharded `num_shards` ways now,
-    and at worst `least_shards`.
+    """For a node with so many ranks, and copies of so many of other nodes; the state of a rank takes `rank_bytes` now,
+    and at worst `most_rank_bytes`.
 
     Each rank has `slots` slots, and as many copies wherever there is one.
 
-    >>> plan_snapshot_memory(
-    ...     state_bytes=1200, slots=3, ranks_on_node=2, ranks_copied=2, num_shards=4, least_shards=3
-    ... )
+    >>> plan_snapshot_memory(rank_bytes=300, most_rank_bytes=400, slots=3, ranks_on_node=2, ranks_copied=2)
     SnapshotMemory(at_smallest=4800, of_before=3600)
     """
     files = slots * (ranks_on_node + ranks_copied)
-    return SnapshotMemory(files * -(-state_bytes // least_shards), files * -(-state_bytes // num_shards))
+    return SnapshotMemory(files * most_rank_bytes, files * rank_bytes)
 
 
 def ranks_copied(peers: Mapping[str, Sequence[str]], ranks: Sequence[str]) -> Counter[str]:

@@ -1,5 +1,7 @@
 """How many parameters a model has, what its training state takes, and how much arithmetic a token. Needs no torch."""
 
+from collections.abc import Iterable
+from functools import cache
 from math import prod
 
 from regrow.config.schema import Dtype, ModelConfig
@@ -65,11 +67,7 @@ def num_params_of_block(config: ModelConfig, tp: int) -> int:
     >>> num_params_of_block(ModelConfig(), 1) == num_params(ModelConfig())
     True
     """
-    at = Coordinates(MeshShape(1, 1, tp))
-    outer, block = (
-        sum(placed(Box.whole(*each), at).num_elements for each in shapes.items())
-        for shapes in (outer_shapes(config), block_shapes(config))
-    )
+    outer, block = (_num_elements(frozenset(of.items()), tp) for of in (outer_shapes(config), block_shapes(config)))
     return outer + config.num_layers * block
 
 
@@ -81,6 +79,35 @@ def moment_bytes(moments: Dtype) -> int:
 def state_bytes(config: ModelConfig, moments: Dtype = Dtype.float32, tp: int = 1) -> int:
     """Bytes of what a snapshot or a checkpoint holds, over all ranks; with `tp`, over those that hold one block."""
     return (PARAMETER_BYTES + moment_bytes(moments)) * num_params_of_block(config, tp)
+
+
+def rank_state_bytes(config: ModelConfig, moments: Dtype, mesh: MeshShape) -> int:
+    """Of the rank of a mesh that holds most: of a pipeline, one of the stages with most parameters.
+
+    >>> mesh = MeshShape(dp_replicate=1, dp_shard=2)
+    >>> rank_state_bytes(ModelConfig(), Dtype.float32, mesh) == state_bytes(ModelConfig()) // 2
+    True
+    """
+    shapes = (outer_shapes(config), block_shapes(config))
+    outer, block = (_num_elements(frozenset(of.items()), mesh.tp) for of in shapes)
+    table = _num_elements(frozenset({("embed.weight", (config.vocab_size, config.dim))}), mesh.tp)
+    counts = [config.num_layers] if mesh.pp == 1 else [sum(mesh.blocks[rank :: mesh.pp]) for rank in range(mesh.pp)]
+    ends = [0] * len(counts)
+    ends[0], ends[-1] = (table, outer if config.tied else outer - table) if mesh.pp > 1 else (outer, outer)
+    most = max(count * block + end for count, end in zip(counts, ends, strict=True))
+    return -(-(PARAMETER_BYTES + moment_bytes(moments)) * most // mesh.dp_shard)
+
+
+def most_state_bytes(config: ModelConfig, moments: Dtype, meshes: Iterable[MeshShape]) -> int:
+    """The most that a rank of any of them holds."""
+    return max(rank_state_bytes(config, moments, mesh) for mesh in meshes)
+
+
+@cache
+def _num_elements(shapes: frozenset[tuple[str, tuple[int, ...]]], tp: int) -> int:
+    """Of the first of `tp` blocks that tensor parallelism cuts parameters into."""
+    at = Coordinates(MeshShape(1, 1, tp))
+    return sum(placed(Box.whole(*each), at).num_elements for each in shapes)
 
 
 def flops_per_token(config: ModelConfig, seq_len: int) -> float:

@@ -210,6 +210,7 @@ class Work(dist.Work):
     def __init__(self, *, is_barrier: bool = False, waits: Stream | None = None) -> None:
         super().__init__()
         self.event, self.began_s, self.is_barrier, self._waits = Event(), time.monotonic(), is_barrier, waits
+        self.is_message = waits is not None
         self.began_ns, self.record_id = time.time_ns(), next(_record_ids)
         _newest.append(self)
 
@@ -237,6 +238,7 @@ def flight_record() -> bytes:
             "time_created_ns": work.began_ns,
             "state": "completed" if ended else "started",
             "retired": ended,
+            "is_p2p": work.is_message,
         }
         for work, ended in works
     ]

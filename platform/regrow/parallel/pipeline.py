@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from regrow.model.llama import Llama
 from regrow.parallel.fsdp import BACKENDS, pipeline_group, tensor_group
+from regrow.parallel.waits import Waits
 from regrow.plan.pipeline import Action, Stages, forwards_of, orders_of, received_by
 
 Score = Callable[[Callable[..., Tensor], int], Tensor]  # of what runs the last stage, as a model, and a micro-batch
@@ -34,8 +35,10 @@ Prepare = Callable[[nn.Module, bool], None]  # a stage for its next backward, wh
 class Pipeline:
     """This rank's place among the stages of a model, and its connections to its neighbours. Collective to make."""
 
-    def __init__(self, model: Llama, stages: Stages, mesh: DeviceMesh, *, dtype: torch.dtype) -> None:
-        """`dtype` is that of the residual stream, which is what messages hold."""
+    def __init__(
+        self, model: Llama, stages: Stages, mesh: DeviceMesh, *, dtype: torch.dtype, waits: Waits | None = None
+    ) -> None:
+        """`dtype` is that of the residual stream, which is what messages hold; `waits` times them."""
         group, tensor = pipeline_group(mesh), tensor_group(mesh)
         assert group is not None, "the mesh has no pipeline"
         assert group.size() == stages.pp, f"{group.size()=} {stages.pp=}"
@@ -43,6 +46,7 @@ class Pipeline:
         self._modules, self._width, self._dtype = model.stages, model.config.dim, dtype
         self._share = tensor.size() if tensor is not None else 1  # of each row's tokens a rank has one part
         self._device = torch.device(mesh.device_type)
+        self._waits = waits or Waits(self._device)
         self._deadline: timedelta = group._get_backend(self._device).options._timeout
         # one way on one communicator, where a message waits for the one before it: round the ring of two ranks
         # activations go both ways
@@ -156,10 +160,11 @@ class Pipeline:
 
     def wait(self, work: Any) -> None:
         """Have what follows come after it. On gloo the host waits, at most until the deadline."""
-        if dist.get_backend(self.group) == BACKENDS["cpu"]:
-            work.wait(self._deadline)
-        else:
-            work.wait()  # with a timeout it would wait for the device
+        with self._waits.message():
+            if dist.get_backend(self.group) == BACKENDS["cpu"]:
+                work.wait(self._deadline)
+            else:
+                work.wait()  # with a timeout it would wait for the device
 
 
 class _Channel:

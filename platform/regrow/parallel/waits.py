@@ -4,7 +4,8 @@ All ranks of a group leave a collective together, so the rank that waits least i
 host the clock is the host's. On a GPU it is a pair of events on the stream that the collective is enqueued in, read
 once the step is over: nothing waits for them. A wait there may lie beside computation.
 
-Collectives inside a tensor-parallel layer are not timed: what they wait counts as computing, on all ranks of the unit.
+Messages between the stages of a pipeline are waited for as collectives of its copy of the model are. Collectives inside
+a tensor-parallel layer are not timed: what they wait counts as computing, on all ranks of the unit.
 """
 
 import threading
@@ -18,16 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from regrow.parallel.checksums import CheckedReduceScatter, GradientSums
+from regrow.parallel.fsdp import fsdp_modules
 
-SHARD, REPLICATE, ALL = (
-    "shard",
-    "replicate",
-    "all",
-)  # ranks that one waits for: of its copy of the model, of others
+SHARD, REPLICATE, ALL = "shard", "replicate", "all"  # ranks that one waits for: of its copy of the model, of others
 GROUPS = (SHARD, REPLICATE, ALL)
 KEPT_STEPS = 6  # whose marks are looked at, by `at_a_collective`
 
@@ -58,6 +55,7 @@ class Waits:
     def __init__(self, device: torch.device) -> None:
         self._of_device, self._lock = device.type == "cuda", threading.Lock()
         self._marks = Marks(self._of_device)
+        self._messages, self._message_since_ns = 0, 0
         self._newest: deque[Marks] = deque([self._marks], maxlen=KEPT_STEPS)
 
     @contextmanager
@@ -66,6 +64,21 @@ class Waits:
         pair = self.arrive(group)
         yield
         self.leave(pair)
+
+    @contextmanager
+    def message(self) -> Iterator[None]:
+        """The same for a message of another stage, which torch's flight recorder does not know on gloo."""
+        self._message_since_ns = time.time_ns()
+        try:
+            with self.inside(SHARD):
+                yield
+        finally:
+            self._messages, self._message_since_ns = self._messages + 1, 0
+
+    def at_a_message(self) -> tuple[int, int]:
+        """How many messages this rank's host has come past, and since when it waits for one (unix time, ns; 0: it does
+        not)."""
+        return self._messages, self._message_since_ns
 
     def arrive(self, group: str) -> list[Any]:
         pair = [group, self._now()]
@@ -144,10 +157,9 @@ def time_collectives(model: nn.Module, device: torch.device, *, replicated: bool
         sums.replicas_summed()
         waits.copies_summed()
 
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(scatter)
-            if replicated:
-                module.set_all_reduce_hook(copies_summed)
+    for module in fsdp_modules(model):
+        module.set_custom_all_gather(gather)
+        module.set_custom_reduce_scatter(scatter)
+        if replicated:
+            module.set_all_reduce_hook(copies_summed)
     return waits

@@ -1,7 +1,9 @@
 """The shape of the device mesh at a world size. Pure arithmetic, the same on every rank."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -12,6 +14,7 @@ class MeshShape:
     dp_shard: int
     tp: int = 1
     pp: int = 1
+    blocks: tuple[int, ...] = ()  # with pp: how many of the model's each stage has; stage s is on rank s % pp
 
     @property
     def num_units(self) -> int:
@@ -25,8 +28,12 @@ class MeshShape:
     @property
     def axes(self) -> dict[str, int]:
         """Mesh axes by name, outermost first; FSDP alone has one, the others theirs where there are several ranks."""
-        axes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
-        return {name: size for name, size in axes.items() if size > 1 or name == "dp_shard"}
+        return {name: size for name, size in self.sizes.items() if size > 1 or name == "dp_shard"}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Of all axes, also those of one rank."""
+        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
 
     def unit_of(self, rank: int) -> int:
         """The data-parallel rank that a rank belongs to.
@@ -57,11 +64,23 @@ class Coordinates:
         size = axes[at][1]
         return self.rank // prod(size for _, size in axes[at + 1 :]) % size, size
 
+    def to_plain(self) -> list[Any]:
+        """What JSON can hold."""
+        return [*vars(self.mesh).values(), self.rank]
+
+    @staticmethod
+    def of_plain(plain: Sequence[Any]) -> "Coordinates":
+        """What `to_plain` gave, or an earlier version's, which knew fewer axes."""
+        *mesh, rank = plain
+        if isinstance(mesh[-1], list):
+            mesh[-1] = tuple(mesh[-1])
+        return Coordinates(MeshShape(*mesh), rank)
+
 
 ALONE = Coordinates(MeshShape(1, 1))
 
 
-def plan_mesh(world_size: int, dp_replicate: int, tp: int = 1, pp: int = 1) -> MeshShape:
+def plan_mesh(world_size: int, dp_replicate: int, tp: int = 1, pp: int = 1, blocks: tuple[int, ...] = ()) -> MeshShape:
     """Shape the mesh for a world size, whole units of `tp` x `pp` ranks: HSDP where the replicas divide the number of
     units, FSDP over all of them where they do not.
 
@@ -69,13 +88,13 @@ def plan_mesh(world_size: int, dp_replicate: int, tp: int = 1, pp: int = 1) -> M
     within nodes: it is messages between stages that cross them.
 
     >>> plan_mesh(world_size=8, dp_replicate=2)
-    MeshShape(dp_replicate=2, dp_shard=4, tp=1, pp=1)
+    MeshShape(dp_replicate=2, dp_shard=4, tp=1, pp=1, blocks=())
     >>> plan_mesh(world_size=14, dp_replicate=2, tp=2)
-    MeshShape(dp_replicate=1, dp_shard=7, tp=2, pp=1)
+    MeshShape(dp_replicate=1, dp_shard=7, tp=2, pp=1, blocks=())
     """
     assert world_size >= 1, f"{world_size=}"
     assert dp_replicate >= 1, f"{dp_replicate=}"
     assert world_size % (tp * pp) == 0, f"{world_size=} {tp=} {pp=}"
     num_units = world_size // (tp * pp)
     replicas = dp_replicate if num_units % dp_replicate == 0 else 1
-    return MeshShape(replicas, num_units // replicas, tp, pp)
+    return MeshShape(replicas, num_units // replicas, tp, pp, blocks)

@@ -27,6 +27,7 @@ class Stages:
 
     pp: int  # ranks of a pipeline
     blocks: tuple[range, ...]  # of each stage, in the model's order
+    even: float = 1.0  # share of its time that a rank computes, were there no bubble: the others' wait for the slowest
 
     @property
     def last(self) -> int:
@@ -66,7 +67,9 @@ def cut_blocks(num_blocks: int, pp: int, per_rank: int, *, before: float, behind
 
     for _ in range(num_blocks - num_stages):
         counts[min(range(num_stages), key=cost)] += 1
-    return Stages(pp, tuple(range(a, b) for a, b in pairwise(accumulate([0, *counts]))))
+    of_ranks = [sum(counts[each] + outside[each] for each in range(rank, num_stages, pp)) for rank in range(pp)]
+    blocks = tuple(range(a, b) for a, b in pairwise(accumulate([0, *counts])))
+    return Stages(pp, blocks, sum(of_ranks) / (pp * max(of_ranks)))
 
 
 @cache  # of every step the same

@@ -1,6 +1,7 @@
 """Which rank holds which box of a parameter: one table, in closed form, the same on every rank. Pure.
 
-AdamW's moments lie where their parameters do. What an axis does not split, all its ranks hold.
+AdamW's moments lie where their parameters do. What an axis does not split, all its ranks hold; of a pipeline, those of
+one stage do.
 """
 
 from collections.abc import Iterable, Mapping
@@ -48,14 +49,40 @@ def placed(whole: Box, at: Coordinates) -> Box:
     return _split(Box.whole(whole.name, whole.shape, whole.dtype), dims_of(whole.name), at)
 
 
+def stage_of(name: str, mesh: MeshShape) -> int | None:
+    """Where along `pp` a parameter, or a moment of it, is; None where no stage has a block of its number. An embedding
+    that is the output, too, is counted where it comes first.
+
+    >>> [stage_of(f"layers.{block}.ffn.w1.weight", MeshShape(1, 1, pp=2, blocks=(2, 1))) for block in range(4)]
+    [0, 0, 1, None]
+    """
+    if mesh.pp == 1:
+        return 0
+    first, _, rest = name.rpartition("/")[2].partition(".")
+    if first != "layers":
+        return 0 if first == "embed" else mesh.pp - 1
+    return stage_of_blocks(mesh.pp, mesh.blocks).get(int(rest.partition(".")[0]))
+
+
+@cache
+def stage_of_blocks(pp: int, blocks: tuple[int, ...]) -> Mapping[int, int]:
+    """The rank of a pipeline that has each block; `blocks` are those of its stages."""
+    assert blocks, f"{pp} ranks, and it is not known which blocks each of them has"
+    ranks = [stage % pp for stage, count in enumerate(blocks) for _ in range(count)]
+    return dict(enumerate(ranks))
+
+
 def that_hold(box: Box, mesh: MeshShape) -> list[dict[str, int]]:
-    """Which ranks of a mesh hold elements of a box: coordinates along the axes that split its tensor, within the stage
-    that has it.
+    """Which ranks of a mesh hold elements of a box: coordinates along the axes that split its tensor, and that of the
+    stage which has it.
 
     >>> that_hold(Box("layers.0.ffn.w1.weight", (12, 10), (4, 0), (4, 10)), MeshShape(1, 2, 2))
     [{'tp': 0, 'dp_shard': 1}, {'tp': 1, 'dp_shard': 0}]
     """
-    found: list[tuple[dict[str, int], Box]] = [({}, Box.whole(box.name, box.shape, box.dtype))]
+    if (stage := stage_of(box.name, mesh)) is None:
+        return []
+    place = {"pp": stage} if mesh.pp > 1 else {}
+    found: list[tuple[dict[str, int], Box]] = [(place, Box.whole(box.name, box.shape, box.dtype))]
     for axis, dim in dims_of(box.name).items():
         size = mesh.axes.get(axis, 1)
         found = [
@@ -92,6 +119,11 @@ def num_copies(name: str, at: Coordinates) -> tuple[int, int]:
 def is_second(name: str, at: Coordinates) -> bool:
     """Whether a rank of a pipeline has a copy of what an earlier stage has: of an embedding that is the output, too."""
     return name.rpartition("/")[2] == "embed.weight" and at.along("pp")[0] > 0
+
+
+def is_first_of_stage(at: Coordinates) -> bool:
+    """Whether a rank is the first of those that have its stages."""
+    return not any(at.along(axis)[0] for axis in at.mesh.axes if axis != "pp")
 
 
 def _split(box: Box, dims: Dims, at: Coordinates) -> Box:

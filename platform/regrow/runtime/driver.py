@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 
-from regrow.config.check import check, check_elastic, geometry
+from regrow.config.check import check, geometry
 from regrow.config.schema import Float8, PretrainConfig
 from regrow.config.spares import most_workers
 from regrow.config.store import STARTED_AT
@@ -74,7 +74,6 @@ def pretrain(config: PretrainConfig) -> None:
     """
     startup = Startup()
     topologies = check(config)
-    check_elastic(config)
     check_may_start(config)
     with Console(sys.stderr) as console:
         startup.done("config")

@@ -25,8 +25,8 @@ from regrow.data.stream.client import Ask, rank_batches, ways_to_ask
 from regrow.model.linears import float8_steps
 from regrow.parallel.compile import graphs_compiled, graphs_lowered
 from regrow.parallel.float8 import refresh_float8_scales
-from regrow.parallel.fsdp import build_mesh, connect, coordinates_of
-from regrow.plan.mesh import MeshShape
+from regrow.parallel.fsdp import build_mesh, connect
+from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.record.events import Cause
 from regrow.runtime.abort import Breaker
 from regrow.runtime.calls import CoordinatorClient
@@ -72,8 +72,9 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
         config, job.corpora, device=process.device, unit=unit, num_units=num_units, patience=patience
     )
     process.rows.begin(joined.generation, progress.step)
-    hooks = GenerationHooks(process, joined.generation, step, coordinates_of(mesh), validation)
-    saver = _saver(process, joined, restored, mesh, hooks, last_step=until)
+    place = Coordinates(topology.mesh, joined.rank)
+    hooks = GenerationHooks(process, joined.generation, step, place, validation)
+    saver = _saver(process, joined, restored, place, hooks, last_step=until)
     set_optimizer_step(step.optimizer, progress.step)
     process.stream.submit(partial(refresh_float8_scales, step.model)).result()
     ready = time.time()
@@ -89,7 +90,7 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
     if progress.step < last_step:
         hooks.profile(progress.step)
         if process.memory is not None:
-            process.memory.heartbeat.trains(step.waits.at_a_collective)
+            process.memory.heartbeat.trains(step.waits.at_a_collective, step.waits.at_a_message)
         try:
             left = train(
                 step,
@@ -132,14 +133,14 @@ def _connected_mesh(process: Process, joined: Joined, shape: MeshShape, breaker:
 
 
 def _saver(
-    process: Process, joined: Joined, restored: Restored, mesh: DeviceMesh, hooks: GenerationHooks, *, last_step: int
+    process: Process, joined: Joined, restored: Restored, place: Coordinates, hooks: GenerationHooks, *, last_step: int
 ) -> Saver:
     """Where this rank's state is kept: in slots, which are made here, or in storage alone. Collective."""
     config = process.job.config
     cadence = Cadence(last_step, config.snapshot.every_steps, config.checkpoint.every_steps)
     if process.memory is None:
         return CheckpointSaver(cadence, hooks.write, timeout_s=config.checkpoint.timeout_s, stepped=hooks.stepped)
-    snapshots = process.memory.start(restored.entries, coordinates_of(mesh), joined.generation, process.stream)
+    snapshots = process.memory.start(restored.entries, place, joined.generation, process.stream)
     return SnapshotSaver(
         cadence,
         snapshots,
@@ -214,7 +215,7 @@ def _announce(
     }
     details = {
         "world_size": joined.world_size,
-        "axes": shape.axes,
+        "axes": shape.sizes,
         "source": restored.source,
         "startup_s": startup_s,
         "init_s": time.time() - entered - (ready - restored.built_at),

@@ -14,11 +14,9 @@ from regrow.control.peers import plan_peers
 from regrow.control.phases import Phase
 from regrow.errors import CheckpointError, first_line
 from regrow.forecast.memory import SnapshotMemory, plan_snapshot_memory, ranks_copied
-from regrow.model.size import state_bytes
+from regrow.model.size import most_state_bytes, rank_state_bytes
 from regrow.parallel.stream import Stream
 from regrow.plan.mesh import Coordinates, MeshShape
-from regrow.plan.placement import placed
-from regrow.plan.topology import least_shards
 from regrow.runtime.abort import Address, Breaker
 from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
 from regrow.runtime.job import Job
@@ -72,14 +70,9 @@ class MemoryTier:
         with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             info = self._info(self._serving)
             self.folder = Path(info.folder)
-            model, optim = self.job.config.model, self.job.config.optim
+            most = self._most_rank_bytes()
             need = plan_snapshot_memory(
-                state_bytes=state_bytes(model, optim.moments, self.job.config.parallel.tp),
-                slots=self.config.slots,
-                ranks_on_node=1,
-                num_shards=least_shards(self.job.topologies),
-                least_shards=least_shards(self.job.topologies),
-                ranks_copied=0,
+                rank_bytes=most, most_rank_bytes=most, slots=self.config.slots, ranks_on_node=1, ranks_copied=0
             ).at_smallest
             if need > (have := self._room()):
                 raise CheckpointError(
@@ -126,8 +119,8 @@ class MemoryTier:
         self._heartbeat = self._heartbeat or Heartbeat(self.folder, collective_timeout_s=timeout_s)
         self._heartbeat.enter(generation, breaker)
 
-    def restore(self, entries: Sequence[Entry], *, at_least: int) -> Progress | None:
-        """Fill the entries from the newest snapshot that is whole.
+    def restore(self, entries: Sequence[Entry], place: Coordinates, *, at_least: int) -> Progress | None:
+        """Fill the entries of a rank at this place from the newest snapshot that is whole.
 
         None where there is no snapshot of step `at_least` or later, and where some rank could not read it: what the
         entries hold then is nothing to go by.
@@ -139,7 +132,7 @@ class MemoryTier:
             if found is None or found[0] < at_least:
                 return None
             step, holders = found[0], [Holder.of_plain(each) for each in found[1]]
-            restored, mine = self._read(entries, holders)
+            restored, mine = self._read(entries, place, holders)
             problem = next(filter(None, gather(mine)), "")
             if restored is not None and not problem:
                 for refused in restored.problems:
@@ -148,11 +141,17 @@ class MemoryTier:
         self._note({"step": step, "detail": problem})
         return None
 
-    def _read(self, entries: Sequence[Entry], holders: list[Holder]) -> tuple[Restored | None, str]:
+    def _read(self, entries: Sequence[Entry], place: Coordinates, holders: list[Holder]) -> tuple[Restored | None, str]:
         """What this rank needs, or why it cannot be had. Local."""
         try:
             restored = restore_snapshot(
-                entries, holders, node=self.node, folder=self.folder, secret=self.secret, reader=dist.get_rank()
+                entries,
+                holders,
+                node=self.node,
+                folder=self.folder,
+                secret=self.secret,
+                reader=place.rank,
+                place=place,
             )
             restored_progress(restored.scalars, global_batch_seqs=self.job.config.optim.global_batch_seqs)
         except CheckpointError as error:  # no copies of it are sound, or it is not where this run would go on
@@ -170,7 +169,7 @@ class MemoryTier:
         copied = ranks_copied(peers, nodes)[self.node]
         begun = time.monotonic()
         while True:
-            problem, snapshots = self._shortage(entries, coordinates.mesh, nodes.count(self.node), copied), None
+            problem, snapshots = self._shortage(coordinates.mesh, nodes.count(self.node), copied), None
             if not problem:
                 try:
                     snapshots = Snapshots(
@@ -261,17 +260,20 @@ class MemoryTier:
             )
             self.coordinator.note("note", {"text": text})
 
-    def _shortage(self, entries: Sequence[Entry], mesh: MeshShape, ranks_on_node: int, copied: int) -> str:
+    def _most_rank_bytes(self) -> int:
+        """The most that a rank of any group holds of the state."""
+        meshes = (each.mesh for each in self.job.topologies.values())
+        return most_state_bytes(self.job.config.model, self.job.config.optim.moments, meshes)
+
+    def _shortage(self, mesh: MeshShape, ranks_on_node: int, copied: int) -> str:
         """Why this node's memory does not do for the smallest group allowed, and for the one before it; or empty."""
-        cluster = self.job.config.cluster
-        of_one = Coordinates(MeshShape(1, 1, mesh.tp))  # where a unit's ranks hold the whole model
+        config, cluster = self.job.config, self.job.config.cluster
         need = plan_snapshot_memory(
-            state_bytes=sum(placed(entry.box, of_one).num_bytes for entry in entries),
+            rank_bytes=rank_state_bytes(config.model, config.optim.moments, mesh),
+            most_rank_bytes=self._most_rank_bytes(),
             slots=self.config.slots,
             ranks_on_node=ranks_on_node,
             ranks_copied=copied,
-            num_shards=mesh.dp_shard,
-            least_shards=least_shards(self.job.topologies),
         )
         if need.total <= (have := self._room()):
             self._tell_of_store(need, have)

@@ -14,7 +14,9 @@ from regrow.config.schema import ParallelConfig, PretrainConfig
 from regrow.model.linears import recipe_after
 from regrow.model.llama import Llama, init_weights
 from regrow.parallel.float8 import inner_tensor
-from regrow.parallel.fsdp import coordinates_of, replica_group
+from regrow.parallel.fsdp import replica_group
+from regrow.plan.mesh import Coordinates
+from regrow.plan.pipeline import Stages
 from regrow.runtime.abort import Breaker, listening
 from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
 from regrow.runtime.job import Job
@@ -45,13 +47,14 @@ class Restored:
 def build_and_restore(process: Process, joined: Joined, mesh: DeviceMesh, breaker: Breaker) -> Restored:
     """A step for this mesh with the newest committed state. Collective; raises as `restore` does."""
     job, stream, generation = process.job, process.stream, joined.generation
-    expected = expected_step(job)
+    expected, topology = expected_step(job), job.topologies[joined.world_size]
+    place = Coordinates(topology.mesh, joined.rank)
 
     def built(after: int) -> tuple[TrainStep, list[Entry]]:
-        return stream.submit(partial(build, job, mesh, process.device, after=after)).result()
+        return stream.submit(partial(build, job, mesh, process.device, topology.stages, after=after)).result()
 
     def filled() -> tuple[Progress, str]:
-        return stream.submit(partial(restore, job, generation, step, entries, mesh, process.memory)).result()
+        return stream.submit(partial(restore, job, generation, step, entries, mesh, place, process.memory)).result()
 
     step, entries = built(expected)
     built_at = time.time()
@@ -80,7 +83,9 @@ def expected_step(job: Job) -> int:
     return from_rank_0(CoordinatorClient(job.coordinator).next_step() - 1 if asked else 0)
 
 
-def build(job: Job, mesh: DeviceMesh, device: torch.device, *, after: int) -> tuple[TrainStep, list[Entry]]:
+def build(
+    job: Job, mesh: DeviceMesh, device: torch.device, stages: Stages | None, *, after: int
+) -> tuple[TrainStep, list[Entry]]:
     """A step, and what its state is made of, to go on after this one; nothing is filled yet. Collective."""
     config = job.config
     eot_id = job.corpora.eot_id if config.model.document_attention else None
@@ -94,6 +99,7 @@ def build(job: Job, mesh: DeviceMesh, device: torch.device, *, after: int) -> tu
         seed=None,
         eot_id=eot_id,
         verified=verified_rows(config, job.topologies[dist.get_world_size()].batch),
+        stages=stages,
     )
     return step, training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
 
@@ -104,17 +110,19 @@ def restore(
     built: TrainStep,
     entries: list[Entry],
     mesh: DeviceMesh,
+    place: Coordinates,
     memory: MemoryTier | None,
 ) -> tuple[Progress, str]:
     """Load the newest committed state that is sound, on all ranks the same one; from seed if there is none.
 
     Collective. From the nodes' memory, where that holds it, else from storage. A damaged checkpoint is reported, which
-    has it noted, and the one before it taken; those noted before come last. `entries` are those of `built`.
+    has it noted, and the one before it taken; those noted before come last. `entries` are those of `built`,
+    on a rank at this place of the mesh.
     Raises CheckpointError if all checkpoints are damaged.
     """
     folder, limit = Storage.at(job.checkpoints), _trusted(job)
     if memory is not None:
-        restored = memory.restore(entries, at_least=_newest_stored(folder, job, limit))
+        restored = memory.restore(entries, place, at_least=_newest_stored(folder, job, limit))
         if restored is not None:
             return restored, "snapshot"
     steps, noted = on_first_rank_or_each(lambda: (catalog.committed_steps(folder), catalog.damaged_steps(folder)))
@@ -129,7 +137,7 @@ def restore(
         folder,
         [*steps, *noted],
         entries,
-        coordinates_of(mesh),
+        place,
         replica_group(mesh),
         run_id=job.run_id,
         global_batch_seqs=job.config.optim.global_batch_seqs,

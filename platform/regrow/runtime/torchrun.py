@@ -175,7 +175,7 @@ class TorchrunRun:
             cause=events.Cause.resume if self.run.resumed_step is not None else events.Cause.start,
             recomputed_steps=rollback.steps if rollback else 0,
             world_size=dist.get_world_size(),
-            axes=self._coordinates.mesh.axes,
+            axes=self._coordinates.mesh.sizes,
             source="checkpoint" if start.step else "seed",
             workers=workers,
             peak_flops=peak.flops,

@@ -8,8 +8,7 @@ from regrow.config.check import topologies
 from regrow.config.schema import Network, PretrainConfig, SubmitConfig, Toleration
 from regrow.config.spares import most_workers
 from regrow.control.membership import NODE_NAME
-from regrow.forecast.estimate import snapshot_bytes
-from regrow.plan.topology import least_shards
+from regrow.forecast.estimate import most_rank_bytes, snapshot_bytes
 from regrow.submit.node_labels import CREDENTIALS
 
 GIB = 2**30
@@ -73,10 +72,10 @@ def sizes(config: PretrainConfig, submit: SubmitConfig) -> Sizes:
     workers = min(submit.workers_per_node, most)
     least_nodes, most_nodes = ceil(cluster.min_workers / workers), ceil(most / workers)
     table, copies = topologies(config), min(config.snapshot.copies, most_nodes - 1)
-    snapshots = 0
+    snapshots, most = 0, most_rank_bytes(config, table)
     for world_size, topology in table.items():
         on_node = min(workers, world_size)  # copies are on spare nodes, too
-        here = {"ranks_on_node": on_node, "ranks_copied": on_node * copies, "least_shards": least_shards(table)}
+        here = {"ranks_on_node": on_node, "ranks_copied": on_node * copies, "most_rank_bytes": most}
         snapshots = max(snapshots, snapshot_bytes(config, topology.mesh, **here))
     shm = snapshots * HEADERS + (submit.object_store_gb + COMMUNICATION_GB) * 1e9
     shm_gib = ceil((submit.shm_gb * 1e9 if submit.shm_gb is not None else shm) / GIB)

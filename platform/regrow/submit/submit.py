@@ -8,7 +8,7 @@ from typing import Protocol
 
 import yaml
 
-from regrow.config.check import check, check_elastic
+from regrow.config.check import check
 from regrow.config.schema import PretrainConfig, SubmitAction, SubmitBackend, SubmitConfig, SubmitJobConfig
 from regrow.config.store import pretrain_overrides
 from regrow.data.preflight import check_corpus
@@ -24,7 +24,6 @@ from regrow.submit.render import Code, job_name, render, to_yaml
 def submit(config: SubmitJobConfig, given: Sequence[str]) -> int:
     """Carry out `submit.action` for a config and the arguments that it was composed from; the exit status."""
     check(config)
-    check_elastic(config)
     check_submit(config)
     code = Code(git_sha(), metadata.version("ray"))
     if config.submit.backend is SubmitBackend.ray:

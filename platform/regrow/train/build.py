@@ -37,6 +37,7 @@ def build_step(
     """
     built = build_model(model, parallel, mesh=mesh, device=device, seed=seed, eot_id=eot_id, stages=stages)
     sums, check = GradientSums(), None
+    waits = time_collectives(built, device, replicated=replica_group(mesh) is not None, sums=sums)
     if verified is not None:
         place = coordinates_of(mesh)
         check = UnitCheck(
@@ -55,11 +56,11 @@ def build_step(
         group=world_group(mesh),
         shard_group=shard_group(mesh),
         tensor_group=tensor_group(mesh),
-        pipeline=Pipeline(built, stages, mesh, dtype=dtype) if stages is not None else None,
+        pipeline=Pipeline(built, stages, mesh, dtype=dtype, waits=waits) if stages is not None else None,
         sync_every_micro_batch=bool(parallel.sync_every_micro_batch),
         keep_gathered=not parallel.reshard_after_forward,
         loss_function=build_loss(parallel, device, tensor_group(mesh)),
-        waits=time_collectives(built, device, replicated=replica_group(mesh) is not None, sums=sums),
+        waits=waits,
         check=check,
     )
 

@@ -55,7 +55,8 @@ class Heartbeat:
         self._probe_s = 0.0
         self._phases = [(Phase.forming, time.monotonic_ns())]  # of the thread that trains, the innermost last
         self._took_s: dict[Phase, deque[float]] = {}
-        self._spent, self._rows, self._at_a_collective = Spent(), 0, _at_hosts
+        self._spent, self._rows = Spent(), 0
+        self._at_a_collective, self._at_a_message = _at_hosts, _at_none
         self._entered_ns = 0  # the generation
         self._lock = threading.Lock()
         self._stacks = open(folder / f"{STACKS}-{os.getpid()}", "w")  # noqa: SIM115 (the signal writes to it)
@@ -69,12 +70,14 @@ class Heartbeat:
             self._generation, self._step, self._breaker = generation, NOTHING, breaker
             self._entered_ns = time.time_ns()
             self._look_at = time.monotonic() + self._collective_timeout_s
-            self._spent, self._rows, self._at_a_collective = Spent(), 0, _at_hosts
+            self._spent, self._rows = Spent(), 0
+            self._at_a_collective, self._at_a_message = _at_hosts, _at_none
         self._begin(Phase.forming)
 
-    def trains(self, at_a_collective: Callable[[], bool]) -> None:
-        """The generation is ready for its first step; where its device is, `parallel.waits` knows."""
-        self._at_a_collective = at_a_collective
+    def trains(self, at_a_collective: Callable[[], bool], at_a_message: Callable[[], tuple[int, int]]) -> None:
+        """The generation is ready for its first step; where its device is, and whether it waits for a message of
+        another stage, `parallel.waits` knows."""
+        self._at_a_collective, self._at_a_message = at_a_collective, at_a_message
         self._end(Phase.first_step)
 
     def stepped(self, step: int) -> None:
@@ -163,7 +166,7 @@ class Heartbeat:
         with contextlib.suppress(OSError):
             (self._folder / f"{TRACE}-{os.getpid()}").write_bytes(b"\n".join(dumps))
         with contextlib.suppress(KeyError, TypeError, ValueError):
-            found = [newest_collective(dump, self._entered_ns) for dump in dumps]
+            found = [*(newest_collective(dump, self._entered_ns) for dump in dumps), self._at_a_message()]
             begun, since = sum(begun for begun, _ in found), [at_ns for _, at_ns in found if at_ns]
             waits_s = (time.time_ns() - min(since)) / 1e9 if since else 0.0
             # a host that has queued its collectives behind a kernel that hangs does not wait for the others
@@ -173,6 +176,11 @@ class Heartbeat:
 def _at_hosts() -> bool:
     """Whether a device of which nothing is known is at a collective: it is where its host is."""
     return True
+
+
+def _at_none() -> tuple[int, int]:
+    """How many messages a process has taken that has taken none, and since when it waits for one."""
+    return 0, 0
 
 
 def _recorded() -> list[bytes]:
@@ -196,5 +204,6 @@ def newest_collective(dump: bytes, since_ns: int) -> tuple[int, int]:
     ends there."""
     entries = json.loads(dump).get("entries", [])
     begun = 1 + max((entry["record_id"] for entry in entries), default=NOTHING)
-    pending = pending_collectives(dump, since_ns)
+    # a message is asked for ahead: a rank computes meanwhile
+    pending = [entry for entry in pending_collectives(dump, since_ns) if not entry.get("is_p2p", False)]
     return begun, min((int(entry["time_created_ns"]) for entry in pending), default=0)

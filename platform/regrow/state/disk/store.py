@@ -15,7 +15,7 @@ import torch.distributed as dist
 from regrow.errors import CheckpointError, NotWrittenError
 from regrow.plan.boxes import Piece
 from regrow.plan.mesh import ALONE, Coordinates
-from regrow.plan.placement import is_second
+from regrow.plan.placement import is_first_of_stage, is_second
 from regrow.state.checksums import checksums
 from regrow.state.collective import from_rank_0, gather, rank
 from regrow.state.disk.catalog import open_checkpoint, read_headers, step_folder
@@ -236,24 +236,19 @@ def _batches(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
         yield batch
 
 
-def _is_first_of_stage(coordinates: Coordinates) -> bool:
-    """Whether a rank is the first of those that have its stages."""
-    return not any(coordinates.along(axis)[0] for axis in coordinates.mesh.axes if axis != "pp")
-
-
 def _num_entries_of_all(entries: Sequence[Entry], coordinates: Coordinates) -> int:
     """Collective in a pipeline."""
     if coordinates.along("pp")[1] == 1:
         return len(entries)
     mine = sum(not is_second(entry.box.name, coordinates) for entry in entries)
-    return sum(gather(mine if _is_first_of_stage(coordinates) else 0))
+    return sum(gather(mine if is_first_of_stage(coordinates) else 0))
 
 
 def _tensors_of_all(entries: Sequence[Entry], coordinates: Coordinates) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Of every rank, by name. Collective in a pipeline, where they differ."""
     mine = {entry.box.name: (entry.box.dtype, entry.box.shape) for entry in entries}
     if coordinates.along("pp")[1] > 1:
-        stages = gather(mine if _is_first_of_stage(coordinates) else {})
+        stages = gather(mine if is_first_of_stage(coordinates) else {})
         mine = {name: stage[name] for stage in stages for name in stage}
     return {name: mine[name] for name in sorted(mine)}
 

@@ -19,6 +19,7 @@ import numpy as np
 from regrow.control.values import Version
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import ITEM_BYTES, Piece
+from regrow.plan.placement import is_first_of_stage
 from regrow.state.checksums import CHUNK_BYTES, Crc, checksums
 from regrow.state.disk.catalog import read_chunks
 from regrow.state.disk.format import DataFile, Index, Stored, encode_header
@@ -41,7 +42,7 @@ class WriteOrder:
     copies: bool
     folder: str  # in storage, of the step
     token: str  # of the file names: no name is ever written twice
-    describe: bool  # the tensors too: one node is enough for that
+    describe: bool  # the tensors too: one node is enough for that, but for a pipeline's, which do that by themselves
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class Written:
     files: tuple[DataFile, ...]
     num_ranks: int
     scalars: dict[str, int]
-    tensors_sha256: str
-    tensors: Tensors | None  # where they were asked for
+    tensors_sha256: dict[int, str]  # of each stage that the node's ranks have
+    tensors: dict[int, Tensors]  # the same, where they were asked for; of a stage, where its first rank is
 
 
 def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id: str) -> Written:
@@ -78,11 +79,18 @@ def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id
 
     with ThreadPoolExecutor(WRITERS, thread_name_prefix="write") as writers:
         outcomes = list(writers.map(write, range(len(mine)), mine))
-    header = outcomes[0][1]
-    tensors = {box.name: (box.dtype, box.shape) for box in header.boxes}
-    digest = hashlib.sha256(json.dumps(sorted(tensors.items())).encode()).hexdigest()
+    header, stages = outcomes[0][1], {each.coordinates.along("pp")[0]: each for _, each in outcomes}
+    tensors = {stage: {box.name: (box.dtype, box.shape) for box in each.boxes} for stage, each in stages.items()}
+    digests = {
+        stage: hashlib.sha256(json.dumps(sorted(of_stage.items())).encode()).hexdigest()
+        for stage, of_stage in tensors.items()
+    }
+    firsts = {each.coordinates.along("pp")[0] for _, each in outcomes if is_first_of_stage(each.coordinates)}
+    if header.coordinates.mesh.pp == 1:
+        firsts = {0} if order.describe else set()
     data_files = tuple(file for file, _ in outcomes if file is not None)
-    return Written(data_files, len(mine), header.scalars, digest, tensors if order.describe else None)
+    described = {stage: of_stage for stage, of_stage in tensors.items() if stage in firsts}
+    return Written(data_files, len(mine), header.scalars, digests, described)
 
 
 def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> DataFile | None:
@@ -157,14 +165,18 @@ class Upload:
 
     def index(self) -> Index:
         """Of the complete checkpoint. Raises CheckpointError where nodes hold different things."""
-        first = self._written[self.nodes[0]]
-        assert first.tensors is not None
+        first, digests = self._written[self.nodes[0]], dict[int, tuple[str, str]]()
         for node, written in self._written.items():
-            if (written.scalars, written.tensors_sha256) != (first.scalars, first.tensors_sha256):
-                raise CheckpointError(f"node {node[:12]} holds another state than {self.nodes[0][:12]}")
+            for stage, digest in written.tensors_sha256.items():
+                known, of_known = digests.setdefault(stage, (node, digest))
+                if (written.scalars, digest) != (first.scalars, of_known):
+                    raise CheckpointError(f"node {node[:12]} holds another state than {known[:12]}")
+        stages = {stage: each for written in self._written.values() for stage, each in written.tensors.items()}
+        assert stages.keys() == digests.keys(), f"{stages.keys()=} {digests.keys()=}"
+        tensors = {name: each[name] for each in stages.values() for name in each}
         files = tuple(file for written in self._written.values() for file in written.files)
         have = sum(file.num_bytes - file.header_bytes for file in files)
-        need = sum(prod(shape) * ITEM_BYTES[dtype] for dtype, shape in first.tensors.values())
+        need = sum(prod(shape) * ITEM_BYTES[dtype] for dtype, shape in tensors.values())
         if have != need:
             raise CheckpointError(f"the nodes hold {have:,} of the {need:,} bytes of the state")
         num_ranks = sum(written.num_ranks for written in self._written.values())
@@ -173,7 +185,7 @@ class Upload:
             generation=self.moment.generation,
             step=self.moment.step,
             scalars=first.scalars,
-            tensors=first.tensors,
+            tensors={name: tensors[name] for name in sorted(tensors)},
             files=files,
             information={"world_size": num_ranks, "written_at": time.time()},
         )

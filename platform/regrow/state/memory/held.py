@@ -20,7 +20,7 @@ import numpy as np
 from regrow.control.values import Digest, Version, short_id
 from regrow.errors import CheckpointError
 from regrow.plan import placement
-from regrow.plan.mesh import Coordinates, MeshShape
+from regrow.plan.mesh import Coordinates
 from regrow.state.checksums import Crc, checksums
 from regrow.state.memory.ranges import Address
 from regrow.state.memory.slots import SLOT, SlotHeader, open_slot, read_header, reading
@@ -69,16 +69,15 @@ class Holder:
 
     def to_plain(self) -> list[Any]:
         """What JSON can hold."""
-        held, moment, coordinates = self.held, self.held.moment, self.held.coordinates
-        place = [*vars(coordinates.mesh).values(), coordinates.rank]
+        held, moment, place = self.held, self.held.moment, self.held.coordinates.to_plain()
         what = [held.file, [moment.generation, moment.step], place, held.writers, held.header_sha256]
         return [self.node, list(self.address), what]
 
     @staticmethod
     def of_plain(plain: Sequence[Any]) -> "Holder":
         """What `to_plain` gave."""
-        node, (host, port), (file, moment, (*mesh, rank), writers, header_sha256) = plain
-        held = Held(file, Version(*moment), Coordinates(MeshShape(*mesh), rank), writers, header_sha256)
+        node, (host, port), (file, moment, place, writers, header_sha256) = plain
+        held = Held(file, Version(*moment), Coordinates.of_plain(place), writers, header_sha256)
         return Holder(node, (host, port), held)
 
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import Piece
-from regrow.plan.placement import placed, that_hold
+from regrow.plan.mesh import ALONE, Coordinates
+from regrow.plan.placement import placed, stage_of, that_hold
 from regrow.state.checksums import CHUNK_BYTES, checksums
 from regrow.state.entries import Entry, fill
 from regrow.state.memory.held import Holder, Snapshot, open_snapshot
@@ -49,12 +50,14 @@ def restore_snapshot(
     folder: Path,
     secret: bytes,
     reader: int = 0,
+    place: Coordinates = ALONE,
 ) -> Restored:
     """Fill this rank's entries from the holders of one committed step, whatever layout it was taken in. Local.
 
-    `node` and `folder` are this node and its keeper's folder, `reader` spreads ranks over equal copies. Strict: a
-    missing, extra, reshaped or retyped entry is an Unrestorable that names it, and so is an element that no holder
-    gives. Entries may hold parts of it then.
+    `node` and `folder` are this node and its keeper's folder, `reader` spreads ranks over equal copies, `place` is
+    this rank's in the new layout, which says what other stages have. Strict: a missing, extra, reshaped or retyped
+    entry is an Unrestorable that names it, and so is an element that no holder gives. Entries may hold parts of it
+    then.
     """
     left = list(holders)
     problems: list[str] = []
@@ -66,14 +69,14 @@ def restore_snapshot(
         restored = Restored({}, problems=tuple(problems))
         for holder, reads in by_holder.items():
             try:
-                scalars, own, peer = _take(holder, reads, entries, node=node, folder=folder, secret=secret)
+                taken = _take(holder, reads, entries, node=node, folder=folder, secret=secret, place=place)
             except CheckpointError as error:
                 problems.append(f"{holder.name}: {error}")
                 left.remove(holder)
                 break
-            restored.scalars = scalars
-            restored.own_bytes += own
-            restored.peer_bytes += peer
+            restored.scalars = taken.scalars
+            restored.own_bytes += taken.own_bytes
+            restored.peer_bytes += taken.peer_bytes
         else:
             return restored
 
@@ -113,29 +116,36 @@ def _plan(entries: Sequence[Entry], holders: Sequence[Holder], node: str, reader
 
 
 def _take(
-    holder: Holder, reads: Sequence[Read], entries: Sequence[Entry], *, node: str, folder: Path, secret: bytes
-) -> tuple[dict[str, int], int, int]:
-    """Carry out the reads from one holder: (scalars, bytes read here, bytes read from a peer)."""
+    holder: Holder,
+    reads: Sequence[Read],
+    entries: Sequence[Entry],
+    *,
+    node: str,
+    folder: Path,
+    secret: bytes,
+    place: Coordinates,
+) -> Restored:
+    """Carry out the reads from one holder."""
     if holder.node == node:
         snapshot = open_snapshot(folder / holder.held.file)
         if snapshot is None:
             raise CheckpointError("it is not there any more")
-        _check(snapshot, holder, entries)
+        _check(snapshot, holder, entries, place)
         pieces = list(_pieces(snapshot, reads))
         with snapshot.payload() as payload:
             for piece in pieces:
                 piece.put(payload[piece.begin : piece.end], entries)
-        return snapshot.header.scalars, sum(piece.num_bytes for piece in pieces), 0
+        return Restored(snapshot.header.scalars, own_bytes=sum(piece.num_bytes for piece in pieces))
     with connected(holder.address, secret) as connection:
         snapshot = _describe(connection, holder)
-        _check(snapshot, holder, entries)
+        _check(snapshot, holder, entries, place)
         pieces = list(_pieces(snapshot, reads))
         connection.send({"op": "get", "file": holder.held.file, "ranges": _joined(pieces)})
         buffer: memoryview = np.empty(max((piece.num_bytes for piece in pieces), default=0), np.uint8).data
         for piece in pieces:
             connection.receive_into(buffer[: piece.num_bytes])
             piece.put(buffer[: piece.num_bytes], entries)
-    return snapshot.header.scalars, 0, sum(piece.num_bytes for piece in pieces)
+    return Restored(snapshot.header.scalars, peer_bytes=sum(piece.num_bytes for piece in pieces))
 
 
 @dataclass(frozen=True)
@@ -195,13 +205,22 @@ def _describe(connection: Connection, holder: Holder) -> Snapshot:
     return Snapshot(Path(holder.held.file), header, crc)
 
 
-def _check(snapshot: Snapshot, holder: Holder, entries: Sequence[Entry]) -> None:
-    """Raises CheckpointError unless the file is the committed one and holds what follows from the entries' shapes."""
+def _check(snapshot: Snapshot, holder: Holder, entries: Sequence[Entry], place: Coordinates) -> None:
+    """Raises CheckpointError unless the file is the committed one and holds what follows from the entries' shapes.
+
+    Of what it holds besides, other stages of the reader's pipeline have to have it; of what it lacks, other stages of
+    its own.
+    """
     if snapshot.held != holder.held:
         raise CheckpointError("it is not the snapshot that was committed")
+    there = holder.held.coordinates
     have = {box.name: box for box in snapshot.header.boxes}
-    want = {entry.box.name: placed(entry.box, holder.held.coordinates) for entry in entries}
+    want = {entry.box.name: placed(entry.box, there) for entry in entries}
     for name in sorted(have.keys() | want.keys()):
+        if name not in want and stage_of(name, place.mesh) not in (None, place.along("pp")[0]):
+            continue
+        if name not in have and stage_of(name, there.mesh) not in (None, there.along("pp")[0]):
+            continue
         if have.get(name) != want.get(name):
             have_it, want_it = (f"{of[name]!r}" if name in of else "no such tensor" for of in (have, want))
             raise CheckpointError(f"{name}: the snapshot has {have_it}, the model {want_it}")

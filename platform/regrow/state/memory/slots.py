@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from regrow.control.values import NEVER, Version
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import Box
-from regrow.plan.mesh import Coordinates, MeshShape
+from regrow.plan.mesh import Coordinates
 from regrow.state.checksums import num_chunks
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class SlotHeader:
     def encode(self) -> bytes:
         content: dict[str, Any] = {
             **vars(self),
-            "coordinates": [*vars(self.coordinates.mesh).values(), self.coordinates.rank],
+            "coordinates": self.coordinates.to_plain(),
             "boxes": [list(vars(box).values()) for box in self.boxes],
         }
         return json.dumps(content, separators=(",", ":")).encode()
@@ -84,8 +84,7 @@ class SlotHeader:
     @staticmethod
     def decode(data: bytes) -> "SlotHeader":
         content = json.loads(data)
-        *mesh, rank = content["coordinates"]
-        content["coordinates"] = Coordinates(MeshShape(*mesh), rank)
+        content["coordinates"] = Coordinates.of_plain(content["coordinates"])
         content["boxes"] = tuple(
             Box(name, tuple(shape), tuple(offsets), tuple(sizes), dtype)
             for name, shape, offsets, sizes, dtype in content["boxes"]
