@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from regrow.record.events import (
     Cause,
     Checkpoint,
+    CheckpointFailed,
     DataFallback,
     Event,
     Failure,
@@ -94,6 +95,7 @@ def account(rows: Sequence[Row], events: Sequence[Event], now: float) -> Ledger:
     claims["recompute"] += [(first, last) for first, last, _ in undone]
     claims["validation"] += [(e.time - positive(e.seconds), e.time) for e in of_kind(events, Validation)]
     claims["snapshot"] += [(e.time - positive(e.stall_s), e.time) for e in of_kind(events, Checkpoint)]
+    claims["snapshot"] += _last_checkpoints(events, ends)
     claims["step"] += list(zip(begins.tolist(), ends.tolist(), strict=True))
 
     edges, layers = _paint(claims, begin, end)
@@ -189,6 +191,21 @@ def _undone(events: Sequence[Event]) -> list[tuple[float, float, int]]:
                 begin -= positive(event.seconds)
                 break
         found.append((begin, last, rollback.generation))
+    return found
+
+
+def _last_checkpoints(events: Sequence[Event], ends: Floats) -> list[tuple[float, float]]:
+    """Where a run ends: from its last step to when that was in storage, or was given up for the last time."""
+    found, tried = [], list[float]()
+    for event in events:
+        if isinstance(event, Submitted):
+            tried.clear()
+        elif isinstance(event, Checkpoint | CheckpointFailed):
+            tried.append(event.time)
+        elif isinstance(event, Stopped) and tried:
+            steps = ends[: np.searchsorted(ends, event.time, side="right")]
+            if len(steps) and steps[-1] < tried[-1]:
+                found.append((float(steps[-1]), tried[-1]))
     return found
 
 
