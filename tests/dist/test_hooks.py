@@ -20,7 +20,7 @@ from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh, coordinates_of
 from regrow.parallel.stream import HostStream
-from regrow.plan.mesh import plan_mesh
+from regrow.plan.mesh import Coordinates, plan_mesh
 from regrow.runtime import calls
 from regrow.runtime import hooks as hooks_module
 from regrow.runtime import restore as restore_module
@@ -135,7 +135,7 @@ class Memory:
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def restore(self, entries: list[Entry], *, at_least: int) -> Progress | None:
+    def restore(self, entries: list[Entry], place: Coordinates, *, at_least: int) -> Progress | None:
         return Progress(self.step, 0, 0) if self.step >= at_least else None
 
 
@@ -176,9 +176,9 @@ def restored_after_damage(storage: Path) -> list[tuple[int, str]]:
     for memory in (None, Memory(48), Memory(61)):
         if memory is not None and memory.step > 60:
             write(60)
-        progress, source = restore_module.restore(job, 2, step, entries, mesh, cast(Any, memory))
+        progress, source = restore_module.restore(job, 2, step, entries, mesh, coordinates_of(mesh), cast(Any, memory))
         begun.append((progress.step, source))
-    progress, source = restore_module.restore(job, 2, step, entries, mesh, cast(Any, Memory(59)))
+    progress, source = restore_module.restore(job, 2, step, entries, mesh, coordinates_of(mesh), cast(Any, Memory(59)))
     return [*begun, (progress.step, source)]
 
 
@@ -196,9 +196,12 @@ def restored_while_storage_is_away(known_to_be_stored: int) -> tuple[int, str]:
 
     restore_module.catalog = SimpleNamespace(committed_steps=away, damaged_steps=away)  # type: ignore[assignment]
     asked = SimpleNamespace(remote=lambda: known_to_be_stored)
-    job: Any = SimpleNamespace(checkpoints="/storage", run_id=RUN, coordinator=SimpleNamespace(stored_step=asked))
+    coordinator, config = SimpleNamespace(stored_step=asked), PretrainConfig()
+    job: Any = SimpleNamespace(checkpoints="/storage", run_id=RUN, coordinator=coordinator, config=config)
     mesh = build_mesh(plan_mesh(dist.get_world_size(), 1), "cpu")
-    progress, source = restore_module.restore(job, 2, cast(Any, None), [], mesh, cast(Any, Memory(48)))
+    progress, source = restore_module.restore(
+        job, 2, cast(Any, None), [], mesh, coordinates_of(mesh), cast(Any, Memory(48))
+    )
     return progress.step, source
 
 

@@ -39,7 +39,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
         "regrow.runtime.entry": ("regrow.runtime.worker",),
     },
     "Ray's insides: a Ray that has other ones still trains, with restarts": {
-        "regrow.runtime.driver": ("regrow.runtime.ray_train", "regrow.runtime.trainer"),
+        "regrow.runtime.driver": ("regrow.runtime.trainer",),
         "regrow.runtime.trainer": ("regrow.runtime.ray_train",),
     },
     "written against torch 2.13, in processes that may have an older one": {
