@@ -156,7 +156,7 @@ def test_a_run_with_float8_goes_on_in_bfloat16_for_its_last_steps(
     [
         (["train.stesp=3"], "unknown setting 'train.stesp'; did you mean 'train.steps'?"),
         (["data.corpora.rows=/nowhere"], "/nowhere holds no finished corpus"),
-        (["parallel.pp=2"], "cluster.min_workers=1 must be a multiple of parallel.pp=2 x parallel.tp=1 workers"),
+        (["parallel.pp=2"], "cluster.max_workers=1 must be a multiple of parallel.pp=2 x parallel.tp=1 workers"),
     ],
 )
 def test_a_mistake_is_one_line(
