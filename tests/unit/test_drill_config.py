@@ -10,6 +10,7 @@ from hydra.core.config_store import ConfigStore
 
 from regrow.config.check import check
 from regrow.config.schema import DrillHosts, DrillJobConfig, MixtureStage, PretrainConfig
+from regrow.config.spares import most_workers
 from regrow.config.store import CONF_DIR, pretrain_overrides, to_dataclass
 from regrow.drill.faults import KINDS, check_plan, parse_plan
 from regrow.drill.run import keep_plan, plan_of, with_end
@@ -37,6 +38,7 @@ def test_the_plans_that_the_documentation_promises_are_there() -> None:
     named += " one_after_another kill_controller kill_driver corrupt_snapshot fill_memory slow_worker two_at_once soak"
     named += (
         " stopped_actors notices partition_node partition_head partition_peer blink_node slow_link storage newcomers"
+        " light_soak"
     )
     assert sorted(named.split()) == PLANS
     documented = (Path(CONF_DIR).parent / "docs/drills.md").read_text()
@@ -56,7 +58,7 @@ def test_a_plan_that_is_shipped_fits_its_cluster_and_its_run(name: str) -> None:
     assert config.drill.name == name
     assert config.run.name == f"drill-{name}"
     assert config.snapshot.every_steps == 1
-    assert config.cluster.max_workers >= config.drill.nodes * config.drill.workers_on_node
+    assert most_workers(config.cluster) >= config.drill.nodes * config.drill.workers_on_node
 
 
 def test_the_job_is_given_what_differs_and_nothing_else() -> None:
