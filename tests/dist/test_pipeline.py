@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from regrow.accept.tiny import count_up_rows, tiny_model
+from regrow.accept.tiny import tiny_model
 from regrow.config.schema import (
     ActivationCheckpoint,
     Dtype,
@@ -16,12 +16,20 @@ from regrow.config.schema import (
     PipelineSchedule,
 )
 from regrow.config.stages import stages_of
-from regrow.model.loss import IGNORE_INDEX
 from regrow.parallel.compile import graphs_compiled
 from regrow.plan.pipeline import Stages
-from regrow.train.step import evaluate
 from support.gloo import RankError, run_ranks
-from support.training import Training, build, micro_batches, plain_losses, run_steps, topology_of, train, whole
+from support.training import (
+    Training,
+    build,
+    micro_batches,
+    plain_losses,
+    run_steps,
+    topology_of,
+    train,
+    validation,
+    whole,
+)
 
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save
 
@@ -205,22 +213,6 @@ def test_float8_trains_as_it_does_without_stages():
     for got, graphs in run_ranks(float8_losses, 4, training):
         assert got == pytest.approx(apart, rel=0.01)
         assert graphs == 1  # one for all blocks of all stages
-
-
-def validation(training: Training, num_rows: int) -> tuple[float, int]:
-    step, topology = build(training), topology_of(training)
-    unit, num_units = topology.unit_of(dist.get_rank()), topology.mesh.num_units
-    rows = count_up_rows(99, num_rows=num_rows, seq_len=training.seq_len, vocab_size=training.model.vocab_size)
-    mine = list(rows.split(2))[unit::num_units] or [torch.full_like(rows[:2], IGNORE_INDEX)]
-    return evaluate(
-        step.model,
-        mine,
-        num_batches=-(-len(rows.split(2)) // num_units),
-        group=step.group,
-        tensor_group=step.tensor_group,
-        pipeline=step.pipeline,
-        loss_function=step.loss_function,
-    )
 
 
 def test_validation_counts_each_row_once_also_where_a_unit_has_none():

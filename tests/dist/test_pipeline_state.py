@@ -13,7 +13,7 @@ from regrow.parallel.fsdp import build_mesh, coordinates_of, replica_group
 from regrow.plan.mesh import Coordinates
 from regrow.state.disk import catalog, store
 from regrow.state.disk.tensors import CheckpointTensors
-from regrow.state.entries import Entry, training_entries
+from regrow.state.entries import Entry, Progress, training_entries
 from regrow.storage import Storage
 from support.gloo import RankError, run_ranks
 from support.training import Training, build, run_steps, topology_of
@@ -48,10 +48,10 @@ def save(folder: str, training: Training) -> list[str]:
     return [entry.box.name for entry in entries]
 
 
-def restore(folder: str, training: Training) -> tuple[list[Entry], int]:
-    """What a rank holds then, and the bytes that it read."""
-    entries, coordinates, replicas = state_of(training, 1)  # another state, to be overwritten whole
-    num_bytes = store.restore(Storage.at(folder), catalog.open_checkpoint(Storage.at(folder), 2), entries, coordinates)
+def newest(
+    folder: str, entries: list[Entry], coordinates: Coordinates, replicas: dist.ProcessGroup | None
+) -> Progress | None:
+    """What is restored of the one checkpoint, which is sound."""
     problems: list[str] = []
     progress = store.restore_newest(
         Storage.at(folder),
@@ -64,7 +64,14 @@ def restore(folder: str, training: Training) -> tuple[list[Entry], int]:
         damaged=lambda step, text: problems.append(text),
     )
     assert not problems
-    assert progress is not None
+    return progress
+
+
+def restore(folder: str, training: Training) -> tuple[list[Entry], int]:
+    """What a rank holds then, and the bytes that it read."""
+    entries, coordinates, replicas = state_of(training, 1)  # another state, to be overwritten whole
+    num_bytes = store.restore(Storage.at(folder), catalog.open_checkpoint(Storage.at(folder), 2), entries, coordinates)
+    assert newest(folder, entries, coordinates, replicas) is not None
     return entries, num_bytes
 
 
@@ -114,14 +121,4 @@ def test_a_checkpoint_of_more_blocks_than_the_pipelines_is_refused(tmp_path: Pat
 
 
 def restore_newest(folder: str, training: Training) -> None:
-    entries, coordinates, replicas = state_of(training, 0)
-    store.restore_newest(
-        Storage.at(folder),
-        [2],
-        entries,
-        coordinates,
-        replicas,
-        run_id=RUN,
-        global_batch_seqs=12,
-        damaged=lambda step, text: None,
-    )
+    newest(folder, *state_of(training, 0))

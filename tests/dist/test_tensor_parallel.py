@@ -10,18 +10,16 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from regrow.accept.tiny import count_up_rows, tiny_model
+from regrow.accept.tiny import tiny_model
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
 from regrow.model.llama import Llama
-from regrow.model.loss import IGNORE_INDEX
 from regrow.parallel.compile import graphs_compiled
 from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
 from regrow.plan.mesh import plan_mesh
 from regrow.plan.placement import dims_of
-from regrow.train.step import evaluate
 from support.gloo import run_ranks
 from support.reference_llama import assert_gradients
-from support.training import Training, build, micro_batches, plain_losses, run_steps, train, whole
+from support.training import Training, build, micro_batches, plain_losses, run_steps, train, validation, whole
 
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save
 
@@ -224,21 +222,6 @@ def test_selective_checkpointing_recomputes_no_sum_over_the_unit():
         for mode in (ActivationCheckpoint.none, ActivationCheckpoint.selective, ActivationCheckpoint.full)
     )
     assert selective["reduce_scatter_tensor"] == none["reduce_scatter_tensor"] < full["reduce_scatter_tensor"]
-
-
-def validation(training: Training, num_rows: int) -> tuple[float, int]:
-    step, tp = build(training), training.parallel.tp
-    unit, num_units = dist.get_rank() // tp, dist.get_world_size() // tp
-    rows = count_up_rows(99, num_rows=num_rows, seq_len=training.seq_len, vocab_size=training.model.vocab_size)
-    mine = list(rows.split(2))[unit::num_units] or [torch.full_like(rows[:2], IGNORE_INDEX)]
-    return evaluate(
-        step.model,
-        mine,
-        num_batches=-(-len(rows.split(2)) // num_units),
-        group=step.group,
-        tensor_group=step.tensor_group,
-        loss_function=step.loss_function,
-    )
 
 
 def test_validation_counts_each_row_once_also_where_a_unit_has_none():

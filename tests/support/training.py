@@ -11,11 +11,12 @@ from regrow.accept.tiny import count_up_rows
 from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
 from regrow.config.stages import stages_of
 from regrow.model.llama import Llama
+from regrow.model.loss import IGNORE_INDEX
 from regrow.parallel.apply import build_model
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.topology import Topology, plan_topology
 from regrow.train.build import build_step
-from regrow.train.step import StepResult, TrainStep
+from regrow.train.step import StepResult, TrainStep, evaluate
 
 
 @dataclass(frozen=True)
@@ -122,3 +123,20 @@ def plain_losses(training: Training) -> list[float]:
         adamw.step()
         losses.append(loss.item())
     return losses
+
+
+def validation(training: Training, num_rows: int) -> tuple[float, int]:
+    """Loss and tokens of some rows, two at a time, each unit its own; on every rank."""
+    step, topology = build(training), topology_of(training)
+    unit, num_units = topology.unit_of(dist.get_rank()), topology.mesh.num_units
+    rows = count_up_rows(99, num_rows=num_rows, seq_len=training.seq_len, vocab_size=training.model.vocab_size)
+    mine = list(rows.split(2))[unit::num_units] or [torch.full_like(rows[:2], IGNORE_INDEX)]
+    return evaluate(
+        step.model,
+        mine,
+        num_batches=-(-len(rows.split(2)) // num_units),
+        group=step.group,
+        tensor_group=step.tensor_group,
+        pipeline=step.pipeline,
+        loss_function=step.loss_function,
+    )

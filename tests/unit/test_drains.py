@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Asked:
-    """The coordinator of a world in virtual time, to one who drains its nodes."""
+    """The coordinator of a world in virtual time, to the command that drains its nodes."""
 
     def __init__(self, world: World) -> None:
         self.world, self.told = world, list[tuple[str, dict[str, Any]]]()

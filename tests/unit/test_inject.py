@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from regrow.control.values import Version
 from regrow.drill.faults import parse_plan
@@ -20,6 +22,7 @@ from regrow.errors import CheckpointError
 from regrow.state.memory.held import open_snapshot
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.slots import Committed
+from regrow.train.flips import ACTIVATIONS, WEIGHTS, BitFlipper, Order
 from support.keepers import SECRET, assert_state, cluster, entries_of, holders, snapshot
 
 Notes = list[tuple[int, str, dict[str, Any]]]
@@ -172,3 +175,17 @@ def test_damage_hits_the_newest_committed_snapshots_which_are_restored_from_othe
             assert_state(entries, 5)
             assert restored.problems
             assert restored.own_bytes == 0
+
+
+def test_a_rank_with_an_earlier_stage_of_a_pipeline_trains_in_a_drill_and_says_what_it_flips_no_bit_of(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Without the last stage it has no norm behind its blocks; it ended with its first step, as in every drill."""
+    model = nn.Module()
+    model.norm, model.weight = None, nn.Parameter(torch.ones(2, 2))
+    flipper = BitFlipper(model)
+    flipper.obey(Order(ACTIVATIONS))
+    assert "no bit of activations is flipped" in capfd.readouterr().out
+    flipper.obey(Order(WEIGHTS))
+    assert flipper.flipped == 1
+    assert (model.weight != 1).sum() == 1

@@ -160,7 +160,7 @@ def test_no_layout_that_could_be_taken_makes_a_shorter_step_but_where_the_pipeli
         if units % pp == 0:
             assert (found.mesh.pp, found.mesh.world_size) == (pp, present)
             continue
-        # sizes that pp divides have no other layout, whoever leaves ranks over for them
+        # sizes that pp divides have no other layout, whichever sizes leave ranks over for them
         free = [each for each in every(units) if each.mesh.pp == pp or each.mesh.world_size // tp % pp]
         best = max(each.busy_share(present) for each in free)
         lost = best - found.busy_share(present)

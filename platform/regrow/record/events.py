@@ -497,8 +497,8 @@ class Corruption(GroupIncident):
     detail: str = ""  # a sentence: what was compared
 
     def sentence(self) -> str:
-        who = f"unit{'s' * (len(self.units) > 1)} {', '.join(map(str, self.units))}"
-        what = f"{who} computed wrong" if self.is_decided else f"{who}: one of them computes wrong"
+        named = f"unit{'s' * (len(self.units) > 1)} {', '.join(map(str, self.units))}"
+        what = f"{named} computed wrong" if self.is_decided else f"{named}: one of them computes wrong"
         return f"{what} ({self.detail}); the state of step {self.verified_step} is the newest known to be right"
 
 

@@ -241,12 +241,12 @@ def _slowest(status: Status) -> str:
 
 
 def _suspect(status: Status, each: Suspicion) -> str:
-    who = "the network"
+    suspected = "the network"
     if each.node:
-        who = f"node {each.node:.12}" if not each.pid else f"rank {each.rank} on node {each.node:.12}"
+        suspected = f"node {each.node:.12}" if not each.pid else f"rank {each.rank} on node {each.node:.12}"
     slower = f", steps take {each.factor:.2f} times as long" if each.factor else ""
     since = f"since {when(each.since)} ({_ago(status, each.since)})"
-    return f"{who} {suspicion_words(each.kind)} {since}{slower}: {each.detail}"
+    return f"{suspected} {suspicion_words(each.kind)} {since}{slower}: {each.detail}"
 
 
 def _interruptions(status: Status) -> Iterator[str]:

@@ -43,15 +43,17 @@ class BitFlipper:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._order, self._dice = model, Order("", 0.0), random.Random(0)
-        norm = model.norm
-        assert isinstance(norm, nn.Module), "the last stage alone has what a bit is flipped in"
-        norm.register_forward_pre_hook(self._before_norm)
+        self._norm = model.norm  # None on a rank with earlier stages of a pipeline
+        if isinstance(self._norm, nn.Module):
+            self._norm.register_forward_pre_hook(self._before_norm)
         self.flipped = 0
 
     @torch.no_grad()
     def obey(self, order: Order) -> None:
-        """From here on; an order for weights is carried out at once."""
+        """From here on; an order for weights is carried out at once, one for the others by a last stage alone."""
         self._order = order
+        if order.what != WEIGHTS and self._norm is None:
+            print(f"no bit of {order.what} is flipped: this rank has no last stage of a pipeline", flush=True)
         if order.what == WEIGHTS:
             shards = [_local(parameter) for parameter in self._model.parameters() if parameter.ndim > 1]
             shard = max(shards, key=lambda each: each.numel())
