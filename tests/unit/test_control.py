@@ -204,7 +204,7 @@ def test_rows_may_be_missing_only_where_the_coordinator_was_restarted() -> None:
     with pytest.raises(AssertionError, match="row of step 8, expected 7"):
         again.row(8)
     assert [command.row["step"] for command in again.of(c.LogRow)] == [3, 4, 5, 6]
-    assert again.records("note") == [{"text": "rows before step 3 went with the coordinator that died"}]
+    assert again.records("note") == [{"text": "rows before step 3 went with the processes that had them"}]
     again.clear()
     again.row(4)  # sent again
     assert again.of(c.LogRow) == []
@@ -222,6 +222,23 @@ def test_rows_that_died_with_a_coordinator_are_logged_once_the_next_group_sends_
     assert [(row.row["generation"], row.row["step"]) for row in told.of(c.LogRow)] == [(1, 3), (1, 4), (1, 5), (2, 6)]
     assert told.records("note") == []
     assert told.records("generation")[-1]["recomputed_steps"] == 0
+
+
+def test_rows_that_rank_0_could_not_send_before_it_was_lost_are_sent_by_another_rank() -> None:
+    """Rank 0 was cut off from the head while it trained: steps are known by what other nodes hold of them."""
+    told = Told()
+    told.form(one(1), one(2))
+    told.begin(["node"])
+    told.row(1)
+    told(e.Died((("node", 1),), 1, "node_silent", "rank 0 was cut off"))
+    told.form(one(2))
+    told.begin(["node"], step=3)
+    assert told.control.next_step == 4, "they are trained"
+    assert told(e.Row(2, told.metrics(4))) == RowAnswer(wanted=2)
+    told(e.RowsAgain(2, [*(told.metrics(step, generation=1) for step in (2, 3)), told.metrics(4)]))
+    told.row(5)
+    assert [command.row["step"] for command in told.of(c.LogRow)] == [1, 2, 3, 4, 5]
+    assert told.records("note") == []
 
 
 def test_a_coordinator_that_was_restarted_knows_of_the_deaths_that_the_one_before_was_told_of() -> None:

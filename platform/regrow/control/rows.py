@@ -1,4 +1,4 @@
-"""Which steps have a row in the log. Rows that a coordinator had when it died are asked for again. Pure."""
+"""Which steps have a row in the log. Rows that died with a coordinator or a rank are asked for again. Pure."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,8 +17,13 @@ class Rows:
         self.trained = logged  # the newest step that is known of, with a row or still without
 
     def begin(self, generation: int, start_step: int) -> int:
-        """A group trains from `start_step`: later rows of those before are taken back, so many."""
+        """A group trains from `start_step`: later rows of those before are taken back, so many.
+
+        Where none came of the last steps before that, rank 0 was lost, or cut off, before it could send them; the
+        other ranks have them, too.
+        """
         recomputed = max(0, self.next_step - 1 - start_step)
+        self._may_be_missing = self._may_be_missing or start_step >= self.next_step
         self._begin(generation, min(start_step, self.next_step - 1) if self._may_be_missing else start_step)
         self.trained = start_step
         return recomputed
@@ -33,7 +38,7 @@ class Rows:
         if isinstance(event, RowsAgain):
             newest = None
             if event.rows and self._may_lack_some_before(first := event.rows[0]["step"]):
-                self._out.record("note", text=f"rows before step {first} went with the coordinator that died")
+                self._out.record("note", text=f"rows before step {first} went with the processes that had them")
                 self._begin(event.generation, first - 1)
             for row in event.rows:
                 newest = row if self._log(row, is_late=True) else newest
@@ -43,7 +48,7 @@ class Rows:
         return event.row if self._log(event.row) else None, None
 
     def _may_lack_some_before(self, step: int) -> bool:
-        """Whether rows before that of this step, which is trained, may have gone with an earlier coordinator."""
+        """Whether rows before that of this step, which is trained, may have gone with a coordinator or a rank 0."""
         self.trained = max(self.trained, step)
         return step > self.next_step and self._may_be_missing
 
