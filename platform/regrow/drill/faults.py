@@ -74,7 +74,10 @@ KINDS: dict[str, Kind] = {
     "interrupt_driver": Kind(
         "the job is asked to stop, as by Ctrl-C, and started again once it has", options={"restart_after_s": 2.0}
     ),
-    "drain_all": Kind("Ray is told that every node will go, and none does", options={"deadline_s": 20.0}),
+    "drain_all": Kind(
+        "Ray is told that every node will go; none does, or from the deadline on another comes for one after the other",
+        options={"deadline_s": 20.0, "replace_every_s": None},
+    ),
     "partition_node": Kind(
         "a node is cut off from all others, Ray gives it up, it is back, and goes",
         NODE,

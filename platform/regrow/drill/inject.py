@@ -188,6 +188,18 @@ class Injector:
     def _drain_all(self, scene: Scene) -> list[Victim]:
         for number in range(len(self.nodes.nodes)):
             self.nodes.drain(number, deadline_s=scene.option("deadline_s"), message=f"drill, fault {scene.number}")
+        every_s, drained = scene.fault.option("replace_every_s"), [each.node_id for each in self.nodes.nodes]
+
+        def replace() -> None:
+            """Ray starts nothing more on a node that drains: one after the other goes, once another one has come."""
+            here = [node for node in drained if self.nodes.number_of(node) is not None]
+            if here:
+                self.note(scene.number, "node comes", node=self.nodes.add())
+                self.later(every_s or 0.0, lambda: self.end_node(scene.number, here[0]))
+                self.later(every_s or 0.0, replace)
+
+        if every_s is not None:
+            self.later(scene.option("deadline_s"), replace)
         return [victim for number in range(len(self.nodes.nodes)) for victim in self.on_node(scene, number)]
 
     def _fill_memory(self, scene: Scene) -> list[Victim]:

@@ -316,6 +316,7 @@ def _no_false_eviction(evidence: Evidence) -> Verdict:
     groups = {each["generation"]: each["members"] for each in _named(evidence.events, "forming", key="event")}
     groups |= {each["generation"]: each["workers"] for each in _named(evidence.events, "generation", key="event")}
     evictions = [e for e in _named(evidence.events, "failure", key="event") if e.get("cause") in EVICTIONS]
+    went = _notes(evidence.records, "node gone")
     wrong = []
     for event in evictions:
         earlier = [fault for fault in faults if fault["time"] <= event["time"]]
@@ -324,6 +325,7 @@ def _no_false_eviction(evidence: Evidence) -> Verdict:
         if gone:
             befallen = {process for fault in earlier for process in _processes(fault)}
             nodes = {node for fault in earlier for node in _nodes_taken(fault)}
+            nodes |= {note["node"] for note in went if note["time"] <= event["time"]}
             explained = all(each["node"] in nodes or (each["node"], each["pid"]) in befallen for each in gone)
         else:
             explained = any(event["time"] - fault["time"] < EXPLAINS_S for fault in earlier)
