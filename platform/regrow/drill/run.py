@@ -24,6 +24,7 @@ from regrow.runtime.run_folder import check_may_start
 from regrow.show.console import Console
 
 TAIL_STEPS = 40  # after the last random fault
+TAIL_STEPS_APART = 300  # broken storage keeps the log, by which faults are timed, from the drill for a while
 
 
 def run_drill(config: DrillJobConfig) -> bool:
@@ -90,7 +91,8 @@ def with_end(config: DrillJobConfig, plan: list[Fault]) -> DrillJobConfig:
     """A random plan ends some steps after its last fault. Raises ConfigError where the run is too short for it."""
     if not config.drill.faults or config.train.stop_at_step is not None:
         return config
-    end = max(fault.at_step or 0 for fault in plan) + TAIL_STEPS
+    tail = TAIL_STEPS_APART if config.drill.hosts is DrillHosts.apart else TAIL_STEPS
+    end = max(fault.at_step or 0 for fault in plan) + tail
     if end > config.train.steps:
         raise ConfigError(
             f"drill.faults={config.drill.faults} need {end} steps, train.steps={config.train.steps}; set "
