@@ -459,6 +459,17 @@ class World:
         if refused and self.rng.random() < 0.7:
             self.send(e.PortRefused(refused), 0.1, lossy=True)
 
+    def _do_Hail(self, command: c.Hail) -> None:
+        """A node that is dark here is one whose keeper alone says nothing."""
+        at = {worker.node for worker in self.workers.values() if worker.alive and not worker.stopped}
+        if running := tuple(node for node in command.nodes if node in at and self.nodes[node].alive):
+            self.send(e.Running(running), 0.1, lossy=True)
+
+    def _do_RestartKeeper(self, command: c.RestartKeeper) -> None:
+        node = self.nodes[command.node]
+        node.dark = False
+        self.kill_keeper(node)
+
     def _do_Ask(self, command: c.Ask) -> None:
         is_reading = command.question is not c.Question.HOLDINGS and not self.control.health.stalls.stalled_s(self.now)
         for name in command.nodes:

@@ -18,6 +18,7 @@ from regrow.control.commands import Ask, Outbox, Question, Record
 from regrow.control.health import Health, Pulse, Stalls
 from regrow.control.membership import Member
 from regrow.control.phases import Phase
+from regrow.control.silent import SilentKeepers
 from regrow.control.suspects import Suspects
 from regrow.runtime.abort import Breaker
 from regrow.runtime.liveness.heartbeat import Heartbeat
@@ -105,7 +106,7 @@ def hang_in_validation(folder: str) -> tuple[int, list[str], float]:
 def watcher(folder: str, pids: list[int], found: list[str]) -> Callable[[], None]:
     """As the coordinator does, with keepers that are asked in this process."""
     out, asked = Outbox(), [0]
-    health = Health(Stalls(30.0, 600.0, 180.0), out)
+    health = Health(Stalls(30.0, 600.0, 180.0), out, SilentKeepers(out))
     members = [Member(f"m{rank}", f"node {rank}", "", 0, pid) for rank, pid in enumerate(pids)]
 
     def answer(command: Ask, node: str) -> Any:

@@ -12,12 +12,12 @@ from regrow.control import events as e
 from regrow.control.checkpoints import ARRIVE_WANTED_S, ASK_AGAIN_S, IN_VAIN, RETRY_S
 from regrow.control.core import DEVICE_PATIENCE_S, Fenced
 from regrow.control.group import FORM_POLL_S, LEAVING_S
-from regrow.control.health import KNOCK_S, WHERE_AGAIN_S, Pulse
+from regrow.control.health import KNOCK_S, LOOK_S, WHERE_AGAIN_S, Pulse
 from regrow.control.links import AGAIN_S, REFUSED_S
-from regrow.control.losses import YIELD_S
 from regrow.control.membership import Member
 from regrow.control.past import Past, Rollbacks, group_of
 from regrow.control.phases import BEYOND_S, FACTOR, Phase
+from regrow.control.silent import DARK_S, HAIL_S, HANGS, LATE_S
 from regrow.control.snapshots import COPIES, IS_THERE, SILENT_S, UNHEARD_S
 from regrow.control.states import (
     Answer,
@@ -30,6 +30,7 @@ from regrow.control.states import (
     Training,
     Waiting,
 )
+from regrow.control.too_few import YIELD_S
 from regrow.control.troubles import MAX_FAILED_GENERATIONS
 from regrow.control.values import NEVER, Peer, Version
 from regrow.plan.mesh import ALONE
@@ -185,6 +186,20 @@ def test_a_node_that_failed_again_and_again_is_used_where_too_few_are_left() -> 
     told.now += 10.0
     assert told.ask("m3").formation is not None
     assert told.control.excluded_nodes(told.now) == {"barred", "leaving"}
+
+
+def test_a_run_that_waits_for_workers_says_what_it_waits_for() -> None:
+    told = Told(min_workers=2)
+    told.form(one(1, "a"), one(2, "b"))
+    told.begin("ab")
+    told(e.Notice({"b": told.now + 600.0}))
+    told(e.Died((("b", 2),), 1, "worker_died", "gone"))
+    for _ in range(5):
+        told.now += YIELD_S / 2
+        told()
+    (note,) = told.records("note")
+    assert note["text"].startswith("1 workers are left of cluster.min_workers=2: the run waits for others, up to ")
+    assert note["text"].endswith("; Ray starts none on nodes that drain: b")
 
 
 def test_rows_may_be_missing_only_where_the_coordinator_was_restarted() -> None:
@@ -993,6 +1008,19 @@ def training(nodes: Sequence[str], **options: Any) -> Told:
     return told
 
 
+def test_a_keeper_that_took_long_to_be_back_holds_the_copies_again_that_it_held() -> None:
+    """Nobody else could: for half a minute the other node would have had none."""
+    told = training("ab")
+    refuse(told, "a", "b")
+    assert told.peers == {"a": (), "b": ("a",)}
+    told(e.KeeperUp("b", "b", ("b", 2), restarted=True))
+    assert told.peers == {"a": ("b",), "b": ("a",)}
+    told.seal(Version(1, 5), {"a": (), "b": ("a",)})
+    assert told.control.newest_snapshot is None, "that copy is still to be made"
+    told.seal(Version(1, 5), told.peers)
+    assert told.control.newest_snapshot == Version(1, 5)
+
+
 def test_a_node_that_cannot_copy_to_its_peer_gets_another_one_and_steps_commit_again() -> None:
     told = training("abc")
     assert told.peers == {"a": ("b",), "b": ("c",), "c": ("a",)}
@@ -1111,6 +1139,20 @@ def test_a_group_of_fewer_nodes_than_copies_uses_nodes_outside_of_other_racks_fi
     told(e.Began(1, 0, ("a", "b"), {}))
     assert told.peers == {"a": ("b", "d"), "b": ("a", "d")}
     assert told.control.copies_are_outside
+
+
+def test_a_node_outside_the_group_that_held_copies_and_is_dead_is_done_without_at_once() -> None:
+    """Until others hold its copies nothing is committed."""
+    told = Told(copies=2)
+    told.form(one(1, "a"), one(2, "b"))
+    for node in "abcd":
+        told(e.KeeperUp(node, node, (node, 1)))
+    told(e.Began(1, 0, ("a", "b"), {}))
+    assert "c" in {each for holders in told.peers.values() for each in holders}
+    told(e.NodesAlive(frozenset("abd")))
+    assert told.peers == {"a": ("b", "d"), "b": ("a", "d")}
+    told.seal(Version(1, 5), told.peers)
+    assert told.control.newest_snapshot == Version(1, 5)
 
 
 def test_a_keeper_that_hangs_keeps_no_others_report_back_and_is_started_anew() -> None:
@@ -1424,3 +1466,75 @@ def test_silent_nodes_are_not_waited_for_in_vain(why: str) -> None:
     if why == "dead":
         told(e.NodesAlive(frozenset("a")))
     assert told.ask("m0", 1).formation is not None
+
+
+# keepers that hang alone
+
+
+def test_a_keeper_that_hangs_alone_while_the_group_stands_still_is_started_anew_and_its_workers_stay() -> None:
+    """Another node died meanwhile: nobody but this node's workers can say that it is there."""
+    told = training("ab")
+    told.row(1)
+    told.now += told.control.health.stalls.patience_s + 0.1
+    told()
+    asked = told.of(c.Ask)[-1]
+    assert set(asked.nodes) == {"a", "b"}
+    told(e.Answered(asked.number, "a", []))
+    told.now += DARK_S - HAIL_S + 0.1
+    told()
+    assert told.of(c.Hail) == [c.Hail(("b",))]
+    told(e.Running(("b",)))
+    told.now += HAIL_S
+    told()
+    told.now += 0.1
+    told()
+    assert told.of(c.RestartKeeper) == [c.RestartKeeper("b")]
+    assert [fields["node"] for fields in told.records("keeper_restarted")] == ["b"]
+    assert told.of(c.Kill) == []
+    assert told.records("failure") == []
+
+
+def test_a_node_whose_workers_do_not_answer_either_is_dark() -> None:
+    told = training("ab")
+    told.row(1)
+    told.now += told.control.health.stalls.patience_s + 0.1
+    told()
+    told(e.Running(("b",)))  # before its keeper was found silent
+    told(e.Answered(told.of(c.Ask)[-1].number, "a", []))
+    told.now += DARK_S + 0.1
+    told()  # what each does is looked at first
+    told.now += LOOK_S
+    told()
+    assert told.of(c.RestartKeeper) == []
+    assert [fields["cause"] for fields in told.records("failure")] == ["node_silent"]
+
+
+def test_a_keeper_without_which_nothing_is_committed_is_started_anew_within_seconds() -> None:
+    told = training("abc")
+    peers = told.peers
+    told.seal(Version(1, 5), {node: holders for node, holders in peers.items() if node != "b"})
+    told()
+    told.now += LATE_S + 0.1
+    told()
+    assert [ask.nodes for ask in told.of(c.Ask) if ask.number == HANGS] == [("b",)]
+    told.now += DARK_S + 0.1
+    told(e.Running(("b",)))
+    told()
+    assert told.of(c.RestartKeeper) == [c.RestartKeeper("b")]
+    told(e.KeeperUp("b", "b", ("b", 2), restarted=True))
+    told.seal(Version(1, 5), {"b": peers["b"]})
+    assert told.control.newest_snapshot == Version(1, 5)
+
+
+def test_a_keeper_that_is_late_and_answers_is_not_started_anew() -> None:
+    told = training("abc")
+    told.seal(Version(1, 5), {node: holders for node, holders in told.peers.items() if node != "b"})
+    for _ in range(20):
+        told.now += 1.0
+        told(e.Running(("a", "b", "c")))
+        for ask in told.of(c.Ask):
+            for node in ask.nodes:
+                told(e.Answered(ask.number, node, []))
+        told.clear()
+        told()
+        assert told.of(c.RestartKeeper) == []

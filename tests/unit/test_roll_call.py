@@ -74,6 +74,20 @@ def test_a_process_that_was_killed_is_gone_at_once_and_one_that_is_stopped_is_no
     assert ask(roll_call, members) == ["b"]
 
 
+def test_nodes_are_there_whose_processes_run_not_those_whose_kernel_alone_answers(processes: list[Process]) -> None:
+    roll_call = roll_call_of([each.member for each in processes])
+    processes[0].process.send_signal(19)  # SIGSTOP: the kernel takes connections still
+    processes[1].kill()
+    nodes = {each.member.node for each in processes}
+    assert roll_call.running(nodes) == set(), "asked, and not waited for"
+    roll_call.thread.submit(int).result(10)
+    assert roll_call.running(nodes) == {"node of c"}
+    processes[0].process.send_signal(18)
+    roll_call.running({"node of a"})
+    roll_call.thread.submit(int).result(10)
+    assert roll_call.running({"node of a"}) == {"node of a"}
+
+
 def test_whoever_was_never_reached_is_not_missed(processes: list[Process]) -> None:
     """As behind a firewall that refuses connections in the place of the hosts behind it."""
     members = [each.member for each in processes]

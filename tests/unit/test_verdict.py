@@ -297,3 +297,19 @@ def test_a_newcomer_that_waited_on_a_node_that_was_killed_is_explained_by_that()
         found = judge(replace(given, events=events, records=records))
         wrong = [each for each in broken(found) if "no living process is taken for dead" in each.claim]
         assert (not wrong) == is_explained
+
+
+def test_a_rank_on_a_node_that_went_is_gone_with_it() -> None:
+    """A node that came wrong, or that drained, goes later: the fault's victims were other processes, or none yet."""
+    kept = evidence()
+    fault = next(each for each in kept.records if each["record"] == "fault")
+    fault["victims"] = [{"what": "new node", "node": "node9"}]
+    fault["kind"] = "return_node_without_storage"
+    assert {verdict.claim for verdict in broken(judge(kept))} == {
+        "survivors keep their processes",
+        "no living process is taken for dead",
+    }
+    gone = {"record": "note", "number": 0, "what": "node gone", "node": "node2"}
+    late = replace(kept, records=[*kept.records, gone | {"time": BORN + 50}])
+    assert len(broken(judge(late))) == 2, "it went after its rank was gone"
+    assert broken(judge(replace(kept, records=[*kept.records, gone | {"time": BORN + 21}]))) == []

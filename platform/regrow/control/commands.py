@@ -79,6 +79,13 @@ class Probe:
     members: tuple[Member, ...]
 
 
+@dataclass(frozen=True)
+class Hail:
+    """Ask the liveness ports of the group's members on these nodes whether their processes run: `events.Running`."""
+
+    nodes: tuple[str, ...]
+
+
 # keepers
 
 
@@ -228,6 +235,7 @@ Command = (
     | Kill
     | Connect
     | Probe
+    | Hail
     | Ask
     | TellOver
     | SendPlaces

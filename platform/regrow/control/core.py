@@ -39,6 +39,7 @@ from regrow.control.states import (
     Training,
     Waiting,
 )
+from regrow.control.too_few import TooFew
 from regrow.control.troubles import FirstSteps
 from regrow.control.values import NOTHING, Version
 from regrow.record.events import Cause
@@ -268,7 +269,7 @@ class Control:
             self._out.append(NoteDamaged(event.fields["step"], event.fields["detail"]))
 
     def _answered(self, event: e.Answered, now: float) -> None:
-        self._sealed(e.Sealed(self.snapshots.answered(event)), now)
+        self._sealed(e.Sealed(self.snapshots.answered(event, now)), now)
         self.health.answered(event.question, event.node, event.answer, now)
         self.group.leave_slow_nodes(self._config.cluster.drain_slow_s, now)
 
@@ -328,6 +329,7 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.Gone: group.gone,
         e.ConnectionLost: control.health.connection_lost,
         e.PortRefused: group.refused,
+        e.Running: lambda event, now: snapshots.silent.runs(event.nodes, now),
         e.GroupFailed: group.restarted_by_ray,
         e.Placed: group.placed,
         e.Notice: group.nodes.notice,
@@ -358,7 +360,7 @@ def _why_memory_may_be_lost(group: Group, snapshots: Snapshots) -> str:
     """Why what is in memory alone should be in storage now, or empty."""
     if isinstance(group.ending, GivenUp) or group.is_over:
         return "the run ends"
-    if group.too_few_since is not None:
+    if group.too_few.since is not None:
         return "fewer workers are left than cluster.min_workers"
     going, newest = group.nodes.exclusions.going, snapshots.commits.newest
     if going and not group.membership.could_form_without(going):
@@ -413,6 +415,7 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
         Health(
             Stalls(cluster.silence_s, config.train.collective_timeout_s, cluster.stuck_s),
             out,
+            snapshots.silent,
             usual=_usual(config),
             probe_every_steps=cluster.probe_every_steps,
             on_gpus=cluster.gpus_per_worker > 0,
@@ -421,7 +424,7 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
         snapshots.keepers,
         out,
         in_place=cluster.in_place,
-        wait_for_workers_s=cluster.wait_for_workers_s,
+        too_few=TooFew(min(sizes), cluster.wait_for_workers_s, out),
         cause=Cause.resume if past.generation else Cause.start,
         first_steps=FirstSteps(config.train.collective_timeout_s, past.failed_groups),
         told_spares=past.spares,

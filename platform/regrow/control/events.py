@@ -194,6 +194,13 @@ class PortRefused:
 
 
 @dataclass(frozen=True)
+class Running:
+    """A worker of each of these nodes has said at its liveness port that it runs."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class GroupFailed:
     """Ray Train ends the whole group and starts another one."""
 
@@ -411,6 +418,7 @@ Event = (
     | Gone
     | ConnectionLost
     | PortRefused
+    | Running
     | GroupFailed
     | Placed
     | Notice

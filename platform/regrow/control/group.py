@@ -70,7 +70,7 @@ class Group(Losses):
         self.nodes.met(member)
         quarantined, exclusions = self.nodes.exclusions.quarantined(now), self.nodes.exclusions
         is_corrupt = not exclusions.corrupt.isdisjoint((member.node, member.machine))
-        if is_corrupt or (member.machine in quarantined and not self._takes_any(now)):
+        if is_corrupt or (member.machine in quarantined and not self.too_few.yields(now)):
             self.expelled.add(member.id)  # a host that came back as another node: it is started elsewhere
             return
         self.membership.join(member, expected=event.expected, now=now)
@@ -137,7 +137,8 @@ class Group(Losses):
                 f"{MAX_FAILED_GENERATIONS} groups in a row failed before finishing a step; last failure: "
                 f"{self.last_failure or 'unknown'}"
             )
-        self.formation, self.too_few_since = formation, None
+        self.formation = formation
+        self.too_few.formed()
         self.enter(Forming(formation.generation), now)
         self.health.stalls.first_step_s = self.first_steps.patience_s / 2 if self.first_steps.new else 0.0
         self.out.append(Form(formation.generation, formation.members))
@@ -166,7 +167,7 @@ class Group(Losses):
         if lost is not None:
             self.membership.died(self.membership.current[rank].id for rank in lost)
             self.membership.over_since = now  # others may have died meanwhile, and none says so again
-            self._count_too_few(min(lost_at, now))
+            self.count_left(min(lost_at, now))
         self.enter(state if lost is None and self.ending is None else Waiting(), now)
         if isinstance(state, Training):
             self.first_steps.proven = frozenset(member.id for member in self.membership.current)

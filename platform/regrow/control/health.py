@@ -17,13 +17,13 @@ from regrow.control.commands import Ask, Outbox, Probe, Question, SaveStacks
 from regrow.control.events import ConnectionLost
 from regrow.control.membership import Member, Membership
 from regrow.control.phases import BEYOND_S, Phase, Usual
+from regrow.control.silent import DARK_S, SilentKeepers
 from regrow.control.slow import READ_PER_S, READ_S, Spent, Worker
 from regrow.control.suspects import Suspects
 from regrow.control.values import NOTHING, GpuReading
 
 STEPS, SECONDS = 2.0, 0.4  # so many median steps, and seconds, without a step: ask
 STOPPED_S = 0.7  # silent and stopped by a signal
-DARK_S = 5.0  # for a keeper to answer
 STUCK_SHARE = 0.25  # of a collective's timeout without a step: worth a look at where each rank is
 WINDOW = 50  # steps that the median is of
 ASK_AGAIN_S, ASKED_PER_S = 0.2, 2000.0  # between questions, and more where there are more keepers
@@ -183,6 +183,7 @@ class Health:
         self,
         stalls: Stalls,
         out: Outbox,
+        silent: SilentKeepers,
         *,
         usual: Usual | None = None,
         probe_every_steps: int = 0,
@@ -191,6 +192,7 @@ class Health:
     ) -> None:
         """Ranks probe their devices every so many steps; GPUs can be asked how they are. `usual` is of phases,
         `pipelines` how many stages' ranks there are, by world size."""
+        self._silent = silent
         self.stalls, self._probe_every_steps, self._on_gpus = stalls, probe_every_steps, on_gpus
         self._pipelines = pipelines or {}
         self.usual = usual or Usual(stalls.stuck_s)
@@ -296,6 +298,7 @@ class Health:
                     detail = f"process {pulse.pid} {how}, last ran {pulse.silent_s:.1f} s ago"
                     suspects.append(Suspect(member, False, detail))
         waited = now - asked.at
+        asked.waiting -= self._silent.hanging(asked.waiting, asked.at, now)  # the keeper alone hangs
         if waited > DARK_S:
             said = f"nothing was heard of the node for {waited:.1f} s"
             suspects += [Suspect(member, True, said) for member in members if member.node in asked.waiting]

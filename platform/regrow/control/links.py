@@ -42,6 +42,15 @@ class Links:
         from_it = {other for each, other in self._broken if each == node}
         return not (node in to_it or len(to_it) > 1 or len(from_it) >= CUT_OFF)
 
+    def is_back(self, node: str) -> bool:
+        """Its keeper was gone, and was started anew: what was given up with it; whether that is any link."""
+        over = [link for link in self._broken if node in link]
+        for link in over:
+            del self._broken[link]
+            self._times[link] -= 1
+        self._refused_since = {link: at for link, at in self._refused_since.items() if node not in link}
+        return bool(over)
+
     def try_again(self, now: float) -> bool:
         """Whether some link has been given up for long enough."""
         over = [link for link, until in self._broken.items() if now > until]

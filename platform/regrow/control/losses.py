@@ -10,11 +10,10 @@ from regrow.control.membership import Formation, Member, Membership
 from regrow.control.nodes import NodeFailures
 from regrow.control.peers import KeeperRegistry
 from regrow.control.states import Ending, Forming, GivenUp, GroupState, LeavingGroup, Training, Waiting
+from regrow.control.too_few import TooFew
 from regrow.control.troubles import FirstSteps, Troubles
 from regrow.control.verification import Finding
 from regrow.record.events import Cause
-
-YIELD_S = 10.0  # that too few wait for workers elsewhere before nodes are used that failed again and again
 
 
 @dataclass
@@ -27,14 +26,13 @@ class Losses:
     keepers: KeeperRegistry
     out: Outbox
     in_place: bool
-    wait_for_workers_s: float
+    too_few: TooFew
     cause: str  # of the next generation
     first_steps: FirstSteps
     state: GroupState = field(default_factory=Waiting)
     ending: Ending | None = None
     formation: Formation | None = None  # the newest
     last_failure: str = ""
-    too_few_since: float | None = None
     num_failures: int = 0
     ended: set[tuple[str, int]] = field(default_factory=set)  # node and pid of processes that Ray Train has replaced
     turned_away: set[str] = field(default_factory=set)  # members among them that came back
@@ -165,11 +163,9 @@ class Losses:
             self.out.extend(kill(member) for member in late)
             detail = f"no first step within {self.first_steps.patience_s:.0f} s of a group with newcomers, ended"
             self._lose((member.id for member in late), Cause.worker_hung, detail, now)
-        if self.too_few_since is not None and now - self.too_few_since > self.wait_for_workers_s:
-            self.give_up(
-                f"fewer than cluster.min_workers={min(self.membership.sizes)} for {self.wait_for_workers_s:.0f} s; "
-                "start nodes and run the same command again, or let it wait longer with cluster.wait_for_workers_s"
-            )
+        left, going = len(self.membership.survivors), self.nodes.exclusions.going
+        if why := self.too_few.tick(left, going, now):
+            self.give_up(why)
 
     def _lose(
         self,
@@ -186,7 +182,7 @@ class Losses:
         `counts`: as failures of their hosts.
         """
         lost = self.membership.died(member_ids, left=left)
-        self._count_too_few(now)
+        self.count_left(now)
         if not lost:
             return
         ranks = [rank for rank, member in enumerate(self.membership.current) if member in lost]
@@ -243,10 +239,10 @@ class Losses:
             self._told_over = self.generation
             self._tell_over()
 
-    def _count_too_few(self, now: float) -> None:
-        too_few = self.in_place and len(self.membership.survivors) < min(self.membership.sizes)
-        if too_few and self.too_few_since is None:
-            self.too_few_since = now
+    def count_left(self, now: float) -> None:
+        """Where all restart, Ray Train counts."""
+        if self.in_place:
+            self.too_few.count(len(self.membership.survivors), now)
 
     def _tell_over(self) -> None:
         nodes = self.keepers.known_of(member.node for member in self.membership.current)
@@ -254,10 +250,7 @@ class Losses:
 
     def excluded_nodes(self, now: float) -> set[str]:
         """Where no worker is to be started: not on nodes that fail again and again, unless too few are left."""
-        return self.nodes.refused(now) if self._takes_any(now) else self.nodes.excluded(now)
-
-    def _takes_any(self, now: float) -> bool:
-        return self.too_few_since is not None and now - self.too_few_since > YIELD_S
+        return self.nodes.refused(now) if self.too_few.yields(now) else self.nodes.excluded(now)
 
     def _is_turned_away(self, member: Member) -> bool:
         if (member.node, member.pid) not in self.ended:

@@ -19,6 +19,7 @@ from regrow.control.commands import (
 from regrow.control.commits import CommitTracker, IsWhole
 from regrow.control.events import Answered, Complaint, KeepersFound, KeeperUp, NeighboursAsked, NodesAlive
 from regrow.control.peers import KeeperRegistry
+from regrow.control.silent import HANGS, LATE_S, SilentKeepers
 from regrow.control.states import Settling
 from regrow.control.values import NEVER, Replica, SnapshotAck, Version, short_id
 
@@ -51,6 +52,7 @@ class Snapshots:
         self.checkpoints = Checkpoints(
             cadence, self.commits, self.keepers, out, timeout_s=upload_timeout_s, stored=stored
         )
+        self.silent = SilentKeepers(out)
         self.awaited = AwaitedNodes(self.commits, self.keepers, self.checkpoints, out)
         self._out, self._message = out, first_message
         self._announced: tuple[Version, Version, tuple[Version, ...]] = (NEVER, NEVER, ())  # see `_to_announce`
@@ -134,6 +136,9 @@ class Snapshots:
 
     def keeper_up(self, event: KeeperUp, now: float) -> None:
         self.keepers.up(event)
+        self.silent.is_back(event.node)
+        if event.restarted and self.keepers.links.is_back(event.node) and self.keepers.replan():
+            self.commits.replan(self.keepers.peers)
         if event.restarted and event.node in {*self.keepers.peers, *self.keepers.outside}:
             self._out.append(SendPlaces(self.keepers.places()))
             self._announce()
@@ -143,6 +148,8 @@ class Snapshots:
 
     def nodes_alive(self, event: NodesAlive, now: float) -> None:
         self.keepers.nodes_alive(event.nodes)
+        if self.keepers.has_lost_holders:  # none of the group's nodes has it, so no group forms for it
+            self.replan()
 
     def neighbours(self, event: NeighboursAsked, now: float) -> None:
         self._out.append(Reply(self.keepers.neighbours(event.node, event.address)))
@@ -171,13 +178,15 @@ class Snapshots:
             text = f"no snapshot has been committed for {UNSAFE_S:.0f} s; a lost node would cost as much"
             self.complain(Complaint("", text), now)
 
-    def answered(self, event: Answered) -> list[SnapshotAck]:
+    def answered(self, event: Answered, now: float) -> list[SnapshotAck]:
         """A keeper that answers does not hang, however long its copies take; the reports of nodes of which those asked
         have all copies."""
         if event.question == ARE_BACK and event.answer is not None:
             self.keepers.is_back(event.node)
         elif event.question == IS_THERE:
             self._silent.discard(event.node)
+        elif event.question == HANGS:
+            self.silent.answered(event.node, now)
         elif event.question == COPIES and event.answer is not None:
             version, nodes = self.commits.unreported()
             whole = [node for node in nodes if _holds_copies(event.answer, node, version)]
@@ -226,6 +235,8 @@ class Snapshots:
                 {peer for node in nodes for peer in self.keepers.peers[node] if self.keepers.is_there(peer)}
             )
             self._out.append(Ask(COPIES, Question.HOLDINGS, tuple(holders), since=version))
+        is_late = version == known and now - since > LATE_S
+        self.silent.late({*nodes} if is_late and len(nodes) <= MOST_UNHEARD else (), now)
         if version != known or now - since <= SILENT_S:
             nodes = {node for node, unheard_since in self._by_way.items() if now - unheard_since > SILENT_S}
         if nodes:

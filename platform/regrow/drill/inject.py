@@ -185,23 +185,6 @@ class Injector:
         os.killpg(scene.driver, signal.SIGINT)
         return [{"what": "driver", "pid": scene.driver}]
 
-    def _drain_all(self, scene: Scene) -> list[Victim]:
-        for number in range(len(self.nodes.nodes)):
-            self.nodes.drain(number, deadline_s=scene.option("deadline_s"), message=f"drill, fault {scene.number}")
-        every_s, drained = scene.fault.option("replace_every_s"), [each.node_id for each in self.nodes.nodes]
-
-        def replace() -> None:
-            """Ray starts nothing more on a node that drains: one after the other goes, once another one has come."""
-            here = [node for node in drained if self.nodes.number_of(node) is not None]
-            if here:
-                self.note(scene.number, "node comes", node=self.nodes.add())
-                self.later(every_s or 0.0, lambda: self.end_node(scene.number, here[0]))
-                self.later(every_s or 0.0, replace)
-
-        if every_s is not None:
-            self.later(scene.option("deadline_s"), replace)
-        return [victim for number in range(len(self.nodes.nodes)) for victim in self.on_node(scene, number)]
-
     def _fill_memory(self, scene: Scene) -> list[Victim]:
         fillers, victims = [], []
         for folder in self.nodes.memory_folders():
@@ -346,8 +329,27 @@ def _ways(injector: Injector) -> dict[str, Callable[[Scene], list[Victim]]]:
         "stop_keeper": lambda scene: injector._stop_actor(scene, "Keeper", "keeper", injector._node_id(scene.node)),
         "stop_driver": injector._stop_driver,
         "interrupt_driver": injector._interrupt_driver,
-        "drain_all": injector._drain_all,
+        "drain_all": lambda scene: _drain_all(injector, scene),
     }
+
+
+def _drain_all(injector: Injector, scene: Scene) -> list[Victim]:
+    nodes, every_s = injector.nodes, scene.fault.option("replace_every_s")
+    for number in range(len(nodes.nodes)):
+        nodes.drain(number, deadline_s=scene.option("deadline_s"), message=f"drill, fault {scene.number}")
+    drained = [each.node_id for each in nodes.nodes]
+    if every_s is not None:
+        injector.later(scene.option("deadline_s"), lambda: _replace(injector, scene.number, drained, every_s))
+    return [victim for number in range(len(drained)) for victim in injector.on_node(scene, number)]
+
+
+def _replace(injector: Injector, number: int, nodes: Sequence[str], every_s: float) -> None:
+    """Ray starts nothing more on nodes that drain: one after the other goes, once another one has come."""
+    here = [node for node in nodes if injector.nodes.number_of(node) is not None]
+    if here:
+        injector.note(number, "node comes", node=injector.nodes.add())
+        injector.later(every_s, lambda: injector.end_node(number, here[0]))
+        injector.later(every_s, lambda: _replace(injector, number, here[1:], every_s))
 
 
 def free_bytes(folder: str | Path) -> int:

@@ -210,6 +210,7 @@ def _committed_is_whole(evidence: Evidence) -> Verdict:
 
 def _survivors_stay(evidence: Evidence) -> Verdict:
     befallen = {process for fault in _named(evidence.records, "fault") for process in _processes(fault)}
+    went = {note["node"]: note["time"] for note in reversed(_notes(evidence.records, "node gone"))}  # its first
     wrong, kept, changes = [], 0, 0
     before: Row | None = None
     for event in evidence.events:
@@ -222,7 +223,9 @@ def _survivors_stay(evidence: Evidence) -> Verdict:
                 for rank, worker in enumerate(before["workers"]):
                     if (worker["node"], worker["pid"]) in here:
                         kept += 1
-                    elif (worker["node"], worker["pid"]) not in befallen:
+                    elif (worker["node"], worker["pid"]) in befallen:
+                        continue
+                    elif went.get(worker["node"], event["time"]) >= event["time"]:
                         wrong.append(
                             f"generation {before['generation']} -> {event['generation']}: rank {rank}, pid "
                             f"{worker['pid']}, is gone, and nothing had befallen it"

@@ -110,6 +110,7 @@ class Shell:
             c.Kill: self.fleet.kill,
             c.Connect: lambda command: self.roll_call.meet(command.members),
             c.Probe: self._probe,
+            c.Hail: self._hail,
             c.Ask: self.fleet.ask,
             c.TellOver: self.fleet.tell_over,
             c.SendPlaces: self.fleet.send_places,
@@ -263,6 +264,11 @@ class Shell:
         dead = self.roll_call.gone(command.members, time.monotonic())
         if dead:
             self._later.append(e.PortRefused(tuple(sorted(dead))))
+
+    def _hail(self, command: c.Hail) -> None:
+        running = self.roll_call.running(command.nodes)
+        if running:
+            self._later.append(e.Running(tuple(sorted(running))))
 
     def _show_ranks(self, command: c.ShowRanks) -> None:
         self.metrics.ranks(command.ranks, command.suspects)

@@ -1,9 +1,10 @@
 """Which members of a broken group are dead: known from the network at once, seconds before Ray says so.
 
-Each worker listens at a port for as long as its process lives, and says nothing there. Where a connection is refused
-that once was taken, the process is gone: its host says so, whether a worker or everything on the node was killed. A
-host that does not answer proves nothing, and is left to others (`control.health`, Ray itself). Keepers listen in the
-same way, for the connection that is held to each (`runtime.liveness.connections`).
+Each worker listens at a port for as long as its process lives. Where a connection is refused that once was taken, the
+process is gone: its host says so, whether a worker or everything on the node was killed. A host that does not answer
+proves nothing, and is left to others (`control.health`, Ray itself). A connection that is taken proves only that
+the host's kernel runs; the one byte that the process then sends proves that it does. Keepers listen in the same way,
+for the connection that is held to each (`runtime.liveness.connections`).
 """
 
 import contextlib
@@ -12,7 +13,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from regrow.control.membership import Member
@@ -21,10 +22,12 @@ AT_ONCE = 512  # connections
 ANSWER_S = 0.5  # for a host to take or refuse one
 ASK_AGAIN_S, ASKED_PER_S = 0.1, 4000.0  # between roll calls, and more where many are asked
 MOST_HELD = 64  # connections to one process
+RUNS = b"\x01"  # said to what connects
 
 
 class Lifeline:
-    """Takes connections and holds them, as long as this process lives. One that is stopped takes them still."""
+    """Takes connections and holds them, as long as this process lives. One that is stopped takes them still, and says
+    nothing."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -48,6 +51,8 @@ class Lifeline:
                             ready.close()  # type: ignore[union-attr]
                         elif (connection := self._socket.accept()[0]) and len(waiting.get_map()) <= MOST_HELD:
                             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                            with contextlib.suppress(OSError):  # it has gone again
+                                connection.send(RUNS)
                             waiting.register(connection, selectors.EVENT_READ)
                         else:
                             connection.close()
@@ -63,6 +68,7 @@ class RollCall:
         self.reached: dict[str, Member] = {}  # by id: a member that was never reached cannot be missed
         self.asked: Future[set[str]] | None = None
         self.ask_at = 0.0
+        self.hailed: Future[set[str]] | None = None
 
     def meet(self, members: Iterable[Member]) -> None:
         """A group trains: see whether its members can be reached."""
@@ -86,6 +92,19 @@ class RollCall:
         self.asked, self.ask_at = None, now + max(ASK_AGAIN_S, len(missing) / ASKED_PER_S)
         return asked.result()
 
+    def running(self, nodes: Collection[str]) -> set[str]:
+        """Those of the nodes asked last on which some member said that it runs. Call often, as for `gone`."""
+        hailed = self.hailed
+        if hailed is None:
+            known = [member for member in self.reached.values() if member.node in nodes]
+            if known:
+                self.hailed = self.thread.submit(_running, known)
+            return set()
+        if not hailed.done():
+            return set()
+        self.hailed = None
+        return hailed.result()
+
     def close(self) -> None:
         self.thread.shutdown(wait=False, cancel_futures=True)
 
@@ -99,8 +118,14 @@ def _refused(members: Sequence[Member]) -> set[str]:
     return {member.id for member, error in _knock(members) if error == errno.ECONNREFUSED}
 
 
-def _knock(members: Sequence[Member]) -> list[tuple[Member, int]]:
-    """Connect to each; the errors, 0 where there was none, of those whose host answered in time."""
+def _running(members: Sequence[Member]) -> set[str]:
+    """The nodes of those whose processes say that they run."""
+    return {member.node for member, error in _knock(members, until=selectors.EVENT_READ) if not error}
+
+
+def _knock(members: Sequence[Member], *, until: int = selectors.EVENT_WRITE) -> list[tuple[Member, int]]:
+    """Connect to each; the errors, 0 where there was none, of those whose host answered in time, or which said
+    something in time, where it is waited `until` they can be read."""
     answers = []
     for begin in range(0, len(members), AT_ONCE):
         with selectors.DefaultSelector() as waiting, contextlib.ExitStack() as sockets:
@@ -109,13 +134,24 @@ def _knock(members: Sequence[Member]) -> list[tuple[Member, int]]:
                 connection = sockets.enter_context(socket.socket(family, socket.SOCK_STREAM))
                 connection.setblocking(False)
                 error = connection.connect_ex((member.host, member.lifeline))
-                if error == errno.EINPROGRESS:
-                    waiting.register(connection, selectors.EVENT_WRITE, member)
+                if error == errno.EINPROGRESS or not error:
+                    waiting.register(connection, until, member)
                 else:
                     answers.append((member, error))
             give_up_at = time.monotonic() + ANSWER_S
             while waiting.get_map() and (left_s := give_up_at - time.monotonic()) > 0:
                 for key, _ in waiting.select(left_s):
-                    answers.append((key.data, key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)))  # type: ignore[union-attr]
+                    answers.append((key.data, _error(key.fileobj, until)))  # type: ignore[arg-type]
                     waiting.unregister(key.fileobj)
     return answers
+
+
+def _error(connection: socket.socket, until: int) -> int:
+    """Of a connection that is ready; one that ended without a word was not taken by a process that runs."""
+    error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if error or until == selectors.EVENT_WRITE:
+        return error
+    try:
+        return 0 if connection.recv(1) == RUNS else errno.ECONNRESET
+    except OSError as problem:
+        return problem.errno or errno.ECONNRESET

@@ -29,6 +29,7 @@ import numpy as np
 from regrow.errors import CheckpointError, first_line
 
 TIMEOUT_S = 20.0  # without a byte, of either side
+DARK_S = 5.0  # for the other host's kernel to take a connection, or what was sent
 BLOCK = 1 << 20  # bytes that are received at once
 HELLO = b"rgkeeper"
 MOST_JSON, MOST_BODY = 64 << 20, 1 << 30  # bytes of a frame
@@ -91,6 +92,7 @@ class Connection:
     def __init__(self, connected: socket.socket) -> None:
         connected.settimeout(TIMEOUT_S)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * DARK_S))
         self._socket, self._least = connected, 1
         self._sent: _Direction | None = None  # None: the other side has proved nothing yet
         self._received: _Direction | None = None
@@ -98,7 +100,7 @@ class Connection:
 
     @staticmethod
     def to(address: Address, secret: bytes) -> "Connection":
-        connection = Connection(socket.create_connection(address, timeout=TIMEOUT_S))
+        connection = Connection(socket.create_connection(address, timeout=DARK_S))
         try:
             connection.prove(address, secret)
         except BaseException:

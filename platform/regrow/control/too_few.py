@@ -1,0 +1,49 @@
+"""A run that stands still because fewer workers than `cluster.min_workers` are left of its group. Pure."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from regrow.control.commands import Outbox
+
+YIELD_S = 10.0  # that it waits for workers elsewhere before nodes are used that failed again and again
+
+
+@dataclass
+class TooFew:
+    """How long that has been so, and for how long it may."""
+
+    least: int  # workers
+    patience_s: float  # `cluster.wait_for_workers_s`
+    out: Outbox
+    since: float | None = None  # None: there are enough, or there was no group yet
+    _told: bool = False
+
+    def count(self, left: int, now: float) -> None:
+        """So many are left of a group that is over."""
+        if left < self.least and self.since is None:
+            self.since = now
+
+    def formed(self) -> None:
+        """A group forms."""
+        self.since, self._told = None, False
+
+    def yields(self, now: float) -> bool:
+        """Whether it is better to take any worker than to wait on."""
+        return self.since is not None and now - self.since > YIELD_S
+
+    def tick(self, left: int, draining: Collection[str], now: float) -> str:
+        """Say once what is waited for; why the run ends, or empty."""
+        if self.since is None:
+            return ""
+        if self.yields(now) and not self._told:
+            self._told = True
+            nodes = ", ".join(sorted(node[:12] for node in draining))
+            waits = f"the run waits for others, up to {self.patience_s:.0f} s"
+            drain = f"; Ray starts none on nodes that drain: {nodes}" if nodes else ""
+            self.out.record("note", text=f"{left} workers are left of cluster.min_workers={self.least}: {waits}{drain}")
+        if now - self.since <= self.patience_s:
+            return ""
+        return (
+            f"fewer than cluster.min_workers={self.least} for {self.patience_s:.0f} s; start nodes and run the same "
+            "command again, or let it wait longer with cluster.wait_for_workers_s"
+        )
