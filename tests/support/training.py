@@ -51,6 +51,7 @@ def topology_of(training: Training) -> Topology:
         num_slices=training.optim.num_slices,
         dp_replicate=parallel.dp_replicate,
         tp=parallel.tp,
+        cp=parallel.cp,
         stages=stages_of(training.model, parallel, training.seq_len),
     )
 
@@ -138,5 +139,6 @@ def validation(training: Training, num_rows: int) -> tuple[float, int]:
         group=step.group,
         tensor_group=step.tensor_group,
         pipeline=step.pipeline,
+        share=step.share,
         loss_function=step.loss_function,
     )

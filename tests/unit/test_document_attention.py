@@ -10,7 +10,7 @@ from torch import Tensor
 from regrow.accept.tiny import tiny_model
 from regrow.config.schema import ActivationCheckpoint, ModelConfig, ParallelConfig
 from regrow.model import llama
-from regrow.model.attention import attend, block_mask, document_mask, document_starts_BT, mask_B1TT
+from regrow.model.attention import attend, block_mask, document_starts_BT, mask_B1PT, mask_of
 from regrow.model.llama import Llama
 from regrow.parallel.apply import build_model
 from regrow.train.step import split_rows, sum_cross_entropy
@@ -143,7 +143,8 @@ class TestFlexAttention:
     def test_allows_what_the_mask_allows(self, num_tokens):
         tokens = torch.randint(40, (3, num_tokens), generator=torch.Generator().manual_seed(0))
         starts = document_starts_BT(tokens, EOT)
-        mask, blocks = mask_B1TT(starts), block_mask(starts)
+        places = starts, torch.arange(num_tokens), num_tokens
+        mask, blocks = mask_B1PT(*places), block_mask(*places)
         q, k, v = (
             torch.randn(3, heads, num_tokens, 16, generator=torch.Generator().manual_seed(heads)) for heads in (6, 2, 2)
         )
@@ -152,14 +153,16 @@ class TestFlexAttention:
     def test_skips_blocks_between_which_no_document_reaches(self):
         tokens = torch.ones(1, 512, dtype=torch.int64)
         tokens[0, ::128] = EOT
-        assert block_mask(document_starts_BT(tokens, EOT)).to_dense().squeeze().tolist() == torch.eye(4).tolist()
+        blocks = block_mask(document_starts_BT(tokens, EOT), torch.arange(512), 512)
+        assert blocks.to_dense().squeeze().tolist() == torch.eye(4).tolist()
 
     def test_gives_the_models_logits(self, monkeypatch):
         model = built(tiny_model(), within=True)
         with torch.no_grad():
             want = model(TOKENS)
-            monkeypatch.setattr(llama, "document_mask", block_mask)
+            monkeypatch.setattr(llama, "mask_of", block_mask)
             torch.testing.assert_close(model(TOKENS), want, rtol=1e-5, atol=1e-5)
 
     def test_is_not_what_a_cpu_runs(self):
-        assert isinstance(document_mask(document_starts_BT(TOKENS, EOT)), Tensor)
+        length = TOKENS.size(1)
+        assert isinstance(mask_of(document_starts_BT(TOKENS, EOT), torch.arange(length), length), Tensor)
