@@ -144,7 +144,7 @@ def test_gradients_equal_those_of_one_process(world_size, model, parallel, dtype
     found = run_ranks(gradients, world_size, training, dtype)
     assert {name for _, got in found for name in got} == want.keys()
     for total, got in found:
-        assert total == pytest.approx(loss, rel=tolerance)
+        assert total == pytest.approx(loss, rel=1e-6)  # it is float32 in both
         for name, gradient in got.items():
             assert gradient.dtype is dtype
             assert (gradient - want[name]).abs().max() <= tolerance * want[name].abs().max(), name
@@ -219,7 +219,7 @@ def test_neighbours_share_rows_and_their_collectives_end_when_they_are_told_to()
 def test_validation_counts_each_token_once_also_where_a_unit_has_no_rows():
     for num_rows, parallel, world_size in (
         (2, ParallelConfig(cp=2), 4),
-        (7, ParallelConfig(cp=2, pp=2, schedule=INTERLEAVED, stages_per_rank=1 + 1), 4),
+        (7, ParallelConfig(cp=2, pp=2, schedule=INTERLEAVED, stages_per_rank=2), 4),
     ):
         training = of(replace(DOCUMENTS, num_layers=4), parallel)
         (want,) = run_ranks(validation, 1, replace(training, parallel=ParallelConfig()), num_rows)

@@ -64,8 +64,8 @@ def _check_replanned(config: PretrainConfig, table: Table) -> None:
     _need(
         min(sizes) < cluster.min_workers + width,
         f"cluster.min_workers={cluster.min_workers}: no group is so small with parallel.pp={parallel.pp}, "
-        f"parallel.least_pp={parallel.least_pp}, parallel.tp={parallel.tp}, parallel.cp={parallel.cp} and optim.num_slices="
-        f"{config.optim.num_slices}; set cluster.min_workers={min(sizes)}",
+        f"parallel.least_pp={parallel.least_pp}, parallel.tp={parallel.tp}, parallel.cp={parallel.cp} and "
+        f"optim.num_slices={config.optim.num_slices}; set cluster.min_workers={min(sizes)}",
     )
     taken = {size: size for size in sizes.values()} if parks(cluster) else sizes  # spares are none that idle
     whole = {present: present // width * width for present in taken}  # less could not be part of any unit
@@ -372,8 +372,8 @@ def _context_parallel(config: PretrainConfig) -> None:
     also = f" and parallel.tp={tp}" if tp > 1 else ""
     _need(
         seq_len % chunks == 0,
-        f"data.seq_len={seq_len} must be a multiple of {chunks} for parallel.cp={cp}{also}, which cut each row in 2 x cp "
-        f"chunks; set data.seq_len={max(1, round(seq_len / chunks)) * chunks}",
+        f"data.seq_len={seq_len} must be a multiple of {chunks} for parallel.cp={cp}{also}, which cut each row in "
+        f"2 x cp chunks; set data.seq_len={max(1, round(seq_len / chunks)) * chunks}",
     )
     width = tp * cp
     _need(

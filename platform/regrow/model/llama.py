@@ -187,7 +187,8 @@ class Llama(nn.Module):
     def forward(self, tokens_BT: Tensor, head: Head = F.linear) -> Tensor:
         """Logits [B, T, V] in the compute dtype; token t sees tokens 0..t, or those of its document among them.
 
-        Where ranks share rows, [B, P, V] of this rank's tokens. Or what another `head` makes of the last norm's output and the output weights, as a loss without all logits.
+        Where ranks share rows, [B, P, V] of this rank's tokens. Or what another `head` makes of the last norm's output
+        and the output weights, as a loss without all logits.
 
         Within documents, positions count from each one's beginning. RoPE's scores depend on differences of positions
         only, so this changes their range and rounding, not what is computed: it is the mask that separates documents.

@@ -90,7 +90,8 @@ class Coordinates:
     def of_plain(plain: Sequence[Any]) -> "Coordinates":
         """What `to_plain` gave, or an earlier version's, which knew fewer axes."""
         *mesh, rank = plain
-        return Coordinates(MeshShape(*(tuple(each) if isinstance(each, list) else each for each in mesh)), rank)
+        mesh = [tuple(each) if isinstance(each, list) else each for each in mesh]
+        return Coordinates(MeshShape(*mesh), rank)
 
 
 ALONE = Coordinates(MeshShape(1, 1))

@@ -150,8 +150,8 @@ def _that_fit(units: int, num_slices: int, pipelines: Pipelines) -> list[int]:
 
 def taken_sizes(table: Table, present: Iterable[int], *, pp: int) -> dict[int, int]:
     """By how many ranks are there, in ascending order, the world size of the group: where that is a multiple of `pp`
-    units of `tp` x `cp` ranks all of them, else as many as make the shortest step; with `pp` stages where that costs no more
-    than 3% of all ranks' time. The others are spares. None of fewer ranks than the smallest group.
+    units of `tp` x `cp` ranks all of them, else as many as make the shortest step; with `pp` stages where that costs
+    no more than 3% of all ranks' time. The others are spares. None of fewer ranks than the smallest group.
     """
     taken: dict[int, int] = {}
     sizes = sorted(table)

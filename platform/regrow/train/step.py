@@ -284,9 +284,9 @@ def evaluate(
     """Sum of the loss over all valid targets of all ranks, and their number. Collective over `group`; waits for it.
 
     `batches` are this rank's rows, int64 [m, T+1] each, at least one; every rank runs `num_batches` passes, repeating
-    its last batch with every target ignored where it has fewer. Those of a `tensor_group`, and of a `pipeline`, have
-    the same rows, and those that `share` them. Of one shape they compile once; rows of IGNORE_INDEX fill them up and count nothing. Raises
-    BrokenStep where the `certificate` does not vouch for the sums, by the step's number.
+    its last batch with every target ignored where it has fewer. Those of a `tensor_group`, of a `pipeline`, and that
+    `share` tokens have the same rows. Of one shape they compile once; rows of IGNORE_INDEX fill them up and count
+    nothing. Raises BrokenStep where the `certificate` does not vouch for the sums, by the step's number.
     """
     assert 1 <= len(batches) <= num_batches, f"{len(batches)=} {num_batches=}"
     loss_of = loss_function or whole_loss
