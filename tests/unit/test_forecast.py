@@ -131,6 +131,22 @@ def test_ranks_of_a_unit_share_state_activations_and_arithmetic_and_wait_for_eac
     assert sizes == list(range(32, 65, 4))
 
 
+def test_ranks_that_share_rows_share_activations_and_wait_for_keys_and_values():
+    shared = with_parallel(EIGHT, cp=4)
+    alone, unit = at(EIGHT, 32), at(shared, 32)
+    assert (unit.mesh.dp_shard, unit.mesh.cp, unit.batch.world_size) == (32, 4, 8)
+    for kind in ("parameters", "optimizer"):
+        assert unit.memory.kinds[kind] == alone.memory.kinds[kind]
+    assert 0.25 < unit.memory.kinds["activations"] / alone.memory.kinds["activations"] < 0.45  # keys and values whole
+    assert unit.batch.num_micro_batches == pytest.approx(4 * alone.batch.num_micro_batches, rel=0.15)
+    assert unit.time.compute_s > alone.time.compute_s  # as many tokens a rank, and keys and values are waited for
+    sizes = [each.mesh.world_size for each in forecasts(shared, H100, NETWORK)]
+    assert sorted(set(sizes)) == list(range(32, 65, 4))
+    text = to_text(shared, forecasts(shared, H100, NETWORK), H100, NETWORK)
+    assert "4 ranks share each row, 2,048 of its 8,192 tokens each in two chunks" in text
+    assert unit.to_dict()["axes"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 8, "cp": 4, "tp": 1}
+
+
 def test_a_pipeline_has_stages_a_bubble_and_an_equal_share_of_the_arithmetic():
     shaped = dataclasses.replace(EIGHT.parallel, pp=4, slices_per_pass=1)
     staged = dataclasses.replace(EIGHT, parallel=shaped)

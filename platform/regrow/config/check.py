@@ -275,12 +275,11 @@ def _optim(config: PretrainConfig) -> None:
 
 def _parallel(config: PretrainConfig) -> None:
     parallel = config.parallel
-    replicas, most, axes = parallel.dp_replicate, config.cluster.max_workers, ("tp", "cp", "pp")
-    sizes = {axis: getattr(parallel, axis) for axis in axes}
+    replicas, most = parallel.dp_replicate, config.cluster.max_workers
+    sizes = {axis: getattr(parallel, axis) for axis in ("tp", "cp", "pp")}
     of_units = "".join(f"/parallel.{axis}={size}" for axis, size in sizes.items() if size > 1)
-    _tensor_parallel(config)
-    _context_parallel(config)
-    _pipeline(config)
+    for rule in (_tensor_parallel, _context_parallel, _pipeline):
+        rule(config)
     _need(
         replicas >= 1 and most // prod(sizes.values()) % replicas == 0,
         f"parallel.dp_replicate={replicas} must divide cluster.max_workers={most}{of_units}",

@@ -135,8 +135,8 @@ def _context(config: PretrainConfig) -> list[str]:
         2 if parallel.dtype is Dtype.bfloat16 else 4,
     )
     return [
-        f"{cp} ranks share each row, {seq_len // cp:,} of its {seq_len:,} tokens each in two chunks; a block's "
-        f"attention gathers keys and values of whole rows, {2 * kv_dim * seq_len * item / GIB:.2f} GiB a row, and waits",
+        f"{cp} ranks share each row, {seq_len // cp:,} of its {seq_len:,} tokens each in two chunks; attention gathers "
+        f"keys and values of whole rows, and waits: {2 * kv_dim * seq_len * item / GIB:.2f} GiB a row and block",
     ]
 
 
