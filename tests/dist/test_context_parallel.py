@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from regrow.accept.tiny import tiny_model
 from regrow.config.schema import (
     ActivationCheckpoint,
+    Dtype,
+    Float8,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -19,6 +21,7 @@ from regrow.config.schema import (
 )
 from regrow.model.llama import Llama
 from regrow.model.loss import IGNORE_INDEX
+from regrow.parallel.compile import graphs_compiled
 from regrow.parallel.fsdp import build_mesh, context_group, coordinates_of, groups_of, let_go_of_meshes
 from regrow.plan.mesh import plan_mesh
 from regrow.plan.placement import dims_of
@@ -265,3 +268,34 @@ def test_each_valid_token_counts_equally_whichever_rank_has_it():
     assert want[1] == 10 * 4
     for got in run_ranks(uneven_tokens, 2, of(MODEL, ParallelConfig(cp=2))):
         assert got == (pytest.approx(want[0], rel=1e-6), want[1])
+
+
+def rounded_losses(training: Training) -> tuple[list[float], int]:
+    return [result.loss for result in train(training)], graphs_compiled()
+
+
+@pytest.mark.parametrize(
+    ("parallel", "tolerance"),
+    [
+        pytest.param(ParallelConfig(dtype=Dtype.bfloat16), 2**-9, id="bfloat16"),
+        pytest.param(
+            ParallelConfig(dtype=Dtype.bfloat16, float8=Float8.tensorwise_all_gather), 2**-7, id="float8", marks=LONG
+        ),
+        pytest.param(
+            ParallelConfig(dtype=Dtype.bfloat16, float8=Float8.rowwise, compile=True, compile_backend="aot_eager"),
+            2**-7,
+            id="float8 rowwise, compiled",
+            marks=LONG,
+        ),
+    ],
+)
+def test_in_low_precision_it_trains_as_ranks_that_share_nothing(parallel, tolerance):
+    """A loss is a mean over 160 tokens, of logits rounded to 2^-9 of their size in bfloat16: some 2^-9 / 160^0.5 of it
+    a step, over 8 steps, is 2^-9.7. In float8 (e4m3) products are rounded to 2^-4, in sums of 64 of them: 2^-7.7."""
+    model = replace(tiny_model(num_layers=2, dim=64, ffn_dim=96), vocab_size=96)
+    training = of(model, parallel, num_steps=8)
+    (apart, _), *_ = run_ranks(rounded_losses, 2, training)
+    shared = replace(training, parallel=replace(parallel, cp=2))
+    for got, graphs in run_ranks(rounded_losses, 2, shared):
+        assert got == pytest.approx(apart, rel=tolerance)
+        assert graphs == int(parallel.compile)  # one for all blocks
