@@ -329,7 +329,15 @@ def test_ranks_that_share_rows_cut_them_in_whole_chunks_and_hold_one_at_least() 
         ConfigError, match=r"data\.seq_len=4 must be a multiple of 8 for parallel\.cp=2 and parallel\.tp=4"
     ):
         check(config)
-    config.data.seq_len, config.parallel.pp, config.cluster.max_workers = 16, 2, 24
+    config.parallel.tp, config.data.seq_len, config.parallel.pp, config.cluster.min_workers = 1, 16, 2, 4
+    config.model.num_layers = 4
+    assert {size: (each.mesh.pp, each.mesh.num_units) for size, each in check(config).items()} == {
+        4: (2, 1),
+        6: (1, 3),
+        8: (2, 2),
+    }, "stages are planned anew, shares of rows are not"
+    assert world_sizes(config)[7] == 6
+    config.parallel.tp, config.cluster.min_workers, config.cluster.max_workers = 4, 8, 24
     with pytest.raises(
         ConfigError, match=r"max_workers=24 .* parallel\.pp=2 x parallel\.cp=2 x parallel\.tp=4 workers"
     ):

@@ -328,12 +328,12 @@ def _parallel(config: PretrainConfig) -> None:
         f"parallel.attention=efficient knows no grouped queries, and model.num_heads={model.num_heads} share "
         f"model.num_kv_heads={model.num_kv_heads}; set parallel.attention=auto, cudnn or flash",
     )
-    tokens = config.optim.global_batch_seqs // config.optim.num_slices * config.data.seq_len
+    tokens = config.optim.global_batch_seqs // config.optim.num_slices * config.data.seq_len // parallel.cp
     _need(
         parallel.float8 is Float8.none or on_cpu or tokens % FLOAT8_MULTIPLE == 0,
         f"parallel.float8={parallel.float8.value} multiplies gradients over the tokens of a pass, which must be a "
-        f"multiple of {FLOAT8_MULTIPLE} on GPUs, and a slice has {tokens}; set data.seq_len to a multiple of "
-        f"{FLOAT8_MULTIPLE}",
+        f"multiple of {FLOAT8_MULTIPLE} on GPUs, and a rank has {tokens} of a slice; set data.seq_len to a multiple of "
+        f"{FLOAT8_MULTIPLE * parallel.cp}",
     )
     _need(
         parallel.slices_per_pass >= 0,
