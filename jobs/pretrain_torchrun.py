@@ -21,6 +21,7 @@ from regrow.data.read.corpora import order_of
 from regrow.errors import ConfigError, RegrowError
 from regrow.model.linears import phase_after
 from regrow.parallel.fsdp import build_mesh
+from regrow.plan.topology import ranks_of_unit
 from regrow.runtime.hardware.peak import peak_flops
 from regrow.runtime.torchrun import TorchrunRun, end_process, for_this_group, process_group
 from regrow.show.console import Console
@@ -37,7 +38,8 @@ def train_phase(config: PretrainConfig, run: TorchrunRun, device: torch.device) 
     optim, parallel, corpora, layout = config.optim, config.parallel, run.corpora, layout_of(config)
     topology = topology_of(config, world_size)
     if topology.mesh.pp != parallel.pp:  # which nothing but a group that has lost ranks is to be trained with
-        raise ConfigError(f"{world_size} workers are not whole units of {parallel.pp=} x {parallel.tp=}")
+        unit_of = ranks_of_unit(pp=parallel.pp, cp=parallel.cp, tp=parallel.tp)
+        raise ConfigError(f"{world_size} workers are not whole units of {unit_of}")
     mesh, stages = build_mesh(topology.mesh, device.type), topology.stages
 
     recipe, until = phase_after(parallel, config.train.steps, run.newest_step())

@@ -224,6 +224,32 @@ def test_a_pipeline_loses_a_node_of_one_stage_is_planned_anew_and_gets_it_back(
         assert job.events("suspected") == []
 
 
+@pytest.mark.long
+def test_ranks_that_share_rows_lose_a_node_go_on_with_one_unit_less_and_get_it_back(
+    undisturbed: Job, storage: Path, backend: str
+) -> None:
+    with local_nodes(4, cpus=2) as nodes, start(storage, "rows", nodes, backend, 2, 4, "parallel.cp=2") as job:
+        job.wait_for(lambda: job.last_step() >= 15, 240)
+        (first,) = job.events("generation")
+        assert (axes(first), first["axes"]["cp"]) == ((4, 1, 2), 2)
+        nodes.kill(1)
+        second = wait_for_generation(job, 2)
+        assert (axes(second), second["axes"]["cp"], second["source"]) == ((2, 1, 1), 2, "snapshot")
+        assert second["recomputed_steps"] <= 1
+        assert pids(second) < pids(first)
+        job.wait_for(lambda: job.events("spares") != [], 60)  # the one that shared rows with what is gone
+        assert job.events("spares")[0]["count"] == 1
+        job.wait_for(lambda: job.last_step() >= second["start_step"] + 5, 150)
+        nodes.add()
+        job.wait_for(lambda: job.events("generation")[-1]["world_size"] == 4, 150)
+        last = job.events("generation")[-1]
+        assert (axes(last), last["source"], last["recomputed_steps"]) == ((4, 1, 2), "snapshot", 0)
+        assert len(pids(first) & pids(last)) == 3
+        assert job.wait(300) == 0, job.printed()
+        assert_same_run(job, undisturbed)
+        assert job.events("suspected") == []
+
+
 def axes(generation: dict[str, Any]) -> tuple[int, int, int]:
     """World size, ranks of a pipeline, units."""
     sizes = generation["axes"]

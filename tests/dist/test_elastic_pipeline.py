@@ -35,6 +35,7 @@ LAYOUTS = {  # world size and how it is laid out
     "interleaved": (4, ParallelConfig(pp=2, schedule=PipelineSchedule.interleaved)),
     "HSDP": (4, ParallelConfig(pp=2, dp_replicate=2)),
     "tp": (4, ParallelConfig(pp=2, tp=2)),
+    "cp": (4, ParallelConfig(pp=2, cp=2)),
 }
 Taken = tuple[list[Entry], int, int]  # what a rank holds, the bytes it read of what this node has, and of others
 
@@ -72,6 +73,7 @@ def take(folders: list[str], generation: int, training: Training, holders: list[
                 (MODEL, ("tp", "3 stages", "2 x 2")),
                 (MODEL, ("HSDP", "interleaved", "3 stages")),
                 (TIED, ("interleaved", "2 stages", "3 units")),
+                (TIED, ("cp", "3 units", "cp")),
             )
         ],
     ],

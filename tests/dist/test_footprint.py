@@ -40,12 +40,13 @@ def training(model: ModelConfig, parallel: ParallelConfig, slices: int, rows: in
 
 
 def rank_of(training: Training, world_size: int) -> Rank:
-    optim, tp = training.optim, training.parallel.tp
+    optim, parallel = training.optim, training.parallel
+    mesh = plan_mesh(world_size, parallel.dp_replicate, parallel.tp, cp=parallel.cp)
     return Rank(
         model=training.model,
         parallel=training.parallel,
-        dp_shard=plan_mesh(world_size, training.parallel.dp_replicate, tp).dp_shard,
-        num_passes=plan_batch(num_slices=optim.num_slices, world_size=world_size // tp).num_micro_batches,
+        dp_shard=mesh.dp_shard,
+        num_passes=plan_batch(num_slices=optim.num_slices, world_size=mesh.num_units).num_micro_batches,
         rows=optim.global_batch_seqs // optim.num_slices,
         seq_len=training.seq_len,
         on_gpu=False,
@@ -76,6 +77,9 @@ CASES = {
     "two share, selective": (2, DEEP, ParallelConfig(tp=2, activation_checkpoint=SELECTIVE), 1, 16),
     "two share, full, two passes": (2, DEEP, ParallelConfig(tp=2, activation_checkpoint=FULL), 2, 16),
     "two share a large vocabulary": (2, WORDY, ParallelConfig(tp=2, loss_chunk_tokens=100), 1, 8),
+    "two share rows": (2, DEEP, ParallelConfig(cp=2), 1, 16),
+    "four share rows, full, two passes": (4, DEEP, ParallelConfig(cp=4, activation_checkpoint=FULL), 2, 16),
+    "two share rows, selective": (2, DEEP, ParallelConfig(cp=2, activation_checkpoint=SELECTIVE), 1, 16),
     "tied": (2, dataclasses.replace(WORDY, tied=True), ParallelConfig(loss_chunk_tokens=256), 2, 4),
     "selective": (2, DEEP, ParallelConfig(activation_checkpoint=SELECTIVE), 2, 16),
     "full": (2, DEEP, ParallelConfig(activation_checkpoint=FULL), 2, 16),
@@ -91,7 +95,7 @@ CASES = {
 
 OFTEN = {  # a case of each moment that can be the fullest, of each axis and dtype; the rest is for `make test-long`
     *("one rank, two passes", "three passes, rows that do not divide", "HSDP", "two units of two", "full"),
-    *("two share", "large vocabulary, in chunks", "bfloat16", "tied, two blocks ahead"),
+    *("two share", "two share rows", "large vocabulary, in chunks", "bfloat16", "tied, two blocks ahead"),
 }
 
 

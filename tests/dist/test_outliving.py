@@ -24,8 +24,8 @@ from regrow.control.membership import Member as Place
 from regrow.data.read.batch import RankBatch
 from regrow.parallel import asynchronous
 from regrow.parallel.fsdp import build_mesh, connect
-from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
+from regrow.plan.topology import plan_topology
 from regrow.runtime import rendezvous
 from regrow.runtime.abort import Breaker
 from regrow.runtime.rendezvous import Joined, form_group, leave_generation
@@ -118,9 +118,9 @@ def train_through(
     """Steps confirmed, steps logged, and how it ended. In step 0 means before the first one."""
     member.form()
     training = Training(tiny_model(), parallel, OPTIM)
-    plan = plan_batch(num_slices=OPTIM.num_slices, world_size=member.world_size // parallel.tp)
+    topology = plan_topology(member.world_size, num_slices=OPTIM.num_slices, tp=parallel.tp, cp=parallel.cp)
+    plan, slices = topology.batch, topology.slices_of(member.rank)
     size = OPTIM.global_batch_seqs // OPTIM.num_slices
-    slices = plan.ranges[member.rank // parallel.tp]
     mine = slice(slices.start * size, slices.stop * size)
     breaker, certificate = Breaker(), Certificate(1, member.world_size, torch.device("cpu"))
     breaker.first(certificate.clear)
@@ -189,7 +189,12 @@ def train_through(
     return hooks.confirmed, hooks.logged, said
 
 
-LAYOUTS = {"fsdp": (3, ParallelConfig()), "hsdp": (4, ParallelConfig(dp_replicate=2)), "tp": (4, ParallelConfig(tp=2))}
+LAYOUTS = {
+    "fsdp": (3, ParallelConfig()),
+    "hsdp": (4, ParallelConfig(dp_replicate=2)),
+    "tp": (4, ParallelConfig(tp=2)),
+    "cp": (4, ParallelConfig(cp=2)),
+}
 
 
 @pytest.mark.parametrize(
@@ -199,6 +204,7 @@ LAYOUTS = {"fsdp": (3, ParallelConfig()), "hsdp": (4, ParallelConfig(dp_replicat
         *((be_told_alone, "hsdp"), (die, "tp")),
         *(pytest.param(fault, "hsdp", marks=pytest.mark.long) for fault in (die, fail_alone)),
         *(pytest.param(fault, "tp", marks=pytest.mark.long) for fault in (be_told_alone, fail_alone)),
+        *(pytest.param(fault, "cp", marks=pytest.mark.long) for fault in (die, be_told_alone)),
     ],
 )
 def test_a_broken_step_is_believed_by_nobody(fault: Fault, layout: str, tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ LAYOUTS = {  # world size and how it is laid out
     "3 stages": (3, ParallelConfig(pp=3)),
     "HSDP": (4, ParallelConfig(pp=2, dp_replicate=2)),
     "tp": (4, ParallelConfig(pp=2, tp=2)),
+    "cp": (4, ParallelConfig(cp=2)),
     "3 units": (3, WHOLE),
 }
 
@@ -84,7 +85,7 @@ def restore(folder: str, training: Training) -> tuple[list[Entry], int]:
         (TIED, "2 stages", ("3 stages", "3 units")),
         *[
             pytest.param(TIED, before, tuple(LAYOUTS), marks=pytest.mark.long, id=f"{before}, tied, to all")
-            for before in ("3 stages", "HSDP", "tp")
+            for before in ("3 stages", "HSDP", "tp", "cp")
         ],
     ],
 )

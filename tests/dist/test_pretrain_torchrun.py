@@ -135,10 +135,33 @@ def test_a_run_goes_on_between_pipelines_and_one_process_with_the_same_losses(
     assert validated[0] == pytest.approx(validated[1], abs=1e-5)
     begun = [e for e in read_events(Storage.at(tmp_path / "both")) if e["event"] == "generation"]
     assert [(e["start_step"], e["axes"]) for e in begun] == [
-        (0, {"pp": 2, "dp_shard": 1}),
-        (5, {"dp_shard": 1}),
-        (7, {"pp": 2, "dp_shard": 2}),
+        (0, axes(pp=2)),
+        (5, axes()),
+        (7, axes(pp=2, dp_shard=2)),
     ]
+
+
+@pytest.mark.long
+def test_a_run_goes_on_between_ranks_that_share_rows_and_one_process_with_the_same_losses(
+    environment: dict[str, str], tmp_path: Path, corpus: Path
+) -> None:
+    settings = [f"data.corpora.rows={corpus}", "model.document_attention=true", "cluster.verify_every_steps=2"]
+    alone = succeed(environment, tmp_path, "alone", *settings)
+    succeed(environment, tmp_path, "both", *settings, "parallel.cp=2", "train.stop_at_step=5", ranks=2)
+    succeed(environment, tmp_path, "both", *settings, "train.stop_at_step=7")
+    both = succeed(environment, tmp_path, "both", *settings, "parallel.cp=2", ranks=4)
+    assert [row["batch_digest"] for row in both] == [row["batch_digest"] for row in alone]
+    assert losses(both) == pytest.approx(losses(alone), abs=1e-5)
+    validated = [[row["validation_loss"] for row in rows if row["step"] == 12] for rows in (both, alone)]
+    assert validated[0] == pytest.approx(validated[1], abs=1e-5)
+    events = read_events(Storage.at(tmp_path / "both"))
+    begun = [(event["start_step"], event["axes"]) for event in events if event["event"] == "generation"]
+    assert begun == [(0, axes(cp=2)), (5, axes()), (7, axes(dp_shard=2, cp=2))]
+    assert not [event for event in events if "computes wrong" in str(event.get("text"))]
+
+
+def axes(**sizes: int) -> dict[str, int]:
+    return dict.fromkeys(("pp", "dp_replicate", "dp_shard", "cp", "tp"), 1) | sizes
 
 
 def test_a_run_with_float8_goes_on_in_bfloat16_for_its_last_steps(
@@ -156,7 +179,8 @@ def test_a_run_with_float8_goes_on_in_bfloat16_for_its_last_steps(
     [
         (["train.stesp=3"], "unknown setting 'train.stesp'; did you mean 'train.steps'?"),
         (["data.corpora.rows=/nowhere"], "/nowhere holds no finished corpus"),
-        (["parallel.pp=2"], "cluster.max_workers=1 must be a multiple of parallel.pp=2 x parallel.tp=1 workers"),
+        (["parallel.pp=2"], "cluster.max_workers=1 must be a multiple of parallel.pp=2 workers"),
+        (["parallel.cp=2"], "cluster.max_workers=1 must be a multiple of parallel.cp=2 workers"),
     ],
 )
 def test_a_mistake_is_one_line(

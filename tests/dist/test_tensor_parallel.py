@@ -14,12 +14,22 @@ from regrow.accept.tiny import tiny_model
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
 from regrow.model.llama import Llama
 from regrow.parallel.compile import graphs_compiled
-from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
+from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
 from regrow.plan.placement import dims_of
 from support.gloo import run_ranks
 from support.reference_llama import assert_gradients
-from support.training import Training, build, micro_batches, plain_losses, run_steps, train, validation, whole
+from support.training import (
+    Training,
+    build,
+    graphs_of_groups,
+    micro_batches,
+    plain_losses,
+    run_steps,
+    train,
+    validation,
+    whole,
+)
 
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save
 
@@ -168,22 +178,6 @@ def test_float8_trains_as_it_does_on_ranks_that_share_nothing(recipe, compiled):
     assert got[-1] < 0.2 * got[0]
     assert got == pytest.approx(apart, rel=0.01)
     assert graphs == (1 if compiled else 0)  # one for all blocks
-
-
-def graphs_of_groups(training: Training, sizes: list[int], folder: str) -> list[tuple[int, float]]:
-    """One group after another in the same processes: graphs traced so far, and the loss of each group's last step."""
-    rank, found = dist.get_rank(), []
-    for number, size in enumerate(sizes):
-        dist.barrier() if number == 0 else None
-        dist.destroy_process_group()
-        let_go_of_meshes()
-        if rank >= size:
-            break
-        store = dist.FileStore(f"{folder}/{number}", size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-        found.append((0, train(training)[-1].loss))
-        found[-1] = (graphs_compiled(), found[-1][1])
-    return found
 
 
 @pytest.mark.long

@@ -38,9 +38,10 @@ def test_a_rank_whose_gradients_no_other_shards_is_named_too() -> None:
     assert {step: outcome.odd for step, outcome in seen[0].outcomes.items()} == {1: (), 4: (), 8: (2,), 9: (2,)}
 
 
-def test_of_two_units_it_is_told_that_they_differ_and_not_which_is_wrong() -> None:
-    """Units of two ranks that share a block's arithmetic."""
-    seen = run_ranks(train_verifying, 4, ParallelConfig(tp=2), 4, 8, 3, Order(ACTIVATIONS), 5)
+@pytest.mark.parametrize("unit", [ParallelConfig(tp=2), ParallelConfig(cp=2)], ids=["arithmetic", "rows"])
+def test_of_two_units_it_is_told_that_they_differ_and_not_which_is_wrong(unit: ParallelConfig) -> None:
+    """Units of two ranks that share a block's arithmetic, or their rows."""
+    seen = run_ranks(train_verifying, 4, unit, 4, 8, 3, Order(ACTIVATIONS), 5)
     found = {step: (outcome.odd, outcome.undecided) for step, outcome in seen[0].outcomes.items()}
     assert found == {1: ((), ()), 4: ((), ()), 8: ((), (0, 1))}
 

@@ -45,6 +45,25 @@ def test_ranks_wait_for_the_one_that_is_late_and_that_one_for_none(replicas: int
         assert (waited_s < LATE_S) == (rank == LATE)  # nor is what was waited in the validation counted
 
 
+def waits_of_rows_shared() -> float:
+    """Seconds that a rank waited for those of its copy in a step in which one is slow within a block."""
+    training = Training(MODEL, parallel=ParallelConfig(cp=2))
+    step = build(training)
+    rows, passes = micro_batches(training, 0)
+    step.run(rows, num_micro_batches=passes, lr=1e-3).resolve()
+    if dist.get_rank() == LATE:
+        step.model.layers[0].register_forward_pre_hook(lambda *inputs: time.sleep(LATE_S))  # type: ignore[union-attr,operator,index]
+    dist.barrier()
+    stats = step.run(rows[:1], num_micro_batches=1, lr=1e-3)
+    stats.resolve()
+    return stats.waits()[SHARD]
+
+
+def test_of_ranks_that_share_rows_the_slow_one_is_told_from_the_one_that_waits_for_its_keys() -> None:
+    for rank, waited_s in enumerate(run_ranks(waits_of_rows_shared, 4)):
+        assert (waited_s < LATE_S) == (rank == LATE)
+
+
 class Event:
     """A device's, in the place of CUDA's."""
 

@@ -13,7 +13,8 @@ from regrow.config.stages import stages_of
 from regrow.model.llama import Llama
 from regrow.model.loss import IGNORE_INDEX
 from regrow.parallel.apply import build_model
-from regrow.parallel.fsdp import build_mesh
+from regrow.parallel.compile import graphs_compiled
+from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
 from regrow.plan.topology import Topology, plan_topology
 from regrow.train.build import build_step
 from regrow.train.step import StepResult, TrainStep, evaluate
@@ -51,6 +52,7 @@ def topology_of(training: Training) -> Topology:
         num_slices=training.optim.num_slices,
         dp_replicate=parallel.dp_replicate,
         tp=parallel.tp,
+        cp=parallel.cp,
         stages=stages_of(training.model, parallel, training.seq_len),
     )
 
@@ -138,5 +140,22 @@ def validation(training: Training, num_rows: int) -> tuple[float, int]:
         group=step.group,
         tensor_group=step.tensor_group,
         pipeline=step.pipeline,
+        share=step.share,
         loss_function=step.loss_function,
     )
+
+
+def graphs_of_groups(training: Training, sizes: list[int], folder: str) -> list[tuple[int, float]]:
+    """One group after another in the same processes: graphs traced so far, and the loss of each group's last step."""
+    rank, found = dist.get_rank(), []
+    for number, size in enumerate(sizes):
+        dist.barrier() if number == 0 else None
+        dist.destroy_process_group()
+        let_go_of_meshes()
+        if rank >= size:
+            break
+        store = dist.FileStore(f"{folder}/{number}", size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        found.append((0, train(training)[-1].loss))
+        found[-1] = (graphs_compiled(), found[-1][1])
+    return found

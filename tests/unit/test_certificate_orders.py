@@ -5,6 +5,9 @@ in which a rank posts and then waits for the others' posts. Between them the dev
 has been aborted (`train.certificate`). At any time a host may hear that the generation is over; it then clears the flag
 and aborts its communicators, in any order. An aborted kernel waits no longer, and what it posts is old or, as kernels
 look late, right. A rank may die at any time, which is to do nothing more.
+
+Two of the ranks may share rows, or a block's arithmetic: before those of all they have a collective of their own, of
+one round, and what comes of it goes into their gradients.
 """
 
 from collections.abc import Iterator
@@ -17,7 +20,20 @@ import pytest
 class At(IntEnum):
     """What the device does next."""
 
-    POST_1, WAIT_1, POST_2, WAIT_2, READ, SUM_POST_1, SUM_WAIT_1, SUM_POST_2, SUM_WAIT_2, END = range(10)
+    (
+        SHARE_POST,
+        SHARE_WAIT,
+        POST_1,
+        WAIT_1,
+        POST_2,
+        WAIT_2,
+        READ,
+        SUM_POST_1,
+        SUM_WAIT_1,
+        SUM_POST_2,
+        SUM_WAIT_2,
+        END,
+    ) = range(12)
 
 
 POSTS = {At.POST_1: 0, At.POST_2: 1, At.SUM_POST_1: 2, At.SUM_POST_2: 3}
@@ -34,6 +50,9 @@ class Rank(NamedTuple):
     told: bool = False
     gradients_aborted: bool = False
     total_aborted: bool = False
+    shares: bool = False  # something, with one other rank
+    shared: tuple[bool, ...] = ()  # its post to that one
+    share_aborted: bool = False
 
 
 class Rules(NamedTuple):
@@ -49,7 +68,14 @@ def moves(rank: Rank, others: list[Rank], rules: Rules) -> Iterator[Rank]:
     of_gradients = rank.at < At.READ
     aborted = rank.gradients_aborted if of_gradients else rank.total_aborted
     after = At(min(rank.at + 1, At.END))
-    if rank.at in POSTS:
+    if rank.at is At.SHARE_POST:
+        for posted in _either(True, rank.share_aborted):
+            yield rank._replace(at=after, shared=(posted,))
+    elif rank.at is At.SHARE_WAIT:
+        (other,) = (each for each in others if each.shares)
+        if rank.share_aborted or other.shared:
+            yield rank._replace(at=after, gradients=any(other.shared))
+    elif rank.at in POSTS:
         real = rank.gradients if of_gradients else rank.total and (rank.read or not rules.carries_flag)
         for posted in _either(real, aborted):
             yield rank._replace(at=after, posts=(*rank.posts, posted))
@@ -68,7 +94,9 @@ def moves(rank: Rank, others: list[Rank], rules: Rules) -> Iterator[Rank]:
     else:
         yield rank._replace(gradients_aborted=True)
         yield rank._replace(total_aborted=True)
-        if rank.gradients_aborted and rank.total_aborted:
+        if rank.shares:
+            yield rank._replace(share_aborted=True)
+        if rank.gradients_aborted and rank.total_aborted and rank.share_aborted == rank.shares:
             yield rank._replace(flag=False)
 
 
@@ -88,9 +116,9 @@ def whole(rank: Rank) -> bool:
     return rank.at > At.READ and rank.gradients
 
 
-def explore(rules: Rules, num_ranks: int) -> tuple[int, tuple[Rank, ...] | None]:
-    """How many states there are, and one in which somebody believes a step that is garbage on some rank."""
-    begin = (Rank(),) * num_ranks
+def explore(rules: Rules, num_ranks: int, num_that_share: int = 0) -> tuple[int, tuple[Rank, ...] | None]:
+    """How many states there are, and one in which a rank believes a step that is garbage on some rank."""
+    begin = (Rank(),) * (num_ranks - num_that_share) + (Rank(At.SHARE_POST, shares=True),) * num_that_share
     seen, left = {begin}, [begin]
     while left:
         state = left.pop()
@@ -109,6 +137,14 @@ def test_a_sum_that_is_right_proves_the_step_on_every_rank() -> None:
     num_states, wrong = explore(Rules(), 3)
     assert wrong is None
     assert num_states > 50_000
+
+
+def test_nor_is_one_believed_whose_shared_rows_were_garbage() -> None:
+    num_states, wrong = explore(Rules(), 2, 2)
+    assert wrong is None
+    assert num_states > 5_000
+    _, wrong = explore(Rules(clears_first=False), 2, 2)
+    assert wrong is not None
 
 
 @pytest.mark.parametrize(

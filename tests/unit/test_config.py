@@ -295,7 +295,52 @@ def test_pipelines_have_whole_units_at_full_size_and_a_block_a_stage() -> None:
     config.parallel.stages_per_rank = 2
     assert check(config)[8].bubble_share == pytest.approx(1 / 13)
     config.cluster.max_workers = 7
-    with pytest.raises(ConfigError, match=r"cluster\.max_workers=7 must be a multiple of parallel\.pp=2 x"):
+    with pytest.raises(ConfigError, match=r"cluster\.max_workers=7 must be a multiple of parallel\.pp=2 workers"):
+        check(config)
+
+
+def test_ranks_that_share_rows_cut_them_in_whole_chunks_and_hold_one_at_least() -> None:
+    config = PretrainConfig()
+    config.parallel.cp, config.cluster.min_workers, config.cluster.max_workers = 2, 3, 8
+    assert {size: each.batch.world_size for size, each in check(config).items()} == {4: 2, 6: 3, 8: 4}
+    config.cluster.min_workers = 2
+    assert world_sizes(config) == {2: 2, 3: 2, 4: 4, 5: 4, 6: 6, 7: 6, 8: 8}, "a rank without another one waits"
+    for key, value, message in (
+        (
+            "data.seq_len",
+            130,
+            r"data\.seq_len=130 must be a multiple of 4 for parallel\.cp=2, .* set data\.seq_len=128",
+        ),
+        ("cluster.max_workers", 7, r"cluster\.max_workers=7 must be a multiple of parallel\.cp=2 .*max_workers=8"),
+        ("cluster.min_workers", 1, r"cluster\.min_workers=1 must be at least parallel\.cp=2 .*min_workers=2"),
+        ("parallel.cp", 0, r"parallel\.cp=0 must be at least 1"),
+        ("parallel.dp_replicate", 3, r"parallel\.dp_replicate=3 must divide cluster\.max_workers=8/parallel\.cp=2"),
+        ("parallel.attention", AttentionKernel.flash, r"parallel\.cp=2 shares them out; set parallel\.attention=auto"),
+    ):
+        group, name = key.split(".")
+        section = getattr(config, group)
+        before = getattr(section, name)
+        setattr(section, name, value)
+        with pytest.raises(ConfigError, match=message):
+            check(config)
+        setattr(section, name, before)
+    config.parallel.tp, config.data.seq_len, config.cluster.min_workers = 4, 4, 8
+    with pytest.raises(
+        ConfigError, match=r"data\.seq_len=4 must be a multiple of 8 for parallel\.cp=2 and parallel\.tp=4"
+    ):
+        check(config)
+    config.parallel.tp, config.data.seq_len, config.parallel.pp, config.cluster.min_workers = 1, 16, 2, 4
+    config.model.num_layers = 4
+    assert {size: (each.mesh.pp, each.mesh.num_units) for size, each in check(config).items()} == {
+        4: (2, 1),
+        6: (1, 3),
+        8: (2, 2),
+    }, "stages are planned anew, shares of rows are not"
+    assert world_sizes(config)[7] == 6
+    config.parallel.tp, config.cluster.min_workers, config.cluster.max_workers = 4, 8, 24
+    with pytest.raises(
+        ConfigError, match=r"max_workers=24 .* parallel\.pp=2 x parallel\.cp=2 x parallel\.tp=4 workers"
+    ):
         check(config)
 
 

@@ -10,9 +10,10 @@ from torch import Tensor
 from regrow.accept.tiny import tiny_model
 from regrow.config.schema import ActivationCheckpoint, ModelConfig, ParallelConfig
 from regrow.model import llama
-from regrow.model.attention import attend, block_mask, document_mask, document_starts_BT, mask_B1TT
+from regrow.model.attention import attend, block_mask, document_starts_BT, mask_B1PT, mask_of, take_BP
 from regrow.model.llama import Llama
 from regrow.parallel.apply import build_model
+from regrow.plan.share import Share
 from regrow.train.step import split_rows, sum_cross_entropy
 from support.ragged import ragged_model
 from support.reference_llama import reference_logits
@@ -143,23 +144,45 @@ class TestFlexAttention:
     def test_allows_what_the_mask_allows(self, num_tokens):
         tokens = torch.randint(40, (3, num_tokens), generator=torch.Generator().manual_seed(0))
         starts = document_starts_BT(tokens, EOT)
-        mask, blocks = mask_B1TT(starts), block_mask(starts)
+        places = starts, torch.arange(num_tokens), num_tokens
+        mask, blocks = mask_B1PT(*places), block_mask(*places)
         q, k, v = (
             torch.randn(3, heads, num_tokens, 16, generator=torch.Generator().manual_seed(heads)) for heads in (6, 2, 2)
         )
         torch.testing.assert_close(attend(q, k, v, blocks), attend(q, k, v, mask), rtol=1e-5, atol=1e-5)
 
+    @pytest.mark.parametrize("within", [False, True], ids=["whole rows", "documents"])
+    def test_gives_each_rank_that_shares_rows_what_it_would_have_of_all(self, within):
+        tokens = torch.randint(40, (2, 600), generator=torch.Generator().manual_seed(0))
+        every = document_starts_BT(tokens, EOT) if within else torch.zeros_like(tokens)
+        q, k, v = (
+            torch.randn(2, heads, 600, 16, generator=torch.Generator().manual_seed(heads)) for heads in (6, 2, 2)
+        )
+        want = attend(q, k, v, mask_B1PT(every, torch.arange(600), 600))
+        for share in (Share(rank, cp=3) for rank in range(3)):
+            at, starts = take_BP(torch.arange(600)[None], share)[0], take_BP(every, share)
+            for mask in (block_mask(starts, at, 600), mask_B1PT(starts, at, 600)):
+                torch.testing.assert_close(attend(q[:, :, at], k, v, mask), want[:, :, at], rtol=1e-5, atol=1e-5)
+
+    def test_skips_blocks_that_no_token_of_a_share_sees(self):
+        share, every = Share(rank=0, cp=2), torch.zeros(1, 512, dtype=torch.int64)
+        at = take_BP(torch.arange(512)[None], share)[0]
+        blocks = block_mask(take_BP(every, share), at, 512).to_dense().squeeze().tolist()
+        assert blocks == [[1, 0, 0, 0], [1, 1, 1, 1]]
+
     def test_skips_blocks_between_which_no_document_reaches(self):
         tokens = torch.ones(1, 512, dtype=torch.int64)
         tokens[0, ::128] = EOT
-        assert block_mask(document_starts_BT(tokens, EOT)).to_dense().squeeze().tolist() == torch.eye(4).tolist()
+        blocks = block_mask(document_starts_BT(tokens, EOT), torch.arange(512), 512)
+        assert blocks.to_dense().squeeze().tolist() == torch.eye(4).tolist()
 
     def test_gives_the_models_logits(self, monkeypatch):
         model = built(tiny_model(), within=True)
         with torch.no_grad():
             want = model(TOKENS)
-            monkeypatch.setattr(llama, "document_mask", block_mask)
+            monkeypatch.setattr(llama, "mask_of", block_mask)
             torch.testing.assert_close(model(TOKENS), want, rtol=1e-5, atol=1e-5)
 
     def test_is_not_what_a_cpu_runs(self):
-        assert isinstance(document_mask(document_starts_BT(TOKENS, EOT)), Tensor)
+        length = TOKENS.size(1)
+        assert isinstance(mask_of(document_starts_BT(TOKENS, EOT), torch.arange(length), length), Tensor)

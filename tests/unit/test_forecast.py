@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from regrow.config.check import check_plan
+from regrow.config.check import check, check_plan
 from regrow.config.schema import (
     ActivationCheckpoint,
     Dtype,
@@ -129,6 +129,49 @@ def test_ranks_of_a_unit_share_state_activations_and_arithmetic_and_wait_for_eac
     assert unit.time.compute_s > alone.time.compute_s
     sizes = [each.mesh.world_size for each in forecasts(shared, H100, NETWORK)]
     assert sizes == list(range(32, 65, 4))
+
+
+def test_ranks_that_share_rows_share_activations_and_wait_for_keys_and_values():
+    shared = with_parallel(EIGHT, cp=4)
+    alone, unit = at(EIGHT, 32), at(shared, 32)
+    assert (unit.mesh.dp_shard, unit.mesh.cp, unit.batch.world_size) == (32, 4, 8)
+    for kind in ("parameters", "optimizer"):
+        assert unit.memory.kinds[kind] == alone.memory.kinds[kind]
+    assert 0.25 < unit.memory.kinds["activations"] / alone.memory.kinds["activations"] < 0.45  # keys and values whole
+    assert unit.batch.num_micro_batches == pytest.approx(4 * alone.batch.num_micro_batches, rel=0.15)
+    assert unit.time.compute_s > alone.time.compute_s  # as many tokens a rank, and keys and values are waited for
+    sizes = [each.mesh.world_size for each in forecasts(shared, H100, NETWORK)]
+    assert sorted(set(sizes)) == list(range(32, 65, 4))
+    text = to_text(shared, forecasts(shared, H100, NETWORK), H100, NETWORK)
+    assert "4 ranks share each row, 2,048 of its 8,192 tokens each in two chunks" in text
+    assert unit.to_dict()["axes"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 8, "cp": 4, "tp": 1}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "model", "settings"),
+    [
+        ("h100x64", "8b", ("parallel.cp=8",)),
+        ("h100x512", "70b", ("parallel.tp=8", "parallel.cp=8", "optim.num_slices=64", "optim.global_batch_seqs=64")),
+        (
+            "h100x512",
+            "405b",
+            ("parallel.tp=8", "parallel.cp=8", "cluster.min_workers=512", "parallel.float8=none"),
+        ),
+    ],
+)
+def test_rows_of_131072_tokens_fit_where_eight_ranks_share_them_and_take_a_fraction_of_the_activations(
+    cluster: str, model: str, settings: tuple[str, ...]
+) -> None:
+    rows = ("data.seq_len=131072", "optim.num_slices=32", "optim.global_batch_seqs=32")
+    kept = ("parallel.activation_checkpoint=full", "parallel.slices_per_pass=1", "parallel.sync_every_micro_batch=true")
+    config = config_of(f"+cluster={cluster}", f"model={model}", *rows, *kept, *settings)
+    check(config)
+    found = forecasts(config, H100, NETWORK)
+    assert all(each.fits for each in found)
+    assert {each.mesh.cp for each in found} == {8}
+    alone = forecast(with_parallel(config, cp=1), config.optim.num_slices * config.parallel.tp, H100, NETWORK)
+    print(model, found[-1].memory, alone.memory)
+    assert 6 * found[-1].memory.kinds["activations"] < alone.memory.kinds["activations"]
 
 
 def test_a_pipeline_has_stages_a_bubble_and_an_equal_share_of_the_arithmetic():

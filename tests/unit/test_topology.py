@@ -25,18 +25,19 @@ from regrow.plan.topology import (
 )
 
 
-@given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
-def test_the_table_has_every_world_size_of_whole_units(least: int, more: int, replicas: int, tp: int) -> None:
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+def test_the_table_has_every_world_size_of_whole_units(least: int, more: int, replicas: int, tp: int, cp: int) -> None:
+    unit = tp * cp
     table = topology_table(
-        min_workers=least * tp, max_workers=(least + more) * tp, num_slices=40, dp_replicate=replicas, tp=tp
+        min_workers=least * unit, max_workers=(least + more) * unit, num_slices=40, dp_replicate=replicas, tp=tp, cp=cp
     )
-    assert list(table) == [units * tp for units in range(least, least + more + 1)]
+    assert list(table) == [units * unit for units in range(least, least + more + 1)]
     for world_size, each in table.items():
-        assert each.mesh == plan_mesh(world_size, replicas, tp)
+        assert each.mesh == plan_mesh(world_size, replicas, tp, cp=cp)
         assert each.batch == plan_batch(num_slices=40, world_size=each.mesh.num_units)
         slices = [each.slices_of(rank) for rank in range(world_size)]
-        assert all(slices[rank] == slices[rank // tp * tp] for rank in range(world_size))
-        assert [number for mine in slices[::tp] for number in mine] == list(range(40))
+        assert all(slices[rank] == slices[rank // unit * unit] for rank in range(world_size))
+        assert [number for mine in slices[::unit] for number in mine] == list(range(40))
     assert taken_sizes(table, table, pp=1) == {size: size for size in table}
 
 
@@ -69,6 +70,8 @@ def test_the_nearest_size_below_is_looked_up_and_the_smallest_where_there_is_non
 def test_workers_that_are_no_whole_units_have_no_topology() -> None:
     with pytest.raises(BatchError, match=r"7 workers are not whole units of parallel\.tp=2"):
         plan_topology(7, num_slices=12, tp=2)
+    with pytest.raises(BatchError, match=r"6 workers are not whole units of parallel\.cp=2 x parallel\.tp=2"):
+        plan_topology(6, num_slices=12, tp=2, cp=2)
     stages = cut_blocks(4, 4, 1, before=0.0, behind=0.0)
     with pytest.raises(BatchError, match=r"12 workers are not whole units of parallel\.pp=4 x parallel\.tp=2"):
         plan_topology(12, num_slices=12, tp=2, stages=stages)

@@ -17,7 +17,7 @@ from regrow.accept.claims import NotTested, Report
 from regrow.accept.timing import device_s, group_alone
 from regrow.accept.tiny import count_up_rows
 from regrow.config.schema import AttentionKernel, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
-from regrow.model.attention import attend, block_mask, document_starts_BT, mask_B1TT
+from regrow.model.attention import attend, block_mask, document_starts_BT, mask_B1PT
 from regrow.model.loss import IGNORE_INDEX
 from regrow.parallel.apply import attention_kernels
 from regrow.parallel.float8 import import_torchao, inner_tensor
@@ -81,8 +81,8 @@ def _attention_error(kernel: AttentionKernel | None, length: int) -> float:
         mask, out = None, attend(q, k, v, None, attention_kernels(kernel, CUDA))
     else:
         tokens = torch.randint(0, 300, (2, length), device=CUDA)  # 0 ends a document, some seven a row
-        starts = document_starts_BT(tokens, eot_id=0)
-        mask, out = mask_B1TT(starts), attend(q, k, v, block_mask(starts))
+        places = document_starts_BT(tokens, eot_id=0), torch.arange(length, device=CUDA), length
+        mask, out = mask_B1PT(*places), attend(q, k, v, block_mask(*places))
     weight = torch.randn_like(out)
     out.backward(weight)
     expected = attend(exact[0], exact[1], exact[2], mask, (SDPBackend.MATH,))

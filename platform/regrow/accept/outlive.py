@@ -27,8 +27,7 @@ from regrow.accept.tiny import count_up_rows
 from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
 from regrow.parallel.fsdp import build_mesh, let_go_of_meshes
 from regrow.parallel.stream import Stream, stream_of
-from regrow.plan.batch import plan_batch
-from regrow.plan.mesh import plan_mesh
+from regrow.plan.topology import Topology, plan_topology
 from regrow.runtime.abort import Breaker
 from regrow.train.build import build_step
 from regrow.train.certificate import Certificate
@@ -266,14 +265,21 @@ class Generation:
 
     def _build(self) -> TrainStep:
         scenario = self.scenario
-        shape = plan_mesh(len(self.ranks), scenario.parallel.dp_replicate, scenario.parallel.tp)
-        mesh = build_mesh(shape, self.device.type)
+        mesh = build_mesh(self._topology().mesh, self.device.type)
         return build_step(scenario.model, scenario.parallel, scenario.optim, mesh=mesh, device=self.device, seed=0)
 
+    def _topology(self) -> Topology:
+        scenario, parallel = self.scenario, self.scenario.parallel
+        return plan_topology(
+            len(self.ranks),
+            num_slices=scenario.optim.num_slices,
+            dp_replicate=parallel.dp_replicate,
+            tp=parallel.tp,
+            cp=parallel.cp,
+        )
+
     def _rows(self, number: int) -> tuple[list[Tensor], int]:
-        optim, tp = self.scenario.optim, self.scenario.parallel.tp
-        units = len(self.ranks) // tp
-        plan = plan_batch(num_slices=optim.num_slices, world_size=units)
+        optim, topology = self.scenario.optim, self._topology()
         rows = count_up_rows(
             number,
             num_rows=optim.global_batch_seqs,
@@ -282,8 +288,8 @@ class Generation:
             noise=0.1,
         ).to(self.device)
         slices = rows.split(optim.global_batch_seqs // optim.num_slices)
-        mine = plan.ranges[self.ranks.index(self.member.rank) // tp]
-        return [slices[index] for index in mine], plan.num_micro_batches
+        mine = topology.slices_of(self.ranks.index(self.member.rank))
+        return [slices[index] for index in mine], topology.batch.num_micro_batches
 
     def _listen(self) -> None:
         """As a worker's heartbeat: told from outside, or out of patience."""
@@ -309,11 +315,11 @@ class Generation:
 
 
 def who_goes_on(world_size: int, scenario: Scenario) -> list[int]:
-    """All but the victims; under tensor parallelism, whole units."""
+    """All but the victims; under tensor and context parallelism, whole units."""
     if scenario.fault in (Fault.none, Fault.late, Fault.abort):
         return list(range(world_size))
-    tp = scenario.parallel.tp
-    return list(range((world_size - scenario.num_victims) // tp * tp))
+    unit = scenario.parallel.tp * scenario.parallel.cp
+    return list(range((world_size - scenario.num_victims) // unit * unit))
 
 
 def befall(scenario: Scenario) -> None:

@@ -2,7 +2,7 @@
 
 import re
 import textwrap
-from math import gcd
+from math import gcd, lcm, prod
 from typing import TypedDict
 
 from regrow.config.schema import (
@@ -20,7 +20,7 @@ from regrow.config.stages import pipelines_of, stages_per_rank
 from regrow.errors import BatchError, ConfigError
 from regrow.plan.batch import MIN_BUSY_SHARE, check_world_sizes
 from regrow.plan.mixture import plan_mixture
-from regrow.plan.topology import Pipelines, Table, Topology, fewest_ranks, taken_sizes, topology_table
+from regrow.plan.topology import Pipelines, Table, Topology, fewest_ranks, ranks_of_unit, taken_sizes, topology_table
 
 FLOAT8_MULTIPLE = 16  # of all dims of a float8 product on GPUs: torch._scaled_mm; emulated ones take any
 
@@ -33,8 +33,8 @@ def check(config: PretrainConfig) -> dict[int, Topology]:
     for rule in (_run, _train, _cluster, _model, _data, _optim, _parallel, _checkpoint, _observe):
         rule(config)
     optim, cluster, parallel = config.optim, config.cluster, config.parallel
-    unit = parallel.tp * parallel.pp
-    least = cluster.min_workers if parallel.pp == 1 else -(-cluster.min_workers // unit) * unit  # others: see below
+    unit = parallel.tp * parallel.cp * parallel.pp
+    least = -(-cluster.min_workers // unit) * unit  # others: see below
     check_world_sizes(
         num_slices=optim.num_slices,
         global_batch_seqs=optim.global_batch_seqs,
@@ -51,7 +51,8 @@ def check(config: PretrainConfig) -> dict[int, Topology]:
 
 def _sizes_of_multiples(config: PretrainConfig) -> set[int]:
     """World sizes that are taken, of whole units of the configured axes."""
-    return {size for size in world_sizes(config).values() if size % (config.parallel.tp * config.parallel.pp) == 0}
+    unit = config.parallel.tp * config.parallel.cp * config.parallel.pp
+    return {size for size in world_sizes(config).values() if size % unit == 0}
 
 
 def _check_replanned(config: PretrainConfig, table: Table) -> None:
@@ -59,14 +60,16 @@ def _check_replanned(config: PretrainConfig, table: Table) -> None:
     over. Raises BatchError.
     """
     sizes, cluster, parallel = world_sizes(config, table), config.cluster, config.parallel
+    width = parallel.tp * parallel.cp
     _need(
-        min(sizes) < cluster.min_workers + parallel.tp,
+        min(sizes) < cluster.min_workers + width,
         f"cluster.min_workers={cluster.min_workers}: no group is so small with parallel.pp={parallel.pp}, "
-        f"parallel.least_pp={parallel.least_pp}, parallel.tp={parallel.tp} and optim.num_slices="
-        f"{config.optim.num_slices}; set cluster.min_workers={min(sizes)}",
+        f"parallel.least_pp={parallel.least_pp}, parallel.tp={parallel.tp}, parallel.cp={parallel.cp} and "
+        f"optim.num_slices={config.optim.num_slices}; set cluster.min_workers={min(sizes)}",
     )
     taken = {size: size for size in sizes.values()} if parks(cluster) else sizes  # spares are none that idle
-    idle = {present: 1 - table[size].batch.busy_share * size / present for present, size in taken.items()}
+    whole = {present: present // width * width for present in taken}  # less could not be part of any unit
+    idle = {present: 1 - table[size].batch.busy_share * size / whole[present] for present, size in taken.items()}
     worst = max(idle, key=lambda present: (idle[present], present))
     if idle[worst] > 1 - MIN_BUSY_SHARE:
         raise BatchError(
@@ -91,9 +94,9 @@ def check_plan(config: PlanJobConfig) -> None:
 
 def geometry(config: PretrainConfig, table: Table) -> list[str]:
     """What the batch looks like, for a person, a fact a line; with the idle share of every feasible world size."""
-    optim, data = config.optim, config.data
+    optim, data, parallel = config.optim, config.data, config.parallel
     batch_tokens = optim.global_batch_seqs * data.seq_len
-    slice_seqs, in_a_pass = optim.global_batch_seqs // optim.num_slices, config.parallel.slices_per_pass or 1
+    slice_seqs, in_a_pass = optim.global_batch_seqs // optim.num_slices, parallel.slices_per_pass or 1
     ran = world_sizes(config, table)
     shares = ", ".join(f"{size}:{table[size].batch.idle_share:.1%}" for size in sorted(set(ran.values())))
     spares = ", ".join(f"{present}:{present - size}" for present, size in ran.items() if present > size)
@@ -102,9 +105,9 @@ def geometry(config: PretrainConfig, table: Table) -> list[str]:
         f"{config.train.steps:,} steps = {config.train.steps * batch_tokens:,} tokens",
         f"{optim.num_slices} slices of {slice_seqs} sequences, at most {in_a_pass} in a pass, "
         f"for {_span(config.cluster.min_workers, config.cluster.max_workers)}"
-        + (f", {unit} together" if (unit := config.parallel.tp * config.parallel.pp) > 1 else "")
-        + (", and planned anew where there are others" if config.parallel.pp > 1 else "")
-        + ("; each pass reduces gradients" if config.parallel.sync_every_micro_batch else ""),
+        + (f", {unit} together" if (unit := parallel.tp * parallel.cp * parallel.pp) > 1 else "")
+        + (", and planned anew where there are others" if parallel.pp > 1 else "")
+        + ("; each pass reduces gradients" if parallel.sync_every_micro_batch else ""),
         *textwrap.wrap(f"idle share by world size: {shares}", width=110, subsequent_indent="  "),
         *textwrap.wrap(f"spares by number of workers: {spares}" * bool(spares), width=110, subsequent_indent="  "),
     ]
@@ -272,12 +275,13 @@ def _optim(config: PretrainConfig) -> None:
 
 def _parallel(config: PretrainConfig) -> None:
     parallel = config.parallel
-    replicas, most, tp, pp = parallel.dp_replicate, config.cluster.max_workers, parallel.tp, parallel.pp
-    of_units = ("" if tp == 1 else f"/parallel.tp={tp}") + ("" if pp == 1 else f"/parallel.pp={pp}")
-    _tensor_parallel(config)
-    _pipeline(config)
+    replicas, most = parallel.dp_replicate, config.cluster.max_workers
+    sizes = {axis: getattr(parallel, axis) for axis in ("tp", "cp", "pp")}
+    of_units = "".join(f"/parallel.{axis}={size}" for axis, size in sizes.items() if size > 1)
+    for rule in (_tensor_parallel, _context_parallel, _pipeline):
+        rule(config)
     _need(
-        replicas >= 1 and most // (tp * pp) % replicas == 0,
+        replicas >= 1 and most // prod(sizes.values()) % replicas == 0,
         f"parallel.dp_replicate={replicas} must divide cluster.max_workers={most}{of_units}",
     )
     _need(
@@ -324,12 +328,12 @@ def _parallel(config: PretrainConfig) -> None:
         f"parallel.attention=efficient knows no grouped queries, and model.num_heads={model.num_heads} share "
         f"model.num_kv_heads={model.num_kv_heads}; set parallel.attention=auto, cudnn or flash",
     )
-    tokens = config.optim.global_batch_seqs // config.optim.num_slices * config.data.seq_len
+    tokens = config.optim.global_batch_seqs // config.optim.num_slices * config.data.seq_len // parallel.cp
     _need(
         parallel.float8 is Float8.none or on_cpu or tokens % FLOAT8_MULTIPLE == 0,
         f"parallel.float8={parallel.float8.value} multiplies gradients over the tokens of a pass, which must be a "
-        f"multiple of {FLOAT8_MULTIPLE} on GPUs, and a slice has {tokens}; set data.seq_len to a multiple of "
-        f"{FLOAT8_MULTIPLE}",
+        f"multiple of {FLOAT8_MULTIPLE} on GPUs, and a rank has {tokens} of a slice; set data.seq_len to a multiple of "
+        f"{FLOAT8_MULTIPLE * parallel.cp}",
     )
     _need(
         parallel.slices_per_pass >= 0,
@@ -357,9 +361,40 @@ def _tensor_parallel(config: PretrainConfig) -> None:
         _need(value % tp == 0, f"parallel.tp={tp} must divide {key}={value}; set parallel.tp={gcd(tp, value)}")
 
 
+def _context_parallel(config: PretrainConfig) -> None:
+    parallel, cluster, seq_len = config.parallel, config.cluster, config.data.seq_len
+    cp, tp = parallel.cp, parallel.tp
+    _need(cp >= 1, f"parallel.cp={cp} must be at least 1")
+    if cp == 1:
+        return
+    chunks = cp * lcm(2, tp)  # two chunks a rank, and tensor parallelism shares out both together
+    also = f" and parallel.tp={tp}" if tp > 1 else ""
+    _need(
+        seq_len % chunks == 0,
+        f"data.seq_len={seq_len} must be a multiple of {chunks} for parallel.cp={cp}{also}, which cut each row in "
+        f"2 x cp chunks; set data.seq_len={max(1, round(seq_len / chunks)) * chunks}",
+    )
+    width = tp * cp
+    _need(
+        cluster.max_workers % width == 0,
+        f"cluster.max_workers={cluster.max_workers} must be a multiple of {ranks_of_unit(cp=cp, tp=tp)} workers; set "
+        f"cluster.max_workers={-(-cluster.max_workers // width) * width}",
+    )
+    _need(
+        cluster.min_workers >= width,
+        f"cluster.min_workers={cluster.min_workers} must be at least {ranks_of_unit(cp=cp, tp=tp)} workers, which hold "
+        f"a row between them; set cluster.min_workers={width}",
+    )
+    _need(
+        parallel.attention is AttentionKernel.auto,
+        f"parallel.attention={parallel.attention.value} is for attention over whole rows, and parallel.cp={cp} shares "
+        "them out; set parallel.attention=auto",
+    )
+
+
 def _pipeline(config: PretrainConfig) -> None:
     parallel, cluster = config.parallel, config.cluster
-    pp, tp, per_rank = parallel.pp, parallel.tp, parallel.stages_per_rank
+    pp, tp, cp, per_rank = parallel.pp, parallel.tp, parallel.cp, parallel.stages_per_rank
     _need(pp >= 1, f"parallel.pp={pp} must be at least 1")
     _need(
         1 <= parallel.least_pp <= pp,
@@ -371,13 +406,13 @@ def _pipeline(config: PretrainConfig) -> None:
     if pp == 1:
         return
     _need(
-        cluster.max_workers % (pp * tp) == 0,
-        f"cluster.max_workers={cluster.max_workers} must be a multiple of parallel.pp={pp} x parallel.tp={tp} workers",
+        cluster.max_workers % (pp * tp * cp) == 0,
+        f"cluster.max_workers={cluster.max_workers} must be a multiple of {ranks_of_unit(pp=pp, cp=cp, tp=tp)} workers",
     )
     _need(
-        cluster.min_workers >= parallel.least_pp * tp,
-        f"cluster.min_workers={cluster.min_workers} must be at least parallel.least_pp={parallel.least_pp} x "
-        f"parallel.tp={tp} workers",
+        cluster.min_workers >= parallel.least_pp * tp * cp,
+        f"cluster.min_workers={cluster.min_workers} must be at least "
+        f"{ranks_of_unit(least_pp=parallel.least_pp, cp=cp, tp=tp)} workers",
     )
     num_stages = pp * stages_per_rank(parallel)
     _need(
@@ -452,7 +487,8 @@ def topologies(config: PretrainConfig) -> dict[int, Topology]:
     """By world size, of every feasible one."""
     cluster, most = config.cluster, config.cluster.max_workers
     if parks(cluster):  # more units than slices: some of them are always spares
-        most = min(most, config.optim.num_slices * config.parallel.tp * config.parallel.pp)
+        parallel = config.parallel
+        most = min(most, config.optim.num_slices * parallel.tp * parallel.cp * parallel.pp)
     return topology_table(min_workers=cluster.min_workers, max_workers=most, **_rule(config))
 
 
@@ -469,7 +505,8 @@ def topology_of(config: PretrainConfig, world_size: int) -> Topology:
     """Of one world size, where there is no need for the table. Raises BatchError where there is none."""
     made = topology_table(min_workers=world_size, max_workers=world_size, **_rule(config))
     if world_size not in made:
-        units = f"parallel.pp={config.parallel.pp} x parallel.tp={config.parallel.tp}"
+        parallel = config.parallel
+        units = ranks_of_unit(pp=parallel.pp, cp=parallel.cp, tp=parallel.tp)
         raise BatchError(f"{world_size} workers are not whole units of {units}")
     return made[world_size]
 
@@ -478,6 +515,7 @@ class _Rule(TypedDict):
     num_slices: int
     dp_replicate: int
     tp: int
+    cp: int
     slices_per_pass: int
     pipelines: Pipelines | None
 
@@ -487,6 +525,7 @@ def _rule(config: PretrainConfig) -> _Rule:
         "num_slices": config.optim.num_slices,
         "dp_replicate": config.parallel.dp_replicate,
         "tp": config.parallel.tp,
+        "cp": config.parallel.cp,
         "slices_per_pass": config.parallel.slices_per_pass,
         "pipelines": pipelines_of(config.model, config.parallel, config.data.seq_len),
     }

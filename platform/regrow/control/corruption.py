@@ -24,7 +24,7 @@ class Corruptions:
         """`limit` is the newest step that may be restored, of an earlier coordinator."""
         every_steps, train = config.cluster.verify_every_steps, config.train
         last_step = min(train.steps, train.stop_at_step or train.steps)
-        self.verification = Verification(every_steps, config.parallel.tp, last_step)
+        self.verification = Verification(every_steps, config.parallel.tp * config.parallel.cp, last_step)
         self.verification.limit = limit
         self._verifies, self._group, self._snapshots, self._out = every_steps > 0, group, snapshots, out
         self._told_alone: set[str] = set()  # nodes
@@ -58,7 +58,7 @@ class Corruptions:
         """It costs the odd one its place, and the run the steps since the newest committed snapshot: in that they
         agreed. Where there are two, it is not known which is wrong, and both go on."""
         group = self._group
-        units = sorted({rank // group.membership.unit for rank in found.ranks})
+        units = sorted({self.verification.unit_of(rank) for rank in found.ranks})
         newest = self._snapshots.commits.newest
         step = newest.version.step if newest is not None else self.verification.start_step
         members = tuple(group.membership.current[rank] for rank in found.ranks)

@@ -128,13 +128,16 @@ class Verification:
         return min((step // self._every_steps + 1) * self._every_steps, max(self._last_step, step + 1))
 
     def members_of(self, units: Collection[int]) -> tuple[Member, ...]:
-        return tuple(each for rank, each in enumerate(self._members) if rank // self._unit in units)
+        return tuple(each for rank, each in enumerate(self._members) if self.unit_of(rank) in units)
+
+    def unit_of(self, rank: int) -> int:
+        return rank // self._unit
 
     def take(self, step: int, outcome: Outcome) -> Finding | None:
         """What a verification came to; the corruption that it confirms."""
         failed = {*outcome.odd, *outcome.undecided}
         for rank, member in enumerate(self._members):
-            if rank // self._unit not in failed:
+            if self.unit_of(rank) not in failed:
                 self._passed[member.id] = step - 1
         for node in {each.node for each in self.members_of(outcome.odd)}:
             self._struck.setdefault(node, []).append(step)

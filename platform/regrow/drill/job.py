@@ -101,7 +101,7 @@ def reference_rows(config: DrillJobConfig, console: Console) -> list[dict[str, A
         run=replace(config.run, name=f"drill-reference-{digest}"),
         cluster=alone,
         snapshot=replace(config.snapshot, copies=1),
-        parallel=replace(config.parallel, dp_replicate=1, tp=1),
+        parallel=replace(config.parallel, dp_replicate=1, tp=1, cp=1),
         train=replace(config.train, stop_at_step=steps),
     )
     folder = run_folder(undisturbed).local_path

@@ -47,6 +47,7 @@ class Traffic:
     from_host: float = 0.0  # of this rank's shards, which it gathers from there
     to_host: float = 0.0  # of their gradients
     tensor: float = 0.0  # activations, over the `tp` ranks of a unit, which wait for them
+    context: float = 0.0  # keys and values, over the `cp` ranks that share rows, which wait for them
 
     def times(self, share: float) -> "Traffic":
         """A share of it."""
@@ -93,6 +94,7 @@ def step_time(
     dp_shard: int,
     dp_replicate: int,
     tp: int = 1,
+    cp: int = 1,
     on_host: bool = False,
     device: Device,
     network: Network,
@@ -101,8 +103,9 @@ def step_time(
     """Of `num_passes` alike, and an update of `shard_params` parameters, `on_host` or on the device. A pipeline fills
     and drains for a `bubble_share` of the passes' time; its messages are taken to hide behind them."""
     compute = compute_s(work, device) + traffic.tensor * seconds_per_byte(tp, device, network)
-    # the shards of a block lie a unit's ranks apart
+    # the shards of a block lie the ranks of tensor parallelism apart, and so do those that share rows
     units = Network(max(1, network.ranks_per_node // tp), network.bytes_per_s)
+    compute += traffic.context * seconds_per_byte(cp, device, units)
     host_link = HOST_LINK_BYTES_PER_S * NETWORK_SHARE
     gather = traffic.gathered * seconds_per_byte(dp_shard, device, units) + traffic.from_host / host_link
     # replicas of a shard lie a replica's ranks apart; an all-reduce is a reduce-scatter and an all-gather

@@ -75,8 +75,9 @@ class Forecast:
             "world_size": self.num_workers,
             "spares": self.spares,
             "dp_replicate": self.mesh.dp_replicate,
-            "dp_shard": self.mesh.dp_shard,
+            "dp_shard": self.mesh.sizes["dp_shard"],
             "tp": self.mesh.tp,
+            "cp": self.mesh.cp,
             "axes": self.mesh.sizes,
             "passes": self.batch.num_micro_batches,
             "idle_share": self.batch.idle_share,
@@ -123,6 +124,7 @@ def forecast(
         dp_shard=mesh.dp_shard,
         dp_replicate=mesh.dp_replicate,
         tp=mesh.tp,
+        cp=mesh.cp,
         on_host=rank.offloads,
         device=device,
         network=network,
@@ -211,6 +213,10 @@ def pass_traffic(rank: Rank) -> Traffic:
     # each block gathers and scatters the sequence twice, the embedding scatters and the output gathers it
     sequences = 4 * model.num_layers * (1 if parallel.activation_checkpoint is ActivationCheckpoint.none else 1.5) + 2
     in_blocks = 1 if parallel.float8 is Float8.tensorwise_all_gather else rank.item_bytes
+    # attention gathers keys and values of whole rows, and again where a block is computed again; backward scatters
+    times = 2 if parallel.activation_checkpoint is ActivationCheckpoint.none else 3
+    kv_dim = model.dim // model.num_heads * model.num_kv_heads / parallel.tp
+    keys_values = 2 * kv_dim * rank.rows * rank.seq_len * rank.item_bytes * model.num_layers
     once = in_blocks * (total - tables) + rank.item_bytes * tables
     shard = FLOAT32 * total / rank.dp_shard
     return Traffic(
@@ -220,6 +226,7 @@ def pass_traffic(rank: Rank) -> Traffic:
         from_host=num_gathers(rank) * shard if rank.offloads else 0.0,
         to_host=shard if rank.offloads else 0.0,
         tensor=2 * sequences * rank.item_bytes * rank.tokens * model.dim,
+        context=times * keys_values if parallel.cp > 1 else 0.0,
     )
 
 

@@ -35,7 +35,7 @@ class Rank:
 
     model: ModelConfig
     parallel: ParallelConfig
-    dp_shard: int  # units that share a copy of the model, of `parallel.tp` ranks each
+    dp_shard: int  # that a copy of the model is sharded over, `parallel.cp` of a unit; times `parallel.tp` ranks
     num_passes: int
     rows: int  # sequences of a pass
     seq_len: int
@@ -45,8 +45,8 @@ class Rank:
 
     @property
     def tokens(self) -> int:
-        """Of a pass."""
-        return self.rows * self.seq_len
+        """Of a pass that this rank computes: with `parallel.cp`, its share of each row's."""
+        return self.rows * self.seq_len // self.parallel.cp
 
     @property
     def offloads(self) -> bool:
@@ -158,17 +158,19 @@ def block_activations(rank: Rank) -> BlockActivations:
     up, silu(gate) and the product. Compiled: norms' outputs, silu(gate) and the product are computed again. Selective
     checkpointing keeps the block's input and the results of matrix products and attention, eager also the last one's.
     Under tensor parallelism the stream, heads and feed-forward are shared out; what is gathered and scattered is whole.
+    Under context parallelism attention keeps keys and values of whole rows, or gathers them again, and adds up their
+    gradients: `cp` times those of the rank's own tokens. A CPU's mask is left out.
     """
     model, item, mode, tp = rank.model, rank.item_bytes, rank.parallel.activation_checkpoint, rank.parallel.tp
-    compiled = rank.parallel.compile
+    compiled, cp = rank.parallel.compile, rank.parallel.cp
     linears = block_linears(model, tp)
     dim, kv, ffn, mine = model.dim, linears["wk"][0], linears["w1"][0], model.dim / tp
     # a CPU's norms are made of several operations, and keep both what they are given and what they scale in float32
     norms = 2 * mine * (item if rank.on_gpu else 2 * FLOAT32)
     sums = FLOAT32 * (model.num_heads + 2) / tp  # of exponentials, and of squares
-    used = item * (2 * dim + 2 * mine + 2 * kv + 4 * ffn) + norms + sums
+    used = item * (2 * dim + 2 * mine + 2 * kv * cp + 4 * ffn) + norms + sums
     kept = {
-        ActivationCheckpoint.none: item * (2 * dim + 2 * mine + 2 * kv + 2 * ffn) + sums if compiled else used,
+        ActivationCheckpoint.none: item * (2 * dim + 2 * mine + 2 * kv * cp + 2 * ffn) + sums if compiled else used,
         ActivationCheckpoint.selective: item * ((1 if compiled else 2) * dim + 3 * mine + 2 * kv + 2 * ffn) + sums,
         ActivationCheckpoint.full: item * mine,
     }[mode]
@@ -177,6 +179,8 @@ def block_activations(rank: Rank) -> BlockActivations:
         whole, kept = kept, item * mine + rank.parallel.activation_budget * (kept - item * mine)
         again = whole - kept
     backward = item * (dim + (4 if compiled else 2) * ffn)
+    if cp > 1:  # gradients of whole keys and values, and as they are sent; those of the feed-forward are gone by then
+        backward = max(backward, item * (2 * dim + 4 * kv * cp - 4 * ffn))
     return BlockActivations(*(round(each * rank.tokens) for each in (kept, max(0, again), backward)))
 
 
@@ -198,7 +202,7 @@ class _Step:
         if not rank.offloads:
             ledger.take("parameters", FLOAT32 * shards, "start")
             ledger.take("optimizer", moment_bytes(rank.moments) * shards, "start")
-        ledger.take("activations", TOKEN_BYTES * rank.tokens * rank.num_passes, "start")
+        ledger.take("activations", TOKEN_BYTES * rank.rows * rank.seq_len * rank.num_passes, "start")
         kept = len(self.blocks) * self.activations.kept + self.stream
         ledger.take("activations", round(rank.more_in_flight * kept), "start")
         num_passes = min(rank.num_passes, 3)  # those in the middle are all alike

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from regrow.config.schema import PretrainConfig
+from regrow.config.schema import Dtype, PretrainConfig
 from regrow.config.spares import most_workers, num_beyond
 from regrow.forecast.cost import Network, assumptions
 from regrow.forecast.devices import GIB, Device
@@ -21,6 +21,7 @@ def to_text(config: PretrainConfig, forecasts: Sequence[Forecast], device: Devic
         [
             *_heading(config, device, network),
             *_pipeline(forecasts[0].stages),
+            *_context(config),
             "",
             *_memory(forecasts, network),
             "",
@@ -78,7 +79,8 @@ def _memory(forecasts: Sequence[Forecast], network: Network) -> list[str]:
         total, fits = f"{each.memory.total / GIB:.2f}", "yes" if each.fits else "NO"
         in_memory = [f"{size / GIB:.1f}" for size in (each.snapshot_bytes, each.offloaded_bytes)][: len(on_nodes)]
         size, unit = str(each.num_workers), f"x{each.mesh.tp}" if each.mesh.tp > 1 else ""
-        mesh = f"{f'{each.mesh.pp}x' if each.mesh.pp > 1 else ''}{replicas}{each.mesh.dp_shard}{unit}"
+        shards = f"{each.mesh.dp_shard // each.mesh.cp}{f'xcp{each.mesh.cp}' if each.mesh.cp > 1 else ''}"
+        mesh = f"{f'{each.mesh.pp}x' if each.mesh.pp > 1 else ''}{replicas}{shards}{unit}"
         rows.append([size, mesh, *kinds, total, fits, each.memory.moment, *in_memory])
     heading = f"GiB of a device at the fullest moment of a step; {' and '.join(on_nodes)}, in a node's memory"
     return [heading, *_columns(rows)]
@@ -122,6 +124,22 @@ def _pipeline(stages: Stages | None) -> list[str]:
     ]
 
 
+def _context(config: PretrainConfig) -> list[str]:
+    """What ranks that share rows share, and what they do not."""
+    model, parallel, seq_len = config.model, config.parallel, config.data.seq_len
+    cp = parallel.cp
+    if cp == 1:
+        return []
+    kv_dim, item = (
+        model.dim // model.num_heads * model.num_kv_heads // parallel.tp,
+        2 if parallel.dtype is Dtype.bfloat16 else 4,
+    )
+    return [
+        f"{cp} ranks share each row, {seq_len // cp:,} of its {seq_len:,} tokens each in two chunks; attention gathers "
+        f"keys and values of whole rows, and waits: {2 * kv_dim * seq_len * item / GIB:.2f} GiB a row and block",
+    ]
+
+
 def _unit_away(config: PretrainConfig, forecasts: Sequence[Forecast]) -> list[str]:
     """What it costs that one unit is away from all that may be there, in a line, where that is allowed."""
     *_, before, full = [None, *forecasts]
@@ -129,7 +147,7 @@ def _unit_away(config: PretrainConfig, forecasts: Sequence[Forecast]) -> list[st
         return []
     most, size, spares = (
         most_workers(config.cluster),
-        full.mesh.tp * full.mesh.pp,
+        full.mesh.tp * full.mesh.cp * full.mesh.pp,
         full.spares + num_beyond(config.cluster),
     )
     if spares:

@@ -19,16 +19,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 
 from regrow.config.schema import ModelConfig, RopeScaling
-from regrow.model.attention import Mask, attend, document_mask, document_starts_BT
+from regrow.model.attention import Mask, attend, document_starts_BT, mask_of, take_BP
 from regrow.plan.boxes import Box
 from regrow.plan.mesh import Coordinates
 from regrow.plan.pipeline import Stages
 from regrow.plan.placement import placed
+from regrow.plan.share import WHOLE, Share
 
 INIT_STD = 0.02
 TRUNCATE_AT = 3.0  # standard deviations
 INIT_BLOCK_ELEMENTS = 2**18  # of a parameter are drawn from one seed
 
+Gather = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # keys and values [B, P, K, Q] to [B, T, K, Q]
 Head = Callable[[Tensor, Tensor], Tensor]  # of the last norm's output [B, T, D] and the output weights [V, D]
 
 
@@ -65,6 +67,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.dim // config.num_heads
         self.kernels: tuple[SDPBackend, ...] = ()
+        self.gather: Gather | None = None  # where ranks share the tokens of a row
         self.wq = nn.Linear(config.dim, config.num_heads * self.head_dim, bias=False)
         self.wk = nn.Linear(config.dim, config.num_kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(config.dim, config.num_kv_heads * self.head_dim, bias=False)
@@ -75,6 +78,8 @@ class Attention(nn.Module):
             linear(x_BTD).unflatten(-1, (-1, self.head_dim)) for linear in (self.wq, self.wk, self.wv)
         )
         q_BTHQ, k_BTKQ = rotate(q_BTHQ, cos_BTQ, sin_BTQ), rotate(k_BTKQ, cos_BTQ, sin_BTQ)
+        if self.gather is not None:
+            k_BTKQ, v_BTKQ = self.gather(k_BTKQ, v_BTKQ)
         out_BHTQ = attend(q_BTHQ.transpose(1, 2), k_BTKQ.transpose(1, 2), v_BTKQ.transpose(1, 2), mask, self.kernels)
         return self.wo(out_BHTQ.transpose(1, 2).flatten(-2))
 
@@ -132,6 +137,7 @@ class Llama(nn.Module):
         assert config.document_attention == (eot_id is not None), f"{config.document_attention=} {eot_id=}"
         self.config = config
         self.eot_id = eot_id
+        self.share = WHOLE  # of the tokens of rows: what runs is given whole ones, and computes this
         is_first = stages is None or pp_rank == 0
         is_last = stages is None or pp_rank == stages.pp - 1
         blocks = {number: stages.blocks[number] for number in stages.of_rank(pp_rank)} if stages else {}
@@ -154,6 +160,13 @@ class Llama(nn.Module):
         """Note in `boxes` what this rank is to hold of each parameter; tensor parallelism asks the same table."""
         self.boxes = {name: placed(box, at) for name, box in self.boxes.items()}
 
+    def share_rows(self, share: Share, gather: Gather) -> None:
+        """Compute this share of each row's tokens, for which `gather` brings keys and values of the others."""
+        self.share = share
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.gather = gather
+
     def use_attention_kernels(self, kernels: tuple[SDPBackend, ...]) -> None:
         """For attention over whole rows, the first that can; none leaves the choice to torch."""
         for module in self.modules():
@@ -174,7 +187,8 @@ class Llama(nn.Module):
     def forward(self, tokens_BT: Tensor, head: Head = F.linear) -> Tensor:
         """Logits [B, T, V] in the compute dtype; token t sees tokens 0..t, or those of its document among them.
 
-        Or what another `head` makes of the last norm's output and the output weights, as a loss without all logits.
+        Where ranks share rows, [B, P, V] of this rank's tokens. Or what another `head` makes of the last norm's output
+        and the output weights, as a loss without all logits.
 
         Within documents, positions count from each one's beginning. RoPE's scores depend on differences of positions
         only, so this changes their range and rounding, not what is computed: it is the mask that separates documents.
@@ -183,19 +197,28 @@ class Llama(nn.Module):
         assert self.embed is not None
         assert self.norm is not None
         places = self.places(tokens_BT)
-        x_BTD = self.embed(tokens_BT)
+        x_BTD = self.embed(self.tokens(tokens_BT))
         for layer in self.layers:
             x_BTD = layer(x_BTD, *places)
         x_BTD = self.norm(x_BTD)
         return head(x_BTD, self.embed.weight) if self.output is None else self.output(x_BTD, head)
 
+    def tokens(self, tokens_BT: Tensor) -> Tensor:
+        """This rank's [B, P]."""
+        return take_BP(tokens_BT, self.share)
+
     def places(self, tokens_BT: Tensor) -> tuple[Tensor, Tensor, Mask | None]:
         """What blocks are told of where the tokens stand: cosines and sines of positions, and attention's mask."""
-        positions_BT, mask = torch.arange(tokens_BT.size(1), device=tokens_BT.device)[None], None
+        length = tokens_BT.size(1)
+        positions_BP = at_BP = take_BP(torch.arange(length, device=tokens_BT.device)[None], self.share)
         if self.eot_id is not None:
-            starts_BT = document_starts_BT(tokens_BT, self.eot_id)
-            positions_BT, mask = positions_BT - starts_BT, document_mask(starts_BT)
-        return *self.rope_BTQ(positions_BT), mask
+            starts_BP = take_BP(document_starts_BT(tokens_BT, self.eot_id), self.share)
+            positions_BP = at_BP - starts_BP
+        elif self.share != WHOLE:
+            starts_BP = torch.zeros_like(at_BP)
+        else:
+            return *self.rope_BTQ(positions_BP), None
+        return *self.rope_BTQ(positions_BP), mask_of(starts_BP, at_BP[0], length)
 
 
 class Stage(nn.Module):
@@ -207,7 +230,7 @@ class Stage(nn.Module):
     def __init__(self, model: Llama, blocks: range, *, is_first: bool, is_last: bool) -> None:
         super().__init__()
         layers = dict(model.layers.named_children())
-        self.is_first, self.places = is_first, model.places
+        self.is_first, self.places, self.tokens = is_first, model.places, model.tokens
         self.embed = model.embed if is_first or (is_last and model.config.tied) else None
         self.layers = nn.ModuleList(layers[str(block)] for block in blocks)
         self.norm, self.output = (model.norm, model.output) if is_last else (None, None)
@@ -219,7 +242,7 @@ class Stage(nn.Module):
         """
         places = self.places(tokens_BT)
         if self.is_first and self.embed is not None:
-            x_BTD = self.embed(tokens_BT)
+            x_BTD = self.embed(self.tokens(tokens_BT))
         assert x_BTD is not None, "only the first stage begins with tokens"
         for layer in self.layers:
             x_BTD = layer(x_BTD, *places)

@@ -8,9 +8,11 @@ from regrow.config.schema import AttentionKernel, Float8, ModelConfig, ParallelC
 from regrow.model.llama import Llama, init_buffers, init_weights
 from regrow.parallel.activation_checkpoint import apply_activation_checkpoint
 from regrow.parallel.compile import apply_compile
+from regrow.parallel.context_parallel import apply_context_parallel
 from regrow.parallel.float8 import apply_float8, refresh_float8_scales
 from regrow.parallel.fsdp import (
     apply_fsdp,
+    context_group,
     coordinates_of,
     data_parallel_mesh,
     reduce_separately,
@@ -53,6 +55,8 @@ def build_model(
     model.use_attention_kernels(attention_kernels(parallel_config.attention, torch.device(device)))
     if mesh is not None and (group := tensor_group(mesh)) is not None:
         apply_tensor_parallel(model, group)
+    if mesh is not None and (group := context_group(mesh)) is not None:
+        apply_context_parallel(model, group)
     if parallel_config.float8 is not Float8.none:
         apply_float8(
             model,

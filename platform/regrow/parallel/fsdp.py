@@ -19,6 +19,7 @@ from regrow.model.llama import Llama
 from regrow.plan.mesh import ALONE, Coordinates, MeshShape
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by device type, for init_process_group
+CONTEXT = "regrow_context"  # attribute of a mesh: the group of neighbours along `dp_shard` that share rows
 ASYNCHRONOUS = Backend.asynchronous.value  # the backend of `parallel.asynchronous`
 
 
@@ -29,10 +30,21 @@ def build_mesh(shape: MeshShape, device_type: str, *, timeout_s: float | None = 
     after torch's default, whatever that one's is.
     """
     mesh = init_device_mesh(device_type, tuple(shape.axes.values()), mesh_dim_names=tuple(shape.axes))
+    if shape.cp > 1:
+        rank = dist.get_rank()
+        first = rank - shape.share_of(rank).rank * shape.tp
+        ranks = list(range(first, first + shape.cp * shape.tp, shape.tp))
+        setattr(mesh, CONTEXT, dist.new_group(ranks, use_local_synchronization=True))
     if timeout_s is not None:
-        for group in mesh.get_all_groups():
+        for group in groups_of(mesh):
             set_timeout(timeout_s, group)
     return mesh
+
+
+def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """All that `build_mesh` made for this rank."""
+    context = context_group(mesh)
+    return [*mesh.get_all_groups(), *([context] if context is not None else [])]
 
 
 def connect(mesh: DeviceMesh) -> None:
@@ -41,7 +53,7 @@ def connect(mesh: DeviceMesh) -> None:
     Collective: a first sum over each is on its way when this returns. A rank that is late for the first step, or dies
     before it, would keep the others waiting for an id in the group's store, with the store's timeout.
     """
-    for group in dict.fromkeys([world_group(mesh), *mesh.get_all_groups()]):
+    for group in dict.fromkeys([world_group(mesh), *groups_of(mesh)]):
         if dist.get_backend(group) != BACKENDS["cpu"]:  # whose groups are connected when they are made
             dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
 
@@ -73,6 +85,12 @@ def tensor_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     return mesh.get_group("tp") if "tp" in axes_of(mesh) else None
 
 
+def context_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks that share the tokens of each row, in the order of their chunks; None where each has whole rows."""
+    group: dist.ProcessGroup | None = getattr(mesh, CONTEXT, None)
+    return group
+
+
 def pipeline_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     """The ranks of a pipeline, in the order of their stages; None where each has all blocks."""
     return mesh.get_group("pp") if "pp" in axes_of(mesh) else None
@@ -98,7 +116,14 @@ def coordinates_of(mesh: DeviceMesh | None) -> Coordinates:
     if mesh is None:
         return ALONE
     size = {name: mesh[name].size() for name in axes_of(mesh)}
-    shape = MeshShape(size.get("dp_replicate", 1), size["dp_shard"], size.get("tp", 1), size.get("pp", 1))
+    context = context_group(mesh)
+    shape = MeshShape(
+        size.get("dp_replicate", 1),
+        size["dp_shard"],
+        size.get("tp", 1),
+        size.get("pp", 1),
+        cp=context.size() if context is not None else 1,
+    )
     rank = 0
     for name in axes_of(mesh):
         rank = rank * size[name] + mesh.get_local_rank(name)
@@ -198,6 +223,7 @@ def let_go_of_meshes() -> None:
     for thing in gc.get_objects():
         if type(thing) is DeviceMesh:
             getattr(thing, "_pg_registry", {}).clear()
+            vars(thing).pop(CONTEXT, None)
     propagator = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache_clear()
     gc.collect()

@@ -44,7 +44,7 @@ class Pipeline:
         assert group.size() == stages.pp, f"{group.size()=} {stages.pp=}"
         self.stages, self.group, self.rank = stages, group, group.rank()
         self._modules, self._width, self._dtype = model.stages, model.config.dim, dtype
-        self._share = tensor.size() if tensor is not None else 1  # of each row's tokens a rank has one part
+        self._share = model.share.cp * (tensor.size() if tensor is not None else 1)  # a rank has one part of a row
         self._device = torch.device(mesh.device_type)
         self._waits = waits or Waits(self._device)
         self._deadline: timedelta = group._get_backend(self._device).options._timeout

@@ -10,28 +10,23 @@ compile with the block around them.
 Shape suffixes as in `model.llama`; P is T over the group's size.
 """
 
-import contextlib
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed import _functional_collectives as collectives
 
 from regrow.model.llama import Llama
 from regrow.model.loss import IGNORE_INDEX
+from regrow.parallel.functional import all_gather, give_name, reduce_scatter
 from regrow.plan.boxes import Box
 from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.plan.placement import dims_of, placed
 
 SEQUENCE = 1  # dim of activations
 GROUP: Any = "regrow_tp"  # the name by which collectives find this rank's group
-
-# their names from torch 2.13 on, which warns of the old ones
-_all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
-_reduce_scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
 
 
 def apply_tensor_parallel(model: Llama, group: dist.ProcessGroup) -> None:
@@ -40,7 +35,7 @@ def apply_tensor_parallel(model: Llama, group: dist.ProcessGroup) -> None:
     Heads, key and value heads, feed-forward width, vocabulary and the tokens of a sequence are multiples of the group's
     size.
     """
-    _give_name(group)
+    give_name(GROUP, group)
     at = Coordinates(MeshShape(1, 1, group.size()), group.rank())
     for name, parameter in list(model.named_parameters()):
         box = placed(Box.whole(name, tuple(parameter.shape)), at)
@@ -99,13 +94,6 @@ def _cut(model: Llama, name: str, sizes: tuple[int, ...]) -> None:
         module.out_features, module.in_features = sizes
 
 
-def _give_name(group: dist.ProcessGroup) -> None:
-    """Have collectives find the group by a name that is the same in every generation: compiled code holds on to it."""
-    with contextlib.suppress(RuntimeError):  # there was none before
-        _unregister_process_group(GROUP)
-    _register_process_group(GROUP, group)
-
-
 def _gather_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return _gather(inputs[0]), *inputs[1:]
 
@@ -142,11 +130,11 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_BPD: Tensor) -> Tensor:
-        return collectives.wait_tensor(_all_gather(x_BPD, SEQUENCE, GROUP))
+        return all_gather(x_BPD, SEQUENCE, GROUP)
 
     @staticmethod
     def backward(ctx: Any, gradient_BTD: Tensor) -> Tensor:
-        return collectives.wait_tensor(_reduce_scatter(gradient_BTD, "sum", SEQUENCE, GROUP))
+        return reduce_scatter(gradient_BTD, SEQUENCE, GROUP)
 
 
 class _Scatter(torch.autograd.Function):
@@ -154,11 +142,11 @@ class _Scatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor) -> Tensor:
-        return collectives.wait_tensor(_reduce_scatter(x_BTD, "sum", SEQUENCE, GROUP))
+        return reduce_scatter(x_BTD, SEQUENCE, GROUP)
 
     @staticmethod
     def backward(ctx: Any, gradient_BPD: Tensor) -> Tensor:
-        return collectives.wait_tensor(_all_gather(gradient_BPD, SEQUENCE, GROUP))
+        return all_gather(gradient_BPD, SEQUENCE, GROUP)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -5,35 +5,49 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from regrow.plan.share import Share
+
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Ranks as a grid: `dp_replicate` copies of the model, each sharded over `dp_shard` units of `pp` x `tp` ranks."""
+    """Ranks as a grid: `dp_replicate` copies of the model, each sharded over `dp_shard` ranks, times `pp` x `tp`. `cp`
+    neighbours along `dp_shard` have the same rows, and different tokens of them: a unit is `pp` x `cp` x `tp` ranks.
+    """
 
     dp_replicate: int
     dp_shard: int
     tp: int = 1
     pp: int = 1
     blocks: tuple[int, ...] = ()  # with pp: how many of the model's each stage has; stage s is on rank s % pp
+    cp: int = 1  # divides dp_shard
 
     @property
     def num_units(self) -> int:
         """Data-parallel ranks: those that train on different rows."""
-        return self.dp_replicate * self.dp_shard
+        return self.dp_replicate * self.dp_shard // self.cp
 
     @property
     def world_size(self) -> int:
-        return self.num_units * self.tp * self.pp
+        return self.dp_replicate * self.dp_shard * self.tp * self.pp
 
     @property
     def axes(self) -> dict[str, int]:
-        """Mesh axes by name, outermost first; FSDP alone has one, the others theirs where there are several ranks."""
-        return {name: size for name, size in self.sizes.items() if size > 1 or name == "dp_shard"}
+        """Mesh axes by name, outermost first; FSDP alone has one, the others theirs where there are several ranks.
+
+        To what holds and moves parameters `cp` is a part of `dp_shard`.
+        """
+        sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        return {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of all axes, also those of one rank."""
-        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}
+        """Of all axes, also those of one rank, for people: `dp_shard` without `cp`, so that they multiply to all ranks.
+
+        >>> list(MeshShape(dp_replicate=1, dp_shard=4, cp=2).sizes.items())
+        [('pp', 1), ('dp_replicate', 1), ('dp_shard', 2), ('cp', 2), ('tp', 1)]
+        """
+        shard = self.dp_shard // self.cp
+        return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": shard, "cp": self.cp, "tp": self.tp}
 
     def unit_of(self, rank: int) -> int:
         """The data-parallel rank that a rank belongs to.
@@ -41,7 +55,11 @@ class MeshShape:
         >>> [MeshShape(dp_replicate=1, dp_shard=2, tp=2, pp=2).unit_of(rank) for rank in range(8)]
         [0, 0, 1, 1, 0, 0, 1, 1]
         """
-        return rank // self.tp % self.num_units
+        return rank // (self.tp * self.cp) % self.num_units
+
+    def share_of(self, rank: int) -> Share:
+        """Which tokens of its unit's rows a rank has."""
+        return Share(rank // self.tp % self.cp, self.cp)
 
 
 @dataclass(frozen=True)
@@ -72,29 +90,30 @@ class Coordinates:
     def of_plain(plain: Sequence[Any]) -> "Coordinates":
         """What `to_plain` gave, or an earlier version's, which knew fewer axes."""
         *mesh, rank = plain
-        if isinstance(mesh[-1], list):
-            mesh[-1] = tuple(mesh[-1])
+        mesh = [tuple(each) if isinstance(each, list) else each for each in mesh]
         return Coordinates(MeshShape(*mesh), rank)
 
 
 ALONE = Coordinates(MeshShape(1, 1))
 
 
-def plan_mesh(world_size: int, dp_replicate: int, tp: int = 1, pp: int = 1, blocks: tuple[int, ...] = ()) -> MeshShape:
-    """Shape the mesh for a world size, whole units of `tp` x `pp` ranks: HSDP where the replicas divide the number of
-    units, FSDP over all of them where they do not.
+def plan_mesh(
+    world_size: int, dp_replicate: int, tp: int = 1, pp: int = 1, blocks: tuple[int, ...] = (), cp: int = 1
+) -> MeshShape:
+    """Shape the mesh for a world size, whole units of `tp` x `cp` x `pp` ranks: HSDP where the replicas divide the
+    number of units, FSDP over all of them where they do not.
 
-    Neighbouring ranks share the arithmetic of a block, then a replica, then a stage, so that the heavy traffic stays
-    within nodes: it is messages between stages that cross them.
+    Neighbouring ranks share the arithmetic of a block, then the tokens of rows, then a replica, then a stage, so that
+    the heavy traffic stays within nodes: it is messages between stages that cross them.
 
     >>> plan_mesh(world_size=8, dp_replicate=2)
-    MeshShape(dp_replicate=2, dp_shard=4, tp=1, pp=1, blocks=())
+    MeshShape(dp_replicate=2, dp_shard=4, tp=1, pp=1, blocks=(), cp=1)
     >>> plan_mesh(world_size=14, dp_replicate=2, tp=2)
-    MeshShape(dp_replicate=1, dp_shard=7, tp=2, pp=1, blocks=())
+    MeshShape(dp_replicate=1, dp_shard=7, tp=2, pp=1, blocks=(), cp=1)
     """
     assert world_size >= 1, f"{world_size=}"
     assert dp_replicate >= 1, f"{dp_replicate=}"
-    assert world_size % (tp * pp) == 0, f"{world_size=} {tp=} {pp=}"
-    num_units = world_size // (tp * pp)
+    assert world_size % (tp * cp * pp) == 0, f"{world_size=} {tp=} {cp=} {pp=}"
+    num_units = world_size // (tp * cp * pp)
     replicas = dp_replicate if num_units % dp_replicate == 0 else 1
-    return MeshShape(replicas, num_units // replicas, tp, pp, blocks)
+    return MeshShape(replicas, num_units // replicas * cp, tp, pp, blocks, cp)

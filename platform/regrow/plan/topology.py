@@ -38,7 +38,8 @@ class Topology:
 
     @property
     def step_cost(self) -> float:
-        """How long a step takes, in the time of one slice through all blocks on `tp` ranks; collectives are free.
+        """How long a step takes, in the time of one slice through all blocks on `tp` x `cp` ranks; collectives are
+        free.
 
         >>> plan_topology(14, num_slices=21, dp_replicate=2, tp=2).step_cost
         3.0
@@ -48,7 +49,7 @@ class Topology:
 
     def busy_share(self, num_ranks: int) -> float:
         """Of the time of so many ranks, those included that are left over, what goes into slices."""
-        return self.batch.num_slices * self.mesh.tp / (num_ranks * self.step_cost)
+        return self.batch.num_slices * self.mesh.tp * self.mesh.cp / (num_ranks * self.step_cost)
 
 
 Table = Mapping[int, Topology]  # by world size
@@ -70,6 +71,7 @@ def plan_topology(
     num_slices: int,
     dp_replicate: int = 1,
     tp: int = 1,
+    cp: int = 1,
     slices_per_pass: int = 1,
     stages: Stages | None = None,
 ) -> Topology:
@@ -79,12 +81,20 @@ def plan_topology(
     range(3, 6)
     """
     pp = stages.pp if stages else 1
-    if world_size < tp * pp or world_size % (tp * pp):
-        of = f"parallel.tp={tp}" if pp == 1 else f"parallel.pp={pp} x parallel.tp={tp}"
-        raise BatchError(f"{world_size} workers are not whole units of {of}")
-    mesh = plan_mesh(world_size, dp_replicate, tp, pp, tuple(map(len, stages.blocks)) if stages else ())
+    if world_size < tp * cp * pp or world_size % (tp * cp * pp):
+        raise BatchError(f"{world_size} workers are not whole units of {ranks_of_unit(pp=pp, cp=cp, tp=tp)}")
+    mesh = plan_mesh(world_size, dp_replicate, tp, pp, tuple(map(len, stages.blocks)) if stages else (), cp)
     batch = plan_batch(num_slices=num_slices, world_size=mesh.num_units, slices_per_pass=slices_per_pass)
     return Topology(mesh, batch, stages)
+
+
+def ranks_of_unit(**axes: int) -> str:
+    """How many ranks a unit has, as settings.
+
+    >>> ranks_of_unit(pp=1, cp=2, tp=4)
+    'parallel.cp=2 x parallel.tp=4'
+    """
+    return " x ".join(f"parallel.{name}={size}" for name, size in axes.items() if size > 1) or "1"
 
 
 def topology_table(
@@ -94,18 +104,20 @@ def topology_table(
     num_slices: int,
     dp_replicate: int = 1,
     tp: int = 1,
+    cp: int = 1,
     slices_per_pass: int = 1,
     pipelines: Pipelines | None = None,
 ) -> dict[int, Topology]:
     """Every world size from `min_workers` to `max_workers` that is whole units, smallest first.
 
-    With `pipelines` those of multiples of their `pp` have it. The others, which are whole multiples of `tp`, have the
-    number of stages whose step is shortest, and are left out where none divides them.
+    With `pipelines` those of multiples of their `pp` have it. The others, which are whole multiples of `tp` x `cp`,
+    have the number of stages whose step is shortest, and are left out where none divides them.
 
     >>> list(topology_table(min_workers=4, max_workers=9, num_slices=12, tp=2))
     [4, 6, 8]
     """
-    sizes = range(-(-min_workers // tp) * tp, max_workers + 1, tp)
+    width = tp * cp
+    sizes = range(-(-min_workers // width) * width, max_workers + 1, width)
 
     def plan(world_size: int, stages: Stages | None) -> Topology:
         return plan_topology(
@@ -113,6 +125,7 @@ def topology_table(
             num_slices=num_slices,
             dp_replicate=dp_replicate,
             tp=tp,
+            cp=cp,
             slices_per_pass=slices_per_pass,
             stages=stages,
         )
@@ -121,7 +134,7 @@ def topology_table(
         return {world_size: plan(world_size, None) for world_size in sizes}
     table: dict[int, Topology] = {}
     for world_size in sizes:
-        units = world_size // tp
+        units = world_size // width
         fit = [pipelines.pp] if units % pipelines.pp == 0 else _that_fit(units, num_slices, pipelines)
         plans = [plan(world_size, pipelines.cut(pp) if pp > 1 else None) for pp in fit]
         if plans:
@@ -137,8 +150,8 @@ def _that_fit(units: int, num_slices: int, pipelines: Pipelines) -> list[int]:
 
 def taken_sizes(table: Table, present: Iterable[int], *, pp: int) -> dict[int, int]:
     """By how many ranks are there, in ascending order, the world size of the group: where that is a multiple of `pp`
-    units of `tp` ranks all of them, else as many as make the shortest step; with `pp` stages where that costs no more
-    than 3% of all ranks' time. The others are spares. None of fewer ranks than the smallest group.
+    units of `tp` x `cp` ranks all of them, else as many as make the shortest step; with `pp` stages where that costs
+    no more than 3% of all ranks' time. The others are spares. None of fewer ranks than the smallest group.
     """
     taken: dict[int, int] = {}
     sizes = sorted(table)

@@ -185,7 +185,7 @@ class Generation(Event):
     world_size: int  # ranks
     start_step: int  # steps done before
     cause: str  # why it was formed: a Cause
-    axes: dict[str, int] | None = None  # of the mesh, outermost first: pp dp_replicate dp_shard tp
+    axes: dict[str, int] | None = None  # of the mesh, outermost first: pp dp_replicate dp_shard cp tp
     source: str | None = None  # where its state came from: seed, snapshot (the nodes' memory), checkpoint
     recomputed_steps: int | None = None  # steps that are to be done again
     init_s: float | None = None  # forming the group and building the model

@@ -34,7 +34,7 @@ def warm_up(
     block of `model` is, for a pass of `pass_seqs` rows; otherwise, and where several ranks compute a block together, a
     very small model does.
     """
-    if parallel.compile and parallel.tp == 1:
+    if parallel.compile and parallel.tp == parallel.cp == 1:
         if compiles_loss(parallel, device):
             with contextlib.suppress(torch.OutOfMemoryError):
                 warm_up_loss(device, model.vocab_size, parallel, pass_seqs=pass_seqs, seq_len=seq_len)

@@ -356,10 +356,11 @@ def _geometry(config: Mapping[str, Any], history: History) -> Section:
         f"in {num_slices:,} slices."
     ]
     sizes = {row["world_size"] for row in history.rows} | {cluster.get("min_workers"), cluster.get("max_workers")}
-    rows, tp = [], (config.get("parallel") or {}).get("tp", 1)
+    rows, parallel = [], config.get("parallel") or {}
+    unit = {axis: parallel.get(axis, 1) for axis in ("tp", "cp")}
     for world_size in sorted(each for each in sizes if each):
         try:
-            plan = plan_topology(world_size, num_slices=num_slices, tp=tp).batch
+            plan = plan_topology(world_size, num_slices=num_slices, **unit).batch
         except BatchError:
             continue
         fewest, most = min(map(len, plan.ranges)), max(map(len, plan.ranges))

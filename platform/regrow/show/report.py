@@ -83,19 +83,20 @@ def as_mapping(config: Config) -> dict[str, Any]:
 
 def _capacity_goodput(ledger: Ledger, rows: Sequence[Row], config: Mapping[str, Any]) -> float | None:
     """Productive seconds weighted by the share of the ranks asked for that was there and not idle, over wall time."""
-    num_slices, tp = config.get("optim", {}).get("num_slices"), config.get("parallel", {}).get("tp", 1)
+    num_slices, parallel = config.get("optim", {}).get("num_slices"), config.get("parallel", {})
+    tp, cp = parallel.get("tp", 1), parallel.get("cp", 1)
     wall_s = ledger.end - ledger.begin
     if num_slices is None or wall_s <= 0:
         return None
     world_sizes = [row["world_size"] for row in rows]
     most = max([config.get("cluster", {}).get("max_workers") or 1, *world_sizes])
-    share = {size: size / most * _busy_share(num_slices, size, tp) for size in set(world_sizes)}
+    share = {size: size / most * _busy_share(num_slices, size, tp, cp) for size in set(world_sizes)}
     useful = math.fsum(s * share[size] for s, size in zip(ledger.productive_s.tolist(), world_sizes, strict=True))
     return round(useful / wall_s, 6)
 
 
-def _busy_share(num_slices: int, world_size: int, tp: int) -> float:
+def _busy_share(num_slices: int, world_size: int, tp: int, cp: int) -> float:
     try:
-        return plan_topology(world_size, num_slices=num_slices, tp=tp).batch.busy_share
+        return plan_topology(world_size, num_slices=num_slices, tp=tp, cp=cp).batch.busy_share
     except BatchError:
-        return min(1.0, num_slices * tp / world_size)  # no such topology: the configuration changed under the run
+        return min(1.0, num_slices * tp * cp / world_size)  # no such topology: the configuration changed under the run

@@ -8,6 +8,7 @@ from regrow.model.size import flops_per_token
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.checksums import GradientSums
+from regrow.parallel.context_parallel import time_gathers
 from regrow.parallel.fsdp import coordinates_of, replica_group, shard_group, tensor_group, world_group
 from regrow.parallel.pipeline import Pipeline
 from regrow.parallel.waits import time_collectives
@@ -38,6 +39,8 @@ def build_step(
     built = build_model(model, parallel, mesh=mesh, device=device, seed=seed, eot_id=eot_id, stages=stages)
     sums, check = GradientSums(), None
     waits = time_collectives(built, device, replicated=replica_group(mesh) is not None, sums=sums)
+    if built.share.cp > 1 and not parallel.compile:
+        time_gathers(built, waits)
     if verified is not None:
         place = coordinates_of(mesh)
         check = UnitCheck(
@@ -57,6 +60,7 @@ def build_step(
         shard_group=shard_group(mesh),
         tensor_group=tensor_group(mesh),
         pipeline=Pipeline(built, stages, mesh, dtype=dtype, waits=waits) if stages is not None else None,
+        share=built.share,
         sync_every_micro_batch=bool(parallel.sync_every_micro_batch),
         keep_gathered=not parallel.reshard_after_forward,
         loss_function=build_loss(parallel, device, tensor_group(mesh)),

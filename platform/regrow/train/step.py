@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from regrow.config.schema import ParallelConfig
+from regrow.model.attention import take_BP
 from regrow.model.loss import IGNORE_INDEX, ChunkLoss, chunked_cross_entropy, loss_and_gradient, sum_cross_entropy
 from regrow.optim.adamw import clip_grad_norm_float64, set_lr, step_unless
 from regrow.parallel.float8 import refresh_float8_scales
@@ -23,6 +24,7 @@ from regrow.parallel.fsdp import free_gathered, prepare_pass
 from regrow.parallel.pipeline import Pipeline
 from regrow.parallel.tensor_parallel import loss_and_gradient_of_cut, sum_uncut_gradients, uncut_parameters
 from regrow.parallel.waits import ALL, Marks, Waits
+from regrow.plan.share import WHOLE, Share
 from regrow.train.certificate import Certificate
 from regrow.train.verify import UnitCheck, deterministic
 
@@ -90,7 +92,8 @@ class TrainStep:
 
     `group` are all ranks, `shard_group` those among which one copy of the model is sharded; both None for one process
     without FSDP. `tensor_group` are those that share one rank's rows, and the arithmetic on them; None where each has
-    rows of its own. A `pipeline` has the model's stages on several ranks. `keep_gathered` gathers parameters once a
+    rows of its own. A `pipeline` has the model's stages on several ranks. `share` is what this rank has of each row's
+    tokens, which is given to it whole. `keep_gathered` gathers parameters once a
     step instead of twice a micro-batch, for models built with `reshard_after_forward` off.
     """
 
@@ -104,6 +107,7 @@ class TrainStep:
         shard_group: dist.ProcessGroup | None,
         tensor_group: dist.ProcessGroup | None = None,
         pipeline: Pipeline | None = None,
+        share: Share = WHOLE,
         sync_every_micro_batch: bool = False,
         keep_gathered: bool = False,
         loss_function: LossFunction | None = None,
@@ -118,6 +122,7 @@ class TrainStep:
         self.group = group
         self.tensor_group = tensor_group
         self.pipeline = pipeline
+        self.share = share
         groups = (shard_group, tensor_group, pipeline.group if pipeline is not None else None)
         self.norm_groups = [each for each in groups if each is not None]
         self.counts = _counts(tensor_group, pipeline)
@@ -170,7 +175,7 @@ class TrainStep:
         """
         check = self.check
         assert check is not None, "it was built without verified rows"
-        inputs, targets = split_rows(check.rows(number))
+        inputs, targets = split_rows(check.rows(number), self.share)
         self._raise_if_over()
         self._prepare(self.model, True)
         check.sums.open(inputs.device)
@@ -183,7 +188,7 @@ class TrainStep:
 
     def accumulate(self, micro_batches: Sequence[Tensor], num_micro_batches: int) -> tuple[Tensor, Tensor]:
         """Forward and backward over the global batch; this rank's share of its mean loss, and its valid tokens."""
-        pairs = [split_rows(rows) for rows in micro_batches]
+        pairs = [split_rows(rows, self.share) for rows in micro_batches]
         num_tokens = torch.stack([(targets != IGNORE_INDEX).sum() for _, targets in pairs]).sum() * self.counts
         self._all_reduce(num_tokens, self.group)  # before the first backward, so that gradients need no second pass
         divisor = num_tokens.clamp(min=1)
@@ -244,7 +249,7 @@ class TrainStep:
         self.optimizer.zero_grad(set_to_none=True)
         refresh_float8_scales(self.model)
         mask = (1 << LIMB_BITS) - 1
-        digest = digest if self.counts else 0
+        digest = digest if self.counts and self.share.rank == 0 else 0  # once a unit
         limbs = [(digest >> (LIMB_BITS * i)) & mask for i in range(4)]
         host = torch.tensor([float(flag), float(blocked), *limbs], dtype=torch.float64, pin_memory=loss.is_cuda)
         grad_norm = grad_norm.to(loss.device)  # it is computed where the gradients are
@@ -271,6 +276,7 @@ def evaluate(
     group: dist.ProcessGroup | None,
     tensor_group: dist.ProcessGroup | None = None,
     pipeline: Pipeline | None = None,
+    share: Share = WHOLE,
     loss_function: LossFunction | None = None,
     certificate: Certificate | None = None,
     number: int = 0,
@@ -278,14 +284,14 @@ def evaluate(
     """Sum of the loss over all valid targets of all ranks, and their number. Collective over `group`; waits for it.
 
     `batches` are this rank's rows, int64 [m, T+1] each, at least one; every rank runs `num_batches` passes, repeating
-    its last batch with every target ignored where it has fewer. Those of a `tensor_group`, and of a `pipeline`, have
-    the same rows. Of one shape they compile once; rows of IGNORE_INDEX fill them up and count nothing. Raises
-    BrokenStep where the `certificate` does not vouch for the sums, by the step's number.
+    its last batch with every target ignored where it has fewer. Those of a `tensor_group`, of a `pipeline`, and that
+    `share` tokens have the same rows. Of one shape they compile once; rows of IGNORE_INDEX fill them up and count
+    nothing. Raises BrokenStep where the `certificate` does not vouch for the sums, by the step's number.
     """
     assert 1 <= len(batches) <= num_batches, f"{len(batches)=} {num_batches=}"
     loss_of = loss_function or whole_loss
     total = torch.zeros(2, dtype=torch.float64, device=next(model.buffers()).device)  # parameters may be offloaded
-    pairs = _filled_up([split_rows(rows) for rows in batches], num_batches)
+    pairs = _filled_up([split_rows(rows, share) for rows in batches], num_batches)
 
     def score(forward: Callable[..., Tensor], index: int) -> Tensor:
         inputs, targets = pairs[index]
@@ -299,8 +305,8 @@ def evaluate(
         for index in range(num_batches):
             score(model, index)
     free_gathered(model)
-    share = total.new_zeros(1) if certificate is None else certificate.field(number)
-    total = torch.cat([total * _counts(tensor_group, pipeline), share])
+    field = total.new_zeros(1) if certificate is None else certificate.field(number)
+    total = torch.cat([total * _counts(tensor_group, pipeline), field])
     _all_reduce(total, group)
     loss_sum, num_tokens, certified = total.tolist()
     if certificate is not None:
@@ -308,9 +314,12 @@ def evaluate(
     return loss_sum, int(num_tokens)
 
 
-def split_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [m, T] of rows [m, T+1]: each token predicts the next. An ignored token reads as 0."""
-    return rows[:, :-1].clamp(min=0), rows[:, 1:]
+def split_rows(rows: Tensor, share: Share = WHOLE) -> tuple[Tensor, Tensor]:
+    """Inputs and targets [m, T] of rows [m, T+1]: each token predicts the next. An ignored token reads as 0.
+
+    Of a `share` the targets alone: the model is given whole rows.
+    """
+    return rows[:, :-1].clamp(min=0), take_BP(rows[:, 1:], share)
 
 
 def whole_loss(
@@ -372,7 +381,7 @@ def _filled_up(pairs: Sequence[tuple[Tensor, Tensor]], number: int) -> list[tupl
 
 
 def _counts(tensor_group: dist.ProcessGroup | None, pipeline: Pipeline | None = None) -> bool:
-    """Whether what this rank computes counts: once for all that have the same rows, where the loss is."""
+    """Whether what this rank computes counts: once for all that have the same tokens, where the loss is."""
     return (tensor_group is None or tensor_group.rank() == 0) and (pipeline is None or pipeline.has_output)
 
 

@@ -56,6 +56,7 @@ class Validation:
                 group=step.group,
                 tensor_group=step.tensor_group,
                 pipeline=step.pipeline,
+                share=step.share,
                 loss_function=step.loss_function,
                 certificate=step.certificate,
                 number=number,
