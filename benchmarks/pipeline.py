@@ -126,7 +126,8 @@ class _OfTorch(nn.Module):
         self.stage, self.is_first = stage, stage.is_first
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        return self.stage(None if self.is_first else x, tokens)  # type: ignore[no-any-return]
+        out: Tensor = self.stage(None if self.is_first else x, tokens)
+        return out
 
 
 def torchs(stages: Stages, num_micro_batches: int) -> Engine:
@@ -155,21 +156,17 @@ def torchs(stages: Stages, num_micro_batches: int) -> Engine:
 
 def time_actions(model: Llama, clock: Clock) -> None:
     """Note how long a stage's forwards and backwards take."""
+
+    def timed(whole: Any, taken: list[float]) -> Any:
+        def inside(*arguments: Any, **options: Any) -> Any:
+            with clock.action(taken):
+                return whole(*arguments, **options)
+
+        return inside
+
     for stage in model.stages.values():
-        whole = stage.forward
-
-        def timed(x: Tensor | None, tokens: Tensor, *head: Any, whole: Any = whole) -> Tensor:
-            with clock.action(clock.forward_s):
-                return whole(x, tokens, *head)  # type: ignore[no-any-return]
-
-        stage.forward = timed  # type: ignore[method-assign]
-    backward = Tensor.backward
-
-    def timed_backward(tensor: Tensor, *arguments: Any, **options: Any) -> None:
-        with clock.action(clock.backward_s):
-            backward(tensor, *arguments, **options)
-
-    Tensor.backward = timed_backward  # type: ignore[method-assign]
+        setattr(stage, "forward", timed(stage.forward, clock.forward_s))  # noqa: B010
+    setattr(Tensor, "backward", timed(Tensor.backward, clock.backward_s))  # noqa: B010
 
 
 @dataclass
@@ -190,9 +187,7 @@ def measure(num_micro_batches: int, per_rank: int, rounds: int) -> Measured:
     (_, loss), (_, other_loss) = mine.step(batches), other.step(batches)
     torch.testing.assert_close(loss, other_loss, rtol=1e-5, atol=1e-5)
     for (name, one), two in zip(mine.model.named_parameters(), other.model.parameters(), strict=True):
-        torch.testing.assert_close(
-            one.grad, two.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-6, msg=f"gradients of {name} differ")
     time_actions(mine.model, clock)
     measured = Measured([], [], [], clock)
     for number in range(rounds):
