@@ -9,12 +9,13 @@ import sys
 from dataclasses import asdict
 from functools import partial
 
-from regrow.config.check import check, check_plan
+from regrow.config.check import check_plan
 from regrow.config.schema import PlanJobConfig
 from regrow.config.store import run_job
 from regrow.forecast.cost import assumptions
 from regrow.forecast.devices import Device
-from regrow.forecast.estimate import forecasts, gpu_of, network_of, settle_passes, share_of_this_machine
+from regrow.forecast.estimate import forecasts, gpu_of, network_of, share_of_this_machine
+from regrow.forecast.settle import settle
 from regrow.forecast.text import to_text
 from regrow.model.size import flops_per_token, num_params
 
@@ -31,10 +32,9 @@ def device_of(config: PlanJobConfig) -> Device:
 
 
 def main(config: PlanJobConfig, *, as_json: bool) -> None:
-    check(config)
     check_plan(config)
     device, network = device_of(config), network_of(config, config.plan)
-    config, why = settle_passes(config, device, network)
+    config, why = settle(config, device, network)
     found = forecasts(config, device, network)
     if not as_json:
         if why:

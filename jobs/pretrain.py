@@ -5,7 +5,7 @@ from regrow.config.store import run_job
 
 
 def main(config: PretrainConfig) -> None:
-    from regrow.forecast.estimate import settled
+    from regrow.forecast.settle import settled
 
     config, _ = settled(config)
     from regrow.runtime.driver import pretrain  # ray and torch, only when there is something to run

@@ -12,7 +12,8 @@ from regrow.config.store import pretrain_config
 from regrow.errors import RegrowError
 from regrow.forecast.cost import Network
 from regrow.forecast.devices import GIB, Device, find_device
-from regrow.forecast.estimate import ROOM_SHARE, forecast, forecasts, settle_passes, settled
+from regrow.forecast.estimate import forecast, forecasts
+from regrow.forecast.settle import ROOM_SHARE, settle, settle_passes, settled
 
 ROOT = Path(__file__).parents[2]
 NETWORK = Network(8, 50e9)
@@ -94,3 +95,56 @@ def test_jobs_plan_shows_what_a_run_would_choose():
     command = [sys.executable, "-m", "jobs.plan", "+cluster=h100x64", *EIGHT_SLICES]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.startswith("by forecast for H100: parallel.slices_per_pass=2 ")
+
+
+# stages of a pipeline
+
+WHOLE = ["+cluster=h100x64", "parallel.sync_every_micro_batch=false"]  # 8B, gradients whole until a step's last pass
+
+
+def test_a_model_that_fits_without_a_pipeline_has_none_where_that_is_fastest():
+    config, why = settle(pretrain_config([*WHOLE, "parallel.pp=0"]), gpu("H100"), NETWORK)
+    assert (config.parallel.pp, config.parallel.least_pp) == (1, 1)
+    assert "parallel.pp" not in why
+
+
+def test_a_model_that_does_not_fit_otherwise_is_cut_into_stages_and_no_size_has_fewer_than_fit():
+    device = gpu("H100", memory_bytes=56 * GIB)
+    given, _ = settle(pretrain_config(WHOLE), device, NETWORK)
+    assert not any(each.fits for each in forecasts(given, device, NETWORK))
+    config, why = settle(pretrain_config([*WHOLE, "parallel.pp=0"]), device, NETWORK)
+    assert (config.parallel.pp, config.parallel.least_pp) == (2, 2)
+    assert why.startswith("by forecast for H100: parallel.pp=2 parallel.least_pp=2")
+    assert all(each.fits for each in forecasts(config, device, NETWORK))
+    # more stages than are needed where they are asked for, and at other sizes only as few as fit
+    four, _ = settle(pretrain_config([*WHOLE, "parallel.pp=4"]), device, NETWORK)
+    assert (four.parallel.pp, four.parallel.least_pp) == (4, 2)
+    assert {each.mesh.pp for each in forecasts(four, device, NETWORK)} > {2, 4}
+    roomy, _ = settle(pretrain_config([*WHOLE, "parallel.pp=4"]), gpu("H100"), NETWORK)
+    assert roomy.parallel.least_pp == 1
+
+
+def test_where_nothing_fits_what_takes_least_memory_is_chosen():
+    device = gpu("H100", memory_bytes=20 * GIB)
+    needed = {}
+    for pp in (0, 1, 2, 4, 8):
+        config, _ = settle(pretrain_config([*WHOLE, f"parallel.pp={pp}"]), device, NETWORK)
+        needed[pp] = forecast(config, 64, device, NETWORK).memory.total
+    assert needed[0] == min(needed.values())
+
+
+def test_stages_that_are_asked_for_stay():
+    asked = pretrain_config([*WHOLE, "parallel.pp=4", "parallel.least_pp=3"])
+    config, why = settle(asked, gpu("H100"), NETWORK)
+    assert (config.parallel.pp, config.parallel.least_pp) == (4, 3)
+    assert "parallel.pp" not in why
+
+
+def test_without_a_gpu_that_is_known_there_is_no_pipeline_but_one_that_is_asked_for():
+    config, why = settled(pretrain_config(["+cluster=cpu3", "parallel.pp=0"]))
+    assert (config.parallel.pp, config.parallel.least_pp, why) == (1, 1, "")
+
+
+def test_where_no_pipeline_is_possible_the_first_rule_that_is_broken_is_told():
+    with pytest.raises(RegrowError, match=r"data\.seq_len=1"):
+        settled(pretrain_config(["+cluster=h100x64", "parallel.pp=0", "data.seq_len=1"]))

@@ -395,10 +395,11 @@ def _context_parallel(config: PretrainConfig) -> None:
 def _pipeline(config: PretrainConfig) -> None:
     parallel, cluster = config.parallel, config.cluster
     pp, tp, cp, per_rank = parallel.pp, parallel.tp, parallel.cp, parallel.stages_per_rank
-    _need(pp >= 1, f"parallel.pp={pp} must be at least 1")
+    _need(pp >= 1, f"parallel.pp={pp} must be at least 1, or 0 for what the forecast finds fastest")
     _need(
-        1 <= parallel.least_pp <= pp,
-        f"parallel.least_pp={parallel.least_pp} must be 1 to parallel.pp={pp}: the fewest stages that there may be",
+        0 <= parallel.least_pp <= pp,
+        f"parallel.least_pp={parallel.least_pp} must be 1 to parallel.pp={pp}, the fewest stages that there may be, or "
+        "0 for as few as fit",
     )
     _need(
         per_rank >= 2, f"parallel.stages_per_rank={per_rank} must be at least 2; parallel.schedule=one_f_one_b has one"
@@ -410,7 +411,7 @@ def _pipeline(config: PretrainConfig) -> None:
         f"cluster.max_workers={cluster.max_workers} must be a multiple of {ranks_of_unit(pp=pp, cp=cp, tp=tp)} workers",
     )
     _need(
-        cluster.min_workers >= parallel.least_pp * tp * cp,
+        cluster.min_workers >= max(1, parallel.least_pp) * tp * cp,
         f"cluster.min_workers={cluster.min_workers} must be at least "
         f"{ranks_of_unit(least_pp=parallel.least_pp, cp=cp, tp=tp)} workers",
     )

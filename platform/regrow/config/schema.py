@@ -239,8 +239,8 @@ class ParallelConfig:
     dp_replicate: int = 1  # HSDP replicas when they divide the world size, else 1; 1: FSDP over all ranks
     tp: int = 1  # ranks of a node that share each block's arithmetic, and between blocks its tokens
     cp: int = 1  # ranks that share each row's tokens, and gather keys and values for attention
-    pp: int = 1  # ranks of a pipeline, each with a part of the blocks, in groups of a multiple of that
-    least_pp: int = 1  # with pp above 1: fewest ranks of a pipeline in groups of other sizes, planned anew
+    pp: int = 1  # ranks of a pipeline, each with a part of the blocks, in groups of a multiple of that; 0: by forecast
+    least_pp: int = 0  # fewest ranks of a pipeline in groups of other sizes, planned anew; 0: as few as fit a GPU
     schedule: PipelineSchedule = PipelineSchedule.one_f_one_b  # with pp: order of forwards and backwards
     stages_per_rank: int = 2  # with schedule=interleaved: parts of the blocks that each rank has
     float8: Float8 = Float8.none  # recipe of the blocks' linear layers; emulated off-GPU

@@ -25,7 +25,7 @@ def pipelines_of(model: ModelConfig, parallel: ParallelConfig, seq_len: int) -> 
     def cut(pp: int) -> Stages:
         return cut_blocks(model.num_layers, pp, per_rank, before=EMBEDDING, behind=output)
 
-    return Pipelines(parallel.pp, parallel.least_pp, model.num_layers // per_rank, cut)
+    return Pipelines(parallel.pp, max(1, parallel.least_pp), model.num_layers // per_rank, cut)
 
 
 def slowest_share(model: ModelConfig, stages: Stages, seq_len: int) -> float:

@@ -18,6 +18,7 @@ from regrow.drill.log import Record, RunFollower
 from regrow.drill.result import conclude, gather
 from regrow.drill.session import DrillSession
 from regrow.errors import ConfigError
+from regrow.forecast.settle import settled
 from regrow.progress import last_step
 from regrow.record.run_folder import run_folder
 from regrow.runtime.run_folder import check_may_start
@@ -31,6 +32,8 @@ def run_drill(config: DrillJobConfig) -> bool:
     """Carry out a drill, or go on with one; whether every promise held. Raises RegrowError for a user's mistake."""
     plan, seed = plan_of(config)
     config = with_end(config, plan)
+    if not config.parallel.pp:
+        config, _ = settled(config)
     check(config)
     end = last_step(config.train.steps, config.train.stop_at_step)
     apart = config.drill.hosts is DrillHosts.apart

@@ -22,7 +22,7 @@ from regrow.control.verification import Outcome
 from regrow.data.read.corpora import Corpora, find_corpora
 from regrow.data.read.outage import Patience, PatientReader
 from regrow.errors import NotWrittenError
-from regrow.forecast.estimate import settled
+from regrow.forecast.settle import settled
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import BACKENDS, coordinates_of, replica_group
 from regrow.parallel.stream import stream_of

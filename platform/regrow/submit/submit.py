@@ -13,6 +13,7 @@ from regrow.config.schema import PretrainConfig, SubmitAction, SubmitBackend, Su
 from regrow.config.store import pretrain_overrides
 from regrow.data.preflight import check_corpus
 from regrow.errors import ConfigError, UnseenError
+from regrow.forecast.settle import settled
 from regrow.record.provenance import git_sha
 from regrow.submit.check import broken_rules, check_may_apply, check_storage, check_submit
 from regrow.submit.job_status import use_token
@@ -23,6 +24,8 @@ from regrow.submit.render import Code, job_name, render, to_yaml
 
 def submit(config: SubmitJobConfig, given: Sequence[str]) -> int:
     """Carry out `submit.action` for a config and the arguments that it was composed from; the exit status."""
+    if not config.parallel.pp:
+        config, _ = settled(config)
     check(config)
     check_submit(config)
     code = Code(git_sha(), metadata.version("ray"))

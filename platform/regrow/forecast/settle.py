@@ -1,0 +1,165 @@
+"""What a configuration leaves open: stages of a pipeline, slices of a pass. The forecast weighs them, once for a run,
+before anything starts, so that all ranks have the same numbers and a change of the group changes none.
+"""
+
+import contextlib
+from dataclasses import replace
+from itertools import product
+from typing import TypeVar
+
+from regrow.config.check import check, topologies, topology_of, world_sizes
+from regrow.config.schema import ParallelConfig, PlanConfig, PretrainConfig
+from regrow.config.stages import stages_per_rank
+from regrow.errors import ConfigError, RegrowError
+from regrow.forecast.cost import Network
+from regrow.forecast.devices import GIB, Device
+from regrow.forecast.estimate import forecast, gpu_of, network_of
+
+ROOM_SHARE = 0.85  # of what is usable, that larger passes may fill: what compiled blocks keep on a GPU is an assumption
+MOST_SIZES = 9  # of the group, that are looked at
+
+C = TypeVar("C", bound=PretrainConfig)
+
+
+def settled(config: C) -> tuple[C, str]:
+    """As `settle`, for the GPUs that `cluster.name` names. Raises RegrowError for what `check` refuses."""
+    plan, device = PlanConfig(), None
+    if config.cluster.gpus_per_worker:
+        with contextlib.suppress(ConfigError):  # a cluster by another name
+            device = gpu_of(config, plan)
+    return settle(config, device, network_of(config, plan))
+
+
+def settle(config: C, device: Device | None, network: Network) -> tuple[C, str]:
+    """Numbers for all that is open, and why; or nothing. Raises RegrowError for what `check` refuses."""
+    if config.parallel.pp:
+        check(replace(config, parallel=replace(config.parallel, least_pp=config.parallel.least_pp or 1)))
+    config, stages = settle_stages(config, device, network)
+    check(config)
+    config, passes = settle_passes(config, device, network)
+    return config, "\n".join(filter(None, (stages, passes)))
+
+
+def settle_stages(config: C, device: Device | None, network: Network) -> tuple[C, str]:
+    """How many stages a pipeline has at the largest world size, and how few it may have at others.
+
+    The fastest that fits; of others the fewest with which every size fits. Where nothing fits, what takes least memory.
+    Without a GPU, or where its kind is not known (None), no pipeline where none is asked for, and no least number.
+    Raises RegrowError where no number of stages passes `check`.
+    """
+    parallel = config.parallel
+    if parallel.pp and parallel.least_pp:
+        return config, ""
+    if device is None or parallel.pp == 1:
+        return _with_stages(config, parallel.pp or 1, parallel.least_pp or 1), ""
+    if parallel.pp:
+        chosen = config
+    else:
+        chosen = _fastest_pipeline(config, device, network)
+    pp = chosen.parallel.pp
+    least = parallel.least_pp or _fewest_stages(chosen, device, network)
+    found = f"by forecast for {device.name}: parallel.pp={pp} parallel.least_pp={least}" if pp > 1 else ""
+    return _with_stages(chosen, pp, least), found
+
+
+def _fastest_pipeline(config: C, device: Device, network: Network) -> C:
+    """At the largest world size, of those that fit at every one; where none does, what takes least memory."""
+    cluster, parallel = config.cluster, config.parallel
+    most = config.model.num_layers // stages_per_rank(parallel)
+    units = cluster.max_workers // (parallel.tp * parallel.cp)
+    tried: list[tuple[bool, float, C]] = []
+    refused: RegrowError | None = None
+    for pp in [each for each in range(1, max(1, most) + 1) if each <= max(1, units) and units % each == 0]:
+        each = _with_stages(config, pp, min(pp, parallel.least_pp or pp))
+        try:
+            check(each)
+        except RegrowError as error:
+            refused = refused or error
+            continue
+        each, _ = settle_passes(each, device, network)
+        found = forecast(each, max(world_sizes(each).values()), device, network)
+        open_passes = replace(parallel, pp=pp, least_pp=each.parallel.least_pp)
+        fits = _fits(each, 1.0, device, network)
+        order = found.time.step_s if fits else float(found.memory.total)
+        tried.append((not fits, order, replace(config, parallel=open_passes)))
+    if not tried:
+        assert refused is not None
+        raise refused
+    return min(tried, key=lambda each: each[:2])[2]
+
+
+def _fewest_stages(config: C, device: Device, network: Network) -> int:
+    """Of all world sizes but the multiples of the configured pipeline; that pipeline's, where fewer do not fit."""
+    pp = config.parallel.pp
+    for least in range(1, pp):
+        each = _with_stages(config, pp, least)
+        try:
+            check(each)
+        except RegrowError:  # sizes that these leave out
+            continue
+        if _fits(settle_passes(each, device, network)[0], 1.0, device, network):
+            return least
+    return pp
+
+
+def _with_stages(config: C, pp: int, least_pp: int) -> C:
+    return replace(config, parallel=replace(config.parallel, pp=pp, least_pp=least_pp))
+
+
+def settle_passes(config: C, device: Device | None, network: Network) -> tuple[C, str]:
+    """How many slices a pass has, and when gradients are reduced, where that is open: numbers, and why; or nothing.
+
+    Few large passes launch less, gather less often and add to fewer gradients; gradients that every pass reduces take
+    traffic and leave room for larger passes. The forecast weighs them, before anything starts and once for a run, so
+    that a change of the group changes no shapes and all ranks have the same.
+
+    Without a GPU, or where its kind is not known (None), a pass is a slice, and the last one reduces. So in a pipeline,
+    where few large passes are a large bubble.
+    """
+    parallel = config.parallel
+    if parallel.slices_per_pass and parallel.sync_every_micro_batch is not None:
+        return config, ""
+    if device is None or config.cluster.gpus_per_worker == 0 or parallel.pp > 1:
+        return _with(config, parallel.slices_per_pass or 1, bool(parallel.sync_every_micro_batch)), ""
+    chosen = _fastest_that_fits(config, device, network)
+    at_least = forecast(chosen, config.cluster.min_workers, device, network)
+    passes, reduced = chosen.parallel.slices_per_pass, chosen.parallel.sync_every_micro_batch
+    return chosen, (
+        f"by forecast for {device.name}: parallel.slices_per_pass={passes} "
+        f"parallel.sync_every_micro_batch={str(reduced).lower()}, {at_least.memory.total / GIB:.0f} of "
+        f"{at_least.usable_bytes / GIB:.0f} GiB at {config.cluster.min_workers} workers"
+    )
+
+
+def _fastest_that_fits(config: C, device: Device, network: Network) -> C:
+    """The fastest at the largest world size that fits all; where none does, what takes least memory."""
+    parallel = config.parallel
+    full = max(world_sizes(config).values())
+    most = topology_of(config, full).batch.most_slices
+    # passes of one size: each other one would be compiled too
+    sizes = [parallel.slices_per_pass] if parallel.slices_per_pass else [n for n in range(1, most + 1) if most % n == 0]
+    reduces = [False, True] if parallel.sync_every_micro_batch is None else [parallel.sync_every_micro_batch]
+    tried = [_with(config, size, reduce) for size, reduce in product(sizes, reduces)]
+    plainest, smallest = tried[: len(reduces)], tried[len(reduces) - 1]
+    times = [forecast(each, full, device, network).time.step_s for each in tried]
+    for _, number in sorted((time, number) for number, time in enumerate(times)):
+        room = 1.0 if tried[number] in plainest else ROOM_SHARE
+        if _fits(tried[number], room, device, network):
+            return tried[number]
+    return smallest
+
+
+def _fits(config: PretrainConfig, room: float, device: Device, network: Network) -> bool:
+    table = topologies(config)
+    sizes = list(table)
+    looked_at = {*sizes[:: max(1, len(sizes) // (MOST_SIZES - 2))], sizes[0], sizes[-1]}
+    looked_at |= set(
+        {table[size].mesh.pp: size for size in reversed(sizes)}.values()
+    )  # the smallest with so many stages
+    found = (forecast(config, size, device, network, table) for size in sorted(looked_at))
+    return all(each.memory.total <= room * each.usable_bytes for each in found)
+
+
+def _with(config: C, slices_per_pass: int, reduce: bool) -> C:
+    parallel: ParallelConfig = replace(config.parallel, slices_per_pass=slices_per_pass, sync_every_micro_batch=reduce)
+    return replace(config, parallel=parallel)
