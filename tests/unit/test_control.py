@@ -198,7 +198,7 @@ def test_a_run_that_waits_for_workers_says_what_it_waits_for() -> None:
         told.now += YIELD_S / 2
         told()
     (note,) = told.records("note")
-    assert note["text"].startswith("1 workers are left of cluster.min_workers=2: the run waits for others, up to ")
+    assert note["text"].startswith("1 of cluster.min_workers=2 workers are left: the run waits for others, up to ")
     assert note["text"].endswith("; Ray starts none on nodes that drain: b")
 
 

@@ -40,7 +40,7 @@ class TooFew:
             nodes = ", ".join(sorted(node[:12] for node in draining))
             waits = f"the run waits for others, up to {self.patience_s:.0f} s"
             drain = f"; Ray starts none on nodes that drain: {nodes}" if nodes else ""
-            self.out.record("note", text=f"{left} workers are left of cluster.min_workers={self.least}: {waits}{drain}")
+            self.out.record("note", text=f"{left} of cluster.min_workers={self.least} workers are left: {waits}{drain}")
         if now - self.since <= self.patience_s:
             return ""
         return (
