@@ -20,16 +20,8 @@ EVENTS: list[Row] = [
 
 
 def fault(what: str, **more: Any) -> Row:
-    kind = what.split()[0]
-    return {
-        "record": "fault",
-        "number": 0,
-        "kind": kind,
-        "what": what,
-        "time": AT,
-        "step": 40,
-        "victims": [VICTIM],
-    } | more
+    at = {"number": 0, "time": AT, "step": 40, "world_size": 2, "victims": [VICTIM]}
+    return {"record": "fault", "kind": what.split()[0], "what": what} | at | more
 
 
 def suspected(kind: str, after_s: float, victim: Row = VICTIM, **more: Any) -> Row:

@@ -135,22 +135,6 @@ class Injector:
         stop()
         return [victim]
 
-    def _corrupt_snapshot(self, scene: Scene) -> list[Victim]:
-        node, pids = scene.workers[scene.rank]["node"], [self.pid_of(worker) for worker in scene.workers]
-        killed = scene.other_worker(node, self.pid_of)
-        if not all(map(is_alive, pids)):
-            raise NotNow("it takes workers that are all alive")
-        send(signal.SIGSTOP, pids)  # nothing newer is to be committed
-        try:
-            time.sleep(SETTLE_S)
-            damaged = [name for folder in self.nodes.memory_of(node) for name in damage(folder)]
-            if not damaged:
-                raise NotNow("no snapshot is committed on that node")
-            send(signal.SIGKILL, [self.pid_of(killed)])
-        finally:
-            send(signal.SIGCONT, pids)
-        return [{"what": "snapshot", "node": node, "files": damaged}, killed]
-
     def _kill_node(self, scene: Scene) -> list[Victim]:
         victims = self.on_node(scene)
         self.nodes.kill(scene.node)
@@ -332,7 +316,7 @@ def _ways(injector: Injector) -> dict[str, Callable[[Scene], list[Victim]]]:
         "kill_worker": injector._kill_worker,
         "stop_worker": injector._stop_worker,
         "slow_worker": injector._slow_worker,
-        "corrupt_snapshot": injector._corrupt_snapshot,
+        "corrupt_snapshot": lambda scene: corrupt_snapshot(injector, scene),
         "kill_node": injector._kill_node,
         "drain_node": injector._drain_node,
         "black_hole_node": injector._black_hole_node,
@@ -350,6 +334,23 @@ def _ways(injector: Injector) -> dict[str, Callable[[Scene], list[Victim]]]:
         "interrupt_driver": injector._interrupt_driver,
         "drain_all": injector._drain_all,
     }
+
+
+def corrupt_snapshot(injector: Injector, scene: Scene) -> list[Victim]:
+    node, pids = scene.workers[scene.rank]["node"], [injector.pid_of(worker) for worker in scene.workers]
+    killed = scene.other_worker(node, injector.pid_of)
+    if not all(map(is_alive, pids)):
+        raise NotNow("it takes workers that are all alive")
+    send(signal.SIGSTOP, pids)  # nothing newer is to be committed
+    try:
+        time.sleep(SETTLE_S)
+        damaged = [name for folder in injector.nodes.memory_of(node) for name in damage(folder)]
+        if not damaged:
+            raise NotNow("no snapshot is committed on that node")
+        send(signal.SIGKILL, [injector.pid_of(killed)])
+    finally:
+        send(signal.SIGCONT, pids)
+    return [{"what": "snapshot", "node": node, "files": damaged}, killed]
 
 
 def free_bytes(folder: str | Path) -> int:
