@@ -22,10 +22,11 @@ sys.path[:0] = [str(ROOT / "platform"), str(ROOT / "tests"), str(ROOT)]
 
 from benchmarks.measure import Result, write_result  # noqa: E402
 
+from regrow.control.phases import Phase  # noqa: E402
 from regrow.control.slow import READ_S, SlowRanks  # noqa: E402
 from support.gloo import run_ranks  # noqa: E402
 from support.slow_world import World  # noqa: E402
-from support.suspecting import hang_in_validation, train_with_a_slow_rank  # noqa: E402
+from support.suspecting import hang, train_with_a_slow_rank  # noqa: E402
 
 STEPS_S, JITTERS, SIZES = (0.5, 2.0, 10.0), (0.02, 0.05, 0.1, 0.3), (3, 64)
 BEGINS_S, GIVEN_UP_S = 200.0, 3600.0
@@ -77,7 +78,7 @@ def on_real_ranks(result: Result, rounds: int) -> None:
             (_, seconds), *_ = run_ranks(train_with_a_slow_rank, 3, folder, READ_S, deadline_s=600.0)
             named.append(seconds)
         with tempfile.TemporaryDirectory(prefix="detection-") as folder:
-            (_, _, seconds), *_ = run_ranks(hang_in_validation, 3, folder, deadline_s=600.0)
+            (_, _, seconds), *_ = run_ranks(hang, 3, folder, Phase.validation, deadline_s=600.0)
             hung.append(seconds)
     result.add("real_ranks_slow_named_s", named)
     result.add("real_ranks_hang_in_validation_found_s", hung)
