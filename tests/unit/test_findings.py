@@ -123,3 +123,12 @@ def test_plans_without_such_faults_are_judged_as_before() -> None:
     assert not sought("kill_worker", "kill_worker")
     *_, verdict = judge(evidence([fault("slow_link for_s=20")], []))
     assert "is found in time" not in verdict.claim
+
+
+@pytest.mark.parametrize(("steps", "holds"), [(2 * EVERY, True), (3 * EVERY, False)])
+def test_a_corruption_takes_back_what_was_not_verified_and_no_more(steps: int, holds: bool) -> None:
+    group = {"event": "generation", "generation": 2, "time": AT + 20, "workers": [], "source": "snapshot"}
+    corrupted = group | {"cause": "corrupted", "recomputed_steps": steps}
+    verdicts = judge(evidence([fault("flip_gradients", axes={"dp_replicate": 1})], [corrupted]))
+    (verdict,) = [each for each in verdicts if "a failure costs at most" in each.claim]
+    assert verdict.holds is holds
