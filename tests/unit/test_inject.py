@@ -60,7 +60,7 @@ def test_an_order_to_flip_bits_is_left_where_the_worker_looks(
     injector.nodes.orders = lambda node: tmp_path / node  # type: ignore[method-assign]
     (tmp_path / "node1").mkdir()
     for number, line in enumerate(("flip_weights rank=1", "flip_gradients rank=1 chance=0.5")):
-        (victim,) = injector.inject(number, *parse_plan([f"at step 1: {line}"]), workers, driver=0)
+        victim, *_ = injector.inject(number, *parse_plan([f"at step 1: {line}"]), workers, driver=0)
         assert victim["rank"] == 1
     order = json.loads((tmp_path / "node1" / f"{workers[1]['pid']}.json").read_text())
     assert order == vars(Order(GRADIENTS, chance=0.5))

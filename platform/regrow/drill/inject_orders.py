@@ -38,8 +38,10 @@ class Ordered:
 
     def _flip(self, scene: "Scene") -> "list[Victim]":
         what = scene.fault.kind.removeprefix("flip_")
-        order = Order(what) if scene.fault.kind == FLIP_WEIGHTS else Order(what, scene.option("chance"))
-        return [self._order(scene, order)]
+        if scene.fault.kind == FLIP_WEIGHTS:
+            return [self._order(scene, Order(what))]
+        victim = self._order(scene, Order(what, scene.option("chance")))
+        return [victim, {"what": "node", "node": victim["node"]}]  # which goes once it is found
 
     def _slow_rank(self, scene: "Scene") -> "list[Victim]":
         share, for_s = scene.option("share"), scene.option("for_s")

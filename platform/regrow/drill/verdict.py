@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from regrow.drill.faults import KINDS, LOOK
+from regrow.drill.faults import DEAD_MOUNT, KINDS, LOOK
 from regrow.drill.findings import AGAIN, Finding, find, sought
 
 Row = dict[str, Any]
@@ -413,7 +413,7 @@ def _processes(fault: Row) -> list[tuple[str, int]]:
 
 def _nodes_taken(fault: Row) -> list[str]:
     """With all that came to be on them: a worker that waited for a group is no victim by its pid."""
-    takes = KINDS[fault["kind"]].nodes < 0
+    takes = KINDS[fault["kind"]].nodes < 0 or fault["kind"] == DEAD_MOUNT
     return [victim["node"] for victim in fault["victims"] if takes and victim["what"] == "node"]
 
 
