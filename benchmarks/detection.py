@@ -8,7 +8,8 @@ steps of such groups without it, and with one step in a hundred five times as lo
 Real: three gloo ranks of this machine, their heartbeats' files and control's own classes in the place of keepers and
 coordinator; work is a sleep, which one rank takes 15% longer, or once does not end in a validation.
 
-Not here: the same of whole jobs, with Ray, and of stock Ray Train. Nothing is compared: there is no peer.
+Whole jobs, with Ray, ours and stock Ray Train: `detection_jobs.py`. Partitions and slow links take hosts apart, and
+are drills (`partition_head`, `gray_link`), whose verdicts have the seconds.
 """
 
 import argparse
@@ -16,17 +17,22 @@ import statistics
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "platform"), str(ROOT / "tests"), str(ROOT)]
 
+from benchmarks.detection_jobs import of_whole_jobs  # noqa: E402
 from benchmarks.measure import Result, write_result  # noqa: E402
+from benchmarks.recovery_samples import DEFAULT, OURS, TUNED  # noqa: E402
 
+from regrow.control.phases import Phase  # noqa: E402
 from regrow.control.slow import READ_S, SlowRanks  # noqa: E402
 from support.gloo import run_ranks  # noqa: E402
 from support.slow_world import World  # noqa: E402
-from support.suspecting import hang_in_validation, train_with_a_slow_rank  # noqa: E402
+from support.suspecting import hang, train_with_a_slow_rank  # noqa: E402
 
+PARTS = [VIRTUAL, REAL, JOBS] = ["virtual", "real", "jobs"]
 STEPS_S, JITTERS, SIZES = (0.5, 2.0, 10.0), (0.02, 0.05, 0.1, 0.3), (3, 64)
 BEGINS_S, GIVEN_UP_S = 200.0, 3600.0
 FALSE_STEPS = 10_000
@@ -77,7 +83,7 @@ def on_real_ranks(result: Result, rounds: int) -> None:
             (_, seconds), *_ = run_ranks(train_with_a_slow_rank, 3, folder, READ_S, deadline_s=600.0)
             named.append(seconds)
         with tempfile.TemporaryDirectory(prefix="detection-") as folder:
-            (_, _, seconds), *_ = run_ranks(hang_in_validation, 3, folder, deadline_s=600.0)
+            (_, _, seconds), *_ = run_ranks(hang, 3, folder, Phase.validation, deadline_s=600.0)
             hung.append(seconds)
     result.add("real_ranks_slow_named_s", named)
     result.add("real_ranks_hang_in_validation_found_s", hung)
@@ -86,14 +92,24 @@ def on_real_ranks(result: Result, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 20")
+    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 20, of stock one instead of three")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--sides", nargs="+", choices=[OURS, DEFAULT, TUNED], default=[OURS, DEFAULT, TUNED])
     options = parser.parse_args()
     rounds, result = 3 if options.quick else 20, Result()
-    in_virtual_time(result, rounds)
-    on_real_ranks(result, min(rounds, 5))
-    slow = [value for name, value in result.figures.items() if name.startswith("named_s_")]
-    result.runs["named"] = {"rounds": rounds, "median_of_medians_s": statistics.median(slow), "given_up_s": GIVEN_UP_S}
-    write_result(options.out, result.figures, spread=result.spread, peers=result.peers, runs=result.runs)
+    failures: list[str] = []
+    if VIRTUAL in options.only:
+        in_virtual_time(result, rounds)
+        slow = [value for name, value in result.figures.items() if name.startswith("named_s_")]
+        median_s = statistics.median(slow)
+        result.runs["named"] = {"rounds": rounds, "median_of_medians_s": median_s, "given_up_s": GIVEN_UP_S}
+    if REAL in options.only:
+        on_real_ranks(result, min(rounds, 5))
+    if JOBS in options.only:
+        with tempfile.TemporaryDirectory(prefix="detection-", ignore_cleanup_errors=True) as folder:
+            failures = of_whole_jobs(result, Path(folder), rounds, 1 if options.quick else 3, options.sides)
+    said: dict[str, Any] = {"spread": result.spread, "peers": result.peers, "runs": result.runs, "failures": failures}
+    write_result(options.out, result.figures, **said)
 
 
 if __name__ == "__main__":

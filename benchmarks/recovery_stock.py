@@ -77,6 +77,7 @@ def train_fn(settings: dict[str, Any]) -> None:
     from regrow.plan.batch import plan_batch
     from regrow.plan.mesh import plan_mesh
     from regrow.train.build import build_step
+    from regrow.train.orders import hang_where_ordered
 
     config = settings["config"]
     optim, parallel = config.optim, config.parallel
@@ -107,6 +108,7 @@ def train_fn(settings: dict[str, Any]) -> None:
     tokens_per_step = optim.global_batch_seqs * config.data.seq_len
     with open(Path(settings["folder"]) / "steps.jsonl", "a", buffering=1) as lines:
         for number in itertools.count(finished + 1):
+            hang_where_ordered("step")  # of detection.py
             first = (number - 1) * optim.global_batch_seqs
             rows = np.arange(first + mine.start * slice_seqs, first + mine.stop * slice_seqs) % reader.num_rows
             slices = torch.from_numpy(reader.read(rows).astype("int64")).unflatten(0, (-1, slice_seqs))

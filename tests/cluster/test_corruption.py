@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from regrow.train.flips import ACTIVATIONS, FLIPS, Order
+from regrow.train.orders import ACTIVATIONS, ORDERS, Order
 from support.cluster import SMALL, Job
 
 STEPS = 120
@@ -30,7 +30,7 @@ def test_a_rank_that_computes_wrong_is_expelled_and_the_losses_are_an_undisturbe
         expected = [row["loss"] for row in job.metrics()]
     orders = storage / "orders"
     orders.mkdir()
-    monkeypatch.setenv(FLIPS, str(orders))
+    monkeypatch.setenv(ORDERS, str(orders))
     with Job(storage, "corrupted", *OVERRIDES, "cluster.verify_every_steps=10") as job:
         job.wait_for(lambda: job.last_step() >= 33, 400)
         victim = job.workers()[1]

@@ -3,8 +3,6 @@
 import json
 import os
 import pickle
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -34,6 +32,7 @@ from regrow.runtime.keeper import KeeperInfo
 from regrow.storage import Storage
 from regrow.train.validation import Validation
 from support.actors import Handle
+from support.breaking import Mounted
 from support.corpus import write_corpus
 
 pytestmark = [
@@ -41,32 +40,6 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 SLOW_S = 1.0
-
-
-class Mounted:
-    """A run's folder, and what is wrong with it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.real, self.folder = folder / "real", folder / "mounted"
-        self.real.mkdir()
-        self.folder.mkdir()
-        command = [sys.executable, "-m", "regrow.drill.breakable", str(self.real), str(self.folder)]
-        with_parent = ["setpriv", "--pdeathsig", "KILL", *command]
-        self.server = subprocess.Popen(with_parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self.server.stdout is not None
-        assert self.server.stdout.readline(), "it could not be mounted"
-
-    def breaks(self, **fault: Any) -> None:
-        assert self.server.stdin is not None
-        assert self.server.stdout is not None
-        self.server.stdin.write(json.dumps(fault) + "\n")
-        self.server.stdin.flush()
-        self.server.stdout.readline()
-
-    def close(self) -> None:
-        self.server.kill()
-        self.server.wait()
-        subprocess.run(["umount", "--lazy", str(self.folder)], check=False, capture_output=True)
 
 
 @pytest.fixture

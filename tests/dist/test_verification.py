@@ -4,8 +4,8 @@ import pytest
 
 from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ParallelConfig
 from regrow.control.verification import GRADIENTS, LOSS
-from regrow.train.flips import ACTIVATIONS, WEIGHTS, Order
-from regrow.train.flips import GRADIENTS as IN_GRADIENTS
+from regrow.train.orders import ACTIVATIONS, WEIGHTS, Order
+from regrow.train.orders import GRADIENTS as IN_GRADIENTS
 from support.gloo import run_ranks
 from support.verifying import train_verifying
 

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -81,25 +82,32 @@ def train_with_a_slow_rank(folder: str, read_s: float) -> tuple[list[dict[str, A
     return [dict(command.fields) for command in out if isinstance(command, Record)], time.monotonic() - began
 
 
-def hang_in_validation(folder: str) -> tuple[int, list[str], float]:
-    """This process' pid; on rank 0, which is to be given up and why, while one does not come; how long it hung."""
+def hang(folder: str, phase: Phase, mount: str = "") -> tuple[int, list[str], float]:
+    """This process' pid; on rank 0, which is to be given up and why, while one does not come; how long it hung.
+
+    It does not come out of the fourth such phase before one is found, or reads a file of `mount`, which answers then.
+    """
     own, over, rank = mine(folder), Path(folder) / "over", dist.get_rank()
     heartbeat = Heartbeat(own)
     pids: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(pids, os.getpid())
-    heartbeat.enter(1, Breaker())
-    heartbeat.trains(lambda: True, lambda: (0, 0))
     found: list[str] = []
-    watch = watcher(folder, pids, found)
     if rank == 0:
-        threading.Thread(target=watch, daemon=True).start()
+        threading.Thread(target=watcher(folder, pids, found), daemon=True).start()
     for number in range(1, 5):
-        heartbeat.stepped(number)
+        if number == 1 or phase is Phase.first_step:
+            heartbeat.enter(number, Breaker())
+            heartbeat.trains(lambda: True, lambda: (0, 0))
+        if phase is not Phase.first_step:
+            heartbeat.stepped(number)
         hung_at = time.monotonic()
-        with heartbeat.phase(Phase.validation):
+        with nullcontext() if phase in (Phase.first_step, Phase.step) else heartbeat.phase(phase):
+            if number == 4 and rank == HUNG and mount:
+                Path(mount, "rows").read_bytes()
             while number == 4 and rank == HUNG and not over.exists():
                 time.sleep(0.1)
             dist.all_reduce(torch.zeros(3))
+        heartbeat.stepped(number)
     return os.getpid(), found, time.monotonic() - hung_at
 
 

@@ -15,7 +15,8 @@ from regrow.plan.mesh import Coordinates
 from regrow.state.entries import training_entries
 from regrow.state.memory.writer import Snapshots
 from regrow.train.build import build_step
-from regrow.train.flips import WEIGHTS, BitFlipper, Order
+from regrow.train.flips import BitFlipper
+from regrow.train.orders import WEIGHTS, Order
 from regrow.train.verify import VerifiedRows
 from support.training import Training, build, micro_batches, run_steps, topology_of
 

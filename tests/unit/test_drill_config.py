@@ -13,6 +13,7 @@ from regrow.config.schema import DrillHosts, DrillJobConfig, MixtureStage, Pretr
 from regrow.config.spares import most_workers
 from regrow.config.store import CONF_DIR, pretrain_overrides, to_dataclass
 from regrow.drill.faults import KINDS, check_plan, parse_plan
+from regrow.drill.findings import SOUGHT
 from regrow.drill.run import keep_plan, plan_of, with_end
 from regrow.errors import ConfigError
 
@@ -38,7 +39,7 @@ def test_the_plans_that_the_documentation_promises_are_there() -> None:
     named += " one_after_another kill_controller kill_driver corrupt_snapshot fill_memory slow_worker two_at_once soak"
     named += (
         " stopped_actors notices partition_node partition_head partition_peer blink_node slow_link storage newcomers"
-        " light_soak long_stops"
+        " light_soak gray_soak gray_link hangs long_stops"
     )
     assert sorted(named.split()) == PLANS
     documented = (Path(CONF_DIR).parent / "docs/drills.md").read_text()
@@ -99,7 +100,10 @@ def test_a_soak_on_hosts_apart_is_partitions_and_broken_storage_for_a_third() ->
     broken = [fault for fault in drawn if fault.kind.startswith(("partition", "blink")) or "storage" in fault.kind]
     assert len(broken) > len(drawn) / 3
     never = {"fill_memory", "bad_link", "look"}  # it has no room of its own; netem; it is no fault
-    never |= {"flip_weights", "flip_gradients", "flip_activations"}  # which need cluster.verify_every_steps
+    gray, _ = plan_of(composed("+drill=gray_soak", "drill.faults=3000"))
+    gray_only = SOUGHT - {"slow_link"}  # they are found before the next one comes
+    assert {fault.kind for fault in gray} >= SOUGHT
+    never |= gray_only
     assert {fault.kind for fault in drawn} == KINDS.keys() - never
     together, _ = plan_of(composed("+drill=soak", "drill.faults=3000"))
     assert not any(KINDS[fault.kind].apart for fault in together)

@@ -2,8 +2,10 @@
 
 import itertools
 import re
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +18,8 @@ from regrow.drill.faults import (
     check_plan,
     draw_faults,
     from_json,
+    may_befall,
+    parse_faults,
     parse_plan,
     plan_lines,
     to_json,
@@ -167,6 +171,24 @@ def test_seeds_and_weights_matter() -> None:
     kinds = [fault.kind for fault in plan]
     assert kinds.count("kill_worker") > 2 * kinds.count("kill_keeper") > 0
     assert min(kinds.count("kill_node"), kinds.count("return_node")) > 100
+
+
+def test_who_a_fault_may_befall_changes_no_soak_of_a_seed() -> None:
+    """Plans of evidence are drawn as they were before some faults took groups of a size."""
+    for name in ("soak", "light_soak"):
+        plan = yaml.safe_load((Path(__file__).parents[2] / f"conf/drill/{name}.yaml").read_text())["drill"]
+        for fault in itertools.chain.from_iterable(map(parse_faults, plan["kinds"])):
+            assert all(may_befall(fault, ranks) for ranks in range(plan["most_nodes"] + 1))
+
+
+def test_a_fault_is_drawn_only_for_groups_that_it_is_for() -> None:
+    kinds = {"flip_weights replicas=2": 3, "flip_gradients": 3, "return_node": 3, "kill_node": 2}
+    here, drawn = 4, draw_faults(random_faults(count=500, kinds=kinds, nodes=4))
+    for fault in drawn:
+        assert fault.kind != "flip_weights" or here in (2, 4)
+        assert fault.kind != "flip_gradients" or here >= 3
+        here += KINDS[fault.kind].nodes
+    assert {fault.kind for fault in drawn} == {"flip_weights", "flip_gradients", "return_node", "kill_node"}
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from regrow.errors import CheckpointError
 from regrow.state.memory.held import open_snapshot
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.slots import Committed
-from regrow.train.flips import ACTIVATIONS, WEIGHTS, BitFlipper, Order
+from regrow.train.flips import BitFlipper
+from regrow.train.orders import ACTIVATIONS, GRADIENTS, HANG, WEIGHTS, Order, hangs_since
 from support.keepers import SECRET, assert_state, cluster, entries_of, holders, snapshot
 
 Notes = list[tuple[int, str, dict[str, Any]]]
@@ -54,15 +55,30 @@ def injector(tmp_path: Path, notes: Notes) -> Iterator[Injector]:
 
 
 def test_an_order_to_flip_bits_is_left_where_the_worker_looks(
-    injector: Injector, workers: list[dict[str, Any]], tmp_path: Path
+    injector: Injector, workers: list[dict[str, Any]], notes: Notes, tmp_path: Path
 ) -> None:
-    injector.nodes.flips = lambda node: tmp_path / node  # type: ignore[method-assign]
+    injector.nodes.orders = lambda node: tmp_path / node  # type: ignore[method-assign]
     (tmp_path / "node1").mkdir()
     for number, line in enumerate(("flip_weights rank=1", "flip_gradients rank=1 chance=0.5")):
-        (victim,) = injector.inject(number, *parse_plan([f"at step 1: {line}"]), workers, driver=0)
+        victim, *_ = injector.inject(number, *parse_plan([f"at step 1: {line}"]), workers, driver=0)
         assert victim["rank"] == 1
     order = json.loads((tmp_path / "node1" / f"{workers[1]['pid']}.json").read_text())
-    assert order == {"what": "gradients", "chance": 0.5}
+    assert order == vars(Order(GRADIENTS, chance=0.5))
+    (hung,) = injector.inject(2, *parse_plan(["at step 1: hang_validation rank=1"]), workers, driver=0)
+    order = json.loads((tmp_path / "node1" / f"{hung['pid']}.hang.json").read_text())
+    assert order == vars(Order(HANG, phase="validation"))
+    injector.tick()
+    assert notes == []
+    hangs_since(tmp_path / "node1", hung["pid"]).touch()
+    injector.tick()
+    injector.tick()
+    assert [(number, what) for number, what, _ in notes] == [(2, "hangs")]
+
+
+def test_a_fault_waits_for_a_group_that_it_is_for(injector: Injector, workers: list[dict[str, Any]]) -> None:
+    for line in ("flip_weights replicas=2", "flip_gradients"):
+        with pytest.raises(NotNow, match="other ranks than"):
+            injector.inject(0, *parse_plan([f"at step 1: {line}"]), workers[: 2 if "grad" in line else 1], driver=0)
 
 
 def state_of(pid: int) -> str:

@@ -25,6 +25,14 @@ WORKER, NODE = "worker", "node"  # what a victim is
 
 
 LOOK = "look"
+SLOW_RANK, SLOW_LINK, DEAD_MOUNT, FLIP_WEIGHTS = "slow_rank", "slow_link", "dead_mount", "flip_weights"
+WRONG_UNITS = ("flip_gradients", "flip_activations")  # a host that computes wrong, and is given up
+HANGS = {  # phases, as `control.phases` has them
+    "hang_first_step": "first_step",
+    "hang_step": "step",
+    "hang_validation": "validation",
+    "hang_snapshot": "snapshot",
+}
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,7 @@ class Kind:
     options: Mapping[str, float | None] = field(default_factory=dict)
     nodes: int = 0  # how many more nodes there are after it
     apart: bool = False  # it takes hosts apart
+    ranks: int = 0  # fewest of the group that it may befall
 
 
 KINDS: dict[str, Kind] = {
@@ -47,11 +56,28 @@ KINDS: dict[str, Kind] = {
     "corrupt_snapshot": Kind(
         "the newest snapshots on a worker's node are damaged, then another node's worker is killed", WORKER
     ),
-    "flip_weights": Kind("a bit of a worker's weights is flipped", WORKER),
-    "flip_gradients": Kind("a worker computes a gradient wrong in each pass, by a chance", WORKER, {"chance": 1.0}),
-    "flip_activations": Kind(
-        "a worker computes an activation wrong in each pass, by a chance", WORKER, {"chance": 1.0}
+    FLIP_WEIGHTS: Kind("a bit of a worker's weights is flipped", WORKER, {"replicas": 1.0}),
+    "flip_gradients": Kind(
+        "a worker computes a gradient wrong in each pass, by a chance; its host goes once it is given up",
+        WORKER,
+        {"chance": 1.0},
+        nodes=-1,
+        ranks=3,
     ),
+    "flip_activations": Kind(
+        "a worker computes an activation wrong in each pass, by a chance; its host goes once it is given up",
+        WORKER,
+        {"chance": 1.0},
+        nodes=-1,
+        ranks=3,
+    ),
+    SLOW_RANK: Kind("a worker's steps take longer, by a share", WORKER, {"share": 0.3, "for_s": 120.0}),
+    "hang_step": Kind("a worker hangs in a step", WORKER, ranks=2),
+    "hang_first_step": Kind(
+        "a worker hangs in the first step of the next group; another node's worker is killed", WORKER, ranks=3
+    ),
+    "hang_validation": Kind("a worker hangs in the next validation", WORKER, ranks=2),
+    "hang_snapshot": Kind("a worker hangs where it begins a snapshot", WORKER, ranks=2),
     "kill_node": Kind("a node dies with all its processes and its memory", NODE, nodes=-1),
     "drain_node": Kind("Ray is told that a node will go, and it goes", NODE, {"deadline_s": 15.0}, nodes=-1),
     "black_hole_node": Kind(
@@ -102,7 +128,14 @@ KINDS: dict[str, Kind] = {
         "a node is cut off from all others for less than Ray takes to give it up", NODE, {"for_s": 4.0}, apart=True
     ),
     "partition_storage": Kind("a node's storage does not answer for a while", NODE, {"for_s": 20.0}, apart=True),
-    "slow_link": Kind("a node's link is slow for a while", NODE, {"rate_mbit": 20.0, "for_s": 20.0}, apart=True),
+    DEAD_MOUNT: Kind(
+        "a node's storage does not answer for a while, and another node's worker is killed",
+        NODE,
+        {"for_s": 120.0},
+        apart=True,
+        ranks=3,
+    ),
+    SLOW_LINK: Kind("a node's link is slow for a while", NODE, {"rate_mbit": 20.0, "for_s": 20.0}, apart=True),
     "bad_link": Kind(
         "a node's link delays and loses for a while",
         NODE,
@@ -181,6 +214,7 @@ class RandomFaults:
     least_nodes: int
     most_nodes: int
     apart: bool = False  # whether faults that take hosts apart are drawn, too
+    workers_on_node: int = 1
 
 
 def parse_plan(lines: Sequence[str]) -> list[Fault]:
@@ -252,7 +286,10 @@ def draw_faults(wanted: RandomFaults) -> list[Fault]:
     step, here = wanted.first_step, wanted.nodes
     while len(faults) < wanted.count:
         possible = [
-            (each, weight) for each, weight in choices if wanted.least_nodes <= here + _nodes(each) <= wanted.most_nodes
+            (each, weight)
+            for each, weight in choices
+            if wanted.least_nodes <= here + _nodes(each) <= wanted.most_nodes
+            and all(may_befall(fault, here * wanted.workers_on_node) for fault in each)
         ]
         if not possible:
             raise ConfigError(
@@ -264,6 +301,13 @@ def draw_faults(wanted: RandomFaults) -> list[Fault]:
         here += _nodes(chosen)
         step += low + int(dice.random() * (high - low + 1))
     return faults[: wanted.count]
+
+
+def may_befall(fault: Fault, ranks: int) -> bool:
+    """Whether a group of so many ranks is one that the fault is for; `replicas` of the model share them evenly."""
+    options = KINDS[fault.kind].options
+    replicas = int(fault.option("replicas") or 1) if "replicas" in options else 1
+    return ranks >= KINDS[fault.kind].ranks and ranks % replicas == 0
 
 
 def to_json(faults: Sequence[Fault], *, seed: int) -> bytes:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from regrow.control.values import Version
-from regrow.drill.faults import KINDS, LOOK, NODE, WORKER, Fault
+from regrow.drill.faults import KINDS, LOOK, NODE, WORKER, Fault, may_befall
+from regrow.drill.inject_orders import Ordered
 from regrow.drill.nodes import Nodes
 from regrow.drill.processes import is_alive, send
 from regrow.errors import CheckpointError
 from regrow.state.memory.held import COPY
 from regrow.state.memory.slots import SLOT, Committed, open_slot
-from regrow.train.flips import WEIGHTS, Order
 
 MOST_FILLED = 4 << 30  # bytes
 SETTLE_S = 0.5  # for keepers to commit what was sealed before everything was stopped
@@ -56,6 +56,13 @@ class Scene:
     def worker(self, rank: int) -> Victim:
         return {"what": "worker", "rank": rank, "pid": self.workers[rank]["pid"], "node": self.workers[rank]["node"]}
 
+    def other_worker(self, node: str, pid_of: Callable[[Victim], int]) -> Victim:
+        """The first one that lives on another node. Raises NotNow where there is none."""
+        for rank, worker in enumerate(self.workers):
+            if worker["node"] != node and is_alive(pid_of(self.worker(rank))):
+                return self.worker(rank)
+        raise NotNow("it takes workers on two nodes, both alive")
+
 
 class Injector:
     """Does what faults say, and later what follows from them. `tick` is called often, `does` has what is possible."""
@@ -65,10 +72,13 @@ class Injector:
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._stopped: set[int] = set()
         self._undo: dict[int, Callable[[], None]] = {}  # what is still wrong, by the fault's number
-        self.does = _ways(self)
+        self._ordered = Ordered(self)
+        self.does = _ways(self) | self._ordered.does
 
     def inject(self, number: int, fault: Fault, workers: Sequence[Mapping[str, Any]], driver: int) -> list[Victim]:
         """Carry a fault out; its victims. Raises NotNow, having done nothing, where it cannot be at this moment."""
+        if not may_befall(fault, len(workers)):
+            raise NotNow(f"it is for a group of other ranks than {len(workers)}")
         dice, victim = random.Random(f"{self.seed}/{number}"), KINDS[fault.kind].victim
         rank = self._choose_worker(fault, workers, dice) if victim == WORKER else -1
         node = self._choose_node(fault, workers, dice) if victim == NODE else -1
@@ -81,6 +91,7 @@ class Injector:
         self._later = [(at, action) for at, action in self._later if at > now]
         for action in due:
             action()
+        self._ordered.tick()
 
     @property
     def busy(self) -> bool:
@@ -96,12 +107,12 @@ class Injector:
 
     def _kill_worker(self, scene: Scene) -> list[Victim]:
         victim = scene.worker(scene.rank)
-        send(signal.SIGKILL, [self._pid(victim)])
+        send(signal.SIGKILL, [self.pid_of(victim)])
         return [victim]
 
     def _stop_worker(self, scene: Scene) -> list[Victim]:
         victim = scene.worker(scene.rank)
-        pids = [self._pid(victim)]
+        pids = [self.pid_of(victim)]
         self._stop(pids)
         continue_after_s = scene.fault.option("continue_after_s")
         if continue_after_s is not None:
@@ -110,7 +121,7 @@ class Injector:
 
     def _slow_worker(self, scene: Scene) -> list[Victim]:
         victim, until = scene.worker(scene.rank), time.monotonic() + scene.option("for_s")
-        share, period_s, pid = scene.option("share"), scene.option("period_s"), self._pid(victim)
+        share, period_s, pid = scene.option("share"), scene.option("period_s"), self.pid_of(victim)
 
         def stop() -> None:
             if time.monotonic() < until and is_alive(pid):
@@ -122,28 +133,6 @@ class Injector:
             self.later((1 - share) * period_s, stop)
 
         stop()
-        return [victim]
-
-    def _corrupt_snapshot(self, scene: Scene) -> list[Victim]:
-        node, pids = scene.workers[scene.rank]["node"], [self._pid(worker) for worker in scene.workers]
-        other = next((rank for rank, worker in enumerate(scene.workers) if worker["node"] != node), None)
-        if other is None or not all(map(is_alive, pids)):
-            raise NotNow("it takes workers on two nodes, all of them alive")
-        send(signal.SIGSTOP, pids)  # nothing newer is to be committed
-        try:
-            time.sleep(SETTLE_S)
-            damaged = [name for folder in self.nodes.memory_of(node) for name in damage(folder)]
-            if not damaged:
-                raise NotNow("no snapshot is committed on that node")
-            send(signal.SIGKILL, [pids[other]])
-        finally:
-            send(signal.SIGCONT, pids)
-        return [{"what": "snapshot", "node": node, "files": damaged}, scene.worker(other)]
-
-    def _flip(self, scene: Scene) -> list[Victim]:
-        victim, what = scene.worker(scene.rank), scene.fault.kind.removeprefix("flip_")
-        order = Order(what) if what == WEIGHTS else Order(what, scene.option("chance"))
-        order.leave(self.nodes.flips(victim["node"]), victim["pid"])
         return [victim]
 
     def _kill_node(self, scene: Scene) -> list[Victim]:
@@ -199,7 +188,7 @@ class Injector:
         return victims
 
     def _choose_worker(self, fault: Fault, workers: Sequence[Mapping[str, Any]], dice: random.Random) -> int:
-        pids = [self._pid(worker) for worker in workers]
+        pids = [self.pid_of(worker) for worker in workers]
         free = [rank for rank, pid in enumerate(pids) if is_alive(pid) and pid not in self._stopped]
         if fault.rank is None and free:
             return free[int(dice.random() * len(free))]
@@ -231,13 +220,13 @@ class Injector:
 
     def _kill_actor(self, class_name: str, what: str, node: str | None = None) -> list[Victim]:
         victim = self._actor(class_name, what, node)
-        if not send(signal.SIGKILL, [self._pid(victim)]):
+        if not send(signal.SIGKILL, [self.pid_of(victim)]):
             raise NotNow(f"no {what} is up")
         return [victim]
 
     def _stop_actor(self, scene: Scene, class_name: str, what: str, node: str | None = None) -> list[Victim]:
         victim = self._actor(class_name, what, node)
-        pids = [self._pid(victim)]
+        pids = [self.pid_of(victim)]
         self._stop(pids)
         self.later(scene.option("for_s"), lambda: self._wake(scene.number, pids, node=""))
         return [victim]
@@ -247,11 +236,11 @@ class Injector:
             here, pid = actor["Address"]["NodeID"], actor["Pid"]
             named = actor["ActorClassName"].rpartition(".")[2].endswith(class_name)
             victim = {"what": what, "pid": pid, "node": here}
-            if named and node in (None, here) and actor["State"] == "ALIVE" and is_alive(self._pid(victim)):
+            if named and node in (None, here) and actor["State"] == "ALIVE" and is_alive(self.pid_of(victim)):
                 return victim
         raise NotNow(f"no {what} is up")
 
-    def _pid(self, victim: Mapping[str, Any]) -> int:
+    def pid_of(self, victim: Mapping[str, Any]) -> int:
         """As this process sees it; of one that has ended, a pid that nothing has."""
         return self.nodes.pid(victim["node"], victim["pid"]) or NO_PID
 
@@ -310,10 +299,7 @@ def _ways(injector: Injector) -> dict[str, Callable[[Scene], list[Victim]]]:
         "kill_worker": injector._kill_worker,
         "stop_worker": injector._stop_worker,
         "slow_worker": injector._slow_worker,
-        "corrupt_snapshot": injector._corrupt_snapshot,
-        "flip_weights": injector._flip,
-        "flip_gradients": injector._flip,
-        "flip_activations": injector._flip,
+        "corrupt_snapshot": lambda scene: corrupt_snapshot(injector, scene),
         "kill_node": injector._kill_node,
         "drain_node": injector._drain_node,
         "black_hole_node": injector._black_hole_node,
@@ -350,6 +336,23 @@ def _replace(injector: Injector, number: int, nodes: Sequence[str], every_s: flo
         injector.note(number, "node comes", node=injector.nodes.add())
         injector.later(every_s, lambda: injector.end_node(number, here[0]))
         injector.later(every_s, lambda: _replace(injector, number, here[1:], every_s))
+
+
+def corrupt_snapshot(injector: Injector, scene: Scene) -> list[Victim]:
+    node, pids = scene.workers[scene.rank]["node"], [injector.pid_of(worker) for worker in scene.workers]
+    killed = scene.other_worker(node, injector.pid_of)
+    if not all(map(is_alive, pids)):
+        raise NotNow("it takes workers that are all alive")
+    send(signal.SIGSTOP, pids)  # nothing newer is to be committed
+    try:
+        time.sleep(SETTLE_S)
+        damaged = [name for folder in injector.nodes.memory_of(node) for name in damage(folder)]
+        if not damaged:
+            raise NotNow("no snapshot is committed on that node")
+        send(signal.SIGKILL, [injector.pid_of(killed)])
+    finally:
+        send(signal.SIGCONT, pids)
+    return [{"what": "snapshot", "node": node, "files": damaged}, killed]
 
 
 def free_bytes(folder: str | Path) -> int:

@@ -1,11 +1,14 @@
 """Faults that take hosts apart: networks that part, storage that breaks, hosts that come back wrong."""
 
+import signal
 from collections.abc import Sequence
 from typing import Any
 
+from regrow.drill.faults import DEAD_MOUNT, SLOW_LINK
 from regrow.drill.hosts import Host
 from regrow.drill.inject import ZOMBIE_S, Injector, Note, NotNow, Scene, Victim
 from regrow.drill.nodes_apart import NodesApart
+from regrow.drill.processes import send
 
 
 class InjectorApart(Injector):
@@ -21,7 +24,8 @@ class InjectorApart(Injector):
             "blink_node": lambda scene: self._part(scene, self._others(scene)),
             "partition_peer": self._partition_peer,
             "partition_storage": lambda scene: self._break_storage(scene, "hung", self.nodes.nodes[scene.node].host),
-            "slow_link": self._shape,
+            DEAD_MOUNT: self._dead_mount,
+            SLOW_LINK: self._shape,
             "bad_link": self._shape,
             "full_storage": lambda scene: self._break_storage(scene, "full"),
             "read_only_storage": lambda scene: self._break_storage(scene, "read_only"),
@@ -82,6 +86,15 @@ class InjectorApart(Injector):
 
         self.until_healed(scene, heal, "storage works again")
         return [{"what": "storage", "kind": kind, "hosts": [each.name for each in hosts]}]
+
+    def _dead_mount(self, scene: Scene) -> list[Victim]:
+        """Of a host; its workers are victims, which wait for it in the next group at the latest: another's death
+        brings that about, and each reads its rows of the validation anew."""
+        node = self.nodes.nodes[scene.node]
+        killed = scene.other_worker(node.node_id, self.pid_of)
+        broken = self._break_storage(scene, "hung", node.host)
+        send(signal.SIGKILL, [self.pid_of(killed)])
+        return [*self.on_node(scene), *broken, killed]
 
     def _restart_raylet(self, scene: Scene) -> list[Victim]:
         victims = self.on_node(scene)

@@ -52,13 +52,16 @@ class Record:
         self.path = folder / RECORD
         self.session = sum(1 for line in self.read() if line["record"] == "job started" and line["why"] == "start")
 
-    def write(self, record: str, /, **fields: Any) -> None:
+    def write(self, record: str, /, **fields: Any) -> Row:
+        """Add a line; what it holds."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         at = fields.pop("at", None) or time.time()
+        line = {"time": at, "record": record} | fields
         with open(self.path, "ab") as file:
-            file.write(encode({"time": at, "record": record} | fields))
+            file.write(encode(line))
             file.flush()
             os.fsync(file.fileno())
+        return line
 
     def read(self) -> list[Row]:
         return Tail(self.path).read()[0]

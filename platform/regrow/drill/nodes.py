@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from regrow.drill.processes import of_ray, send, title, tree, wait_until_gone
 from regrow.runtime.cluster import patient_start
-from regrow.train.flips import FLIPS
+from regrow.train.orders import ORDERS
 
 ROOT = Path(__file__).parents[3]
 GONE_S = 20.0  # for killed processes to be gone
@@ -82,8 +82,8 @@ class Nodes(ABC):
         """The folders of a node's snapshots."""
 
     @abstractmethod
-    def flips(self, node_id: str) -> Path:
-        """Where orders to flip bits are left for a node's workers: `train.flips`."""
+    def orders(self, node_id: str) -> Path:
+        """Where orders are left for a node's workers: `train.orders`."""
 
     @abstractmethod
     def processes(self) -> list[int]:
@@ -147,7 +147,7 @@ class LocalNodes(Nodes):
         if system_config:
             head["_system_config"] = system_config
         self.nodes: list[Any] = []
-        self.flips("").mkdir()
+        self.orders("").mkdir()
         (Path(folder) / "ray").mkdir()  # where Ray notes the address, as RAY_TMPDIR says
         with self._starting():
             self.raylets = Cluster(initialize_head=True, head_node_args=head)
@@ -186,8 +186,8 @@ class LocalNodes(Nodes):
     def memory_of(self, node_id: str) -> list[Path]:
         return sorted(Path(self.memory_folder).glob(f"regrow-*-{node_id[:12]}"))
 
-    def flips(self, node_id: str) -> Path:
-        return Path(self.folder) / "flips"
+    def orders(self, node_id: str) -> Path:
+        return Path(self.folder) / "orders"
 
     def processes(self) -> list[int]:
         return of_ray(self.folder)
@@ -214,13 +214,13 @@ class LocalNodes(Nodes):
 
         before, take_sigterm = os.environ.get("RAY_TMPDIR"), utils.set_sigterm_handler
         os.environ["RAY_TMPDIR"], utils.set_sigterm_handler = self.folder, lambda handler: None
-        os.environ[FLIPS] = str(self.flips(""))
+        os.environ[ORDERS] = str(self.orders(""))
         try:
             with patient_start():
                 yield
         finally:
             utils.set_sigterm_handler = take_sigterm
-            del os.environ[FLIPS]
+            del os.environ[ORDERS]
             if before is None:
                 del os.environ["RAY_TMPDIR"]
             else:

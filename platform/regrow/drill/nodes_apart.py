@@ -13,7 +13,7 @@ from typing import Any
 from regrow.drill.hosts import Host, HostProcess, HostsApart
 from regrow.drill.nodes import ROOT, Nodes, Process, environment, pretrain_command
 from regrow.drill.processes import send, tree
-from regrow.train.flips import FLIPS
+from regrow.train.orders import ORDERS
 
 PORT = 6379
 HEAD_SHM_MB = 512
@@ -109,7 +109,7 @@ class NodesApart(Nodes):
         host = self._host(node_id)
         return [] if host is None else sorted(self._memory(host).glob(f"regrow-*-{node_id[:12]}"))
 
-    def flips(self, node_id: str) -> Path:
+    def orders(self, node_id: str) -> Path:
         host = self._host(node_id)
         return (host or self.head).tmp
 
@@ -160,7 +160,7 @@ class NodesApart(Nodes):
     def _ray(self, host: Host, settings: list[str]) -> HostProcess:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
         command += [f"--node-ip-address={host.address}", f"--object-store-memory={OBJECT_STORE_BYTES}", *settings]
-        known = environment(RAY_TMPDIR="/tmp") | {FLIPS: "/tmp"}
+        known = environment(RAY_TMPDIR="/tmp") | {ORDERS: "/tmp"}
         return host.start(command, host.tmp / "ray.out", known, Path("/"))
 
     def _state(self) -> Any:

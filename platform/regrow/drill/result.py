@@ -57,6 +57,7 @@ def gather(
         last_step=last_step,
         snapshot_every=config.snapshot.every_steps,
         copies=config.snapshot.copies,
+        verify_every=config.cluster.verify_every_steps,
         seqs_per_step=config.optim.global_batch_seqs,
         tokens_per_step=config.optim.global_batch_seqs * config.data.seq_len,
         digests=expected_digests(config, max((row["step"] for row in rows), default=0), console),

@@ -11,6 +11,7 @@ from pathlib import Path
 from regrow.config.check import check
 from regrow.config.schema import DrillHosts, DrillJobConfig
 from regrow.drill.faults import Fault, RandomFaults, check_plan, draw_faults, from_json, parse_plan, to_json
+from regrow.drill.findings import sought
 from regrow.drill.hosts import check_possible
 from regrow.drill.inject import MOST_FILLED, free_bytes
 from regrow.drill.job import memory_of_its_own, reference_rows
@@ -26,6 +27,7 @@ from regrow.show.console import Console
 
 TAIL_STEPS = 40  # after the last random fault
 TAIL_STEPS_APART = 300  # broken storage keeps the log, by which faults are timed, from the drill for a while
+TAIL_STEPS_SOUGHT = 500  # a rank or link that is slow is to be named while training goes on
 
 
 def run_drill(config: DrillJobConfig) -> bool:
@@ -86,6 +88,7 @@ def plan_of(config: DrillJobConfig) -> tuple[list[Fault], int]:
         least_nodes=drill.least_nodes,
         most_nodes=drill.most_nodes,
         apart=drill.hosts is DrillHosts.apart,
+        workers_on_node=drill.workers_on_node,
     )
     return draw_faults(wanted), drill.seed
 
@@ -95,6 +98,8 @@ def with_end(config: DrillJobConfig, plan: list[Fault]) -> DrillJobConfig:
     if not config.drill.faults or config.train.stop_at_step is not None:
         return config
     tail = TAIL_STEPS_APART if config.drill.hosts is DrillHosts.apart else TAIL_STEPS
+    if any(sought(fault.kind, fault.what) for fault in plan):
+        tail = TAIL_STEPS_SOUGHT
     end = max(fault.at_step or 0 for fault in plan) + tail
     if end > config.train.steps:
         raise ConfigError(

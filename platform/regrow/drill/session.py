@@ -19,6 +19,7 @@ from regrow.drill.job import DrillJob
 from regrow.drill.log import Record, RunFollower
 from regrow.drill.nodes import Nodes, local_nodes
 from regrow.drill.nodes_apart import NodesApart, nodes_apart
+from regrow.drill.seek import Seeker
 from regrow.drill.verdict import outcomes
 from regrow.record.events import from_row
 from regrow.record.run_folder import read_record, run_folder
@@ -48,6 +49,7 @@ class DrillSession:
         self.not_now_since = 0.0
         self.restart_at: float | None = None
         self.restarts = config.drill.restarts
+        self.seeker = Seeker(record, self.watch, config.cluster.verify_every_steps)
         self.interrupted: Fault | None = None  # the job was asked to stop by a fault, and has not yet
         self.stopping = ""  # why the job was asked to stop
         self.began = self.heard_at = time.monotonic()
@@ -183,10 +185,11 @@ class DrillSession:
         if self.next >= len(self.plan) or self.restart_at is not None or not self.watch.generations:
             return
         fault = self.plan[self.next]
+        is_held = self.seeker.is_seeking(self.injector.end_node) and not fault.is_at_once
         if not self.due_from and self.watch.stepped_since_start(self.job.started_at):
             self.due_from = now
         late_enough = now - self.due_from >= (fault.after_s or 0.0)
-        if not self.due_from or not late_enough or self.watch.step < (fault.at_step or 0):
+        if not self.due_from or not late_enough or self.watch.step < (fault.at_step or 0) or is_held:
             return
         group = self.watch.generations[-1]
         if fault.with_ranks is not None:
@@ -206,7 +209,7 @@ class DrillSession:
             return
         if not fault.is_at_once:
             self._write_outcomes()
-        self.record.write(
+        written = self.record.write(
             "fault",
             at=begun,
             number=number,
@@ -214,11 +217,11 @@ class DrillSession:
             what=fault.what,
             when=fault.when,
             step=step,
-            generation=group["generation"],
-            world_size=group["world_size"],
+            **{key: group.get(key) for key in ("generation", "world_size", "axes")},
             victims=victims,
             memory=self._names_in_memory() if number == 0 else None,
         )
+        self.seeker.began(written)
         self.fault_at = begun
         self.console.message(f"step {step}: {fault.what} {_whom(victims)}")
         self.next, self.not_now_since, self.due_from = number + 1, 0.0, time.monotonic()

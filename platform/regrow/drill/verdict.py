@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
-from regrow.drill.faults import KINDS, LOOK
+from regrow.drill.faults import DEAD_MOUNT, KINDS, LOOK
+from regrow.drill.findings import AGAIN, Finding, find, sought
 
 Row = dict[str, Any]
 
@@ -77,6 +78,7 @@ class Evidence:
     reference: Sequence[Row] = ()  # rows of an undisturbed run
     compared_steps: int = 100
     copies: int = 1  # snapshot.copies
+    verify_every: int = 0  # cluster.verify_every_steps
     names: Sequence[str] = ()  # of every file in the run folder, and of every file in the nodes' memory
     keys: Sequence[str] = ()  # in the checkpoints' indexes
     checkpoints: Sequence[Checkpoint] = ()
@@ -102,6 +104,8 @@ def judge(evidence: Evidence) -> list[Verdict]:
         _nothing_left,
         _by_itself,
     ]
+    if any(sought(fault["kind"], fault["what"]) for fault in _named(evidence.records, "fault")):
+        rules.append(_all_is_found)
     return [rule(evidence) for rule in rules]
 
 
@@ -307,7 +311,11 @@ def _few_steps_lost(evidence: Evidence) -> Verdict:
         nodes_lost = sum(1 for fault in own if KINDS[fault["kind"]].nodes < 0)
         steps, last = event.get("recomputed_steps", 0), event["time"]
         lost, most = lost + steps, max(most, steps)
-        if nodes_lost <= evidence.copies and steps > evidence.snapshot_every * max(1, len(own)):
+        if event["cause"] == "corrupted":  # back to what was verified before
+            wrong += [f"generation {event['generation']} took back {steps} steps"] * (
+                steps > 2 * evidence.verify_every + AGAIN
+            )
+        elif nodes_lost <= evidence.copies and steps > evidence.snapshot_every * max(1, len(own)):
             source = event.get("source", "?")
             wrong.append(f"generation {event['generation']} took back {steps} steps, its state from the {source}")
     failures = len(_named(evidence.events, "failure", key="event"))
@@ -363,6 +371,32 @@ def _by_itself(evidence: Evidence) -> Verdict:
     return _verdict("", claim, [*by_hand, *missed, *short], figures)
 
 
+def _all_is_found(evidence: Evidence) -> Verdict:
+    """Each by the event that names it, with its process or host; and of those that did not suffer, none is named."""
+    claim = "what hangs, is slow or computes wrong is found in time, and nothing else is said to"
+    faults = [fault for fault in _named(evidence.records, "fault") if sought(fault["kind"], fault["what"])]
+    found = [find(each, evidence.records, evidence.events, evidence.rows, evidence.verify_every) for each in faults]
+    wrong = [f"fault {each.number}, {each.what}: {each.says}{_late(each)}" for each in found if each.found is False]
+    accused, slow = 0, 0
+    for event in _named(evidence.events, "suspected", key="event"):
+        earlier = [fault for fault in _named(evidence.records, "fault") if fault["time"] <= event["time"]]
+        explained = any(event["node"] == victim.get("node") for fault in earlier for victim in fault["victims"])
+        if event["kind"] in ("hung", "corrupt") and not explained:
+            wrong.append(f"{event['kind']}: process {event['pid']} on node {event['node'][:12]}, which nothing befell")
+        accused += event["kind"] in ("hung", "corrupt")
+        slow += event["kind"].startswith("slow_") and not explained
+    unseen = sum(each.found is None for each in found)
+    figures = f"{sum(each.found is True for each in found)} of {len(found)} found, {unseen} not to be seen"
+    figures += f"; {accused} said to hang or to be wrong; {slow} said to be slow that no fault had befallen"
+    return _verdict("", claim, wrong, figures, seen=len(found))
+
+
+def _late(found: Finding) -> str:
+    if found.steps is not None:
+        return f", after {found.steps} steps of {found.limit:.0f}"
+    return f", after {found.seconds:.0f} s of {found.limit:.0f}" if found.seconds and found.limit else ""
+
+
 def _verdict(promise: str, claim: str, wrong: Sequence[str], figures: str, *, seen: int | None = None) -> Verdict:
     """Holds where nothing speaks against it, and there was something to `see`."""
     more = [f"and {len(wrong) - 5} more"] if len(wrong) > 5 else []
@@ -382,7 +416,7 @@ def _processes(fault: Row) -> list[tuple[str, int]]:
 
 def _nodes_taken(fault: Row) -> list[str]:
     """With all that came to be on them: a worker that waited for a group is no victim by its pid."""
-    takes = KINDS[fault["kind"]].nodes < 0
+    takes = KINDS[fault["kind"]].nodes < 0 or fault["kind"] == DEAD_MOUNT
     return [victim["node"] for victim in fault["victims"] if takes and victim["what"] == "node"]
 
 

@@ -24,6 +24,7 @@ from regrow.control.slow import Spent
 from regrow.runtime.abort import Breaker
 from regrow.runtime.liveness.pulse import STACKS, STACKS_SIGNAL, TRACE, PulseFile
 from regrow.state.memory.control_word import ControlWord
+from regrow.train.orders import hang_where_ordered
 
 BEAT_S = 0.1
 LOOK_S = 1.0  # between looks at what may be overdue
@@ -104,6 +105,7 @@ class Heartbeat:
         """What the thread that trains does now; as long as that takes usually, the others wait for it."""
         begun_ns = time.monotonic_ns()
         self._phases = [*self._phases, (phase, begun_ns)]
+        hang_where_ordered(phase)
         try:
             yield
             self._took(phase, begun_ns)
@@ -114,6 +116,7 @@ class Heartbeat:
 
     def _begin(self, phase: Phase) -> None:
         self._phases = [(phase, time.monotonic_ns())]
+        hang_where_ordered(phase)
 
     def _end(self, then: Phase) -> None:
         """The outermost phase is over, and another one begins."""

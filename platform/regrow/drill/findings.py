@@ -1,0 +1,136 @@
+"""What should have been noticed of faults that kill nothing: what hangs, is slow, or computes wrong. Pure, from logs.
+
+A hang is to be found within `BEYOND_S` of what is usual for its phase, times `FACTOR`; a slow rank or link while it is
+slow; a wrong unit within a verification and the two more that confirm it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from regrow.drill.faults import DEAD_MOUNT, FLIP_WEIGHTS, HANGS, SLOW_LINK, SLOW_RANK, WRONG_UNITS
+
+Row = dict[str, Any]
+
+SEEK_S = 200.0  # for what a fault has done to be found, before the next one
+FACTOR, BEYOND_S = 1.5, 30.0  # decision 37
+ROOM_S = 30.0  # that a rank may wait for room for a snapshot
+MOUNT_S = 60.0  # that one may wait for its rows by a timeout of its own
+LEAST_SHARE = 0.15  # of a step, by which a rank is slow: less may go unnoticed
+LEAST_LINK_S = 90.0  # that a link is slow: collectives are compared with those of the half minute before
+AGAIN = 4  # steps from a verification in which a unit is odd to the event that confirms it
+REPLICAS_STEPS = 5  # until snapshots that differ are reported
+SOUGHT = {*HANGS, *WRONG_UNITS, SLOW_RANK, SLOW_LINK, DEAD_MOUNT, FLIP_WEIGHTS}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one such fault."""
+
+    number: int
+    what: str
+    found: bool | None  # None: not to be seen, or not for long enough
+    says: str
+    seconds: float | None = None  # until it was found
+    limit: float | None = None  # that it may take; of wrong units and weights, steps
+    steps: int | None = None
+
+
+def find(fault: Row, records: Sequence[Row], events: Sequence[Row], rows: Sequence[Row], verify_every: int) -> Finding:
+    """What became of a fault, by what the run has logged since."""
+    kind = fault["kind"]
+    if kind in HANGS or kind == DEAD_MOUNT:
+        return _hang(fault, records, events, rows)
+    if kind in (SLOW_RANK, SLOW_LINK):
+        return _slow(fault, events)
+    return _wrong(fault, events, verify_every)
+
+
+def sought(kind: str, what: str) -> bool:
+    """Whether a fault is one that something has to find; `what` is it in a plan's words."""
+    return kind in SOUGHT and (kind != SLOW_LINK or option(what, "for_s", 20.0) >= LEAST_LINK_S)
+
+
+def option(what: str, name: str, default: float) -> float:
+    """Of a fault in a plan's words: `slow_rank rank=1 share=0.2`."""
+    return float(dict(word.split("=") for word in what.split()[1:]).get(name, default))
+
+
+def _hang(fault: Row, records: Sequence[Row], events: Sequence[Row], rows: Sequence[Row]) -> Finding:
+    number, what, victim = fault["number"], fault["what"], _workers(fault)[0] if _workers(fault) else None
+    is_mount = fault["kind"] == DEAD_MOUNT
+    began = [
+        each["since"]
+        for each in records
+        if each["record"] == "note" and each["number"] == number and each["what"] == "hangs"
+    ]
+    if is_mount:  # it hangs once it comes to read there, which is after this
+        began = [fault["time"]]
+        mine = {worker for worker in _workers(fault) if worker[0] == fault["victims"][0]["node"]}
+    elif victim is not None:
+        mine = {victim}
+    if not began or victim is None:
+        return Finding(number, what, False, "it never came to that phase")
+    phase = HANGS.get(fault["kind"], "")
+    limit = FACTOR * _usual_s(phase, began[0], events, rows) + BEYOND_S
+    for event in events:
+        is_hung = event["event"] == "suspected" and event["kind"] == "hung" and event["time"] >= began[0]
+        if is_hung and (event["node"], event["pid"]) in mine:
+            seconds = event["time"] - began[0]
+            in_time = seconds <= limit or is_mount
+            return Finding(number, what, in_time, event.get("detail", ""), seconds, None if is_mount else limit)
+    if is_mount:
+        return Finding(number, what, None, "no rank waited for that mount for so long")
+    return Finding(number, what, False, "no process was said to hang", None, limit)
+
+
+def _usual_s(phase: str, at: float, events: Sequence[Row], rows: Sequence[Row]) -> float:
+    """How long a phase took at the most, as far as the logs tell."""
+    if phase == "snapshot":
+        return ROOM_S
+    if phase == "validation":
+        return max((each["seconds"] for each in events if each["event"] == "validation"), default=0.0)
+    groups = [each for each in events if each["event"] == "generation" and each["time"] < at]
+    first: dict[int, float] = {}
+    for row in rows:
+        first.setdefault(row["generation"], row["time"])
+    begun = {
+        each["generation"]: first[each["generation"]] - each["time"] for each in groups if each["generation"] in first
+    }
+    if phase == "first_step":
+        return max(begun.values(), default=0.0)
+    return max((row["step_s"] for row in rows if row["time"] < at), default=0.0)
+
+
+def _slow(fault: Row, events: Sequence[Row]) -> Finding:
+    is_link = fault["kind"] == SLOW_LINK
+    for_s, share = option(fault["what"], "for_s", 120.0), option(fault["what"], "share", 0.3)
+    kinds = ("slow_link",) if is_link else ("slow_compute",)
+    whom = {(victim["node"], victim.get("pid", 0)) for victim in fault["victims"]}
+    for event in events:
+        inside = fault["time"] <= event["time"] <= fault["time"] + for_s
+        is_slow = event["event"] == "suspected" and inside and event["kind"] in kinds
+        if is_slow and (event["node"], event["pid"]) in whom:
+            seconds = event["time"] - fault["time"]
+            return Finding(fault["number"], fault["what"], True, event["detail"], seconds, for_s)
+    if not is_link and share < LEAST_SHARE:
+        return Finding(fault["number"], fault["what"], None, f"below {LEAST_SHARE:.0%} of a step")
+    return Finding(fault["number"], fault["what"], False, f"not named within {for_s:.0f} s", None, for_s)
+
+
+def _wrong(fault: Row, events: Sequence[Row], verify_every: int) -> Finding:
+    number, what, is_weights = fault["number"], fault["what"], fault["kind"] == FLIP_WEIGHTS
+    node = fault["victims"][0]["node"]
+    if is_weights and (fault.get("axes") or {}).get("dp_replicate", 1) < 2:
+        return Finding(number, what, None, "below what can be seen: its shard has no replica")
+    limit = REPLICAS_STEPS if is_weights else verify_every + AGAIN
+    for event in events:
+        if event["event"] == "corruption" and event["time"] >= fault["time"] and node in event["nodes"]:
+            steps = event["step"] - fault["step"]
+            seconds = event["time"] - fault["time"]
+            return Finding(number, what, steps <= limit, event.get("detail", ""), seconds, limit, steps)
+    return Finding(number, what, False, "no corruption was found", None, limit)
+
+
+def _workers(fault: Row) -> list[tuple[str, int]]:
+    return [(each["node"], each["pid"]) for each in fault["victims"] if each["what"] == "worker"]
