@@ -46,12 +46,14 @@ def hangs(since: float) -> Row:
         ("hang_snapshot", [hangs(0)], [suspected("hung", 74)], True),  # for room it may wait 30 s
         ("dead_mount for_s=90", [], [suspected("hung", 80)], True),
         ("dead_mount for_s=90", [], [], None),  # no rank came to read there
-        ("slow_rank share=0.3 for_s=100", [], [suspected("slow_compute", 90)], True),
-        ("slow_rank share=0.3 for_s=100", [], [suspected("slow_compute", 110)], False),
-        ("slow_rank share=0.3 for_s=100", [], [suspected("slow_data", 90)], False),
-        ("slow_rank share=0.3 for_s=100", [], [suspected("slow_compute", 90, OTHER)], False),
-        ("slow_rank share=0.1 for_s=100", [], [], None),
-        ("slow_link for_s=100", [], [suspected("slow_link", 90, pid=0, rank=None)], False),  # of a worker, not its node
+        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", 90)], True),
+        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", 130)], False),
+        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_data", 90)], False),
+        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", 90, OTHER)], False),
+        ("slow_rank share=0.1 for_s=120", [], [], None),
+        ("slow_rank share=0.3 for_s=120", [], [EVENTS[0] | {"time": AT + 60}], None),  # sums began anew
+        ("slow_rank share=0.3 for_s=120", [], [EVENTS[0] | {"time": AT + 5}], False),
+        ("slow_link for_s=120", [], [suspected("slow_link", 90, pid=0, rank=None)], False),  # of a worker, not its node
     ],
 )
 def test_each_is_found_by_the_event_that_names_its_victim_in_time(
@@ -61,7 +63,7 @@ def test_each_is_found_by_the_event_that_names_its_victim_in_time(
 
 
 def test_a_slow_link_is_named_by_its_node_and_told_from_a_slow_rank() -> None:
-    befallen = fault("slow_link rate_mbit=20 for_s=100", victims=[{"what": "link", "node": "node2"}])
+    befallen = fault("slow_link rate_mbit=20 for_s=120", victims=[{"what": "link", "node": "node2"}])
     for kind, node, found in (
         ("slow_link", "node2", True),
         ("slow_link", "node1", False),

@@ -6,6 +6,7 @@ slow; a wrong unit within a verification and the two more that confirm it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from regrow.drill.faults import DEAD_MOUNT, FLIP_WEIGHTS, HANGS, SLOW_LINK, SLOW_RANK, WRONG_UNITS
@@ -17,6 +18,7 @@ FACTOR, BEYOND_S = 1.5, 30.0  # decision 37
 ROOM_S = 30.0  # that a rank may wait for room for a snapshot
 MOUNT_S = 60.0  # that one may wait for its rows by a timeout of its own
 LEAST_SHARE = 0.15  # of a step, by which a rank is slow: less may go unnoticed
+LEAST_GROUP_S = 110.0  # that a group lasts with it: sums begin anew with each, and two minutes are promised
 LEAST_LINK_S = 90.0  # that a link is slow: collectives are compared with those of the half minute before
 AGAIN = 4  # steps from a verification in which a unit is odd to the event that confirms it
 REPLICAS_STEPS = 5  # until snapshots that differ are reported
@@ -115,7 +117,16 @@ def _slow(fault: Row, events: Sequence[Row]) -> Finding:
             return Finding(fault["number"], fault["what"], True, event["detail"], seconds, for_s)
     if not is_link and share < LEAST_SHARE:
         return Finding(fault["number"], fault["what"], None, f"below {LEAST_SHARE:.0%} of a step")
+    lasted_s = _longest_group_s(fault["time"], fault["time"] + for_s, events)
+    if lasted_s < LEAST_GROUP_S:
+        return Finding(fault["number"], fault["what"], None, f"no group lasted longer than {lasted_s:.0f} s with it")
     return Finding(fault["number"], fault["what"], False, f"not named within {for_s:.0f} s", None, for_s)
+
+
+def _longest_group_s(begin: float, end: float, events: Sequence[Row]) -> float:
+    """That one group trained, between two times."""
+    changes = [each["time"] for each in events if each["event"] == "generation" and begin < each["time"] < end]
+    return max(after - before for before, after in pairwise([begin, *changes, end]))
 
 
 def _wrong(fault: Row, events: Sequence[Row], verify_every: int) -> Finding:
