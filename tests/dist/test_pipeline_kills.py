@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from regrow.accept.tiny import tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig, PipelineSchedule
-from regrow.parallel import pipeline
+from regrow.parallel import context_parallel, pipeline
 from regrow.parallel.asynchronous import NAME
 from regrow.parallel.float8 import inner_tensor
 from regrow.plan.mesh import Coordinates
@@ -35,6 +35,7 @@ LAYOUTS = {
     "2 x 2": (4, ParallelConfig(pp=2)),
     "3 stages": (3, ParallelConfig(pp=3)),
     "interleaved": (4, ParallelConfig(pp=2, schedule=PipelineSchedule.interleaved)),
+    "rows shared": (4, ParallelConfig(pp=2, cp=2)),
 }
 
 
@@ -53,9 +54,11 @@ class Moments:
             self.names.append(name)
 
     def watch(self, step: TrainStep) -> None:
-        """Every action of a step's pipeline, each message of it, and what comes behind."""
+        """Every action of a step's pipeline, each message of it, attention's collectives, and what comes behind."""
         for name in ("receive", "send", "finish"):
             self._before(pipeline._Channel, name, name)
+        self._before(context_parallel, "all_gather", "gather of keys and values")
+        self._before(context_parallel, "reduce_scatter", "sum of their gradients")
         self._before(step, "_prepare", "backward")
         self._before(step, "update", "sums, norm and update")
         self._before(step, "_all_reduce", "all-reduce")
@@ -161,10 +164,20 @@ def of_each_kind(moments: list[str]) -> list[int]:
     return sorted({moments.index(name) for name in last} | set(last.values()))
 
 
-@pytest.mark.parametrize(("victim", "which"), [(3, "backward"), (0, "send")])
-def test_a_rank_that_dies_in_a_pipeline_keeps_no_other_waiting(victim: int, which: str, tmp_path: Path) -> None:
-    moments = moments_of(tmp_path / "whole", "2 x 2")[victim]
-    found = kill(tmp_path / "killed", "2 x 2", victim, len(moments) - 1 - moments[::-1].index(which))
+@pytest.mark.parametrize(
+    ("layout", "victim", "which"),
+    [
+        ("2 x 2", 3, "backward"),
+        ("2 x 2", 0, "send"),
+        pytest.param("rows shared", 1, "gather of keys and values", marks=pytest.mark.long),
+        pytest.param("rows shared", 2, "sum of their gradients", marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_that_dies_in_a_pipeline_keeps_no_other_waiting(
+    layout: str, victim: int, which: str, tmp_path: Path
+) -> None:
+    moments = moments_of(tmp_path / "whole", layout)[victim]
+    found = kill(tmp_path / "killed", layout, victim, len(moments) - 1 - moments[::-1].index(which))
     assert_all_came_out(found, victim)
 
 

@@ -154,7 +154,7 @@ class TestFlexAttention:
     @pytest.mark.parametrize("within", [False, True], ids=["whole rows", "documents"])
     def test_gives_each_rank_that_shares_rows_what_it_would_have_of_all(self, within):
         tokens = torch.randint(40, (2, 600), generator=torch.Generator().manual_seed(0))
-        every = document_starts_BT(tokens, EOT) if within else torch.zeros_like(tokens)
+        every = document_starts_BT(tokens, EOT) if within else torch.zeros_like(tokens[:1])  # as `Llama.places` has it
         q, k, v = (
             torch.randn(2, heads, 600, 16, generator=torch.Generator().manual_seed(heads)) for heads in (6, 2, 2)
         )

@@ -3,6 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from regrow.config.check import topologies, world_sizes
+from regrow.config.schema import PretrainConfig
 from regrow.control.membership import Formation, Member, Membership
 from regrow.plan.topology import fewest_ranks, topology_table
 
@@ -277,6 +279,21 @@ def test_a_group_goes_back_to_the_pipelines_asked_for_whatever_a_step_takes() ->
     made.join(member("e"), expected=1, now=2.0)
     assert made.wants_to_grow(5.0)
     assert names(joined(made, "acd", 5.0)) == "acde"
+
+
+def test_ranks_that_share_rows_are_of_any_nodes_and_the_rest_of_a_unit_waits_as_a_spare() -> None:
+    config = PretrainConfig()
+    config.parallel.cp, config.cluster.min_workers, config.cluster.max_workers = 2, 2, 4
+    table, sizes = topologies(config), world_sizes(config)
+    made = Membership(list(sizes), 1, {size: each.step_cost for size, each in table.items()}, sizes)
+    assert names(joined(made, "abcd", 0.0, expected=4)) == "abcd"
+    made.died(["b"])
+    assert names(joined(made, "acd", 5.0)) == "ac"
+    assert [each.id for each in made.spares] == ["d"]
+    assert not made.wants_to_grow(60.0)
+    assert joined(made, "e", 60.0) is None
+    assert made.wants_to_grow(63.0)
+    assert names(joined(made, "ac", 64.0)) == "acde"
 
 
 def test_units_share_the_slices_out() -> None:

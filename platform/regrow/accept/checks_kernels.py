@@ -17,12 +17,13 @@ from regrow.accept.claims import NotTested, Report
 from regrow.accept.timing import device_s, group_alone
 from regrow.accept.tiny import count_up_rows
 from regrow.config.schema import AttentionKernel, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
-from regrow.model.attention import attend, block_mask, document_starts_BT, mask_B1PT
+from regrow.model.attention import attend, block_mask, document_starts_BT, mask_B1PT, take_BP
 from regrow.model.loss import IGNORE_INDEX
 from regrow.parallel.apply import attention_kernels
 from regrow.parallel.float8 import import_torchao, inner_tensor
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
+from regrow.plan.share import Share
 from regrow.train.build import build_step
 from regrow.train.step import build_loss
 
@@ -38,9 +39,11 @@ def attention(report: Report) -> None:
         ("attention_cudnn", AttentionKernel.cudnn, (1024, 4096, 1000)),
         ("attention_auto_runs", AttentionKernel.auto, (4096, 1000)),
         ("attention_documents", None, (2048,)),
+        ("attention_shares", None, (2048,)),
     ):
+        cp = 2 if name == "attention_shares" else 1
         with report.about(name):
-            worst = max(_attention_error(kernel, length) for length in lengths)
+            worst = max(_attention_error(kernel, length, cp) for length in lengths)
             report.found(name, worst <= RTOL, f"off by {worst:.2%} at worst", "wrong numbers, or NaN")
 
 
@@ -73,16 +76,22 @@ def _heads(rows: int, length: int, dtype: torch.dtype = torch.bfloat16) -> tuple
     return q, k, v
 
 
-def _attention_error(kernel: AttentionKernel | None, length: int) -> float:
-    """Of a kernel over whole rows; with None, of flex_attention within documents, against the whole mask."""
+def _attention_error(kernel: AttentionKernel | None, length: int, cp: int = 1) -> float:
+    """Of a kernel over whole rows; with None, of flex_attention within documents, by `cp` ranks that share rows, one
+    after another, against the whole mask."""
     q, k, v = _heads(1 if kernel else 2, length)
     exact = [each.detach().float().requires_grad_() for each in (q, k, v)]
     if kernel:
         mask, out = None, attend(q, k, v, None, attention_kernels(kernel, CUDA))
     else:
         tokens = torch.randint(0, 300, (2, length), device=CUDA)  # 0 ends a document, some seven a row
-        places = document_starts_BT(tokens, eot_id=0), torch.arange(length, device=CUDA), length
-        mask, out = mask_B1PT(*places), attend(q, k, v, block_mask(*places))
+        starts, index = document_starts_BT(tokens, eot_id=0), torch.arange(length, device=CUDA)
+        mask, outs, order = mask_B1PT(starts, index, length), [], []
+        for share in (Share(rank, cp) for rank in range(cp)):
+            at = take_BP(index[None], share)[0]
+            outs.append(attend(q[:, :, at], k, v, block_mask(take_BP(starts, share), at, length)))
+            order.append(at)
+        out = torch.cat(outs, dim=2)[:, :, torch.cat(order).argsort()]
     weight = torch.randn_like(out)
     out.backward(weight)
     expected = attend(exact[0], exact[1], exact[2], mask, (SDPBackend.MATH,))

@@ -139,7 +139,7 @@ def killed_while_forming(report: Report) -> None:
 
 
 def matrix_of_all(report: Report) -> None:
-    """All GPUs of the node, compiled: FSDP, two replicas, tensor parallelism."""
+    """All GPUs of the node, compiled: FSDP, two replicas, tensor and context parallelism."""
     number, medium = num_gpus(), read_model("150m")
     compiled = replace(SMALL, model=medium, seq_len=512, parallel=replace(BFLOAT16, compile=True), patience_s=20.0)
     slices = 8 * number * (number - 1)
@@ -150,6 +150,7 @@ def matrix_of_all(report: Report) -> None:
         ("hsdp_kill", ParallelConfig(dp_replicate=2), 1),
         ("hsdp_kill_replica", ParallelConfig(dp_replicate=2), number // 2),
         ("tp_kill", ParallelConfig(tp=2), 1),
+        ("cp_kill", ParallelConfig(cp=2), 1),
     ):
         if number < 4 or number % 2:
             report.not_tested(name, f"needs an even number of GPUs, at least 4; {number} here")

@@ -174,7 +174,9 @@ def _verdict(config: PretrainConfig, forecasts: Sequence[Forecast], device: Devi
     ]
     found = remedy(config, size, device, network)
     if found is None:
-        lines.append("no setting of `parallel` changes that: raise cluster.min_workers, or shorten data.seq_len")
+        lines.append(
+            "no setting of `parallel` changes that: raise cluster.min_workers or parallel.cp, or shorten data.seq_len"
+        )
     else:
         settings, then = found
         lines.append(

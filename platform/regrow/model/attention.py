@@ -59,16 +59,17 @@ def mask_B1PT(starts_BP: Tensor, at_P: Tensor, num_tokens: int) -> Tensor:
 
 
 def block_mask(starts_BP: Tensor, at_P: Tensor, num_tokens: int) -> BlockMask:
-    """The same for flex_attention."""
+    """The same for flex_attention, which asks for each row of a pass: with a B of 1 they are all alike."""
+    B, P = starts_BP.shape
 
     def sees(row: Tensor, head: Tensor, token: Tensor, other: Tensor) -> Tensor:
-        return (starts_BP[row, token] <= other) & (other <= at_P[token])
+        start = starts_BP[0, token] if B == 1 else starts_BP[row, token]
+        return (start <= other) & (other <= at_P[token])
 
     create: Callable[..., BlockMask] = create_block_mask
     if starts_BP.is_cuda:  # uncompiled, it would hold the whole mask in memory
         create = _compiled(create)
-    B, P = starts_BP.shape
-    return create(sees, B, None, P, num_tokens, device=starts_BP.device)
+    return create(sees, None if B == 1 else B, None, P, num_tokens, device=starts_BP.device)
 
 
 def attend(
