@@ -9,6 +9,7 @@ another one to form a group with waits at the group's store.
 
 import contextlib
 import datetime
+import faulthandler
 import os
 import socket
 import struct
@@ -28,6 +29,7 @@ Address = tuple[str, int]  # host, port
 ABORT_S = 10.0  # for a communicator to be aborted, and for a process to come out of making one
 LEAVE_S = 45.0  # for a process to come out of a generation that was broken off
 LOOK_S = 0.5  # between looks for groups that were made meanwhile
+STDERR = 2  # sys.stderr may be no file
 
 _LISTENING = "0A"  # in /proc/net/tcp
 _ABORTABLE = {"nccl": "cuda", "asynchronous": "cpu"}  # backends, and their devices
@@ -104,6 +106,8 @@ class Breaker:
             if waited_s > (ABORT_S if connecting else LEAVE_S):
                 what = "making communicators" if connecting else "a collective or on its device"
                 print(f"regrow: {waited_s:.0f} s after its group was over it hangs in {what}: ends", file=sys.stderr)
+                with contextlib.suppress(OSError):
+                    faulthandler.dump_traceback(STDERR, all_threads=True)
                 os._exit(1)
 
 

@@ -46,20 +46,24 @@ class PulseFile:
         self.phase(Phase.forming, time.monotonic_ns(), {})
 
     def beat(self, generation: int, step: int, probe_s: float) -> None:
-        _BEAT.pack_into(self._map, 0, generation, step, time.monotonic_ns(), probe_s)
+        self._put(0, _BEAT.pack(generation, step, time.monotonic_ns(), probe_s))
 
     def answer(self, asked: int, collectives: int, waits_s: float, *, waits: bool) -> None:
         """Where this process is."""
-        _WHERE.pack_into(self._map, _WHERE_AT, asked, collectives, waits, waits_s)
+        self._put(_WHERE_AT, _WHERE.pack(asked, collectives, waits, waits_s))
 
     def spent(self, spent: Spent) -> None:
         """What it has spent its time on, in this generation."""
-        _SPENT.pack_into(self._map, _SPENT_AT, *astuple(spent))
+        self._put(_SPENT_AT, _SPENT.pack(*astuple(spent)))
 
     def phase(self, phase: Phase, since_ns: int, longest_s: Mapping[Phase, float]) -> None:
         """What it does since a time of the machine's monotonic clock, and the longest of each phase lately."""
         longest = (longest_s.get(each, 0.0) for each in PHASES)
-        _PHASE.pack_into(self._map, _PHASE_AT, PHASES.index(phase), since_ns, *longest)
+        self._put(_PHASE_AT, _PHASE.pack(PHASES.index(phase), since_ns, *longest))
+
+    def _put(self, at: int, content: bytes) -> None:
+        """Whole: `pack_into` makes zeros of it first, which a keeper may read."""
+        self._map[at : at + len(content)] = content
 
 
 def read_pulses(folder: Path) -> list[Pulse]:
