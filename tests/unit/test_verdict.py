@@ -313,3 +313,16 @@ def test_a_rank_on_a_node_that_went_is_gone_with_it() -> None:
     late = replace(kept, records=[*kept.records, gone | {"time": BORN + 50}])
     assert len(broken(judge(late))) == 2, "it went after its rank was gone"
     assert broken(judge(replace(kept, records=[*kept.records, gone | {"time": BORN + 21}]))) == []
+
+
+def test_a_keeper_that_stands_while_the_other_node_is_lost_is_both_copies_at_once() -> None:
+    """Of a group on two nodes, whatever `snapshot.copies` asks for."""
+    given = replace(evidence(), copies=2)
+    stopped = {"record": "fault", "number": 1, "kind": "stop_keeper", "what": "stop_keeper", "time": BORN + 29}
+    stopped |= {"step": 40, "world_size": 2, "victims": [{"what": "keeper", "pid": 5, "node": "node1"}]}
+    killed = stopped | {"number": 2, "kind": "kill_node", "what": "kill_node", "time": BORN + 30}
+    killed |= {"victims": [{"what": "node", "node": "node3"}]}
+    lost = events_with("generation", 2, recomputed_steps=9)
+    for faults, is_wrong in (((stopped, killed), False), ((killed,), True)):
+        changed = lost(adding("records", *faults)(given))
+        assert any("costs at most" in verdict.claim for verdict in broken(judge(changed))) == is_wrong

@@ -18,6 +18,7 @@ Row = dict[str, Any]
 
 LOSS_TOLERANCE = 1e-5  # in fp32, where reduction order alone may tell
 LEDGER_TOLERANCE = 0.01  # of wall time
+HOLD_NOTHING = ("stop_keeper", "restart_raylet")  # and lose no node
 EXPLAINS_S = 120.0  # a failure of a group that never trained is put down to a fault of so long before
 EVICTIONS = ("worker_died", "worker_hung")
 _NAMES_A_RANK = re.compile(r"(?i)(?:^|[^a-z])(?:rank|world|worker|replica|shard|peer)s?[-_.=]?\d|\d[-_]of[-_]\d")
@@ -305,17 +306,18 @@ def _few_steps_lost(evidence: Evidence) -> Verdict:
     claim = f"a failure costs at most snapshot.every_steps={evidence.snapshot_every} steps"
     faults = [fault for fault in _named(evidence.records, "fault") if fault["kind"] != LOOK]
     wrong, lost, most = list[str](), 0, 0
-    last = -math.inf
+    last, nodes = -math.inf, set[str]()  # of the group before
     for event in _named(evidence.events, "generation", key="event"):
         own = [fault for fault in faults if last < fault["time"] <= event["time"]]
-        nodes_lost = sum(1 for fault in own if KINDS[fault["kind"]].nodes < 0)
+        lost_at_once, copies = _holders_lost(own), min(evidence.copies, max(1, len(nodes) - 1))
+        nodes = {worker["node"] for worker in event["workers"]} or nodes
         steps, last = event.get("recomputed_steps", 0), event["time"]
         lost, most = lost + steps, max(most, steps)
         if event["cause"] == "corrupted":  # back to what was verified before
             wrong += [f"generation {event['generation']} took back {steps} steps"] * (
                 steps > 2 * evidence.verify_every + AGAIN
             )
-        elif nodes_lost <= evidence.copies and steps > evidence.snapshot_every * max(1, len(own)):
+        elif lost_at_once <= copies and steps > evidence.snapshot_every * max(1, len(own)):
             source = event.get("source", "?")
             wrong.append(f"generation {event['generation']} took back {steps} steps, its state from the {source}")
     failures = len(_named(evidence.events, "failure", key="event"))
@@ -412,6 +414,13 @@ def _wall(events: Sequence[Row]) -> tuple[float, float]:
 def _processes(fault: Row) -> list[tuple[str, int]]:
     """Node and pid of workers that a fault befell: on hosts apart, each has pids of its own."""
     return [(victim["node"], victim["pid"]) for victim in fault["victims"] if victim["what"] == "worker"]
+
+
+def _holders_lost(faults: Sequence[Row]) -> int:
+    """How many nodes held nothing for others when a group ended: those that went, and those whose keepers stood."""
+    gone = [fault for fault in faults if KINDS[fault["kind"]].nodes < 0]
+    kept = [fault for fault in faults if fault["kind"] in HOLD_NOTHING]
+    return len(gone) + len({victim["node"] for fault in kept for victim in fault["victims"] if "node" in victim})
 
 
 def _nodes_taken(fault: Row) -> list[str]:
