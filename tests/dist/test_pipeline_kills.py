@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from regrow.accept.tiny import tiny_model
@@ -24,6 +26,7 @@ from regrow.runtime.rendezvous import leave_generation
 from regrow.state.collective import gather
 from regrow.state.entries import training_entries
 from regrow.state.memory.writer import Snapshots
+from regrow.train.certificate import Certificate
 from regrow.train.step import TrainStep
 from support.members import OFF, Member, run_members
 from support.training import Training, build, micro_batches, topology_of
@@ -87,10 +90,19 @@ def train(backend: str, layout: str, told: bool, victim: int, fatal: int, folder
     place = {"rank": member.rank, "world_size": member.world_size}
     dist.init_process_group(backend, store=store, timeout=timedelta(seconds=TIMEOUT_S), **place)
     training = Training(tiny_model(num_layers=6), parallel, OPTIM)
-    step = build(training, timeout_s=TIMEOUT_S)
+
+    def run(work: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Where the backend's collectives are awaited."""
+        if backend == NAME:
+            return member.stream.submit(partial(work, *arguments, **options)).result()
+        return work(*arguments, **options)
+
+    step = run(build, training, timeout_s=TIMEOUT_S)
     breaker, moments = Breaker(), Moments(fatal if member.rank == victim else -1, [])
-    breaker.watch(set().union(*gather(list(listening()))))
-    pids, died = gather(os.getpid()), Path(folder, "died")
+    breaker.watch(set().union(*run(gather, list(listening()))))
+    pids, died = run(gather, os.getpid()), Path(folder, "died")
+    step.certificate = Certificate(1, member.world_size, torch.device("cpu"))
+    breaker.first(step.certificate.clear)
     writer = Snapshots(
         Path(folder, f"memory-{member.rank}"),
         training_entries(step.model, step.optimizer, inner_tensor=inner_tensor),
@@ -114,7 +126,8 @@ def train(backend: str, layout: str, told: bool, victim: int, fatal: int, folder
         for number in range(LAST_STEP):
             moments.counts = number == FATAL_STEP
             mine, num_micro_batches = micro_batches(training, number)
-            step.run(mine, num_micro_batches=num_micro_batches, lr=OPTIM.lr).resolve()
+            stats = run(step.run, mine, num_micro_batches=num_micro_batches, lr=OPTIM.lr, number=number + 1)
+            run(stats.resolve)
             moments("snapshot")
             writer.begin(number, {"step": number})
             moments("the snapshot is being copied")
@@ -122,6 +135,7 @@ def train(backend: str, layout: str, told: bool, victim: int, fatal: int, folder
             writer.confirm(number)
     except Exception as error:  # as `run_worker` does
         breaker.start()
+        assert backend != NAME or member.stream.drain(TIMEOUT_S)
         leave_generation()
         breaker.left()
         return type(error).__name__, time.time() - died.stat().st_mtime if died.exists() else 0.0
