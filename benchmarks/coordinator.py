@@ -8,8 +8,8 @@ top of the tree, the commit to each of these, a metrics row); the driver's `upda
 node for a checkpoint, its answers, the index and COMMIT. For the leader's figure, a real Keeper at the top of the tree.
 Stand-ins: a process for each keeper at the top of the tree, which plays all those below it too, so nothing is trained,
 copied or written but the index, COMMIT and the logs; a node's answer to an order comes after up to WRITE_S seconds and
-names 8 files. The coordinator has one connection for a process, so fewer than it would have for orders. All runs on one
-machine: no network. That a group forms is not measured: one worker joins for all.
+names 8 files, a row of one stack each. The coordinator has one connection for a process, so fewer than it would have
+for orders. All runs on one machine: no network. That a group forms is not measured: one worker joins for all.
 
 Figures are CPU time, user and system, of all threads of the one process, less what the same process uses when nothing
 is asked of it. `..._ms_per_step_...` is for a step a second, with all that a second brings besides;
@@ -52,6 +52,7 @@ STEP_S = 1.0
 TICK_S = 0.2  # as the driver's
 WRITE_S = 5.0
 NUM_TENSORS = 900  # of a model of 300 parameters
+ROW_ELEMENTS = 82_500  # of each that a rank has: 297 MB in all, as of 405B on 16,384 ranks; checksums alone are sent
 RUN_ID = "0123456789abcdef"
 
 
@@ -112,23 +113,33 @@ class Keepers:
         await asyncio.gather(*(one() for nodes in self.below for _ in nodes))
 
     async def write(self, order: Any) -> Any:
-        from regrow.state.disk.format import DataFile
+        import numpy as np
+
+        from regrow.state.disk.format import SPAN, Content, DataFile
+        from regrow.state.disk.metadata import num_chunks
+        from regrow.state.disk.stacks import Column, Stack
         from regrow.state.disk.upload import Tensors, Written
 
         await asyncio.sleep(random.random() * WRITE_S)
-        num_files, elements = self.num_nodes * RANKS_PER_NODE, 64
-        head = 200 * NUM_TENSORS
+        num_files = self.num_nodes * RANKS_PER_NODE
+        head, size = 50 * NUM_TENSORS, NUM_TENSORS * ROW_ELEMENTS
+        names = [f"optim/exp_avg/layers.{number}.feed_forward.w1.weight" for number in range(NUM_TENSORS)]
+        stack = Stack("float32", num_files, tuple(Column(name, 0, ROW_ELEMENTS) for name in names))
+        crc = bytes(4 * num_chunks(stack, size))
+        first = sorted(self.peers).index(order.origin) * RANKS_PER_NODE
+        rows = range(first, first + RANKS_PER_NODE)
+        spans = [np.array([(stack.key.encode(), row * size, size, head, 0)], SPAN).tobytes() for row in rows]
         files = tuple(
             DataFile(
                 f"g{order.moment.generation:06d}-{order.token}-{number}.safetensors",
-                head + NUM_TENSORS * elements * 4,
+                head + size * 4,
                 head,
                 secrets.token_hex(32),
+                Content(spans[number], crc, () if rows[number] else (stack,)),
             )
             for number in range(RANKS_PER_NODE)
         )
-        names = [f"optim/exp_avg/layers.{number}.feed_forward.w1.weight" for number in range(NUM_TENSORS)]
-        tensors: Tensors = dict.fromkeys(names, ("float32", (num_files, elements)))
+        tensors: Tensors = dict.fromkeys(names, ("float32", (num_files, ROW_ELEMENTS)))
         scalars = {"step": order.moment.step, "cursor": 0, "tokens_seen": 0}
         described = {0: tensors} if order.describe else {}
         return Written(files, RANKS_PER_NODE, scalars, {0: hashlib.sha256().hexdigest()}, described)

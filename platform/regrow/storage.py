@@ -213,24 +213,30 @@ class RemoteStorage(Storage):
         return self._retry(name, opened)
 
     def write_chunks(self, name: str, chunks: Iterable[Any]) -> int:
-        kept = [memoryview(chunk).cast("B") for chunk in chunks]  # so that a retry can send them again
-        num_bytes = sum(chunk.nbytes for chunk in kept)
-        if num_bytes <= ONE_PUT_BYTES:
-            kept = [memoryview(b"".join(kept))]
+        again = list(chunks) if iter(chunks) is chunks else chunks  # so that a retry can send them again
 
-        def write(path: str) -> None:
+        def write(path: str) -> int:
+            pieces = (memoryview(chunk).cast("B") for chunk in again)
+            held: list[memoryview] = []
+            while sum(piece.nbytes for piece in held) <= ONE_PUT_BYTES and (piece := next(pieces, None)) is not None:
+                held.append(piece)
+            num_bytes = sum(piece.nbytes for piece in held)
+            is_one = num_bytes <= ONE_PUT_BYTES
             file = self.fs.open_output_stream(path)
             try:
-                for chunk in kept:
-                    file.write(chunk)
+                for piece in [memoryview(b"".join(held))] if is_one else held:
+                    file.write(piece)
+                for piece in pieces:
+                    file.write(piece)
+                    num_bytes += piece.nbytes
             except BaseException:
-                if len(kept) > 1:
+                if not is_one:
                     self._drop_cut(file, path)
                 raise
             file.close()
+            return num_bytes
 
-        self._retry(name, write)
-        return num_bytes
+        return self._retry(name, write)
 
     def _drop_cut(self, file: Any, path: str) -> None:
         """Arrow cannot abort a write: closing its stream completes what there is, under the file's name."""

@@ -15,6 +15,7 @@ from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
 from regrow.plan.boxes import Box
 from regrow.plan.mesh import ALONE
+from regrow.state.commands import list_lines
 from regrow.state.disk import catalog, store
 from regrow.state.disk.catalog import survey
 from regrow.state.disk.format import COMMIT
@@ -167,8 +168,15 @@ def test_files_are_plain_safetensors_that_other_tools_read(tmp_path: Path) -> No
     entries = save_alone(tmp_path, 1)
     (file,) = (tmp_path / "step-00000001").glob("*.safetensors")
     with safe_open(file, "pt") as content:
+        found: dict[str, list[torch.Tensor]] = {}  # by blocks of columns
+        for key in content.keys():  # noqa: SIM118
+            stack = json.loads(content.metadata()["stacks"])[key.partition("[")[0]]
+            at = 0
+            for name, _, size in stack["columns"]:
+                found.setdefault(name, []).append(content.get_tensor(key)[:, at : at + size])
+                at += size
         for entry in entries:
-            assert torch.equal(content.get_tensor(str(entry.box)), entry.memory.view(entry.box.sizes)), entry.box
+            assert torch.equal(torch.cat(found[entry.box.name], 1).reshape(-1), entry.memory), entry.box
         assert content.metadata()["run_id"] == RUN
 
 
@@ -259,6 +267,19 @@ def test_damaged_checkpoints_past_the_one_that_was_restored_do_not_count_as_kept
     assert catalog.committed_steps(folder) == [2000, 1200, 1000]
     assert catalog.retain(folder, keep=2) == [1000]
     assert restored_step(tmp_path) == 2000
+
+
+def test_checkpoints_at_multiples_are_kept_for_good_whatever_is_asked_for_later(tmp_path: Path) -> None:
+    folder = Storage.at(tmp_path)
+    for step in range(1, 10):
+        save_alone(tmp_path, step)
+        if step == 4:
+            (tmp_path / "step-00000003" / COMMIT).unlink()  # a leftover, at a multiple
+        catalog.retain(folder, keep=2, keep_every_steps=3 if step < 8 else 0)
+    assert catalog.committed_steps(folder) == [9, 8, 6]
+    assert [found.step for found in survey(folder, RUN) if found.is_kept] == [6]
+    assert next(line for line in list_lines(survey(folder, RUN)) if line.split()[0] == "6").endswith("kept for good")
+    assert list(list_lines(survey(folder, RUN)))[1].endswith("sound, newest")
 
 
 def test_what_was_written_past_the_step_that_a_run_went_back_to_is_never_kept_for_what_is_newer(tmp_path: Path) -> None:

@@ -22,7 +22,11 @@ from support.state import whole
 GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoints"  # its README says how they were made
 RUN = "0123456789abcdef"
 MODEL = ModelConfig(name="golden", vocab_size=14, dim=4, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=6)
-VERSIONS = {2: Dtype.float32, 3: Dtype.bfloat16}  # and of step of the same number: how it keeps moments
+VERSIONS = {
+    2: Dtype.float32,
+    3: Dtype.bfloat16,
+    4: Dtype.float32,
+}  # and of step of the same number: how it keeps moments
 
 
 def expected(name: str, shape: tuple[int, ...]) -> torch.Tensor:

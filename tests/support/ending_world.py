@@ -17,6 +17,7 @@ from regrow.state.disk.format import DataFile
 from regrow.state.disk.upload import Tensors, Written
 from regrow.storage import LocalStorage
 from support.control_world import KEEP, Broken, Shard, World, advance
+from support.spans import content_of
 
 RUN = "0123456789abcdef"
 HEAD = b"head"
@@ -54,6 +55,7 @@ class FiledWorld(World):
 
     def __init__(self, seed: int, folder: Path, **options: Any) -> None:
         self.disk = Away(folder, lambda: self.now < self.away_until)
+        self.of_upload: dict[int, dict[str, int]] = {}  # of each upload, by node
         super().__init__(seed, **options)
 
     def _control(self, past: Past) -> Control:
@@ -69,7 +71,9 @@ class FiledWorld(World):
         num_bytes = self.disk.join(step_folder(command.version.step)).write_chunks(
             name, [HEAD, part.state.to_bytes(8, "little")]
         )
-        file = DataFile(name, num_bytes, len(HEAD), "")
+        rows = self.of_upload.setdefault(command.upload, {})
+        content = content_of("w", "float64", part.num_shards, rows.setdefault(command.origin, len(rows)))
+        file = DataFile(name, num_bytes, len(HEAD), "", content)
         tensors: dict[int, Tensors] = {0: {"w": ("float64", (part.num_shards,))}} if command.describe else {}
         self.publisher.written(command.upload, order, Written((file,), 1, {}, {0: ""}, tensors))
 

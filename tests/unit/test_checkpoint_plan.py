@@ -12,7 +12,7 @@ from regrow.plan.boxes import Box, Piece, chunk, common_runs, covers
 from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.plan.placement import TABLE, is_whole, num_copies, placed, that_hold
 from regrow.state.checksums import CHUNK_BYTES
-from regrow.state.reshard import Source, plan_reads, share, windows, written_share
+from regrow.state.reshard import Source, plan_reads, share, windows
 
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
 MESHES = st.builds(MeshShape, st.integers(1, 3), st.integers(1, 5), st.integers(1, 3))
@@ -152,7 +152,7 @@ def test_resharding_reads_each_needed_element_once_from_a_file_that_holds_it(
 ) -> None:
     whole = Box.whole(name, (rows * before.tp * after.tp, columns * before.tp * after.tp), "float64")
     have = [
-        Source(f"file {at.rank}", written_share(placed(whole, at), at)) for at in ranks(before)
+        Source(f"file {at.rank}", share(placed(whole, at), *num_copies(name, at))) for at in ranks(before)
     ]  # of replicas and of those that hold the same each a part
     random.shuffle(have)  # type: ignore[attr-defined]
     wanted = [placed(whole, at) for at in ranks(after)]

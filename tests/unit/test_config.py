@@ -195,6 +195,8 @@ def test_the_defaults_pass_every_rule() -> None:
         ("snapshot.slots", 1),
         ("checkpoint.mtbf_hours", -1.0),
         ("checkpoint.keep", 1),
+        ("checkpoint.keep_every_steps", 300),
+        ("checkpoint.keep_every_steps", -200),
         ("observe.profile_at_step", 0),
         ("observe.profile_steps", 0),
     ],

@@ -46,6 +46,7 @@ from regrow.state.disk.upload import WriteOrder, Written
 from regrow.state.memory.slots import Committed
 from regrow.storage import LocalStorage, Storage
 from support.actors import Handle
+from support.spans import content_of
 
 
 def make(folder: Path, **cluster: Any) -> Coordinator:
@@ -165,7 +166,7 @@ class Keeper:
     def _write(self, order: WriteOrder) -> Written:
         """One file of four bytes, which is all there is."""
         Storage.at(order.folder).write_bytes(f"{order.token}.safetensors", b"head" + b"data")
-        file = DataFile(f"{order.token}.safetensors", 8, 4, "")
+        file = DataFile(f"{order.token}.safetensors", 8, 4, "", content_of("w", "float32", 1, 0))
         return Written((file,), 1, {"step": order.moment.step}, {0: ""}, {0: {"w": ("float32", (1,))}})
 
 
@@ -233,7 +234,9 @@ def test_a_coordinator_that_is_restarted_goes_on_with_the_group(
     retained: list[str] = []
     restart(monkeypatch)
     monkeypatch.setattr(
-        publisher, "try_retain", lambda folder, keep: retained.append(f"{folder}, all but {keep}") or ""
+        publisher,
+        "try_retain",
+        lambda folder, keep, keep_every_steps: retained.append(f"{folder}, all but {keep}") or "",
     )
     again = make(tmp_path)
     assert again.ready() == generation
@@ -624,7 +627,7 @@ def test_a_slow_deletion_of_old_checkpoints_does_not_fail_a_job_that_is_done(
     """Before, the coordinator waited for it, the driver for the coordinator, and a finished job had failed."""
     monkeypatch.setattr(shell, "DELETE_S", 0.2)
     made, going_on = make(tmp_path), threading.Event()
-    monkeypatch.setattr(publisher, "try_retain", lambda folder, keep: going_on.wait(60.0) or "")
+    monkeypatch.setattr(publisher, "try_retain", lambda folder, keep, keep_every_steps: going_on.wait(60.0) or "")
     monkeypatch.setattr(made.shell.fleet, "close", lambda: None)
     made.shell.publisher.delete()
     begun = time.monotonic()

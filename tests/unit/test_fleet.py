@@ -139,7 +139,8 @@ def test_checkpoints_that_cannot_be_deleted_are_told_of_and_stop_nothing(
         (folder / f"step-0000000{number}").write_bytes("part", b"")
     monkeypatch.setattr("regrow.state.disk.catalog.committed_steps", lambda folder: [4, 3])
     monkeypatch.setattr(
-        "regrow.state.disk.catalog.open_checkpoint", lambda folder, step: SimpleNamespace(files=(), generation=1)
+        "regrow.state.disk.catalog.open_checkpoint",
+        lambda folder, step: SimpleNamespace(files=(), generation=1, layout=None),
     )
 
     def refuse(path: Path) -> None:

@@ -1,6 +1,7 @@
 """Folders of files, the same behaviour on local disk and behind pyarrow.fs (here: fsspec's memory store)."""
 
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,23 @@ def test_locations_are_paths_or_uris(tmp_path: Path) -> None:
         Storage.at("nope://x")
     with pytest.raises(StorageError, match="not a local folder"):
         _ = Storage.at("memory://x").local_path
+
+
+def test_what_is_sent_again_is_made_again_and_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    import regrow.storage as module
+
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
+    storage = Storage.at(f"memory://{uuid.uuid4().hex}")
+    made: list[int] = []
+
+    class Pieces:
+        def __iter__(self) -> Iterator[bytes]:
+            for number in range(3):
+                made.append(number)
+                if made == [0, 1]:
+                    raise OSError("the store is away")
+                yield bytes([number]) * 3_000_000
+
+    assert storage.write_chunks("file", Pieces()) == 9_000_000
+    assert made == [0, 1, 0, 1, 2]
+    assert storage.read_bytes("file") == b"".join(bytes([number]) * 3_000_000 for number in range(3))

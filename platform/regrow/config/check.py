@@ -462,6 +462,12 @@ def _checkpoint(config: PretrainConfig) -> None:
         checkpoint.keep >= 2,
         f"checkpoint.keep={checkpoint.keep} must be at least 2: the newest one may turn out damaged",
     )
+    milestones, by_steps = checkpoint.keep_every_steps, checkpoint.every_steps
+    _need(
+        milestones == 0 or (milestones > 0 and bool(by_steps) and milestones % (by_steps or 1) == 0),
+        f"checkpoint.keep_every_steps={milestones} must be 0 or a multiple of checkpoint.every_steps={by_steps}: "
+        "what is not written cannot be kept",
+    )
     _need(checkpoint.timeout_s > 0, f"checkpoint.timeout_s={checkpoint.timeout_s} must be positive")
     _need(
         snapshot.slots >= 2,

@@ -271,6 +271,7 @@ class CheckpointConfig:
     automatic: bool = False  # checkpoint as often as wastes least, by what one costs and how often training fails
     mtbf_hours: float = 24.0  # automatic: hours between failures to expect before any is seen
     keep: int = 2  # newest checkpoints kept; at least 2
+    keep_every_steps: int = 0  # checkpoints at multiples of so many steps are never deleted; 0: none is kept for good
     timeout_s: float = 1800.0  # of writing one, after which it is given up; the last one is tried again for so long
 
 

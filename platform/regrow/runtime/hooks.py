@@ -152,7 +152,10 @@ class GenerationHooks:
         stall_s = time.perf_counter() - begun
         fields = {"step": progress.step, "seconds": stall_s, "stall_s": stall_s, "bytes": index.num_bytes}
         self._event("checkpoint", fields)
-        if self._rank == 0 and (problem := catalog.try_retain(folder, keep=self._job.config.checkpoint.keep)):
+        kept = self._job.config.checkpoint
+        if self._rank == 0 and (
+            problem := catalog.try_retain(folder, keep=kept.keep, keep_every_steps=kept.keep_every_steps)
+        ):
             self._event("note", {"text": problem})
 
     def not_finite(self, step: int, detail: str) -> None:

@@ -9,7 +9,7 @@ from regrow.control.commands import NoteDamaged, PublishCommit, PublishIndex, Wr
 from regrow.errors import first_line
 from regrow.record.claim import Superseded
 from regrow.state.disk.catalog import note_damaged, step_folder, try_retain
-from regrow.state.disk.format import COMMIT, Index
+from regrow.state.disk.format import COMMIT
 from regrow.state.disk.upload import Upload, WriteOrder, Written, write_index
 from regrow.storage import Storage
 
@@ -32,10 +32,11 @@ class Publisher:
         """
         self._checkpoints, self._run_id, self._keep, self._flush_log = checkpoints, run_id, keep, flush_log
         self._check = check
+        self.keep_every_steps = 0  # those at multiples of it are kept for good
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="storage")
         self._upload: Upload | None = None  # the newest one
         self._number = 0  # its
-        self._published: dict[int, tuple[Index, bytes]] = {}  # index, what COMMIT is to hold; by upload
+        self._published: dict[int, tuple[int, bytes]] = {}  # bytes of the files, what COMMIT is to hold; by upload
         self._working: list[Future[e.Event | None]] = []
 
     def order(self, write: Write) -> WriteOrder:
@@ -59,7 +60,7 @@ class Publisher:
         def publish() -> e.Event:
             try:
                 index = upload.index()
-                self._published = {command.upload: (index, write_index(upload.folder, index))}
+                self._published = {command.upload: (index.num_bytes, write_index(upload.folder, index))}
             except Exception as error:  # of nodes that hold different things; storage raises many kinds
                 return e.PublishFailed(command.upload, first_line(error))
             return e.IndexWritten(command.upload)
@@ -68,12 +69,12 @@ class Publisher:
 
     def publish_commit(self, command: PublishCommit) -> None:
         def publish() -> e.Event:
-            index, pointer = self._published[command.upload]
+            num_bytes, pointer = self._published[command.upload]
             try:
                 self._commit(step_folder(command.version.step), pointer)
             except Exception as error:
                 return e.PublishFailed(command.upload, first_line(error))
-            return e.CheckpointCommitted(command.upload, command.version.step, index.num_bytes)
+            return e.CheckpointCommitted(command.upload, command.version.step, num_bytes)
 
         self._working.append(self.thread.submit(publish))
 
@@ -114,7 +115,7 @@ class Publisher:
                 self._check()
             except (OSError, Superseded) as error:
                 return e.Deleted(first_line(error))
-            return e.Deleted(try_retain(self._checkpoints, keep=self._keep))
+            return e.Deleted(try_retain(self._checkpoints, keep=self._keep, keep_every_steps=self.keep_every_steps))
 
         self._working.append(self.thread.submit(delete))
 

@@ -86,6 +86,7 @@ class Shell:
         self.publisher = Publisher(
             checkpoints, run_id, keep=config.checkpoint.keep, flush_log=self._flush_log, check=claim.check
         )
+        self.publisher.keep_every_steps = config.checkpoint.keep_every_steps
         self.fleet = Fleet(run_id, secret, self.publisher)
         self.metrics = RunMetrics(
             config, self.control.cadence, events, instruments=instruments, note=lambda text: self._note(text)

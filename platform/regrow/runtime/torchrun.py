@@ -237,7 +237,10 @@ class TorchrunRun:
         written = events.Checkpoint(step=progress.step, seconds=took_s, stall_s=took_s, bytes=index.num_bytes)
         self.event(written)
         self.message(written.sentence())
-        if self.rank == 0 and (problem := catalog.try_retain(self.checkpoints, keep=self.config.checkpoint.keep)):
+        kept = self.config.checkpoint
+        if self.rank == 0 and (
+            problem := catalog.try_retain(self.checkpoints, keep=kept.keep, keep_every_steps=kept.keep_every_steps)
+        ):
             self.event(events.Note(text=problem))
 
     def _commit(self, folder: str, pointer: bytes) -> None:

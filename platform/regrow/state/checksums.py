@@ -13,10 +13,10 @@ CHUNK_BYTES = 16 << 10  # that one checksum covers: what a read at any offset ma
 Crc = NDArray[np.uint32]
 
 
-def checksums(data: memoryview) -> Crc:
-    """crc32 of each CHUNK_BYTES of `data`, whose items are bytes."""
-    starts = range(0, len(data), CHUNK_BYTES)
-    return np.array([isal_zlib.crc32(data[at : at + CHUNK_BYTES]) for at in starts], "<u4")
+def checksums(data: memoryview, chunk_bytes: int = CHUNK_BYTES) -> Crc:
+    """crc32 of each `chunk_bytes` of `data`, whose items are bytes."""
+    starts = range(0, len(data), chunk_bytes)
+    return np.array([isal_zlib.crc32(data[at : at + chunk_bytes]) for at in starts], "<u4")
 
 
 def num_chunks(num_bytes: int) -> int:

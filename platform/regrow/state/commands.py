@@ -90,7 +90,9 @@ def list_lines(found: Iterable[Found]) -> Iterator[str]:
             written = _time(each.index)
             ranks = str(each.index.information.get("world_size", "-"))
             size = _size(each.index.num_bytes)
-        state = each.problem or ("sound, newest" if each.step == newest else "sound")
+        state = each.problem or ", ".join(
+            ["sound", *["kept for good"] * each.is_kept, *["newest"] * (each.step == newest)]
+        )
         yield f"{each.step:>10}  {written:19}  {ranks:>5}  {size:>12}  {state}"
 
 

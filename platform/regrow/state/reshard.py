@@ -14,8 +14,6 @@ import numpy as np
 
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import ITEM_BYTES, Box, Piece, Runs, common_runs
-from regrow.plan.mesh import Coordinates
-from regrow.plan.placement import is_second, num_copies
 from regrow.state.checksums import CHUNK_BYTES, whole_chunks
 
 Copy = TypeVar("Copy")
@@ -118,22 +116,15 @@ def _windows_of_one(read: Read, most_bytes: int) -> Iterator[Window]:
 
 
 def share(box: Box, index: int, count: int) -> Piece:
-    """The piece of a box that one of several ranks that hold it writes or reads, so that each element moves once.
+    """The rows of a box that one of several ranks that hold it reads, so that each is read once.
 
-    Pieces begin at borders of the box's chunks, whose checksums they keep.
-
-    >>> share(Box.whole("w", (10_000,)), 1, 3).start, share(Box.whole("w", (10_000,)), 1, 3).stop
-    (4096, 8192)
+    >>> share(Box.whole("w", (10, 7)), 1, 3)
+    Piece(box=Box(name='w', shape=(10, 7), offsets=(0, 0), sizes=(10, 7), dtype='float32'), start=21, stop=42)
     """
-    size = CHUNK_BYTES // ITEM_BYTES[box.dtype]
-    chunks = -(-box.num_elements // size)
-    start, stop = (min(chunks * part // count * size, box.num_elements) for part in (index, index + 1))
-    return Piece(box, start, stop)
-
-
-def written_share(box: Box, at: Coordinates) -> Piece:
-    """What of its box a rank writes: every element is written by one of the ranks that hold it."""
-    return Piece(box, 0, 0) if is_second(box.name, at) else share(box, *num_copies(box.name, at))
+    rows = box.sizes[0] if box.sizes else 1
+    start, stop = (rows * part // count for part in (index, index + 1))
+    width = box.num_elements // max(rows, 1)
+    return Piece(box, start * width, stop * width)
 
 
 def nearest(copies: Sequence[tuple[int, Copy]], *, reader: int) -> Copy:

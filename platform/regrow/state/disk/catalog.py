@@ -1,22 +1,34 @@
 """Which checkpoints a folder holds: listed, opened and verified, retired. No torch, so that every process can.
 
 `folder`, `checkpoints`: a run folder's folder of that name; `run_id`: the run's own, or None to take any run's.
-`<folder>/step-00000100/` holds `g<generation>-<token>.safetensors`, `g<generation>-<token>.index.json` and `COMMIT`;
-`DAMAGED` beside it where a run could not read what that COMMIT leads to.
+`<folder>/step-00000100/` holds `g<generation>-<token>.safetensors`, `g<generation>-<token>.metadata` and `COMMIT`;
+`DAMAGED` beside it where a run could not read what that COMMIT leads to, `KEEP` where retention never deletes it.
 """
 
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from regrow.errors import CheckpointError, first_line
-from regrow.plan.boxes import Box, Piece
+from regrow.plan.boxes import ITEM_BYTES, Box, Piece
 from regrow.state.checksums import CHUNK_BYTES, checksums
-from regrow.state.disk.format import COMMIT, DAMAGED, DataFile, Index, Stored, decode_header
+from regrow.state.disk.format import (
+    COMMIT,
+    DAMAGED,
+    KEEP,
+    STORED_CHUNK_BYTES,
+    DataFile,
+    Index,
+    Layout,
+    Stored,
+    decode_header,
+)
+from regrow.state.disk.gather import check_header, read_checked
+from regrow.state.disk.metadata import Metadata
 from regrow.state.reshard import Source, plan_reads
 from regrow.storage import Storage
 
@@ -73,38 +85,56 @@ def _steps(folder: Storage) -> list[int]:
     return sorted((int(name[5:]) for name in names), reverse=True)
 
 
-def open_checkpoint(folder: Storage, step: int, *, run_id: str | None = None) -> Index:
-    """The verified index of a committed step. Raises CheckpointError if it is damaged, or another run's or step's."""
+def open_checkpoint(folder: Storage, step: int, *, run_id: str | None = None, with_files: bool = True) -> Index:
+    """The verified index of a committed step. Raises CheckpointError if it is damaged, or another run's or step's.
+
+    A restore does without the list of all files, which grows with the ranks that wrote them.
+    """
     source = folder / step_folder(step)
     try:
         pointer = json.loads(source.read_bytes(COMMIT))
-        name, sha256 = pointer["index"], pointer["sha256"]
-        content = source.read_bytes(name)
+        name, sha256, size = pointer["index"], pointer["sha256"], pointer.get("bytes")  # before version 5: all of it
+        content = source.read_bytes(name) if size is None else source.read_range(name, 0, size)
     except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
         raise CheckpointError(f"{source}/{COMMIT} does not lead to an index: {error}") from error
     if hashlib.sha256(content).hexdigest() != sha256:
         raise CheckpointError(f"{source}/{name}: its sha256 is not the one in {COMMIT}; the file is damaged or swapped")
-    index = Index.from_json(content, f"{source}/{name}")
+    index = Index.from_json(content, f"{source}/{name}", name)
     if run_id is not None and index.run_id != run_id:
         raise CheckpointError(f"{source} belongs to run {index.run_id}, not to {run_id}")
     if index.step != step:
         raise CheckpointError(f"{source} holds a checkpoint of step {index.step}")
+    if index.layout is not None and with_files:
+        return replace(index, files=Metadata(source, index).files())
     return index
 
 
-def retain(folder: Storage, *, keep: int) -> list[int]:
+def is_kept(folder: Storage, step: int) -> bool:
+    """Whether retention never deletes this step's checkpoint."""
+    return folder.exists(f"{step_folder(step)}/{KEEP}")
+
+
+def retain(folder: Storage, *, keep: int, keep_every_steps: int = 0) -> list[int]:
     """Delete what is older than the newest `keep` checkpoints that are whole, uncommitted leftovers included.
+
+    Those at multiples of `keep_every_steps` are marked, and what is marked stays for good, whatever is asked for later.
 
     The newest in time: where a run went back to an earlier step, what it had written past that counts no more, and
     goes once the run has passed it. COMMIT goes first, so that a deletion cut short leaves nothing that looks whole.
     Returns the steps deleted. Raises OSError where something could not be deleted; the rest is.
     """
-    sound = _sound(folder)
+    committed = _with_commit(folder)
+    kept = [step for step in committed if is_kept(folder, step)]
+    for step in committed:
+        if keep_every_steps and step % keep_every_steps == 0 and step not in kept:
+            folder.write_bytes(f"{step_folder(step)}/{KEEP}", json.dumps({"multiple_of": keep_every_steps}).encode())
+            kept.append(step)
+    sound = _sound(folder, passed_over=set(sorted(kept)[:-keep]))
     if len(sound) < keep:
         return []
     oldest_kept, deleted, problems = sound[keep - 1], [], []
     for step in reversed(_steps(folder)):
-        if step < oldest_kept:
+        if step < oldest_kept and step not in kept:
             try:
                 folder.delete(f"{step_folder(step)}/{COMMIT}")
                 folder.delete(step_folder(step))
@@ -116,10 +146,15 @@ def retain(folder: Storage, *, keep: int) -> list[int]:
     return deleted
 
 
-def _sound(folder: Storage) -> list[int]:
-    """Steps of checkpoints that are whole, as far as a quick look tells, newest in time first, each older in steps."""
+def _sound(folder: Storage, passed_over: Container[int]) -> list[int]:
+    """Steps of checkpoints that are whole, as far as a quick look tells, newest in time first, each older in steps.
+
+    Those that are passed over, old ones kept for good, are not looked at: there may be many of them.
+    """
     found: list[tuple[int, int]] = []
     for step in committed_steps(folder):
+        if step in passed_over:
+            continue
         try:
             index = open_checkpoint(folder, step)
             check_sizes(folder, index)
@@ -133,10 +168,10 @@ def _sound(folder: Storage) -> list[int]:
     return sound
 
 
-def try_retain(folder: Storage, *, keep: int) -> str:
+def try_retain(folder: Storage, *, keep: int, keep_every_steps: int = 0) -> str:
     """`retain`, which training does not depend on: what to tell the user, or nothing."""
     try:
-        retain(folder, keep=keep)
+        retain(folder, keep=keep, keep_every_steps=keep_every_steps)
     except OSError as error:
         return f"old checkpoints were not all deleted, the next one tries again: {first_line(error)}"
     return ""
@@ -175,15 +210,18 @@ def read_chunks(source: Storage, file: str, stored: Stored, begin: int, end: int
 
 def check_sizes(folder: Storage, index: Index) -> None:
     """Raises CheckpointError where a file is not there or does not have the bytes that the index says."""
-    for file in index.files:
-        place = f"{folder}/{step_folder(index.step)}/{file.name}"
+    sizes = [(file.name, file.num_bytes) for file in index.files]
+    if index.layout is not None:
+        sizes.append((index.layout.name, index.layout.num_bytes))
+    for name, num_bytes in sizes:
+        place = f"{folder}/{step_folder(index.step)}/{name}"
         try:
-            end = (folder / step_folder(index.step)).read_range(file.name, file.num_bytes - 1, 2)
+            end = (folder / step_folder(index.step)).read_range(name, num_bytes - 1, 2)
         except FileNotFoundError as error:
             raise CheckpointError(f"{place}: named by the index but not there") from error
         if len(end) != 1:
             size = "more" if end else "fewer"
-            raise CheckpointError(f"{place}: has {size} than its {file.num_bytes:,} bytes; the file is damaged")
+            raise CheckpointError(f"{place}: has {size} than its {num_bytes:,} bytes; the file is damaged")
 
 
 @dataclass(frozen=True)
@@ -194,6 +232,7 @@ class Found:
     index: Index | None  # None where there is none that can be read
     problem: str  # why it cannot be restored; empty if nothing was found
     committed: bool = True
+    is_kept: bool = False  # for good
 
 
 def survey(checkpoints: Storage, run_id: str | None, step: int | None = None) -> list[Found]:
@@ -242,6 +281,9 @@ def verify(checkpoints: Storage, index: Index, advance: Advance) -> None:
     """
     source = checkpoints / step_folder(index.step)
     check_sizes(checkpoints, index)
+    if index.layout is not None:
+        _verify_stacks(source, index, index.layout, advance)
+        return
     sources = []
     for file in index.files:
         for stored in read_header(source, file, index):
@@ -251,6 +293,25 @@ def verify(checkpoints: Storage, index: Index, advance: Advance) -> None:
                 read_chunks(source, file.name, stored, begin, end)
                 advance(end - begin)
     plan_reads(sources, [Piece.all_of(whole_box(index, name)) for name in index.tensors])
+
+
+def _verify_stacks(source: Storage, index: Index, layout: Layout, advance: Advance) -> None:
+    """Of version 5 and newer."""
+    metadata = Metadata(source, index)
+    for file in index.files:
+        check_header(source, file)
+    records = metadata.spans([(each, 0, each.stack.num_elements) for each in layout.stacks])
+    found = []
+    for each, placed in zip(layout.stacks, records, strict=True):
+        for (first, offset, crc, file), last in zip(placed.tolist(), placed["first"][1:].tolist(), strict=False):
+            found.append((file.decode(), offset, (last - first) * ITEM_BYTES[each.stack.dtype], crc, each.stack))
+    for name, offset, num_bytes, crc, stack in sorted(found, key=lambda each: each[:2]):
+        (checks,) = metadata.crc([(crc, crc - (-num_bytes // STORED_CHUNK_BYTES))])
+        for begin in range(0, num_bytes, PIECE_BYTES):
+            end = min(begin + PIECE_BYTES, num_bytes)
+            some = checks[begin // STORED_CHUNK_BYTES :]
+            read_checked(source, name, offset + begin, offset + end, some, str(stack))
+            advance(end - begin)
 
 
 def whole_box(index: Index, name: str) -> Box:
@@ -270,4 +331,4 @@ def _look(checkpoints: Storage, step: int, run_id: str | None) -> Found:
         return Found(step, index, str(error))
     if noted := damage_of(checkpoints, step):
         return Found(step, index, f"a run could not read it ({noted}); delete {DAMAGED} there if it is sound after all")
-    return Found(step, index, "")
+    return Found(step, index, "", is_kept=is_kept(checkpoints, step))

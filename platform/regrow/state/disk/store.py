@@ -3,7 +3,6 @@
 A file name is never written twice, so that neither a zombie nor an earlier attempt can change what a COMMIT points to.
 """
 
-import hashlib
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,17 +12,18 @@ import torch
 import torch.distributed as dist
 
 from regrow.errors import CheckpointError, NotWrittenError
-from regrow.plan.boxes import Piece
 from regrow.plan.mesh import ALONE, Coordinates
 from regrow.plan.placement import is_first_of_stage, is_second
-from regrow.state.checksums import checksums
 from regrow.state.collective import from_rank_0, gather, rank
 from regrow.state.disk.catalog import open_checkpoint, read_headers, step_folder
-from regrow.state.disk.format import COMMIT, DataFile, Index, encode_header
+from regrow.state.disk.format import COMMIT, DataFile, Index
+from regrow.state.disk.gather import write_parts
+from regrow.state.disk.reading import Reader
+from regrow.state.disk.stacks import parts_of
 from regrow.state.disk.tensors import read_pieces
 from regrow.state.disk.upload import write_index
 from regrow.state.entries import Entry, Progress, restored_progress
-from regrow.state.reshard import share, written_share
+from regrow.state.reshard import share
 from regrow.storage import Storage
 
 Commit = Callable[[str, bytes], None]  # (folder name, content of COMMIT): writes it, or raises if fenced off
@@ -52,7 +52,7 @@ def save(
     written: dict[str, Any] | CheckpointError | None
     try:
         file = _write_file(target, f"{token}.safetensors", entries, (run_id, generation, step), coordinates)
-        written = vars(file) if file else None
+        written = file.to_plain() if file else None
     except Exception as error:  # every rank must hear of it
         written = _failed(f"checkpoint of step {step} at {target} was not written", error)
     outcomes = gather(written)
@@ -66,7 +66,7 @@ def save(
         step=step,
         scalars=scalars,
         tensors=_tensors_of_all(entries, coordinates),
-        files=tuple(DataFile(**outcome) for outcome in outcomes if isinstance(outcome, dict)),
+        files=tuple(DataFile.of_plain(outcome) for outcome in outcomes if isinstance(outcome, dict)),
         information={
             "world_size": len(outcomes),
             "num_replicas": coordinates.along("dp_replicate")[1],
@@ -120,8 +120,11 @@ def restore(folder: Storage, index: Index, entries: Sequence[Entry], coordinates
     """
     _check_same(index, entries, folder, is_part=coordinates.along("pp")[1] > 1)
     source, replica = folder / step_folder(index.step), coordinates.along("dp_replicate")
+    want = [(share(entry.box, *replica), entry.memory) for entry in entries]
+    if index.layout is not None:
+        return Reader(source, index).read(want)
     stored = read_headers(source, index)
-    return read_pieces(source, stored, stored, [(share(entry.box, *replica), entry.memory) for entry in entries])
+    return read_pieces(source, stored, stored, want)
 
 
 def restore_newest(
@@ -145,7 +148,7 @@ def restore_newest(
     for step in steps:
         mine, index, progress = "", None, None
         try:
-            index = open_checkpoint(folder, step, run_id=run_id)
+            index = open_checkpoint(folder, step, run_id=run_id, with_files=False)
             restore(folder, index, entries, coordinates)
             if len(index.tensors) != num_entries:
                 where = f"{folder}/{step_folder(step)}"
@@ -195,19 +198,17 @@ def _write_file(
     coordinates: Coordinates,
 ) -> DataFile | None:
     """Write this rank's part; None where it has nothing to write."""
-    parts: list[tuple[Piece, memoryview]] = []
-    for entry in entries:
-        piece = written_share(entry.box, coordinates)
-        if piece.num_elements:
-            memory = entry.memory[piece.start : piece.stop]
-            parts.append((piece, memoryview(memory.cpu().contiguous().view(torch.uint8).numpy().data).cast("B")))
+    boxes = [entry.box for entry in entries]
+    parts = parts_of(boxes, coordinates)
     if not parts:
         return None
+    memory = {
+        number: memoryview(entries[number].memory.cpu().contiguous().view(torch.uint8).numpy().data).cast("B")
+        for part in parts
+        for number in set(part.members)
+    }
     run_id, generation, step = identity
-    checked = [(piece, checksums(data)) for piece, data in parts]
-    header = encode_header(checked, run_id=run_id, generation=generation, step=step)
-    num_bytes = target.write_chunks(name, [header, *(data for _, data in parts)])
-    return DataFile(name, num_bytes, len(header), hashlib.sha256(header).hexdigest())
+    return write_parts(target, name, parts, boxes, memory, run_id=run_id, generation=generation, step=step)
 
 
 def _publish(target: Storage, index: Index, commit: Commit | None) -> None:

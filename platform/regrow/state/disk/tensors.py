@@ -10,9 +10,13 @@ from torch import Tensor
 from regrow.plan.boxes import Piece
 from regrow.state.disk.catalog import PIECE_BYTES, Advance, read_chunks, read_headers, step_folder, whole_box
 from regrow.state.disk.format import Index, Stored
+from regrow.state.disk.reading import Reader
+from regrow.state.disk.stacks import num_rows, rows_of
 from regrow.state.entries import fill
 from regrow.state.reshard import Source, plan_reads, windows
 from regrow.storage import Storage
+
+GROUP_BYTES = 1 << 30  # of tensors of one stack that are read together
 
 
 class CheckpointTensors:
@@ -22,7 +26,9 @@ class CheckpointTensors:
         """Raises CheckpointError where a data file is missing or its header is damaged."""
         self.index, self._advance = index, advance
         self._source = checkpoints / step_folder(index.step)
-        self._stored = read_headers(self._source, index)
+        self._reader = None if index.layout is None else Reader(self._source, index)
+        self._held: dict[str, Tensor] = {}  # that were read with another one
+        self._stored = read_headers(self._source, index) if self._reader is None else {}
         self._by_name: dict[str, list[Source]] = defaultdict(list)
         for source in self._stored:
             self._by_name[source.piece.box.name].append(source)
@@ -32,11 +38,34 @@ class CheckpointTensors:
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """The tensor, flat, piece after piece. Raises CheckpointError where its data is damaged."""
-        for box in whole_box(self.index, name).slabs(PIECE_BYTES):
+        whole = whole_box(self.index, name)
+        if self._reader is not None and name not in self._held and 0 < whole.num_bytes <= GROUP_BYTES:
+            self._read_with_neighbours(self._reader, name)
+        held = self._held.pop(name, None)
+        width = whole.num_elements // max(1, num_rows(whole.shape))
+        for box in whole.slabs(PIECE_BYTES):
+            if held is not None:
+                rows = rows_of(box)
+                self._advance(box.num_bytes)
+                yield held[rows.start * width : rows.stop * width]
+                continue
             piece = torch.empty(box.num_elements, dtype=getattr(torch, box.dtype))
-            read_pieces(self._source, self._stored, self._by_name[name], [(Piece.all_of(box), piece)])
+            want = [(Piece.all_of(box), piece)]
+            if self._reader is not None:
+                self._reader.read(want)
+            else:
+                read_pieces(self._source, self._stored, self._by_name[name], want)
             self._advance(piece.nbytes)
             yield piece
+
+    def _read_with_neighbours(self, reader: Reader, name: str) -> None:
+        """A tensor's rows lie apart, with those of its stack between them, which are often wanted next."""
+        boxes = [whole_box(self.index, each) for each in reader.neighbours(name, GROUP_BYTES)]
+        tensors = [torch.empty(box.num_elements, dtype=getattr(torch, box.dtype)) for box in boxes]
+        stack = reader.stack_of(name)
+        self._held = {each: tensor for each, tensor in self._held.items() if reader.stack_of(each) != stack}
+        reader.read([(Piece.all_of(box), tensor) for box, tensor in zip(boxes, tensors, strict=True)])
+        self._held |= {box.name: tensor for box, tensor in zip(boxes, tensors, strict=True)}
 
     def whole(self, name: str) -> Tensor:
         """The tensor in its shape."""

@@ -8,7 +8,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
@@ -18,19 +18,20 @@ import numpy as np
 
 from regrow.control.values import Version
 from regrow.errors import CheckpointError
-from regrow.plan.boxes import ITEM_BYTES, Piece
+from regrow.plan.boxes import ITEM_BYTES
 from regrow.plan.placement import is_first_of_stage
-from regrow.state.checksums import CHUNK_BYTES, Crc, checksums
-from regrow.state.disk.catalog import read_chunks
-from regrow.state.disk.format import DataFile, Index, Stored, encode_header
+from regrow.state.checksums import checksums, whole_chunks
+from regrow.state.disk.format import DataFile, Index
+from regrow.state.disk.gather import read_back
+from regrow.state.disk.gather import write_parts as write_stacks
+from regrow.state.disk.metadata import encode
+from regrow.state.disk.stacks import Part, parts_of
 from regrow.state.memory.held import Held, Snapshot, open_snapshot
 from regrow.state.memory.slots import SlotHeader
-from regrow.state.reshard import written_share
 from regrow.storage import Storage
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape
 WRITERS = 4  # files of a node that are written at once
-PIECE_BYTES = 512 * CHUNK_BYTES  # that are checked, then given to storage
 
 
 @dataclass(frozen=True)
@@ -96,46 +97,33 @@ def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id
 def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> DataFile | None:
     """Write one rank's part; None where it has nothing to write."""
     header = snapshot.header
-    parts: list[tuple[Piece, int, Crc]] = []  # what to write, its first byte in the slot, its checksums
-    for box, offset, chunk in zip(header.boxes, header.offsets, header.first_chunks, strict=False):
-        piece = written_share(box, header.coordinates)
-        if piece.num_elements:
-            begin = piece.start * ITEM_BYTES[box.dtype]
-            first = chunk + begin // CHUNK_BYTES
-            parts.append((piece, offset + begin, snapshot.crc[first : first - (-piece.num_bytes // CHUNK_BYTES)]))
+    parts = parts_of(header.boxes, header.coordinates)
     if not parts:
         return None
-    checked = [(piece, crc) for piece, _, crc in parts]
-    head = encode_header(checked, run_id=run_id, generation=header.generation, step=header.step)
-
-    def content(payload: memoryview) -> Iterator[bytes | memoryview]:
-        yield head
-        for piece, offset, crc in parts:
-            for begin in range(0, piece.num_bytes, PIECE_BYTES):
-                data = payload[offset + begin : offset + min(begin + PIECE_BYTES, piece.num_bytes)]
-                first = begin // CHUNK_BYTES
-                if not np.array_equal(checksums(data), crc[first : first - (-len(data) // CHUNK_BYTES)]):
-                    raise CheckpointError(f"{snapshot.path.name}: {piece.box.name} fails its checksum")
-                yield data
-
     with snapshot.payload() as payload:
-        num_bytes = target.write_chunks(name, content(payload))
-    _read_back(target, name, head, checked)
-    return DataFile(name, num_bytes, len(head), hashlib.sha256(head).hexdigest())
+        _check(snapshot, payload, parts)
+        memory = {
+            number: payload[header.offsets[number] :][: header.boxes[number].num_bytes]
+            for number in {number for part in parts for number in part.members}
+        }
+        of = {"run_id": run_id, "generation": header.generation, "step": header.step}
+        file = write_stacks(target, name, parts, header.boxes, memory, **of)
+    read_back(target, file)
+    return file
 
 
-def _read_back(target: Storage, name: str, head: bytes, checked: list[tuple[Piece, Crc]]) -> None:
-    """Older checkpoints are deleted for this one: storage has what it was given. Raises OSError where it has not."""
-    if target.read_range(name, 0, len(head)) != head:
-        raise OSError(f"{target}/{name}: what was written is not what is read; is that file system sound?")
-    at = len(head)
-    for piece, crc in checked:
-        for begin in range(0, piece.num_bytes, PIECE_BYTES):
-            try:
-                read_chunks(target, name, Stored(piece, at, crc), begin, min(begin + PIECE_BYTES, piece.num_bytes))
-            except CheckpointError as error:
-                raise OSError(f"what was written is not what is read: {error}") from error
-        at += piece.num_bytes
+def _check(snapshot: Snapshot, payload: memoryview, parts: Sequence[Part]) -> None:
+    """What is written of a snapshot is what was sealed. Raises CheckpointError."""
+    offsets, first_chunks = snapshot.header.offsets, snapshot.header.first_chunks
+    for part in parts:
+        first, last = part.start // part.stack.width, -(-part.stop // part.stack.width)
+        for number in set(part.members):
+            box, at = snapshot.header.boxes[number], part.rows.start
+            row = box.num_bytes // len(part.rows)
+            begin, end, chunks = whole_chunks((first - at) * row, (last - at) * row, box.num_bytes)
+            crc = snapshot.crc[first_chunks[number] :][chunks]
+            if not np.array_equal(checksums(payload[offsets[number] + begin : offsets[number] + end]), crc):
+                raise CheckpointError(f"{snapshot.path.name}: {box.name} fails its checksum")
 
 
 @dataclass
@@ -196,8 +184,11 @@ class Upload:
 
 
 def write_index(folder: Storage, index: Index) -> bytes:
-    """Write the index of a checkpoint whose files are there; what COMMIT is to hold."""
-    content = index.to_json()
-    name = f"g{index.generation:06d}-{secrets.token_hex(4)}.index.json"
-    folder.write_bytes(name, content)
-    return json.dumps({"index": name, "sha256": hashlib.sha256(content).hexdigest()}).encode()
+    """Write the metadata file of a checkpoint whose files are there; what COMMIT is to hold.
+
+    Raises CheckpointError where the files do not hold every element once.
+    """
+    head, rest = encode(index)
+    name = f"g{index.generation:06d}-{secrets.token_hex(4)}.metadata"
+    folder.write_chunks(name, [head, rest])
+    return json.dumps({"index": name, "bytes": len(head), "sha256": hashlib.sha256(head).hexdigest()}).encode()

@@ -1,0 +1,131 @@
+"""A data file's bytes from a rank's boxes in memory: rows of many tensors side by side, with checksums. No torch."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from regrow.errors import CheckpointError
+from regrow.plan.boxes import ITEM_BYTES, Box
+from regrow.state.checksums import checksums
+from regrow.state.disk.format import SPAN, STORED_CHUNK_BYTES, Content, DataFile, encode_header
+from regrow.state.disk.metadata import num_chunks
+from regrow.state.disk.stacks import Part, columns_of
+from regrow.storage import Storage
+
+PIECE_BYTES = 64 * STORED_CHUNK_BYTES  # gathered at once, checked, then given to storage
+UNSIGNED = {2: np.uint16, 4: np.uint32, 8: np.uint64}  # by bytes of an element: bits, whatever they mean
+
+Matrix = NDArray[Any]
+
+
+def write_parts(
+    target: Storage, name: str, parts: Sequence[Part], boxes: Sequence[Box], memory: Mapping[int, memoryview], **of: Any
+) -> DataFile:
+    """Write parts of stacks as one file; `memory` is each box's, by its number, `of` what `encode_header` names.
+
+    Raises OSError.
+    """
+    content = _Bytes(encode_header(parts, **of), parts, boxes, memory)
+    num_bytes = target.write_chunks(name, content)
+    return DataFile(
+        name, num_bytes, len(content.head), hashlib.sha256(content.head).hexdigest(), _described(parts, content)
+    )
+
+
+def read_back(target: Storage, file: DataFile) -> None:
+    """Older checkpoints are deleted for this one: storage has what it was given. Raises OSError where it has not."""
+    assert file.content is not None
+    try:
+        check_header(target, file)
+        crc = np.frombuffer(file.content.crc, "<u4")
+        sizes = [*np.frombuffer(file.content.spans, SPAN)["offset"].tolist()[1:], file.num_bytes]
+        for span, end in zip(np.frombuffer(file.content.spans, SPAN).tolist(), sizes, strict=True):
+            for begin in range(span[3], end, PIECE_BYTES):
+                first = span[4] + (begin - span[3]) // STORED_CHUNK_BYTES
+                read_checked(target, file.name, begin, min(begin + PIECE_BYTES, end), crc[first:])
+    except CheckpointError as error:
+        raise OSError(f"what was written is not what is read: {error}; is that file system sound?") from error
+
+
+def check_header(source: Storage, file: DataFile) -> None:
+    """Raises CheckpointError where a data file does not begin as it was written."""
+    try:
+        head = source.read_range(file.name, 0, file.header_bytes)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{source}/{file.name}: named by the index but not there") from error
+    if hashlib.sha256(head).hexdigest() != file.header_sha256:
+        raise CheckpointError(
+            f"{source}/{file.name}: the header's sha256 is not the one in the index; the file is damaged or swapped"
+        )
+
+
+def read_checked(
+    source: Storage, name: str, begin: int, end: int, crc: NDArray[np.uint32], what: str = ""
+) -> memoryview:
+    """Bytes [begin, end) of a data file, whole chunks from the first of `crc` on. Raises CheckpointError."""
+    try:
+        data = memoryview(source.read_range(name, begin, end - begin))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{source}/{name}: named by the index but not there") from error
+    check(data, crc, end - begin, f"{source}/{name}", what)
+    return data
+
+
+def check(data: memoryview, crc: NDArray[np.uint32], num_bytes: int, where: str, what: str = "") -> None:
+    """Raises CheckpointError where data has not so many bytes, or other ones."""
+    found = checksums(data, STORED_CHUNK_BYTES)
+    if data.nbytes != num_bytes or not np.array_equal(found, crc[: len(found)]):
+        raise CheckpointError(f"{where}: {what or 'its data'} fails its checksum; the file is damaged")
+
+
+class _Bytes:
+    """The file, made anew whenever it is iterated; `crc` is that of the last time."""
+
+    def __init__(
+        self, head: bytes, parts: Sequence[Part], boxes: Sequence[Box], memory: Mapping[int, memoryview]
+    ) -> None:
+        self.head, self._parts, self._boxes, self.crc = head, parts, boxes, b""
+        self._matrices = {
+            number: np.frombuffer(data, UNSIGNED[ITEM_BYTES[boxes[number].dtype]]).reshape(
+                -1, len(columns_of(boxes[number]))
+            )
+            for number, data in memory.items()
+        }
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        found = []
+        yield self.head
+        for part in self._parts:
+            step = PIECE_BYTES // ITEM_BYTES[part.stack.dtype]
+            for start in range(part.start, part.stop, step):
+                data = self._gathered(part, start, min(start + step, part.stop))
+                found.append(checksums(data, STORED_CHUNK_BYTES).tobytes())
+                yield data
+        self.crc = b"".join(found)
+
+    def _gathered(self, part: Part, start: int, stop: int) -> memoryview:
+        """Elements [start, stop) of the stack."""
+        out = np.empty(stop - start, UNSIGNED[ITEM_BYTES[part.stack.dtype]])
+        for at, rows, columns in part.rectangles(start, stop):
+            target = out[at : at + len(rows) * len(columns)].reshape(len(rows), len(columns))
+            held = slice(rows.start - part.rows.start, rows.stop - part.rows.start)
+            for number, within, distance in part.columns_in(columns):
+                member = part.members[number]
+                first = part.stack.columns[number].first - columns_of(self._boxes[member]).start
+                target[:, distance : distance + len(within)] = self._matrices[member][
+                    held, first + within.start : first + within.stop
+                ]
+        return memoryview(out.view(np.uint8).data)
+
+
+def _described(parts: Sequence[Part], content: _Bytes) -> Content:
+    spans, at, crc = [], len(content.head), 0
+    for part in parts:
+        count = part.stop - part.start
+        spans.append((part.stack.key.encode(), part.start, count, at, crc))
+        at, crc = at + part.num_bytes, crc + num_chunks(part.stack, count)
+    assert len(content.crc) == 4 * crc
+    return Content(np.array(spans, SPAN).tobytes(), content.crc, tuple(part.stack for part in parts if not part.start))
