@@ -22,10 +22,10 @@ from support.gloo import RankError, run_ranks
 from support.training import (
     Training,
     build,
+    flags_and_digests,
     micro_batches,
     plain_losses,
     run_steps,
-    topology_of,
     train,
     validation,
     whole,
@@ -221,24 +221,6 @@ def test_validation_counts_each_row_once_also_where_a_unit_has_none():
         (want,) = run_ranks(validation, 1, training, num_rows)
         for got in run_ranks(validation, 4, replace(training, parallel=parallel), num_rows):
             assert got == (pytest.approx(want[0], rel=1e-6), want[1])
-
-
-def flags_and_digests(training: Training) -> list[tuple[bool, bool, int]]:
-    step, topology, seen = build(training), topology_of(training), []
-    rank = dist.get_rank()
-    for flagged in range(dist.get_world_size()):
-        mine, num_micro_batches = micro_batches(training, 0)
-        digest = 2**63 + 1 + topology.unit_of(rank)  # all ranks of a unit have the same
-        result = step.run(
-            mine,
-            num_micro_batches=num_micro_batches,
-            lr=0.0,
-            flag=rank == flagged,
-            blocked=rank == flagged,
-            digest=digest,
-        ).resolve()
-        seen.append((result.flag, result.blocked, result.digest))
-    return seen
 
 
 def test_any_rank_of_any_stage_raises_a_flag_and_a_unit_counts_its_digest_once():

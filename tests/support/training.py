@@ -159,3 +159,22 @@ def graphs_of_groups(training: Training, sizes: list[int], folder: str) -> list[
         found.append((0, train(training)[-1].loss))
         found[-1] = (graphs_compiled(), found[-1][1])
     return found
+
+
+def flags_and_digests(training: Training) -> list[tuple[bool, bool, int]]:
+    """What every rank hears of a flag that each rank in turn raises, and of the digests that units count."""
+    step, topology, seen = build(training), topology_of(training), []
+    rank = dist.get_rank()
+    for flagged in range(dist.get_world_size()):
+        mine, num_micro_batches = micro_batches(training, 0)
+        digest = 2**63 + 1 + topology.unit_of(rank)  # all ranks of a unit have the same
+        result = step.run(
+            mine,
+            num_micro_batches=num_micro_batches,
+            lr=0.0,
+            flag=rank == flagged,
+            blocked=rank == flagged,
+            digest=digest,
+        ).resolve()
+        seen.append((result.flag, result.blocked, result.digest))
+    return seen
