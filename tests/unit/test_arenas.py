@@ -18,6 +18,7 @@ from regrow.accept.generations import Runtime, counting_runtime, on_a_device
 from regrow.control.values import Version
 from regrow.errors import CheckpointError
 from regrow.plan.mesh import ALONE
+from regrow.state.disk.stacks import parts_of
 from regrow.state.disk.upload import WriteOrder, write_parts
 from regrow.state.entries import Entry
 from regrow.state.memory import reader as memory
@@ -182,18 +183,22 @@ def read_for_storage(nodes: list[Node], meanwhile: Meanwhile, monkeypatch: pytes
     inner = LocalStorage.write_chunks
 
     def write_chunks(self: LocalStorage, name: str, chunks: Any) -> int:
-        written.append(next(chunks))
+        stream = iter(chunks)
+        written.append(next(stream))
         meanwhile()
-        written.extend(bytes(chunk) for chunk in chunks)
+        written.extend(bytes(chunk) for chunk in stream)
         return inner(self, name, written)  # which is read back
 
     monkeypatch.setattr(LocalStorage, "write_chunks", write_chunks)
     order = WriteOrder(Version(1, 2), "node-0", False, str(nodes[0].keeper.folder.parent), "token", True)
     write_parts(nodes[0].keeper.folder, nodes[0].keeper.holdings(), order, run_id=RUN)
     entries, data = entries_of(0, 1), b"".join(written[1:])
-    for entry in entries:
-        content, data = data[: entry.memory.nbytes], data[entry.memory.nbytes :]
-        entry.memory.copy_(torch.frombuffer(bytearray(content), dtype=torch.float32))
+    for part in parts_of([entry.box for entry in entries], ALONE):
+        content, data = data[: part.num_bytes], data[part.num_bytes :]
+        rows = torch.frombuffer(bytearray(content), dtype=torch.float32).view(part.stack.rows, -1)
+        columns = rows.split([each.size for each in part.stack.columns], 1)
+        for member, columns_of_one in zip(part.members, columns, strict=True):
+            entries[member].memory.copy_(columns_of_one.reshape(-1))
     return entries
 
 
