@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 from functools import partial
 
-from regrow.config.check import check_plan
+from regrow.config.check import check, check_plan
 from regrow.config.schema import PlanJobConfig
 from regrow.config.store import run_job
 from regrow.forecast.cost import assumptions
@@ -32,6 +32,8 @@ def device_of(config: PlanJobConfig) -> Device:
 
 
 def main(config: PlanJobConfig, *, as_json: bool) -> None:
+    if config.parallel.pp:  # what is refused is refused before this machine is measured
+        check(config)
     check_plan(config)
     device, network = device_of(config), network_of(config, config.plan)
     config, why = settle(config, device, network)

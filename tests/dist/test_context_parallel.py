@@ -237,7 +237,7 @@ def test_validation_counts_each_token_once_also_where_a_unit_has_no_rows():
 
 
 def test_any_rank_raises_a_flag_and_a_unit_counts_its_digest_once():
-    want = [(True, True, (2**63 + 1 + 2**63 + 2) % 2**64)] * 4
+    want = [(True, True, (2 * 2**64 - 3) % 2**64)] * 4
     assert run_ranks(flags_and_digests, 4, of(MODEL, ParallelConfig(cp=2))) == [want] * 4
 
 

@@ -225,7 +225,7 @@ def test_validation_counts_each_row_once_also_where_a_unit_has_none():
 
 def test_any_rank_of_any_stage_raises_a_flag_and_a_unit_counts_its_digest_once():
     training = Training(MODEL, ParallelConfig(pp=2), OPTIM)
-    want = [(True, True, (2**63 + 1 + 2**63 + 2) % 2**64)] * 4
+    want = [(True, True, (2 * 2**64 - 3) % 2**64)] * 4
     assert run_ranks(flags_and_digests, 4, training) == [want] * 4
 
 

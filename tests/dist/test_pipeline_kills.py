@@ -168,7 +168,7 @@ def assert_all_came_out(found: list[Any], victim: int) -> None:
 
 
 def moments_of(folder: Path, layout: str) -> list[list[str]]:
-    """By rank, where nobody dies."""
+    """By rank, where no rank dies."""
     return kill(folder, layout, 0, -1)
 
 

@@ -22,6 +22,7 @@ from support.reference_llama import assert_gradients
 from support.training import (
     Training,
     build,
+    flags_and_digests,
     graphs_of_groups,
     micro_batches,
     plain_losses,
@@ -224,22 +225,6 @@ def test_validation_counts_each_row_once_also_where_a_unit_has_none():
         (want,) = run_ranks(validation, 1, training, num_rows)
         for got in run_ranks(validation, 4, replace(training, parallel=ParallelConfig(tp=2)), num_rows):
             assert got == (pytest.approx(want[0], rel=1e-6), want[1])
-
-
-def flags_and_digests(training: Training) -> list[tuple[bool, bool, int]]:
-    step, rank, seen = build(training), dist.get_rank(), []
-    for flagged in range(dist.get_world_size()):
-        mine, num_micro_batches = micro_batches(training, 0)
-        result = step.run(
-            mine,
-            num_micro_batches=num_micro_batches,
-            lr=0.0,
-            flag=rank == flagged,
-            blocked=rank == flagged,
-            digest=2**64 - 1 - rank // 2,
-        ).resolve()
-        seen.append((result.flag, result.blocked, result.digest))
-    return seen
 
 
 def test_every_rank_s_flags_count_and_a_unit_s_digest_counts_once():

@@ -167,7 +167,7 @@ def flags_and_digests(training: Training) -> list[tuple[bool, bool, int]]:
     rank = dist.get_rank()
     for flagged in range(dist.get_world_size()):
         mine, num_micro_batches = micro_batches(training, 0)
-        digest = 2**63 + 1 + topology.unit_of(rank)  # all ranks of a unit have the same
+        digest = 2**64 - 1 - topology.unit_of(rank)  # all ranks of a unit have the same
         result = step.run(
             mine,
             num_micro_batches=num_micro_batches,

@@ -1472,7 +1472,7 @@ def test_silent_nodes_are_not_waited_for_in_vain(why: str) -> None:
 
 
 def test_a_keeper_that_hangs_alone_while_the_group_stands_still_is_started_anew_and_its_workers_stay() -> None:
-    """Another node died meanwhile: nobody but this node's workers can say that it is there."""
+    """Another node died meanwhile: only this node's workers can say that it is there."""
     told = training("ab")
     told.row(1)
     told.now += told.control.health.stalls.patience_s + 0.1

@@ -25,8 +25,8 @@ def fault(what: str, **more: Any) -> Row:
 
 
 def suspected(kind: str, after_s: float, victim: Row = VICTIM, **more: Any) -> Row:
-    who = {"node": victim["node"], "pid": victim["pid"], "rank": victim["rank"]}
-    return {"event": "suspected", "kind": kind, "time": AT + after_s, "detail": "so it is", **who} | more
+    victim = {"node": victim["node"], "pid": victim["pid"], "rank": victim["rank"]}
+    return {"event": "suspected", "kind": kind, "time": AT + after_s, "detail": "so it is", **victim} | more
 
 
 def hangs(since: float) -> Row:

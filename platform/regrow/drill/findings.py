@@ -108,11 +108,11 @@ def _slow(fault: Row, events: Sequence[Row]) -> Finding:
     is_link = fault["kind"] == SLOW_LINK
     for_s, share = option(fault["what"], "for_s", 120.0), option(fault["what"], "share", 0.3)
     kinds = ("slow_link",) if is_link else ("slow_compute",)
-    whom = {(victim["node"], victim.get("pid", 0)) for victim in fault["victims"]}
+    victims = {(victim["node"], victim.get("pid", 0)) for victim in fault["victims"]}
     for event in events:
         inside = fault["time"] <= event["time"] <= fault["time"] + for_s
         is_slow = event["event"] == "suspected" and inside and event["kind"] in kinds
-        if is_slow and (event["node"], event["pid"]) in whom:
+        if is_slow and (event["node"], event["pid"]) in victims:
             seconds = event["time"] - fault["time"]
             return Finding(fault["number"], fault["what"], True, event["detail"], seconds, for_s)
     if not is_link and share < LEAST_SHARE:

@@ -32,8 +32,6 @@ def settled(config: C) -> tuple[C, str]:
 
 def settle(config: C, device: Device | None, network: Network) -> tuple[C, str]:
     """Numbers for all that is open, and why; or nothing. Raises RegrowError for what `check` refuses."""
-    if config.parallel.pp:
-        check(replace(config, parallel=replace(config.parallel, least_pp=config.parallel.least_pp or 1)))
     config, stages = settle_stages(config, device, network)
     check(config)
     config, passes = settle_passes(config, device, network)
@@ -52,10 +50,7 @@ def settle_stages(config: C, device: Device | None, network: Network) -> tuple[C
         return config, ""
     if device is None or parallel.pp == 1:
         return _with_stages(config, parallel.pp or 1, parallel.least_pp or 1), ""
-    if parallel.pp:
-        chosen = config
-    else:
-        chosen = _fastest_pipeline(config, device, network)
+    chosen = config if parallel.pp else _fastest_pipeline(config, device, network)
     pp = chosen.parallel.pp
     least = parallel.least_pp or _fewest_stages(chosen, device, network)
     found = f"by forecast for {device.name}: parallel.pp={pp} parallel.least_pp={least}" if pp > 1 else ""
@@ -65,11 +60,11 @@ def settle_stages(config: C, device: Device | None, network: Network) -> tuple[C
 def _fastest_pipeline(config: C, device: Device, network: Network) -> C:
     """At the largest world size, of those that fit at every one; where none does, what takes least memory."""
     cluster, parallel = config.cluster, config.parallel
-    most = config.model.num_layers // stages_per_rank(parallel)
-    units = cluster.max_workers // (parallel.tp * parallel.cp)
+    units = max(1, cluster.max_workers // (parallel.tp * parallel.cp))
+    most = max(1, min(units, config.model.num_layers // stages_per_rank(parallel)))
     tried: list[tuple[bool, float, C]] = []
     refused: RegrowError | None = None
-    for pp in [each for each in range(1, max(1, most) + 1) if each <= max(1, units) and units % each == 0]:
+    for pp in [each for each in range(1, most + 1) if units % each == 0]:
         each = _with_stages(config, pp, min(pp, parallel.least_pp or pp))
         try:
             check(each)
@@ -153,9 +148,8 @@ def _fits(config: PretrainConfig, room: float, device: Device, network: Network)
     table = topologies(config)
     sizes = list(table)
     looked_at = {*sizes[:: max(1, len(sizes) // (MOST_SIZES - 2))], sizes[0], sizes[-1]}
-    looked_at |= set(
-        {table[size].mesh.pp: size for size in reversed(sizes)}.values()
-    )  # the smallest with so many stages
+    smallest = {table[size].mesh.pp: size for size in reversed(sizes)}  # by stages
+    looked_at |= set(smallest.values())
     found = (forecast(config, size, device, network, table) for size in sorted(looked_at))
     return all(each.memory.total <= room * each.usable_bytes for each in found)
 

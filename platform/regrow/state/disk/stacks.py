@@ -21,9 +21,7 @@ from regrow.plan.boxes import ITEM_BYTES, Box
 from regrow.plan.mesh import Coordinates
 from regrow.plan.placement import dims_of, is_second, num_copies
 
-BLOCKS = (
-    8  # of columns that tensor parallelism would cut: block by block, then tensor by tensor, for up to so many ranks
-)
+BLOCKS = 8  # of columns that tensor parallelism would cut: block by block, then tensor by tensor, for so many ranks
 
 
 class Column(NamedTuple):
