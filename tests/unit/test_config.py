@@ -165,6 +165,7 @@ def test_the_defaults_pass_every_rule() -> None:
         ("cluster.stuck_s", 1.0),
         ("cluster.drain_slow_s", -1.0),
         ("cluster.wait_for_workers_s", -1.0),
+        ("optim.num_slices", 0),
         ("cluster.gpus_per_worker", 2),
         ("cluster.cpus_per_worker", 0),
         ("model.num_heads", 7),

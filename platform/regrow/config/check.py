@@ -260,6 +260,7 @@ def _data(config: PretrainConfig) -> None:
 
 def _optim(config: PretrainConfig) -> None:
     optim = config.optim
+    _need(optim.num_slices >= 1, f"optim.num_slices={optim.num_slices} must be at least 1")
     _need(optim.lr > 0, f"optim.lr={optim.lr} must be positive")
     for key in ("min_lr_ratio", "warmup_fraction", "decay_fraction"):
         _need(0 <= getattr(optim, key) <= 1, f"optim.{key}={getattr(optim, key)} must be between 0 and 1")
