@@ -1,11 +1,12 @@
 """A pulse is read while it is written: no reader sees a half of it."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import regrow
-from regrow.runtime.liveness.pulse import read_pulses
+from regrow.runtime.liveness.pulse import SIZE, read_pulses
 
 BEAT = """
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from regrow.control.phases import Phase
 from regrow.runtime.liveness.pulse import PulseFile
 pulse = PulseFile(Path(sys.argv[1]))
+pulse.beat(7, 8, 1.0)
 print(flush=True)
 while True:
     pulse.beat(7, 8, 1.0)
@@ -30,5 +32,11 @@ def test_a_process_that_runs_never_seems_to_have_stood_still(tmp_path: Path) -> 
             seen = [read_pulses(tmp_path)[0] for _ in range(20_000)]
         finally:
             process.kill()
-    assert {(each.generation, each.step, each.probe_s) for each in seen[100:]} == {(7, 8, 1.0)}
+    assert {(each.generation, each.step, each.probe_s) for each in seen} == {(7, 8, 1.0)}
     assert max(each.silent_s for each in seen) < 600.0
+
+
+def test_a_pulse_that_is_just_being_made_says_nothing(tmp_path: Path) -> None:
+    """A file of zeros would say that its process has stood still since the machine was started."""
+    (tmp_path / f"pulse-{os.getpid()}").write_bytes(bytes(SIZE))
+    assert read_pulses(tmp_path) == []

@@ -73,6 +73,8 @@ def read_pulses(folder: Path) -> list[Pulse]:
         with contextlib.suppress(OSError, struct.error):  # it is just being made
             content = path.read_bytes()
             generation, step, beat, probe_s = _BEAT.unpack_from(content)
+            if not beat:  # nothing is in it yet
+                continue
             asked, collectives, waits, waits_s = _WHERE.unpack_from(content, _WHERE_AT)
             number, since, *longest = _PHASE.unpack_from(content, _PHASE_AT)
             pid, now = int(path.name.partition("-")[2]), time.monotonic_ns()
