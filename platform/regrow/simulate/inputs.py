@@ -6,19 +6,24 @@ replace any of them in one way: `Inputs.override`. Pure.
 
 Names are `group.what`, with units at the end; `KINDS` are the kinds of faults:
 
-    rate.<kind> rate.slow                         failures, and nodes that become slow, per node and day
-    rate.planned rate.head rate.storage           of the whole job, per day
-    share.rack share.pod nodes.rack nodes.pod     of faults that take a node, those that take so many at once
+    rate.<kind>                                   failures per node and day
+    rate.planned rate.head rate.storage           of the whole job, per day: planned stops, deaths of the head, outages
+    share.slow                                    nodes that become slow, for each failure
+    share.rack share.pod share.power nodes.rack nodes.pod nodes.power   of faults that take a node, those that take so
+                                                  many at once; the rate of nodes that fail stays what it is
+    share.burst burst.within_s                    of faults, those that follow another one within so long
     notice.<kind>_s                               from the fault to where the group is told
     form.base_s form.per_node_s build.s restore.s first_step.s       a group forms: each a part, they add up
     communicators.s .gpus .power                  of that, what communicators take at so many GPUs, and its growth
     join.s                                        taking newcomers in, beside communicators
-    respawn.s newcomer.s restart.s                until a process on a sound node, and on a node that is back, is ready
-                                                  to join; restart.s: all processes anew, where all restart
-    away.short_s away.long_s away.short_share     a node's absence: two lognormals, by their medians
-    sdc.unnoticed_s                               that wrong results go unseen, and are done again
-    slow.factor slow.lasts_s slow.evict_s         a slow node: of the job's step time, its length, until it is left
-    stop.fixed_s stop.per_gpu_s                   a planned stop
+    respawn.s restart.s                           until a process on a sound node is ready; until all processes are anew
+    away.short_s away.short_sigma away.long_s away.long_sigma away.short_share   a node's absence until it is ready to
+                                                  join again: two lognormals, by their medians
+    sdc.unnoticed_s sdc.first_share               that wrong results go unseen, and are done again; of such incidents,
+                                                  those that are the first of their host
+    slow.factor slow.lasts_s slow.evict_s         a slow node: the job's step time over what it was, how long, and until
+                                                  it is left
+    stop.fixed_s stop.per_gpu_s storage.lasts_s   a planned stop; an outage of storage
     snapshot.interval_s snapshot.stall_s          between states that count where memory is not used, and their stall
     durable.back_s                                what it costs that all copies in memory are lost
     lost.committed_share                          of losses, those that cost a committed step besides
