@@ -123,13 +123,13 @@ class Costs:
         form_s = inputs.form_s(job.gpus)
         return Costs(
             form_s=form_s,
-            join_s=inputs["join.s"] + inputs.communicators_s(job.gpus) if inputs.policy.in_place else form_s,
-            stop_s=inputs["stop.fixed_s"] + inputs["stop.per_gpu_s"] * job.gpus,
-            restart_s=inputs["restart.s"],
-            durable_back_s=inputs["durable.back_s"],
-            step_s=inputs["step.s"],
+            join_s=inputs["join_s"] + inputs.communicators_s(job.gpus) if inputs.policy.in_place else form_s,
+            stop_s=inputs["stop_fixed_s"] + inputs["stop_per_gpu_s"] * job.gpus,
+            restart_s=inputs["restart_s"],
+            durable_back_s=inputs["durable_back_s"],
+            step_s=inputs["step_s"],
             interval_s=interval_s,
-            stall_s=inputs["snapshot.stall_s"] if interval_s else 0.0,
+            stall_s=inputs["snapshot_stall_s"] if interval_s else 0.0,
         )
 
     @property
@@ -146,11 +146,11 @@ def _interval_s(inputs: Inputs) -> float:
     if inputs.policy.memory:
         return 0.0
     if not inputs.policy.automatic:
-        return inputs["snapshot.interval_s"]
-    rate = sum(inputs[f"rate.{kind}"] for kind in KINDS) * inputs.job.nodes
-    stall_s = inputs["snapshot.stall_s"]
+        return inputs["snapshot_interval_s"]
+    rate = sum(inputs[f"rate_{kind}"] for kind in KINDS) * inputs.job.nodes
+    stall_s = inputs["snapshot_stall_s"]
     return (
-        max(daly_interval(stall_s, DAY / rate), stall_s) if rate > 0 and stall_s > 0 else inputs["snapshot.interval_s"]
+        max(daly_interval(stall_s, DAY / rate), stall_s) if rate > 0 and stall_s > 0 else inputs["snapshot_interval_s"]
     )
 
 
@@ -178,14 +178,14 @@ def estimate(inputs: Inputs, replicas: int = 32, seed: int = 0, draws: Draws | N
     notice = np.zeros(draws.at.shape)
     pairs = (replicas + 1) // 2
     for number, kind in enumerate(KINDS):
-        figure = inputs.figures[f"notice.{kind}_s"]
+        figure = inputs.figures[f"notice_{kind}_s"]
         mask = draws.kind == number
         seconds = delays(figure, inputs, draws.normal, draws.uniform)
         factor = doubled(resampled(figure, pairs, seed + number), replicas)
         notice = np.where(mask, seconds * factor, notice)
-    unnoticed = np.where(draws.kind == KINDS.index("sdc"), inputs["sdc.unnoticed_s"] * draws.heavy, 0.0)
+    unnoticed = np.where(draws.kind == KINDS.index("sdc"), inputs["sdc_unnoticed_s"] * draws.heavy, 0.0)
     factor = np.ones(replicas)
-    for name in ("form.base_s", "build.s", "restore.s", "first_step.s", "communicators.s"):
+    for name in ("form_base_s", "build_s", "restore_s", "first_step_s", "communicators_s"):
         share = inputs[name] / max(inputs.form_s(inputs.job.gpus), 1e-9)
         factor += np.minimum(share, 1.0) * (doubled(resampled(inputs.figures[name], pairs, seed + 50), replicas) - 1)
     return _play(inputs, draws, notice, unnoticed, lognormal(draws.vary, inputs.spread) * factor)
@@ -211,7 +211,7 @@ def _schedule(inputs: Inputs, draws: Draws, notice: Floats, unnoticed: Floats, v
     horizon, policy = inputs.days * DAY, inputs.policy
     rows = np.broadcast_to(np.arange(len(draws.at), dtype=np.float64)[:, None], draws.at.shape)
     if policy.expels_corrupt:  # of incidents of one host only the first is seen
-        late = (draws.kind == KINDS.index("sdc")) & (draws.uniform > inputs["sdc.first_share"])
+        late = (draws.kind == KINDS.index("sdc")) & (draws.uniform > inputs["sdc_first_share"])
         draws_at = np.where(late, np.inf, draws.at)
     else:
         draws_at = draws.at
@@ -230,8 +230,8 @@ def _schedule(inputs: Inputs, draws: Draws, notice: Floats, unnoticed: Floats, v
     back = np.where(np.isfinite(known), known + draws.away_s, np.inf)
     add(back, BACK, ref=rows, origin=float(ORIGINS.index("grow")), vary=np.roll(vary, 1, axis=0))
     if policy.replicas > 1:
-        add(known + inputs["restart.s"] * vary, REJOIN, ref=rows, origin=draws.kind.astype(np.float64))
-    evict_s = inputs["slow.evict_s"]
+        add(known + inputs["restart_s"] * vary, REJOIN, ref=rows, origin=draws.kind.astype(np.float64))
+    evict_s = inputs["slow_evict_s"]
     gone, lasts = draws.slow_lasts_s > evict_s, np.minimum(draws.slow_lasts_s, evict_s)
     slow = {"where": draws.slow_where, "origin": float(ORIGINS.index("slow"))}
     slow_rows = len(draws.at) + np.broadcast_to(
@@ -332,15 +332,17 @@ class _Run:
         self._book(trains)
 
     def _book(self, seconds: Floats) -> None:
-        """Of training, at the present speed; negative: they are taken back."""
+        """Of training, at the present speed."""
+        for state, each in self._split(seconds).items():
+            self.booked[state] += each
+
+    def _split(self, seconds: Floats) -> dict[str, Floats]:
+        """What seconds of training come to, at the present speed."""
         stalls = seconds * self.costs.stall_share
         rest = seconds - stalls
         at_speed = rest * self.speed
         useful = at_speed / (1 + self.excess)
-        self.booked["snapshot"] += stalls
-        self.booked["shrunk"] += rest - at_speed
-        self.booked["slow"] += at_speed - useful
-        self.booked["useful"] += useful
+        return {"snapshot": stalls, "shrunk": rest - at_speed, "slow": at_speed - useful, "useful": useful}
 
     def _count(
         self, fault: Bools, back: Bools, slow: Bools, ends: Bools, ref: NDArray[np.intp], nodes: Floats, where: Floats,
@@ -388,12 +390,14 @@ class _Run:
         )
         begun = self.up - np.floor(self.up / segment) * segment
         again = wrong + costs.durable_back_s * (nodes >= inputs.policy.copies_lost_at)
-        again = again + (0.0 if costs.interval_s else inputs["lost.committed_share"] * segment)
+        again = again + (0.0 if costs.interval_s else inputs["lost_committed_share"] * segment)
         again = np.where(head, costs.durable_back_s, again)
-        trained = sum(self.booked[state] for state in ("useful", "shrunk", "slow", "snapshot"))
-        seconds = np.minimum(begun + again, trained) * (hit | head)
-        self._book(-seconds)
-        self.lost["redo"][origin, self.columns] += seconds
+        undone = 0.0
+        for state, each in self._split((begun + again) * (hit | head)).items():
+            taken = np.minimum(each, self.booked[state])
+            self.booked[state] -= taken
+            undone = undone + taken
+        self.lost["redo"][origin, self.columns] += undone
 
     def _stand(
         self, now: Floats, change: Bools, joins: Bools, stop: Bools, head: Bools, origin: NDArray[np.intp],

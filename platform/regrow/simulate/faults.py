@@ -68,7 +68,7 @@ def draw(inputs: Inputs, replicas: int, seed: int) -> Draws:
     per_event = 1 + float(shares @ (sizes - 1))  # nodes; faults of a process take one
     times, kinds = [], []
     for number, kind in enumerate(KINDS):
-        figure = inputs.figures[f"rate.{kind}"]
+        figure = inputs.figures[f"rate_{kind}"]
         rate = figure.value * members / (per_event if kind in TAKES_NODE else 1.0)
         rng = np.random.default_rng([seed, number])
         each = _arrivals(rng, rate * _posterior(inputs, figure, replicas, seed, number), days, replicas)
@@ -83,7 +83,7 @@ def draw(inputs: Inputs, replicas: int, seed: int) -> Draws:
     nodes = np.ones(at.shape)
     for size, edge in zip(sizes, edges, strict=True):
         nodes[takes & (dice < edge)] = size
-    away = np.where(takes, _away(inputs, rng, at.shape), inputs["respawn.s"])
+    away = np.where(takes, _away(inputs, rng, at.shape), inputs["respawn_s"])
     where, normal, uniform = rng.random(at.shape), rng.standard_normal(at.shape), rng.random(at.shape)
     heavy, vary = rng.exponential(1.0, at.shape), rng.standard_normal(at.shape)
     return Draws(
@@ -99,15 +99,15 @@ def _others(inputs: Inputs, replicas: int, seed: int, members: int) -> tuple[Flo
         rate = figure.value if per_day is None else per_day
         return rng, _arrivals(rng, rate * _posterior(inputs, figure, replicas, seed, number), inputs.days, replicas)
 
-    failures = sum(inputs[f"rate.{kind}"] for kind in KINDS if kind != "drain") * members
-    _, planned = stream("rate.planned", 201)
-    _, head = stream("rate.head", 202)
-    rng, slow_at = stream("share.slow", 203, failures * inputs["share.slow"])
-    lasts = inputs["slow.lasts_s"] * rng.exponential(1.0, slow_at.shape)
-    excess = (inputs["slow.factor"] - 1) * rng.exponential(1.0, slow_at.shape)
+    failures = sum(inputs[f"rate_{kind}"] for kind in KINDS if kind != "drain") * members
+    _, planned = stream("rate_planned", 201)
+    _, head = stream("rate_head", 202)
+    rng, slow_at = stream("share_slow", 203, failures * inputs["share_slow"])
+    lasts = inputs["slow_lasts_s"] * rng.exponential(1.0, slow_at.shape)
+    excess = (inputs["slow_factor"] - 1) * rng.exponential(1.0, slow_at.shape)
     where, away = rng.random(slow_at.shape), _away(inputs, rng, slow_at.shape)
-    rng, storage_at = stream("rate.storage", 204)
-    storage_lasts = inputs["storage.lasts_s"] * rng.exponential(1.0, storage_at.shape)
+    rng, storage_at = stream("rate_storage", 204)
+    storage_lasts = inputs["storage_lasts_s"] * rng.exponential(1.0, storage_at.shape)
     return planned, head, slow_at, lasts, excess, where, away, storage_at, storage_lasts
 
 
@@ -171,19 +171,19 @@ def _arrivals(rng: np.random.Generator, per_day: Floats, days: float, replicas: 
 
 def _bursts(inputs: Inputs) -> tuple[Floats, Floats]:
     """How many nodes, smallest first, and the share of faults that take so many."""
-    found = sorted((inputs[f"nodes.{name}"], inputs[f"share.{name}"]) for name in BURSTS)
+    found = sorted((inputs[f"nodes_{name}"], inputs[f"share_{name}"]) for name in BURSTS)
     return np.array([size for size, _ in found]), np.array([share for _, share in found])
 
 
 def _follow(inputs: Inputs, rng: np.random.Generator, at: Floats) -> Floats:
     """Some faults follow the one before them at once: as many as before, closer together."""
-    if inputs["share.burst"] <= 0:
+    if inputs["share_burst"] <= 0:
         return at
     order = np.argsort(at, axis=0)
     times = np.take_along_axis(at, order, axis=0)
-    close = rng.random(at.shape) < inputs["share.burst"]
+    close = rng.random(at.shape) < inputs["share_burst"]
     close[0] = False
-    delay = rng.random(at.shape) * inputs["burst.within_s"]
+    delay = rng.random(at.shape) * inputs["burst_within_s"]
     for row in range(1, len(times)):
         times[row] = np.where(close[row] & np.isfinite(times[row]), times[row - 1] + delay[row], times[row])
     found = np.empty_like(times)
@@ -193,9 +193,9 @@ def _follow(inputs: Inputs, rng: np.random.Generator, at: Floats) -> Floats:
 
 def _away(inputs: Inputs, rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:
     """How long a node is away, in seconds: soon back, or repaired."""
-    short = inputs.figures["away.short_s"]
+    short = inputs.figures["away_short_s"]
     if short.samples:  # a run's own, whatever they are of
         return rng.choice(np.array(short.samples), shape)
-    soon = short.value * rng.lognormal(0, inputs["away.short_sigma"], shape)
-    late = inputs["away.long_s"] * rng.lognormal(0, inputs["away.long_sigma"], shape)
-    return np.where(rng.random(shape) < inputs["away.short_share"], soon, late)
+    soon = short.value * rng.lognormal(0, inputs["away_short_sigma"], shape)
+    late = inputs["away_long_s"] * rng.lognormal(0, inputs["away_long_sigma"], shape)
+    return np.where(rng.random(shape) < inputs["away_short_share"], soon, late)

@@ -1,35 +1,36 @@
-"""What a simulation is told: figures by dotted name, each with its provenance, and the job, the policy and the world.
+"""What a simulation is told: figures by name, each with its provenance, and the job, the policy and the world.
 
 A figure is a number that somebody counted, wrote or guessed: `measured` of runs' own logs, `published` by a source, or
 `assumed`, with a range to sweep. Engines ask for figures by name, so that a profile of runs, a sweep and a tornado
 replace any of them in one way: `Inputs.override`. Pure.
 
-Names are `group.what`, with units at the end; `KINDS` are the kinds of faults:
+Names end in their unit; `KINDS` are the kinds of faults:
 
-    rate.<kind>                                   failures per node and day
-    rate.planned rate.head rate.storage           of the whole job, per day: planned stops, deaths of the head, outages
-    share.slow                                    nodes that become slow, for each failure
-    share.rack share.pod share.power nodes.rack nodes.pod nodes.power   of faults that take a node, those that take so
+    rate_<kind>                                   failures per node and day
+    rate_planned rate_head rate_storage           of the whole job, per day: planned stops, deaths of the head, outages
+    share_slow                                    nodes that become slow, for each failure
+    share_rack share_pod share_power nodes_rack nodes_pod nodes_power   of faults that take a node, those that take so
                                                   many at once; the rate of nodes that fail stays what it is
-    share.burst burst.within_s                    of faults, those that follow another one within so long
-    notice.<kind>_s                               from the fault to where the group is told
-    form.base_s form.per_node_s build.s restore.s first_step.s       a group forms: each a part, they add up
-    communicators.s .gpus .power                  of that, what communicators take at so many GPUs, and its growth
-    join.s                                        taking newcomers in, beside communicators
-    respawn.s restart.s                           until a process on a sound node is ready; until all processes are anew
-    away.short_s away.short_sigma away.long_s away.long_sigma away.short_share   a node's absence until it is ready to
+    share_burst burst_within_s                    of faults, those that follow another one within so long
+    notice_<kind>_s                               from the fault to where the group is told
+    form_base_s form_per_node_s build_s restore_s first_step_s       a group forms: each a part, they add up
+    communicators_{s,gpus,power}                   of that, what communicators take at so many GPUs, and its growth
+    join_s                                        taking newcomers in, beside communicators
+    respawn_s restart_s                           until a process on a sound node is ready; until all processes are anew
+    away_short_s away_short_sigma away_long_s away_long_sigma away_short_share   a node's absence until it is ready to
                                                   join again: two lognormals, by their medians
-    sdc.unnoticed_s sdc.first_share               that wrong results go unseen, and are done again; of such incidents,
+    sdc_unnoticed_s sdc_first_share               that wrong results go unseen, and are done again; of such incidents,
                                                   those that are the first of their host
-    slow.factor slow.lasts_s slow.evict_s         a slow node: the job's step time over what it was, how long, and until
+    slow_factor slow_lasts_s slow_evict_s         a slow node: the job's step time over what it was, how long, and until
                                                   it is left
-    stop.fixed_s stop.per_gpu_s storage.lasts_s   a planned stop; an outage of storage
-    snapshot.interval_s snapshot.stall_s          between states that count where memory is not used, and their stall
-    durable.back_s                                what it costs that all copies in memory are lost
-    lost.committed_share                          of losses, those that cost a committed step besides
-    step.s                                        a step's time at full size, undisturbed
+    stop_fixed_s stop_per_gpu_s storage_lasts_s   a planned stop; an outage of storage
+    snapshot_interval_s snapshot_stall_s          between states that count where memory is not used, and their stall
+    durable_back_s                                what it costs that all copies in memory are lost
+    lost_committed_share                          of losses, those that cost a committed step besides
+    step_s                                        a step's time at full size, undisturbed
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -81,6 +82,13 @@ class Figure:
 Figures = Mapping[str, Figure]
 
 
+def at(figure: Figure, value: float) -> Figure:
+    """A figure, were it this number."""
+    if figure.value and math.isfinite(figure.value):
+        return figure.with_value(value)
+    return replace(figure, value=value, samples=(), by_size={})
+
+
 def measured(samples: Iterable[float], source: str, by_size: Mapping[int, tuple[float, ...]] | None = None) -> Figure:
     """Of a run's own durations, in seconds.
 
@@ -128,7 +136,7 @@ def parse_figure(text: str, name: str) -> Figure:
 
     Raises ConfigError, naming the setting.
 
-    >>> parse_figure("2 (0 to 60) assumed: no GPU was measured", "build.s").high
+    >>> parse_figure("2 (0 to 60) assumed: no GPU was measured", "build_s").high
     60.0
     """
     found = _FIGURE.fullmatch(text)
@@ -216,19 +224,18 @@ class Inputs:
         return replace(self, figures={**self.figures, **figures})
 
     def with_values(self, **values: float) -> "Inputs":
-        """With other numbers for some figures; names have __ for a dot."""
-        named = {name.replace("__", "."): value for name, value in values.items()}
-        return self.override({name: self.figures[name].with_value(value) for name, value in named.items()})
+        """With other numbers for some figures."""
+        return self.override({name: at(self.figures[name], value) for name, value in values.items()})
 
     def communicators_s(self, gpus: int) -> float:
         """Seconds until the communicators of so many GPUs are made, by the law that was chosen; see `conf/simulate`."""
-        return self["communicators.s"] * (gpus / self["communicators.gpus"]) ** self["communicators.power"]
+        return self["communicators_s"] * (gpus / self["communicators_gpus"]) ** self["communicators_power"]
 
     def form_s(self, gpus: int) -> float:
         """Mean seconds from the news of a loss to the first step of the next group, at this size."""
-        fixed = self["form.base_s"] + self["form.per_node_s"] * gpus / self.job.gpus_per_node
+        fixed = self["form_base_s"] + self["form_per_node_s"] * gpus / self.job.gpus_per_node
         return (
             fixed
             + self.communicators_s(gpus)
-            + sum(self[name] for name in ("build.s", "restore.s", "first_step.s") if name in self.figures)
+            + sum(self[name] for name in ("build_s", "restore_s", "first_step_s") if name in self.figures)
         )
