@@ -31,6 +31,7 @@ CAUSE_OF = {
 }  # as regrow's events would have it
 ORIGINS = (*KINDS, "grow", "stop", "slow", "head")  # why a group changes
 IDLE = ("shrunk", "slow", "snapshot", "wait")  # states that no change of the group causes
+WARM_SHARE = 0.25  # of a run, before nodes that are away are counted: at its beginning none is
 Bools = NDArray[np.bool_]
 
 
@@ -290,7 +291,8 @@ class _Run:
 
     def result(self) -> Estimate:
         idle = {state: self.booked[state] for state in IDLE}
-        away = self.away / self.horizon, self.away2 / self.horizon
+        counted = self.horizon * (1 - WARM_SHARE)
+        away = self.away / counted, self.away2 / counted
         return Estimate(self.inputs, self.horizon, self.booked["useful"], self.lost, idle, *away, self.changes)
 
     def step(
@@ -322,7 +324,8 @@ class _Run:
     def _pass(self, now: Floats) -> None:
         """Book the seconds since the last event that are not booked yet."""
         span = np.maximum(now - np.maximum(self.before, self.end), 0)
-        dt, gone = now - self.before, self.members - self.healthy
+        begun = self.horizon * WARM_SHARE
+        dt, gone = np.maximum(now - np.maximum(self.before, begun), 0), self.members - self.healthy
         self.away += gone * dt
         self.away2 += gone * gone * dt
         self.before = now
@@ -393,7 +396,8 @@ class _Run:
         again = again + (0.0 if costs.interval_s else inputs["lost_committed_share"] * segment)
         again = np.where(head, costs.durable_back_s, again)
         undone = 0.0
-        for state, each in self._split((begun + again) * (hit | head)).items():
+        told = origin == ORIGINS.index("drain")  # it leaves in good order
+        for state, each in self._split((begun + again) * ((hit & ~told) | head)).items():
             taken = np.minimum(each, self.booked[state])
             self.booked[state] -= taken
             undone = undone + taken
