@@ -353,14 +353,14 @@ class _Run:
     ) -> Bools:  # fmt: skip
         """Who is up, slow and out, after an event; whether it hits the group."""
         columns = self.columns
-        hit = fault & (where < 1 - (1 - self.used / self.members) ** nodes)
-        gone = fault & (where < 1 - (1 - self.healthy / self.members) ** nodes)
+        first = np.floor(where * self.members)  # of the nodes that it is of: the group's, those that wait, those away
+        hit = fault & (first < np.minimum(self.used, self.healthy))
         held = self.holds[ref, columns]
         begins = slow & (where < self.used / self.members)
         leaves = ends & held
         self.excess += extra * begins - extra * leaves
         self.excess = np.maximum(self.excess, 0.0)
-        took = np.where(gone, np.minimum(nodes, self.healthy), nodes * leaves)
+        took = np.where(fault, np.clip(self.healthy - first, 0, nodes), nodes * leaves)
         self.healthy += self.taken[ref, columns] * back - took
         if self.inputs.policy.replicas > 1:
             again = hit & (where * 7919 % 1 < self.out / self.inputs.policy.replicas)  # of a replica that is out
@@ -411,9 +411,10 @@ class _Run:
         costs = self.costs
         join = np.where(self.end > now, 0.0, np.where(self.speed > 0, costs.join_s, costs.form_s))
         takes = np.where(joins, join, np.where(stop, costs.stop_s, np.where(head, costs.restart_s, costs.form_s)))
-        until = np.minimum(np.maximum(self.end, now + takes * vary + late), self.horizon)
-        added = np.where(change, np.maximum(until - np.maximum(self.end, now), 0), 0.0)
-        seen = np.minimum(notice * change, added)
+        until = np.minimum(now + takes * vary + late, self.horizon)
+        until = np.where(joins | stop, np.maximum(until, self.end), until)  # a loss begins the forming anew
+        added = np.where(change, until - np.maximum(self.end, now), 0.0)  # of one that ends sooner, some is taken back
+        seen = np.minimum(notice * change, np.maximum(added, 0.0))
         for part, mask, seconds in (
             ("notice", change, seen),
             ("join", joins, added - seen),
@@ -421,5 +422,5 @@ class _Run:
             ("form", ~joins & ~stop, added - seen),
         ):
             self.lost[part][origin, self.columns] += seconds * mask
-        self.end = np.where(change, np.maximum(until, self.end), self.end)
+        self.end = np.where(change, until, self.end)
         self.changes += change
