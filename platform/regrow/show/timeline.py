@@ -230,7 +230,7 @@ def _ranks(ledger: Ledger, panel: _Panel, x: Scale) -> list[str]:
             f'<polygon class="fill" points="{outline}"><title>{attempt.world_size} ranks</title></polygon>'
             f'<polyline class="curve" points="{outline}"/>'
         )
-        if end - begin > 14:
+        if end - begin > max(14.0, CHARACTER * len(str(attempt.world_size)) + 8):
             parts.append(f'<text class="label" x="{begin + 5:.1f}" y="{top + 15:.1f}">{attempt.world_size}</text>')
     return parts
 
@@ -297,8 +297,8 @@ def _steps_title(rows: Sequence[Row]) -> str:
 
 def _rules(panel: _Panel, name: str) -> str:
     parts = [f'<text x="{LEFT}" y="{panel.top - 6:.1f}" class="label">{name}</text>']
-    whole = name == "ranks"
-    for value, label in number_ticks(panel.low, panel.high, 4 if whole else 3, whole, si_from=1000.0):
+    whole, si_from = name == "ranks", 1000.0 if panel.low < 0.5 * panel.high else math.inf  # or labels would be alike
+    for value, label in number_ticks(panel.low, panel.high, 4 if whole else 3, whole, si_from=si_from):
         y = panel.y(value)
         parts.append(f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(label)}</text>')

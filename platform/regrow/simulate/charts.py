@@ -67,7 +67,7 @@ def draw_tornado(swings: Sequence[Swing], middle: float) -> str:
         parts.append(f'<text x="{at:.1f}" y="{height - 14}" text-anchor="middle">{label}%</text>')
     for number, each in enumerate(shown):
         y, ends = 8 + row * number, sorted((x(each.at_low), x(each.at_high)))
-        what = f"{each.name}: {each.low:.4g} to {each.high:.4g}"
+        what = f"{each.name}: {short(each.low)} to {short(each.high)}"
         said = f"{what}; effective {each.at_low:.2%} to {each.at_high:.2%}; {each.figure.origin}"
         parts.append(
             f'<g><title>{escape(said)}</title><text class="label" x="{left - 10}" y="{y + 13}" text-anchor="end">'
@@ -77,6 +77,15 @@ def draw_tornado(swings: Sequence[Swing], middle: float) -> str:
     at = x(middle)
     parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="4" y2="{height - 30}" stroke="var(--ink)"/>')
     return _svg(height, "How far each input moves the useful share", parts)
+
+
+def short(value: float) -> str:
+    """Of an input, short.
+
+    >>> short(14400.0), short(0.0037891), short(1e-5)
+    ('14,400', '0.003789', '1e-05')
+    """
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
 def _rule(left: float, right: float, y: float, label: str) -> str:

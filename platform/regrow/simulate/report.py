@@ -13,7 +13,7 @@ from regrow.record.history import History
 from regrow.show.page import Cell, Page, Section
 from regrow.show.timeline import draw_timeline, marks_of
 from regrow.show.units import duration, percent
-from regrow.simulate.charts import COLOURS, draw_spares, draw_tornado
+from regrow.simulate.charts import COLOURS, draw_spares, draw_tornado, short
 from regrow.simulate.estimate import Estimate
 from regrow.simulate.inputs import Figure, Origin
 from regrow.simulate.study import (
@@ -167,7 +167,7 @@ def goal_lines(found: Sweep, result: Estimate) -> list[str]:
     if first is not None:
         at = first.low if first.at_low >= first.at_high else first.high
         lines.append(
-            f"improve first: {first.name}, {first.figure.value:.4g} now; at {at:.4g} effective would be "
+            f"improve first: {first.name}, {short(first.figure.value)} now; at {short(at)} effective would be "
             f"{percent(first.best)}"
         )
     return lines
@@ -188,7 +188,7 @@ def page_of(config: SimulateJobConfig, results: Sequence[Estimate], found: Sweep
     between = mtbf_s(inputs)
     tiles = [
         ("effective", percent(figures["effective"])),
-        ("90% interval", f"{100 * low:.1f} to {percent(high)}"),
+        ("90% interval", f"{100 * low:.1f}-{percent(high)}"),
         ("goodput", percent(figures["goodput"])),
         ("paid", percent(figures["paid"])),
         ("between failures", duration(between) if math.isfinite(between) else "never"),
@@ -220,8 +220,8 @@ def _policies(results: Sequence[Estimate]) -> Section:
     head = ["policy", "effective", "90% interval of the mean", "90% of runs", "goodput", "paid", "changes"]
     head.append("assumed")
     note = (
-        "effective: useful seconds of the undisturbed full-size job over wall time; goodput: steps that count, slow and "
-        "shrunk ones too; paid: effective with spares counted; assumed: the share of the loss that rests on assumptions."
+        "effective: useful seconds of the undisturbed full-size job over wall time; goodput: steps that count, slow "
+        "and shrunk ones too; paid: effective with spares counted; assumed: the loss that rests on assumptions."
     )
     return Section("Policies, under the same faults", note=note, head=head, rows=rows, numbers=range(1, 8))
 
@@ -233,7 +233,7 @@ def _losses(result: Estimate) -> Section:
         if each.seconds / wall_s < 5e-5:
             continue
         origin = _weakest([figures[name] for name in each.figures])
-        what = STATES.get(each.cause) or f"{_words(each.cause)}: {PARTS[each.part]}"
+        what = STATES.get(each.part) or f"{_words(each.cause)}: {PARTS[each.part]}"
         rows.append(
             [
                 Cell(what, colour=COLOURS[origin]),
@@ -285,10 +285,10 @@ def _inputs(results: Sequence[Estimate]) -> Section:
         for name, each in sorted(result.inputs.figures.items()):
             if result is not results[0] and first.get(name) == each:
                 continue
-            span = f"{each.low:g} to {each.high:g}" if each.low is not None and each.high is not None else ""
+            span = f"{short(each.low)} to {short(each.high)}" if each.low is not None and each.high is not None else ""
             named = name if result is results[0] else f"{result.inputs.policy.name}: {name}"
             origin = Cell(str(each.origin), colour=COLOURS[each.origin])
-            rows.append([named, f"{each.value:.6g}", span, origin, str(each.n or ""), Cell(each.source, "text")])
+            rows.append([named, short(each.value), span, origin, str(each.n or ""), Cell(each.source, "text")])
     head = ["input", "value", "range", "from", "n", "source"]
     return Section("Inputs", head=head, rows=rows, numbers=(1, 2, 4))
 

@@ -1,6 +1,7 @@
 """One run of an estimate as rows and events, for a picture: each row stands for many steps. Pure, but for the seed."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -63,8 +64,10 @@ class _Told:
         if not steps:
             return
         chunks = max(1, min(steps, round(steps * step_s / self.chunk_s)))
-        edges = np.linspace(0, steps, chunks + 1).astype(int)
-        for first, last in zip(edges[:-1], edges[1:], strict=True):
+        edges = [0, *np.linspace(1, steps, chunks + 1).astype(int)]  # the first step by itself: it ends a standstill
+        for first, last in pairwise(edges):
+            if last == first:
+                continue
             self.at_step += int(last - first)
             self.rows.append(
                 {
@@ -111,5 +114,5 @@ class _Told:
                 recomputed_steps=steps,
                 init_s=max(0.0, ready - now - notice),
                 restore_s=0.0,
-            )  # fmt: skip
+            )
         )
