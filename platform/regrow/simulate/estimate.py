@@ -76,23 +76,6 @@ class Estimate:
         found |= {state: float(each.mean()) for state, each in self.idle.items()}
         return {cause: seconds for cause, seconds in found.items() if seconds > 0}
 
-    def interval(self) -> tuple[float, float]:
-        """Between which the mean `effective` is, in 90% of what rates and durations may be, as far as they are known.
-
-        Pairs of replicas share these; what remains of their means' spread is taken out of it, as it is a run's luck.
-        """
-        values, pairs = self.effective, len(self.effective) // 2
-        if pairs < 2:
-            return float(values.min()), float(values.max())
-        table = values[: 2 * pairs].reshape(pairs, 2)
-        means, luck = table.mean(1), float(np.square(table[:, 0] - table[:, 1]).mean() / 2)
-        total = float(means.var(ddof=1))
-        own = math.sqrt(max(0.0, 1 - luck / 2 / total)) if total > 0 else 0.0
-        error = math.sqrt(luck / len(values))  # of the mean itself
-        low, high = np.quantile(means - means.mean(), (0.05, 0.95)) * own
-        centre = float(values.mean())
-        return centre - math.hypot(low, 1.645 * error), min(1.0, centre + math.hypot(high, 1.645 * error))
-
     def runs(self) -> tuple[float, float]:
         """Between which 90% of runs are."""
         low, high = np.quantile(self.effective, (0.05, 0.95))
