@@ -68,6 +68,11 @@ class Played:
     ended: str = ""  # why, before its time
 
     @property
+    def end(self) -> float:
+        """Unix time, as its log has it."""
+        return BEGIN + self.wall_s
+
+    @property
     def effective(self) -> float:
         return self.steps * self.full_step_s / self.wall_s
 
@@ -141,11 +146,10 @@ class Player:
             self.now = max(self.now, at)
             what()
         self.now = self.end
-        self.log.event(
-            Stopped(time=self.end, step=self.log.rows[-1]["step"] if self.log.rows else 0, reason="finished")
-        )
         trains = self.run is not None and self.run.began and not self.run.over
-        if not trains:
+        if trains:
+            self.log.event(Stopped(time=self.end, step=self.log.rows[-1]["step"] if self.log.rows else 0))
+        else:
             self._lose(str(Cause.unfinished), self.end - self.last_life)
         steps = self.log.rows[-1]["step"] if self.log.rows else 0
         full_s, wall_s = self.inputs["step_s"], self.end - BEGIN
