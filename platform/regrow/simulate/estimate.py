@@ -5,7 +5,6 @@ speed; a change costs notice, forming and what is done again. Every second of a 
 is useful are seconds of the undisturbed full-size job.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
