@@ -57,7 +57,7 @@ def as_the_prototype(given: Inputs) -> Inputs:
 
 def references(replicas: int) -> dict[str, float]:
     """The reference worlds; the prototype's figures beside them, and with its conventions."""
-    found = {}
+    found: dict[str, float] = {}
     for scale, arguments in SCALES.items():
         columns = (("restart", "today"), ("restart_tuned", "today"), ("in_place", "today"), ("in_place", "next"))
         for (policy, world), theirs in zip(columns, PROTOTYPE[scale], strict=True):

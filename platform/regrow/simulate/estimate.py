@@ -220,7 +220,7 @@ def _schedule(inputs: Inputs, draws: Draws, notice: Floats, unnoticed: Floats, v
         add(known + inputs["restart_s"] * vary, REJOIN, ref=rows, origin=draws.kind.astype(np.float64))
     evict_s = inputs["slow_evict_s"]
     gone, lasts = draws.slow_lasts_s > evict_s, np.minimum(draws.slow_lasts_s, evict_s)
-    slow = {"where": draws.slow_where, "origin": float(ORIGINS.index("slow"))}
+    slow: dict[str, Floats | float] = {"where": draws.slow_where, "origin": float(ORIGINS.index("slow"))}
     slow_rows = len(draws.at) + np.broadcast_to(
         np.arange(len(draws.slow_at), dtype=np.float64)[:, None], draws.slow_at.shape
     )
@@ -382,7 +382,7 @@ class Estimating:
         again = wrong + costs.durable_back_s * (nodes >= inputs.policy.copies_lost_at)
         again = again + (0.0 if costs.interval_s else inputs["lost_committed_share"] * segment)
         again = np.where(head, costs.durable_back_s, again)
-        undone = 0.0
+        undone = np.zeros(self.replicas)
         told = origin == ORIGINS.index("drain")  # it leaves in good order
         for state, each in self._split((begun + again) * ((hit & ~told) | head)).items():
             taken = np.minimum(each, self.booked[state])
