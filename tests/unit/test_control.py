@@ -18,7 +18,7 @@ from regrow.control.membership import Member
 from regrow.control.past import Past, Rollbacks, group_of
 from regrow.control.phases import BEYOND_S, FACTOR, Phase
 from regrow.control.silent import DARK_S, HAIL_S, HANGS, LATE_S
-from regrow.control.snapshots import COPIES, IS_THERE, SILENT_S, UNHEARD_S
+from regrow.control.snapshots import COPIES, SILENT_S, UNHEARD_S
 from regrow.control.states import (
     Answer,
     Finished,
@@ -1174,10 +1174,10 @@ def test_a_keeper_that_hangs_keeps_no_others_report_back_and_is_started_anew() -
     places = told.of(c.SendPlaces)[-1].places
     assert all(places[node].leader == "" and not places[node].members for node in below)
     assert sum(place.num_nodes for place in places.values() if not place.leader) == len(nodes)
-    (asked,) = [ask for ask in told.of(c.Ask) if ask.number == IS_THERE]
+    (asked,) = [ask for ask in told.of(c.Ask) if ask.number == HANGS]
     assert set(asked.nodes) == below
     for node in below - {hung}:
-        told(e.Answered(IS_THERE, node, []))
+        told(e.Answered(HANGS, node, []))
     reported({hung})
     for _ in range(2):
         told()
@@ -1371,7 +1371,7 @@ def test_a_node_that_is_heard_by_way_of_others_for_long_is_asked_itself() -> Non
         told()
         told(e.Answered(COPIES, peers["b"][0], copies_of("b", Version(1, step))))
         assert told.control.newest_snapshot == Version(1, step)
-    assert [set(ask.nodes) for ask in told.of(c.Ask) if ask.number == IS_THERE] == [{"b"}]
+    assert [set(ask.nodes) for ask in told.of(c.Ask) if ask.number == HANGS] == [{"b"}]
 
 
 def test_a_member_that_a_group_was_formed_without_was_lost_by_the_one_before() -> None:
