@@ -10,18 +10,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from regrow.control.cadence import Cadence
-from regrow.control.commands import Delete, Outbox, PublishCommit, PublishIndex, Withdraw, Write
+from regrow.control.commands import Delete, NoteDamaged, Outbox, PublishCommit, PublishIndex, Withdraw, Write
 from regrow.control.commits import CommitTracker, SnapshotCommit
 from regrow.control.events import (
     CheckpointCommitted,
     CheckpointWanted,
     Deleted,
+    HasReadBack,
     IndexWritten,
     PublishFailed,
     WriteFailed,
     Written,
 )
 from regrow.control.peers import KeeperRegistry
+from regrow.control.read_back import ReadBacks
 from regrow.control.values import NEVER, NOTHING, Version
 
 RETRY_S = 30.0  # from a checkpoint that failed to the next one that is due
@@ -75,6 +77,7 @@ class StoredSteps:
     def __init__(self, newest: int) -> None:
         """`newest` was there when the job began."""
         self._verified, self._later = newest, list[int]()
+        self._before = newest  # what was the newest verified one before `_verified`
         self.keep = 0  # so many are kept, of which one is to be verified; 0: none is verified at all
 
     def add(self, step: int) -> None:
@@ -83,8 +86,16 @@ class StoredSteps:
 
     def verify(self, step: int) -> None:
         """States up to that of this step are verified."""
-        self._verified = max([self._verified, *(each for each in self._later if each <= step)])
+        newest = max([self._verified, *(each for each in self._later if each <= step)])
+        if newest != self._verified:
+            self._before, self._verified = self._verified, newest
         self._later = [each for each in self._later if each > step]
+
+    def drop(self, step: int) -> None:
+        """It is damaged."""
+        self._later = [each for each in self._later if each != step]
+        if self._verified == step:
+            self._verified = self._before
 
     @property
     def deletions(self) -> list[Delete]:
@@ -125,13 +136,15 @@ class Checkpoints:
         self._failed_at = NO_TIME
         self._in_vain = 0  # checkpoints in a row that failed because no node has some part
         self._number, self.steps = 0, StoredSteps(stored)
+        self._read_backs = ReadBacks(out, timeout_s=timeout_s)
         self._late: dict[int, Upload] = {}  # given up when COMMIT was on its way
         self._withdrawn: set[int] = set()  # of these, the ones that must not count should it arrive
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is being written, or is to be."""
-        return self.upload is not None or self._wanted is not None or self._arrives_until is not None
+        """Whether a checkpoint is being written or read back, or is to be."""
+        is_wanted = self._wanted is not None or self._arrives_until is not None
+        return self.upload is not None or is_wanted or self._read_backs.busy
 
     @property
     def unstored(self) -> Version | None:
@@ -235,7 +248,7 @@ class Checkpoints:
             self._out.append(PublishCommit(found.number, found.version))
 
     def committed(self, event: CheckpointCommitted, now: float) -> None:
-        """COMMIT is there. Retention follows."""
+        """COMMIT is there. What was written is read back, then retention follows."""
         upload, step = event.upload, event.step
         current = self._current(upload, Stage.COMMIT)
         found = current or self._late.pop(upload)
@@ -246,12 +259,30 @@ class Checkpoints:
             return
         seconds = now - found.begun_at
         self._out.record("checkpoint", step=step, seconds=seconds, bytes=event.num_bytes, reason=found.reason)
+        self._read_backs.begin(upload, step, self.stored, found.asked, now)
         self.has_stored(step)
         if current is not None:
             self.cadence.written(took_s=seconds)
             self.upload = None
             self.begin_if_due(now)
-        self._out.extend(self.steps.deletions)
+
+    def has_read_back(self, event: HasReadBack, now: float) -> None:
+        """Older checkpoints are deleted for one that is there as it was written; one that is not is made anew."""
+        reading = self._read_backs
+        if not reading.is_awaited(event):
+            return
+        if event.problem:
+            reading.stop()
+            self.steps.drop(reading.step)
+            if reading.step == self.stored:
+                self.stored, self._secured = reading.before, NEVER
+            self._out.append(NoteDamaged(reading.step, event.problem))
+            self._failed(reading.step, event.problem, now)
+            self.ask(reading.step, "the one before is damaged", now)
+        elif event.problem is None:
+            reading.stop()
+        elif reading.is_whole(event.origin):
+            self._out.extend(self.steps.deletions)
 
     def publish_failed(self, event: PublishFailed, now: float) -> None:
         self._late.pop(event.upload, None)
@@ -271,6 +302,7 @@ class Checkpoints:
 
     def tick(self, now: float) -> None:
         """Give up what takes too long, and try again what was asked for."""
+        self._read_backs.tick(now)
         late = now - self.timeout_s
         ended = self._end_at is not None and now > self._end_at
         self._await_last(now)

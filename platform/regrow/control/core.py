@@ -343,6 +343,7 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.Answered: control._answered,
         e.Written: checkpoints.written,
         e.WriteFailed: checkpoints.write_failed,
+        e.HasReadBack: checkpoints.has_read_back,
         e.IndexWritten: checkpoints.index_written,
         e.CheckpointCommitted: checkpoints.committed,
         e.PublishFailed: checkpoints.publish_failed,

@@ -121,6 +121,7 @@ class Shell:
             c.ShowRanks: self._show_ranks,
             c.SaveStacks: self._save_stacks,
             c.Write: self.fleet.write,
+            c.ReadBack: self.fleet.read_back,
             c.PublishIndex: self.publisher.publish_index,
             c.PublishCommit: self.publisher.publish_commit,
             c.Withdraw: lambda command: self.publisher.withdraw(command.step),
