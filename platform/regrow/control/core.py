@@ -347,7 +347,7 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.IndexWritten: checkpoints.index_written,
         e.CheckpointCommitted: checkpoints.committed,
         e.PublishFailed: checkpoints.publish_failed,
-        e.Deleted: checkpoints.deleted,
+        e.Deleted: checkpoints.read_backs.deleted,
         e.DrainAsked: control.drains.ask,
         e.UndrainAsked: control.drains.undo,
         e.StopAsked: group.stop,

@@ -2,15 +2,53 @@
 
 from collections.abc import Mapping
 
-from regrow.control.commands import Outbox, ReadBack
-from regrow.control.events import HasReadBack
+from regrow.control.commands import Delete, NoteDamaged, Outbox, ReadBack
+from regrow.control.events import Deleted, HasReadBack
+
+
+class StoredSteps:
+    """Checkpoints in storage, as far as this job knows of them: which of them hold a verified state."""
+
+    def __init__(self, newest: int) -> None:
+        """`newest` was there when the job began."""
+        self._verified, self._later = newest, list[int]()
+        self._before = newest  # what was the newest verified one before `_verified`
+        self.keep = 0  # so many are kept, of which one is to be verified; 0: none is verified at all
+
+    def add(self, step: int) -> None:
+        if step > self._verified and step not in self._later:
+            self._later.append(step)
+
+    def verify(self, step: int) -> None:
+        """States up to that of this step are verified."""
+        newest = max([self._verified, *(each for each in self._later if each <= step)])
+        if newest != self._verified:
+            self._before, self._verified = self._verified, newest
+        self._later = [each for each in self._later if each > step]
+
+    def drop(self, step: int) -> None:
+        """It is damaged."""
+        self._later = [each for each in self._later if each != step]
+        if self._verified == step:
+            self._verified = self._before
+
+    @property
+    def deletions(self) -> list[Delete]:
+        """That of old ones, unless the newest verified one would be among them."""
+        return [] if self.keep and len(self._later) >= self.keep else [Delete()]
+
+    def roll_back(self, step: int) -> tuple[int, list[int]]:
+        """The newest one that still counts, and those that do not, where states after this step do not."""
+        self.verify(step)
+        dropped, self._later = self._later, []
+        return self._verified, dropped
 
 
 class ReadBacks:
     """Of one checkpoint at a time: a newer one counts for more."""
 
-    def __init__(self, out: Outbox, *, timeout_s: float) -> None:
-        self._out, self._timeout_s = out, timeout_s
+    def __init__(self, out: Outbox, steps: StoredSteps, *, timeout_s: float) -> None:
+        self._out, self._steps, self._timeout_s = out, steps, timeout_s
         self.step = 0  # of the checkpoint
         self.before = 0  # the newest step in storage, if that is damaged
         self._upload = 0
@@ -27,19 +65,27 @@ class ReadBacks:
         self._waiting, self._until = set(writers), now + self._timeout_s
         self._out.extend(ReadBack(upload, node, origin) for origin, node in writers.items())
 
-    def is_awaited(self, event: HasReadBack) -> bool:
-        """Whether it is of this checkpoint."""
-        return event.upload == self._upload and event.origin in self._waiting
+    def is_damaged(self, event: HasReadBack) -> bool:
+        """Whether the checkpoint is, by this part of it. Once all of it is as it was written, older ones are deleted.
 
-    def is_whole(self, origin: str) -> bool:
-        """One more part is there as it was written; whether all are."""
-        self._waiting.discard(origin)
-        return not self._waiting
+        Where a node is gone nothing is deleted: the next checkpoint is read in its turn.
+        """
+        if event.upload != self._upload or event.origin not in self._waiting:
+            return False
+        self._waiting.discard(event.origin)
+        if event.problem != "":
+            self._waiting.clear()
+        elif not self._waiting:
+            self._out.extend(self._steps.deletions)
+        if event.problem:
+            self._steps.drop(self.step)
+            self._out.append(NoteDamaged(self.step, event.problem))
+        return bool(event.problem)
 
-    def stop(self) -> None:
-        """Nothing is deleted for this checkpoint; the next one is read in its turn."""
-        self._waiting.clear()
+    def deleted(self, event: Deleted, now: float) -> None:
+        if event.problem:
+            self._out.record("note", text=event.problem)
 
     def tick(self, now: float) -> None:
         if now > self._until:
-            self.stop()
+            self._waiting.clear()
