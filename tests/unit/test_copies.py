@@ -1,5 +1,6 @@
 """Copies on other nodes: whole after so many losses, one right after the other, and what a node cannot copy moves."""
 
+import threading
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -13,9 +14,10 @@ from regrow.plan.mesh import ALONE, Coordinates, MeshShape
 from regrow.state.disk.catalog import step_folder
 from regrow.state.disk.upload import WriteOrder
 from regrow.state.entries import Progress
+from regrow.state.memory import held
 from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.reader import restore_snapshot
-from regrow.state.memory.slots import Committed
+from regrow.state.memory.slots import MAGIC, Committed
 from regrow.state.memory.writer import Snapshots
 from regrow.storage import Storage
 from regrow.train.saver import Cadence, SnapshotSaver
@@ -129,6 +131,36 @@ def test_a_keeper_says_to_which_peer_it_cannot_copy_and_copies_to_the_next_ones(
         keeper.set_peers(peers_of(nodes, 0, 2))
         wait_until(lambda: nodes[0].reports)
         assert nodes[0].reports[-1].peers == ("node-1", "node-2")
+
+
+def test_a_slot_that_is_overwritten_while_it_is_copied_is_no_fault_of_the_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both slots of a new group hold steps that are not committed: training goes on in the older one."""
+    with cluster(tmp_path, 2) as nodes:
+        said: list[str] = []
+        keeper = nodes[0].keeper
+        keeper.complain = lambda text, peer, tried_s: said.append(text)
+        take, overwritten = held.take_checksums, threading.Event()
+
+        def take_checksums(path: Path) -> held.Snapshot | None:
+            found = take(path)
+            if path.parent == keeper.folder and not overwritten.is_set():
+                with open(path, "r+b") as file:
+                    file.write(bytes(len(MAGIC)))
+                overwritten.set()
+            return found
+
+        monkeypatch.setattr(held, "take_checksums", take_checksums)
+        writer = Snapshots(keeper.folder, entries_of(0, 1), coordinates=ALONE, run_id=RUN, generation=1)
+        for step in (STEP, STEP + 1):
+            writer.begin(step, scalars_of(step))
+            writer.wait()
+            writer.confirm(step)
+            wait_until(overwritten.is_set)
+        wait_until(lambda: nodes[0].reports)
+        assert [report.version for report in nodes[0].reports] == [Version(1, STEP + 1)]
+        assert said == []
 
 
 def test_a_place_that_has_not_changed_is_reported_again_without_another_look(

@@ -1,7 +1,8 @@
-"""Keepers that answer nothing though workers of their nodes run: they hang alone, and are started anew. Pure.
+"""Keepers that answer nothing: they are started anew, within seconds where workers of their nodes run. Pure.
 
 A keeper that does not answer says nothing of its node. Ports at which that node's workers listen do: a process that
-runs says a word to what connects to it, a stopped one does not, nor does one on a host that is cut off.
+runs says a word to what connects to it, a stopped one does not, nor does one on a host that is cut off. Where these
+say nothing either, the keeper is given longer: its node may be busy, or gone, which others decide.
 """
 
 from collections.abc import Collection
@@ -11,7 +12,9 @@ from regrow.control.commands import Ask, Hail, Outbox, Question, RestartKeeper
 LATE_S = 2.0  # that nodes have not reported what others have: their keepers are asked
 DARK_S = 5.0  # for a keeper to answer
 HAIL_S = 1.5  # before that is over, workers' ports are asked
-AGAIN_S = 20.0  # between two questions to a keeper that answers, and two starts of one
+SURE_S = 60.0  # for a keeper to answer that is late, whatever its node's workers say
+AGAIN_S = 20.0  # between two questions to a keeper that answers
+START_AGAIN_S = 60.0  # between two starts of one
 HANGS = -4  # the number of the question; others' are above, or -1 to -3
 
 
@@ -37,7 +40,10 @@ class SilentKeepers:
             self._asked_at |= dict.fromkeys(new, now)
             self._out.append(Ask(HANGS, Question.HEARTBEATS, tuple(new)))
         for at in sorted(set(self._asked_at.values())):
-            self.hanging([node for node, asked_at in self._asked_at.items() if asked_at == at], at, now)
+            silent = [node for node, asked_at in self._asked_at.items() if asked_at == at]
+            hanging = self.hanging(silent, at, now)
+            if now - at > SURE_S:
+                self._start_anew([node for node in silent if node not in hanging], " and reports nothing", now)
 
     def answered(self, node: str, now: float) -> None:
         """It is late for another reason."""
@@ -65,10 +71,13 @@ class SilentKeepers:
         if now - asked_at <= DARK_S:
             return set()
         found = {node for node in nodes if self._heard_at.get(node, asked_at) > hail_at}
-        for node in sorted(found):
-            if now - self._started_at.get(node, -AGAIN_S) >= AGAIN_S:
+        self._start_anew(sorted(found), ", its workers run", now)
+        return found
+
+    def _start_anew(self, nodes: Collection[str], what: str, now: float) -> None:
+        for node in nodes:
+            if now - self._started_at.get(node, -START_AGAIN_S) >= START_AGAIN_S:
                 self._started_at[node] = now
-                text = f"the keeper of node {node[:12]} answers nothing, its workers run: it is started anew"
+                text = f"the keeper of node {node[:12]} answers nothing{what}: it is started anew"
                 self._out.record("keeper_restarted", node=node, detail=text)
                 self._out.append(RestartKeeper(node))
-        return found

@@ -12,7 +12,6 @@ from regrow.control.commands import (
     Outbox,
     Question,
     Reply,
-    RestartKeeper,
     SendPlaces,
     SnapshotCommitted,
 )
@@ -26,9 +25,9 @@ from regrow.control.values import NEVER, Replica, SnapshotAck, Version, short_id
 UNSAFE_S = 120.0  # without a commit in memory: worth a word
 UNHEARD_S = 1.0  # that some nodes have not reported what others have: those with their copies are asked
 MOST_UNHEARD = 8  # of such nodes: where more are late, copies are slow
-SILENT_S = 30.0  # that nodes have not reported: they are asked themselves
+SILENT_S = 30.0  # that nodes have not reported: none waits for another one of them any more
 
-IS_THERE, COPIES = -1, -2  # the numbers of the questions; others' are above
+COPIES = -2  # the number of the question; others' are above
 
 
 class Snapshots:
@@ -59,8 +58,8 @@ class Snapshots:
         self._safe_at = now  # when a snapshot last committed
         self._complaints: set[str] = set()  # in this generation
         self._given_up: dict[str, str] = {}  # nodes, and to which other one each cannot copy
-        self._unreported = NEVER, now  # a version that some nodes have not reported, and since when they are waited for
-        self._silent: set[str] = set()  # of them, those that were asked and have not answered
+        self._unreported = NEVER, now  # a version that some nodes have not reported, and since when
+        self._set_apart_at = now  # since when nodes wait for others as they do
         self._copies: dict[tuple[Version, str], set[str]] = {}  # of a version of a node: which nodes hold all of them
         self._copies_asked_at = now
         self._by_way: dict[str, float] = {}  # nodes heard only by way of those with their copies, and since when
@@ -86,7 +85,6 @@ class Snapshots:
     def begin(self, generation: int, start_step: int, nodes: Sequence[str], now: float) -> None:
         """A generation trains from `start_step`: later snapshots and checkpoints of those before it are given up."""
         self._complaints.clear()
-        self._silent.clear()
         self._by_way.clear()
         self._given_up.clear()
         self._safe_at = now
@@ -106,7 +104,6 @@ class Snapshots:
         commits = [ack for ack in acks if self.commits.sealed(ack) is not None]
         if commits:
             self._safe_at = now
-            self._silent.clear()
             self._out.append(SnapshotCommitted(commits[-1].version))
             self.checkpoints.begin_if_due(now)
 
@@ -183,8 +180,6 @@ class Snapshots:
         have all copies."""
         if event.question == ARE_BACK and event.answer is not None:
             self.keepers.is_back(event.node)
-        elif event.question == IS_THERE:
-            self._silent.discard(event.node)
         elif event.question == HANGS:
             self.silent.answered(event.node, now)
         elif event.question == COPIES and event.answer is not None:
@@ -222,12 +217,12 @@ class Snapshots:
         self._out.append(SendPlaces(self.keepers.places()))
 
     def _look_for_silent_keepers(self, now: float) -> None:
-        """Nodes do not report what others have: those with their copies are asked, and after a while they themselves,
-        and none waits for another one of them any more. One that does not answer either is started anew."""
+        """Nodes do not report what others have: they are asked themselves, and those with their copies; after a while
+        none waits for another one of them any more. So with nodes that only those with their copies speak for."""
         version, nodes = self.commits.unreported()
         known, since = self._unreported
         if version != known:
-            self._unreported, self._copies_asked_at = (version, now), now
+            self._unreported, self._copies_asked_at, since = (version, now), now, now
             self._copies.clear()
         elif 0 < len(nodes) <= MOST_UNHEARD and now - self._copies_asked_at > UNHEARD_S:
             self._copies_asked_at = now
@@ -235,21 +230,14 @@ class Snapshots:
                 {peer for node in nodes for peer in self.keepers.peers[node] if self.keepers.is_there(peer)}
             )
             self._out.append(Ask(COPIES, Question.HOLDINGS, tuple(holders), since=version))
-        is_late = version == known and now - since > LATE_S
-        self.silent.late({*nodes} if is_late and len(nodes) <= MOST_UNHEARD else (), now)
-        if version != known or now - since <= SILENT_S:
-            nodes = {node for node, unheard_since in self._by_way.items() if now - unheard_since > SILENT_S}
-        if nodes:
-            self._unreported = version, now
-            self._by_way |= dict.fromkeys(nodes & self._by_way.keys(), now)
-            for node in sorted(self._silent & nodes):
-                text = f"the keeper of node {node[:12]} reports nothing and answers nothing: it is started anew"
-                self._out.record("keeper_restarted", node=node, detail=text)
-                self._out.append(RestartKeeper(node))
-            self._silent = {node for node in nodes if not self.keepers.links.complains(node)} - self._silent
-            if self._silent:
-                self._out.append(Ask(IS_THERE, Question.HEARTBEATS, tuple(sorted(self._silent))))
-            if self.keepers.set_apart(nodes):
+        by_way = {node for node, unheard_since in self._by_way.items() if now - unheard_since > SILENT_S}
+        late_s = now - since
+        is_late = late_s > LATE_S and (len(nodes) <= MOST_UNHEARD or late_s > SILENT_S)
+        self.silent.late(by_way | ({*nodes} if is_late else set()), now)
+        apart = by_way | ({*nodes} if late_s > SILENT_S else set())
+        if apart and now - self._set_apart_at > SILENT_S:
+            self._set_apart_at = now
+            if self.keepers.set_apart(apart):
                 self._send_places()
 
     def announce_changes(self) -> None:

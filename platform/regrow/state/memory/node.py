@@ -218,6 +218,8 @@ class KeeperNode:
             try:
                 self._push(snapshot, peer)
             except CheckpointError as error:
+                if _is_overwritten(snapshot):
+                    return
                 raise _Refused(peer.node, time.monotonic() - begun, first_line(error)) from error
         with self._lock:
             if peers != self._peers:  # all of it again, for others
@@ -254,14 +256,12 @@ class KeeperNode:
 
     def _answer(self, request: dict[str, Any], connection: Connection) -> None:
         """One request of a peer, of a newcomer or of a rank that restores."""
+        path = self.folder / Path(request.get("file", "")).name
         if request["op"] == link.OP:
             link.answer(request, connection)
-            return
-        if request["op"] == "committed":
+        elif request["op"] == "committed":
             connection.send(self._heard.to_plain())
-            return
-        path = self.folder / Path(request["file"]).name
-        if request["op"] == "put":
+        elif request["op"] == "put":
             self._receive(path, request, connection)
         elif request["op"] == "describe":
             _describe(path, connection)
@@ -290,6 +290,13 @@ class KeeperNode:
         if problem:
             files.remove(path)
         connection.send({"error": problem} if problem else {"ok": True})
+
+
+def _is_overwritten(snapshot: Snapshot) -> bool:
+    """Whether training went on in this slot: nothing of its step was committed. What was sent of it is torn."""
+    with contextlib.suppress(CheckpointError):
+        return open_slot(snapshot.path) != snapshot.header
+    return False
 
 
 def _describe(path: Path, connection: Connection) -> None:
