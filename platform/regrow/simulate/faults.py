@@ -124,6 +124,24 @@ def given(faults: Sequence[Fault]) -> tuple[Draws, Floats, Floats]:
     return draws, column("notice_s"), column("unnoticed_s")
 
 
+def drawn(inputs: Inputs, seed: int) -> list[Fault]:
+    """One run's faults in their order, with delays of this policy, as a player takes them: slow nodes, planned stops,
+    deaths of the head and outages are not among them.
+    """
+    draws = draw(inputs, 1, seed)
+    found = []
+    for row in np.argsort(draws.at[:, 0], kind="stable"):
+        at, kind = float(draws.at[row, 0]), KINDS[int(draws.kind[row, 0])]
+        if not math.isfinite(at):
+            break
+        delay = delays(inputs.figures[f"notice_{kind}_s"], inputs, draws.normal[row], draws.uniform[row])
+        wrong = inputs["sdc_unnoticed_s"] * float(draws.heavy[row, 0]) if kind == "sdc" else 0.0
+        vary = float(lognormal(draws.vary[row], inputs.spread)[0])
+        where, nodes, away = (float(each[row, 0]) for each in (draws.where, draws.nodes, draws.away_s))
+        found.append(Fault(at, kind, where, int(nodes), float(delay[0]), away, wrong, vary))
+    return found
+
+
 def delays(figure: Figure, inputs: Inputs, normal: Floats, uniform: Floats) -> Floats:
     """Seconds of a delay: of its samples, else a lognormal of its mean."""
     if figure.samples:
