@@ -31,7 +31,7 @@ class Suspects:
     def begin(self) -> None:
         """Another generation: what slowed the one before may be gone with it."""
         for suspicion in list(self.found.values()):
-            self._clear(suspicion)
+            self._clear(suspicion, recovered=False)
         self.ranks, self._measure = SlowRanks(), False
         self.collectives.begin()
 
@@ -129,9 +129,10 @@ class Suspects:
         if before is None:
             self._out.record("suspected", **_told(suspicion))
 
-    def _clear(self, suspicion: Suspicion) -> None:
+    def _clear(self, suspicion: Suspicion, *, recovered: bool = True) -> None:
         del self.found[suspicion.key]
-        self._out.record("cleared", kind=suspicion.kind.value, node=suspicion.node, pid=suspicion.pid)
+        told = {key: value for key, value in _told(suspicion).items() if key not in ("factor", "detail")}
+        self._out.record("cleared", **told, recovered=recovered)
 
 
 def _told(suspicion: Suspicion) -> dict[str, Any]:
