@@ -738,7 +738,9 @@ def test_the_job_writes_a_report_and_says_where(tmp_path: Path) -> None:
 
     done = job(str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("7 steps, loss 1.1429, 42.0 s, goodput 31.0%, effective 29.2%, paid 29.2%, 1 restarts: ")
+    assert done.stdout.startswith(
+        "7 steps, loss 1.1429, 42.0 s, goodput 31.0%, effective 29.2%, paid 29.2%, 1 restarts: "
+    )
     assert b"<h1>mine</h1>" in storage.read_bytes("report.html")
     assert not {"torch", "ray", "hydra", "pyarrow"} & {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
 

@@ -96,7 +96,11 @@ def evidence() -> Evidence:
         keys=["model/layers.0.attention.wq.weight"],
         checkpoints=[Checkpoint(60, 720, "")],
         bands=[(BORN, BORN + 20, "productive"), (BORN + 20, BORN + 24, "down"), (BORN + 24, BORN + 60, "productive")],
-        report={"goodput": useful / wall_s, "effective": useful / wall_s, "time_s": {"productive": useful, "init": wall_s - useful}},
+        report={
+            "goodput": useful / wall_s,
+            "effective": useful / wall_s,
+            "time_s": {"productive": useful, "init": wall_s - useful},
+        },
     )
 
 

@@ -52,8 +52,8 @@ def test_an_undisturbed_run_has_as_much_effective_time_as_productive_time() -> N
 def test_shrunk_slow_first_and_repeated_steps_count_for_less() -> None:
     """4 ranks, 12 slices: ten steps of 3 s, the first of 8; then a slow rank makes ten of 4.5 s, a node goes with the
     last two of them, three ranks do twelve of 4 s, the first of 6. Two spares wait. 200 s in all."""
-    rows = [make_row(1, T0 + 18, 8.0)] + steps(2, 10, 18, 3.0, 1) + steps(11, 18, 45, 4.5, 1)
-    rows += [make_row(19, T0 + 106, 6.0, 2, world_size=3)] + steps(20, 30, 106, 4.0, 2, world_size=3)
+    rows = [make_row(1, T0 + 18, 8.0), *steps(2, 10, 18, 3.0, 1), *steps(11, 18, 45, 4.5, 1)]
+    rows += [make_row(19, T0 + 106, 6.0, 2, world_size=3), *steps(20, 30, 106, 4.0, 2, world_size=3)]
     events = [
         event("submitted", 0, max_workers=4),
         generation(1, 10, 4, 0, "start"),
@@ -84,9 +84,7 @@ def test_a_run_that_never_was_at_full_size_is_measured_by_the_batch_plan() -> No
 
 def test_one_unit_away_of_128_costs_a_17th_and_parked_units_nothing() -> None:
     events = [event("submitted", 0, max_workers=128), event("stopped", 60, step=20)]
-    found = report(
-        steps(1, 20, 0, 3.0, 1, world_size=127), events, config(max_workers=128, num_slices=2048)
-    )
+    found = report(steps(1, 20, 0, 3.0, 1, world_size=127), events, config(max_workers=128, num_slices=2048))
     assert found["effective"] == pytest.approx(16 / 17, abs=1e-6)
     events = [event("submitted", 0, max_workers=767), event("stopped", 60, step=20)]
     found = report(steps(1, 20, 0, 3.0, 1, world_size=683), events, config(max_workers=767, num_slices=6144))

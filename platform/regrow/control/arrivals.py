@@ -1,4 +1,7 @@
-"""Which nodes a run's workers come from, and go with: when newcomers are ready, when a node is lost, what failed. Pure."""
+"""Which nodes a run's workers come from and go with: when newcomers are ready, when a node is lost, what failed.
+
+Pure.
+"""
 
 import re
 from collections import Counter
@@ -71,7 +74,12 @@ class Arrivals:
 
 
 def kind_of(
-    cause: str, detail: str, nodes: Collection[str], *, is_dead: Callable[[str], bool], failures: NodeFailures,
+    cause: str,
+    detail: str,
+    nodes: Collection[str],
+    *,
+    is_dead: Callable[[str], bool],
+    failures: NodeFailures,
     slow_links: Collection[str] = (),
 ) -> FaultKind:
     """What failed, by what is known by now of these nodes."""

@@ -28,6 +28,7 @@ from regrow.control.peers import FAN_OUT
 from regrow.control.phases import ROOM_S, Phase, Usual
 from regrow.control.rows import Rows
 from regrow.control.snapshots import Snapshots
+from regrow.control.sources import why_storage
 from regrow.control.states import (
     Ending,
     Finished,
@@ -42,7 +43,6 @@ from regrow.control.states import (
 )
 from regrow.control.too_few import TooFew
 from regrow.control.troubles import FirstSteps
-from regrow.control.sources import why_storage
 from regrow.control.values import NOTHING, Version
 from regrow.record.events import Cause
 

@@ -76,7 +76,9 @@ class NodeFailures:
     membership: Membership
     out: Outbox
     machines: dict[str, str] = field(default_factory=dict)  # the hosts of all nodes that workers have come from
-    with_gpu_errors: dict[str, int] = field(default_factory=dict)  # nodes, and the generation: of the hardware, its last
+    with_gpu_errors: dict[str, int] = field(
+        default_factory=dict
+    )  # nodes, and the generation: of the hardware, its last
     _failed_in: dict[str, int] = field(default_factory=dict)  # the newest generation in which a node's failure counted
     _unfit_at: dict[str, float] = field(default_factory=dict)  # by host, when one of its processes was so last
 

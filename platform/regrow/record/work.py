@@ -77,14 +77,10 @@ def work_of(ledger: Ledger, rows: Sequence[Row], events: Sequence[Event], config
         slower["first_step" if is_first else "slow"] += spent - usual
     ranks, spares = sizes[-1], spare_ranks(config)
     effective = useful / wall_s
-    return Work(
-        effective, effective * ranks / (ranks + spares), full_s[ranks], ranks in times.measured, useful, slower
-    )
+    return Work(effective, effective * ranks / (ranks + spares), full_s[ranks], ranks in times.measured, useful, slower)
 
 
-def step_times(
-    ledger: Ledger, rows: Sequence[Row], events: Sequence[Event], config: Mapping[str, Any]
-) -> StepTimes:
+def step_times(ledger: Ledger, rows: Sequence[Row], events: Sequence[Event], config: Mapping[str, Any]) -> StepTimes:
     """Medians over steps that are not a group's first, and during which no rank or link was found slow.
 
     Of a size with fewer than three of these none, unless no size has more.
@@ -149,7 +145,7 @@ def spare_ranks(config: Mapping[str, Any]) -> int:
 
 
 def _full_sizes(rows: Sequence[Row], events: Sequence[Event], config: Mapping[str, Any]) -> Iterator[int]:
-    """Of each row's job: the ranks that it asked for, in whole units; of one that does not tell, the most there were."""
+    """Of each row's job: the ranks that it asked for, in whole units; of one that does not tell, the most that were."""
     parallel = _group(config, "parallel")
     unit = int(parallel.get("tp") or 1) * int(parallel.get("cp") or 1)
     jobs = [(each.time, each.max_workers) for each in of_kind(events, Submitted) if each.max_workers]

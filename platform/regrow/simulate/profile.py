@@ -1,16 +1,15 @@
 """What finished runs say of a simulation's figures: every delay by cause and world size, counts and exposure. Pure.
 
 A profile is made of run folders alone. Applied to inputs it replaces what it has measured: a rate by the posterior of
-the published one, a delay by its own samples, mixed with what was published below five. Of a size that was not measured it
-takes what a named law says: `flat`, that a delay does not grow, which is an assumption and is marked as one; what grows
-(communicators, a step's time) stays as it was. Without a run folder, inputs are what they were.
+the published one, a delay by its own samples, mixed with what was published below five. Of a size that was not measured
+it takes what a named law says: `flat`, that a delay does not grow, which is an assumption and is marked as one; what
+grows (communicators, a step's time) stays as it was. Without a run folder, inputs are what they were.
 """
 
 import json
 import math
-from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,70 +19,47 @@ from regrow.record.events import (
     Cause,
     Checkpoint,
     Cleared,
-    Drain,
-    Event,
     Failure,
     FaultKind,
     Generation,
     NodeLost,
     Ready,
     Rollback,
-    Row,
     Stopped,
     Submitted,
     Suspected,
-    Undrain,
 )
-from regrow.record.history import History, recoveries
-from regrow.record.ledger import Ledger, of_kind
+from regrow.record.history import recoveries
+from regrow.record.ledger import of_kind
 from regrow.record.log import is_number, positive
-from regrow.record.run_folder import find_run, run_config
 from regrow.record.work import SLOW, firsts, step_times
 from regrow.simulate.inputs import KINDS, Figure, Figures, Inputs, Origin, mixed, rate_of
+from regrow.simulate.run_logs import (
+    RunLogs,
+    before,
+    faults_of,
+    least_workers,
+    left_of,
+    lost_a_worker,
+    node_seconds,
+    size_at,
+)
 
 DAY = 86400.0
 MOST_SAMPLES = 256  # of a key
-NODE_FOUND_S = 60.0  # after a process' end, within which its node's explains it
-BEFALLS = ("rate_", "share_slow", "respawn_s", "away_", "slow_factor", "slow_lasts_s")  # of a cluster, whatever the policy
+
+BEFALLS = (
+    "rate_",
+    "share_slow",
+    "respawn_s",
+    "away_",
+    "slow_factor",
+    "slow_lasts_s",
+)  # of a cluster, whatever the policy
 FLAT, LINEAR = "flat", "linear in nodes and time"  # laws
 WITHIN = {"communicators_s": 0.0, "form_per_node_s": 0.0, "stop_per_gpu_s": 0.0}  # are in others at measured sizes
-KIND_OF = {  # what failed by cause alone, where an event does not say
-    Cause.worker_died: FaultKind.software,
-    Cause.worker_failed: FaultKind.software,
-    Cause.controller_died: FaultKind.software,
-    Cause.nonfinite: FaultKind.software,
-    Cause.worker_hung: FaultKind.hang,
-    Cause.node_silent: FaultKind.host,
-    Cause.corrupted: FaultKind.sdc,
-}
 
 Key = tuple[str, str, int]  # a figure, the cause that its group was formed for, ranks of that group
-
-
-@dataclass(frozen=True)
-class RunLogs:
-    """A run, read whole."""
-
-    name: str
-    config: Mapping[str, Any]
-    history: History
-    ledger: Ledger
-
-    @staticmethod
-    def read(folder: str) -> "RunLogs":
-        """Raises ConfigError where the folder holds no finished step."""
-        from regrow.record.log import LogReader
-
-        storage = find_run(folder)
-        history = History.read(LogReader(storage))
-        if not history.rows:
-            raise ConfigError(f"{folder} has no step in its log: give the folder of a run that trained")
-        end = max(history.rows[-1]["time"], *(event.time for event in history.events))
-        return RunLogs(folder, run_config(storage), history, history.ledger(end))
-
-    @property
-    def rows(self) -> list[Row]:
-        return list(self.history.rows)
 
 
 @dataclass
@@ -134,7 +110,7 @@ class Profile:
         return {size: tuple(self.of_figure(name, size=size)) for size in sizes}
 
     def figures(self, prior: Figures, gpus: int) -> dict[str, Figure]:
-        """These figures as the runs have them, for a job of so many ranks; those that they say nothing of are left out."""
+        """These figures as the runs have them, for a job of so many ranks; without those that they say nothing of."""
         found: dict[str, Figure] = {}
         for name, figure in prior.items():
             made = self._rate(name, figure) or self._delay(name, figure, gpus)
@@ -181,7 +157,7 @@ class Profile:
             made = Profile(content["runs"], content["days"], content["node_days"], Counter(content["counts"]))
             made.samples.update({(name, cause, size): values for name, cause, size, values in content["samples"]})
             made.steps.update({size: [tuple(step) for step in steps] for size, steps in content["steps"]})
-            made.usual_s.update({size: seconds for size, seconds in content["usual_s"]})
+            made.usual_s.update(dict(content["usual_s"]))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"this is no profile.json ({error}); make one anew with simulate.runs=[...]") from None
         return made
@@ -211,7 +187,11 @@ class Profile:
             seconds, count = self.usual_s.get(gpus), len(self.steps.get(gpus, ()))
             return Figure(seconds, Origin.measured, self.source, count) if seconds else None
         if name in WITHIN:
-            return Figure(0.0, Origin.measured, f"{self.source}: within form_base_s, stop_fixed_s", 1) if was_measured else None
+            return (
+                Figure(0.0, Origin.measured, f"{self.source}: within form_base_s, stop_fixed_s", 1)
+                if was_measured
+                else None
+            )
         samples = self.of_figure(name, size=gpus) or self.of_figure(name)
         if not samples:
             return None
@@ -237,7 +217,7 @@ class Profile:
     def _add(self, run: RunLogs) -> None:
         self.runs.append(run.name)
         self.days += (run.ledger.end - run.ledger.begin) / DAY
-        self.node_days += _node_seconds(run) / DAY
+        self.node_days += node_seconds(run) / DAY
         times = step_times(run.ledger, run.rows, run.history.events, run.config)
         for size, seconds in times.measured.items():
             before, now = len(self.steps.get(size, ())), sum(row["world_size"] == size for row in run.rows)
@@ -270,7 +250,7 @@ class Profile:
         formed = [each.generation for each in ledger.attempts if each.generation]
         kinds = {event.generation: kind for event, kind in faults_of(events) if isinstance(event, Failure)}
         undone = {event.generation: event.seconds for event in of_kind(events, Rollback)}
-        least = _least_workers(run)
+        least = least_workers(run)
         changes = [generation for generation in formed if generation.cause != Cause.start]
         for entry, generation in zip(recoveries(ledger.attempts, rows, events), changes, strict=True):
             size, cause, number = generation.world_size, str(generation.cause), generation.generation
@@ -278,20 +258,22 @@ class Profile:
             first_s = None if entry["first_step_s"] is None else max(0.0, entry["first_step_s"] - step_s)
             regroup_s, restore_s = entry["regroup_s"] or 0.0, entry["reshard_s"] or 0.0
             whole_s = regroup_s + restore_s + (first_s or 0.0)
+            waited = cause in FAILURES and left_of(events, before(formed, number), entry["ranks_before"] or 0) < least
+            if not waited:  # for others to come; for where a change is drawn whole
+                self._sample("change_s", cause, size, regroup_s + restore_s)
+                self._sample("first_excess_s", cause, size, first_s)
             if cause not in FAILURES:
                 self._sample("stop_fixed_s" if cause == Cause.resume else "join_s", cause, size, whole_s)
                 continue
-            before = max((each.generation for each in formed if each.generation < number), default=0)
-            kind, usual_s = kinds.get(before), self.usual_s.get(entry["ranks_before"] or 0, 0.0)
+            kind, usual_s = kinds.get(before(formed, number)), self.usual_s.get(entry["ranks_before"] or 0, 0.0)
             if kind and entry["detect_s"] is not None:  # half of a step was done, on average, when it was struck
                 self._sample(f"notice_{kind}_s", cause, size, max(0.0, entry["detect_s"] - usual_s / 2))
-            if _left(events, before, entry["ranks_before"] or 0) >= least:  # else it waited for others to come
+            if not waited:
                 model_s = positive((generation.startup_s or {}).get("model"))
                 self._sample("form_base_s", cause, size, max(0.0, regroup_s - model_s))
                 self._sample("build_s", cause, size, model_s)
                 self._sample("restore_s", cause, size, restore_s)
                 self._sample("first_step_s", cause, size, first_s)
-                self._sample("change_s", cause, size, whole_s)  # all of them, where a change is drawn whole
             self.counts["losses"] += 1
             self.counts["lost_steps"] += bool(entry["lost_steps"])
             if entry["source"] == "checkpoint" and undone.get(number):
@@ -299,15 +281,17 @@ class Profile:
                 self._sample(name, cause, size, undone[number])
         started = next((each for each in ledger.attempts if each.generation), None)
         if started is not None and started.first_step_begin is not None:
-            self._sample("cold_start_s", str(Cause.start), started.world_size or 0, started.first_step_begin - ledger.begin)
+            self._sample(
+                "cold_start_s", str(Cause.start), started.world_size or 0, started.first_step_begin - ledger.begin
+            )
 
     def _add_returns(self, run: RunLogs) -> None:
         """Until a lost node, or a process on a sound one, is ready to join again."""
         events = run.history.events
-        size_of, ready = _size_at(events), of_kind(events, Ready)
+        size_of, ready = size_at(events), of_kind(events, Ready)
         came = []  # on new nodes
         for event in ready:
-            is_new = not _lost_a_worker(events, event)
+            is_new = not lost_a_worker(events, event)
             came += [event.time] if is_new else []
             self._sample("start_s" if is_new else "respawn_s", "", size_of(event.time), event.start_s)
         for begin in [event.time for event in of_kind(events, NodeLost)]:  # the next node that comes is in its place
@@ -318,15 +302,15 @@ class Profile:
         if ready:
             return
         grown = [event.time for event in of_kind(events, Generation) if event.cause == Cause.grow]
-        for event, kind in faults_of(events):  # of an earlier version: from the failure to where a group grew
-            at = next((time for time in grown if time > event.time), None)
+        for fault, kind in faults_of(events):  # of an earlier version: from the failure to where a group grew
+            at = next((time for time in grown if time > fault.time), None)
             if at is not None:
                 name = "away_short_s" if kind in (FaultKind.host, FaultKind.gpu, "drain") else "respawn_s"
-                self._sample(name, "", size_of(at), at - event.time)
+                self._sample(name, "", size_of(at), at - fault.time)
 
     def _add_slowness(self, run: RunLogs) -> None:
         events = run.history.events
-        size_of = _size_at(events)
+        size_of = size_at(events)
         slow = [event for event in of_kind(events, Suspected) if event.kind.startswith(SLOW)]
         self.counts["slow"] += len(slow)
         for event in slow:
@@ -348,76 +332,6 @@ def kept(values: list[Any]) -> list[Any]:
     if len(values) <= MOST_SAMPLES:
         return values
     return [values[number * len(values) // MOST_SAMPLES] for number in range(MOST_SAMPLES)]
-
-
-def faults_of(events: Sequence[Event]) -> list[tuple[Event, str]]:
-    """What failed, and which of the simulator's kinds it was: by the event, by a node's death soon after, by its cause."""
-    lost = [(event.time, event.node) for event in of_kind(events, NodeLost)]
-    workers = {event.generation: event.workers or [] for event in of_kind(events, Generation)}
-    found: list[tuple[Event, str]] = []
-    known = set[tuple[int | None, tuple[int, ...]]]()
-    for event in events:
-        if isinstance(event, Drain):
-            found.append((event, "drain"))
-        if not isinstance(event, Failure) or event.cause == Cause.controller_died:
-            continue
-        key = event.generation, tuple(sorted(event.ranks or []))
-        if key in known:  # told again
-            continue
-        known.add(key)
-        kind = event.kind or str(KIND_OF.get(Cause(event.cause), FaultKind.software)) if event.cause in FAILURES else ""
-        of_group = workers.get(event.generation or 0, [])
-        nodes = event.nodes or [of_group[rank].get("node") for rank in event.ranks or [] if rank < len(of_group)]
-        soon = {node for time, node in lost if event.time - NODE_FOUND_S <= time <= event.time + NODE_FOUND_S}
-        if kind == FaultKind.software and soon.intersection(nodes):
-            kind = FaultKind.host
-        found.append((event, str(kind or FaultKind.software)))
-    return found
-
-
-def _node_seconds(run: RunLogs) -> float:
-    """Of nodes in groups, from each group's beginning to the next one's."""
-    formed = [(each.generation, each.last_life) for each in run.ledger.attempts if each.generation]
-    total = 0.0
-    for (generation, life), following in zip(formed, [*formed[1:], None], strict=True):
-        until = following[0].time if following else max(life, generation.time)
-        nodes = {worker.get("node") for worker in generation.workers or []}
-        total += max(0.0, until - generation.time) * (len(nodes) or generation.world_size)
-    return total
-
-
-def _size_at(events: Sequence[Event]) -> Any:
-    """The world size at a time."""
-    groups = [(event.time, event.world_size) for event in of_kind(events, Generation)]
-    times = [time for time, _ in groups]
-
-    def size(time: float) -> int:
-        at = bisect_right(times, time) - 1
-        return groups[at][1] if at >= 0 else 0
-
-    return size
-
-
-def _lost_a_worker(events: Sequence[Event], ready: Ready) -> bool:
-    """Whether its node had lost one before: else it is a new node."""
-    lost: Collection[str] = {
-        node for event in of_kind(events, Failure) if event.time < ready.time for node in event.nodes or []
-    }
-    back = {event.node for event in of_kind(events, Undrain)}
-    return ready.node in lost or ready.node in back
-
-
-def _least_workers(run: RunLogs) -> int:
-    """Of a group."""
-    told = [event.min_workers for event in of_kind(run.history.events, Submitted) if event.min_workers]
-    cluster = run.config.get("cluster")
-    return int(told[-1] if told else (cluster or {}).get("min_workers") or 1)
-
-
-def _left(events: Sequence[Event], generation: int, ranks: int) -> int:
-    """How many of a group's ranks were left when it was over."""
-    lost = {rank for event in of_kind(events, Failure) if event.generation == generation for rank in event.ranks or []}
-    return ranks - len(lost)
 
 
 def _range(samples: Sequence[float]) -> tuple[float, float]:

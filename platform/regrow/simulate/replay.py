@@ -1,14 +1,14 @@
 """A run's own faults played again: what a profile says that a drill, or a finished run, should have come to.
 
-`predict` plays a plan of faults, which come at steps, around regrow's own Control, with durations drawn from a profile's
-samples of the group's size and the change's cause. What comes out are rows and events, accounted by the same ledger and
-report as a run's. `replay` does that with the faults of a finished run, and sets the two beside each other. Pure, but
-for the seed, and for `replay`, which reads a run folder.
+`predict` plays a plan of faults, which come at steps, around regrow's own Control, with durations drawn from a
+profile's samples of the group's size and the change's cause. What comes out are rows and events, accounted by the same
+ledger and report as a run's. `replay` does that with the faults of a finished run, and sets the two beside each other.
+Pure, but for the seed, and for `replay`, which reads a run folder.
 """
 
 import random
 from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -19,10 +19,11 @@ from regrow.config.schema import PretrainConfig
 from regrow.config.store import load_run_config
 from regrow.control import events as e
 from regrow.errors import ConfigError
-from regrow.record.events import FAILURES, Cause, Generation
+from regrow.record.events import Cause, Generation
 from regrow.record.history import History
 from regrow.record.ledger import of_kind
 from regrow.record.log import Tail
+from regrow.record.run_folder import find_run
 from regrow.record.work import RATIOS
 from regrow.show.report import as_mapping, build_report
 from regrow.show.units import percent
@@ -30,8 +31,13 @@ from regrow.simulate.estimate import CAUSE_OF
 from regrow.simulate.faults import Fault
 from regrow.simulate.inputs import Figure, Inputs, Job, Origin, Policy
 from regrow.simulate.play import Player
-from regrow.simulate.profile import Profile, RunLogs, faults_of
+from regrow.simulate.profile import Profile
+from regrow.simulate.run_logs import RunLogs, faults_of
 
+DRAWN = (  # figures that a Player asks for, and that are drawn here
+    *("restore_s", "durable_back_s", "join_s", "communicators_s", "communicators_power", "form_base_s", "build_s"),
+    *("first_step_s", "form_per_node_s"),
+)
 LEAST = 3  # samples of a cause and size that are drawn from; else those of the cause, else all
 FAR = 1e9  # seconds that a run does not last
 DRAIN_S = 15.0  # a drill's notice, where it says nothing else
@@ -133,14 +139,18 @@ class Compared:
     def lines(self) -> list[str]:
         """A table, for people."""
         mean, sd = self.predicted.mean, self.predicted.sd
-        lines = [f"{self.run}: {self.predicted.faults} faults, {self.predicted.plays} plays by {self.predicted.profile}"]
+        lines = [
+            f"{self.run}: {self.predicted.faults} faults, {self.predicted.plays} plays by {self.predicted.profile}"
+        ]
         lines.append(f"{'':24}{'predicted':>12}{'(sd)':>9}{'was':>11}{'points':>9}")
         for name, ratio in self.was.ratios.items():
             if name in mean.ratios:
                 said = f"{percent(mean.ratios[name]):>12}{100 * sd.ratios[name]:>8.1f}p{percent(ratio):>11}"
                 lines.append(f"{name:24}{said}{self.points[name]:>+9.1f}")
         for cause, (a, b, agrees) in self.causes.items():
-            lines.append(f"  lost: {cause:16}{percent(a):>12}{'':9}{percent(b):>11}{100 * (a - b):>+9.1f}" + " !" * (not agrees))
+            lines.append(
+                f"  lost: {cause:16}{percent(a):>12}{'':9}{percent(b):>11}{100 * (a - b):>+9.1f}" + " !" * (not agrees)
+            )
         for what in ("wall_s", "generations", "lost_steps"):
             a, s, b = (getattr(each, what) for each in (mean, sd, self.was))
             lines.append(f"{what:24}{a:>12.1f}{s:>8.1f} {b:>11.1f}")
@@ -148,7 +158,13 @@ class Compared:
 
 
 def predict(
-    profile: Profile, config: PretrainConfig, plan: Sequence[Planned], *, last_step: int, plays: int = 20, seed: int = 0,
+    profile: Profile,
+    config: PretrainConfig,
+    plan: Sequence[Planned],
+    *,
+    last_step: int,
+    plays: int = 20,
+    seed: int = 0,
     nodes: int | None = None,
 ) -> Prediction:
     """What a run of `config` would come to with these faults, up to its last step. `nodes` are there at the start.
@@ -170,8 +186,11 @@ def replay(folder: str, runs: Sequence[str] = (), *, plays: int = 20, seed: int 
     Raises ConfigError for a folder without a step, without a fault, or without config.yaml.
     """
     run, profile = RunLogs.read(folder), Profile.read(runs or [folder])
-    config = load_run_config(Path(folder))
-    plan = plan_of_drill(folder) or plan_of_run(run)
+    storage = find_run(folder)
+    if not storage.is_local:
+        raise ConfigError(f"{folder} is not on this machine: copy its logs and config.yaml to a folder here")
+    config = load_run_config(storage.local_path)
+    plan = plan_of_drill(storage.local_path) or plan_of_run(run)
     if not plan:
         raise ConfigError(f"{folder} had no faults: there is nothing to play again; give a run that was interrupted")
     last_step = max(run.rows[-1]["step"], *(each.step + 1 for each in plan))
@@ -183,12 +202,16 @@ def replay(folder: str, runs: Sequence[str] = (), *, plays: int = 20, seed: int 
     return Compared(prediction, Outcome.of(build_report(run.history, run.ledger, config)), folder)
 
 
-def plan_of_drill(folder: str) -> list[Planned]:
+def plan_of_drill(folder: Path) -> list[Planned]:
     """The faults of a drill's record, by the steps that they came at; none where the folder is no drill's."""
-    path = Path(folder) / "drill.jsonl"
+    path = folder / "drill.jsonl"
     if not path.exists():
         return []
-    return [made for line in Tail(path).read()[0] if line["record"] == "fault" and (made := planned(line["kind"], line["step"]))]
+    return [
+        made
+        for line in Tail(path).read()[0]
+        if line["record"] == "fault" and (made := planned(line["kind"], line["step"]))
+    ]
 
 
 def planned(kind: str, step: int, options: Mapping[str, float | None] | None = None) -> Planned | None:
@@ -280,7 +303,16 @@ class PlanPlayer(Player):
         cause, size = str(self.control.group.cause), len(self.run.members)
         if self.control.generation <= 1:
             return self.cold_s
-        return self._draw("change_s" if cause in FAILURES else "join_s", cause, size)
+        return self._draw("change_s", cause, size)
+
+    def _begin(self, run: Any, took_s: float) -> None:
+        """A group's first step takes longer."""
+        inputs, size, cause = self.inputs, len(run.members), str(self.control.group.cause)
+        full = self.costs.get(inputs.job.gpus) or self.costs[max(self.costs)]
+        first_s = self.costs[size] + (0.0 if cause == Cause.start else self._draw("first_excess_s", cause, size))
+        self.inputs = inputs.with_values(step_s=first_s * full / self.costs[size])
+        super()._begin(run, took_s)
+        self.inputs = inputs
 
     # what happens when
 
@@ -346,12 +378,10 @@ def _inputs(profile: Profile, config: PretrainConfig, nodes: int | None, per_nod
     job = Job(ranks, unit, config.optim.num_slices, per_node, spares=max(0, here - ranks // per_node))
     full_s = profile.usual_s.get(ranks) or fmean(profile.usual_s.values())
     losses = max(1, profile.counts["losses"])
-    values: dict[str, float] = defaultdict(float)
+    values: dict[str, float] = {}
     values |= {"step_s": full_s, "nodes_rack": 1.0, "communicators_gpus": 1.0}
     values["lost_committed_share"] = profile.counts["lost_steps"] / losses
-    names = ("restore_s", "durable_back_s", "join_s", "communicators_s", "communicators_power", "form_base_s")
-    names += ("build_s", "first_step_s", "form_per_node_s")
-    values |= {name: values[name] for name in names}
+    values |= dict.fromkeys(DRAWN, 0.0)
     figures = {name: Figure(value, Origin.measured, profile.source) for name, value in values.items()}
     return Inputs(job, Policy("in_place"), figures, days=FAR / 86400.0)
 
@@ -367,7 +397,9 @@ def _each(of: Callable[[list[float]], float], outcomes: Sequence[Outcome]) -> Ou
         keys = sorted({key for each in outcomes for key in getattr(each, name)})
         return {key: of([float(getattr(each, name).get(key, 0.0)) for each in outcomes]) for key in keys}
 
-    numbers = {name: of([float(getattr(each, name)) for each in outcomes]) for name in ("wall_s", "generations", "lost_steps")}
+    numbers = {
+        name: of([float(getattr(each, name)) for each in outcomes]) for name in ("wall_s", "generations", "lost_steps")
+    }
     return Outcome(numbers["wall_s"], joined("ratios"), joined("lost"), numbers["generations"], numbers["lost_steps"])  # type: ignore[arg-type]
 
 
