@@ -7,23 +7,28 @@ Starts nothing.
 import json
 import sys
 from functools import partial
+from pathlib import Path
 
 from regrow.config.schema import SimulateJobConfig
 from regrow.config.store import run_job
-from regrow.simulate.report import figures_of, line_of
+from regrow.simulate.report import figures_of, goal_lines, line_of, write_page
 from regrow.simulate.study import compare
 from regrow.simulate.world import inputs_of, replicas_of
 
 
 def main(config: SimulateJobConfig, *, as_json: bool) -> None:
     simulate = config.simulate
-    all_inputs = inputs_of(config)
-    results = compare(all_inputs, replicas_of(simulate), simulate.seed)
+    results = compare(inputs_of(config), replicas_of(simulate), simulate.seed)
     if as_json:
-        print(json.dumps(figures_of(simulate, results), indent=2, allow_nan=False))
+        print(json.dumps(figures_of(config, results), indent=2, allow_nan=False))
         return
     for result in results:
         print(line_of(result))
+    folder = Path(simulate.out or "runs/simulate")
+    found = write_page(folder, config, results)
+    for line in goal_lines(found, results[0]) if found else ():
+        print(line)
+    print(folder / "simulate.html")
 
 
 if __name__ == "__main__":

@@ -65,6 +65,7 @@ class Section:
     rows: Sequence[Sequence[str | Cell]] = ()
     numbers: Iterable[int] = ()  # columns of figures
     blocks: Sequence[tuple[str, str]] = ()  # settings: a name and lines
+    chart: str = ""  # SVG, below the heading
 
 
 @dataclass(frozen=True)

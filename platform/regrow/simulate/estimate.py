@@ -6,7 +6,7 @@ is useful are seconds of the undisturbed full-size job.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,31 +176,35 @@ def passes_of(job: Job, units: NDArray[np.intp]) -> NDArray[np.intp]:
 def estimate(inputs: Inputs, replicas: int = 32, seed: int = 0, draws: Draws | None = None) -> Estimate:
     """What becomes of `replicas` runs under this policy. `draws`: those of `faults.draw`, kept for other policies."""
     draws = draw(inputs, replicas, seed) if draws is None else draws
-    notice = np.zeros(draws.at.shape)
-    pairs = (replicas + 1) // 2
+    run = Estimating(inputs, replicas, len(draws.at) + len(draws.slow_at))
+    for event in events_of(inputs, draws, seed):
+        run.step(*event)
+    return run.result()
+
+
+def events_of(inputs: Inputs, draws: Draws, seed: int) -> Iterator[tuple[NDArray[Any], ...]]:
+    """What befalls each replica under a policy, with its delays: what `Estimating.step` takes, one after another."""
+    replicas = draws.replicas
+    notice, pairs = np.zeros(draws.at.shape), (replicas + 1) // 2
     for number, kind in enumerate(KINDS):
         figure = inputs.figures[f"notice_{kind}_s"]
-        mask = draws.kind == number
-        seconds = delays(figure, inputs, draws.normal, draws.uniform)
         factor = doubled(resampled(figure, pairs, seed + number), replicas)
-        notice = np.where(mask, seconds * factor, notice)
+        seconds = delays(figure, inputs, draws.normal, draws.uniform) * factor
+        notice = np.where(draws.kind == number, seconds, notice)
     unnoticed = np.where(draws.kind == KINDS.index("sdc"), inputs["sdc_unnoticed_s"] * draws.heavy, 0.0)
-    factor = np.ones(replicas)
+    factor, form_s = np.ones(replicas), inputs.form_s(inputs.job.gpus)
     for name in ("form_base_s", "build_s", "restore_s", "first_step_s", "communicators_s"):
-        share = inputs[name] / max(inputs.form_s(inputs.job.gpus), 1e-9)
-        factor += np.minimum(share, 1.0) * (doubled(resampled(inputs.figures[name], pairs, seed + 50), replicas) - 1)
-    return _play(inputs, draws, notice, unnoticed, lognormal(draws.vary, inputs.spread) * factor)
+        share = min(1.0, inputs[name] / form_s) if form_s > 0 else 0.0
+        factor += share * (doubled(resampled(inputs.figures[name], pairs, seed + 50), replicas) - 1)
+    vary = lognormal(draws.vary, inputs.spread) * factor
+    return zip(*_schedule(inputs, draws, notice, unnoticed, vary), strict=True)
 
 
 def estimate_given(inputs: Inputs, faults: Sequence[Fault]) -> Estimate:
     """One run with these faults, each with its own delays."""
     draws, notice, unnoticed = given(faults)
-    return _play(inputs, draws, notice, unnoticed, np.exp(draws.vary))
-
-
-def _play(inputs: Inputs, draws: Draws, notice: Floats, unnoticed: Floats, vary: Floats) -> Estimate:
-    run = _Run(inputs, draws.replicas, len(draws.at) + len(draws.slow_at))
-    for event in zip(*_schedule(inputs, draws, notice, unnoticed, vary), strict=True):
+    run = Estimating(inputs, 1, len(draws.at) + len(draws.slow_at))
+    for event in zip(*_schedule(inputs, draws, notice, unnoticed, np.exp(draws.vary)), strict=True):
         run.step(*event)
     return run.result()
 
@@ -256,13 +260,14 @@ def _outage(draws: Draws, at: Floats) -> Floats:
     """For how long storage stays away, at these times."""
     left = np.zeros(at.shape)
     for begin, lasts in zip(draws.storage_at, draws.storage_lasts_s, strict=True):
-        if np.isfinite(begin).any():
-            left = np.maximum(left, np.where((at >= begin) & (at < begin + lasts), begin + lasts - at, 0.0))
+        during = (at >= begin) & (at < begin + lasts)
+        if during.any():
+            left = np.where(during, np.maximum(left, begin + lasts - np.where(during, at, 0.0)), left)
     return left
 
 
 @dataclass
-class _Run:
+class Estimating:
     """The state of all replicas. Seconds that pass are booked at once, and moved where what they did is lost."""
 
     inputs: Inputs
@@ -353,14 +358,14 @@ class _Run:
     ) -> Bools:  # fmt: skip
         """Who is up, slow and out, after an event; whether it hits the group."""
         columns = self.columns
-        hit = fault & (where < 1 - (1 - self.used / self.members) ** nodes)
-        gone = fault & (where < 1 - (1 - self.healthy / self.members) ** nodes)
+        first = np.floor(where * self.members)  # of the nodes that it is of: the group's, those that wait, those away
+        hit = fault & (first < np.minimum(self.used, self.healthy))
         held = self.holds[ref, columns]
         begins = slow & (where < self.used / self.members)
         leaves = ends & held
         self.excess += extra * begins - extra * leaves
         self.excess = np.maximum(self.excess, 0.0)
-        took = np.where(gone, np.minimum(nodes, self.healthy), nodes * leaves)
+        took = np.where(fault, np.clip(self.healthy - first, 0, nodes), nodes * leaves)
         self.healthy += self.taken[ref, columns] * back - took
         if self.inputs.policy.replicas > 1:
             again = hit & (where * 7919 % 1 < self.out / self.inputs.policy.replicas)  # of a replica that is out
@@ -411,9 +416,10 @@ class _Run:
         costs = self.costs
         join = np.where(self.end > now, 0.0, np.where(self.speed > 0, costs.join_s, costs.form_s))
         takes = np.where(joins, join, np.where(stop, costs.stop_s, np.where(head, costs.restart_s, costs.form_s)))
-        until = np.minimum(np.maximum(self.end, now + takes * vary + late), self.horizon)
-        added = np.where(change, np.maximum(until - np.maximum(self.end, now), 0), 0.0)
-        seen = np.minimum(notice * change, added)
+        until = np.minimum(now + takes * vary + late, self.horizon)
+        until = np.where(joins | stop, np.maximum(until, self.end), until)  # a loss begins the forming anew
+        added = np.where(change, until - np.maximum(self.end, now), 0.0)  # of one that ends sooner, some is taken back
+        seen = np.minimum(notice * change, np.maximum(added, 0.0))
         for part, mask, seconds in (
             ("notice", change, seen),
             ("join", joins, added - seen),
@@ -421,5 +427,5 @@ class _Run:
             ("form", ~joins & ~stop, added - seen),
         ):
             self.lost[part][origin, self.columns] += seconds * mask
-        self.end = np.where(change, np.maximum(until, self.end), self.end)
+        self.end = np.where(change, until, self.end)
         self.changes += change

@@ -28,6 +28,7 @@ from regrow.simulate.faults import Fault
 from regrow.simulate.inputs import TAKES_NODE, Inputs
 
 BEGIN = 1_700_000_000.0  # unix time of the run's beginning
+REPORT_S = 60.0  # between reports of snapshots, where nothing happens
 LOOK_AGAIN_S = 1.0  # whether a group can be formed, where it could not
 DEADLINE_S = 30.0  # from the notice that a node is taken away to its end
 
@@ -78,7 +79,7 @@ class Played:
 @dataclass
 class _Node:
     name: str
-    domain: str
+    domain: int  # number of its rack
     members: list[Member]
     is_up: bool = True
 
@@ -114,7 +115,8 @@ class Player:
         self.nodes: dict[str, _Node] = {}
         self.peers: dict[str, tuple[str, ...]] = {}
         self.run: _Run | None = None
-        self.unsealed: tuple[float, Version] | None = None  # a step's snapshot, and when it is safe
+        self.unsealed: list[tuple[float, Version]] = []  # snapshots that were not reported, and when they are safe
+        self.sealed_at = self.now
         self.form_vary, self.wrong_s = 1.0, 0.0  # of the newest fault
         self.dead: set[str] = set()  # members that no event has told of yet
         self.productive, self.lost, self.undone_s = 0.0, dict[str, float](), 0.0
@@ -123,7 +125,7 @@ class Player:
         job = inputs.job
         self.total = job.nodes + job.spares
         for number in range(self.total):
-            self._add_node(f"r{number // int(inputs['nodes_rack'])}")
+            self._add_node(number // int(inputs["nodes_rack"]))
 
     def play(self, faults: Sequence[Fault]) -> Played:
         self.log.event(Submitted(time=self.now, min_workers=self.config.cluster.min_workers))
@@ -200,7 +202,7 @@ class Player:
 
     # nodes and workers
 
-    def _add_node(self, domain: str) -> _Node:
+    def _add_node(self, domain: int) -> _Node:
         name = f"node{next(self.numbers)}"
         members = [self._member(name, gpu) for gpu in range(self.inputs.job.gpus_per_node)]
         node = self.nodes[name] = _Node(name, domain, members)
@@ -212,7 +214,7 @@ class Player:
 
     def _join(self, members: Sequence[Member]) -> None:
         for node in dict.fromkeys(member.node for member in members):
-            self._tell(e.KeeperUp(node, self.nodes[node].domain, (node, 1)))
+            self._tell(e.KeeperUp(node, f"rack{self.nodes[node].domain}", (node, 1)))
         for member in members:
             self._tell(e.Joined(member, self.inputs.job.gpus))
 
@@ -233,8 +235,12 @@ class Player:
     def _in_order(self) -> list[_Node]:
         """The nodes of the group, then those that wait."""
         group = dict.fromkeys(member.node for member in self.run.members) if self.run is not None else {}
-        nodes = [self.nodes[name] for name in group if self.nodes[name].is_up]
-        return nodes + [node for node in self.nodes.values() if node.is_up and node.name not in group]
+        whole = [node for node in self.nodes.values() if self._is_whole(node)]
+        return [node for node in whole if node.name in group] + [node for node in whole if node.name not in group]
+
+    def _is_whole(self, node: _Node) -> bool:
+        alive = sum(member.id not in self.dead for member in node.members)
+        return node.is_up and alive == self.inputs.job.gpus_per_node
 
     # a group
 
@@ -275,6 +281,8 @@ class Player:
         )
         run.step_s = self.inputs["step_s"] * self.costs[size] / full
         self.last_life, self.wrong_s = self.now, 0.0
+        if source != "seed":  # what was restored is copied to the group's own peers
+            self.unsealed = [(self.now, Version(run.generation, start_step))]
         self._at(self.now + run.step_s, lambda: self._step(run))
 
     def _state(self) -> tuple[int, str]:
@@ -298,7 +306,8 @@ class Player:
     def _step(self, run: _Run) -> None:
         if run is not self.run or run.over:
             return
-        self._seal()
+        if self.now - self.sealed_at > REPORT_S:
+            self._seal()
         run.step += 1
         run.life = self.last_life = self.now
         row = dict.fromkeys(METRIC_KEYS, 0.0) | {
@@ -313,7 +322,7 @@ class Player:
         if run.over:
             return
         lag = self.inputs["lost_committed_share"] * run.step_s
-        self.unsealed = (self.now + lag, Version(run.generation, run.step))
+        self.unsealed = [*self.unsealed[-1:], (self.now + lag, Version(run.generation, run.step))]
         if reason in (Cause.grow, Cause.drain):
             self._seal(at_once=True)
             self.form_vary = 1.0
@@ -323,11 +332,12 @@ class Player:
         self._at(self.now + run.step_s, lambda: self._step(run))
 
     def _seal(self, *, at_once: bool = False) -> None:
-        """Report the newest step's snapshots, if they are safe by now."""
-        if self.unsealed is not None and (at_once or self.now >= self.unsealed[0]):
-            acks = [SnapshotAck(node, self.unsealed[1], peers) for node, peers in self.peers.items()]
-            self.unsealed = None
-            self._tell(e.Sealed(acks))
+        """Report the newest snapshots that are safe by now. Of one after another the last is all that counts."""
+        safe = [version for at, version in self.unsealed if at_once or at <= self.now]
+        if safe:
+            self.unsealed = self.unsealed[len(safe) :]
+            self.sealed_at = self.now
+            self._tell(e.Sealed([SnapshotAck(node, safe[-1], peers) for node, peers in self.peers.items()]))
 
     def _come_again(self, run: _Run) -> None:
         """Those of a group that live are ready for the next."""
@@ -340,9 +350,9 @@ class Player:
 
     def _strike(self, fault: Fault) -> None:
         nodes, first = self._in_order(), int(fault.where * self.total)
-        victims = nodes[first : first + int(fault.nodes)]
-        if not victims:
+        if first >= len(nodes):
             return
+        victims = [nodes[first], *self._mates(nodes[first], nodes, fault.nodes)]
         if fault.kind == "drain":
             deadlines = {node.name: self.now + DEADLINE_S for node in victims}
             self._tell(e.Notice(deadlines))
@@ -350,6 +360,12 @@ class Player:
             self._at(self.now + DEADLINE_S, lambda: self._take(gone, [node for node in victims if node.is_up]))
             return
         self._take(fault, victims)
+
+    def _mates(self, node: _Node, nodes: Sequence[_Node], count: int) -> list[_Node]:
+        """Those that go with it where so many do: of its rack, and of the racks behind it."""
+        racks = -(-int(count) // int(self.inputs["nodes_rack"]))
+        near = [each for each in nodes if 0 <= each.domain - node.domain < racks and each is not node]
+        return sorted(near, key=lambda each: each.domain)[: int(count) - 1]
 
     def _take(self, fault: Fault, victims: list[_Node]) -> None:
         self._seal()
@@ -361,7 +377,8 @@ class Player:
         run = self.run
         hit = run is not None and not run.over and any(member in run.members for member in gone)
         if hit and run is not None:
-            run.over, self.unsealed = True, None
+            run.over = True
+            self.unsealed.clear()
         self._at(self.now + fault.notice_s, lambda: self._told(fault, victims, gone, run if hit else None))
 
     def _told(self, fault: Fault, victims: list[_Node], gone: list[Member], run: _Run | None) -> None:
@@ -390,7 +407,7 @@ class Player:
         left = sum(len(node.members) for node in self.nodes.values() if node.is_up)
         self._tell(e.Died(tuple(processes), left, str(cause), detail))
 
-    def _back(self, node: _Node, domain: str) -> None:
+    def _back(self, node: _Node, domain: int) -> None:
         """A node that was away comes as another one; a process on a sound one is started again."""
         if not node.is_up:
             self.nodes.pop(node.name, None)
