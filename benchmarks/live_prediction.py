@@ -82,7 +82,16 @@ def prediction_of(config: DrillJobConfig, profile: Profile, plays: int) -> Predi
         made = planned(fault.kind, step, {name: fault.option(name) for name in fault.options})
         steps += [made] if made else []
     last_step = config.train.stop_at_step or config.train.steps
-    return predict(profile, config, steps, last_step=last_step, plays=plays, seed=seed, nodes=config.drill.nodes)
+    return predict(
+        profile,
+        config,
+        steps,
+        last_step=last_step,
+        plays=plays,
+        seed=seed,
+        nodes=config.drill.nodes,
+        per_node=config.drill.workers_on_node,
+    )
 
 
 def outcome_of(run_folder: Path) -> Outcome:

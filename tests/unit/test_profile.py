@@ -77,10 +77,12 @@ def test_what_was_measured_says_so_with_its_number_and_what_was_not_stays_what_i
     assert after["communicators_s"] == 0.0  # within form_base_s at a size that was measured
     assert after["lost_committed_share"] == 0.0
     assert after.figures["lost_committed_share"].n == 6
-    software, gpu = after.figures["rate_software"], after.figures["rate_gpu"]
+    software = after.figures["rate_software"]
     exposure = Profile.read([folder]).node_days
     assert software.value == pytest.approx((3 + 6) / (3 / 0.002 + exposure))
-    assert gpu.value == pytest.approx(3 / (3 / 0.002 + exposure))
+    assert after.figures["rate_gpu"] == before.figures["rate_gpu"]  # none is no news in so short a time
+    for_long = Profile(days=100.0, node_days=6000.0).applied(before).figures["rate_gpu"]
+    assert (for_long.value, for_long.origin) == (pytest.approx(3 / (3 / 0.002 + 6000.0)), Origin.measured)
     assert "6 in" in software.source
     assert "a paper" in software.source
     for name in ("notice_gpu_s", "durable_back_s", "away_short_s", "slow_factor"):

@@ -59,6 +59,8 @@ def test_a_lost_worker_costs_its_notice_the_forming_slower_steps_and_the_growing
 
 def test_a_lost_node_stays_away_until_the_plan_brings_another() -> None:
     away = predict(profile(), config(), [Planned(20, "host")], last_step=60, plays=3)
+    after = [Planned(20, "host"), Planned(30, "return_node"), Planned(50, "host"), Planned(55, "software")]
+    assert predict(profile(), config(), after, last_step=80, plays=3).mean.generations >= 5
     back = predict(profile(), config(), [Planned(20, "host"), Planned(30, "return_node")], last_step=60, plays=3)
     assert (away.mean.generations, back.mean.generations) == (2, 3)
     assert "grow" not in away.mean.lost

@@ -170,8 +170,8 @@ class Profile:
         if not name.startswith("rate_") or what == "storage":
             return None
         exposure = self.node_days if what in KINDS else self.days
-        if exposure <= 0:
-            return None
+        if exposure <= 0 or (not self.counts[what] and exposure * prior.value < 1.0):
+            return None  # that nothing came in so short a time says nothing
         return rate_of(prior, self.counts[what], exposure, f"{self.source}; law {LINEAR}")
 
     def _delay(self, name: str, prior: Figure, gpus: int) -> Figure | None:

@@ -6,6 +6,7 @@ ledger and report as a run's. `replay` does that with the faults of a finished r
 Pure, but for the seed, and for `replay`, which reads a run folder.
 """
 
+import math
 import random
 from bisect import bisect_left
 from collections import deque
@@ -19,7 +20,7 @@ from regrow.config.schema import PretrainConfig
 from regrow.config.store import load_run_config
 from regrow.control import events as e
 from regrow.errors import ConfigError
-from regrow.record.events import Cause, Generation
+from regrow.record.events import Cause, Generation, Spares
 from regrow.record.history import History
 from regrow.record.ledger import of_kind
 from regrow.record.log import Tail
@@ -166,16 +167,20 @@ def predict(
     plays: int = 20,
     seed: int = 0,
     nodes: int | None = None,
+    per_node: int = 1,
 ) -> Prediction:
-    """What a run of `config` would come to with these faults, up to its last step. `nodes` are there at the start.
+    """What a run of `config` would come to with these faults, up to its last step.
 
+    `nodes` are there at the start, each with room for `per_node` ranks; None: as many as the full size takes.
     Raises ConfigError where the profile has nothing of such a run.
     """
     if not profile.steps:
         raise ConfigError("the profile has no step: make it of runs that trained")
     outcomes = []
     for number in range(plays):
-        player = PlanPlayer(profile, config, plan, last_step=last_step, seed=seed * 1000 + number, nodes=nodes)
+        player = PlanPlayer(
+            profile, config, plan, last_step=last_step, seed=seed * 1000 + number, nodes=nodes, per_node=per_node
+        )
         outcomes.append(player.outcome())
     return Prediction(_each(fmean, outcomes), _each(_sd, outcomes), plays, profile.source, len(plan))
 
@@ -194,10 +199,9 @@ def replay(folder: str, runs: Sequence[str] = (), *, plays: int = 20, seed: int 
     if not plan:
         raise ConfigError(f"{folder} had no faults: there is nothing to play again; give a run that was interrupted")
     last_step = max(run.rows[-1]["step"], *(each.step + 1 for each in plan))
-    first = next((event.world_size for event in of_kind(run.history.events, Generation)), config.cluster.max_workers)
-    per_node = _per_node(run)
+    nodes, per_node = _nodes_at_first(run)
     prediction = predict(
-        profile, config, plan, last_step=last_step, plays=plays, seed=seed, nodes=-(-first // per_node)
+        profile, config, plan, last_step=last_step, plays=plays, seed=seed, nodes=nodes, per_node=per_node
     )
     return Compared(prediction, Outcome.of(build_report(run.history, run.ledger, config)), folder)
 
@@ -231,7 +235,7 @@ def plan_of_run(run: RunLogs) -> list[Planned]:
         at = bisect_left(times, time)
         return steps[max(0, at - 1)]
 
-    found = [(event.time, kind) for event, kind in faults_of(run.history.events)]
+    found = _times_of_faults(run)
     ready = [(event.time, NODE_COMES) for event in of_kind(run.history.events, Generation) if event.cause == Cause.grow]
     takes = [time for time, kind in found if kind in ("host", "gpu", "network", "drain")]
     comes = [each for each in ready if any(time < each[0] for time in takes)][: len(takes)]
@@ -250,10 +254,10 @@ class PlanPlayer(Player):
         last_step: int,
         seed: int,
         nodes: int | None = None,
+        per_node: int = 1,
     ) -> None:
         self.profile, self.dice = profile, random.Random(seed)
         self.plan, self.last_step = deque(plan), last_step
-        per_node = max(1, config.cluster.max_workers // nodes) if nodes else 1
         super().__init__(_inputs(profile, config, nodes, per_node), config, FAR)
         self.costs = {size: self._mean_step_s(size) for size in self.costs}
         self.waits = (0.0, 0.0)  # of the step that is being done: for data, for its snapshot
@@ -335,9 +339,10 @@ class PlanPlayer(Player):
 
     def _befall(self, planned: Planned) -> None:
         if planned.what == NODE_COMES:
-            node = self._add_node(f"r{len(self.nodes)}")
+            node = self._add_node(next(self.numbers))
             node.is_up = False  # until its workers are ready
-            self._at(self.now + self._draw("start_s", "", 0), lambda: self._comes(node.name))
+            name = next((each for each in ("start_s", "respawn_s") if self.profile.of_figure(each)), "start_s")
+            self._at(self.now + self._draw(name, "", 0), lambda: self._comes(node.name))
             return
         where = self.dice.random() if planned.where is None else planned.where
         notice_s, cause = self._notice(planned.what)
@@ -374,8 +379,9 @@ def _inputs(profile: Profile, config: PretrainConfig, nodes: int | None, per_nod
     """What a Player asks for beside what is drawn here."""
     ranks = config.cluster.max_workers
     unit = config.parallel.tp * config.parallel.cp * max(1, config.parallel.pp)
-    here = nodes or ranks // per_node
-    job = Job(ranks, unit, config.optim.num_slices, per_node, spares=max(0, here - ranks // per_node))
+    here = nodes or -(-ranks // per_node)
+    used = min(here, ranks // per_node)
+    job = Job(used * per_node, unit, config.optim.num_slices, per_node, spares=here - used)
     full_s = profile.usual_s.get(ranks) or fmean(profile.usual_s.values())
     losses = max(1, profile.counts["losses"])
     values: dict[str, float] = {}
@@ -386,10 +392,19 @@ def _inputs(profile: Profile, config: PretrainConfig, nodes: int | None, per_nod
     return Inputs(job, Policy("in_place"), figures, days=FAR / 86400.0)
 
 
-def _per_node(run: RunLogs) -> int:
-    """Ranks of a node, as the first group had them."""
-    workers = next((event.workers for event in of_kind(run.history.events, Generation) if event.workers), None) or []
-    return max(1, len(workers) // max(1, len({worker.get("node") for worker in workers})))
+def _nodes_at_first(run: RunLogs) -> tuple[int, int]:
+    """Nodes of the first group, and of the spares that waited beside it before anything befell it; ranks of a node."""
+    first = next(iter(of_kind(run.history.events, Generation)), None)
+    if first is None:
+        return 1, 1
+    nodes = len({worker.get("node") for worker in first.workers or []}) or first.world_size
+    until = next((time for time, _ in _times_of_faults(run)), math.inf)
+    beside = [event for event in of_kind(run.history.events, Spares) if event.time < until]
+    return nodes + len(beside[-1].nodes if beside else ()), max(1, first.world_size // nodes)
+
+
+def _times_of_faults(run: RunLogs) -> list[tuple[float, str]]:
+    return [(event.time, kind) for event, kind in faults_of(run.history.events)]
 
 
 def _each(of: Callable[[list[float]], float], outcomes: Sequence[Outcome]) -> Outcome:
