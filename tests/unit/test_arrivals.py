@@ -33,6 +33,7 @@ def died(told: Told, pid: int, node: str, cause: str = "worker_died", detail: st
         (e.GpuError("b", "GPU-1", 79, "fallen off the bus"), "worker_died", "gone", "gpu"),
         (e.GpuError("b", "GPU-1", 13, ""), "worker_died", "gone", "software"),  # an Xid that a program may cause
         (e.NodesAlive(frozenset("ac")), "worker_died", "gone", "host"),
+        (None, "worker_died", "the actor's node was terminated unexpectedly", "host"),
         (None, "node_silent", "says nothing", "host"),
     ],
 )

@@ -15,6 +15,7 @@ from regrow.control.nodes import NodeFailures
 from regrow.record.events import Cause, FaultKind
 
 OF_CUDA = re.compile(r"\b(CUDA|cuDNN|cuBLAS|ECC|Xid)\b|CUDAError|AcceleratorError", re.IGNORECASE)
+OF_NODE = re.compile(r"node (was terminated|was marked dead|died|has died)", re.IGNORECASE)  # in Ray's words
 
 
 @dataclass
@@ -91,6 +92,6 @@ def kind_of(
         return FaultKind.gpu
     if cause == Cause.node_silent and any(node in slow_links for node in nodes):
         return FaultKind.network
-    if cause == Cause.node_silent or any(is_dead(node) for node in nodes):
+    if cause == Cause.node_silent or any(is_dead(node) for node in nodes) or OF_NODE.search(detail):
         return FaultKind.host
     return FaultKind.hang if cause == Cause.worker_hung else FaultKind.software
