@@ -113,6 +113,8 @@ def main() -> None:
         folder = (options.folder or Path(temporary)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         _, arguments = drill_config("a", folder, A_SEED, faults, closer)
+        prepare = [sys.executable, "-m", "jobs.prepare_data", f"run.storage_path={folder}"]
+        subprocess.run(prepare, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)  # else A's start would hold it
         held = {"a": run_drill(arguments, folder, "a") == 0}
         profile = Profile.read([str(folder / "a")])
         profile = replace(profile, runs=["drill a"])

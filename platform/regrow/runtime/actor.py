@@ -148,8 +148,7 @@ class Coordinator(Drained, Verified):
 
     def reported(self, report: Mapping[str, Any]) -> None:
         """The driver has written a report."""
-        self.shell.metrics.reported(report)
-        self.shell.board.report(report, step=self.shell.control.next_step - 1)
+        self.shell.reported(report)
 
     def fail(self, message: str) -> None:
         """The run is given up, as an earlier coordinator has told the driver."""

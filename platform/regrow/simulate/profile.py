@@ -9,7 +9,7 @@ grows (communicators, a step's time) stays as it was. Without a run folder, inpu
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,7 +57,11 @@ BEFALLS = (
     "slow_lasts_s",
 )  # of a cluster, whatever the policy
 FLAT, LINEAR = "flat", "linear in nodes and time"  # laws
-WITHIN = {"communicators_s": 0.0, "form_per_node_s": 0.0, "stop_per_gpu_s": 0.0}  # are in others at measured sizes
+WITHIN = {  # what others hold at measured sizes
+    "communicators_s": "form_base_s",
+    "form_per_node_s": "form_base_s",
+    "stop_per_gpu_s": "stop_fixed_s",
+}
 
 Key = tuple[str, str, int]  # a figure, the cause that its group was formed for, ranks of that group
 
@@ -115,7 +119,8 @@ class Profile:
         for name, figure in prior.items():
             made = self._rate(name, figure) or self._delay(name, figure, gpus)
             if made is not None:
-                found[name] = made
+                is_known = gpus in self.sizes or name.startswith(BEFALLS)
+                found[name] = made if is_known else _by_law(made, self.sizes)
         return found
 
     def applied(self, inputs: Inputs) -> Inputs:
@@ -138,15 +143,8 @@ class Profile:
             "usual_s": [[size, seconds] for size, seconds in sorted(self.usual_s.items())],
         }
         if prior is not None:
-            made = self.figures(prior, gpus)
-            content["figures"] = {
-                name: {
-                    "value": figure.value if math.isfinite(figure.value) else None,
-                    "provenance": str(figure.origin) + (f" ({figure.n})" if figure.origin == Origin.measured else ""),
-                    "source": figure.source,
-                }
-                for name, figure in ({**prior, **made}).items()
-            }
+            figures = {**prior, **self.figures(prior, gpus)}
+            content["figures"] = {name: _told(figure) for name, figure in figures.items()}
         return json.dumps(content, indent=1, allow_nan=False) + "\n"
 
     @staticmethod
@@ -176,10 +174,9 @@ class Profile:
 
     def _delay(self, name: str, prior: Figure, gpus: int) -> Figure | None:
         """A duration, or a share of losses."""
-        was_measured = gpus in self.sizes
         if name == "lost_committed_share" and self.counts["losses"]:
             share = self.counts["lost_steps"] / self.counts["losses"]
-            return self._marked(Figure(share, Origin.measured, self.source, self.counts["losses"]), was_measured)
+            return Figure(share, Origin.measured, self.source, self.counts["losses"])
         if name == "share_slow" and self.counts["slow"]:
             faults = sum(self.counts[kind] for kind in KINDS if kind != "drain")
             return Figure(self.counts["slow"] / max(1, faults), Origin.measured, self.source, self.counts["slow"])
@@ -187,30 +184,12 @@ class Profile:
             seconds, count = self.usual_s.get(gpus), len(self.steps.get(gpus, ()))
             return Figure(seconds, Origin.measured, self.source, count) if seconds else None
         if name in WITHIN:
-            return (
-                Figure(0.0, Origin.measured, f"{self.source}: within form_base_s, stop_fixed_s", 1)
-                if was_measured
-                else None
-            )
+            source = f"{self.source}: within {WITHIN[name]}"
+            return Figure(0.0, Origin.measured, source, 1) if gpus in self.sizes else None
         samples = self.of_figure(name, size=gpus) or self.of_figure(name)
         if not samples:
             return None
-        made = replace(mixed(prior, samples, self.source), by_size=self.by_size(name))
-        return self._marked(made, was_measured or name.startswith(BEFALLS))
-
-    def _marked(self, figure: Figure, was_measured: bool) -> Figure:
-        """As measured, or, of a size that was not, assumed by a law."""
-        if was_measured:
-            return figure
-        low, high = _range(figure.samples) if figure.samples else (figure.value / 2, figure.value * 2)
-        sizes = " and ".join(map(str, sorted(self.sizes)))
-        return replace(
-            figure,
-            origin=Origin.assumed,
-            source=f"{figure.source}: measured ({figure.n}) on {sizes} ranks; law {FLAT}",
-            low=low,
-            high=high,
-        )
+        return replace(mixed(prior, samples, self.source), by_size=self.by_size(name))
 
     # what a run says
 
@@ -332,6 +311,21 @@ def kept(values: list[Any]) -> list[Any]:
     if len(values) <= MOST_SAMPLES:
         return values
     return [values[number * len(values) // MOST_SAMPLES] for number in range(MOST_SAMPLES)]
+
+
+def _by_law(figure: Figure, sizes: Collection[int]) -> Figure:
+    """Of a size that was not measured: assumed."""
+    low, high = _range(figure.samples) if figure.samples else (figure.value / 2, figure.value * 2)
+    on = " and ".join(map(str, sorted(sizes)))
+    source = f"{figure.source}: measured ({figure.n}) on {on} ranks; law {FLAT}"
+    return replace(figure, origin=Origin.assumed, source=source, low=low, high=high)
+
+
+def _told(figure: Figure) -> dict[str, Any]:
+    """As profile.json has it."""
+    n = f" ({figure.n})" if figure.origin == Origin.measured else ""
+    value = figure.value if math.isfinite(figure.value) else None
+    return {"value": value, "provenance": f"{figure.origin}{n}", "source": figure.source}
 
 
 def _range(samples: Sequence[float]) -> tuple[float, float]:
