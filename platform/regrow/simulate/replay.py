@@ -263,6 +263,7 @@ class PlanPlayer(Player):
         self.waits = (0.0, 0.0)  # of the step that is being done: for data, for its snapshot
         self.causes: dict[Fault, str] = {}  # that a fault was, or will be, told of with
         self.told_as: str | None = None
+        self.coming: set[str] = set()  # nodes whose workers start
         self.cold_s = self._draw("cold_start_s", "", 0)
 
     def outcome(self) -> Outcome:
@@ -292,6 +293,12 @@ class PlanPlayer(Player):
 
     def _died(self, processes: Sequence[tuple[str, int]], cause: Cause, detail: str) -> None:
         super()._died(processes, Cause(self.told_as or cause), detail)
+        self._placed()
+
+    def _placed(self) -> None:
+        """Where workers live or start: a group that could grow waits for those that start, for a while."""
+        up = [node.name for node in self.nodes.values() if node.is_up or node.name in self.coming]
+        super()._tell(e.Placed(dict.fromkeys(up, self.inputs.job.gpus_per_node)))
 
     def _mean_step_s(self, size: int) -> float:
         steps = self._steps_of(size)
@@ -341,6 +348,8 @@ class PlanPlayer(Player):
         if planned.what == NODE_COMES:
             node = self._add_node(next(self.numbers))
             node.is_up = False  # until its workers are ready
+            self.coming.add(node.name)
+            self._placed()
             name = next((each for each in ("start_s", "respawn_s") if self.profile.of_figure(each)), "start_s")
             self._at(self.now + self._draw(name, "", 0), lambda: self._comes(node.name))
             return
@@ -369,6 +378,7 @@ class PlanPlayer(Player):
     def _comes(self, name: str) -> None:
         node = self.nodes[name]
         node.is_up = True
+        self.coming.discard(name)
         self._tell(e.NodesAlive(frozenset(each.name for each in self.nodes.values() if each.is_up)))
         self._join(node.members)
         if self.run is None or self.run.over:
