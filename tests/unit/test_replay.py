@@ -67,6 +67,13 @@ def test_a_lost_node_stays_away_until_the_plan_brings_another() -> None:
     assert back.mean.ratios["capacity_goodput"] > away.mean.ratios["capacity_goodput"]
 
 
+def test_a_drained_node_is_left_in_good_order_before_it_goes() -> None:
+    plan = [Planned(20, "drain", deadline_s=15.0)]
+    found = predict(profile(), config(), plan, last_step=60, plays=3).mean
+    assert (found.generations, found.lost_steps) == (2, 0)
+    assert set(found.lost) == {"start", "drain"}
+
+
 def test_the_same_seed_plays_the_same_and_another_one_does_not() -> None:
     made = profile(notice_software_s=1.5)
     made.samples["change_s", "worker_died", 4] += [1.0, 5.0, 9.0]

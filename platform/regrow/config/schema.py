@@ -500,7 +500,8 @@ class SimulateConfig:
 
 
 @dataclass
-class SimulateJobConfig(PlanJobConfig):
+class SimulateJobConfig(PretrainConfig):
     """Everything `jobs.simulate` needs: a run, what it is to run on, and what may befall it there."""
 
+    plan: PlanConfig = field(default_factory=PlanConfig)
     simulate: SimulateConfig = field(default_factory=SimulateConfig)

@@ -5,7 +5,6 @@ speed; a change costs notice, forming and what is done again. Every second of a 
 is useful are seconds of the undisturbed full-size job.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,23 +74,6 @@ class Estimate:
             found[cause] = found.get(cause, 0.0) + sum(self.seconds(part, origin) for part in PARTS)
         found |= {state: float(each.mean()) for state, each in self.idle.items()}
         return {cause: seconds for cause, seconds in found.items() if seconds > 0}
-
-    def interval(self) -> tuple[float, float]:
-        """Between which the mean `effective` is, in 90% of what rates and durations may be, as far as they are known.
-
-        Pairs of replicas share these; what remains of their means' spread is taken out of it, as it is a run's luck.
-        """
-        values, pairs = self.effective, len(self.effective) // 2
-        if pairs < 2:
-            return float(values.min()), float(values.max())
-        table = values[: 2 * pairs].reshape(pairs, 2)
-        means, luck = table.mean(1), float(np.square(table[:, 0] - table[:, 1]).mean() / 2)
-        total = float(means.var(ddof=1))
-        own = math.sqrt(max(0.0, 1 - luck / 2 / total)) if total > 0 else 0.0
-        error = math.sqrt(luck / len(values))  # of the mean itself
-        low, high = np.quantile(means - means.mean(), (0.05, 0.95)) * own
-        centre = float(values.mean())
-        return centre - math.hypot(low, 1.645 * error), min(1.0, centre + math.hypot(high, 1.645 * error))
 
     def runs(self) -> tuple[float, float]:
         """Between which 90% of runs are."""
@@ -238,7 +220,7 @@ def _schedule(inputs: Inputs, draws: Draws, notice: Floats, unnoticed: Floats, v
         add(known + inputs["restart_s"] * vary, REJOIN, ref=rows, origin=draws.kind.astype(np.float64))
     evict_s = inputs["slow_evict_s"]
     gone, lasts = draws.slow_lasts_s > evict_s, np.minimum(draws.slow_lasts_s, evict_s)
-    slow = {"where": draws.slow_where, "origin": float(ORIGINS.index("slow"))}
+    slow: dict[str, Floats | float] = {"where": draws.slow_where, "origin": float(ORIGINS.index("slow"))}
     slow_rows = len(draws.at) + np.broadcast_to(
         np.arange(len(draws.slow_at), dtype=np.float64)[:, None], draws.slow_at.shape
     )
@@ -400,7 +382,7 @@ class Estimating:
         again = wrong + costs.durable_back_s * (nodes >= inputs.policy.copies_lost_at)
         again = again + (0.0 if costs.interval_s else inputs["lost_committed_share"] * segment)
         again = np.where(head, costs.durable_back_s, again)
-        undone = 0.0
+        undone = np.zeros(self.replicas)
         told = origin == ORIGINS.index("drain")  # it leaves in good order
         for state, each in self._split((begun + again) * ((hit & ~told) | head)).items():
             taken = np.minimum(each, self.booked[state])

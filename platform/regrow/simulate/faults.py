@@ -7,13 +7,14 @@ nodes or in time, leaves the rate of nodes that fail as it was.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from regrow.simulate.inputs import KINDS, TAKES_NODE, Figure, Inputs
 
-Floats = NDArray[np.float64]
+Floats = NDArray[np.floating[Any]]
 DAY = 86400.0
 BURSTS = ("rack", "pod", "power")
 

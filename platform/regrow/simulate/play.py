@@ -68,6 +68,11 @@ class Played:
     ended: str = ""  # why, before its time
 
     @property
+    def end(self) -> float:
+        """Unix time, as its log has it."""
+        return BEGIN + self.wall_s
+
+    @property
     def effective(self) -> float:
         return self.steps * self.full_step_s / self.wall_s
 
@@ -141,11 +146,10 @@ class Player:
             self.now = max(self.now, at)
             what()
         self.now = self.end
-        self.log.event(
-            Stopped(time=self.end, step=self.log.rows[-1]["step"] if self.log.rows else 0, reason="finished")
-        )
         trains = self.run is not None and self.run.began and not self.run.over
-        if not trains:
+        if trains:
+            self.log.event(Stopped(time=self.end, step=self.log.rows[-1]["step"] if self.log.rows else 0))
+        else:
             self._lose(str(Cause.unfinished), self.end - self.last_life)
         steps = self.log.rows[-1]["step"] if self.log.rows else 0
         full_s, wall_s = self.inputs["step_s"], self.end - BEGIN
@@ -165,40 +169,8 @@ class Player:
             if isinstance(command, c.Reply):
                 reply = command.value
             else:
-                self._do(command)
+                _carry_out(self, command)
         return reply
-
-    def _do(self, command: c.Command) -> None:
-        match command:
-            case c.Form():
-                self.run = _Run(command.generation, command.members)
-                delay = self._forming_s()
-                self._at(self.now + delay, lambda run=self.run: self._begin(run, delay))  # type: ignore[misc]
-            case c.Record():
-                self.log.event(from_row({"time": self.now, "event": command.event, **command.fields}))
-            case c.BeginRows():
-                taken = self.log.begin(command.generation, command.start_step, self.now)
-                self.undone_s = sum(row["step_s"] for row in taken)
-            case c.LogRow():
-                self.log.rows.append({**command.row, "time": self.now})
-            case c.SendPlaces():
-                self.peers = {node: tuple(peer.node for peer in place.peers) for node, place in command.places.items()}
-            case c.GiveUp():
-                self.given_up = command.message
-            case c.Kill():
-                self._at(self.now, lambda: self._died([(command.node, command.pid)], Cause.worker_hung, "ended"))
-            case c.Write():
-                self._at(self.now + 1.0, lambda: self._storage(e.Written(command.upload, command.origin)))
-            case c.PublishIndex():
-                self._at(self.now, lambda: self._storage(e.IndexWritten(command.upload)))
-            case c.PublishCommit():
-                step = command.version.step
-                self._at(self.now, lambda: self._storage(e.CheckpointCommitted(command.upload, step, 1)))
-            case c.Ask() if command.question is c.Question.HEARTBEATS:
-                pass  # a fault is told of when its figure says so
-
-    def _storage(self, event: e.Event) -> None:
-        self._tell(event)
 
     # nodes and workers
 
@@ -227,20 +199,10 @@ class Player:
         self._tell(e.Asked(next(iter(waiting)), self.control.generation))
         if self.run is None or self.run.over:
             for command in self.control.tick(self.now):
-                self._do(command)
+                _carry_out(self, command)
             if self.asks_at <= self.now:
                 self.asks_at = self.now + LOOK_AGAIN_S
                 self._at(self.asks_at, self._ask)
-
-    def _in_order(self) -> list[_Node]:
-        """The nodes of the group, then those that wait."""
-        group = dict.fromkeys(member.node for member in self.run.members) if self.run is not None else {}
-        whole = [node for node in self.nodes.values() if self._is_whole(node)]
-        return [node for node in whole if node.name in group] + [node for node in whole if node.name not in group]
-
-    def _is_whole(self, node: _Node) -> bool:
-        alive = sum(member.id not in self.dead for member in node.members)
-        return node.is_up and alive == self.inputs.job.gpus_per_node
 
     # a group
 
@@ -258,7 +220,7 @@ class Player:
         if any(member.id in self.dead for member in run.members):
             run.over = True  # until it is told
             return
-        start_step, source = self._state()
+        start_step, source = _state(self)
         size = len(run.members)
         nodes = tuple(dict.fromkeys(member.node for member in run.members))
         restore_s = min(took_s, self.inputs["restore_s"])
@@ -285,24 +247,6 @@ class Player:
             self.unsealed = [(self.now, Version(run.generation, start_step))]
         self._at(self.now + run.step_s, lambda: self._step(run))
 
-    def _state(self) -> tuple[int, str]:
-        """From which step a group goes on, and where that is from."""
-        newest = self.control.snapshots.commits.newest
-        step, source = (newest.version.step, "snapshot") if newest is not None else (0, "seed")
-        done = self.log.rows[-1]["step"] if self.log.rows else 0
-        if newest is not None:
-            up = {name for name, node in self.nodes.items() if node.is_up}
-            if any(up.isdisjoint((node, *peers)) for node, peers in newest.peers.items()):
-                step, source = min(step, done - self._steps(self.inputs["durable_back_s"])), "checkpoint"
-        if self.wrong_s > 0:
-            step, source = min(step, done - self._steps(self.wrong_s)), "checkpoint"
-        return max(0, step), source
-
-    def _steps(self, seconds: float) -> int:
-        """The newest ones that took so long together."""
-        taken = np.cumsum([row["step_s"] for row in reversed(self.log.rows)])
-        return int(np.searchsorted(taken, seconds))
-
     def _step(self, run: _Run) -> None:
         if run is not self.run or run.over:
             return
@@ -310,15 +254,10 @@ class Player:
             self._seal()
         run.step += 1
         run.life = self.last_life = self.now
-        row = dict.fromkeys(METRIC_KEYS, 0.0) | {
-            **{"step": run.step, "generation": run.generation, "step_s": run.step_s, "world_size": len(run.members)},
-            **{"tokens_seen": run.step, "loss": None, "grad_norm": None, "mfu": None, "batch_digest": 0},
-        }
-        row["tokens_per_s"] = 1.0 / run.step_s
         self.productive += run.step_s
-        reason = self._tell(e.Row(run.generation, row)).leave
+        reason = self._tell(e.Row(run.generation, _row(run))).leave
         for command in self.control.tick(self.now):
-            self._do(command)
+            _carry_out(self, command)
         if run.over:
             return
         lag = self.inputs["lost_committed_share"] * run.step_s
@@ -349,10 +288,10 @@ class Player:
     # faults
 
     def _strike(self, fault: Fault) -> None:
-        nodes, first = self._in_order(), int(fault.where * self.total)
+        nodes, first = _in_order(self), int(fault.where * self.total)
         if first >= len(nodes):
             return
-        victims = [nodes[first], *self._mates(nodes[first], nodes, fault.nodes)]
+        victims = [nodes[first], *_mates(self, nodes[first], nodes, fault.nodes)]
         if fault.kind == "drain":
             deadlines = {node.name: self.now + DEADLINE_S for node in victims}
             self._tell(e.Notice(deadlines))
@@ -360,12 +299,6 @@ class Player:
             self._at(self.now + DEADLINE_S, lambda: self._take(gone, [node for node in victims if node.is_up]))
             return
         self._take(fault, victims)
-
-    def _mates(self, node: _Node, nodes: Sequence[_Node], count: int) -> list[_Node]:
-        """Those that go with it where so many do: of its rack, and of the racks behind it."""
-        racks = -(-int(count) // int(self.inputs["nodes_rack"]))
-        near = [each for each in nodes if 0 <= each.domain - node.domain < racks and each is not node]
-        return sorted(near, key=lambda each: each.domain)[: int(count) - 1]
 
     def _take(self, fault: Fault, victims: list[_Node]) -> None:
         self._seal()
@@ -424,3 +357,83 @@ class Player:
     def _lose(self, cause: str, seconds: float) -> None:
         if seconds > 0:
             self.lost[str(cause)] = self.lost.get(str(cause), 0.0) + seconds
+
+
+def _carry_out(player: Player, command: c.Command) -> None:
+    """What control wants done."""
+    match command:
+        case c.Form():
+            player.run = _Run(command.generation, command.members)
+            delay = player._forming_s()
+            player._at(player.now + delay, lambda run=player.run: player._begin(run, delay))  # type: ignore[misc]
+        case c.Record():
+            player.log.event(from_row({"time": player.now, "event": command.event, **command.fields}))
+        case c.BeginRows():
+            taken = player.log.begin(command.generation, command.start_step, player.now)
+            player.undone_s = sum(row["step_s"] for row in taken)
+        case c.LogRow():
+            player.log.rows.append({**command.row, "time": player.now})
+        case c.SendPlaces():
+            player.peers = {node: tuple(peer.node for peer in place.peers) for node, place in command.places.items()}
+        case c.GiveUp():
+            player.given_up = command.message
+        case c.Kill():
+            player._at(player.now, lambda: player._died([(command.node, command.pid)], Cause.worker_hung, "ended"))
+        case c.Write():
+            player._at(player.now + 1.0, lambda: player._tell(e.Written(command.upload, command.origin)))
+        case c.PublishIndex():
+            player._at(player.now, lambda: player._tell(e.IndexWritten(command.upload)))
+        case c.PublishCommit():
+            step = command.version.step
+            player._at(player.now, lambda: player._tell(e.CheckpointCommitted(command.upload, step, 1)))
+        case c.Ask() if command.question is c.Question.HEARTBEATS:
+            pass  # a fault is told of when its figure says so
+
+
+def _in_order(player: Player) -> list[_Node]:
+    """The nodes of the group, then those that wait."""
+    group = dict.fromkeys(member.node for member in player.run.members) if player.run is not None else {}
+    whole = [node for node in player.nodes.values() if _is_whole(player, node)]
+    return [node for node in whole if node.name in group] + [node for node in whole if node.name not in group]
+
+
+def _is_whole(player: Player, node: _Node) -> bool:
+    alive = sum(member.id not in player.dead for member in node.members)
+    return node.is_up and alive == player.inputs.job.gpus_per_node
+
+
+def _mates(player: Player, node: _Node, nodes: Sequence[_Node], count: int) -> list[_Node]:
+    """Those that go with it where so many do: of its rack, and of the racks behind it."""
+    racks = -(-int(count) // int(player.inputs["nodes_rack"]))
+    near = [each for each in nodes if 0 <= each.domain - node.domain < racks and each is not node]
+    return sorted(near, key=lambda each: each.domain)[: int(count) - 1]
+
+
+def _state(player: Player) -> tuple[int, str]:
+    """From which step a group goes on, and where that is from."""
+    newest = player.control.snapshots.commits.newest
+    step, source = (newest.version.step, "snapshot") if newest is not None else (0, "seed")
+    done = player.log.rows[-1]["step"] if player.log.rows else 0
+    if newest is not None:
+        up = {name for name, node in player.nodes.items() if node.is_up}
+        if any(up.isdisjoint((node, *peers)) for node, peers in newest.peers.items()):
+            step, source = min(step, done - _newest(player.log.rows, player.inputs["durable_back_s"])), "checkpoint"
+    if player.wrong_s > 0:
+        step, source = min(step, done - _newest(player.log.rows, player.wrong_s)), "checkpoint"
+    return max(0, step), source
+
+
+def _newest(rows: Sequence[Row], seconds: float) -> int:
+    """The newest ones that took so long together."""
+    taken = np.cumsum([row["step_s"] for row in reversed(rows)])
+    return int(np.searchsorted(taken, seconds))
+
+
+def _row(run: _Run) -> Row:
+    """Of its newest step."""
+    row: Row = dict.fromkeys(METRIC_KEYS, 0.0) | {
+        **{"step": run.step, "generation": run.generation, "step_s": run.step_s, "world_size": len(run.members)},
+        **{"tokens_seen": run.step, "loss": None, "grad_norm": None, "mfu": None, "batch_digest": 0},
+    }
+    row["tokens_per_s"] = 1.0 / run.step_s
+    return row

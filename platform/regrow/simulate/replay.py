@@ -369,7 +369,9 @@ class PlanPlayer(Player):
         if planned.what != "drain":
             self._strike(fault)
             return
-        victims = [node for node in self._in_order() if node.is_up][int(where * up) :][:1]
+        alive = [node for node in self.nodes.values() if node.is_up and node.members]
+        alive = [node for node in alive if node.name in group] or alive
+        victims = alive[int(where * len(alive)) :][:1]
         self._tell(e.Notice({node.name: self.now + planned.deadline_s for node in victims}))
         gone = replace(fault, kind="host", notice_s=0.0)
         self.causes[gone] = self._notice("host")[1]

@@ -32,6 +32,7 @@ from regrow.simulate.study import (
 from regrow.simulate.trace import sample
 from regrow.simulate.world import OWN, goal_of, replicas_of
 
+LEAST_SHARE = 1e-4  # of wall time, that is worth a line
 STATES = {
     "shrunk": "fewer units than at full size",
     "slow": "beside a slow node",
@@ -230,7 +231,7 @@ def _losses(result: Estimate) -> Section:
     found, wall_s, figures = losses(result), result.wall_s, result.inputs.figures
     rows: list[Sequence[str | Cell]] = []
     for each in found:
-        if each.seconds / wall_s < 5e-5:
+        if each.seconds / wall_s < LEAST_SHARE:
             continue
         origin = _weakest([figures[name] for name in each.figures])
         what = STATES.get(each.part) or f"{_words(each.cause)}: {PARTS[each.part]}"

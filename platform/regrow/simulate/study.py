@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from regrow.simulate.estimate import ORIGINS, PARTS, Costs, Estimate, estimate
 from regrow.simulate.faults import BURSTS, DAY, Draws, draw
 from regrow.simulate.inputs import KINDS, TAKES_NODE, Figure, Inputs, Origin, at
@@ -100,13 +102,46 @@ def losses(result: Estimate) -> list[Loss]:
                 found.append(_loss(inputs, origin, part, seconds * share, names))
     idle: dict[str, tuple[str, ...]] = {
         "shrunk": ("away_short_s", "away_long_s", "away_short_share"),
-        "slow": ("share_slow", "slow_factor", "slow_lasts_s"),
+        "slow": ("slow_factor", "slow_lasts_s"),
         "snapshot": ("snapshot_stall_s",),
         "wait": ("away_short_s", "away_long_s", "away_short_share"),
     }
     for state, each in result.idle.items():
         found.append(_loss(inputs, state, state, float(each.mean()), idle[state]))
     return sorted((each for each in found if each.seconds > 0), key=lambda each: -each.seconds)
+
+
+def interval(result: Estimate) -> tuple[float, float]:
+    """Between which the mean `effective` is with 90%, as far as rates and durations are known; not a run's luck.
+
+    To first order, by what is lost to each figure of which a count or samples are known; or, where that is more, by
+    how far pairs of replicas, which share their rates and means, differ beyond what two of one pair do.
+    """
+    values, effective = result.effective, float(result.effective.mean())
+    pairs = len(values) // 2
+    error = float(values.var(ddof=1)) / len(values) if len(values) > 1 else 0.0
+    by_figure: dict[str, float] = {}
+    for loss in losses(result):
+        for name in loss.figures:
+            by_figure[name] = by_figure.get(name, 0.0) + loss.seconds / result.wall_s
+    figures = {} if result.inputs.known else result.inputs.figures
+    spread = effective**2 * math.fsum((by_figure[name] * _unknown(each)) ** 2 for name, each in figures.items()
+                                      if name in by_figure)  # fmt: skip
+    if pairs > 1:
+        table = values[: 2 * pairs].reshape(pairs, 2)
+        luck = float(np.square(table[:, 0] - table[:, 1]).mean() / 2)
+        spread = max(spread, float(table.mean(1).var(ddof=1)) - luck / 2)
+    width = Z_90 * math.sqrt(spread + error)
+    return max(0.0, effective - width), min(1.0, effective + width)
+
+
+def _unknown(figure: Figure) -> float:
+    """Standard error of a figure over its value, as far as that is known: of a count, or of the mean of samples."""
+    if len(figure.samples) > 1 and figure.value:
+        samples = np.array(figure.samples)
+        return float(samples.std(ddof=1) / math.sqrt(len(samples)) / abs(figure.value))
+    is_count = figure.n > 0 and not figure.samples and figure.origin != Origin.assumed
+    return 1 / math.sqrt(figure.n) if is_count else 0.0
 
 
 def assumed_share(found: Iterable[Loss]) -> float:
@@ -119,7 +154,7 @@ def assumed_share(found: Iterable[Loss]) -> float:
 def to_json(result: Estimate) -> dict[str, Any]:
     """One policy's figures, as `policies` of simulate.json has them."""
     job, wall_s = result.inputs.job, result.wall_s
-    low, high = result.interval()
+    low, high = interval(result)
     mean, square = float(result.away_mean.mean()), float(result.away_square.mean())
     count = len(result.effective)
     return {
@@ -242,7 +277,7 @@ def _befalls(name: str) -> bool:
 
 
 def _loss(inputs: Inputs, cause: str, part: str, seconds: float, names: tuple[str, ...]) -> Loss:
-    rate = f"rate_{'planned' if cause == 'stop' else cause}"
+    rate = {"stop": "rate_planned", "slow": "share_slow"}.get(cause, f"rate_{cause}")
     known = tuple(name for name in (rate, *names) if name in inputs.figures)
     is_assumed = any(inputs.figures[name].origin == Origin.assumed for name in known)
     return Loss(cause, part, seconds, known, is_assumed)
