@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from jobs.simulate import main
 
 from regrow.config.plain import to_yaml
 from regrow.config.schema import PretrainConfig
@@ -12,6 +13,7 @@ from regrow.record.log import encode
 from regrow.simulate.profile import Profile
 from regrow.simulate.replay import Compared, Outcome, Planned, Prediction, plan_of_drill, planned, predict, replay
 from support.rows import T0, event, generation, make_row, run_with_losses, write
+from support.simulating import configured
 
 
 def profile(**samples: float) -> Profile:
@@ -124,3 +126,28 @@ def test_causes_agree_within_a_point_and_a_half_of_wall_time_or_a_third() -> Non
     predicted = Prediction(outcome(a=0.02, b=0.13, c=0.001), outcome(), 1, "p")
     found = Compared(predicted, outcome(a=0.03, b=0.10, d=0.02)).causes
     assert {name: agrees for name, (_, _, agrees) in found.items()} == {"a": True, "b": True, "c": True, "d": False}
+
+
+def test_the_command_takes_run_folders_and_says_what_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, other = run_with_losses(tmp_path / "a", losses=6), run_with_losses(tmp_path / "b", losses=6)
+    small = ["simulate.gpus=4", "simulate.gpus_per_node=1", "simulate.num_slices=12", "simulate.replicas=4"]
+    small += ["simulate.days=1", "simulate.sweep=false", "simulate/policy=[in_place]", f"simulate.out={tmp_path}/out"]
+    main(configured(*small, f"simulate.runs=[{folder},{other}]"), as_json=False)
+    figures = json.loads((tmp_path / "out" / "profile.json").read_text())["figures"]
+    assert figures["form_base_s"]["provenance"] == "measured (12)"
+    assert figures["rate_software"]["provenance"].startswith("measured")
+    assert figures["notice_network_s"]["provenance"] == "published"
+    assert "effective" in capsys.readouterr().out
+
+
+def test_the_command_plays_a_finished_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_with_losses(tmp_path / "a", losses=6)
+    folder = with_config(tmp_path / "a")
+    main(configured(f"simulate.replay={folder}"), as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["run"], found["predicted"]["faults"]) == (folder, 6)
+    assert abs(found["points"]["goodput"]) < 3.0
+    main(configured(f"simulate.replay={folder}"), as_json=False)
+    assert "6 faults, 20 plays" in capsys.readouterr().out
