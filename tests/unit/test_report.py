@@ -473,6 +473,11 @@ def test_the_states_add_up_to_wall_time_whatever_the_logs_hold(
     report = build_report(metrics, ordered, now=T0 + now, config=config())
     assert_adds_up(report)
     assert report["goodput"] is None or 0 <= report["capacity_goodput"] <= report["goodput"] + 1e-6 <= 1.00001
+    work = report["work"]
+    if report["effective"] is not None:
+        worth = math.fsum([work["useful_s"], *work["slower_s"].values()])
+        assert worth == pytest.approx(report["time_s"]["productive"], abs=1e-4)
+        assert report["effective"] * report["wall_s"] == pytest.approx(work["useful_s"], abs=1e-3, rel=1e-4)
 
 
 class Page(HTMLParser):
