@@ -259,7 +259,8 @@ class Estimating:
     lost: dict[str, Floats] = field(init=False)
 
     def __post_init__(self) -> None:
-        inputs, job, zero = self.inputs, self.inputs.job, np.zeros(self.replicas)
+        inputs, job = self.inputs, self.inputs.job
+        zero: Floats = np.zeros(self.replicas)
         self.horizon, self.columns = inputs.days * DAY, np.arange(self.replicas)
         self.booked = {state: zero.copy() for state in ("useful", *IDLE)}
         self.lost = {part: np.zeros((len(ORIGINS), self.replicas)) for part in PARTS}
