@@ -61,13 +61,22 @@ class Storage(ABC):
     def read_range(self, name: str, offset: int, num_bytes: int) -> bytes:
         """`num_bytes` from `offset`; fewer where the file ends. Raises FileNotFoundError."""
 
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        """Fill a buffer from `offset` on; how many bytes there were. One request. Raises FileNotFoundError."""
+        data = self.read_range(name, offset, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
     @abstractmethod
     def read_with(self, name: str, read: Callable[[Any], Result]) -> Result:
         """What `read` returns of a file that is open and seekable. It may be called again where a store fails."""
 
     @abstractmethod
     def write_chunks(self, name: str, chunks: Iterable[Any]) -> int:
-        """Write buffers one after another as one file, durably; returns its bytes. Visible only once complete."""
+        """Write buffers one after another as one file, durably; returns its bytes. Visible only once complete.
+
+        Each need be valid only until the next one is asked for.
+        """
 
     @abstractmethod
     def exists(self, name: str) -> bool: ...
@@ -118,6 +127,14 @@ class LocalStorage(Storage):
     def read_range(self, name: str, offset: int, num_bytes: int) -> bytes:
         with open(self.root / name, "rb") as file:
             return os.pread(file.fileno(), num_bytes, offset)
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        filled = 0
+        with open(self.root / name, "rb", buffering=0) as file:
+            file.seek(offset)
+            while filled < len(buffer) and (num_bytes := file.readinto(buffer[filled:])):
+                filled += num_bytes
+        return filled
 
     def read_with(self, name: str, read: Callable[[Any], Result]) -> Result:
         with open(self.root / name, "rb") as file:
@@ -219,7 +236,7 @@ class RemoteStorage(Storage):
             pieces = (memoryview(chunk).cast("B") for chunk in again)
             held: list[memoryview] = []
             while sum(piece.nbytes for piece in held) <= ONE_PUT_BYTES and (piece := next(pieces, None)) is not None:
-                held.append(piece)
+                held.append(memoryview(bytes(piece)))
             num_bytes = sum(piece.nbytes for piece in held)
             is_one = num_bytes <= ONE_PUT_BYTES
             file = self.fs.open_output_stream(path)

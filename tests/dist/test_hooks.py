@@ -24,6 +24,7 @@ from regrow.plan.mesh import Coordinates, plan_mesh
 from regrow.runtime import calls
 from regrow.runtime import hooks as hooks_module
 from regrow.runtime import restore as restore_module
+from regrow.runtime.abort import Breaker
 from regrow.runtime.process import Process
 from regrow.state.disk.catalog import committed_steps, note_damaged, open_checkpoint
 from regrow.state.disk.format import COMMIT
@@ -81,7 +82,7 @@ def stuck_keepers(memory: Path, storage: Path) -> tuple[list[tuple[Any, ...]], f
     step: Any = SimpleNamespace(model=model, optimizer=optimizer)
     memory_tier: Any = SimpleNamespace(phase=coordinator.phase, heartbeat=SimpleNamespace(stepped=lambda step: None))
     process = Process(job, torch.device("cpu"), HostStream(), cast(Any, None), memory_tier, None)
-    hooks = hooks_module.GenerationHooks(process, GENERATION, step, coordinates, cast(Any, None))
+    hooks = hooks_module.GenerationHooks(process, GENERATION, step, coordinates, cast(Any, None), Breaker())
     saver = saver_module.SnapshotSaver(
         saver_module.Cadence(SLOTS + 3, snapshot_every_steps=1, checkpoint_every_steps=1),
         snapshots,

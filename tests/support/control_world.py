@@ -151,6 +151,7 @@ class World:
     control_class: type[Control] = Control
     repeats_views = True  # Ray Train's side does
     loses_reports = True  # now and then
+    damages = True  # storage does, what it is given
 
     def __init__(
         self,
@@ -576,6 +577,16 @@ class World:
             self._from_storage(replace(failed, problem=str(error)), self.soon())
             return
         self._from_storage(e.Written(command.upload, command.origin), self.soon())
+
+    def _do_ReadBack(self, command: c.ReadBack) -> None:
+        node = self.nodes[command.node]
+
+        def read() -> None:
+            is_there = node.alive and node.up and not self._fails(0.02)
+            problem = "is damaged" if self.damages and self.rng.random() < 0.02 else ""
+            self._from_storage(e.HasReadBack(command.upload, command.origin, problem if is_there else None), 0.1)
+
+        self.after(0.2 + self.rng.random(), read)
 
     # storage, as it answers keepers and the coordinator
 

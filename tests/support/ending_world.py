@@ -53,6 +53,8 @@ class AtOnce:
 class FiledWorld(World):
     """Its checkpoints are files in a folder."""
 
+    damages = False  # these files are not
+
     def __init__(self, seed: int, folder: Path, **options: Any) -> None:
         self.disk = Away(folder, lambda: self.now < self.away_until)
         self.of_upload: dict[int, dict[str, int]] = {}  # of each upload, by node

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import os
+import resource
 import threading
 import uuid
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from regrow.errors import ResumeError
 from regrow.record import claim as module
 from regrow.record.claim import Claim, Superseded
 from regrow.record.events import Forming
-from regrow.record.lock import lock_run
+from regrow.record.lock import is_held, lock_run
 from regrow.record.log import METRIC_KEYS, RunLog, read_events, read_metrics
 from regrow.runtime.publisher import Publisher
 from regrow.state.disk.catalog import committed_steps
@@ -235,6 +236,19 @@ def test_where_there_are_locks_the_second_job_is_refused_at_once(
         lock_run(Storage.at(tmp_path), said.append)
     assert held is not None
     assert not said
+    held.close()
+
+
+def test_a_full_disk_does_not_keep_the_writer_from_its_lock(tmp_path: Path) -> None:
+    """A coordinator that was started again there had ended with `No space left on device`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        held = lock_run(Storage.at(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert held is not None
+    assert is_held(Storage.at(tmp_path), None) is True
     held.close()
 
 

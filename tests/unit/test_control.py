@@ -518,9 +518,43 @@ def test_a_checkpoint_is_parts_then_index_then_commit_then_retention() -> None:
     told(e.CheckpointCommitted(1, 10, 1234))
     (recorded,) = told.records("checkpoint")
     assert recorded == {"step": 10, "seconds": 2.0, "bytes": 1234, "reason": "every 10 steps"}
-    assert len(told.of(c.Delete)) == 1
     assert told.of(c.Announce)[-1].pinned == NEVER
+    assert told.of(c.ReadBack) == [c.ReadBack(1, node, node) for node in "abc"]
+    for node in "abc":
+        assert told.of(c.Delete) == []
+        assert told.control.settling == Settling(True, "", None, ())
+        told(e.HasReadBack(1, node, ""))
+    assert len(told.of(c.Delete)) == 1
     assert told.control.settling == Settling(False, "", None, ())
+
+
+def test_a_checkpoint_that_is_not_read_as_it_was_written_costs_no_older_one_and_is_made_anew() -> None:
+    told = uploading()
+    all_written(told, 1, "abc", read_back=False)
+    told(e.HasReadBack(1, "a", ""))
+    told(e.HasReadBack(1, "b", "its data fails its checksum"))
+    told(e.HasReadBack(1, "c", ""))
+    assert told.of(c.NoteDamaged) == [c.NoteDamaged(10, "its data fails its checksum")]
+    assert told.of(c.Delete) == []
+    assert [fields["detail"] for fields in told.records("checkpoint_failed")] == ["its data fails its checksum"]
+    peers = told.peers
+    told.clear()
+    told.now += ASK_AGAIN_S + 1.0
+    told.seal(Version(1, 11), peers)
+    assert {order.version.step for order in told.of(c.Write)} == {11}
+    told(e.HasReadBack(1, "a", ""))  # comes twice
+    all_written(told, 2, "abc")
+    assert len(told.of(c.Delete)) == 1
+
+
+def test_a_checkpoint_that_a_node_cannot_read_back_any_more_counts_and_costs_no_older_one() -> None:
+    told = uploading()
+    all_written(told, 1, "abc", read_back=False)
+    told(e.HasReadBack(1, "a", None))
+    assert told.control.settling == Settling(False, "", None, ())
+    told(e.HasReadBack(1, "b", ""))
+    told(e.HasReadBack(1, "c", ""))
+    assert (told.of(c.Delete), told.of(c.NoteDamaged)) == ([], [])
 
 
 def test_what_a_node_cannot_write_the_one_with_its_copies_does_and_nodes_that_fail_both_cost_the_checkpoint() -> None:
@@ -582,11 +616,13 @@ def test_a_commit_that_only_took_too_long_counts_once_it_is_there() -> None:
 PEERS = {"a": ("b",), "b": ("a",)}
 
 
-def all_written(told: Told, upload: int, nodes: str) -> None:
+def all_written(told: Told, upload: int, nodes: str, *, read_back: bool = True) -> None:
     for node in nodes:
         told(e.Written(upload, node))
     told(e.IndexWritten(upload))
     told(e.CheckpointCommitted(upload, told.of(c.PublishCommit)[-1].version.step, 1))
+    for order in told.of(c.ReadBack) if read_back else ():
+        told(e.HasReadBack(upload, order.origin, ""))
 
 
 def committed_in_memory(step: int = 15, **cluster: Any) -> Told:
@@ -639,11 +675,7 @@ def test_whatever_ends_a_run_its_newest_snapshot_is_ordered_into_storage_without
     told(e.Settle())
     assert orders(told) == []
     assert told.control.settling.busy
-    all_written_by = ("a", "b")
-    for origin in all_written_by:
-        told(e.Written(2, origin))
-    told(e.IndexWritten(2))
-    told(e.CheckpointCommitted(2, 15, 1))
+    all_written(told, 2, "ab")
     assert told.control.settling == Settling(False, "", None, ())
 
 

@@ -20,6 +20,7 @@ from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.state.disk import catalog, store
 from regrow.state.disk import catalog as tools
 from regrow.state.disk.format import COMMIT
+from regrow.state.disk.gather import read_back
 from regrow.state.memory.held import CHECKSUMS, COPY, Holder
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.slots import MAGIC, SLOT, open_slot
@@ -259,7 +260,7 @@ def test_damaged_checkpoints_are_named_and_the_one_before_used(written: Path, se
 
 
 @pytest.mark.parametrize("at", [0.0, 0.5, 1.0], ids=["header", "middle", "end"])
-def test_a_checkpoint_that_storage_does_not_give_back_as_it_was_written_is_not_committed(
+def test_that_storage_does_not_give_back_what_was_written_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: float
 ) -> None:
     """Older ones would be deleted for it."""
@@ -273,9 +274,11 @@ def test_a_checkpoint_that_storage_does_not_give_back_as_it_was_written_is_not_c
     with cluster(tmp_path, 2) as nodes:
         snapshot(nodes, 3, 2)
         monkeypatch.setattr(LocalStorage, "write_chunks", write_chunks)
-        with pytest.raises(OSError, match="what was written is not what is read"):
-            write_checkpoint(nodes, Storage.at(tmp_path / "checkpoints"), 3)
-    assert catalog.committed_steps(Storage.at(tmp_path / "checkpoints")) == []
+        storage = Storage.at(tmp_path / "checkpoints")
+        index = write_checkpoint(nodes, storage, 3)
+        for file in index.files:
+            with pytest.raises(CheckpointError, match="what was written is not what is read"):
+                read_back(storage / catalog.step_folder(3), file)
 
 
 def files_below(folder: Path) -> list[Path]:

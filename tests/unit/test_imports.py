@@ -28,7 +28,7 @@ ALLOWED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "parts of Ray that one process of many needs": {
         "regrow.data.stream.dataset": ("ray.data",),
-        "regrow.drill.nodes": ("ray._private", "ray._raylet", "ray.cluster_utils"),
+        "regrow.drill.nodes": ("ray._private", "ray._raylet", "ray.cluster_utils", "ray.exceptions"),
         "regrow.drill.nodes_apart": ("ray._private.authentication", "ray._private.state", "ray._raylet"),
         "regrow.runtime.actor": ("ray.util.scheduling_strategies",),
         "regrow.runtime.cluster": ("ray._private", "ray.cluster_utils"),

@@ -8,8 +8,10 @@ import pytest
 
 from regrow.control.states import RowAnswer
 from regrow.runtime import hooks as hooks_module
+from regrow.runtime.abort import Breaker
 from regrow.runtime.hooks import GenerationHooks
 from regrow.runtime.kept_rows import KeptRows
+from regrow.train.certificate import BrokenStep
 
 
 def steps(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
@@ -77,7 +79,12 @@ class Coordinator:
 
 
 @pytest.fixture
-def hooks(monkeypatch: pytest.MonkeyPatch) -> GenerationHooks:
+def breaker() -> Breaker:
+    return Breaker()
+
+
+@pytest.fixture
+def hooks(monkeypatch: pytest.MonkeyPatch, breaker: Breaker) -> GenerationHooks:
     """Calls are answered in their order, when they are waited for."""
     get = lambda call, timeout=None: call[0](*call[1:])  # noqa: E731
     fake = SimpleNamespace(get=get, wait=lambda calls, num_returns, timeout: (calls, []))
@@ -86,7 +93,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> GenerationHooks:
     job = SimpleNamespace(coordinator=Coordinator(), config=SimpleNamespace(observe=observe))
     process = SimpleNamespace(job=job, memory=None, compiled=None, rows=KeptRows())
     process.rows.begin(1, 0)
-    return GenerationHooks(cast(Any, process), 1, *[cast(Any, None)] * 3)
+    return GenerationHooks(cast(Any, process), 1, *[cast(Any, None)] * 3, breaker)
 
 
 def train(hooks: GenerationHooks, *numbers: int) -> None:
@@ -119,3 +126,12 @@ def test_rows_are_missed_at_the_end_too(hooks: GenerationHooks) -> None:
     coordinator.die(stored=1)
     hooks.close(left_at=None, cause="")
     assert [row["step"] for row in coordinator.rows] == [1, 2, 3]
+
+
+def test_no_step_begins_once_the_generation_is_over(hooks: GenerationHooks, breaker: Breaker) -> None:
+    """A rank that had waited for a commit began its next collective on connections that were shut down; it hung."""
+    assert not hooks.wants_to_leave()
+    breaker.start()
+    with pytest.raises(BrokenStep, match="generation 1 is over"):
+        hooks.wants_to_leave()
+    breaker.left()

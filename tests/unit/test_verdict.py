@@ -92,6 +92,7 @@ def evidence() -> Evidence:
             "metrics.jsonl",
             "checkpoints/step-00000060/COMMIT",
             "checkpoints/step-00000060/g000003-25770fc1-0.safetensors",
+            "checkpoints/step-00000060/g000003-25770fc1.metadata",
         ],
         keys=["model/layers.0.attention.wq.weight"],
         checkpoints=[Checkpoint(60, 720, "")],

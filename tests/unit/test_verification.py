@@ -7,8 +7,8 @@ import pytest
 from regrow.config.schema import CheckpointConfig
 from regrow.control import commands as c
 from regrow.control import events as e
-from regrow.control.checkpoints import StoredSteps
 from regrow.control.past import Past
+from regrow.control.read_back import StoredSteps
 from regrow.control.states import GivenUp, Training
 from regrow.control.values import Digest, SnapshotAck, Version
 from regrow.control.verification import GRADIENTS, LOSS, Checks, Outcome

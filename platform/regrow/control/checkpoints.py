@@ -10,18 +10,19 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from regrow.control.cadence import Cadence
-from regrow.control.commands import Delete, Outbox, PublishCommit, PublishIndex, Withdraw, Write
+from regrow.control.commands import Outbox, PublishCommit, PublishIndex, Withdraw, Write
 from regrow.control.commits import CommitTracker, SnapshotCommit
 from regrow.control.events import (
     CheckpointCommitted,
     CheckpointWanted,
-    Deleted,
+    HasReadBack,
     IndexWritten,
     PublishFailed,
     WriteFailed,
     Written,
 )
 from regrow.control.peers import KeeperRegistry
+from regrow.control.read_back import ReadBacks, StoredSteps
 from regrow.control.values import NEVER, NOTHING, Version
 
 RETRY_S = 30.0  # from a checkpoint that failed to the next one that is due
@@ -69,35 +70,6 @@ class Wanted:
     reason: str
 
 
-class StoredSteps:
-    """Checkpoints in storage, as far as this job knows of them: which of them hold a verified state."""
-
-    def __init__(self, newest: int) -> None:
-        """`newest` was there when the job began."""
-        self._verified, self._later = newest, list[int]()
-        self.keep = 0  # so many are kept, of which one is to be verified; 0: none is verified at all
-
-    def add(self, step: int) -> None:
-        if step > self._verified and step not in self._later:
-            self._later.append(step)
-
-    def verify(self, step: int) -> None:
-        """States up to that of this step are verified."""
-        self._verified = max([self._verified, *(each for each in self._later if each <= step)])
-        self._later = [each for each in self._later if each > step]
-
-    @property
-    def deletions(self) -> list[Delete]:
-        """That of old ones, unless the newest verified one would be among them."""
-        return [] if self.keep and len(self._later) >= self.keep else [Delete()]
-
-    def roll_back(self, step: int) -> tuple[int, list[int]]:
-        """The newest one that still counts, and those that do not, where states after this step do not."""
-        self.verify(step)
-        dropped, self._later = self._later, []
-        return self._verified, dropped
-
-
 class Checkpoints:
     """Decides on checkpoints; is told what came of it."""
 
@@ -125,13 +97,14 @@ class Checkpoints:
         self._failed_at = NO_TIME
         self._in_vain = 0  # checkpoints in a row that failed because no node has some part
         self._number, self.steps = 0, StoredSteps(stored)
+        self.read_backs = ReadBacks(out, self.steps, timeout_s=timeout_s)
         self._late: dict[int, Upload] = {}  # given up when COMMIT was on its way
         self._withdrawn: set[int] = set()  # of these, the ones that must not count should it arrive
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is being written, or is to be."""
-        return self.upload is not None or self._wanted is not None or self._arrives_until is not None
+        """Whether a checkpoint is being written or read back, or is to be."""
+        return bool(self.upload or self._wanted or self._arrives_until is not None or self.read_backs.busy)
 
     @property
     def unstored(self) -> Version | None:
@@ -208,12 +181,8 @@ class Checkpoints:
         found = self._current(event.upload, Stage.WRITING)
         if found is None or origin in found.written or found.asked[origin] != node:
             return
-        holders = (origin, *found.peers[origin])
         found.lacked = found.lacked and event.has_none
-        rest = [each for each in holders[holders.index(node) + 1 :] if each in self._keepers.known]
-        asked = rest if self._end_at is not None else []  # in the end one that has gone dark is better than none
-        peer = next(filter(self._keepers.can_ask, rest), next(iter(asked), ""))
-        if peer:
+        if peer := _next_holder(found, origin, node, self._keepers, at_last=self._end_at is not None):
             self._write(found, origin, peer)
         else:
             self._in_vain = self._in_vain + 1 if found.lacked else 0
@@ -229,39 +198,41 @@ class Checkpoints:
                 self.write_failed(WriteFailed(upload.number, origin, node, "says nothing", has_none=True), now)
 
     def index_written(self, event: IndexWritten, now: float) -> None:
-        found = self._current(event.upload, Stage.INDEX)
-        if found is not None:
+        if (found := self._current(event.upload, Stage.INDEX)) is not None:
             found.stage = Stage.COMMIT
             self._out.append(PublishCommit(found.number, found.version))
 
     def committed(self, event: CheckpointCommitted, now: float) -> None:
-        """COMMIT is there. Retention follows."""
+        """COMMIT is there. What was written is read back, then retention follows."""
         upload, step = event.upload, event.step
         current = self._current(upload, Stage.COMMIT)
         found = current or self._late.pop(upload)
         if upload in self._withdrawn:
             self._withdrawn.remove(upload)
-            if self.upload is None or self.upload.version.step != step:  # which would write over it
-                self._out.append(Withdraw(step))
-            return
+            is_written_over = self.upload is not None and self.upload.version.step == step
+            return self._out.extend([] if is_written_over else [Withdraw(step)])
         seconds = now - found.begun_at
         self._out.record("checkpoint", step=step, seconds=seconds, bytes=event.num_bytes, reason=found.reason)
+        self.read_backs.begin(upload, step, self.stored, found.asked, now)
         self.has_stored(step)
         if current is not None:
             self.cadence.written(took_s=seconds)
             self.upload = None
             self.begin_if_due(now)
-        self._out.extend(self.steps.deletions)
+
+    def has_read_back(self, event: HasReadBack, now: float) -> None:
+        """Older checkpoints are deleted for one that is there as it was written; one that is not is made anew."""
+        if self.read_backs.is_damaged(event):
+            step, before = self.read_backs.step, self.read_backs.before
+            self.stored, self._secured = before if step == self.stored else self.stored, NEVER
+            self._failed(step, str(event.problem), now)
+            self.ask(step, "the one before is damaged", now)
 
     def publish_failed(self, event: PublishFailed, now: float) -> None:
         self._late.pop(event.upload, None)
         self._withdrawn.discard(event.upload)
         if self.upload is not None and self.upload.number == event.upload:
             self._give_up(event.problem, now, failed=True)
-
-    def deleted(self, event: Deleted, now: float) -> None:
-        if event.problem:
-            self._out.record("note", text=event.problem)
 
     def discard(self, now: float) -> None:
         """What is in memory is not to be used: the state itself went wrong."""
@@ -271,6 +242,7 @@ class Checkpoints:
 
     def tick(self, now: float) -> None:
         """Give up what takes too long, and try again what was asked for."""
+        self.read_backs.tick(now)
         late = now - self.timeout_s
         ended = self._end_at is not None and now > self._end_at
         self._await_last(now)
@@ -348,3 +320,11 @@ class Checkpoints:
         self._failed_at = now
         self.failure = f"the checkpoint of step {step} was not written: {problem}"
         self._out.record("checkpoint_failed", step=step, detail=problem)
+
+
+def _next_holder(upload: Upload, origin: str, node: str, keepers: KeeperRegistry, *, at_last: bool) -> str:
+    """The node after this one that has copies of what is of `origin`, or empty. `at_last`: one that has gone dark is
+    better than none."""
+    holders = (origin, *upload.peers[origin])
+    rest = [each for each in holders[holders.index(node) + 1 :] if each in keepers.known]
+    return next(filter(keepers.can_ask, rest), next(iter(rest if at_last else ()), ""))

@@ -189,6 +189,15 @@ class Write:
 
 
 @dataclass(frozen=True)
+class ReadBack:
+    """Have a node read what it has written of `origin` in this upload, and compare."""
+
+    upload: int
+    node: str
+    origin: str
+
+
+@dataclass(frozen=True)
 class PublishIndex:
     """All parts are written: put them together. `nodes` are all origins."""
 
@@ -245,6 +254,7 @@ Command = (
     | ShowRanks
     | SaveStacks
     | Write
+    | ReadBack
     | PublishIndex
     | PublishCommit
     | Withdraw

@@ -314,6 +314,15 @@ class WriteFailed:
     has_none: bool = False
 
 
+@dataclass(frozen=True)
+class HasReadBack:
+    """A node has read what it had written of `origin`; `problem`: that is not what storage has. None: it is gone."""
+
+    upload: int
+    origin: str
+    problem: str | None
+
+
 # storage
 
 
@@ -432,6 +441,7 @@ Event = (
     | Answered
     | Written
     | WriteFailed
+    | HasReadBack
     | IndexWritten
     | CheckpointCommitted
     | PublishFailed

@@ -123,7 +123,7 @@ def variance_of(sums: Collection[Sum]) -> float:
 
 
 class SlowRanks:
-    """Of one generation: which of its ranks are slow."""
+    """Which ranks of the group are slow. What is known of survivors is carried over from one generation to the next."""
 
     def __init__(self) -> None:
         self._sums: dict[Worker, Sum] = {}
@@ -131,12 +131,17 @@ class SlowRanks:
         self._stages: Mapping[Worker, int] = {}
         self.means: dict[Worker, Spent] = {}  # of the newest reading
 
+    def begin(self) -> None:
+        """Another generation: totals begin anew."""
+        self._spent, self.means = {}, {}
+
     def read(self, spent: Mapping[Worker, Spent], now: float, stages: Mapping[Worker, int] | None = None) -> bool:
         """Take a reading, of all ranks; whether it counts: each has done a step since the one before.
 
         Ranks of one of the `stages` of a pipeline are compared with one another: others have more or fewer blocks.
         """
         self._stages = stages or dict.fromkeys(spent, 0)
+        self._sums = {worker: each for worker, each in self._sums.items() if worker in spent}
         if self._spent.keys() != spent.keys() or any(each.steps < 1 for each in spent.values()):
             self._spent = dict(spent)
             return False

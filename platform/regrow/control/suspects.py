@@ -9,6 +9,7 @@ from regrow.control.commands import Outbox, ShowRanks
 from regrow.control.slow import Kind, SlowCollectives, SlowRanks, Spent, Suspicion, Worker, slow_node
 
 SHOWN_WHOLE, SHOWN = 128, 8  # ranks up to which all are shown; above it, so many of the slowest
+OF_RANKS = (Kind.slow_compute, Kind.slow_data, Kind.slow_copy)
 LINKS_AGAIN_S = 60.0  # between two times that links are measured
 
 
@@ -29,15 +30,20 @@ class Suspects:
         return self._measure
 
     def begin(self) -> None:
-        """Another generation: what slowed the one before may be gone with it."""
+        """Another generation: what slowed the one before may be gone with it. Slow ranks that survive stay slow."""
         for suspicion in list(self.found.values()):
-            self._clear(suspicion, recovered=False)
-        self.ranks, self._measure = SlowRanks(), False
+            if suspicion.kind not in OF_RANKS:
+                self._clear(suspicion, recovered=False)
+        self._measure = False
+        self.ranks.begin()
         self.collectives.begin()
 
     def read(self, spent: Mapping[Worker, Spent], ranks: Mapping[Worker, int], now: float, *, pp: int = 1) -> None:
         """What all ranks of the generation have spent their time on so far; `pp` stages have as many of them each."""
         self._numbers = ranks
+        for suspicion in list(self.found.values()):
+            if suspicion.kind in OF_RANKS and (suspicion.node, suspicion.pid) not in ranks:
+                self._clear(suspicion, recovered=False)
         if not self.ranks.read(spent, now, {worker: rank * pp // len(ranks) for worker, rank in ranks.items()}):
             return
         for worker in self.ranks.judge():

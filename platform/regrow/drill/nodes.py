@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from regrow.drill.processes import of_ray, send, title, tree, wait_until_gone
+from regrow.errors import first_line
 from regrow.runtime.cluster import patient_start
 from regrow.train.orders import ORDERS
 
 ROOT = Path(__file__).parents[3]
 GONE_S = 20.0  # for killed processes to be gone
+REACH_S = 60.0  # for a node that was cut off to be reached again
 DRAIN_REASON = 2  # DRAIN_NODE_REASON_PREEMPTION of Ray's autoscaler.proto
 
 
@@ -111,10 +113,18 @@ class Nodes(ABC):
     def drain(self, number: int, *, deadline_s: float, message: str) -> None:
         """Tell Ray that the node will go. Raises RuntimeError where Ray does not take it."""
         from ray._raylet import GcsClient  # type: ignore[attr-defined]
+        from ray.exceptions import RpcError
 
-        client = GcsClient(address=self.address)
-        until_ms = int((time.time() + deadline_s) * 1000)
-        accepted, problem = client.drain_node(self.nodes[number].node_id, DRAIN_REASON, message, until_ms)
+        client, give_up_at = GcsClient(address=self.address), time.monotonic() + REACH_S
+        while True:
+            until_ms = int((time.time() + deadline_s) * 1000)
+            try:
+                accepted, problem = client.drain_node(self.nodes[number].node_id, DRAIN_REASON, message, until_ms)
+                break
+            except RpcError as error:  # an earlier fault has cut the node off, for a while
+                if time.monotonic() > give_up_at:
+                    raise RuntimeError(f"the drain was not accepted: {first_line(error)}") from error
+                time.sleep(1.0)
         if not accepted:
             raise RuntimeError(f"the drain was not accepted: {problem}")
 

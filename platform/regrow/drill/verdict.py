@@ -24,7 +24,9 @@ EXPLAINS_S = 120.0  # a failure of a group that never trained is put down to a f
 EVICTIONS = ("worker_died", "worker_hung")
 _NAMES_A_RANK = re.compile(r"(?i)(?:^|[^a-z])(?:rank|world|worker|replica|shard|peer)s?[-_.=]?\d|\d[-_]of[-_]\d")
 # g<generation>-<random token>, and a number where one writer has several files
-_IN_A_STEP = re.compile(r"COMMIT|g\d{6,}-[0-9a-f]{8,}(?:-\d+)?\.safetensors|g\d{6,}-[0-9a-f]{8,}\.index\.json")
+_IN_A_STEP = re.compile(
+    r"COMMIT|g\d{6,}-[0-9a-f]{8,}(?:-\d+)?\.safetensors|g\d{6,}-[0-9a-f]{8,}\.(?:index\.json|metadata)"
+)
 
 
 @dataclass(frozen=True)
@@ -302,7 +304,7 @@ def _effective_by_hand(evidence: Evidence) -> Verdict:
             since[key] = event.get("since") or event["time"]
         elif event["event"] == "cleared" and key in since:
             slow.append((since.pop(key), event["time"]))
-        elif event["event"] in ("generation", "submitted", "coordinator_restarted"):
+        elif event["event"] in ("submitted", "coordinator_restarted"):
             slow += [(at, event["time"]) for at in since.values()]
             since = {}
     slow += [(at, math.inf) for at in since.values()]

@@ -60,6 +60,7 @@ SUSPICIONS: dict[str, str] = {
     "corrupt": "computes something else than the others",
     "differing": "computes something else than its pair",
 }
+OF_RANKS = ("slow_compute", "slow_data", "slow_copy")  # suspicions that a rank takes along into the next group
 GRACEFUL = (Cause.grow, Cause.drain, Cause.end_of_float8)  # the whole group left together, to form anew
 FAILURES = (
     Cause.worker_died,
@@ -552,14 +553,14 @@ class Corruption(GroupIncident):
 
 @dataclass(frozen=True, kw_only=True)
 class Cleared(Event):
-    """A suspicion is over: it is as fast as the others again, or its group is."""
+    """A suspicion is over: it is as fast as the others again, or its rank has left, or its group is over."""
 
     kind: str  # of what
     node: str  # id
     pid: int = 0  # of the process; 0: the node's links
     rank: int | None = None  # of the process
     since: float | None = None  # of the suspicion
-    recovered: bool | None = None  # as fast as the others again, or right; else its group is over
+    recovered: bool | None = None  # as fast as the others again, or right; else its rank has left, or its group is over
     words = "no longer: {0.kind}, node {0.node:.12}"
 
 

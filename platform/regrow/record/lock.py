@@ -3,6 +3,7 @@
 Where there are no locks, as in object stores, the second one takes the run over: see `record.claim`.
 """
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -21,7 +22,7 @@ LOCK_WAIT_S = 30.0  # a killed predecessor takes a moment to be gone
 def lock_run(folder: Storage, tell: Callable[[str], object] = print) -> TextIO | None:
     """Hold what is returned for as long as the lock is needed; None where storage has none, which `tell` gets to know.
 
-    Raises ResumeError where another process keeps it.
+    Raises ResumeError where another process keeps it, and OSError.
     """
     if not folder.is_local:
         return None
@@ -31,9 +32,6 @@ def lock_run(folder: Storage, tell: Callable[[str], object] = print) -> TextIO |
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.write(str(os.getpid()))
-            file.flush()
-            return file
         except BlockingIOError:
             if time.monotonic() > give_up_at:
                 raise ResumeError(
@@ -41,6 +39,7 @@ def lock_run(folder: Storage, tell: Callable[[str], object] = print) -> TextIO |
                     "run.name"
                 ) from None
             time.sleep(0.2)
+            continue
         except OSError as error:  # a file system without locks
             tell(
                 f"{folder} has no file locks ({error.strerror}): a second job of this run is not refused, it takes "
@@ -48,6 +47,9 @@ def lock_run(folder: Storage, tell: Callable[[str], object] = print) -> TextIO |
             )
             file.close()
             return None
+        with contextlib.suppress(OSError):  # for a person to read; a full disk takes nothing
+            os.write(file.fileno(), str(os.getpid()).encode())
+        return file
 
 
 def is_held(storage: Storage, submitted: Submitted | None) -> bool | None:

@@ -125,7 +125,7 @@ def slow_times(events: Sequence[Event]) -> list[tuple[float, float]]:
             case Cleared():
                 begin = begun.pop((event.kind, event.node, event.pid), None)
                 spans += [] if begin is None else [(begin, event.time)]
-            case Generation() | Submitted() | CoordinatorRestarted():
+            case Submitted() | CoordinatorRestarted():  # which begin anew; a rank that survives its group stays slow
                 spans += [(begin, event.time) for begin in begun.values()]
                 begun.clear()
     spans += [(begin, math.inf) for begin in begun.values()]

@@ -99,7 +99,7 @@ class Coordinator(Drained, Verified):
         """
         storage, restarted = Storage.at(folder), is_restarted()
         notes: list[str] = []
-        self.lock = lock_run(storage, notes.append)
+        self.lock = _once_there(lambda: lock_run(storage, notes.append), storage, patient=restarted)
         claim = _once_there(lambda: Claim.take(storage, job=job, restarted=restarted), storage, patient=restarted)
         events, past = _read(storage, checkpoints, restarted=restarted)
         self._secret = (secret_of_keepers(run_id) if restarted else None) or secrets.token_bytes(SECRET_BYTES)

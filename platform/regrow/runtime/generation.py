@@ -73,7 +73,7 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
     )
     process.rows.begin(joined.generation, progress.step)
     place = Coordinates(topology.mesh, joined.rank)
-    hooks = GenerationHooks(process, joined.generation, step, place, validation)
+    hooks = GenerationHooks(process, joined.generation, step, place, validation, breaker)
     saver = _saver(process, joined, restored, place, hooks, last_step=until)
     set_optimizer_step(step.optimizer, progress.step)
     process.stream.submit(partial(refresh_float8_scales, step.model)).result()

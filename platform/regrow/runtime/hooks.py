@@ -17,12 +17,14 @@ from regrow.errors import NotWrittenError
 from regrow.parallel.float8 import inner_tensor
 from regrow.plan.mesh import Coordinates
 from regrow.record.events import Cause
+from regrow.runtime.abort import Breaker
 from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
 from regrow.runtime.process import Process
 from regrow.state.collective import rank
 from regrow.state.disk import catalog, store
 from regrow.state.entries import Progress, training_entries
 from regrow.storage import Storage
+from regrow.train.certificate import BrokenStep
 from regrow.train.profile import ProfileWindow
 from regrow.train.step import TrainStep
 from regrow.train.validation import Validation
@@ -32,9 +34,16 @@ class GenerationHooks:
     """The hooks of one rank in one generation, and the saver's ways to the coordinator."""
 
     def __init__(
-        self, process: Process, generation: int, step: TrainStep, coordinates: Coordinates, validation: Validation
+        self,
+        process: Process,
+        generation: int,
+        step: TrainStep,
+        coordinates: Coordinates,
+        validation: Validation,
+        breaker: Breaker,
     ) -> None:
         """`coordinates` are this rank's."""
+        self._breaker = breaker
         self._process, self._job, self._generation = process, process.job, generation
         self._coordinator = CoordinatorClient(process.job.coordinator, generation)
         self._step, self._coordinates, self._validation = step, coordinates, validation
@@ -61,6 +70,8 @@ class GenerationHooks:
             self._replies.append(self._coordinator.verified(step, outcome))
 
     def wants_to_leave(self) -> bool:
+        if self._breaker.begun:  # nothing breaks off what begins now
+            raise BrokenStep(f"generation {self._generation} is over")
         replies = self._replies
         ready, _ = ray.wait(list(replies), num_returns=len(replies), timeout=0) if replies else ([], [])
         for reply in ready:

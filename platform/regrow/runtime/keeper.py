@@ -22,12 +22,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from regrow.control.health import Pulse
 from regrow.control.values import NOTHING, GpuReading, Peer, SnapshotAck, Version
-from regrow.errors import CheckpointError
+from regrow.errors import CheckpointError, first_line
 from regrow.runtime.calls import CoordinatorClient, KeeperCalls
 from regrow.runtime.hardware.gpus import XidWatch, read_gpus
 from regrow.runtime.liveness.deaths import Deaths
 from regrow.runtime.liveness.probe import Lifeline
 from regrow.runtime.liveness.pulse import look, read_pulses, started_at, where
+from regrow.state.disk.format import DataFile
+from regrow.state.disk.gather import read_back
 from regrow.state.disk.upload import WriteOrder, Written
 from regrow.state.memory.arenas import remove_abandoned
 from regrow.state.memory.control_word import ControlWord
@@ -36,6 +38,7 @@ from regrow.state.memory.link import Damaged, Link, measure
 from regrow.state.memory.node import KeeperNode, is_served, last_used, take_over_leftovers
 from regrow.state.memory.ranges import Address
 from regrow.state.memory.slots import Committed
+from regrow.storage import Storage
 
 NAMESPACE = "regrow"
 COORDINATOR = "coordinator"  # its name is this after the run's id, a keeper's the node's id
@@ -95,6 +98,7 @@ class Keeper:
         self.coordinator: Any = None
         self.place = Place()
         self.reports: dict[Version, list[SnapshotAck]] = {}  # of the nodes that this keeper speaks for
+        self.written: dict[str, tuple[str, tuple[DataFile, ...]]] = {}  # to be read back: folder, files; by token
         self.passed_on = Version()  # the newest of which all have reported
         self.heard_at = time.monotonic()
         self.checking_link = threading.Lock()
@@ -187,7 +191,23 @@ class Keeper:
     @_on_threads_of(STORAGE)
     def write(self, order: WriteOrder) -> Written:
         """Write what the node holds of a step to storage."""
-        return self._keeper.write(order)
+        written = self._keeper.write(order)
+        with self.lock:
+            self.written = {token: each for token, each in self.written.items() if each[0] == order.folder}
+            self.written[order.token] = order.folder, written.files
+        return written
+
+    @_on_threads_of(STORAGE)
+    def read_back(self, token: str) -> str:
+        """Read what an order of this token has written, and compare; what is wrong, or empty. Raises OSError."""
+        with self.lock:
+            folder, files = self.written.pop(token)
+        try:
+            for file in files:
+                read_back(Storage.at(folder), file)
+        except CheckpointError as error:
+            return first_line(error)
+        return ""
 
     def pulses(self) -> list[Pulse]:
         """Of the workers of this node."""

@@ -95,10 +95,9 @@ class Shell:
         self._updates: deque[Update] = deque(maxlen=NUM_UPDATES)
         self._num_updates = first_message
         self._later: deque[e.Event] = deque()  # what carrying out commands has found
-        self._ranks_at = 0.0  # for the file of what ranks spend their time on
         self._flushed = (0, self.now)  # the log's newest flush, and when it was asked for
         self._formed = _Formed(0, [], 0.0)
-        self._closing = threading.Event()
+        self._ranks_at, self._closing = 0.0, threading.Event()  # for the file of what ranks spend their time on
         self._timer = threading.Thread(target=self._run, name="timer", daemon=True)
         self._carriers: dict[type, Callable[[Any], None]] = {
             c.Form: self._form,
@@ -119,6 +118,7 @@ class Shell:
             c.ShowRanks: self._show_ranks,
             c.SaveStacks: self._save_stacks,
             c.Write: self.fleet.write,
+            c.ReadBack: self.fleet.read_back,
             c.PublishIndex: self.publisher.publish_index,
             c.PublishCommit: self.publisher.publish_commit,
             c.Withdraw: lambda command: self.publisher.withdraw(command.step),

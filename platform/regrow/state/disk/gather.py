@@ -36,18 +36,20 @@ def write_parts(
 
 
 def read_back(target: Storage, file: DataFile) -> None:
-    """Older checkpoints are deleted for this one: storage has what it was given. Raises OSError where it has not."""
+    """Older checkpoints are deleted for this one: storage has what it was given. Raises OSError, and CheckpointError
+    where it has not."""
     assert file.content is not None
     try:
         check_header(target, file)
-        crc = np.frombuffer(file.content.crc, "<u4")
-        sizes = [*np.frombuffer(file.content.spans, SPAN)["offset"].tolist()[1:], file.num_bytes]
-        for span, end in zip(np.frombuffer(file.content.spans, SPAN).tolist(), sizes, strict=True):
-            for begin in range(span[3], end, PIECE_BYTES):
-                first = span[4] + (begin - span[3]) // STORED_CHUNK_BYTES
-                read_checked(target, file.name, begin, min(begin + PIECE_BYTES, end), crc[first:])
+        crc, buffer = np.frombuffer(file.content.crc, "<u4"), memoryview(bytearray(PIECE_BYTES))
+        spans = np.frombuffer(file.content.spans, SPAN)[["offset", "crc"]].tolist()
+        for (offset, first), end in zip(spans, [*(each for each, _ in spans[1:]), file.num_bytes], strict=True):
+            for begin in range(offset, end, PIECE_BYTES):
+                size = min(PIECE_BYTES, end - begin)
+                data = buffer[: target.read_into(file.name, begin, buffer[:size])]
+                check(data, crc[first + (begin - offset) // STORED_CHUNK_BYTES :], size, f"{target}/{file.name}")
     except CheckpointError as error:
-        raise OSError(f"what was written is not what is read: {error}; is that file system sound?") from error
+        raise CheckpointError(f"what was written is not what is read: {error}; is that file system sound?") from error
 
 
 def check_header(source: Storage, file: DataFile) -> None:
@@ -96,19 +98,19 @@ class _Bytes:
         }
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
-        found = []
+        found, buffer = [], np.empty(PIECE_BYTES, np.uint8)  # used again: new memory costs more than what fills it
         yield self.head
         for part in self._parts:
             step = PIECE_BYTES // ITEM_BYTES[part.stack.dtype]
             for start in range(part.start, part.stop, step):
-                data = self._gathered(part, start, min(start + step, part.stop))
+                data = self._gathered(part, start, min(start + step, part.stop), buffer)
                 found.append(checksums(data, STORED_CHUNK_BYTES).tobytes())
                 yield data
         self.crc = b"".join(found)
 
-    def _gathered(self, part: Part, start: int, stop: int) -> memoryview:
+    def _gathered(self, part: Part, start: int, stop: int, buffer: NDArray[np.uint8]) -> memoryview:
         """Elements [start, stop) of the stack."""
-        out = np.empty(stop - start, UNSIGNED[ITEM_BYTES[part.stack.dtype]])
+        out = buffer.view(UNSIGNED[ITEM_BYTES[part.stack.dtype]])[: stop - start]
         for at, rows, columns in part.rectangles(start, stop):
             target = out[at : at + len(rows) * len(columns)].reshape(len(rows), len(columns))
             held = slice(rows.start - part.rows.start, rows.stop - part.rows.start)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,16 +17,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from regrow.errors import CheckpointError
-from regrow.plan.boxes import ITEM_BYTES, Box, Ints, Piece, Runs
+from regrow.plan.boxes import ITEM_BYTES, Box, Ints, Piece
 from regrow.state.disk.format import STORED_CHUNK_BYTES, Index, Spans
 from regrow.state.disk.gather import check
 from regrow.state.disk.metadata import Metadata, Records
 from regrow.state.disk.stacks import Column, Stack, columns_of, rows_of
-from regrow.state.entries import fill
 from regrow.storage import Storage
 
 READ_BYTES = 64 << 20  # by one request at most
-READERS = 4  # requests at a time: READERS x READ_BYTES are in memory
+READERS = 4  # requests to a store at a time: READERS x READ_BYTES are in memory
+LOCAL_READERS = 2  # of files: more would wait for the interpreter's lock, and touch memory of their own
 
 
 class Wanted(NamedTuple):
@@ -46,6 +47,17 @@ class Extent(NamedTuple):
     num_bytes: int
     first: int  # of the stack's bytes
     crc: int  # number of its first checksum
+
+
+class Rectangle(NamedTuple):
+    """Rows of neighbouring elements, at equal distances in what was read and in a box."""
+
+    source: int  # the first element
+    source_width: int  # from one row to the next
+    target: int
+    target_width: int
+    num_rows: int
+    num_columns: int
 
 
 @dataclass(frozen=True)
@@ -126,7 +138,9 @@ class Reader:
             stack: np.array([(w.rows.start, w.rows.stop, w.columns.start, w.columns.stop) for w in each])
             for stack, each in wanted.items()
         }
-        _in_threads(lambda request: self._serve(request, checks, wanted, bounds, want), requests)
+        buffers = SimpleQueue[memoryview]()
+        readers = LOCAL_READERS if self._source.is_local else READERS
+        _in_threads(lambda request: self._serve(request, buffers, checks, wanted, bounds, want), requests, readers)
         return sum(request.num_bytes for request in requests)
 
     def checksums_of(self, requests: Sequence[Request]) -> dict[Extent, NDArray[np.uint32]]:
@@ -138,27 +152,32 @@ class Reader:
     def _serve(
         self,
         request: Request,
+        buffers: "SimpleQueue[memoryview]",
         checks: dict[Extent, NDArray[np.uint32]],
         wanted: dict[int, list[Wanted]],
         bounds: dict[int, Ints],
         want: Sequence[tuple[Piece, Tensor]],
     ) -> None:
         where = f"{self._source}/{request.file}"
+        buffer = memoryview(buffers.get_nowait() if not buffers.empty() else bytearray(READ_BYTES))
         try:
-            data = memoryview(self._source.read_range(request.file, request.offset, request.num_bytes))
+            num_bytes = self._source.read_into(request.file, request.offset, buffer[: request.num_bytes])
         except FileNotFoundError as error:
             raise CheckpointError(f"{where}: named by the index but not there") from error
+        data = buffer[:num_bytes]
         at = 0
         for extent in request.extents:
             part = data[at : at + extent.num_bytes]
             stack = self.stacks[extent.stack].stack
             check(part, checks[extent], extent.num_bytes, where, str(stack))
+            elements = torch.frombuffer(part, dtype=getattr(torch, stack.dtype))
             for number in _near(extent, stack, bounds[extent.stack]):
                 each = wanted[extent.stack][number]
                 piece, memory = want[each.piece]
-                for runs in _common(extent, stack.width, each, piece.box):
-                    fill(memory, runs, part)
+                for rectangle in _common(extent, stack.width, each, piece.box):
+                    _fill(memory, elements, rectangle)
             at += extent.num_bytes
+        buffers.put(buffer)
 
     def _wanted(self, pieces: Sequence[Piece]) -> dict[int, list[Wanted]]:
         found: dict[int, list[Wanted]] = defaultdict(list)
@@ -269,38 +288,44 @@ def _near(extent: Extent, stack: Stack, bounds: Ints) -> list[int]:
     return np.flatnonzero(near).tolist()
 
 
-def _common(extent: Extent, width: int, wanted: Wanted, box: Box) -> Iterator[Runs]:
-    """What an extent has of what is wanted: runs of elements, counted in its bytes and in the box; of equal lengths,
-    but for the first and the last."""
+def _common(extent: Extent, width: int, wanted: Wanted, box: Box) -> Iterator[Rectangle]:
+    """What an extent has of what is wanted: rows that are whole there, and those that its ends cut."""
     item = ITEM_BYTES[box.dtype]
-    count, begin, end = len(wanted.columns), extent.first // item, (extent.first + extent.num_bytes) // item
-    rows = range(max(wanted.rows.start, begin // width), min(wanted.rows.stop, -(-end // width)))
-    if not rows:
-        return
-    inner = len(columns_of(box))
-    held = rows_of(box)
-    source = np.arange(rows.start, rows.stop, dtype=np.int64) * width + wanted.columns.start - begin
-    target = (
-        (np.arange(rows.start, rows.stop, dtype=np.int64) - held.start) * inner + wanted.first - columns_of(box).start
+    begin, end = extent.first // item, (extent.first + extent.num_bytes) // item
+    first_row, stop_row = max(wanted.rows.start, begin // width), min(wanted.rows.stop, -(-end // width))
+    columns, inner = wanted.columns, len(columns_of(box))
+
+    def rectangle(row: int, num_rows: int, cut: range) -> Rectangle:
+        source = row * width + cut.start - begin
+        target = (row - rows_of(box).start) * inner + wanted.first - columns_of(box).start + cut.start - columns.start
+        return Rectangle(source, width, target, inner, num_rows, len(cut))
+
+    whole = range(
+        first_row + (first_row * width + columns.start < begin),
+        stop_row - ((stop_row - 1) * width + columns.stop > end),
     )
-    if count == width == inner:
-        source, target, count = source[:1], target[:1], count * len(rows)
-    cut = np.maximum(0, -source)
-    length = np.minimum(count, end - begin - source) - cut
-    runs = Runs(source + cut, target + cut, length)[length > 0]
-    whole = np.flatnonzero(runs.length == count)
-    for part in (runs[: whole[0]], runs[whole[0] : whole[-1] + 1], runs[whole[-1] + 1 :]) if len(whole) else (runs,):
-        if len(part.length):
-            yield part
+    for row in sorted({first_row, stop_row - 1} - {*whole[:1], *whole[-1:]}) if first_row < stop_row else ():
+        cut = range(max(columns.start, begin - row * width), min(columns.stop, end - row * width))
+        if cut:
+            yield rectangle(row, 1, cut)
+    if whole:
+        yield rectangle(whole.start, len(whole), columns)
 
 
-def _in_threads(work: Any, items: Sequence[Any]) -> None:
+def _fill(target: Tensor, source: Tensor, at: Rectangle) -> None:
+    """Both flat, the target on any device."""
+    size, first = (at.num_rows, at.num_columns), target.storage_offset() + at.target
+    to = target.as_strided(size, (at.target_width, 1), first)
+    to.copy_(source.as_strided(size, (at.source_width, 1), source.storage_offset() + at.source))
+
+
+def _in_threads(work: Any, items: Sequence[Any], num_threads: int) -> None:
     """The first error is raised, once all are over; no more begin after it."""
     if len(items) < 2:
         for item in items:
             work(item)
         return
-    threads = ThreadPoolExecutor(READERS, thread_name_prefix="read")
+    threads = ThreadPoolExecutor(num_threads, thread_name_prefix="read")
     device = torch.cuda.current_device() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
 
     def on_device(item: Any) -> None:

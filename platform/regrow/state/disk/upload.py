@@ -22,7 +22,6 @@ from regrow.plan.boxes import ITEM_BYTES
 from regrow.plan.placement import is_first_of_stage
 from regrow.state.checksums import checksums, whole_chunks
 from regrow.state.disk.format import DataFile, Index
-from regrow.state.disk.gather import read_back
 from regrow.state.disk.gather import write_parts as write_stacks
 from regrow.state.disk.metadata import encode
 from regrow.state.disk.stacks import Part, parts_of
@@ -60,9 +59,8 @@ class Written:
 def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id: str) -> Written:
     """What a keeper does: carry out an order from the files in its folder.
 
-    Every byte is checked on its way against the checksum it got when it was sealed, and keeps it; what was written is
-    read back once. Raises CheckpointError where the folder does not hold the step whole, or bytes are damaged;
-    storage's errors are OSErrors.
+    Every byte is checked on its way against the checksum it got when it was sealed. Raises CheckpointError where the
+    folder does not hold the step whole, or bytes are damaged; storage's errors are OSErrors.
     """
     mine = [each for each in held if each.moment == order.moment and each.is_of(order.origin, copy=order.copies)]
     if not mine or len(mine) != mine[0].writers:
@@ -107,9 +105,7 @@ def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> 
             for number in {number for part in parts for number in part.members}
         }
         of = {"run_id": run_id, "generation": header.generation, "step": header.step}
-        file = write_stacks(target, name, parts, header.boxes, memory, **of)
-    read_back(target, file)
-    return file
+        return write_stacks(target, name, parts, header.boxes, memory, **of)
 
 
 def _check(snapshot: Snapshot, payload: memoryview, parts: Sequence[Part]) -> None:

@@ -1,0 +1,91 @@
+"""The newest checkpoint is read once by the nodes that wrote it, before older ones are deleted for it. Pure."""
+
+from collections.abc import Mapping
+
+from regrow.control.commands import Delete, NoteDamaged, Outbox, ReadBack
+from regrow.control.events import Deleted, HasReadBack
+
+
+class StoredSteps:
+    """Checkpoints in storage, as far as this job knows of them: which of them hold a verified state."""
+
+    def __init__(self, newest: int) -> None:
+        """`newest` was there when the job began."""
+        self._verified, self._later = newest, list[int]()
+        self._before = newest  # what was the newest verified one before `_verified`
+        self.keep = 0  # so many are kept, of which one is to be verified; 0: none is verified at all
+
+    def add(self, step: int) -> None:
+        if step > self._verified and step not in self._later:
+            self._later.append(step)
+
+    def verify(self, step: int) -> None:
+        """States up to that of this step are verified."""
+        newest = max([self._verified, *(each for each in self._later if each <= step)])
+        if newest != self._verified:
+            self._before, self._verified = self._verified, newest
+        self._later = [each for each in self._later if each > step]
+
+    def drop(self, step: int) -> None:
+        """It is damaged."""
+        self._later = [each for each in self._later if each != step]
+        if self._verified == step:
+            self._verified = self._before
+
+    @property
+    def deletions(self) -> list[Delete]:
+        """That of old ones, unless the newest verified one would be among them."""
+        return [] if self.keep and len(self._later) >= self.keep else [Delete()]
+
+    def roll_back(self, step: int) -> tuple[int, list[int]]:
+        """The newest one that still counts, and those that do not, where states after this step do not."""
+        self.verify(step)
+        dropped, self._later = self._later, []
+        return self._verified, dropped
+
+
+class ReadBacks:
+    """Of one checkpoint at a time: a newer one counts for more."""
+
+    def __init__(self, out: Outbox, steps: StoredSteps, *, timeout_s: float) -> None:
+        self._out, self._steps, self._timeout_s = out, steps, timeout_s
+        self.step = 0  # of the checkpoint
+        self.before = 0  # the newest step in storage, if that is damaged
+        self._upload = 0
+        self._waiting: set[str] = set()  # for these nodes' parts
+        self._until = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._waiting)
+
+    def begin(self, upload: int, step: int, before: int, writers: Mapping[str, str], now: float) -> None:
+        """COMMIT of this upload is there. `writers`: by origin, the node that has written its part."""
+        self._upload, self.step, self.before = upload, step, before
+        self._waiting, self._until = set(writers), now + self._timeout_s
+        self._out.extend(ReadBack(upload, node, origin) for origin, node in writers.items())
+
+    def is_damaged(self, event: HasReadBack) -> bool:
+        """Whether the checkpoint is, by this part of it. Once all of it is as it was written, older ones are deleted.
+
+        Where a node is gone nothing is deleted: the next checkpoint is read in its turn.
+        """
+        if event.upload != self._upload or event.origin not in self._waiting:
+            return False
+        self._waiting.discard(event.origin)
+        if event.problem != "":
+            self._waiting.clear()
+        elif not self._waiting:
+            self._out.extend(self._steps.deletions)
+        if event.problem:
+            self._steps.drop(self.step)
+            self._out.append(NoteDamaged(self.step, event.problem))
+        return bool(event.problem)
+
+    def deleted(self, event: Deleted, now: float) -> None:
+        if event.problem:
+            self._out.record("note", text=event.problem)
+
+    def tick(self, now: float) -> None:
+        if now > self._until:
+            self._waiting.clear()
