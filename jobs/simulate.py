@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from regrow.config.schema import SimulateJobConfig
-from regrow.config.store import run_job
+from regrow.config.store import load_run_config, run_job
 from regrow.simulate.profile import Profile
-from regrow.simulate.replay import replay
+from regrow.simulate.replay import local_folder, replay
 from regrow.simulate.report import figures_of, goal_lines, line_of, write_page
 from regrow.simulate.study import compare
 from regrow.simulate.world import inputs_of, replicas_of
@@ -21,7 +21,8 @@ from regrow.simulate.world import inputs_of, replicas_of
 def main(config: SimulateJobConfig, *, as_json: bool) -> None:
     simulate = config.simulate
     if simulate.replay is not None:
-        found = replay(simulate.replay, simulate.runs, seed=simulate.seed)
+        of_run = load_run_config(local_folder(simulate.replay))
+        found = replay(simulate.replay, of_run, simulate.runs, seed=simulate.seed)
         print(json.dumps(found.to_dict(), indent=2, allow_nan=False) if as_json else "\n".join(found.lines()))
         return
     all_inputs = inputs_of(config)

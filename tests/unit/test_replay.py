@@ -103,7 +103,7 @@ def with_config(folder: Path) -> str:
 
 def test_a_finished_run_is_predicted_from_its_own_faults(tmp_path: Path) -> None:
     run_with_losses(tmp_path / "a", losses=6)
-    found = replay(with_config(tmp_path / "a"), plays=10)
+    found = replay(str(tmp_path / "a"), config(), plays=10)
     assert found.predicted.faults == 6
     assert abs(found.points["goodput"]) < 3.0
     assert abs(found.points["effective"]) < 3.0
@@ -116,7 +116,7 @@ def test_a_run_without_faults_is_refused_in_one_line(tmp_path: Path) -> None:
     rows = [make_row(step, T0 + 10 + step, 1.0) for step in range(1, 10)]
     write(tmp_path / "a", rows, [event("submitted", 0), generation(1, 10, 4, 0, "start")])
     with pytest.raises(ConfigError, match="had no faults: there is nothing to play again"):
-        replay(with_config(tmp_path / "a"))
+        replay(str(tmp_path / "a"), config())
 
 
 def test_causes_agree_within_a_point_and_a_half_of_wall_time_or_a_third() -> None:

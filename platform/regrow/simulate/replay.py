@@ -17,7 +17,6 @@ from statistics import fmean, stdev
 from typing import Any
 
 from regrow.config.schema import PretrainConfig
-from regrow.config.store import load_run_config
 from regrow.control import events as e
 from regrow.errors import ConfigError
 from regrow.record.events import Cause, Generation, Spares
@@ -185,17 +184,23 @@ def predict(
     return Prediction(_each(fmean, outcomes), _each(_sd, outcomes), plays, profile.source, len(plan))
 
 
-def replay(folder: str, runs: Sequence[str] = (), *, plays: int = 20, seed: int = 0) -> Compared:
-    """A finished run's faults again, by a profile of these runs, or of its own; beside what it came to.
-
-    Raises ConfigError for a folder without a step, without a fault, or without config.yaml.
-    """
-    run, profile = RunLogs.read(folder), Profile.read(runs or [folder])
+def local_folder(folder: str) -> Path:
+    """A run's folder by its path, or its name below runs/. Raises ConfigError for one that is elsewhere."""
     storage = find_run(folder)
     if not storage.is_local:
         raise ConfigError(f"{folder} is not on this machine: copy its logs and config.yaml to a folder here")
-    config = load_run_config(storage.local_path)
-    plan = plan_of_drill(storage.local_path) or plan_of_run(run)
+    return Path(storage.local_path)
+
+
+def replay(
+    folder: str, config: PretrainConfig, runs: Sequence[str] = (), *, plays: int = 20, seed: int = 0
+) -> Compared:
+    """A finished run's faults again, by a profile of these runs, or of its own; beside what it came to.
+
+    `config` is the one that it was last started with. Raises ConfigError for a folder without a step or a fault.
+    """
+    run, profile = RunLogs.read(folder), Profile.read(runs or [folder])
+    plan = plan_of_drill(local_folder(folder)) or plan_of_run(run)
     if not plan:
         raise ConfigError(f"{folder} had no faults: there is nothing to play again; give a run that was interrupted")
     last_step = max(run.rows[-1]["step"], *(each.step + 1 for each in plan))
