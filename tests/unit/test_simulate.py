@@ -179,6 +179,18 @@ def test_the_same_seed_gives_the_same_bytes() -> None:
     assert first.stdout != simulate(*arguments, "simulate.seed=1").stdout
 
 
+def test_lemons_leave_the_rate_as_it_was_and_replacing_them_takes_their_faults_away() -> None:
+    job = Job(16384, 128, 2048, spares=60)
+    given = bare(job, days=60.0, **rates(software=4e-3), lemon_share=0.012, lemon_times=200.0, respawn_s=1.0)
+    without = estimate(replace(given, figures={**given.figures, "lemon_share": Figure(0.0)}), 16)
+    kept = estimate(given, 16)
+    replaced = estimate(replace(given, policy=replace(given.policy, retire_after=3)), 16)
+    assert kept.generations.mean() == without.generations.mean() == pytest.approx(60 * 4e-3 * 2048, rel=0.05)
+    lemons = 0.012 * 200 / (0.012 * 200 + 0.988)
+    others = (1 - lemons) * 60 * 4e-3 * 2048
+    assert replaced.generations.mean() == pytest.approx(others + 3 * round(0.012 * 2048), rel=0.06)
+
+
 # the batch stays what it is
 
 

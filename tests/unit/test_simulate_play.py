@@ -6,12 +6,13 @@ import pytest
 
 from regrow.record.history import History
 from regrow.show.report import build_report
-from regrow.simulate.estimate import estimate_given
+from regrow.simulate.estimate import estimate, estimate_given
+from regrow.simulate.faults import drawn
 from regrow.simulate.play import Played, play
 from regrow.simulate.report import page_of, sweep
 from regrow.simulate.study import compare
 from regrow.simulate.world import inputs_of
-from support.simulating import AT_16K, configured, on_64_nodes, some_faults
+from support.simulating import AT_16K, configured, on_64_nodes, rates, some_faults
 
 
 def test_rows_and_events_of_two_hours_account_for_the_players_own_figures() -> None:
@@ -60,6 +61,17 @@ def test_play_and_estimate_see_the_same_of_some_faults() -> None:
     played, estimated = _both(inputs, config, faults, faults[-1].at + 3600.0)
     assert 100 * played.effective == pytest.approx(100 * estimated.effective[0], abs=0.4)
     assert 100 * played.goodput == pytest.approx(100 * estimated.goodput[0], abs=0.4)
+
+
+def test_faults_that_are_drawn_can_be_played_and_are_those_of_the_estimate() -> None:
+    inputs, config = on_64_nodes(step_s=60.0)
+    given = {**rates(gpu=0.5, software=0.5, hang=0.1), "away_short_s": 1800.0, "away_short_share": 1.0}
+    inputs = replace(inputs.with_values(**given, notice_gpu_s=5.0, notice_hang_s=60.0), days=0.5)
+    faults = drawn(inputs, 4)
+    assert len(faults) > 20
+    assert [each.at for each in faults] == sorted(each.at for each in faults)
+    played, estimated = play(inputs, config, faults, wall_s=43200.0), estimate(inputs, 1, 4)
+    assert 100 * played.effective == pytest.approx(100 * estimated.effective[0], abs=0.4)
 
 
 def test_the_page_holds_all_parts_in_one_file_that_fetches_nothing() -> None:

@@ -464,6 +464,7 @@ class PolicyConfig:
     park: bool = True  # run the fewest units that have as few passes: the others are spares
     expels_corrupt: bool = False  # a host that computed wrong once does not come back
     rolling: bool = False  # planned stops take a node at a time
+    retire_after: int = 0  # a node that failed so often is replaced for good; 0: never, as regrow has it
     figures: dict[str, str] = field(default_factory=dict)  # of this policy, in place of simulate.figures
 
 

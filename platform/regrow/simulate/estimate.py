@@ -14,7 +14,19 @@ from numpy.typing import NDArray
 
 from regrow.control.cadence import daly_interval
 from regrow.record.events import Cause
-from regrow.simulate.faults import DAY, Draws, Fault, Floats, delays, doubled, draw, given, lognormal, resampled
+from regrow.simulate.faults import (
+    DAY,
+    Draws,
+    Fault,
+    Floats,
+    delays,
+    doubled,
+    draw,
+    given,
+    lognormal,
+    resampled,
+    retired,
+)
 from regrow.simulate.inputs import KINDS, Inputs, Job
 
 FAULT, BACK, REJOIN, SLOW, SLOW_ENDS, PLANNED, HEAD, END = range(8)
@@ -197,11 +209,10 @@ def _schedule(inputs: Inputs, draws: Draws, notice: Floats, unnoticed: Floats, v
     """
     horizon, policy = inputs.days * DAY, inputs.policy
     rows = np.broadcast_to(np.arange(len(draws.at), dtype=np.float64)[:, None], draws.at.shape)
+    never = retired(inputs, draws, policy.retire_after)
     if policy.expels_corrupt:  # of incidents of one host only the first is seen
-        late = (draws.kind == KINDS.index("sdc")) & (draws.uniform > inputs["sdc_first_share"])
-        draws_at = np.where(late, np.inf, draws.at)
-    else:
-        draws_at = draws.at
+        never = never | ((draws.kind == KINDS.index("sdc")) & (draws.uniform > inputs["sdc_first_share"]))
+    draws_at = np.where(never, np.inf, draws.at)
     known = draws_at + notice
     columns: list[list[Floats]] = []
 

@@ -46,6 +46,7 @@ class Draws:
     uniform: Floats  # of a delay with samples
     heavy: Floats  # exponential of mean 1: how long wrong results go unseen
     vary: Floats  # normal, of the forming
+    lemon: Floats  # uniform: whose fault it is, of nodes that fail far more often than others
     planned: Floats
     head: Floats
     slow_at: Floats
@@ -86,9 +87,9 @@ def draw(inputs: Inputs, replicas: int, seed: int) -> Draws:
         nodes[takes & (dice < edge)] = size
     away = np.where(takes, _away(inputs, rng, at.shape), inputs["respawn_s"])
     where, normal, uniform = rng.random(at.shape), rng.standard_normal(at.shape), rng.random(at.shape)
-    heavy, vary = rng.exponential(1.0, at.shape), rng.standard_normal(at.shape)
+    heavy, vary, lemon = rng.exponential(1.0, at.shape), rng.standard_normal(at.shape), rng.random(at.shape)
     return Draws(
-        at, kind_of, where, nodes, away, normal, uniform, heavy, vary, *_others(inputs, replicas, seed, members)
+        at, kind_of, where, nodes, away, normal, uniform, heavy, vary, lemon, *_others(inputs, replicas, seed, members)
     )
 
 
@@ -118,9 +119,27 @@ def given(faults: Sequence[Fault]) -> tuple[Draws, Floats, Floats]:
     kind = np.array([[KINDS.index(each.kind)] for each in faults], dtype=np.intp)
     never, one, zero = np.full((1, 1), np.inf), np.zeros((1, 1)), np.zeros((len(faults), 1))
     vary = np.log(column("vary"))
-    own = (column("at"), kind, column("where"), column("nodes"), column("away_s"), zero, zero, zero, vary)
+    own = (column("at"), kind, column("where"), column("nodes"), column("away_s"), zero, zero, zero, vary, 1 + zero)
     draws = Draws(*own, never, never, never, one, one, one, one, never, one)
     return draws, column("notice_s"), column("unnoticed_s")
+
+
+def drawn(inputs: Inputs, seed: int) -> list[Fault]:
+    """One run's faults in their order, with delays of this policy, as a player takes them: slow nodes, planned stops,
+    deaths of the head and outages are not among them.
+    """
+    draws = draw(inputs, 1, seed)
+    found = []
+    for row in np.argsort(draws.at[:, 0], kind="stable"):
+        at, kind = float(draws.at[row, 0]), KINDS[int(draws.kind[row, 0])]
+        if not math.isfinite(at):
+            break
+        delay = delays(inputs.figures[f"notice_{kind}_s"], inputs, draws.normal[row], draws.uniform[row])
+        wrong = inputs["sdc_unnoticed_s"] * float(draws.heavy[row, 0]) if kind == "sdc" else 0.0
+        vary = float(lognormal(draws.vary[row], inputs.spread)[0])
+        where, nodes, away = (float(each[row, 0]) for each in (draws.where, draws.nodes, draws.away_s))
+        found.append(Fault(at, kind, where, int(nodes), float(delay[0]), away, wrong, vary))
+    return found
 
 
 def delays(figure: Figure, inputs: Inputs, normal: Floats, uniform: Floats) -> Floats:
@@ -190,6 +209,27 @@ def _follow(inputs: Inputs, rng: np.random.Generator, at: Floats) -> Floats:
     found = np.empty_like(times)
     np.put_along_axis(found, order, times, axis=0)
     return found
+
+
+def retired(inputs: Inputs, draws: Draws, after: int) -> NDArray[np.bool_]:
+    """Faults that do not come where a node is replaced for good after so many: those of lemons, beyond these.
+
+    Lemons are a share of the nodes, each with so many times the others' rate; all together fail as often as without.
+    """
+    share, times = inputs["lemon_share"], inputs["lemon_times"]
+    of_lemons = share * times / (share * times + 1 - share)
+    gone = np.zeros(draws.at.shape, dtype=bool)
+    if not after or of_lemons <= 0:
+        return gone
+    count = max(1, round(share * inputs.job.nodes))
+    number = np.floor(draws.lemon / of_lemons * count)
+    for replica in range(draws.replicas):
+        rows = np.flatnonzero((draws.lemon[:, replica] < of_lemons) & np.isfinite(draws.at[:, replica]))
+        rows = rows[np.lexsort((draws.at[rows, replica], number[rows, replica]))]
+        which = number[rows, replica]
+        first = np.searchsorted(which, which)  # of the same node
+        gone[rows, replica] = np.arange(len(rows)) - first >= after
+    return gone
 
 
 def _away(inputs: Inputs, rng: np.random.Generator, shape: tuple[int, ...]) -> Floats:

@@ -12,6 +12,7 @@ Names end in their unit; `KINDS` are the kinds of faults:
     share_rack share_pod share_power nodes_rack nodes_pod nodes_power   of faults that take a node, those that take so
                                                   many at once; the rate of nodes that fail stays what it is
     share_burst burst_within_s                    of faults, those that follow another one within so long
+    lemon_share lemon_times                       of nodes, those that fail so many times as often as the others
     notice_<kind>_s                               from the fault to where the group is told
     form_base_s form_per_node_s build_s restore_s first_step_s       a group forms: each a part, they add up
     communicators_{s,gpus,power}                   of that, what communicators take at so many GPUs, and its growth
@@ -200,6 +201,7 @@ class Policy:
     park: bool = True  # run the fewest units that have the same number of passes
     expels_corrupt: bool = False  # a host that computed wrong once does not come back
     rolling: bool = False  # planned stops take a node at a time
+    retire_after: int = 0  # a node that failed so often is replaced for good; 0: never
 
 
 @dataclass(frozen=True)

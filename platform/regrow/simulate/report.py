@@ -30,7 +30,7 @@ from regrow.simulate.study import (
     tornado,
 )
 from regrow.simulate.trace import sample
-from regrow.simulate.world import OWN, goal_of, replicas_of
+from regrow.simulate.world import goal_of, replicas_of
 
 LEAST_SHARE = 1e-4  # of wall time, that is worth a line
 STATES = {
@@ -139,9 +139,9 @@ def figures_of(config: SimulateJobConfig, results: Sequence[Estimate], found: Sw
 
 
 def sweep(config: SimulateJobConfig, results: Sequence[Estimate]) -> Sweep:
-    """Spares, a tornado and budgets of regrow's own policy, or of the first."""
+    """Spares, a tornado and budgets of the policy that comes first."""
     simulate = config.simulate
-    result = next((each for each in results if each.inputs.policy.name == OWN), results[0])
+    result = results[0]
     inputs, seed, replicas = result.inputs, simulate.seed, min(simulate.replicas, 32)
     goal = goal_of(simulate, inputs.job)
     counts = simulate.spares if len(simulate.spares) > 1 else spare_counts(inputs, result)
@@ -175,8 +175,8 @@ def goal_lines(found: Sweep, result: Estimate) -> list[str]:
 
 
 def page_of(config: SimulateJobConfig, results: Sequence[Estimate], found: Sweep | None) -> Page:
-    """All of it."""
-    result = next((each for each in results if each.inputs.policy.name == OWN), results[0])
+    """All of it; what is not a comparison, of the policy that comes first."""
+    result = results[0]
     inputs, figures = result.inputs, to_json(result)
     rows, events = sample(inputs, config.simulate.seed, config.optim.global_batch_seqs * config.data.seq_len)
     history = History.of_logs(rows, events)

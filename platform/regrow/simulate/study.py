@@ -26,7 +26,18 @@ OWN = (  # what regrow itself could do better
     *("communicators_", "form_", "build_", "restore_", "first_step_", "notice_", "join_", "sdc_unnoticed_", "durable_"),
     *("lost_", "stop_", "slow_evict_"),
 )
-BEFALLS = ("rate_", "share_", "nodes_", "burst_", "away_", "respawn_", "slow_factor", "slow_lasts_", "storage_")
+BEFALLS = (
+    "rate_",
+    "share_",
+    "nodes_",
+    "burst_",
+    "lemon_",
+    "away_",
+    "respawn_",
+    "slow_factor",
+    "slow_lasts_",
+    "storage_",
+)
 
 
 @dataclass(frozen=True)

@@ -179,6 +179,7 @@ def _policy(name: str, policy: PolicyConfig, job: Job, copies: int) -> Policy:
         policy.park,
         policy.expels_corrupt,
         policy.rolling,
+        policy.retire_after,
     )
 
 
