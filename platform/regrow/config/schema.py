@@ -438,3 +438,71 @@ class PlanJobConfig(PretrainConfig):
     """Everything `jobs.plan` needs: a run, and what it is to run on."""
 
     plan: PlanConfig = field(default_factory=PlanConfig)
+
+
+@dataclass
+class FaultsConfig:
+    """How often nodes fail, and of what; a file of conf/simulate/faults."""
+
+    name: str = "none"  # shown in reports
+    per_node_day: str = "0"  # a figure: failures of a node in a day
+    mix: dict[str, float] = field(default_factory=dict)  # kind of fault: its weight among them, as a count
+    planned_per_day: str = "0"  # a figure: planned stops of the job in a day
+    single: bool = False  # closed forms instead: one process dies every simulate.mtbf_s, all policies cost the same
+
+
+@dataclass
+class PolicyConfig:
+    """What is done about a fault; a file of conf/simulate/policy."""
+
+    shrinks: bool = True  # go on with fewer nodes; false: wait for a node in the place of each
+    in_place: bool = True  # survivors keep their processes; false: all restart
+    replica_gpus: int = 0  # above 0: replica groups of so many, of which the others go on while one forms again
+    memory: bool = True  # every step is in other nodes' memory; false: what was checkpointed counts
+    automatic: bool = False  # without memory: checkpoint as often as wastes least, by Daly's formula
+    copies_lost_at: int = 2  # so many nodes at once take a snapshot and all its copies
+    park: bool = True  # run the fewest units that have as few passes: the others are spares
+    expels_corrupt: bool = False  # a host that computed wrong once does not come back
+    rolling: bool = False  # planned stops take a node at a time
+    retire_after: int = 0  # a node that failed so often is replaced for good; 0: never, as regrow has it
+    figures: dict[str, str] = field(default_factory=dict)  # of this policy, in place of simulate.figures
+
+
+@dataclass
+class SimulateConfig:
+    """What jobs.simulate plays, and how often. docs/simulating.md says what a figure is."""
+
+    days: float = 60.0  # of each run
+    replicas: int = 32  # runs of each policy
+    seed: int = 0  # draws faults; the same seed gives the same bytes
+    gpus: int | None = None  # of the job; null: cluster.max_workers
+    gpus_per_node: int | None = None  # null: plan.workers_per_node, or one where a cluster has fewer
+    unit_gpus: int | None = None  # of a unit; null: parallel.tp x parallel.cp x parallel.pp
+    num_slices: int | None = None  # of a global batch; null: optim.num_slices
+    spares: list[int] = field(default_factory=list)  # nodes that wait, one count or several to compare; none: cluster's
+    repair: float = 1.0  # nodes are away so many times as long as figures say
+    domains: bool | None = None  # regrow's copies are in other racks; null: where snapshot.domain_label is set
+    evict: float | None = None  # seconds until regrow leaves a slow node; null: by cluster.drain_slow_s; 0: never
+    sdc: float | None = None  # seconds that regrow does not see wrong results; null: by cluster.verify_every_steps
+    goal: float | None = None  # of effective; null: 0.98 up to 16,384 GPUs, 0.95 above
+    sweep: bool = True  # also try each input over its range, and fewer and more spares: for the page
+    runs: list[str] = field(default_factory=list)  # run folders whose logs give figures, in place of published ones
+    replay: str | None = None  # a run folder: play its own faults again, and compare
+    out: str | None = None  # folder of simulate.json and simulate.html; null: runs/simulate
+    mtbf_s: float = 3600.0  # simulate/faults=single: mean seconds between failures
+    restart_s: float = 300.0  # simulate/faults=single: seconds from a failure to training
+    interval_s: float = 600.0  # simulate/faults=single: seconds of training between checkpoints
+    write_s: float = 30.0  # simulate/faults=single: seconds that a checkpoint stops training for
+    faults: FaultsConfig = field(default_factory=FaultsConfig)  # which faults: simulate/faults=NAME
+    figures: dict[str, str] = field(default_factory=dict)  # numbers with their sources
+    own: dict[str, str] = field(default_factory=dict)  # figures of in_place that simulate/world sets
+    own_copies_lost_at: int | None = None  # of in_place, that simulate/world sets
+    policy: dict[str, PolicyConfig] = field(default_factory=dict)  # what is compared: simulate/policy=[NAME,...]
+
+
+@dataclass
+class SimulateJobConfig(PretrainConfig):
+    """Everything `jobs.simulate` needs: a run, what it is to run on, and what may befall it there."""
+
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    simulate: SimulateConfig = field(default_factory=SimulateConfig)

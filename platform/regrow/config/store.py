@@ -21,7 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from regrow.config.schema import DrillJobConfig, PlanJobConfig, PretrainConfig, SubmitJobConfig
+from regrow.config.schema import DrillJobConfig, PlanJobConfig, PretrainConfig, SimulateJobConfig, SubmitJobConfig
 from regrow.deadline import leaving
 from regrow.errors import ConfigError, RegrowError
 
@@ -42,6 +42,9 @@ def run_job(job: Callable[[Config], None], *, name: str, schema: type[Config] = 
     ConfigStore.instance().store(name="drill_schema", node=DrillJobConfig)
     ConfigStore.instance().store(name="submit_schema", node=SubmitJobConfig)
     ConfigStore.instance().store(name="plan_schema", node=PlanJobConfig)
+    ConfigStore.instance().store(name="simulate_schema", node=SimulateJobConfig)
+    # Hydra copies the store a hundred times for --help, schemas and all, and what it loads of it once more
+    ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
 
     composed: list[DictConfig] = []  # the job runs after hydra has returned, whose wrapping only obscures its errors
 

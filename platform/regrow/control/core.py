@@ -13,6 +13,7 @@ from typing import Any
 from regrow.config.check import topologies, world_sizes
 from regrow.config.schema import Backend, PretrainConfig
 from regrow.control import events as e
+from regrow.control.arrivals import Arrivals
 from regrow.control.cadence import Cadence
 from regrow.control.commands import Command, Delete, NoteDamaged, Outbox, Reply, TellOver
 from regrow.control.commits import IsWhole
@@ -27,6 +28,7 @@ from regrow.control.peers import FAN_OUT
 from regrow.control.phases import ROOM_S, Phase, Usual
 from regrow.control.rows import Rows
 from regrow.control.snapshots import Snapshots
+from regrow.control.sources import why_storage
 from regrow.control.states import (
     Ending,
     Finished,
@@ -199,12 +201,13 @@ class Control:
 
     def _began(self, event: e.Began, now: float) -> None:
         """Later rows of earlier generations are taken back, and so are later snapshots and checkpoints."""
+        details = {**event.details, **why_storage(event, self._config, self.group, self.snapshots)}
         self.snapshots.begin(event.generation, event.start_step, event.nodes, now)
         self.corruptions.begin(event.start_step)
         recomputed = self._rows.begin(event.generation, event.start_step)
         self._restore_s = float(event.details.get("restore_s", self._restore_s))
         fields = {"generation": event.generation, "start_step": event.start_step, "cause": self.group.cause}
-        self._out.record("generation", **fields, recomputed_steps=recomputed, **event.details)
+        self._out.record("generation", **fields, recomputed_steps=recomputed, **details)
         self.group.train(now)
 
     def _row(self, event: e.Row | e.RowsAgain, now: float) -> None:
@@ -307,6 +310,11 @@ class Control:
 def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
     """Who is told of an event, by its class."""
     group, snapshots, checkpoints = control.group, control.snapshots, control.snapshots.checkpoints
+
+    def nodes_alive(event: e.NodesAlive, now: float) -> None:
+        group.arrivals.alive(event, now)
+        snapshots.nodes_alive(event, now)
+
     return {
         e.Joined: group.join,
         e.Asked: control._asked,
@@ -333,7 +341,7 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.GroupFailed: group.restarted_by_ray,
         e.Placed: group.placed,
         e.Notice: group.nodes.notice,
-        e.NodesAlive: snapshots.nodes_alive,
+        e.NodesAlive: nodes_alive,
         e.KeeperUp: snapshots.keeper_up,
         e.NeighboursAsked: snapshots.neighbours,
         e.KeepersFound: control._keepers_found,
@@ -410,9 +418,10 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
     exclusions.quarantined_until.update(past.quarantined_until)
     exclusions.corrupt.update(past.corrupt)
     exclusions.asked.update(past.drained)
+    nodes = NodeFailures(exclusions, membership, out)
     return Group(
         membership,
-        NodeFailures(exclusions, membership, out),
+        nodes,
         Health(
             Stalls(cluster.silence_s, config.train.collective_timeout_s, cluster.stuck_s),
             out,
@@ -428,5 +437,6 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
         too_few=TooFew(min(sizes), cluster.wait_for_workers_s, out),
         cause=Cause.resume if past.generation else Cause.start,
         first_steps=FirstSteps(config.train.collective_timeout_s, past.failed_groups),
+        arrivals=Arrivals(membership, nodes, out),
         told_spares=past.spares,
     )

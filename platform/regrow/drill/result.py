@@ -18,10 +18,12 @@ from regrow.record.history import History
 from regrow.record.ledger import Ledger
 from regrow.record.log import METRICS, Tail
 from regrow.record.run_folder import checkpoints_of
+from regrow.record.work import RATIOS
 from regrow.show.console import Console
 from regrow.show.page import drill_page
 from regrow.show.report import write_report
 from regrow.show.timeline import Mark, draw_timeline
+from regrow.show.units import or_dash, percent
 from regrow.state.disk import catalog as tools
 from regrow.storage import Storage
 
@@ -97,6 +99,7 @@ def conclude(config: DrillJobConfig, folder: Path, evidence: Evidence) -> bool:
     content = {
         "plan": config.drill.name,
         "holds": good,
+        "ratios": {name: evidence.report.get(name) for name in RATIOS},
         "verdicts": [asdict(each) for each in verdicts],
         "faults": [asdict(each) for each in effects],
     }
@@ -110,6 +113,7 @@ def conclude(config: DrillJobConfig, folder: Path, evidence: Evidence) -> bool:
     (folder / "timeline.svg").write_text(picture)
     (folder / "drill.html").write_text(drill_page(config.run.name, content, evidence.report, picture))
     _show(verdicts, good)
+    print(", ".join(f"{name} {or_dash(evidence.report.get(name), percent)}" for name in RATIOS))
     print(f"{folder}/drill.html, timeline.svg, verdict.json, drill.jsonl")
     return good
 

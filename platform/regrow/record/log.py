@@ -15,7 +15,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -93,17 +93,7 @@ class RunLog:
             if not taken_back:
                 self._taken_back = None
                 return Rollback(generation=generation, steps=0)
-            first, last = taken_back[0], taken_back[-1]
-            rollback = Rollback(
-                generation=generation,
-                from_step=last["step"],
-                to_step=start_step,
-                steps=len(taken_back),
-                seconds=math.fsum(row["step_s"] or 0.0 for row in taken_back),
-                first_time=first["time"] - (first["step_s"] or 0.0),
-                first_step_end=first["time"],
-                last_time=last["time"],
-            )
+            rollback = rollback_of(taken_back, generation, start_step)
             self.event(rollback)
             self._taken_back = None
             return rollback
@@ -177,6 +167,21 @@ class RunLog:
                 break
         if path.exists() and keep < path.stat().st_size:
             os.truncate(path, keep)  # at the end of a line: whole at whatever instant we die
+
+
+def rollback_of(taken_back: Sequence[Row], generation: int, start_step: int) -> Rollback:
+    """The event of rows, at least one, that a generation takes back."""
+    first, last = taken_back[0], taken_back[-1]
+    return Rollback(
+        generation=generation,
+        from_step=last["step"],
+        to_step=start_step,
+        steps=len(taken_back),
+        seconds=math.fsum(row["step_s"] or 0.0 for row in taken_back),
+        first_time=first["time"] - (first["step_s"] or 0.0),
+        first_step_end=first["time"],
+        last_time=last["time"],
+    )
 
 
 class _Appender:

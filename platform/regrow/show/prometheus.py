@@ -40,6 +40,7 @@ from regrow.record.events import (
 from regrow.record.history import History
 from regrow.record.ledger import STATES
 from regrow.record.log import is_number
+from regrow.record.work import RATIOS
 
 PUBLISH_S = 1.0  # Ray collects every ten seconds, and never more often than this
 RUN = "run"  # label of every figure
@@ -100,6 +101,8 @@ FAMILIES = {
         Family("regrow_incidents_total", "events worth a look, by kind", "kind", INCIDENTS),
         Family("regrow_state_seconds_total", "time of this job by state; all states add up to it", "state", STATES),
         Family("regrow_goodput_ratio", "productive time over time since the run's first submission"),
+        Family("regrow_effective_ratio", "useful seconds of the undisturbed full-size job over the same time"),
+        Family("regrow_paid_ratio", "the same, spares counted as lost"),
         Family("regrow_capacity_goodput_ratio", "the same, idle passes and absent ranks counted as lost"),
         # which rank the others wait for: all ranks, of many the slowest
         Family("regrow_rank_compute_seconds", "a step's mean time on computing, by rank", "rank"),
@@ -234,8 +237,8 @@ class Figures:
 
     def reported(self, report: Mapping[str, Any]) -> None:
         """The driver has written a report, which knows the whole run."""
-        self._set("regrow_goodput_ratio", report["goodput"])
-        self._set("regrow_capacity_goodput_ratio", report["capacity_goodput"])
+        for name in RATIOS:
+            self._set(f"regrow_{name}_ratio", report[name])
 
     def tick(self, now: float) -> None:
         """Bring up to date what depends on the time."""

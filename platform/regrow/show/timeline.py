@@ -104,9 +104,20 @@ def marks_of(history: History) -> list[Mark]:
 
 
 def draw_timeline(
-    ledger: Ledger, rows: Sequence[Row], marks: Sequence[Mark], *, title: str, noun: str = "interruption"
+    ledger: Ledger,
+    rows: Sequence[Row],
+    marks: Sequence[Mark],
+    *,
+    title: str,
+    noun: str = "interruption",
+    middle: tuple[str, str] = ("loss", "loss"),
 ) -> str:
-    """The picture as SVG text, readable on light and dark. `rows` are those that count; `noun` is what a mark is."""
+    """The picture as SVG text, readable on light and dark. `rows` are those that count; `noun` is what a mark is.
+
+    `middle` is the panel in the middle: its name, and the key of rows that it draws.
+    """
+    name, key = middle
+    named = (PANELS[0], (name, PANELS[1][1]), PANELS[2])
     seconds = max(ledger.end - ledger.begin, 1e-3)
     labels = _lanes(marks, ledger, seconds)
     num_lanes = 1 + max((lane for lane in labels if lane is not None), default=-1)
@@ -115,7 +126,7 @@ def draw_timeline(
     bottom = tops[-1] - GAP
     panels = [
         _Panel(top, height, *limits)
-        for top, (_, height), limits in zip(tops, PANELS, _limits(rows, ledger), strict=False)
+        for top, (_, height), limits in zip(tops, PANELS, _limits(rows, ledger, key), strict=False)
     ]
 
     def x(time: float) -> float:
@@ -127,10 +138,10 @@ def draw_timeline(
         f'<text x="{LEFT}" y="42">{escape(_summary(ledger, rows, marks, noun))}</text>',
     ]
     body += [_standstill(mark, x, band_top, bottom) for mark in marks if mark.back is not None and not mark.grows]
-    body += [_rules(panel, name) for panel, (name, _) in zip(panels, PANELS, strict=True)]
+    body += [_rules(panel, name) for panel, (name, _) in zip(panels, named, strict=True)]
     body += [_band(begin, end, state, x, band_top) for begin, end, state in columns(ledger, COLUMNS)]
     body += _ranks(ledger, panels[0], x)
-    body.append(panels[1].clipped(_curves(rows, "loss", panels[1], x)))
+    body.append(panels[1].clipped(_curves(rows, key, panels[1], x)))
     body.append(panels[2].clipped(_curves(rows, "tokens_per_s", panels[2], x)))
     body += _strips(rows, panels[1].top, bottom, x)
     body += _dots(rows, panels[1], x)
@@ -143,10 +154,10 @@ def draw_timeline(
     )
 
 
-def _limits(rows: Sequence[Row], ledger: Ledger) -> list[tuple[float, float]]:
+def _limits(rows: Sequence[Row], ledger: Ledger, key: str) -> list[tuple[float, float]]:
     """The lowest and the highest value of each panel."""
     most = max([attempt.world_size or 0 for attempt in ledger.attempts], default=0)
-    losses = [row["loss"] for row in rows if is_number(row.get("loss"))]
+    losses = [row[key] for row in rows if is_number(row.get(key))]
     losses = losses[int(STEEP_SHARE * len(losses)) if len(losses) > MAX_POINTS else 0 :] or [0.0, 1.0]
     losses += [row["validation_loss"] for row in rows if is_number(row.get("validation_loss"))]
     speeds = sorted(row["tokens_per_s"] for row in rows if is_number(row.get("tokens_per_s"))) or [1.0]
@@ -219,7 +230,7 @@ def _ranks(ledger: Ledger, panel: _Panel, x: Scale) -> list[str]:
             f'<polygon class="fill" points="{outline}"><title>{attempt.world_size} ranks</title></polygon>'
             f'<polyline class="curve" points="{outline}"/>'
         )
-        if end - begin > 14:
+        if end - begin > max(14.0, CHARACTER * len(str(attempt.world_size)) + 8):
             parts.append(f'<text class="label" x="{begin + 5:.1f}" y="{top + 15:.1f}">{attempt.world_size}</text>')
     return parts
 
@@ -286,8 +297,8 @@ def _steps_title(rows: Sequence[Row]) -> str:
 
 def _rules(panel: _Panel, name: str) -> str:
     parts = [f'<text x="{LEFT}" y="{panel.top - 6:.1f}" class="label">{name}</text>']
-    whole = name == "ranks"
-    for value, label in number_ticks(panel.low, panel.high, 4 if whole else 3, whole, si_from=1000.0):
+    whole, si_from = name == "ranks", 1000.0 if panel.low < 0.5 * panel.high else math.inf  # or labels would be alike
+    for value, label in number_ticks(panel.low, panel.high, 4 if whole else 3, whole, si_from=si_from):
         y = panel.y(value)
         parts.append(f'<line class="rule" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(label)}</text>')

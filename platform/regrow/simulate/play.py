@@ -1,0 +1,439 @@
+"""A run in virtual time around regrow's own Control: its membership, topologies, commits and copies decide.
+
+Faults come when they are given, each with its own delays; steps, groups and snapshots follow. What comes out are the
+rows and events of a run, which `record.ledger` and a report account like any other's. Messages take no time: what they
+take in a run is within the figures. Pure, but for the seed.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from regrow.config.check import topologies
+from regrow.config.schema import PretrainConfig
+from regrow.control import commands as c
+from regrow.control import events as e
+from regrow.control.core import Control
+from regrow.control.membership import Member
+from regrow.control.states import Training
+from regrow.control.values import SnapshotAck, Version
+from regrow.record.events import Cause, Event, Row, Stopped, Submitted, from_row
+from regrow.record.log import METRIC_KEYS, rollback_of
+from regrow.simulate.estimate import CAUSE_OF
+from regrow.simulate.faults import Fault
+from regrow.simulate.inputs import TAKES_NODE, Inputs
+
+BEGIN = 1_700_000_000.0  # unix time of the run's beginning
+REPORT_S = 60.0  # between reports of snapshots, where nothing happens
+LOOK_AGAIN_S = 1.0  # whether a group can be formed, where it could not
+DEADLINE_S = 30.0  # from the notice that a node is taken away to its end
+
+
+@dataclass
+class Log:
+    """What RunLog would have written: rows that count, and events in order."""
+
+    rows: list[Row] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    def begin(self, generation: int, start_step: int, now: float) -> list[Row]:
+        """Take back the rows past a step."""
+        taken = [row for row in self.rows if row["step"] > start_step]
+        if taken:
+            del self.rows[-len(taken) :]
+            self.event(replace(rollback_of(taken, generation, start_step), time=now))
+        return taken
+
+    def event(self, event: Event) -> None:
+        self.events.append(event)
+
+
+@dataclass(frozen=True)
+class Played:
+    """A run that was played. `lost_s` are seconds from a group's last step to the next one's beginning, and steps done
+    again, by the ledger's causes.
+    """
+
+    log: Log
+    wall_s: float
+    steps: int
+    full_step_s: float
+    productive_s: float
+    lost_s: dict[str, float]
+    generations: int
+    ended: str = ""  # why, before its time
+
+    @property
+    def end(self) -> float:
+        """Unix time, as its log has it."""
+        return BEGIN + self.wall_s
+
+    @property
+    def effective(self) -> float:
+        return self.steps * self.full_step_s / self.wall_s
+
+    @property
+    def goodput(self) -> float:
+        return self.productive_s / self.wall_s
+
+
+@dataclass
+class _Node:
+    name: str
+    domain: int  # number of its rack
+    members: list[Member]
+    is_up: bool = True
+
+
+@dataclass
+class _Run:
+    """A group, from where it forms to where it is over."""
+
+    generation: int
+    members: tuple[Member, ...]
+    step: int = 0
+    step_s: float = 0.0
+    began: bool = False
+    over: bool = False
+    life: float = 0.0  # its newest step, or where it began
+
+
+def play(inputs: Inputs, config: PretrainConfig, faults: Sequence[Fault], *, wall_s: float) -> Played:
+    """Play a run of `config` for so long, with these faults. Its size is that of `inputs.job`."""
+    return Player(inputs, config, wall_s).play(faults)
+
+
+class Player:
+    """The world around a Control: nodes, their workers and keepers, all of them as simple as can be."""
+
+    def __init__(self, inputs: Inputs, config: PretrainConfig, wall_s: float) -> None:
+        self.inputs, self.config, self.now, self.end = inputs, config, BEGIN, BEGIN + wall_s
+        self.costs = {size: topology.step_cost for size, topology in topologies(config).items()}
+        self.log = Log()
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.numbers = itertools.count(1)
+        self.control = Control(config, is_whole=lambda version, held: True, now=self.now)
+        self.nodes: dict[str, _Node] = {}
+        self.peers: dict[str, tuple[str, ...]] = {}
+        self.run: _Run | None = None
+        self.unsealed: list[tuple[float, Version]] = []  # snapshots that were not reported, and when they are safe
+        self.sealed_at = self.now
+        self.form_vary, self.wrong_s = 1.0, 0.0  # of the newest fault
+        self.dead: set[str] = set()  # members that no event has told of yet
+        self.productive, self.lost, self.undone_s = 0.0, dict[str, float](), 0.0
+        self.last_life, self.given_up = self.now, ""
+        self.asks_at = 0.0
+        job = inputs.job
+        self.total = job.nodes + job.spares
+        for number in range(self.total):
+            self._add_node(number // int(inputs["nodes_rack"]))
+
+    def play(self, faults: Sequence[Fault]) -> Played:
+        self.log.event(Submitted(time=self.now, min_workers=self.config.cluster.min_workers))
+        for node in self.nodes.values():
+            self._join(node.members)
+        self._ask()
+        for fault in faults:
+            self._at(BEGIN + fault.at, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+        while self.queue and not self.given_up:
+            at, _, what = heapq.heappop(self.queue)
+            if at > self.end:
+                break
+            self.now = max(self.now, at)
+            what()
+        self.now = self.end
+        trains = self.run is not None and self.run.began and not self.run.over
+        if trains:
+            self.log.event(Stopped(time=self.end, step=self.log.rows[-1]["step"] if self.log.rows else 0))
+        else:
+            self._lose(str(Cause.unfinished), self.end - self.last_life)
+        steps = self.log.rows[-1]["step"] if self.log.rows else 0
+        full_s, wall_s = self.inputs["step_s"], self.end - BEGIN
+        return Played(
+            self.log, wall_s, steps, full_s, self.productive, self.lost, self.control.generation, self.given_up
+        )
+
+    # time and control
+
+    def _at(self, time: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self.queue, (time, next(self.numbers), what))
+
+    def _tell(self, event: e.Event) -> Any:
+        """An event to control; what it replies. What it wants is done at once."""
+        reply = None
+        for command in self.control.on(event, self.now):
+            if isinstance(command, c.Reply):
+                reply = command.value
+            else:
+                _carry_out(self, command)
+        return reply
+
+    # nodes and workers
+
+    def _add_node(self, domain: int) -> _Node:
+        name = f"node{next(self.numbers)}"
+        members = [self._member(name, gpu) for gpu in range(self.inputs.job.gpus_per_node)]
+        node = self.nodes[name] = _Node(name, domain, members)
+        return node
+
+    def _member(self, node: str, gpu: int) -> Member:
+        pid = next(self.numbers)
+        return Member(f"w{pid}", node, node, 1, pid, 1, gpu=gpu)
+
+    def _join(self, members: Sequence[Member]) -> None:
+        for node in dict.fromkeys(member.node for member in members):
+            self._tell(e.KeeperUp(node, f"rack{self.nodes[node].domain}", (node, 1)))
+        for member in members:
+            self._tell(e.Joined(member, self.inputs.job.gpus))
+
+    def _ask(self) -> None:
+        """Have a group formed, if it can be; look again where it cannot yet."""
+        waiting = self.control.group.membership.waiting
+        self.now += 1e-3  # control looks at one instant once
+        if not waiting or isinstance(self.control.state, Training):
+            return
+        self._tell(e.Asked(next(iter(waiting)), self.control.generation))
+        if self.run is None or self.run.over:
+            for command in self.control.tick(self.now):
+                _carry_out(self, command)
+            if self.asks_at <= self.now:
+                self.asks_at = self.now + LOOK_AGAIN_S
+                self._at(self.asks_at, self._ask)
+
+    # a group
+
+    def _forming_s(self) -> float:
+        if self.control.generation <= 1:
+            return 0.0  # a simulation begins with a group that trains
+        inputs, gpus = self.inputs, self.inputs.job.gpus
+        if self.control.group.cause == Cause.grow:
+            return (inputs["join_s"] + inputs.communicators_s(gpus)) * self.form_vary
+        return inputs.form_s(gpus) * self.form_vary
+
+    def _begin(self, run: _Run, took_s: float) -> None:
+        if run is not self.run or run.over:
+            return
+        if any(member.id in self.dead for member in run.members):
+            run.over = True  # until it is told
+            return
+        start_step, source = _state(self)
+        size = len(run.members)
+        nodes = tuple(dict.fromkeys(member.node for member in run.members))
+        restore_s = min(took_s, self.inputs["restore_s"])
+        cause = self.control.group.cause
+        self.undone_s = 0.0
+        details = {
+            "world_size": size,
+            "source": source,
+            "init_s": took_s - restore_s,
+            "restore_s": restore_s,
+            "workers": [{"node": member.node} for member in run.members],
+        }
+        self._tell(e.NodesAlive(frozenset(node.name for node in self.nodes.values() if node.is_up)))
+        self._tell(e.Began(run.generation, start_step, nodes, details))
+        self._lose(cause, self.now - self.last_life + self.undone_s)
+        self.productive -= self.undone_s
+        run.began, run.step, run.life = True, start_step, self.now
+        full = (
+            self.costs[max(self.costs)] if self.inputs.job.gpus not in self.costs else self.costs[self.inputs.job.gpus]
+        )
+        run.step_s = self.inputs["step_s"] * self.costs[size] / full
+        self.last_life, self.wrong_s = self.now, 0.0
+        if source != "seed":  # what was restored is copied to the group's own peers
+            self.unsealed = [(self.now, Version(run.generation, start_step))]
+        self._at(self.now + run.step_s, lambda: self._step(run))
+
+    def _step(self, run: _Run) -> None:
+        if run is not self.run or run.over:
+            return
+        if self.now - self.sealed_at > REPORT_S:
+            self._seal()
+        run.step += 1
+        run.life = self.last_life = self.now
+        self.productive += run.step_s
+        reason = self._tell(e.Row(run.generation, _row(run))).leave
+        for command in self.control.tick(self.now):
+            _carry_out(self, command)
+        if run.over:
+            return
+        lag = self.inputs["lost_committed_share"] * run.step_s
+        self.unsealed = [*self.unsealed[-1:], (self.now + lag, Version(run.generation, run.step))]
+        if reason in (Cause.grow, Cause.drain):
+            self._seal(at_once=True)
+            self.form_vary = 1.0
+            self._tell(e.Leaving(run.generation, run.step, reason))
+            self._come_again(run)
+            return
+        self._at(self.now + run.step_s, lambda: self._step(run))
+
+    def _seal(self, *, at_once: bool = False) -> None:
+        """Report the newest snapshots that are safe by now. Of one after another the last is all that counts."""
+        safe = [version for at, version in self.unsealed if at_once or at <= self.now]
+        if safe:
+            self.unsealed = self.unsealed[len(safe) :]
+            self.sealed_at = self.now
+            self._tell(e.Sealed([SnapshotAck(node, safe[-1], peers) for node, peers in self.peers.items()]))
+
+    def _come_again(self, run: _Run) -> None:
+        """Those of a group that live are ready for the next."""
+        run.over = True
+        alive = {member.id for node in self.nodes.values() if node.is_up for member in node.members}
+        self._join([member for member in run.members if member.id in alive - self.dead])
+        self._ask()
+
+    # faults
+
+    def _strike(self, fault: Fault) -> None:
+        nodes, first = _in_order(self), int(fault.where * self.total)
+        if first >= len(nodes):
+            return
+        victims = [nodes[first], *_mates(self, nodes[first], nodes, fault.nodes)]
+        if fault.kind == "drain":
+            deadlines = {node.name: self.now + DEADLINE_S for node in victims}
+            self._tell(e.Notice(deadlines))
+            gone = replace(fault, kind="host", at=0.0, notice_s=0.0)
+            self._at(self.now + DEADLINE_S, lambda: self._take(gone, [node for node in victims if node.is_up]))
+            return
+        self._take(fault, victims)
+
+    def _take(self, fault: Fault, victims: list[_Node]) -> None:
+        self._seal()
+        takes_node = fault.kind in TAKES_NODE
+        gone = [member for node in victims for member in (node.members if takes_node else node.members[:1])]
+        for node in victims if takes_node else ():
+            node.is_up = False
+        self.dead |= {member.id for member in gone}
+        run = self.run
+        hit = run is not None and not run.over and any(member in run.members for member in gone)
+        if hit and run is not None:
+            run.over = True
+            self.unsealed.clear()
+        self._at(self.now + fault.notice_s, lambda: self._told(fault, victims, gone, run if hit else None))
+
+    def _told(self, fault: Fault, victims: list[_Node], gone: list[Member], run: _Run | None) -> None:
+        self.dead -= {member.id for member in gone}
+        if run is not None and run is self.run:
+            self.form_vary = fault.vary
+        if fault.kind == "sdc" and run is not None:
+            self.wrong_s = max(self.wrong_s, fault.unnoticed_s)
+        cause, detail = CAUSE_OF[fault.kind], f"{fault.kind} of node {victims[0].name}"
+        if not all(node.is_up for node in victims):
+            self._tell(e.NodesAlive(frozenset(node.name for node in self.nodes.values() if node.is_up)))
+        self._died([(member.node, member.pid) for member in gone], cause, detail)
+        for node in victims:
+            domain = node.domain
+            self._at(self.now + fault.away_s, lambda node=node, domain=domain: self._back(node, domain))  # type: ignore[misc]
+        if run is not None and self.run is run:
+            self._come_again(run)
+        elif self.run is not None and self.run.over:
+            self._come_again(self.run)
+
+    def _died(self, processes: Sequence[tuple[str, int]], cause: Cause, detail: str) -> None:
+        gone = set(processes)
+        for node in self.nodes.values():
+            if node.is_up:
+                node.members = [member for member in node.members if (member.node, member.pid) not in gone]
+        left = sum(len(node.members) for node in self.nodes.values() if node.is_up)
+        self._tell(e.Died(tuple(processes), left, str(cause), detail))
+
+    def _back(self, node: _Node, domain: int) -> None:
+        """A node that was away comes as another one; a process on a sound one is started again."""
+        if not node.is_up:
+            self.nodes.pop(node.name, None)
+            node = self._add_node(domain)
+            new = node.members
+        else:
+            missing = self.inputs.job.gpus_per_node - len(node.members)
+            new = [self._member(node.name, gpu) for gpu in range(missing)]
+            node.members += new
+        self._join(new)
+        if self.run is None or self.run.over:
+            self._ask()
+
+    def _lose(self, cause: str, seconds: float) -> None:
+        if seconds > 0:
+            self.lost[str(cause)] = self.lost.get(str(cause), 0.0) + seconds
+
+
+def _carry_out(player: Player, command: c.Command) -> None:
+    """What control wants done."""
+    match command:
+        case c.Form():
+            player.run = _Run(command.generation, command.members)
+            delay = player._forming_s()
+            player._at(player.now + delay, lambda run=player.run: player._begin(run, delay))  # type: ignore[misc]
+        case c.Record():
+            player.log.event(from_row({"time": player.now, "event": command.event, **command.fields}))
+        case c.BeginRows():
+            taken = player.log.begin(command.generation, command.start_step, player.now)
+            player.undone_s = sum(row["step_s"] for row in taken)
+        case c.LogRow():
+            player.log.rows.append({**command.row, "time": player.now})
+        case c.SendPlaces():
+            player.peers = {node: tuple(peer.node for peer in place.peers) for node, place in command.places.items()}
+        case c.GiveUp():
+            player.given_up = command.message
+        case c.Kill():
+            player._at(player.now, lambda: player._died([(command.node, command.pid)], Cause.worker_hung, "ended"))
+        case c.Write():
+            player._at(player.now + 1.0, lambda: player._tell(e.Written(command.upload, command.origin)))
+        case c.PublishIndex():
+            player._at(player.now, lambda: player._tell(e.IndexWritten(command.upload)))
+        case c.PublishCommit():
+            step = command.version.step
+            player._at(player.now, lambda: player._tell(e.CheckpointCommitted(command.upload, step, 1)))
+        case c.Ask() if command.question is c.Question.HEARTBEATS:
+            pass  # a fault is told of when its figure says so
+
+
+def _in_order(player: Player) -> list[_Node]:
+    """The nodes of the group, then those that wait."""
+    group = dict.fromkeys(member.node for member in player.run.members) if player.run is not None else {}
+    whole = [node for node in player.nodes.values() if _is_whole(player, node)]
+    return [node for node in whole if node.name in group] + [node for node in whole if node.name not in group]
+
+
+def _is_whole(player: Player, node: _Node) -> bool:
+    alive = sum(member.id not in player.dead for member in node.members)
+    return node.is_up and alive == player.inputs.job.gpus_per_node
+
+
+def _mates(player: Player, node: _Node, nodes: Sequence[_Node], count: int) -> list[_Node]:
+    """Those that go with it where so many do: of its rack, and of the racks behind it."""
+    racks = -(-int(count) // int(player.inputs["nodes_rack"]))
+    near = [each for each in nodes if 0 <= each.domain - node.domain < racks and each is not node]
+    return sorted(near, key=lambda each: each.domain)[: int(count) - 1]
+
+
+def _state(player: Player) -> tuple[int, str]:
+    """From which step a group goes on, and where that is from."""
+    newest = player.control.snapshots.commits.newest
+    step, source = (newest.version.step, "snapshot") if newest is not None else (0, "seed")
+    done = player.log.rows[-1]["step"] if player.log.rows else 0
+    if newest is not None:
+        up = {name for name, node in player.nodes.items() if node.is_up}
+        if any(up.isdisjoint((node, *peers)) for node, peers in newest.peers.items()):
+            step, source = min(step, done - _newest(player.log.rows, player.inputs["durable_back_s"])), "checkpoint"
+    if player.wrong_s > 0:
+        step, source = min(step, done - _newest(player.log.rows, player.wrong_s)), "checkpoint"
+    return max(0, step), source
+
+
+def _newest(rows: Sequence[Row], seconds: float) -> int:
+    """The newest ones that took so long together."""
+    taken = np.cumsum([row["step_s"] for row in reversed(rows)])
+    return int(np.searchsorted(taken, seconds))
+
+
+def _row(run: _Run) -> Row:
+    """Of its newest step."""
+    row: Row = dict.fromkeys(METRIC_KEYS, 0.0) | {
+        **{"step": run.step, "generation": run.generation, "step_s": run.step_s, "world_size": len(run.members)},
+        **{"tokens_seen": run.step, "loss": None, "grad_norm": None, "mfu": None, "batch_digest": 0},
+    }
+    row["tokens_per_s"] = 1.0 / run.step_s
+    return row

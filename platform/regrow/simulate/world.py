@@ -1,0 +1,201 @@
+"""What a configuration comes to for the engines: the job's size, each policy, every figure with its source. Pure."""
+
+import contextlib
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from regrow.config.schema import PolicyConfig, SimulateConfig, SimulateJobConfig
+from regrow.config.spares import num_beyond
+from regrow.errors import ConfigError, RegrowError
+from regrow.forecast.estimate import forecast, gpu_of, network_of
+from regrow.forecast.settle import settled
+from regrow.simulate.inputs import KINDS, Figure, Inputs, Job, Origin, Policy, parse_figure
+
+OWN = "in_place"  # the policy that is regrow's
+SUSPECT_S = 30.0  # until a slow node is named, before cluster.drain_slow_s counts: assumed
+GOALS = ((16384, 0.98), (1 << 62, 0.95))  # of effective, up to so many GPUs
+STEP_S = 5.0  # where there is no forecast
+DAY = 86400.0
+SINGLE_EVENTS = 200_000  # failures of all runs together, of closed forms
+
+
+def inputs_of(config: SimulateJobConfig) -> list[Inputs]:
+    """One for each policy that is compared, in their order. Raises ConfigError for what cannot be, with the fix."""
+    simulate = config.simulate
+    _check(simulate)
+    job = job_of(config)
+    if not simulate.policy:
+        raise ConfigError("simulate.policy is empty; choose some, as simulate/policy=[in_place,restart]")
+    base = _figures(simulate.figures, "simulate.figures") | _faults(simulate) | {"step_s": _step(config)}
+    found = []
+    for name, policy in simulate.policy.items():
+        figures = base | _figures(policy.figures, f"simulate.policy.{name}.figures")
+        copies = policy.copies_lost_at
+        if name == OWN:
+            figures |= _of_settings(config, figures)
+            copies = config.snapshot.copies + 1
+            if simulate.domains if simulate.domains is not None else config.snapshot.domain_label is not None:
+                copies = max(copies, int(figures["nodes_pod"].value))
+            figures |= _figures(simulate.own, "simulate.own")
+            copies = simulate.own_copies_lost_at or copies
+            figures |= _asked(simulate, figures)
+        made = _policy(name, policy, job, copies)
+        if name == OWN and config.cluster.verify_every_steps > 0 and not simulate.own:
+            made = replace(made, expels_corrupt=True)
+        for each in ("away_short_s", "away_long_s"):
+            figures[each] = figures[each].with_value(figures[each].value * simulate.repair)
+        inputs = Inputs(job, made, figures, simulate.days)
+        found.append(_single(inputs, simulate) if simulate.faults.single else inputs)
+    return found
+
+
+def job_of(config: SimulateJobConfig, spares: int | None = None) -> Job:
+    """The job's size. Raises ConfigError for units that do not divide it, and spares that there cannot be."""
+    simulate, cluster, parallel = config.simulate, config.cluster, config.parallel
+    gpus = simulate.gpus or cluster.max_workers
+    per_node = simulate.gpus_per_node or min(config.plan.workers_per_node, gpus)
+    unit = simulate.unit_gpus or parallel.tp * parallel.cp * max(1, parallel.pp)
+    slices = simulate.num_slices or (gpus // unit if simulate.faults.single else config.optim.num_slices)
+    if gpus < 1 or per_node < 1 or unit < 1:
+        raise ConfigError(
+            f"simulate.gpus={gpus}, simulate.gpus_per_node={per_node}, simulate.unit_gpus={unit}: at least 1"
+        )
+    if gpus % per_node:
+        raise ConfigError(f"{gpus} GPUs are not whole nodes of {per_node}; set simulate.gpus_per_node to a divisor")
+    if gpus % unit:
+        raise ConfigError(f"{gpus} GPUs are not whole units of {unit}; set simulate.gpus={max(1, gpus // unit) * unit}")
+    if slices < gpus // unit:
+        raise ConfigError(f"{slices} slices for {gpus // unit} units; set simulate.num_slices={gpus // unit} or more")
+    if spares is None:
+        spares = simulate.spares[0] if simulate.spares else num_beyond(cluster) // per_node
+    if not 0 <= spares <= gpus // per_node:
+        nodes = gpus // per_node
+        raise ConfigError(f"simulate.spares={spares}: 0 to {nodes}, the job's nodes")
+    least = cluster.min_workers / gpus if simulate.gpus is None and cluster.min_workers > 1 else 0.5
+    return Job(gpus, unit, slices, per_node, least, spares=spares, name=f"{config.model.name} on {gpus:,} GPUs")
+
+
+def replicas_of(simulate: SimulateConfig) -> int:
+    """How many runs are played; more for closed forms, which are exact."""
+    if not simulate.faults.single:
+        return simulate.replicas
+    return max(simulate.replicas, math.ceil(SINGLE_EVENTS * simulate.mtbf_s / (simulate.days * DAY)))
+
+
+def goal_of(simulate: SimulateConfig, job: Job) -> float:
+    return simulate.goal if simulate.goal is not None else next(goal for most, goal in GOALS if job.gpus <= most)
+
+
+def _check(simulate: SimulateConfig) -> None:
+    for name, value, holds, what in (
+        ("days", simulate.days, simulate.days > 0, "positive"),
+        ("replicas", simulate.replicas, simulate.replicas >= 1, "at least 1"),
+        ("repair", simulate.repair, simulate.repair > 0, "positive"),
+        ("evict", simulate.evict, simulate.evict is None or simulate.evict >= 0, "positive, or 0 for never"),
+        ("sdc", simulate.sdc, simulate.sdc is None or simulate.sdc >= 0, "at least 0"),
+        ("goal", simulate.goal, simulate.goal is None or 0 < simulate.goal < 1, "between 0 and 1, as 0.98"),
+        ("mtbf_s", simulate.mtbf_s, simulate.mtbf_s > 0, "positive"),
+        ("restart_s", simulate.restart_s, simulate.restart_s >= 0, "at least 0"),
+        ("interval_s", simulate.interval_s, simulate.interval_s > 0, "positive"),
+        ("write_s", simulate.write_s, simulate.write_s >= 0, "at least 0"),
+    ):
+        if not holds:
+            raise ConfigError(f"simulate.{name}={value} must be {what}")
+
+
+def _figures(given: Mapping[str, str], where: str) -> dict[str, Figure]:
+    return {name: parse_figure(text, f"{where}.{name}") for name, text in given.items()}
+
+
+def _faults(simulate: SimulateConfig) -> dict[str, Figure]:
+    """The rate of each kind: a share of all, known as well as its own events are many."""
+    faults = simulate.faults
+    total = parse_figure(faults.per_node_day, "simulate.faults.per_node_day")
+    if total.value < 0:
+        raise ConfigError(f"simulate.faults.per_node_day={faults.per_node_day!r} must not be negative")
+    for kind, weight in faults.mix.items():
+        if kind not in KINDS or weight < 0:
+            raise ConfigError(f"simulate.faults.mix.{kind}={weight}: kinds are {', '.join(KINDS)}, weights at least 0")
+    weights = sum(faults.mix.values())
+    if total.value > 0 and not weights:
+        raise ConfigError("simulate.faults.mix is empty; give weights, as {gpu: 1}")
+    found = {}
+    for kind in KINDS:
+        share = faults.mix.get(kind, 0.0) / weights if weights else 0.0
+        low, high = (None if each is None else each * share for each in (total.low, total.high))
+        n = max(1, round(total.n * share)) if total.n and share else 0
+        found[f"rate_{kind}"] = replace(total, value=total.value * share, n=n, low=low, high=high)
+    return found | {"rate_planned": parse_figure(faults.planned_per_day, "simulate.faults.planned_per_day")}
+
+
+def _step(config: SimulateJobConfig) -> Figure:
+    """A step at full size, by forecast where the cluster's name says what its GPUs are."""
+    if config.cluster.gpus_per_worker:
+        with contextlib.suppress(RegrowError):
+            made, _ = settled(config)
+            device, network = gpu_of(made, config.plan), network_of(made, config.plan)
+            seconds = forecast(made, made.cluster.max_workers, device, network).time.step_s
+            return Figure(seconds, Origin.assumed, "jobs.plan's forecast", low=seconds / 2, high=seconds * 2)
+    return Figure(STEP_S, Origin.assumed, "no forecast for this cluster", low=1.0, high=20.0)
+
+
+def _of_settings(config: SimulateJobConfig, figures: Mapping[str, Figure]) -> dict[str, Figure]:
+    """What the run's own settings decide of regrow's figures."""
+    cluster, found = config.cluster, {}
+    hang = min(cluster.stuck_s or config.train.collective_timeout_s, config.train.collective_timeout_s)
+    found["notice_hang_s"] = replace(figures["notice_hang_s"], value=hang)
+    if cluster.drain_slow_s > 0:
+        source = f"cluster.drain_slow_s, and {SUSPECT_S:.0f} s until a slow node is named"
+        found["slow_evict_s"] = Figure(cluster.drain_slow_s + SUSPECT_S, Origin.assumed, source, low=30.0, high=600.0)
+    if cluster.verify_every_steps > 0:
+        seconds = cluster.verify_every_steps * figures["step_s"].value
+        found["sdc_unnoticed_s"] = Figure(seconds, Origin.assumed, "cluster.verify_every_steps x step_s")
+    return found
+
+
+def _asked(simulate: SimulateConfig, figures: Mapping[str, Figure]) -> dict[str, Figure]:
+    """What simulate.evict and simulate.sdc say."""
+    found = {}
+    if simulate.evict is not None:
+        found["slow_evict_s"] = Figure(simulate.evict or float("inf"), Origin.assumed, "simulate.evict")
+    if simulate.sdc is not None:
+        found["sdc_unnoticed_s"] = Figure(simulate.sdc, Origin.assumed, "simulate.sdc")
+    return found
+
+
+def _policy(name: str, policy: PolicyConfig, job: Job, copies: int) -> Policy:
+    replicas = max(2, job.gpus // policy.replica_gpus) if policy.replica_gpus else 1
+    if replicas > 1 and job.nodes < replicas:
+        replicas = 1
+    return Policy(
+        name,
+        policy.shrinks,
+        policy.in_place,
+        replicas,
+        policy.memory,
+        policy.automatic,
+        copies,
+        policy.park,
+        policy.expels_corrupt,
+        policy.rolling,
+        policy.retire_after,
+    )
+
+
+def _single(inputs: Inputs, simulate: SimulateConfig) -> Inputs:
+    """One process dies now and then, all restart from the newest checkpoint: as closed forms have it."""
+    given = lambda value: Figure(value, Origin.assumed, "given")  # noqa: E731
+    zero = {name: given(0.0) for name in inputs.figures if name.startswith(("rate_", "share_", "notice_"))}
+    other = ("build_s", "restore_s", "first_step_s", "communicators_s", "form_per_node_s", "join_s", "respawn_s")
+    policy = Policy(inputs.policy.name, shrinks=True, in_place=False, memory=False, park=False, copies_lost_at=1 << 30)
+    figures = {
+        **inputs.figures,
+        **zero,
+        **{name: given(0.0) for name in other},
+        "rate_software": given(DAY / simulate.mtbf_s / inputs.job.nodes),
+        "form_base_s": given(simulate.restart_s),
+        "snapshot_interval_s": given(simulate.interval_s),
+        "snapshot_stall_s": given(simulate.write_s),
+    }
+    return replace(inputs, job=replace(inputs.job, spares=0), policy=policy, figures=figures, spread=0.0, known=True)

@@ -1,0 +1,307 @@
+"""The simulator's figures against closed forms that share no code with it, and what must hold whatever the inputs."""
+
+import itertools
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from regrow.plan.batch import plan_batch
+from regrow.simulate.estimate import IDLE, PARTS, Estimate, estimate, passes_of, speeds
+from regrow.simulate.faults import DAY
+from regrow.simulate.inputs import Figure, Inputs, Job, Origin, Policy, mixed, rate_of
+from regrow.simulate.study import assumed_share, compare, interval, losses, spares_curve, to_json
+from regrow.simulate.world import inputs_of, replicas_of
+from support.simulating import AT_16K, AT_98K, bare, configured, inputs, rates
+
+ROOT = Path(__file__).parents[2]
+ALONE = Job(8, 8, 1)
+
+
+def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "jobs.simulate", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"RAY_ADDRESS": "", "RAY_TMPDIR": "/nowhere-that-matters"},
+    )  # fmt: skip
+
+
+def daly(mtbf_s: float, restart_s: float, interval_s: float, write_s: float) -> float:
+    """Useful share with a checkpoint of `write_s` after each `interval_s` of work; a failure also strikes restarts."""
+    return interval_s / (mtbf_s * math.exp(restart_s / mtbf_s) * math.expm1((interval_s + write_s) / mtbf_s))
+
+
+def total(result: Estimate) -> np.ndarray:
+    lost = sum(result.lost[part].sum(0) for part in PARTS)
+    return np.asarray(result.useful_s + lost + sum(result.idle[state] for state in IDLE))
+
+
+# closed forms
+
+
+def test_a_single_kind_of_failure_gives_dalys_share_of_useful_time_through_the_command() -> None:
+    rng = random.Random(11)
+    mtbf_s = rng.uniform(1000, 8000)
+    restart_s, write_s = mtbf_s * rng.uniform(0.02, 0.3), rng.uniform(1, 60)
+    interval_s = rng.uniform(5 * write_s, mtbf_s / 2)
+    settings = {"mtbf_s": mtbf_s, "restart_s": restart_s, "interval_s": interval_s, "write_s": write_s}
+    done = simulate(
+        "--json", "simulate/faults=single", *(f"simulate.{name}={value}" for name, value in settings.items())
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["policies"]
+    assert [each["name"] for each in found] == ["in_place", "restart", "restart_tuned", "replicas"]
+    for each in found:
+        difference = abs(each["effective"] - daly(**settings))
+        assert difference < max(3 * each["standard_error"], 5e-4)
+        assert difference < 3e-3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_dalys_share_holds_for_any_failure_rate_restart_interval_and_stall(seed: int) -> None:
+    rng = random.Random(seed)
+    mtbf_s = rng.uniform(900, 9000)
+    restart_s, write_s = mtbf_s * rng.uniform(0.01, 0.3), rng.uniform(1, 60)
+    interval_s = rng.uniform(4 * write_s, 0.7 * mtbf_s)
+    config = configured(
+        "simulate/faults=single", f"simulate.mtbf_s={mtbf_s}", f"simulate.restart_s={restart_s}",
+        f"simulate.interval_s={interval_s}", f"simulate.write_s={write_s}",
+    )  # fmt: skip
+    result = compare(inputs_of(config)[:1], replicas_of(config.simulate), seed)[0]
+    error = result.effective.std(ddof=1) / math.sqrt(len(result.effective))
+    # the run's two ends, which the formula does not have: it begins formed, and ends with work that is not yet safe
+    ends = (restart_s + interval_s) / result.wall_s
+    assert abs(result.effective.mean() - daly(mtbf_s, restart_s, interval_s, write_s)) < 3 * error + ends
+
+
+def test_nodes_that_are_away_are_as_many_as_in_a_queue_with_as_many_servers_as_come() -> None:
+    job = Job(16384, 128, 2048, spares=40)
+    rate, mean_s = 3.789e-3, 86400.0 * 2
+    away = {"away_short_s": mean_s * math.exp(-0.5), "away_short_sigma": 1.0, "away_short_share": 1.0}
+    result = estimate(bare(job, **rates(gpu=rate), **away), 64, 3)
+    expected = rate * (job.nodes + job.spares) * mean_s / DAY  # M/G/infinity: Poisson, whatever the distribution
+    found = to_json(result)["away_nodes"]
+    assert found["mean"] == pytest.approx(expected, rel=0.05)
+    assert found["variance"] == pytest.approx(expected, rel=0.10)
+
+
+def test_the_best_number_of_spares_is_the_one_that_enumeration_finds() -> None:
+    """A job that waits for all its nodes runs as long as no more are away than spares; each spare is paid for."""
+    job, rate, mean_s = Job(8 * 256, 8, 256), 8e-3, 86400.0
+    away = {"away_short_s": mean_s, "away_short_sigma": 0.0, "away_short_share": 1.0}
+    policy = Policy("waits", shrinks=False, park=False, copies_lost_at=1 << 30)
+    counts = range(0, 13)
+
+    def paid(spares: int) -> float:
+        busy = rate * (256 + spares)
+        holds = sum(math.exp(-busy) * busy**k / math.factorial(k) for k in range(spares + 1))
+        return holds * 256 / (256 + spares)
+
+    best = max(counts, key=paid)
+    curve = spares_curve(bare(job, policy=policy, **rates(gpu=rate), **away), list(counts), 64, 1)
+    found = max(curve, key=lambda each: each["paid"])
+    assert abs(found["spares"] - best) <= 1
+    assert found["paid"] == pytest.approx(paid(best), abs=0.01)
+
+
+def test_a_first_order_sum_of_what_each_failure_costs_is_what_is_lost() -> None:
+    job, rate = Job(16384, 128, 2048, spares=200), 3.789e-3
+    given = bare(job, **rates(gpu=rate), notice_gpu_s=20.0, form_base_s=30.0, step_s=6.0, away_short_s=3600.0,
+                 away_short_share=1.0)  # fmt: skip
+    lost = 1 - float(estimate(given, 64).effective.mean())
+    assert lost == pytest.approx(2048 * rate / DAY * (20 + 30 + 3), rel=0.03)
+
+
+# what must hold
+
+
+@pytest.mark.parametrize("faults", ["llama3", "meta100k", "spot", "none"])
+def test_every_second_of_every_policy_is_in_one_state(faults: str) -> None:
+    config = configured(*AT_16K, f"simulate/faults={faults}", "simulate.days=20")
+    for result in compare(inputs_of(config), 8, 2):
+        assert np.allclose(total(result), result.wall_s, rtol=1e-6)
+        for each in (result.useful_s, *result.idle.values(), *(result.lost[part].sum(0) for part in PARTS)):
+            assert (each >= -1e-6 * result.wall_s).all()
+
+
+def test_without_failures_all_time_is_useful_but_for_snapshots_stalls() -> None:
+    assert estimate(inputs(*AT_16K, "simulate/faults=none", "simulate.figures.rate_head=0"), 4).effective.min() == 1.0
+    restart = inputs(*AT_16K, "simulate/faults=none", "simulate.figures.rate_head=0", policy="restart")
+    assert estimate(restart, 4).effective.mean() == pytest.approx(1800 / 1830, abs=1e-9)
+
+
+def test_halving_all_times_and_doubling_all_rates_changes_nothing() -> None:
+    given = inputs(*AT_16K, "simulate.days=30")
+    halved = {}
+    for name, figure in given.figures.items():
+        if name.endswith("_s"):
+            halved[name] = replace(figure, value=figure.value / 2)
+        elif name.startswith("rate_"):
+            halved[name] = replace(figure, value=figure.value * 2)
+        elif name == "stop_per_gpu_s":
+            continue
+    other = replace(given.override(halved), days=15.0)
+    assert estimate(other, 8).effective == pytest.approx(estimate(given, 8).effective, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "better"),
+    [
+        ("rate_gpu", 0.5), ("rate_sdc", 0.5), ("notice_hang_s", 0.1), ("communicators_s", 0.1), ("form_base_s", 0.1),
+        ("sdc_unnoticed_s", 0.2), ("away_long_s", 0.5), ("share_slow", 0.1), ("stop_per_gpu_s", 0.1),
+    ],
+)  # fmt: skip
+def test_less_of_what_costs_time_never_costs_more(name: str, better: float) -> None:
+    given = inputs(*AT_98K, "simulate.spares=[20]", "simulate.days=15", "simulate/faults=meta100k")
+    now = estimate(given, 8).effective
+    then = estimate(given.with_values(**{name: given[name] * better}), 8).effective
+    error = np.std(then - now, ddof=1) / math.sqrt(8)
+    assert (then - now).mean() > -2 * error
+
+
+def test_more_spares_never_make_it_less_effective() -> None:
+    curve = spares_curve(inputs(*AT_16K, "simulate.days=30"), [0, 8, 16, 24, 40], 16, 0)
+    effective = [each["effective"] for each in curve]
+    assert all(b > a - 5e-4 for a, b in itertools.pairwise(effective))
+
+
+def test_the_same_seed_gives_the_same_bytes() -> None:
+    arguments = ("--json", *AT_16K, "simulate.days=5", "simulate.replicas=4")
+    first, second = simulate(*arguments), simulate(*arguments)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == second.stdout
+    assert first.stdout != simulate(*arguments, "simulate.seed=1").stdout
+
+
+def test_lemons_leave_the_rate_as_it_was_and_replacing_them_takes_their_faults_away() -> None:
+    job = Job(16384, 128, 2048, spares=60)
+    given = bare(job, days=60.0, **rates(software=4e-3), lemon_share=0.012, lemon_times=200.0, respawn_s=1.0)
+    without = estimate(replace(given, figures={**given.figures, "lemon_share": Figure(0.0)}), 16)
+    kept = estimate(given, 16)
+    replaced = estimate(replace(given, policy=replace(given.policy, retire_after=3)), 16)
+    assert kept.generations.mean() == without.generations.mean() == pytest.approx(60 * 4e-3 * 2048, rel=0.05)
+    lemons = 0.012 * 200 / (0.012 * 200 + 0.988)
+    others = (1 - lemons) * 60 * 4e-3 * 2048
+    assert replaced.generations.mean() == pytest.approx(others + 3 * round(0.012 * 2048), rel=0.06)
+
+
+# the batch stays what it is
+
+
+def test_at_every_number_of_units_a_step_has_as_many_passes_as_plan_batch_says() -> None:
+    job = Job(16384, 128, 2048)
+    units = np.arange(1, 129)
+    planned = [plan_batch(num_slices=2048, world_size=int(each)) for each in units]
+    assert passes_of(job, units).tolist() == [each.num_micro_batches for each in planned]
+    idle = 1 - 2048 / (units * passes_of(job, units))
+    assert idle == pytest.approx([each.idle_share for each in planned])
+
+
+def test_one_absent_unit_of_128_costs_a_seventeenth_of_the_speed() -> None:
+    speed, _ = speeds(Job(16384, 128, 2048))
+    assert speed[2048] == 1.0
+    assert 1 - speed[2047] == pytest.approx(1 / 17)
+
+
+def test_units_that_make_no_step_shorter_are_parked() -> None:
+    job = Job(98304, 128, 6144)  # 9 passes for 683 to 767 units
+    speed, used = speeds(job)
+    assert speed[767 * 16] == speed[683 * 16] == 8 / 9
+    assert used[767 * 16] == used[683 * 16] == 683 * 16
+    assert used[768 * 16] == 768 * 16
+
+
+def test_spares_at_16384_gpus_are_worth_what_the_reference_found() -> None:
+    """93.0, 95.8, 98.7 and 98.8% at 0, 8, 16 and 24 nodes, by a prototype of another hand."""
+    curve = spares_curve(inputs(*AT_16K, "simulate/world=today"), [0, 8, 16, 24], 32, 0)
+    assert [100 * each["effective"] for each in curve] == pytest.approx([93.0, 95.8, 98.7, 98.8], abs=0.5)
+
+
+# where figures are from
+
+
+def test_every_input_says_where_it_is_from_and_what_is_assumed_has_its_share_of_the_loss() -> None:
+    for each in inputs_of(configured(*AT_16K)):
+        assert all(figure.source for figure in each.figures.values())
+        found = losses(estimate(each, 8))
+        assert 0 < assumed_share(found) <= 1
+        assert sum(loss.seconds for loss in found) > 0
+    known = inputs(*AT_16K).figures
+    exact = {name: replace(figure, origin=Origin.published) for name, figure in known.items()}
+    assert assumed_share(losses(estimate(inputs(*AT_16K).override(exact), 4))) == 0
+
+
+def test_what_is_lost_by_figure_adds_up_to_all_that_is_lost() -> None:
+    for each in inputs_of(configured(*AT_16K, "simulate.days=20")):
+        result = estimate(each, 8)
+        lost = sum(loss.seconds for loss in losses(result))
+        assert lost + float(result.useful_s.mean()) == pytest.approx(result.wall_s, rel=1e-6)
+        assert sum(result.lost_s.values()) == pytest.approx(lost, rel=1e-6)
+
+
+def test_the_interval_from_five_runs_covers_the_mean_of_others_and_shrinks_with_more_runs() -> None:
+    """40 worlds of which the truth is known: rates from counts, a delay from samples."""
+    base = bare(Job(16384, 128, 2048, spares=60), days=30.0, **rates(gpu=4e-3), notice_gpu_s=10.0, form_base_s=200.0,
+                away_short_s=3600.0, away_short_share=1.0)  # fmt: skip
+    exposure = 30.0 * base.job.nodes
+    truth = estimate(base, 400, 77).effective
+    rng = np.random.default_rng(5)
+
+    def learnt(runs: int, seed: int) -> Inputs:
+        count = int(rng.poisson(4e-3 * exposure * runs))
+        samples = 200.0 * rng.lognormal(-0.125, 0.5, max(5, count))
+        rate = rate_of(Figure(4e-3, Origin.published), count, exposure * runs, "runs")
+        form = mixed(base.figures["form_base_s"], samples.tolist(), "runs")
+        return replace(base.override({"rate_gpu": rate, "form_base_s": form}), known=False)
+
+    covered, widths = 0, []
+    for seed in range(40):
+        low, high = interval(estimate(learnt(5, seed), 32, seed))
+        others = float(rng.choice(truth, 35).mean())
+        covered += low <= others <= high
+        widths.append(high - low)
+    assert 0.80 * 40 <= covered <= 0.99 * 40
+    more = [np.subtract(*interval(estimate(learnt(40, seed), 32, seed))[::-1]) for seed in range(4)]
+    assert np.mean(more) < 0.6 * np.mean(widths)
+
+
+# use
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("simulate.gpus=100", "simulate.unit_gpus=8", "simulate.gpus_per_node=4"), "set simulate.gpus=96"),
+        (("simulate.gpus=12", "simulate.gpus_per_node=8"), "12 GPUs are not whole nodes of 8"),
+        (("simulate.gpus=64", "simulate.num_slices=64", "simulate.spares=[9]"), "simulate.spares=9: 0 to 8"),
+        (("simulate.days=0",), "simulate.days=0.0 must be positive"),
+        (("simulate.goal=98",), "simulate.goal=98.0 must be between 0 and 1, as 0.98"),
+        (("simulate.figures.build_s=soon",), "simulate.figures.build_s='soon' is no figure; write a number"),
+        (("+simulate.faults.mix.meteor=1",), "simulate.faults.mix.meteor=1.0: kinds are gpu, network"),
+        (("simulate/faults=llama4",), "no simulate/faults called 'llama4'; available: llama3"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_fix(arguments: tuple[str, ...], words: str) -> None:
+    done = simulate("--json", *arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert words in done.stderr
+
+
+def test_help_and_a_whole_study_import_neither_ray_nor_torch() -> None:
+    for arguments in (["--help"], ["--json", "simulate.days=1", "simulate.replicas=2"]):
+        code = (
+            f"import sys, runpy; sys.argv = {['jobs.simulate', *arguments]!r}\n"
+            "try: runpy.run_module('jobs.simulate', run_name='__main__')\n"
+            "except SystemExit: pass\n"
+            "print('HEAVY', sorted({'torch', 'ray'} & set(sys.modules)))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert "HEAVY []" in done.stdout, done.stderr

@@ -1,0 +1,103 @@
+"""A run that regrow's own Control decides in virtual time: one definition of goodput, and the estimate's figures."""
+
+from dataclasses import replace
+
+import pytest
+
+from regrow.record.history import History
+from regrow.show.report import build_report
+from regrow.simulate.estimate import estimate, estimate_given
+from regrow.simulate.faults import drawn
+from regrow.simulate.play import Played, play
+from regrow.simulate.report import page_of, sweep
+from regrow.simulate.study import compare
+from regrow.simulate.world import inputs_of
+from support.simulating import AT_16K, configured, on_64_nodes, rates, some_faults
+
+
+def test_rows_and_events_of_two_hours_account_for_the_players_own_figures() -> None:
+    inputs, config = on_64_nodes(step_s=10.0)
+    faults = some_faults(24, 300.0, 5)
+    played = play(inputs, config, faults, wall_s=7200.0)
+    report = _report(played, config)
+    assert report["goodput"] == pytest.approx(played.goodput, abs=1e-3)
+    assert report["wall_s"] == pytest.approx(7200.0)
+    for cause in {*report["lost_s"], *played.lost_s}:
+        difference = report["lost_s"].get(cause, 0.0) - played.lost_s.get(cause, 0.0)
+        assert abs(difference) < 0.005 * 7200, cause
+    assert played.productive_s + sum(played.lost_s.values()) == pytest.approx(7200.0, abs=2 * 10.0)  # a step begun
+    assert len({row["step"] for row in played.log.rows}) == len(played.log.rows) == played.steps
+
+
+def test_a_played_group_shrinks_takes_spares_and_grows_only_where_a_step_becomes_shorter() -> None:
+    inputs, config = on_64_nodes(step_s=30.0, spares=0)
+    played = play(inputs, config, some_faults(12, 1800.0, 2), wall_s=6 * 3600.0)
+    groups = [event for event in played.log.events if event.name == "generation"]
+    sizes = [event.to_row()["world_size"] for event in groups]
+    causes = [event.to_row()["cause"] for event in groups]
+    assert sizes[0] == 64
+    assert min(sizes) < 64
+    passes = [-(-1024 // size) for size in sizes]
+    for before, after, cause in zip(passes, passes[1:], causes[1:], strict=False):
+        assert cause != "grow" or after < before
+
+
+@pytest.mark.long
+def test_play_and_estimate_agree_within_a_tenth_of_a_point_over_a_thousand_faults_at_64_nodes() -> None:
+    inputs, config = on_64_nodes(step_s=30.0)
+    faults = some_faults(1000, 900.0, 3)
+    wall_s = faults[-1].at + 3600.0
+    played, estimated = _both(inputs, config, faults, wall_s)
+    assert 100 * played.effective == pytest.approx(100 * estimated.effective[0], abs=0.1)
+    assert 100 * played.goodput == pytest.approx(100 * estimated.goodput[0], abs=0.1)
+    for cause, seconds in played.lost_s.items():
+        assert 100 * seconds / wall_s == pytest.approx(100 * estimated.lost_s.get(cause, 0.0) / wall_s, abs=0.1), cause
+
+
+def test_play_and_estimate_see_the_same_of_some_faults() -> None:
+    """A hundred of them; a step in progress when the run ends, and two nodes of a rack, tell at this length."""
+    inputs, config = on_64_nodes(step_s=60.0)
+    faults = some_faults(100, 900.0, 4)
+    played, estimated = _both(inputs, config, faults, faults[-1].at + 3600.0)
+    assert 100 * played.effective == pytest.approx(100 * estimated.effective[0], abs=0.4)
+    assert 100 * played.goodput == pytest.approx(100 * estimated.goodput[0], abs=0.4)
+
+
+def test_faults_that_are_drawn_can_be_played_and_are_those_of_the_estimate() -> None:
+    inputs, config = on_64_nodes(step_s=60.0)
+    given = {**rates(gpu=0.5, software=0.5, hang=0.1), "away_short_s": 1800.0, "away_short_share": 1.0}
+    inputs = replace(inputs.with_values(**given, notice_gpu_s=5.0, notice_hang_s=60.0), days=0.5)
+    faults = drawn(inputs, 4)
+    assert len(faults) > 20
+    assert [each.at for each in faults] == sorted(each.at for each in faults)
+    played, estimated = play(inputs, config, faults, wall_s=43200.0), estimate(inputs, 1, 4)
+    assert 100 * played.effective == pytest.approx(100 * estimated.effective[0], abs=0.4)
+
+
+def test_the_page_holds_all_parts_in_one_file_that_fetches_nothing() -> None:
+    config = configured(*AT_16K, "simulate.days=6", "simulate.replicas=4")
+    results = compare(inputs_of(config), 4, 0)
+    page = page_of(config, results, sweep(config, results)).render()
+    for part in (
+        "Policies, under",
+        "What in_place loses",
+        "Spare nodes",
+        "What moves it",
+        "leaves each phase",
+        "Inputs",
+    ):
+        assert part in page, part
+    assert "arXiv:2407.21783" in page
+    assert "improve first: " in page
+    assert "<script" not in page
+    assert "://" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+def _report(played: Played, config: object) -> dict:
+    history = History.of_logs(played.log.rows, played.log.events)
+    return build_report(history, history.ledger(played.end), config)  # type: ignore[arg-type]
+
+
+def _both(inputs, config, faults, wall_s):  # type: ignore[no-untyped-def]
+    estimated = estimate_given(replace(inputs, days=wall_s / 86400), faults)
+    return play(inputs, config, faults, wall_s=wall_s), estimated
