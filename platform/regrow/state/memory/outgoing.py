@@ -28,8 +28,10 @@ class Outgoing:
     def keep(self, peers: Iterable[Peer]) -> None:
         """Sessions with all others end."""
         addresses = {peer.address for peer in peers}
-        for address in self._sessions.keys() - addresses:
-            self._sessions.pop(address).close()
+        with self._meeting:
+            over = [self._sessions.pop(address) for address in self._sessions.keys() - addresses]
+        for session in over:
+            session.close()
 
     def push(self, snapshot: Snapshot, peers: tuple[Peer, ...]) -> bool:
         """Copy a slot to the peers, side by side; whether it is still the same: training may go on in it, where nothing

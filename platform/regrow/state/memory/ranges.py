@@ -33,6 +33,7 @@ TIMEOUT_S = 20.0  # without a byte, of either side
 DARK_S = 5.0  # for the other host's kernel to take a connection, or what was sent
 BLOCK = 1 << 20  # bytes that are received at once
 HELLO = b"rgkeeper"
+WAITING = 128  # connections that are not accepted yet: with the 5 of socketserver, flows of several ranks wait seconds
 MOST_JSON, MOST_BODY = 64 << 20, 1 << 30  # bytes of a frame
 _NONCE, _MAC = 32, 32
 _LENGTHS = struct.Struct("<II")  # of a frame's JSON and body
@@ -56,8 +57,11 @@ class RangeServer:
                     while request := connection.receive():
                         answer(request, connection)
 
-        self._server = socketserver.ThreadingTCPServer((host, 0), Handler)
-        self._server.daemon_threads = True
+        class Server(socketserver.ThreadingTCPServer):
+            daemon_threads = True
+            request_queue_size = WAITING
+
+        self._server = Server((host, 0), Handler)
         self._serving = False
         self.address: Address = self._server.server_address[:2]  # type: ignore[assignment]
 
@@ -208,7 +212,9 @@ class Connection:
     def readable(self, timeout_s: float) -> bool:
         """Whether something came within so long, be it the end."""
         self._wait_for(1)
-        return bool(select.select([self._socket], [], [], timeout_s)[0])
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(1000 * timeout_s))
 
     def _wait_for(self, num_bytes: int) -> None:
         """Have the next `recv` wake for so much, or the end; woken for each packet it takes twice the CPU."""
