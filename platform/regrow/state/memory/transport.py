@@ -18,7 +18,7 @@ clouds by a rate of its own. Slots share them, piece by piece.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, wait
 from queue import Empty, LifoQueue
 from typing import Any, BinaryIO, Protocol
@@ -132,7 +132,8 @@ class TcpSession:
     @contextlib.contextmanager
     def get(self, file: str, ranges: Ranges) -> Iterator[Callable[[memoryview], None]]:
         with connected(self._peer, self._secret) as connection:
-            yield ask(connection, file, ranges)
+            connection.send({"op": "get", "file": file, "ranges": list(ranges)})
+            yield connection.receive_into
 
     def close(self) -> None:
         with self._lock:
@@ -187,14 +188,3 @@ class TcpSession:
             connection.close()
         else:
             self._idle.put((time.monotonic(), connection))
-
-
-def ask(connection: Connection, file: str, ranges: Ranges) -> Callable[[memoryview], None]:
-    """Have the other side send ranges of a file; they come in their order."""
-    connection.send({"op": "get", "file": file, "ranges": list(ranges)})
-    return connection.receive_into
-
-
-def transports() -> Sequence[str]:
-    """Names that `snapshot.transport` may have."""
-    return (TcpTransport.name,)
