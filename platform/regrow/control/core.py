@@ -29,6 +29,7 @@ from regrow.control.phases import ROOM_S, Phase, Usual
 from regrow.control.rows import Rows
 from regrow.control.snapshots import Snapshots
 from regrow.control.sources import why_storage
+from regrow.control.spacing import SpacingPolicy
 from regrow.control.states import (
     Ending,
     Finished,
@@ -87,6 +88,7 @@ class Control:
         self.health = self.group.health
         self.drains = Drains(self.group, self.snapshots, config)
         self.corruptions = Corruptions(config, self.group, self.snapshots, self._out, past.limit)
+        self._spacing = SpacingPolicy(config.snapshot, self.cadence, self.snapshots.checkpoints, self._out)
         self._rows = Rows(self._out, logged=past.logged, may_be_missing=past.generation > 0)
         self._is_restarted, self._rollbacks = past.restarted, past.rollbacks
         self._num_failures, self._restore_s = 0, 0.0
@@ -216,8 +218,7 @@ class Control:
             self._out.append(Reply(RowAnswer(self.group.stop_reason, wanted)))
             return
         self.group.stepped(now)
-        busy_s = max(row["step_s"] - row["data_wait_s"] - row["snapshot_s"], 1e-6)
-        self.cadence.stepped(busy_s, writing=self.snapshots.checkpoints.upload is not None)
+        every_steps = self._spacing.stepped(row, self.generation, now)
         self.health.stalls.stepped(row["step_s"], now)
         least_s = DEVICE_PATIENCE_S if _is_on_device(self._config) else LEAST_PATIENCE_S
         self.group.membership.patience_s = max(least_s, PATIENCE_STEPS * row["step_s"])
@@ -225,7 +226,7 @@ class Control:
         self.snapshots.complain_if_unsafe(now)
         members = self.group.membership.current
         self.health.look_at_devices(row["step"], event.generation, now, self.snapshots.keepers.current, members)
-        self._out.append(Reply(RowAnswer(self.group.stop_reason or self.group.why_leave(now))))
+        self._out.append(Reply(RowAnswer(self.group.stop_reason or self.group.why_leave(now), every_steps=every_steps)))
 
     def _keepers_found(self, event: e.KeepersFound, now: float) -> None:
         """A group of which the log does not know was formed while storage was away: it is over, its number taken."""
@@ -237,6 +238,7 @@ class Control:
     def _sealed(self, event: e.Sealed, now: float) -> None:
         """Late reports of a generation that is over count no more, though the next one has not begun."""
         self.corruptions.sealed([ack for ack in event.acks if ack.version.generation == self.generation], now)
+        self._spacing.committed(self.newest_snapshot, now)
 
     def _complained(self, event: e.Complaint, now: float) -> None:
         """Of a group that is over only what it trained last, in good order, is still to be copied."""

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from regrow.config.schema import DrillJobConfig
+from regrow.config.snapshots import most_steps_lost
 from regrow.data.read.batch import direct_batches, layout_of
 from regrow.data.read.corpora import find_corpora, order_of
 from regrow.drill.faults import Fault
@@ -57,7 +58,7 @@ def gather(
         records=records,
         num_faults=len(plan),
         last_step=last_step,
-        snapshot_every=config.snapshot.every_steps,
+        snapshot_every=most_steps_lost(config.snapshot),
         copies=config.snapshot.copies,
         verify_every=config.cluster.verify_every_steps,
         seqs_per_step=config.optim.global_batch_seqs,

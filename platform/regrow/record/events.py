@@ -376,6 +376,24 @@ class SnapshotFailed(GroupIncident):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SnapshotSpacing(Event):
+    """Snapshots have another distance from here on, where `snapshot.every_steps=auto`."""
+
+    every_steps: int  # from one to the next
+    before: int  # the same until here; 0: nothing was chosen
+    commit_s: float  # from the end of a step to the commit of its snapshot
+    added_s: float | None = None  # that a snapshot adds to the steps beside it; not there: not known yet
+    step_s: float  # of a step without a snapshot beside it
+    mtbf_s: float  # between failures, as they were seen and expected
+    steps_lost: int  # the most that a failure costs
+    generation: int | None = None  # the group's number
+    words = (
+        "snapshots every {0.every_steps} steps: one is committed after {0.commit_s:.2f} s, a step takes "
+        "{0.step_s:.2f} s; a failure costs at most {0.steps_lost} steps"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class CopiesMoved(GroupIncident):
     """A node cannot copy its snapshots to another one: from here on others hold its copies, or none."""
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from regrow.config.check import world_sizes
 from regrow.config.schema import PretrainConfig
+from regrow.config.snapshots import takes_snapshots
 from regrow.control.cadence import Cadence
 from regrow.errors import first_line
 from regrow.progress import last_step
@@ -159,7 +160,7 @@ class Figures:
         }
         train, cluster = config.train, config.cluster
         self._tokens_per_step = config.optim.global_batch_seqs * config.data.seq_len
-        self._cadence, self._takes_snapshots = cadence, config.snapshot.every_steps > 0
+        self._cadence, self._takes_snapshots = cadence, takes_snapshots(config.snapshot)
         self._step_s = 0.0  # smoothed
         self._set("regrow_running", 1)
         self._set("regrow_target_steps", last_step(train.steps, train.stop_at_step))
