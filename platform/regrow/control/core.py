@@ -111,10 +111,9 @@ class Control:
         self.snapshots.tick(now)
         stands_still = self.health.stalls.stalled_s(now) > 0  # thousands of members are not looked at for nothing
         members = self.group.membership.survivors if stands_still else []
-        keepers = self.snapshots.keepers
+        keepers, dead = self.snapshots.keepers, "Ray has found the node dead"
         suspects = self.health.tick(now, members, keepers.known_of(member.node for member in members))
-        lost = [member for member in members if keepers.is_dead(member.node)]
-        suspects += [Suspect(member, True, "Ray has found the node dead") for member in lost]
+        suspects += [Suspect(member, True, dead) for member in members if keepers.is_dead(member.node)]
         if suspects:
             self.snapshots.gone_dark({each.member.node for each in suspects if each.dark}, now)
             self.group.suspected(suspects, now)
