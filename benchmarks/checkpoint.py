@@ -1,17 +1,11 @@
-"""What checkpoints cost: training blocked by snapshots, bytes and seconds of restores, a durable save end to end.
+"""What checkpoints cost: bytes and seconds of restores, a durable save end to end. Snapshots: `snapshot.py`.
 
-    python benchmarks/checkpoint.py --out benchmarks/results/FILE.json [--quick] [--only blocked bytes restore durable]
+    python benchmarks/checkpoint.py --out benchmarks/results/FILE.json [--quick] [--only bytes restore durable]
 
 The peer is torch.distributed.checkpoint (DCP), as fast as its settings make it on CPU (`checkpoint_dcp.py`); where it
 can be run in more than one way, the best median counts. Both sides save and restore the same FSDP2 state, parameters
 and AdamW moments in float32 on four gloo ranks, in turn, each in processes of its own; figures are medians over rounds.
 
-blocked   Step time that a snapshot of every step adds, over what DCP's `async_save` of every step adds: with staging
-          beside the next step (`blocked_vs_tuned_dcp`), with staging that blocks (`blocked_vs_blocking_dcp`); and over
-          the step (`snapshot_slowdown_fraction`). The step is synthetic, so that four ranks say something on few
-          cores: forward and backward are a sleep, as for a host whose GPU computes; the update is AdamW's own over the
-          whole state, before which the copy must be done. Keepers run as on two nodes: checksums, copies to each
-          other, commits. What DCP saves goes to memory, without fsync: its fastest medium.
 bytes     Bytes read from storage over those needed, over all ranks: 4 -> 3 ranks, 3 -> 4, and 4 -> HSDP of 2 x 2,
           where the whole state once is needed. Headers and indexes count. Ours are counted where storage is read,
           DCP's below its reader's streams, as what is asked of the operating system.
@@ -38,10 +32,9 @@ sys.path[:0] = [str(ROOT / "platform"), str(ROOT / "tests"), str(ROOT)]
 from benchmarks.measure import Result, run_side, summary, write_result  # noqa: E402
 
 SIDES = str(Path(__file__).parent / "checkpoint_sides.py")
-PARTS = ("blocked", "bytes", "restore", "durable")
+PARTS = ("bytes", "restore", "durable")
 WORLD_SIZE = 4
 ASYNC = ("dcp_async_process", "dcp_async_thread")
-BLOCKING = "dcp_blocking_process"
 LAYOUTS = {"4to3": (4, 3, 1), "3to4": (3, 4, 1), "hsdp": (4, 4, 2)}  # ranks before, after, replicas after
 TIMEOUT_S = 3600
 
@@ -54,45 +47,7 @@ class Settings:
     memory: str  # a folder in memory
     disk: str  # a folder on disk
     rounds: int
-    step_s: float
-    num_steps: int  # timed ones of each kind, in each round
     num_saves: int  # timed durable ones, in each round
-
-
-def blocked_part(result: Result, settings: Settings) -> None:
-    sides = ("ours", *ASYNC, BLOCKING)
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-    for _ in range(settings.rounds):
-        for side in sides:
-            more = {"world_size": WORLD_SIZE, "memory": settings.memory, "step_s": settings.step_s}
-            done = run_part("steps", settings, side=side, num_steps=settings.num_steps, **more)
-            runs[side].append(done)
-            print(f"{side}: {json.dumps(done)}", flush=True)
-    result.runs["blocked"] = runs
-    plain, added = added_s(runs)
-    tuned = best(added, ASYNC)
-    result.add_ratio("blocked_vs_tuned_dcp", added["ours"], added[tuned])
-    result.add_ratio("blocked_vs_blocking_dcp", added["ours"], added[BLOCKING])
-    result.add_ratio("snapshot_slowdown_fraction", added["ours"], plain)
-    result.add("blocked_s", added["ours"])
-    result.add("blocked_host_s", [done["host_s"] for done in runs["ours"]])
-    result.add("snapshot_until_committed_s", [done["whole_s"] for done in runs["ours"]])
-    result.figures["snapshots_skipped"] = sum(done["skipped"] for done in runs["ours"])
-    result.peers["tuned_dcp"] = tuned
-    for side in sides[1:]:
-        result.peers[f"{side}_blocked_s"] = summary(added[side])
-        result.peers[f"{side}_blocked_host_s"] = summary([done["host_s"] for done in runs[side]])
-
-
-def added_s(runs: dict[str, list[dict[str, Any]]]) -> tuple[list[float], dict[str, list[float]]]:
-    """Of each round: seconds of the median step without saving, and what saving adds to the median step of each side.
-
-    Steps without saving are the same on all sides, so that all of a round's count.
-    """
-    rounds = range(len(next(iter(runs.values()))))
-    plain = [statistics.median(s for done in runs.values() for s in done[number]["plain_s"]) for number in rounds]
-    saved = {side: [statistics.median(done["saved_s"]) for done in of_side] for side, of_side in runs.items()}
-    return plain, {side: [a - b for a, b in zip(of_side, plain, strict=True)] for side, of_side in saved.items()}
 
 
 def bytes_part(result: Result, settings: Settings) -> None:
@@ -162,19 +117,16 @@ def main() -> None:
     parser.add_argument("--memory-folder", default="/dev/shm")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on disk: both sides' checkpoints go below it")
     parser.add_argument("--rounds", type=int, help="of each comparison; 5 without --quick")
-    parser.add_argument("--step-s", type=float, help="forward and backward of the synthetic step; 8, quick 6")
     options = parser.parse_args()
     settings = Settings(
         model=options.model,
         memory=options.memory_folder,
         disk=options.folder,
         rounds=options.rounds or (1 if options.quick else 5),
-        step_s=options.step_s or (6.0 if options.quick else 8.0),
-        num_steps=2 if options.quick else 3,
         num_saves=1 if options.quick else 3,
     )
     result = Result()
-    parts = {"blocked": blocked_part, "bytes": bytes_part, "restore": restore_part, "durable": durable_part}
+    parts = {"bytes": bytes_part, "restore": restore_part, "durable": durable_part}
     for name in PARTS:
         if name in options.only:
             parts[name](result, settings)

@@ -80,6 +80,11 @@ class DcpSaver:
             self._saved.result()
             self._saved = None
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is on its way."""
+        return self._saved is not None and not self._saved.done()
+
     num_skipped = 0  # it waits instead
 
     def close(self) -> None:

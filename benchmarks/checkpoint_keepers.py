@@ -6,11 +6,11 @@ import multiprocessing.connection
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from regrow.control.commits import CommitTracker
 from regrow.control.values import Peer, SnapshotAck, Version
@@ -36,25 +36,34 @@ class Place:
     folder: Path
 
 
+class Ended(Protocol):
+    """A process, as far as it is needed."""
+
+    def join(self, timeout: float | None = None) -> None: ...
+    def kill(self) -> None: ...
+
+
+Start = Callable[[Place], tuple[Connection, Ended]]
+
+
 class Keepers:
     """A keeper process a node, each the next one's peer; a thread here is their coordinator, without Ray.
 
     It commits what all of them have reported. With `checkpoints`, it has every step that is committed while none is on
-    its way written there.
+    its way written there. `start` makes the processes; without it they are this machine's.
     """
 
-    def __init__(self, folder: Path, num_nodes: int, checkpoints: Path | None = None) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(
+        self, folder: Path, num_nodes: int, checkpoints: Path | None = None, start: Start | None = None
+    ) -> None:
+        start = start or _spawn
         self.places = [Place(f"node-{number}", folder / f"node-{number}") for number in range(num_nodes)]
         self._checkpoints: Storage | None = LocalStorage(checkpoints) if checkpoints else None
         self._upload: Upload | None = None
         self._pipes: dict[str, Connection] = {}
         self._processes = []
         for place in self.places:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_keep, args=(theirs, place), daemon=True)
-            process.start()
-            theirs.close()
+            ours, process = start(place)
             self._pipes[place.node] = ours
             self._processes.append(process)
         self._addresses: dict[str, Address] = {node: pipe.recv() for node, pipe in self._pipes.items()}
@@ -131,13 +140,24 @@ class Keepers:
             pipe.send(("committed", Committed(newest, self._upload.moment if self._upload else Version())))
 
 
+def _spawn(place: Place) -> tuple[Connection, "Ended"]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=keep, args=(theirs, place), daemon=True)
+    process.start()
+    theirs.close()
+    return ours, process
+
+
 @contextlib.contextmanager
-def keepers(memory_folder: str, num_nodes: int, checkpoints: Path | None = None) -> Iterator[Keepers]:
+def keepers(
+    memory_folder: str, num_nodes: int, checkpoints: Path | None = None, start: Start | None = None
+) -> Iterator[Keepers]:
     """Keepers for a while, in a folder of their own below `memory_folder`."""
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-bench-", dir=memory_folder))
     started = None
     try:
-        started = Keepers(folder, num_nodes, checkpoints)
+        started = Keepers(folder, num_nodes, checkpoints, start)
         yield started
     finally:
         if started is not None:
@@ -154,8 +174,8 @@ def writers_on(place: Place, world_size: int, places: Sequence[Place]) -> int:
     return sum(place_of(rank, world_size, places) == place for rank in range(world_size))
 
 
-def _keep(pipe: Connection, place: Place) -> None:
-    """The process of one keeper."""
+def keep(pipe: Connection, place: Place, host: str = "127.0.0.1") -> None:
+    """The process of one keeper, which others reach at this address."""
     lock = threading.Lock()
 
     def send(message: Any) -> None:
@@ -169,7 +189,7 @@ def _keep(pipe: Connection, place: Place) -> None:
             outcome = f"{place.node}: {type(error).__name__}: {error}"
         send((order, outcome))
 
-    keeper = KeeperNode(place.folder, node=place.node, host="127.0.0.1", secret=SECRET, run_id=RUN_ID, report=send)
+    keeper = KeeperNode(place.folder, node=place.node, host=host, secret=SECRET, run_id=RUN_ID, report=send)
     keeper.start()
     send(keeper.address)
     with contextlib.suppress(EOFError, OSError):  # the process that started it is gone

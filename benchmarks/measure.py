@@ -57,22 +57,22 @@ def side_env(tree: Path = ROOT) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": ":".join(str(tree / folder) for folder in ("platform", "tests", "."))}
 
 
-def family() -> list[int]:
-    """This process and every one that descends from it."""
+def family(root: int | None = None) -> list[int]:
+    """A process, this one unless said otherwise, and every one that descends from it."""
     parents = {}
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         fields = _stat(pid)
         if fields:
             parents[pid] = int(fields[1])
-    found = {os.getpid()}
+    found = {root or os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return sorted(found)
 
 
-def family_cpu_s() -> float:
+def family_cpu_s(root: int | None = None) -> float:
     """CPU seconds so far of the family, and of children that its members have waited for."""
-    return sum(sum(map(int, fields[11:15])) for pid in family() if (fields := _stat(pid))) / TICKS_PER_S
+    return sum(sum(map(int, fields[11:15])) for pid in family(root) if (fields := _stat(pid))) / TICKS_PER_S
 
 
 def _stat(pid: int) -> list[str]:

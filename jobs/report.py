@@ -49,7 +49,8 @@ def report(options: argparse.Namespace) -> None:
         return
     print(
         f"{figures['steps']} steps, loss {or_dash(figures['final_loss'], '{:.4f}'.format)}, {figures['wall_s']:.1f} s, "
-        f"goodput {or_dash(figures['goodput'], percent)}, {sum(figures['restarts'].values())} restarts: {where}"
+        f"goodput {or_dash(figures['goodput'], percent)}, effective {or_dash(figures['effective'], percent)}, paid "
+        f"{or_dash(figures['paid'], percent)}, {sum(figures['restarts'].values())} restarts: {where}"
     )
 
 

@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 
 from regrow.config.schema import SimulateJobConfig
-from regrow.config.store import run_job
+from regrow.config.store import load_run_config, run_job
+from regrow.simulate.profile import Profile
+from regrow.simulate.replay import local_folder, replay
 from regrow.simulate.report import figures_of, goal_lines, line_of, write_page
 from regrow.simulate.study import compare
 from regrow.simulate.world import inputs_of, replicas_of
@@ -18,15 +20,27 @@ from regrow.simulate.world import inputs_of, replicas_of
 
 def main(config: SimulateJobConfig, *, as_json: bool) -> None:
     simulate = config.simulate
-    results = compare(inputs_of(config), replicas_of(simulate), simulate.seed)
+    if simulate.replay is not None:
+        of_run = load_run_config(local_folder(simulate.replay))
+        found = replay(simulate.replay, of_run, simulate.runs, seed=simulate.seed)
+        print(json.dumps(found.to_dict(), indent=2, allow_nan=False) if as_json else "\n".join(found.lines()))
+        return
+    all_inputs = inputs_of(config)
+    if simulate.runs:
+        profile = Profile.read(simulate.runs)
+        all_inputs = [profile.applied(each) for each in all_inputs]
+    results = compare(all_inputs, replicas_of(simulate), simulate.seed)
     if as_json:
         print(json.dumps(figures_of(config, results), indent=2, allow_nan=False))
         return
     for result in results:
         print(line_of(result))
     folder = Path(simulate.out or "runs/simulate")
-    found = write_page(folder, config, results)
-    for line in goal_lines(found, results[0]) if found else ():
+    sweep = write_page(folder, config, results)
+    if simulate.runs:
+        own = inputs_of(config)[0]  # with what was published
+        (folder / "profile.json").write_text(profile.to_json(own.figures, own.job.gpus))
+    for line in goal_lines(sweep, results[0]) if sweep else ():
         print(line)
     print(folder / "simulate.html")
 

@@ -69,6 +69,9 @@ class Slots:
     def newest_begun(self, at_most: int) -> int:
         return self.begun
 
+    def is_committed(self, step: int) -> bool:
+        return step not in self.recorder.full
+
     def await_commit(self, step: int, *, patience_s: float) -> float:
         return 0.0
 
@@ -88,6 +91,7 @@ class Recorder:
     full: frozenset[int] = frozenset()  # steps before which rank 1 has no room
     stuck: frozenset[int] = frozenset()  # those of them for which none comes, however long one waits
     waited: list[tuple[int, bool]] = field(default_factory=list)  # for room: (step, was it the last)
+    spacings: dict[int, int] = field(default_factory=dict)  # between snapshots, as rank 0 hears after so many rows
 
     @property
     def launched(self) -> int:
@@ -103,6 +107,9 @@ class Recorder:
     def wants_to_leave(self) -> bool:
         self.launching = 1
         return self.leave_at is not None and len(self.rows) >= self.leave_at and dist.get_rank() == 0
+
+    def spacing(self) -> int:
+        return self.spacings.get(len(self.rows), 0) if dist.get_rank() == 0 else 0
 
     def want_checkpoint(self, step: int) -> None:
         self.saved.append((step, len(self.rows)))
@@ -131,8 +138,9 @@ def loop(
     full: tuple[int, ...] = (),
     poisoned: tuple[int, ...] = (),
     stuck: tuple[int, ...] = (),
+    spacings: dict[int, int] | None = None,
 ) -> Recorder:
-    """`full` and `stuck`: see Recorder; `poisoned`: steps with NaN in rank 0's gradient."""
+    """`full`, `stuck` and `spacings`: see Recorder; `poisoned`: steps with NaN in rank 0's gradient."""
     assert "ray" not in sys.modules
     assert "hydra" not in sys.modules
     world_size, device = dist.get_world_size(), torch.device("cpu")
@@ -140,7 +148,7 @@ def loop(
     mesh = build_mesh(plan_mesh(world_size=world_size, dp_replicate=1), "cpu")
     model = build_model(tiny_model(), ParallelConfig(), mesh=mesh, device=device, seed=0)
     optim = OptimConfig()
-    hooks = Recorder(leave_at, full=frozenset(full), stuck=frozenset(stuck))
+    hooks = Recorder(leave_at, full=frozenset(full), stuck=frozenset(stuck), spacings=spacings or {})
     passes = itertools.count()
 
     def poisoned_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -173,13 +181,16 @@ def loop(
         ),
         meter=Meter(SEQS * TOKENS, flops_per_token=1e6, peak_flops=1e9, world_size=world_size, generation=7),
         saver=SnapshotSaver(
-            Cadence(STEPS, snapshot_every_steps=2, checkpoint_every_steps=5),
+            Cadence(STEPS, snapshot_every_steps=2, checkpoint_every_steps=5)
+            if spacings is None
+            else Cadence(STEPS, snapshot_every_steps=None),
             cast(Snapshots, Slots(hooks)),
             start_step=0,
             num_ahead=0,
             want_checkpoint=hooks.want_checkpoint,
             write=hooks.write,
             timeout_s=1.0,
+            spacing=hooks.spacing,
         ),
         hooks=hooks,
         device=device,
@@ -220,6 +231,19 @@ def test_a_snapshot_is_begun_on_all_ranks_or_on_none() -> None:
     assert first.snapshots == second.snapshots == [2, 5, 6, 10, 12]
     assert first.waited == second.waited == [(10, False)]  # it becomes a checkpoint
     assert first.saved == second.saved == [(5, 5), (10, 10), (12, 12)]
+
+
+def test_the_distance_that_one_rank_hears_is_that_of_all_ranks_from_the_same_step_on() -> None:
+    first, second = run_ranks(loop, 2, None, 1, (), (), (), {4: 1, 6: 3})
+    assert first.snapshots == second.snapshots == [4, 5, 6, 9, 12]
+    assert first.confirmed == second.confirmed
+
+
+def test_a_measured_distance_counts_from_the_snapshot_before_and_waits_for_no_link() -> None:
+    """A step that some rank has no room for is left out, and the next one takes its place."""
+    first, second = run_ranks(loop, 2, None, 1, (4, 5, 8), (), (), {})
+    assert first.snapshots == second.snapshots == [6, 10, 12]
+    assert not first.waited
 
 
 def test_a_checkpoint_that_finds_no_room_does_not_hold_up_training() -> None:

@@ -73,22 +73,22 @@ class _SlowStorage(LocalStorage):
 def keeper_main(member: Member) -> None:
     beacon = member.enter()
     from regrow.runtime import keeper
-    from regrow.state.memory import held, ranges
+    from regrow.state.memory import held, incoming, outgoing, ranges
     from regrow.state.memory import node as keeper_node
 
     keeper.PING_S = 0.05
     keeper_node.RETRY_S = 0.1
     for name, phase in {
         "take": "take",
-        "_push": "push",
-        "_receive": "receive",
         "committed": "told",
         "set_peers": "place",
         "write": "upload",
     }.items():
         beacon.mark(keeper_node.KeeperNode, name, phase)
+    beacon.mark(outgoing.Outgoing, "_push", "push")
+    beacon.mark(incoming.Incomings, "receive", "receive")
     _slow_file(ranges.Connection)
-    _rest_before(held, "_checksums")
+    _rest_before(held, "checksums_of")
     server = Server(member.address, 8)
     folder = member.world / f"regrow-{RUN}-{member.node}"
     server.serve(keeper.Keeper(RUN, member.node, str(folder), None, 600.0))

@@ -27,12 +27,13 @@ class Told:
         *,
         checkpoint: CheckpointConfig | None = None,
         copies: int = 1,
+        every_steps: int | str = "auto",
         **cluster: Any,
     ) -> None:
         config = PretrainConfig(
             cluster=replace(CLUSTER, **cluster),
             checkpoint=checkpoint or CheckpointConfig(every_steps=10),
-            snapshot=SnapshotConfig(copies=copies),
+            snapshot=SnapshotConfig(every_steps, copies=copies),
         )
         config.optim.num_slices = max(config.optim.num_slices, config.cluster.max_workers)
         self.now, self.commands = 1000.0, list[c.Command]()

@@ -166,6 +166,14 @@ STORIES = {
         sound(productive="0+58x60 3480+20x120", down="0+2x60 120+40x120"),
         {70: set(), 85: set(), 130: {"RegrowGoodputLow"}},
     ),
+    "a group is small for long": Story(
+        sound()
+        | {
+            f"ray_regrow_goodput_ratio{{{WORKER}}}": "0.98x180",
+            f"ray_regrow_effective_ratio{{{WORKER}}}": "0.97x60 0.85x120",
+        },
+        {60: set(), 85: set(), 95: {"RegrowEffectiveLow"}},
+    ),
     **{
         f"{kind} is suspected": Story(
             sound() | {f'ray_regrow_suspects{{{WORKER}, kind="{kind}"}}': "0x60 1x30 0x90"},

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -31,51 +30,6 @@ def load(name: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def steps_that_add(seconds: float) -> dict[str, Any]:
-    return {
-        "plain_s": [8.0, 9.0, 8.0],
-        "saved_s": [8.0 + seconds] * 3,
-        "host_s": seconds / 2,
-        "whole_s": 2.0,
-        "skipped": 0,
-    }
-
-
-def test_snapshots_are_compared_with_the_faster_of_the_peers_ways_to_save(
-    benchmark: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    added = {"ours": 0.04, "dcp_async_process": 0.5, "dcp_async_thread": 0.1, "dcp_blocking_process": 0.8}
-    monkeypatch.setattr(benchmark, "run_part", lambda part, settings, *, side, **more: steps_that_add(added[side]))
-    result = benchmark.Result()
-    settings = benchmark.Settings("150m", "/memory", "/disk", rounds=5, step_s=8.0, num_steps=3, num_saves=2)
-    benchmark.blocked_part(result, settings)
-    assert result.figures == pytest.approx(
-        {
-            "blocked_vs_tuned_dcp": 0.4,
-            "blocked_vs_blocking_dcp": 0.05,
-            "blocked_s": 0.04,
-            "blocked_host_s": 0.02,
-            "snapshot_slowdown_fraction": 0.005,
-            "snapshots_skipped": 0,
-            "snapshot_until_committed_s": 2.0,
-        }
-    )
-    assert result.peers["tuned_dcp"] == "dcp_async_thread"
-
-
-def test_a_round_with_noise_weighs_no_more_than_another(benchmark: ModuleType) -> None:
-    runs = {
-        "ours": [{"plain_s": [8.0, 8.0, 8.0], "saved_s": [8.01, 8.01, 9.0]} for _ in range(3)],
-        "dcp": [{"plain_s": [8.0, 8.4, 8.0], "saved_s": [8.0 + s] * 3} for s in (0.1, 0.1, 0.001)],
-    }
-    plain, added = benchmark.added_s(runs)
-    assert plain == [8.0, 8.0, 8.0]
-    result = benchmark.Result()
-    result.add_ratio("ratio", added["ours"], added["dcp"])
-    assert result.figures["ratio"] == pytest.approx(0.1)
-    assert result.spread["ratio"] == pytest.approx([0.1, 10.0])
 
 
 def test_bytes_are_counted_where_storage_is_read_in_folders_below_too(ranks: ModuleType, tmp_path: Path) -> None:

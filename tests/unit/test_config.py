@@ -194,6 +194,9 @@ def test_the_defaults_pass_every_rule() -> None:
         ("checkpoint.every_minutes", 0.0),
         ("checkpoint.timeout_s", 0.0),
         ("snapshot.slots", 1),
+        ("snapshot.every_steps", -1),
+        ("snapshot.every_steps", "often"),
+        ("snapshot.most_steps_lost", 0),
         ("checkpoint.mtbf_hours", -1.0),
         ("checkpoint.keep", 1),
         ("checkpoint.keep_every_steps", 300),
@@ -380,7 +383,7 @@ def test_checkpoints_by_time_need_snapshots(key: str, value: object) -> None:
     config.snapshot.every_steps = 0
     check(config)
     setattr(config.checkpoint, key, value)
-    with pytest.raises(ConfigError, match=rf"checkpoint\.{key}={str(value).lower()} .*set snapshot\.every_steps=1"):
+    with pytest.raises(ConfigError, match=rf"checkpoint\.{key}={str(value).lower()} .*set snapshot\.every_steps=auto"):
         check(config)
 
 

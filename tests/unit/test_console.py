@@ -58,9 +58,9 @@ def test_without_a_terminal_a_row_is_one_plain_line_with_all_that_matters() -> N
 
 def test_goodput_is_shown_once_a_report_has_told_it() -> None:
     def tell(console: Console, step: int) -> None:
-        console.goodput = 0.8764
+        console.goodput, console.effective = 0.8764, 0.8123
 
-    assert "  goodput 87.6%  gen 1" in run(2.0, 10, io.StringIO(), tell)
+    assert "  goodput 87.6%  effective 81.2%  gen 1" in run(2.0, 10, io.StringIO(), tell)
 
 
 def test_without_a_terminal_no_control_character_is_written_whatever_a_message_holds() -> None:

@@ -30,6 +30,7 @@ from regrow.errors import RegrowError, ResumeError
 from regrow.record.claim import Superseded
 from regrow.record.events import Forming
 from regrow.record.log import METRIC_KEYS, RunLog, read_events, read_metrics
+from regrow.record.work import RATIOS
 from regrow.runtime import actor as module
 from regrow.runtime import driver, fleet, log_writer, publisher, shell
 from regrow.runtime.actor import Coordinator
@@ -694,7 +695,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session
     monkeypatch.setattr("regrow.control.checkpoints.ASK_AGAIN_S", 0.1)
     monkeypatch.setattr(driver, "LEAVE_S", 0.3)
     monkeypatch.setattr(driver, "stop_stream", lambda stream: None)
-    monkeypatch.setattr(driver, "write_report", lambda *_, **__: {"goodput": 1.0, "capacity_goodput": 1.0})
+    monkeypatch.setattr(driver, "write_report", lambda *_, **__: dict.fromkeys(RATIOS, 1.0))
     monkeypatch.setattr(ray, "get", lambda reference, timeout=None: reference.outcome.result(timeout))
     found = object.__new__(Session)
     found.config, found.run = config, Run(Storage.at(tmp_path), "run", None)

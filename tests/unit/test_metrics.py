@@ -17,6 +17,7 @@ from regrow.control.cadence import Cadence
 from regrow.record.events import FAILURES, GRACEFUL, Cause, Event, Rollback, from_row
 from regrow.record.history import KEPT_S, History
 from regrow.record.ledger import STATES
+from regrow.record.work import RATIOS
 from regrow.show import prometheus as module
 from regrow.show.prometheus import FAMILIES, INCIDENTS, Figures, RunMetrics
 
@@ -448,11 +449,12 @@ def test_an_orderly_end_is_told_at_once(clock: Clock) -> None:
 def test_a_report_brings_the_goodput_of_the_whole_run(clock: Clock) -> None:
     kept = Recorder()
     made = make_metrics(kept)
-    made.reported({"goodput": None, "capacity_goodput": None})
+    made.reported(dict.fromkeys(RATIOS))
     assert not [name for name, *_ in kept.calls if "goodput" in name]
     clock.now += 2
-    made.reported({"goodput": 0.9, "capacity_goodput": 0.8})
-    assert [value for name, value, _ in kept.calls if name == "regrow_goodput_ratio"] == [0.9]
+    made.reported({"goodput": 0.9, "effective": 0.85, "paid": 0.8, "capacity_goodput": 0.7})
+    for ratio, share in (("goodput", 0.9), ("effective", 0.85), ("paid", 0.8)):
+        assert [value for name, value, _ in kept.calls if name == f"regrow_{ratio}_ratio"] == [share]
 
 
 def test_what_fails_here_is_noted_once_and_harms_nobody(clock: Clock) -> None:

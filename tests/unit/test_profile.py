@@ -1,73 +1,184 @@
-"""A window of steps under the profiler: what is written, and when nothing is."""
+"""What runs' own logs say of a simulation's figures, each with its provenance; by hand-made run folders."""
 
-import gzip
-import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
-import torch
+import pytest
 
-from regrow.accept.tiny import count_up_rows, tiny_model
-from regrow.config.schema import OptimConfig, ParallelConfig
-from regrow.optim.adamw import build_optimizer
-from regrow.parallel.apply import build_model
-from regrow.storage import Storage
-from regrow.train.profile import KINDS, REST, ProfileWindow, Spent, kind_of, summary
-from regrow.train.step import TrainStep
+from regrow.errors import ConfigError
+from regrow.simulate.inputs import KINDS, Figure, Inputs, Job, Origin, Policy
+from regrow.simulate.profile import MOST_SAMPLES, Profile, kept
+from regrow.simulate.run_logs import RunLogs, faults_of
+from support.rows import T0, event, make_row, run_with_losses, write
 
-
-def train(window: ProfileWindow, steps: range) -> list[str]:
-    """Real steps; where the window said that something was written."""
-    model = build_model(tiny_model(), ParallelConfig(), mesh=None, device="cpu", seed=0)
-    step = TrainStep(model, build_optimizer(model, OptimConfig()), max_grad_norm=1.0, group=None, shard_group=None)
-    found = [window.after(steps.start - 1)]
-    for number in steps:
-        step.run([count_up_rows(number, num_rows=2, seq_len=8)], num_micro_batches=1, lr=1e-3).resolve()
-        found.append(window.after(number))
-    window.abandon()
-    return [where for where in found if where is not None]
-
-
-def test_a_trace_and_a_page_are_written_after_the_last_step_of_the_window(tmp_path: Path) -> None:
-    window = ProfileWindow(Storage.at(tmp_path), torch.device("cpu"), first=2, num_steps=2)
-    assert train(window, range(1, 6)) == [str(tmp_path / "profiles" / "step-00000002")]
-    folder = tmp_path / "profiles" / "step-00000002"
-    trace = json.loads(gzip.decompress((folder / "trace.json.gz").read_bytes()))
-    assert sum(event.get("name") == "aten::_fused_adamw_" for event in trace["traceEvents"]) == 2 * 2  # groups, steps
-    page = (folder / "summary.md").read_text()
-    assert page.startswith("# steps 2 to 3, one rank on cpu\n")
-    for kind in ("matrix products", "attention", "optimizer and clipping", REST):
-        assert f"| {kind} |" in page
-    assert len(page.splitlines()) < 60
+DAY = 86400.0
+RATES = {f"rate_{kind}": Figure(0.002, Origin.published, "a paper", 100) for kind in KINDS}
+PRIOR = {
+    **RATES,
+    "rate_planned": Figure(0.5, Origin.published, "a paper", 40),
+    **{f"notice_{kind}_s": Figure(30.0, Origin.published, "a paper") for kind in KINDS},
+    **{
+        name: Figure(10.0, Origin.assumed, "a guess")
+        for name in ("form_base_s", "build_s", "restore_s", "first_step_s", "join_s", "respawn_s", "away_short_s")
+    },
+    "communicators_s": Figure(17.0, Origin.published, "a paper"),
+    "lost_committed_share": Figure(0.2, Origin.assumed, "a guess"),
+    "share_slow": Figure(0.05, Origin.assumed, "a guess"),
+    "slow_factor": Figure(1.25, Origin.assumed, "a guess"),
+    "slow_lasts_s": Figure(3600.0, Origin.assumed, "a guess"),
+    "step_s": Figure(5.0, Origin.assumed, "a forecast"),
+    "durable_back_s": Figure(1020.0, Origin.assumed, "a guess"),
+}
 
 
-def test_a_group_that_does_not_train_through_the_window_leaves_nothing(tmp_path: Path) -> None:
-    first = ProfileWindow(Storage.at(tmp_path), torch.device("cpu"), first=2, num_steps=3)
-    assert train(first, range(1, 4)) == []  # it broke
-    again = ProfileWindow(Storage.at(tmp_path), torch.device("cpu"), first=2, num_steps=3)
-    assert train(again, range(4, 7)) == []  # it went on from here
-    assert list(tmp_path.iterdir()) == []
-    at_once = ProfileWindow(Storage.at(tmp_path), torch.device("cpu"), first=7, num_steps=1)
-    assert train(at_once, range(7, 8))  # from the first step of a group, too
+def inputs(gpus: int = 4, **policy: Any) -> Inputs:
+    return Inputs(Job(gpus, 1, max(12, gpus), 1), Policy("in_place", **policy), PRIOR)
 
 
-def test_shares_add_up_and_names_do_not_break_the_table() -> None:
-    found = [Spent("aten::mm", 0.006, 8), Spent("void cutlass::a|b", 0.003, 4), Spent("aten::silu", 0.001, 2)]
-    page = summary(found, title="steps", num_steps=2)
-    assert "| matrix products | 4.50 | 90.0% |" in page
-    assert "| everything else | 0.50 | 10.0% |" in page
-    assert r"`void cutlass::a\|b`" in page
-    assert "| all | 5.00 | |" in page
-
-
-def test_every_kind_has_a_kernel() -> None:
-    kernels = {
-        "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL": "collectives",
-        "flash_fwd_kernel": "attention",
-        "nvjet_tst_128x256": "matrix products",
-        "multi_tensor_apply_kernel": "optimizer and clipping",
-        "Memcpy DtoD": "copies and casts",
-        "triton_poi_fused_silu_mul": "fused by torch.compile",
-        "elementwise_kernel": REST,
+def test_every_delay_is_there_by_its_cause_and_the_size_that_came_of_it(tmp_path: Path) -> None:
+    found = Profile.read([run_with_losses(tmp_path / "a")])
+    assert dict(found.counts) == {"software": 3, "planned": 0, "head": 0, "losses": 3, "lost_steps": 0, "slow": 0}
+    assert found.usual_s == pytest.approx({4: 1.0, 3: 1.2})
+    expected = {
+        ("notice_software_s", "worker_died", 3): 2.5 - 0.5,  # half a step was done when it was struck
+        ("form_base_s", "worker_died", 3): 3.0 - 1.0 - 0.5,
+        ("build_s", "worker_died", 3): 0.5,
+        ("restore_s", "worker_died", 3): 1.0,
+        ("first_step_s", "worker_died", 3): 2.0 - 1.2,
+        ("join_s", "grow", 4): 1.0,
+        ("change_s", "worker_died", 3): 3.0,
+        ("change_s", "grow", 4): 1.0,
+        ("first_excess_s", "worker_died", 3): 0.8,
+        ("respawn_s", "", 3): 8.0,
     }
-    assert {name: kind_of(name) for name in kernels} == kernels
-    assert set(kernels.values()) == {kind for kind, _ in KINDS} | {REST}
+    for key, seconds in expected.items():
+        assert found.samples[key] == pytest.approx([seconds] * 3), key
+    assert found.days == pytest.approx((found_wall(tmp_path / "a")) / DAY)
+    gone_s = 3 * (6 + 5 * 1.2 + 2 - 6 + 1.0)  # three nodes, from each small group's beginning to the next one's
+    whole_s = found.days * DAY - 10.0
+    assert found.node_days * DAY == pytest.approx(4 * whole_s - gone_s)
+
+
+def found_wall(folder: Path) -> float:
+    run = RunLogs.read(str(folder))
+    return run.ledger.end - run.ledger.begin
+
+
+def test_what_was_measured_says_so_with_its_number_and_what_was_not_stays_what_it_was(tmp_path: Path) -> None:
+    folder = run_with_losses(tmp_path / "a", losses=6)
+    before = inputs()
+    after = Profile.read([folder]).applied(before)
+    form = after.figures["form_base_s"]
+    assert (form.value, form.origin, form.n, form.source) == (pytest.approx(1.5), Origin.measured, 6, folder)
+    assert form.by_size == {3: pytest.approx((1.5,) * 6)}
+    assert (after["step_s"], after.figures["step_s"].origin) == (1.0, Origin.measured)
+    assert after["communicators_s"] == 0.0  # within form_base_s at a size that was measured
+    assert after["lost_committed_share"] == 0.0
+    assert after.figures["lost_committed_share"].n == 6
+    software = after.figures["rate_software"]
+    exposure = Profile.read([folder]).node_days
+    assert software.value == pytest.approx((3 + 6) / (3 / 0.002 + exposure))
+    assert after.figures["rate_gpu"] == before.figures["rate_gpu"]  # none is no news in so short a time
+    for_long = Profile(days=100.0, node_days=6000.0).applied(before).figures["rate_gpu"]
+    assert (for_long.value, for_long.origin) == (pytest.approx(3 / (3 / 0.002 + 6000.0)), Origin.measured)
+    assert "6 in" in software.source
+    assert "a paper" in software.source
+    for name in ("notice_gpu_s", "durable_back_s", "away_short_s", "slow_factor"):
+        assert after.figures[name] == before.figures[name]
+
+
+def test_without_a_run_folder_inputs_are_what_was_published_again(tmp_path: Path) -> None:
+    folder = run_with_losses(tmp_path / "a")
+    assert Profile.read([folder]).applied(inputs()) != inputs()
+    assert Profile.read([]).applied(inputs()) == inputs()
+
+
+def test_below_five_samples_what_was_published_is_mixed_in(tmp_path: Path) -> None:
+    after = Profile.read([run_with_losses(tmp_path / "a", losses=3)]).applied(inputs())
+    form = after.figures["form_base_s"]
+    assert form.value == pytest.approx((3 * 1.5 + 2 * 10.0) / 5)
+    assert (form.n, "2 of 5 from a guess" in form.source) == (3, True)
+
+
+def test_at_another_size_a_delay_is_an_assumption_by_a_named_law_and_what_grows_stays(tmp_path: Path) -> None:
+    profile = Profile.read([run_with_losses(tmp_path / "a", losses=6)])
+    after = profile.applied(inputs(gpus=16_384))
+    form = after.figures["form_base_s"]
+    assert (form.origin, form.value) == (Origin.assumed, pytest.approx(1.5))
+    assert "measured (6) on 3 and 4 ranks; law flat" in form.source
+    assert (after["communicators_s"], after["step_s"]) == (17.0, 5.0)
+    assert after.figures["rate_software"].origin == Origin.measured
+    assert after.figures["respawn_s"].origin == Origin.measured  # of a node, however many there are
+
+
+def test_other_policies_take_what_befalls_a_cluster_and_nothing_of_what_regrow_did(tmp_path: Path) -> None:
+    profile = Profile.read([run_with_losses(tmp_path / "a", losses=6)])
+    after = profile.applied(inputs(in_place=False, memory=False))
+    assert after.figures["form_base_s"] == PRIOR["form_base_s"]
+    assert after.figures["respawn_s"].origin == Origin.measured
+    assert after.figures["rate_software"] == profile.applied(inputs()).figures["rate_software"]
+
+
+def test_a_second_run_adds_to_the_first(tmp_path: Path) -> None:
+    one, two = run_with_losses(tmp_path / "a", losses=2), run_with_losses(tmp_path / "b", losses=3, detect_s=3.5)
+    both = Profile.read([one, two])
+    assert both.counts["software"] == 5
+    assert both.samples["notice_software_s", "worker_died", 3] == pytest.approx([2.0] * 2 + [3.0] * 3)
+    assert both.node_days == pytest.approx(Profile.read([one]).node_days + Profile.read([two]).node_days)
+
+
+def test_run_folders_of_earlier_versions_are_read_by_their_causes(tmp_path: Path) -> None:
+    found = Profile.read([run_with_losses(tmp_path / "a", losses=2, new=False)])
+    assert found.counts["software"] == 2
+    assert len(found.samples["respawn_s", "", 4]) == 2  # to where the group grew again
+
+
+def test_a_process_whose_node_is_found_dead_soon_after_was_its_host(tmp_path: Path) -> None:
+    failure = event(
+        "failure", 20, cause="worker_died", detail="", generation=1, ranks=[1], nodes=["b"], kind="software"
+    )
+    told_again = event("failure", 21, cause="worker_died", detail="", generation=1, ranks=[1], nodes=["b"])
+    lost = event("node_lost", 25, node="b", host="b", drained=False)
+    rows = [make_row(step, T0 + step, 1.0) for step in range(1, 10)]
+    write(tmp_path / "a", rows, [event("submitted", 0), failure, told_again, lost])
+    assert [kind for _, kind in faults_of(RunLogs.read(str(tmp_path / "a")).history.events)] == ["host"]
+
+
+def test_a_slow_rank_that_recovered_says_how_much_and_how_long(tmp_path: Path) -> None:
+    rows = [make_row(step, T0 + step, 1.0) for step in range(1, 200)]
+    slow = {"kind": "slow_compute", "node": "b", "pid": 7, "rank": 1, "since": T0 + 30.0}
+    events = [
+        event("submitted", 0),
+        event("suspected", 50, factor=1.4, detail="", **slow),
+        event("cleared", 110, recovered=True, **slow),
+        event("suspected", 150, factor=1.6, detail="", **slow),
+        event("cleared", 160, recovered=False, **slow),  # its group was over: it may have lasted longer
+    ]
+    found = Profile.read([write(tmp_path / "a", rows, events)])
+    assert found.of_figure("slow_lasts_s") == [80.0]
+    assert found.of_figure("slow_factor") == [1.4, 1.6]
+    assert found.counts["slow"] == 2
+
+
+def test_a_profile_is_a_file_and_keeps_at_most_256_samples_of_a_key(tmp_path: Path) -> None:
+    profile = Profile.read([run_with_losses(tmp_path / "a")])
+    profile.samples["form_base_s", "worker_died", 3] = [float(n) for n in range(1000)]
+    again = Profile.of_json(profile.to_json())
+    assert len(again.samples["form_base_s", "worker_died", 3]) == MOST_SAMPLES == 256
+    assert again.to_json() == profile.to_json()
+    assert kept(list(range(1000)))[:2] == [0, 3]
+    assert '"provenance": "measured (256)"' in profile.to_json(PRIOR, 4)
+    with pytest.raises(ConfigError, match=r"no profile\.json"):
+        Profile.of_json("{}")
+
+
+def test_a_folder_without_a_step_ends_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no step in its log: give the folder of a run that trained"):
+        Profile.read([write(tmp_path / "a", [], [event("submitted", 0)])])
+
+
+def test_a_profile_is_made_without_ray_and_torch() -> None:
+    code = "import sys, regrow.simulate.profile; sys.exit(len({'ray', 'torch'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -41,6 +41,7 @@ from regrow.show.page import data_mix
 from regrow.show.report import make_report, write_report
 from regrow.show.timeline import number_ticks, time_ticks
 from regrow.storage import Storage
+from support.rows import T0, event, generation, make_row
 
 REPORT_KEYS = [
     "steps",
@@ -48,8 +49,11 @@ REPORT_KEYS = [
     "final_loss",
     "wall_s",
     "goodput",
+    "effective",
+    "paid",
     "capacity_goodput",
     "time_s",
+    "work",
     "lost_s",
     "restarts",
     "generations",
@@ -68,7 +72,6 @@ RECOVERY_KEYS = [
     "lost_steps",
     "source",
 ]
-T0 = 1_700_000_000.0
 REPO = Path(__file__).parents[2]
 
 
@@ -81,43 +84,6 @@ def config(max_workers: int = 4, num_slices: int = 12) -> PretrainConfig:
 def build_report(metrics: list[Any], events: list[Any], now: float, config: Any) -> dict[str, Any]:
     history = History.of_logs(metrics, events)
     return module.build_report(history, history.ledger(now), config)
-
-
-def make_row(step: int, time: float, step_s: float, generation: int = 1, **changes: Any) -> dict[str, Any]:
-    row: dict[str, Any] = {
-        "step": step,
-        "tokens_seen": step * 100,
-        "loss": 8.0 / step,
-        "grad_norm": 1.0,
-        "lr": 1e-3,
-        "tokens_per_s": 100 / max(step_s, 1e-9),
-        "mfu": 0.4,
-        "step_s": step_s,
-        "data_wait_s": 0.0,
-        "snapshot_s": 0.0,
-        "world_size": 4,
-        "generation": generation,
-        "batch_digest": f"{step:016x}",
-        "time": time,
-    }
-    return row | changes
-
-
-def event(name: str, at: float, **fields: Any) -> dict[str, Any]:
-    return {"time": T0 + at, "event": name, **fields}
-
-
-def generation(number: int, at: float, world_size: int, start_step: int, cause: str, **fields: Any) -> dict[str, Any]:
-    source = "checkpoint" if start_step else "seed"
-    return event(
-        "generation",
-        at,
-        generation=number,
-        world_size=world_size,
-        start_step=start_step,
-        cause=cause,
-        **({"source": source, "init_s": 3.0, "restore_s": 1.0} | fields),
-    )
 
 
 def assert_adds_up(report: dict[str, Any]) -> None:
@@ -507,6 +473,11 @@ def test_the_states_add_up_to_wall_time_whatever_the_logs_hold(
     report = build_report(metrics, ordered, now=T0 + now, config=config())
     assert_adds_up(report)
     assert report["goodput"] is None or 0 <= report["capacity_goodput"] <= report["goodput"] + 1e-6 <= 1.00001
+    work = report["work"]
+    if report["effective"] is not None:
+        worth = math.fsum([work["useful_s"], *work["slower_s"].values()])
+        assert worth == pytest.approx(report["time_s"]["productive"], abs=1e-4)
+        assert report["effective"] * report["wall_s"] == pytest.approx(work["useful_s"], abs=1e-3, rel=1e-4)
 
 
 class Page(HTMLParser):
@@ -772,7 +743,9 @@ def test_the_job_writes_a_report_and_says_where(tmp_path: Path) -> None:
 
     done = job(str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("7 steps, loss 1.1429, 42.0 s, goodput 31.0%, 1 restarts: ")
+    assert done.stdout.startswith(
+        "7 steps, loss 1.1429, 42.0 s, goodput 31.0%, effective 29.2%, paid 29.2%, 1 restarts: "
+    )
     assert b"<h1>mine</h1>" in storage.read_bytes("report.html")
     assert not {"torch", "ray", "hydra", "pyarrow"} & {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
 

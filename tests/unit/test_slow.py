@@ -102,7 +102,18 @@ def test_a_rank_that_waits_for_its_rows_is_told_from_one_that_computes_slowly_an
         assert suspects.slow_nodes(1e9, 60.0) == nodes, "it survives, and is as slow"
         rest = {worker: each for worker, each in spent.items() if worker[1] != 1}
         suspects.read(rest, {worker: worker[1] for worker in rest}, now)
-        assert out[-1] == Record("cleared", {"kind": kind.value, "node": "node 1", "pid": 1})
+        told = {"kind": kind.value, "node": "node 1", "pid": 1, "rank": 1, "since": named["since"], "recovered": False}
+        assert out[-1] == Record("cleared", told)
+
+
+def test_the_end_of_a_slowness_is_told_of_as_a_recovery() -> None:
+    out = Outbox()
+    suspects, world = Suspects(out), World(0, 4, 1.0, 0.02, slow_s=0.3, slow_from=50)
+    for step, now, spent in world.readings(600):
+        world.slow_s = 0.3 if step < 200 else 0.0
+        suspects.read(spent, {worker: worker[1] for worker in spent}, now)
+    named, cleared = [command.fields for command in out if isinstance(command, Record)]
+    assert (cleared["rank"], cleared["since"], cleared["recovered"]) == (1, named["since"], True)
 
 
 def test_a_slow_rank_is_named_though_the_group_changes_before_one_generation_would_have_told() -> None:

@@ -204,7 +204,9 @@ def test_the_page_holds_picture_verdict_and_faults_and_escapes_what_it_is_told()
         ],
         "faults": [fault | {"lost_steps": 1, "source": "snapshot", "grows": False}],
     }
-    page = drill_page("a<b", result, {"steps": 60, "goodput": 0.5}, picture(rows, events, []))
+    page = drill_page(
+        "a<b", result, {"steps": 60, "goodput": 0.5, "effective": 0.4, "paid": None}, picture(rows, events, [])
+    )
     for said in (
         "a&lt;b",
         "same &amp; same",

@@ -46,7 +46,7 @@ def evidence() -> Evidence:
         rows.append(row(step, 1 if step < KILLED_AT else 2 if step <= GROWN_AT else 3, time))
     generation: Row = {"event": "generation", "source": "snapshot", "recomputed_steps": 0}
     events: list[Row] = [
-        {"event": "submitted", "time": BORN},
+        {"event": "submitted", "time": BORN, "max_workers": 3},
         {"event": "forming", "generation": 1, "time": BORN + 8, "members": workers(101, 102, 103)},
         generation
         | {"generation": 1, "time": BORN + 10, "cause": "start", "workers": workers(101, 102, 103), "world_size": 3},
@@ -97,7 +97,11 @@ def evidence() -> Evidence:
         keys=["model/layers.0.attention.wq.weight"],
         checkpoints=[Checkpoint(60, 720, "")],
         bands=[(BORN, BORN + 20, "productive"), (BORN + 20, BORN + 24, "down"), (BORN + 24, BORN + 60, "productive")],
-        report={"goodput": useful / wall_s, "time_s": {"productive": useful, "init": wall_s - useful}},
+        report={
+            "goodput": useful / wall_s,
+            "effective": useful / wall_s,
+            "time_s": {"productive": useful, "init": wall_s - useful},
+        },
     )
 
 
@@ -116,6 +120,7 @@ def test_a_run_that_kept_every_promise_is_said_to_have() -> None:
         "4",
         "5",
         "6",
+        "8",
         "8",
         "8",
         "8",
@@ -227,6 +232,7 @@ FALSE_EVICTION = {
         (events_with("rollback", 0, generation=0), "older generation", "rollback of generation 0 behind one of 1"),
         (report_with(time_s={"productive": 20.0}), "add up to wall time", "20.00 s"),
         (report_with(goodput=0.9), "goodput is the one", "reported 0.9000"),
+        (report_with(effective=0.9), "effective is the one", "reported 0.9000"),
         (unnamed_standstill, "stands still for is named", "3.0 s of them are in 'other'"),
         (events_with("generation", 1, recomputed_steps=2), "costs at most", "generation 2 took back 2 steps"),
         (adding("events", FALSE_EVICTION), "no living process is taken for dead", "generation 2: worker_hung, silent"),

@@ -15,6 +15,7 @@ from regrow.config.schema import (
     PlanJobConfig,
     PretrainConfig,
 )
+from regrow.config.snapshots import takes_snapshots
 from regrow.config.spares import AUTO, num_beyond, parks
 from regrow.config.stages import pipelines_of, stages_per_rank
 from regrow.errors import BatchError, ConfigError
@@ -89,6 +90,7 @@ def check_plan(config: PlanJobConfig) -> None:
     plan = config.plan
     _need(plan.workers_per_node >= 1, f"plan.workers_per_node={plan.workers_per_node} must be at least 1")
     _need(plan.network_gb_per_s > 0, f"plan.network_gb_per_s={plan.network_gb_per_s} must be positive")
+    _need(plan.keepers_gb_per_s > 0, f"plan.keepers_gb_per_s={plan.keepers_gb_per_s} must be positive")
     _need(plan.memory_gib is None or plan.memory_gib > 0, f"plan.memory_gib={plan.memory_gib} must be positive")
 
 
@@ -193,7 +195,7 @@ def _cluster(config: PretrainConfig) -> None:
         _need(value >= 0, f"cluster.{name}={value} must not be negative; 0 {none}")
     link = cluster.least_link_gb_per_s
     _need(
-        link == 0 or (link > 0 and cluster.check_hardware and config.snapshot.every_steps > 0),
+        link == 0 or (link > 0 and cluster.check_hardware and takes_snapshots(config.snapshot)),
         f"cluster.least_link_gb_per_s={link} must not be negative; above 0 it needs cluster.check_hardware=true and "
         "snapshot.every_steps above 0, as keepers measure links",
     )
@@ -455,9 +457,9 @@ def _checkpoint(config: PretrainConfig) -> None:
     )
     by_time = "checkpoint.automatic=true" if minutes is None else f"checkpoint.every_minutes={minutes}"
     _need(
-        snapshot.every_steps != 0 or (minutes is None and not checkpoint.automatic),
+        takes_snapshots(snapshot) or (minutes is None and not checkpoint.automatic),
         f"{by_time} is decided whenever a snapshot commits, and snapshot.every_steps=0 takes none; "
-        "set snapshot.every_steps=1, or use checkpoint.every_steps alone",
+        "set snapshot.every_steps=auto, or use checkpoint.every_steps alone",
     )
     _need(
         checkpoint.keep >= 2,
@@ -481,9 +483,14 @@ def _checkpoint(config: PretrainConfig) -> None:
         f"snapshot.copies={snapshot.copies} must be 1 to {max(1, most_nodes - 1)}: each is on another one of at most "
         f"{most_nodes} nodes",
     )
+    every = snapshot.every_steps
     _need(
-        snapshot.every_steps >= 0,
-        f"snapshot.every_steps={snapshot.every_steps} must not be negative; 0 takes no snapshots",
+        every == AUTO if isinstance(every, str) else every >= 0,
+        f"snapshot.every_steps={every} must be auto, or a number of steps from one snapshot to the next; 0 takes none",
+    )
+    _need(
+        snapshot.most_steps_lost >= 1,
+        f"snapshot.most_steps_lost={snapshot.most_steps_lost} must be at least 1: what a lost node may cost",
     )
     _need(
         snapshot.abandon_after_s >= 30,

@@ -269,7 +269,7 @@ class CheckpointConfig:
     every_steps: int | None = 200  # checkpoint every so many steps; null: not by steps
     every_minutes: float | None = None  # checkpoint every so many minutes; null: not by time
     automatic: bool = False  # checkpoint as often as wastes least, by what one costs and how often training fails
-    mtbf_hours: float = 24.0  # automatic: hours between failures to expect before any is seen
+    mtbf_hours: float = 24.0  # hours between failures to expect before any is seen; snapshot.every_steps=auto uses it
     keep: int = 2  # newest checkpoints kept; at least 2
     keep_every_steps: int = 0  # checkpoints at multiples of so many steps are never deleted; 0: none is kept for good
     timeout_s: float = 1800.0  # of writing one, after which it is given up; the last one is tried again for so long
@@ -279,7 +279,8 @@ class CheckpointConfig:
 class SnapshotConfig:
     """Copies of the training state in the memory of the nodes."""
 
-    every_steps: int = 1  # snapshot every so many steps, the most that a lost node costs; 0: none
+    every_steps: int | str = "auto"  # from one to the next; N: a lost node costs at most N; auto: measured; 0: none
+    most_steps_lost: int = 16  # auto: that a lost node may cost, as far as the links between nodes keep up
     slots: int = 3  # of each rank, at least 2; with 2, there are no snapshots while a checkpoint is being written
     copies: int = 1  # of each node's snapshots on other nodes: so many nodes may be lost at once
     folder: str = "/dev/shm"  # on every node, a file system in memory
@@ -431,6 +432,7 @@ class PlanConfig:
     memory_gib: float | None = None  # of one worker's device; null: the GPU's, or a share of this machine's
     workers_per_node: int = 8  # of a cluster that is not this machine
     network_gb_per_s: float = 50.0  # of one worker to other nodes, one way, in gigabytes
+    keepers_gb_per_s: float = 3.0  # of a node's keeper to another node, one way, over TCP, in gigabytes
 
 
 @dataclass

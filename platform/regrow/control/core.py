@@ -13,6 +13,7 @@ from typing import Any
 from regrow.config.check import topologies, world_sizes
 from regrow.config.schema import Backend, PretrainConfig
 from regrow.control import events as e
+from regrow.control.arrivals import Arrivals
 from regrow.control.cadence import Cadence
 from regrow.control.commands import Command, Delete, NoteDamaged, Outbox, Reply, TellOver
 from regrow.control.commits import IsWhole
@@ -27,6 +28,8 @@ from regrow.control.peers import FAN_OUT
 from regrow.control.phases import ROOM_S, Phase, Usual
 from regrow.control.rows import Rows
 from regrow.control.snapshots import Snapshots
+from regrow.control.sources import why_storage
+from regrow.control.spacing import SpacingPolicy
 from regrow.control.states import (
     Ending,
     Finished,
@@ -85,6 +88,7 @@ class Control:
         self.health = self.group.health
         self.drains = Drains(self.group, self.snapshots, config)
         self.corruptions = Corruptions(config, self.group, self.snapshots, self._out, past.limit)
+        self._spacing = SpacingPolicy(config.snapshot, self.cadence, self.snapshots.checkpoints, self._out)
         self._rows = Rows(self._out, logged=past.logged, may_be_missing=past.generation > 0)
         self._is_restarted, self._rollbacks = past.restarted, past.rollbacks
         self._num_failures, self._restore_s = 0, 0.0
@@ -107,10 +111,9 @@ class Control:
         self.snapshots.tick(now)
         stands_still = self.health.stalls.stalled_s(now) > 0  # thousands of members are not looked at for nothing
         members = self.group.membership.survivors if stands_still else []
-        keepers = self.snapshots.keepers
+        keepers, dead = self.snapshots.keepers, "Ray has found the node dead"
         suspects = self.health.tick(now, members, keepers.known_of(member.node for member in members))
-        lost = [member for member in members if keepers.is_dead(member.node)]
-        suspects += [Suspect(member, True, "Ray has found the node dead") for member in lost]
+        suspects += [Suspect(member, True, dead) for member in members if keepers.is_dead(member.node)]
         if suspects:
             self.snapshots.gone_dark({each.member.node for each in suspects if each.dark}, now)
             self.group.suspected(suspects, now)
@@ -199,12 +202,13 @@ class Control:
 
     def _began(self, event: e.Began, now: float) -> None:
         """Later rows of earlier generations are taken back, and so are later snapshots and checkpoints."""
+        details = {**event.details, **why_storage(event, self._config, self.group, self.snapshots)}
         self.snapshots.begin(event.generation, event.start_step, event.nodes, now)
         self.corruptions.begin(event.start_step)
         recomputed = self._rows.begin(event.generation, event.start_step)
         self._restore_s = float(event.details.get("restore_s", self._restore_s))
         fields = {"generation": event.generation, "start_step": event.start_step, "cause": self.group.cause}
-        self._out.record("generation", **fields, recomputed_steps=recomputed, **event.details)
+        self._out.record("generation", **fields, recomputed_steps=recomputed, **details)
         self.group.train(now)
 
     def _row(self, event: e.Row | e.RowsAgain, now: float) -> None:
@@ -213,8 +217,7 @@ class Control:
             self._out.append(Reply(RowAnswer(self.group.stop_reason, wanted)))
             return
         self.group.stepped(now)
-        busy_s = max(row["step_s"] - row["data_wait_s"] - row["snapshot_s"], 1e-6)
-        self.cadence.stepped(busy_s, writing=self.snapshots.checkpoints.upload is not None)
+        every_steps = self._spacing.stepped(row, self.generation, now)
         self.health.stalls.stepped(row["step_s"], now)
         least_s = DEVICE_PATIENCE_S if _is_on_device(self._config) else LEAST_PATIENCE_S
         self.group.membership.patience_s = max(least_s, PATIENCE_STEPS * row["step_s"])
@@ -222,7 +225,7 @@ class Control:
         self.snapshots.complain_if_unsafe(now)
         members = self.group.membership.current
         self.health.look_at_devices(row["step"], event.generation, now, self.snapshots.keepers.current, members)
-        self._out.append(Reply(RowAnswer(self.group.stop_reason or self.group.why_leave(now))))
+        self._out.append(Reply(RowAnswer(self.group.stop_reason or self.group.why_leave(now), every_steps=every_steps)))
 
     def _keepers_found(self, event: e.KeepersFound, now: float) -> None:
         """A group of which the log does not know was formed while storage was away: it is over, its number taken."""
@@ -234,6 +237,7 @@ class Control:
     def _sealed(self, event: e.Sealed, now: float) -> None:
         """Late reports of a generation that is over count no more, though the next one has not begun."""
         self.corruptions.sealed([ack for ack in event.acks if ack.version.generation == self.generation], now)
+        self._spacing.committed(self.newest_snapshot, now)
 
     def _complained(self, event: e.Complaint, now: float) -> None:
         """Of a group that is over only what it trained last, in good order, is still to be copied."""
@@ -307,6 +311,11 @@ class Control:
 def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
     """Who is told of an event, by its class."""
     group, snapshots, checkpoints = control.group, control.snapshots, control.snapshots.checkpoints
+
+    def nodes_alive(event: e.NodesAlive, now: float) -> None:
+        group.arrivals.alive(event, now)
+        snapshots.nodes_alive(event, now)
+
     return {
         e.Joined: group.join,
         e.Asked: control._asked,
@@ -333,7 +342,7 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.GroupFailed: group.restarted_by_ray,
         e.Placed: group.placed,
         e.Notice: group.nodes.notice,
-        e.NodesAlive: snapshots.nodes_alive,
+        e.NodesAlive: nodes_alive,
         e.KeeperUp: snapshots.keeper_up,
         e.NeighboursAsked: snapshots.neighbours,
         e.KeepersFound: control._keepers_found,
@@ -410,9 +419,10 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
     exclusions.quarantined_until.update(past.quarantined_until)
     exclusions.corrupt.update(past.corrupt)
     exclusions.asked.update(past.drained)
+    nodes = NodeFailures(exclusions, membership, out)
     return Group(
         membership,
-        NodeFailures(exclusions, membership, out),
+        nodes,
         Health(
             Stalls(cluster.silence_s, config.train.collective_timeout_s, cluster.stuck_s),
             out,
@@ -428,5 +438,6 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
         too_few=TooFew(min(sizes), cluster.wait_for_workers_s, out),
         cause=Cause.resume if past.generation else Cause.start,
         first_steps=FirstSteps(config.train.collective_timeout_s, past.failed_groups),
+        arrivals=Arrivals(membership, nodes, out),
         told_spares=past.spares,
     )

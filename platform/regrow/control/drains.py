@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from regrow.config.check import topologies
 from regrow.config.schema import PretrainConfig
+from regrow.config.snapshots import takes_snapshots
 from regrow.control.commands import Reply
 from regrow.control.events import DrainAsked, UndrainAsked
 from regrow.control.group import Group
@@ -52,7 +53,7 @@ class Drains:
     def __init__(self, group: Group, snapshots: Snapshots, config: PretrainConfig) -> None:
         self._group, self._snapshots = group, snapshots
         self._most_slices = {size: each.batch.most_slices for size, each in topologies(config).items()}
-        self._takes_snapshots = config.snapshot.every_steps > 0
+        self._takes_snapshots = takes_snapshots(config.snapshot)
         snapshots.keepers.drained = group.nodes.exclusions.asked
 
     def ask(self, event: DrainAsked, now: float) -> None:

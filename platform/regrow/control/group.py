@@ -121,6 +121,7 @@ class Group(Losses):
             membership.held_back = set(self.first_steps.held_back(lost=lost))
             if missing := membership.missing:
                 self.out.append(Probe(tuple(missing)))
+        self.arrivals.ready(now)
         formation = membership.form(now)
         for member in membership.left_out:
             self.out.append(kill(member))  # Ray Train finds it dead, and fills its place
@@ -190,6 +191,7 @@ class Group(Losses):
 
     def why_leave(self, now: float) -> str:
         """Why the group should leave in good order and form anew, or empty."""
+        self.arrivals.ready(now)
         self.membership.avoided = self.nodes.excluded(now)
         reason = ""
         if self.membership.wants_to_leave_nodes():

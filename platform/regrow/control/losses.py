@@ -3,12 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from regrow.control.arrivals import Arrivals, kind_of
 from regrow.control.commands import Connect, GiveUp, Kill, Outbox, TellOver
 from regrow.control.events import Broke, Died, Gone, GroupFailed, PortRefused, Trouble, Unfit
 from regrow.control.health import Health, Suspect
 from regrow.control.membership import Formation, Member, Membership
 from regrow.control.nodes import NodeFailures
 from regrow.control.peers import KeeperRegistry
+from regrow.control.slow import Kind
 from regrow.control.states import Ending, Forming, GivenUp, GroupState, LeavingGroup, Training, Waiting
 from regrow.control.too_few import TooFew
 from regrow.control.troubles import FirstSteps, Troubles
@@ -29,6 +31,7 @@ class Losses:
     too_few: TooFew
     cause: str  # of the next generation
     first_steps: FirstSteps
+    arrivals: Arrivals
     state: GroupState = field(default_factory=Waiting)
     ending: Ending | None = None
     formation: Formation | None = None  # the newest
@@ -145,11 +148,15 @@ class Losses:
     ) -> None:
         """Record why a group broke, the newest where nothing is said, and how the GPUs of these nodes were; the next
         generation carries the cause."""
+        nodes = list(nodes)
         self.cause, self.last_failure = cause, detail
         self.num_failures += 1
         gpus = {node: [str(each) for each in self.health.gpus[node]] for node in nodes if node in self.health.gpus}
         broken = self.generation if generation is None else generation
         fields = {"cause": cause, "detail": detail, "ranks": list(ranks), "generation": broken}
+        slow = {each.node for each in self.health.suspects.found.values() if each.kind is Kind.slow_link}
+        kind = kind_of(cause, detail, nodes, is_dead=self.keepers.is_dead, failures=self.nodes, slow_links=slow)
+        fields |= {"nodes": nodes, "kind": str(kind)}
         more = ({"gpus": gpus} if gpus else {}) | ({"step": step} if step is not None else {})
         self.out.record("failure", **fields, **more)
 
@@ -182,6 +189,7 @@ class Losses:
         `counts`: as failures of their hosts.
         """
         lost = self.membership.died(member_ids, left=left)
+        self.arrivals.lost(lost, now)
         self.count_left(now)
         if not lost:
             return

@@ -76,6 +76,9 @@ class NodeFailures:
     membership: Membership
     out: Outbox
     machines: dict[str, str] = field(default_factory=dict)  # the hosts of all nodes that workers have come from
+    with_gpu_errors: dict[str, int] = field(
+        default_factory=dict
+    )  # nodes, and the generation: of the hardware, its last
     _failed_in: dict[str, int] = field(default_factory=dict)  # the newest generation in which a node's failure counted
     _unfit_at: dict[str, float] = field(default_factory=dict)  # by host, when one of its processes was so last
 
@@ -116,6 +119,7 @@ class NodeFailures:
         """The process that meets it fails by itself, if it does."""
         self.out.record("gpu_error", node=event.node, gpu=event.gpu, xid=event.xid, meaning=event.meaning)
         if event.meaning:
+            self.with_gpu_errors[event.node] = self.membership.generation
             self.failed(event.node, now, again=False)
 
     def slow(self, node: str, now: float) -> None:

@@ -94,3 +94,4 @@ class RowAnswer:
 
     leave: str = ""  # why the group should leave
     wanted: int | None = None  # not taken: rows from this step on went with an earlier coordinator, and come first
+    every_steps: int = 0  # from one snapshot to the next; 0: as before

@@ -33,7 +33,7 @@ class Suspects:
         """Another generation: what slowed the one before may be gone with it. Slow ranks that survive stay slow."""
         for suspicion in list(self.found.values()):
             if suspicion.kind not in OF_RANKS:
-                self._clear(suspicion)
+                self._clear(suspicion, recovered=False)
         self._measure = False
         self.ranks.begin()
         self.collectives.begin()
@@ -43,7 +43,7 @@ class Suspects:
         self._numbers = ranks
         for suspicion in list(self.found.values()):
             if suspicion.kind in OF_RANKS and (suspicion.node, suspicion.pid) not in ranks:
-                self._clear(suspicion)
+                self._clear(suspicion, recovered=False)
         if not self.ranks.read(spent, now, {worker: rank * pp // len(ranks) for worker, rank in ranks.items()}):
             return
         for worker in self.ranks.judge():
@@ -135,9 +135,10 @@ class Suspects:
         if before is None:
             self._out.record("suspected", **_told(suspicion))
 
-    def _clear(self, suspicion: Suspicion) -> None:
+    def _clear(self, suspicion: Suspicion, *, recovered: bool = True) -> None:
         del self.found[suspicion.key]
-        self._out.record("cleared", kind=suspicion.kind.value, node=suspicion.node, pid=suspicion.pid)
+        told = {key: value for key, value in _told(suspicion).items() if key not in ("factor", "detail")}
+        self._out.record("cleared", **told, recovered=recovered)
 
 
 def _told(suspicion: Suspicion) -> dict[str, Any]:

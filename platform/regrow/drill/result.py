@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from regrow.config.schema import DrillJobConfig
+from regrow.config.snapshots import most_steps_lost
 from regrow.data.read.batch import direct_batches, layout_of
 from regrow.data.read.corpora import find_corpora, order_of
 from regrow.drill.faults import Fault
@@ -18,10 +19,12 @@ from regrow.record.history import History
 from regrow.record.ledger import Ledger
 from regrow.record.log import METRICS, Tail
 from regrow.record.run_folder import checkpoints_of
+from regrow.record.work import RATIOS
 from regrow.show.console import Console
 from regrow.show.page import drill_page
 from regrow.show.report import write_report
 from regrow.show.timeline import Mark, draw_timeline
+from regrow.show.units import or_dash, percent
 from regrow.state.disk import catalog as tools
 from regrow.storage import Storage
 
@@ -55,7 +58,7 @@ def gather(
         records=records,
         num_faults=len(plan),
         last_step=last_step,
-        snapshot_every=config.snapshot.every_steps,
+        snapshot_every=most_steps_lost(config.snapshot),
         copies=config.snapshot.copies,
         verify_every=config.cluster.verify_every_steps,
         seqs_per_step=config.optim.global_batch_seqs,
@@ -97,6 +100,7 @@ def conclude(config: DrillJobConfig, folder: Path, evidence: Evidence) -> bool:
     content = {
         "plan": config.drill.name,
         "holds": good,
+        "ratios": {name: evidence.report.get(name) for name in RATIOS},
         "verdicts": [asdict(each) for each in verdicts],
         "faults": [asdict(each) for each in effects],
     }
@@ -110,6 +114,7 @@ def conclude(config: DrillJobConfig, folder: Path, evidence: Evidence) -> bool:
     (folder / "timeline.svg").write_text(picture)
     (folder / "drill.html").write_text(drill_page(config.run.name, content, evidence.report, picture))
     _show(verdicts, good)
+    print(", ".join(f"{name} {or_dash(evidence.report.get(name), percent)}" for name in RATIOS))
     print(f"{folder}/drill.html, timeline.svg, verdict.json, drill.jsonl")
     return good
 

@@ -169,7 +169,9 @@ class Switch:
 def _shapes(rate_mbit: float | None, delay_ms: float, loss_percent: float) -> list[list[str]]:
     """Arguments of `tc qdisc add dev DEVICE`, one or two disciplines."""
     lossy = ["netem", "limit", "100000", "delay", f"{delay_ms}ms", "loss", f"{loss_percent}%"]
-    slow = ["tbf", "rate", f"{rate_mbit}mbit", "burst", "256kb", "latency", "200ms"]
+    # a bucket for as long as a slow kernel's tick (HZ=250), as tc-tbf(8) has it, or fast links stay below their rate
+    burst = max(256 << 10, int((rate_mbit or 0.0) * 1e6 / 8 / 250))
+    slow = ["tbf", "rate", f"{rate_mbit}mbit", "burst", f"{burst}", "latency", "200ms"]
     if delay_ms or loss_percent:
         first = ["root", "handle", "1:", *lossy]
         return [first, ["parent", "1:", *slow]] if rate_mbit is not None else [first]

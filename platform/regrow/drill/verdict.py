@@ -18,6 +18,7 @@ Row = dict[str, Any]
 
 LOSS_TOLERANCE = 1e-5  # in fp32, where reduction order alone may tell
 LEDGER_TOLERANCE = 0.01  # of wall time
+FEW_STEPS = 20  # of the full size, below which their median is not judged
 HOLD_NOTHING = ("stop_keeper", "restart_raylet")  # and lose no node
 EXPLAINS_S = 120.0  # a failure of a group that never trained is put down to a fault of so long before
 EVICTIONS = ("worker_died", "worker_hung")
@@ -101,6 +102,7 @@ def judge(evidence: Evidence) -> list[Verdict]:
         _old_generations_cannot_write,
         _every_second_is_accounted,
         _goodput_by_hand,
+        _effective_by_hand,
         _standstills_are_named,
         _few_steps_lost,
         _no_false_eviction,
@@ -286,6 +288,39 @@ def _goodput_by_hand(evidence: Evidence) -> Verdict:
     figures = f"reported {reported:.4f}, by hand {by_hand:.4f}"
     wrong = [] if abs(reported - by_hand) <= LEDGER_TOLERANCE else [figures]
     return _verdict("8", "the goodput is the one recomputed from the rows", wrong, figures)
+
+
+def _effective_by_hand(evidence: Evidence) -> Verdict:
+    """Each row that counts is worth the median step of the full size: no group's first, and none while slow."""
+    claim = "effective is the one recomputed from the rows"
+    begin, end = _wall(evidence.events)
+    jobs = [event for event in _named(evidence.events, "submitted", key="event") if event.get("max_workers")]
+    asked = {event["max_workers"] for event in jobs}
+    reported = evidence.report.get("effective")
+    slow, since = [], {}
+    for event in evidence.events:
+        key = event.get("kind"), event.get("node"), event.get("pid")
+        if event["event"] == "suspected" and str(event.get("kind")).startswith("slow"):
+            since[key] = event.get("since") or event["time"]
+        elif event["event"] == "cleared" and key in since:
+            slow.append((since.pop(key), event["time"]))
+        elif event["event"] in ("submitted", "coordinator_restarted"):
+            slow += [(at, event["time"]) for at in since.values()]
+            since = {}
+    slow += [(at, math.inf) for at in since.values()]
+    took, before = [], None
+    for row in evidence.rows:
+        quick = not any(first <= row["time"] <= last for first, last in slow)
+        if row["world_size"] in asked and row["generation"] == before and quick:
+            took.append(max(0.0, row["step_s"] - row["data_wait_s"] - row["snapshot_s"]))
+        before = row["generation"]
+    if len(asked) != 1 or len(took) < FEW_STEPS or reported is None or end <= begin:
+        figures = f"{len(took)} undisturbed steps of the full size"
+        return Verdict("8", claim, None, figures)
+    by_hand = median(took) * len(evidence.rows) / (end - begin)
+    figures = f"reported {reported:.4f}, by hand {by_hand:.4f}"
+    wrong = [] if abs(reported - by_hand) <= LEDGER_TOLERANCE else [figures]
+    return _verdict("8", claim, wrong, figures)
 
 
 def _standstills_are_named(evidence: Evidence) -> Verdict:

@@ -21,6 +21,7 @@ class Network:
 
     ranks_per_node: int
     bytes_per_s: float  # of one rank, to other nodes, one way
+    keepers_bytes_per_s: float = 3e9  # of one node's keeper to another node, one way
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ def assumptions(device: Device) -> tuple[str, ...]:
         "collectives run beside arithmetic, a pass takes as long as the longer of the two; nodes are as full as can be",
         f"with parallel.cpu_offload, {HOST_LINK_BYTES_PER_S / 1e9:.0f} GB/s each way between a GPU and its host, and "
         f"{HOST_MEMORY_BYTES_PER_S / 1e9:.0f} of the host's memory for all of its ranks",
+        "a commit takes as long as a node's snapshots from its keeper to its peers'; it adds what these bytes take of "
+        "the links, for the share of a step in which collectives use them",
         "no waiting for data, stragglers, validation or checkpoints",
     )
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from regrow.config.check import topologies, topology_of, world_sizes
 from regrow.config.schema import ActivationCheckpoint, Float8, PlanConfig, PretrainConfig
+from regrow.config.snapshots import fixed_every_steps, takes_snapshots
 from regrow.config.stages import slowest_share
+from regrow.control.spacing import best_every_steps, steps_of_commit
 from regrow.errors import ConfigError
 from regrow.forecast.cost import Network, PassWork, StepTime, Traffic, step_time
 from regrow.forecast.devices import DEVICES, GIB, MEASURED_SHARES, Device, find_device
@@ -39,6 +41,16 @@ CPU_BYTES_PER_S = 10e9  # of a machine without GPUs
 
 
 @dataclass(frozen=True)
+class Commits:
+    """Of snapshots in the nodes' memory."""
+
+    num_bytes: int = 0  # that a node's keeper sends for each
+    commit_s: float = 0.0
+    every_steps: int = 0  # 0: none
+    steps_lost: int = 0  # that a lost node costs at most
+
+
+@dataclass(frozen=True)
 class Forecast:
     """One world size."""
 
@@ -49,6 +61,7 @@ class Forecast:
     usable_bytes: int
     snapshot_bytes: int  # the most that a node's snapshots take of its memory
     offloaded_bytes: int  # and its ranks' parameters, gradients and moments, where they are not on the devices
+    commits: Commits
     tokens_per_s: float
     mfu: float
     stages: Stages | None = None  # of a pipeline
@@ -82,6 +95,10 @@ class Forecast:
             "usable_bytes": self.usable_bytes,
             "fits": self.fits,
             "snapshot_bytes_per_node": self.snapshot_bytes,
+            "commit_bytes_per_node": self.commits.num_bytes,
+            "commit_s": self.commits.commit_s,
+            "snapshot_every_steps": self.commits.every_steps,
+            "steps_lost_most": self.commits.steps_lost,
             "offloaded_bytes_per_node": self.offloaded_bytes,
             **asdict(self.time),
             "bound_by": self.time.bound_by,
@@ -140,6 +157,7 @@ def forecast(
             ranks_copied=copied,
             most_rank_bytes=most_rank_bytes(config, table),
         ),
+        commits=_commits(config, mesh, time, network, copied),
         offloaded_bytes=_offloaded_bytes(rank, network) if rank.offloads else 0,
         tokens_per_s=tokens / time.step_s,
         mfu=flops / time.step_s / (world_size * device.flops),
@@ -292,7 +310,28 @@ def network_of(config: PretrainConfig, plan: PlanConfig) -> Network:
     on_node = plan.workers_per_node
     if cluster.address is None:  # on this machine
         on_node = math.ceil(cluster.max_workers / max(1, cluster.local_nodes))
-    return Network(on_node, plan.network_gb_per_s * 1e9)
+    return Network(on_node, plan.network_gb_per_s * 1e9, plan.keepers_gb_per_s * 1e9)
+
+
+def _commits(config: PretrainConfig, mesh: MeshShape, time: StepTime, network: Network, ranks_copied: int) -> Commits:
+    """What a commit takes on this network, and how far apart snapshots are."""
+    if not takes_snapshots(config.snapshot):
+        return Commits()
+    num_bytes = ranks_copied * rank_state_bytes(config.model, config.optim.moments, mesh)
+    commit_s = num_bytes / network.keepers_bytes_per_s
+    on_links_s = num_bytes / (network.ranks_per_node * network.bytes_per_s)
+    every_steps = fixed_every_steps(config.snapshot)
+    lost = every_steps or 0
+    if every_steps is None:
+        every_steps = best_every_steps(
+            added_s=on_links_s * min(1.0, time.network_s / time.step_s),
+            commit_s=commit_s,
+            step_s=time.step_s,
+            mtbf_s=3600 * config.checkpoint.mtbf_hours,
+            most_steps_lost=config.snapshot.most_steps_lost,
+        )
+        lost = every_steps + steps_of_commit(commit_s=commit_s, step_s=time.step_s) - 1
+    return Commits(num_bytes, commit_s, every_steps, lost)
 
 
 def _offloaded_bytes(rank: Rank, network: Network) -> int:
@@ -309,7 +348,7 @@ def snapshot_bytes(
     config: PretrainConfig, mesh: MeshShape, *, ranks_on_node: int, ranks_copied: int, most_rank_bytes: int
 ) -> int:
     """The most that snapshots take of a node's memory, in a group of this shape and the smaller ones."""
-    if config.snapshot.every_steps == 0:
+    if not takes_snapshots(config.snapshot):
         return 0
     return plan_snapshot_memory(
         rank_bytes=rank_state_bytes(config.model, config.optim.moments, mesh),

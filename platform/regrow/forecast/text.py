@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from regrow.config.schema import Dtype, PretrainConfig
+from regrow.config.snapshots import fixed_every_steps
 from regrow.config.spares import most_workers, num_beyond
 from regrow.forecast.cost import Network, assumptions
 from regrow.forecast.devices import GIB, Device
@@ -27,6 +28,7 @@ def to_text(config: PretrainConfig, forecasts: Sequence[Forecast], device: Devic
             "",
             *_time(forecasts, network),
             *_unit_away(config, forecasts),
+            *_snapshots(config, forecasts[-1], network),
             "",
             *_verdict(config, forecasts, device, network),
             "",
@@ -159,6 +161,28 @@ def _unit_away(config: PretrainConfig, forecasts: Sequence[Forecast]) -> list[st
         f"one unit of {size} away from {most} workers: {passes}, a step takes {slower:.1%} longer; with more workers "
         "in cluster.max_workers and cluster.spare_workers=auto a spare takes its place"
     ]
+
+
+def _snapshots(config: PretrainConfig, full: Forecast, network: Network) -> list[str]:
+    """What a commit takes, how far apart snapshots are, what a lost node costs."""
+    commits = full.commits
+    if not commits.every_steps:
+        return []
+    if not commits.num_bytes:
+        return [
+            f"snapshots every {commits.every_steps} steps stay on the one node: a lost worker costs at most "
+            f"{commits.steps_lost} steps, the node itself what is not in storage"
+        ]
+    measured = fixed_every_steps(config.snapshot) is None
+    what = (
+        f"snapshots at {full.num_workers} workers: {commits.num_bytes / 1e9:.3g} GB a node to others at "
+        f"{network.keepers_bytes_per_s / 1e9:.3g} GB/s (plan.keepers_gb_per_s), a commit takes {commits.commit_s:.3g} s"
+    )
+    if measured:
+        return [f"{what}; one every {commits.every_steps} steps, a lost node costs at most {commits.steps_lost}"]
+    waits = commits.commit_s > full.time.step_s
+    then = "longer than a step, which waits; snapshot.every_steps=auto does not" if waits else "less than a step"
+    return [f"{what}, {then}; one every {commits.every_steps} steps, as many are lost with a node at most"]
 
 
 def _verdict(config: PretrainConfig, forecasts: Sequence[Forecast], device: Device, network: Network) -> list[str]:

@@ -60,6 +60,7 @@ SUSPICIONS: dict[str, str] = {
     "corrupt": "computes something else than the others",
     "differing": "computes something else than its pair",
 }
+OF_RANKS = ("slow_compute", "slow_data", "slow_copy")  # suspicions that a rank takes along into the next group
 GRACEFUL = (Cause.grow, Cause.drain, Cause.end_of_float8)  # the whole group left together, to form anew
 FAILURES = (
     Cause.worker_died,
@@ -70,6 +71,29 @@ FAILURES = (
     Cause.nonfinite,
     Cause.corrupted,
 )
+
+
+class FaultKind(StrEnum):
+    """What it was that failed, as far as is known where a failure is noticed; `node_lost` events may say more later."""
+
+    gpu = "gpu"  # its driver has reported a fault of the hardware, or the error is CUDA's
+    network = "network"  # the node's links were slow, or its process goes on and is not reached
+    host = "host"  # the node is dead, or silent
+    software = "software"  # a process alone
+    hang = "hang"
+    sdc = "sdc"  # it computed wrong, silently
+
+
+class WhyStorage(StrEnum):
+    """Why a checkpoint in storage, not a snapshot in the nodes' memory, was where a group's state came from."""
+
+    off = "off"  # snapshot.every_steps=0
+    started = "started"  # another job of the run: no node held anything
+    none_committed = "none_committed"  # since the job began
+    discarded = "discarded"  # what was in memory had gone wrong: not finite, or corrupted
+    copies_lost = "copies_lost"  # nodes went that held a shard and all its copies
+    unreadable = "unreadable"  # it was there, and a rank could not read it
+    older = "older"  # than what was in storage
 
 
 def suspicion_words(kind: str) -> str:
@@ -187,6 +211,7 @@ class Generation(Event):
     cause: str  # why it was formed: a Cause
     axes: dict[str, int] | None = None  # of the mesh, outermost first: pp dp_replicate dp_shard cp tp
     source: str | None = None  # where its state came from: seed, snapshot (the nodes' memory), checkpoint
+    source_reason: str | None = None  # of a checkpoint: a WhyStorage
     recomputed_steps: int | None = None  # steps that are to be done again
     init_s: float | None = None  # forming the group and building the model
     restore_s: float | None = None  # loading the state
@@ -232,11 +257,35 @@ class Failure(Event):
     detail: str = ""  # a sentence: which process, and how it was noticed
     generation: int | None = None  # the group's number
     ranks: list[int] | None = None  # those that were lost, as far as known
+    nodes: list[str] | None = None  # ids, of these
+    kind: str | None = None  # what failed, as far as is known then: a FaultKind
     gpus: dict[str, list[str]] | None = None  # node -> what each of its GPUs told last: temperature, power, clock
     step: int | None = None  # nonfinite: of the gradients
 
     def sentence(self) -> str:
         return f"{cause_words(self.cause)}: {self.detail}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeLost(Event):
+    """Ray has found a node dead that members of the newest group, or of those that waited, were on."""
+
+    node: str  # id
+    host: str | None = None  # its name, or the node's id where that is not known
+    drained: bool | None = None  # it was to be taken away
+    generation: int | None = None  # the newest
+    words = "node {0.node:.12} is gone"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready(Event):
+    """Newcomers on a node are ready to join: to make the group larger, or to wait beside it as spares."""
+
+    node: str  # id
+    ranks: int  # that have come since the node's last such event
+    host: str | None = None  # its name, or the node's id: as of `node_lost`
+    start_s: float | None = None  # since the node came up, or lost its last worker; nothing where it was there before
+    generation: int | None = None  # that trains meanwhile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +373,24 @@ class SnapshotFailed(GroupIncident):
 
     detail: str  # a sentence
     words = "{0.detail}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotSpacing(Event):
+    """Snapshots have another distance from here on, where `snapshot.every_steps=auto`."""
+
+    every_steps: int  # from one to the next
+    before: int  # the same until here; 0: nothing was chosen
+    commit_s: float  # from the end of a step to the commit of its snapshot
+    added_s: float | None = None  # that a snapshot adds to the steps beside it; not there: not known yet
+    step_s: float  # of a step without a snapshot beside it
+    mtbf_s: float  # between failures, as they were seen and expected
+    steps_lost: int  # the most that a failure costs
+    generation: int | None = None  # the group's number
+    words = (
+        "snapshots every {0.every_steps} steps: one is committed after {0.commit_s:.2f} s, a step takes "
+        "{0.step_s:.2f} s; a failure costs at most {0.steps_lost} steps"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -504,11 +571,14 @@ class Corruption(GroupIncident):
 
 @dataclass(frozen=True, kw_only=True)
 class Cleared(Event):
-    """A suspicion is over: it is as fast as the others again, or its group is."""
+    """A suspicion is over: it is as fast as the others again, or its rank has left, or its group is over."""
 
     kind: str  # of what
     node: str  # id
     pid: int = 0  # of the process; 0: the node's links
+    rank: int | None = None  # of the process
+    since: float | None = None  # of the suspicion
+    recovered: bool | None = None  # as fast as the others again, or right; else its rank has left, or its group is over
     words = "no longer: {0.kind}, node {0.node:.12}"
 
 

@@ -13,6 +13,7 @@ from operator import itemgetter
 from typing import Any
 
 from regrow.record.events import (
+    OF_RANKS,
     Cause,
     Cleared,
     CoordinatorRestarted,
@@ -120,7 +121,9 @@ class History:
                     found[event.kind, event.node, event.pid] = event
                 case Cleared():
                     found.pop((event.kind, event.node, event.pid), None)
-                case Generation() | Submitted() | CoordinatorRestarted():  # which begins anew
+                case Generation():
+                    found = {key: each for key, each in found.items() if each.kind in OF_RANKS}
+                case Submitted() | CoordinatorRestarted():  # which begins anew
                     found.clear()
         return list(found.values())
 

@@ -124,6 +124,8 @@ class Status:
     eta_s: float | None = None  # to the step where it ends, at its present pace
     goodput: float | None = None
     goodput_as_of: float | None = None
+    effective: float | None = None  # of the same report
+    paid: float | None = None
     checkpoints: list[Saved] = field(default_factory=list)  # newest first
     interruptions: list[Interruption] = field(default_factory=list)  # newest first
     causes: dict[str, int] = field(default_factory=dict)  # of all interruptions
@@ -215,6 +217,8 @@ def status_of(
         warnings=[] if state is State.finished else _warnings(history, now),
         goodput=goodput,
         goodput_as_of=goodput_as_of,
+        effective=_ratio(report, "effective") if goodput is not None else None,
+        paid=_ratio(report, "paid") if goodput is not None else None,
     )
     if pace_s is None or status.last_step is None or state not in (State.training, State.regrouping):
         return status
@@ -329,6 +333,12 @@ def _goodput(report: Mapping[str, Any] | None, submitted: Sequence[Submitted]) -
     if not is_number(goodput) or not is_number(wall_s) or not submitted:
         return None, None
     return goodput, submitted[0].time + (wall_s or 0.0)
+
+
+def _ratio(report: Mapping[str, Any] | None, name: str) -> float | None:
+    """None of a report that another version wrote."""
+    found = (report or {}).get(name)
+    return found if is_number(found) else None
 
 
 def _said(events: Iterable[Event]) -> str:

@@ -148,7 +148,7 @@ class Coordinator(Drained, Verified):
 
     def reported(self, report: Mapping[str, Any]) -> None:
         """The driver has written a report."""
-        self.shell.metrics.reported(report)
+        self.shell.reported(report)
 
     def fail(self, message: str) -> None:
         """The run is given up, as an earlier coordinator has told the driver."""

@@ -34,6 +34,7 @@ from regrow.record.events import Cause, from_row, startup_line
 from regrow.record.log import LogReader
 from regrow.record.provenance import git_sha, versions
 from regrow.record.run_folder import CHECKPOINTS
+from regrow.record.work import RATIOS
 from regrow.runtime.actor import start_coordinator
 from regrow.runtime.cluster import Connection, check_room, cluster_for, why_not_in_place
 from regrow.runtime.entry import train_fn
@@ -263,8 +264,8 @@ class Session:
         return self._show() or fatal, outcome[0] if outcome else None
 
     def _reported(self, report: Mapping[str, Any]) -> None:
-        self.console.goodput = report["goodput"]
-        self.coordinator.reported.remote({key: report[key] for key in ("goodput", "capacity_goodput")})
+        self.console.goodput, self.console.effective = report["goodput"], report["effective"]
+        self.coordinator.reported.remote({key: report[key] for key in RATIOS})
 
     def _settle(self) -> Settling:
         """Have keepers write what is committed, and wait until they have, or it has been tried for long enough."""

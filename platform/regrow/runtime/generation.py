@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import regrow
+from regrow.config.snapshots import fixed_every_steps
 from regrow.control.phases import Phase
 from regrow.data.read.batch import RankBatch, layout_of
 from regrow.data.read.corpora import order_of
@@ -137,7 +138,7 @@ def _saver(
 ) -> Saver:
     """Where this rank's state is kept: in slots, which are made here, or in storage alone. Collective."""
     config = process.job.config
-    cadence = Cadence(last_step, config.snapshot.every_steps, config.checkpoint.every_steps)
+    cadence = Cadence(last_step, fixed_every_steps(config.snapshot), config.checkpoint.every_steps)
     if process.memory is None:
         return CheckpointSaver(cadence, hooks.write, timeout_s=config.checkpoint.timeout_s, stepped=hooks.stepped)
     snapshots = process.memory.start(restored.entries, place, joined.generation, process.stream)
@@ -151,6 +152,7 @@ def _saver(
         timeout_s=config.checkpoint.timeout_s,
         stepped=hooks.stepped,
         phase=hooks.phase,
+        spacing=lambda: hooks.every_steps,
     )
 
 

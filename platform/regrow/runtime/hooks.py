@@ -51,6 +51,7 @@ class GenerationHooks:
         self._replies: deque[Any] = deque()  # of calls on their way to the coordinator
         self._again: Any = None  # the one of them that has rows sent again
         self._stop = ""  # why to leave
+        self.every_steps = 0  # between snapshots, as the coordinator says; 0: it has not
         self.window = _profile_window(process) if self._rank == 0 else None
 
     def log(self, row: dict[str, Any]) -> None:
@@ -86,6 +87,7 @@ class GenerationHooks:
             answer = ray.get(reply, timeout=CALL_TIMEOUT_S)
             if isinstance(answer, RowAnswer):
                 self._stop = answer.leave or self._stop
+                self.every_steps = answer.every_steps or self.every_steps
                 wanted = answer.wanted if answer.wanted is not None and self._again is None else wanted
             if reply is self._again:
                 self._again = None

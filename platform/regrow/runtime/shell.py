@@ -15,16 +15,15 @@ from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.core import Control
 from regrow.control.past import Past
-from regrow.errors import first_line
 from regrow.record.claim import Claim
 from regrow.record.events import from_row
 from regrow.record.log import RANKS, RunLog, encode
+from regrow.runtime.board import Board
 from regrow.runtime.fleet import Fleet
 from regrow.runtime.liveness.probe import RollCall
 from regrow.runtime.log_writer import LogWriter
 from regrow.runtime.publisher import Publisher
 from regrow.show.prometheus import RunMetrics
-from regrow.show.tensorboard import TensorBoard
 from regrow.state.memory.held import is_whole
 from regrow.storage import Storage
 
@@ -91,8 +90,7 @@ class Shell:
         self.metrics = RunMetrics(
             config, self.control.cadence, events, instruments=instruments, note=lambda text: self._note(text)
         )
-        self._tensorboard: TensorBoard | None = None
-        self._draws = config.observe.tensorboard
+        self.board = Board(folder, self._writer, self._note, wanted=config.observe.tensorboard)
         self.roll_call = RollCall()
         self._updates: deque[Update] = deque(maxlen=NUM_UPDATES)
         self._num_updates = first_message
@@ -165,6 +163,11 @@ class Shell:
             self.metrics.event(typed)
             self._update("event", typed.to_row())
 
+    def reported(self, report: Mapping[str, Any]) -> None:
+        """The driver has written a report."""
+        self.metrics.reported(report)
+        self.board.report(report, step=self.control.next_step - 1)
+
     def updates(self, after: int) -> list[Update]:
         """What happened after the update of this number, as far as it is still known."""
         with self.lock:
@@ -178,8 +181,7 @@ class Shell:
         with self.lock:
             self.roll_call.close()
             self._writer.put(self._log.close)
-            if self._tensorboard is not None:
-                self._writer.put(lambda: self._draw(lambda: self._tensorboard.close() if self._tensorboard else None))
+            self.board.close()
         left = self._writer.close(CLOSE_S)
         if left:
             self.publisher.close(0.0)
@@ -236,28 +238,12 @@ class Shell:
 
     def _begin_rows(self, command: c.BeginRows) -> None:
         self._writer.put(lambda: self._log.begin(command.generation, command.start_step))
-        if self._draws:
-            self._writer.put(lambda: self._draw(lambda: self._begin_tensorboard(command.start_step)))
-
-    def _draw(self, work: Callable[[], None]) -> None:
-        """TensorBoard's writer does not recover, and metrics.jsonl has the same numbers."""
-        try:
-            work()
-        except Exception as error:
-            self._tensorboard, self._draws = None, False
-            self._note(f"no more TensorBoard files: {first_line(error)}")
-
-    def _begin_tensorboard(self, start_step: int) -> None:
-        if self._tensorboard is not None:
-            self._tensorboard.begin(start_step)
-        else:
-            self._tensorboard = TensorBoard.open(self._folder, start_step=start_step, note=self._note)
+        self.board.begin(command.start_step)
 
     def _log_row(self, command: c.LogRow) -> None:
         row = dict(command.row)
         self._writer.put(lambda: self._log.row(row, is_late=command.is_late))
-        if self._draws:
-            self._writer.put(lambda: self._draw(lambda: self._tensorboard.row(row) if self._tensorboard else None))
+        self.board.row(row)
         self.metrics.row(row)
         self._update("row", row)
 

@@ -24,6 +24,7 @@ import ray.util
 import torch
 
 from regrow.config.schema import Backend, PretrainConfig
+from regrow.config.snapshots import takes_snapshots
 from regrow.control.membership import Member
 from regrow.data.read.batch import layout_of
 from regrow.errors import RegrowError, first_line
@@ -86,13 +87,15 @@ def _prepare(job: Job) -> tuple[Process, str, float]:
     config, expected = job.config, ray.train.get_context().get_world_size()
     _allow_descriptors()
     if config.cluster.gpus_per_worker or config.cluster.backend is Backend.asynchronous:
-        watched = config.cluster.in_place and config.snapshot.every_steps > 0  # by a heartbeat, which breaks groups off
+        watched = config.cluster.in_place and takes_snapshots(
+            config.snapshot
+        )  # by a heartbeat, which breaks groups off
         threads = max(1, int(config.cluster.cpus_per_worker))
         apply_device_settings(os.environ, in_place=watched, compile_threads=threads)
     device, entered = device_of(config), time.time()
     backend, stream = _backend(config, device)
     prober = _fit(job, device)
-    memory = MemoryTier(job) if config.snapshot.every_steps else None  # its keeper starts beside what follows
+    memory = MemoryTier(job) if takes_snapshots(config.snapshot) else None  # its keeper starts beside what follows
     compiled = _compiled_before(job, device)
     stream.submit(partial(_warm_up, job, device, expected, backend)).result()
     check_here(job)

@@ -183,6 +183,8 @@ def _summary(runs: Sequence[RunData]) -> Rows:
         "ranks": sizes,
         "wall time": lambda run: duration(run.report["wall_s"]),
         "goodput": lambda run: or_dash(run.report["goodput"], percent),
+        "effective": lambda run: or_dash(run.report["effective"], percent),
+        "paid": lambda run: or_dash(run.report["paid"], percent),
         "capacity goodput": lambda run: or_dash(run.report["capacity_goodput"], percent),
         "checkpoints": lambda run: f"{run.report['checkpoints']['committed']:,}",
         "restarts": lambda run: f"{sum(run.report['restarts'].values()):,}",

@@ -59,6 +59,7 @@ class Console:
         self._num_rows, self._generation = 0, None
         self._pending: str | None = None  # newest plain row that was not shown
         self.goodput: float | None = None  # since the submission, as of the newest report
+        self.effective: float | None = None  # the same: useful seconds of the full-size job
         self.num_spares = 0  # ranks that wait beside the group
         self._task: tuple[Task, float, float] | None = None  # which, when it began, what was done by then
 
@@ -180,6 +181,8 @@ class Console:
             parts.append(f"ETA {duration(step_s * (self._last_step - row['step']))}")
         if self.goodput is not None:
             parts.append(f"goodput {percent(self.goodput)}")
+        if self.effective is not None:
+            parts.append(f"effective {percent(self.effective)}")
         parts.append(f"gen {row['generation']}")  # last: a narrow terminal cuts it first
         return "  ".join(parts)
 

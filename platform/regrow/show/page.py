@@ -33,6 +33,12 @@ STATE_HELP = {
     "validation": "scoring the validation split",
     "other": "between steps, and not explained by any event",
 }
+WORK_HELP = {
+    "useful": "the steps that count, each as long as it takes the undisturbed full-size job: effective",
+    "shrunk": "longer, as fewer ranks had more slices each; below nothing where they were faster than that",
+    "first_step": "longer, as it was a group's first",
+    "slow": "longer for any other reason, as a slow rank; below nothing where steps were faster than the median",
+}
 VERDICTS = {True: ("holds", "good"), False: ("broken", "bad"), None: ("not judged", "soft")}
 RECOVERY_PARTS = ("detect_s", "regroup_s", "reshard_s", "first_step_s")
 
@@ -94,6 +100,7 @@ def run_page(
     name = str((config.get("run") or {}).get("name", "run"))
     sections = [
         _time(report),
+        _work(report),
         _lost(report),
         _recoveries(report["recoveries"]),
         _ranks(ranks, history),
@@ -109,6 +116,8 @@ def run_page(
         ("last loss", or_dash(report["final_loss"], "{:.4f}".format)),
         ("wall time", duration(report["wall_s"])),
         ("goodput", or_dash(report["goodput"], percent)),
+        ("effective", or_dash(report["effective"], percent)),
+        ("paid", or_dash(report["paid"], percent)),
         ("capacity goodput", or_dash(report["capacity_goodput"], percent)),
         ("restarts", str(sum(report["restarts"].values()))),
         *([("spares", f"{history.num_spares:,}")] if history.of(Spares) else []),
@@ -136,6 +145,8 @@ def drill_page(run: str, result: Mapping[str, Any], report: Mapping[str, Any], p
         ("steps lost", f"{sum(fault['lost_steps'] for fault in faults):,}"),
         ("steps", f"{report['steps']:,}"),
         ("goodput", or_dash(report["goodput"], percent)),
+        ("effective", or_dash(report["effective"], percent)),
+        ("paid", or_dash(report["paid"], percent)),
     ]
     verdicts = [
         [
@@ -269,6 +280,31 @@ def _time(report: Mapping[str, Any]) -> Section:
         for state in shown
     ]
     return Section("Where the time went", bar=bar, head=["state", "time", "share", ""], rows=rows, numbers=(1, 2))
+
+
+def _work(report: Mapping[str, Any]) -> Section | None:
+    """What the productive seconds were worth."""
+    work = report["work"]
+    if work["full_step_s"] is None:
+        return None
+    parts = {"useful": work["useful_s"], **work["slower_s"]}
+    rows: list[list[str | Cell]] = [
+        [
+            name.replace("_", " "),
+            duration(seconds) if seconds >= 0 else f"-{duration(-seconds)}",
+            percent(seconds / report["wall_s"]),
+            Cell(WORK_HELP[name], "soft help"),
+        ]
+        for name, seconds in parts.items()
+    ]
+    known = "as steps of that size took" if work["is_measured"] else "by the batch plan, from steps of other sizes"
+    return Section(
+        "What productive time was worth",
+        note=f"A step of the undisturbed full-size job takes {duration(work['full_step_s'])}, {known}.",
+        head=["", "time", "share", ""],
+        rows=rows,
+        numbers=(1, 2),
+    )
 
 
 def _lost(report: Mapping[str, Any]) -> Section:

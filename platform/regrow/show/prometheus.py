@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from regrow.config.check import world_sizes
 from regrow.config.schema import PretrainConfig
+from regrow.config.snapshots import takes_snapshots
 from regrow.control.cadence import Cadence
 from regrow.errors import first_line
 from regrow.progress import last_step
@@ -40,6 +41,7 @@ from regrow.record.events import (
 from regrow.record.history import History
 from regrow.record.ledger import STATES
 from regrow.record.log import is_number
+from regrow.record.work import RATIOS
 
 PUBLISH_S = 1.0  # Ray collects every ten seconds, and never more often than this
 RUN = "run"  # label of every figure
@@ -100,6 +102,8 @@ FAMILIES = {
         Family("regrow_incidents_total", "events worth a look, by kind", "kind", INCIDENTS),
         Family("regrow_state_seconds_total", "time of this job by state; all states add up to it", "state", STATES),
         Family("regrow_goodput_ratio", "productive time over time since the run's first submission"),
+        Family("regrow_effective_ratio", "useful seconds of the undisturbed full-size job over the same time"),
+        Family("regrow_paid_ratio", "the same, spares counted as lost"),
         Family("regrow_capacity_goodput_ratio", "the same, idle passes and absent ranks counted as lost"),
         # which rank the others wait for: all ranks, of many the slowest
         Family("regrow_rank_compute_seconds", "a step's mean time on computing, by rank", "rank"),
@@ -156,7 +160,7 @@ class Figures:
         }
         train, cluster = config.train, config.cluster
         self._tokens_per_step = config.optim.global_batch_seqs * config.data.seq_len
-        self._cadence, self._takes_snapshots = cadence, config.snapshot.every_steps > 0
+        self._cadence, self._takes_snapshots = cadence, takes_snapshots(config.snapshot)
         self._step_s = 0.0  # smoothed
         self._set("regrow_running", 1)
         self._set("regrow_target_steps", last_step(train.steps, train.stop_at_step))
@@ -234,8 +238,8 @@ class Figures:
 
     def reported(self, report: Mapping[str, Any]) -> None:
         """The driver has written a report, which knows the whole run."""
-        self._set("regrow_goodput_ratio", report["goodput"])
-        self._set("regrow_capacity_goodput_ratio", report["capacity_goodput"])
+        for name in RATIOS:
+            self._set(f"regrow_{name}_ratio", report[name])
 
     def tick(self, now: float) -> None:
         """Bring up to date what depends on the time."""

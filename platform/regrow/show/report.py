@@ -16,6 +16,7 @@ from regrow.record.history import History, recoveries
 from regrow.record.ledger import Ledger, lost_to
 from regrow.record.log import LogReader, is_number, positive
 from regrow.record.run_folder import read_ranks
+from regrow.record.work import work_of
 from regrow.show.page import run_page
 from regrow.storage import Storage
 
@@ -28,14 +29,23 @@ def build_report(history: History, ledger: Ledger, config: Config) -> dict[str, 
     last = rows[-1] if rows else {}
     generations, checkpoints = history.of(Generation), history.of(Checkpoint)
     loss = last.get("loss")
+    work = work_of(ledger, rows, history.events, as_mapping(config))
     return {
         "steps": last.get("step") or (generations[-1].start_step if generations else 0),
         "tokens": last.get("tokens_seen"),
         "final_loss": loss if is_number(loss) else None,
         "wall_s": round(wall_s, 6),
         "goodput": round(ledger.time_s["productive"] / wall_s, 6) if wall_s > 0 else None,
+        "effective": _rounded(work.effective),
+        "paid": _rounded(work.paid),
         "capacity_goodput": _capacity_goodput(ledger, rows, as_mapping(config)),
         "time_s": {state: round(seconds, 6) for state, seconds in ledger.time_s.items()},
+        "work": {
+            "full_step_s": _rounded(work.full_step_s),
+            "is_measured": work.is_measured,
+            "useful_s": round(work.useful_s, 6),
+            "slower_s": {why: round(seconds, 6) for why, seconds in work.slower_s.items()},
+        },
         "lost_s": {cause: round(seconds, 6) for cause, seconds in lost_to(ledger).items()},
         "restarts": dict(Counter(each.cause for each in generations if each.cause != Cause.start)),
         "generations": len(generations),
@@ -93,6 +103,10 @@ def _capacity_goodput(ledger: Ledger, rows: Sequence[Row], config: Mapping[str, 
     share = {size: size / most * _busy_share(num_slices, size, tp, cp) for size in set(world_sizes)}
     useful = math.fsum(s * share[size] for s, size in zip(ledger.productive_s.tolist(), world_sizes, strict=True))
     return round(useful / wall_s, 6)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 6)
 
 
 def _busy_share(num_slices: int, world_size: int, tp: int, cp: int) -> float:

@@ -218,7 +218,9 @@ def _goodput(status: Status) -> str:
     stale = ""
     if status.goodput_as_of is not None and status.as_of - status.goodput_as_of > 120 and not status.state.over:
         stale = f", as of {_ago(status, status.goodput_as_of)} ago"
-    return f"{percent(status.goodput)}{stale}; {wall}{attempts}"
+    others = (("effective", status.effective), ("paid", status.paid))
+    shown = "".join(f", {name} {percent(ratio)}" for name, ratio in others if ratio is not None)
+    return f"{percent(status.goodput)}{shown}{stale}; {wall}{attempts}"
 
 
 def _saved(status: Status, saved: Saved) -> str:

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -54,6 +55,15 @@ class TensorBoard:
         self._writer.add_event(
             self._Event(wall_time=row["time"], step=row["step"], summary=self._Summary(value=values))
         )
+
+    def report(self, ratios: Mapping[str, float | None], *, step: int) -> None:
+        """Write what a report says of the whole run so far."""
+        values = [
+            self._Summary.Value(tag=f"ratio/{name}", simple_value=value)
+            for name, value in ratios.items()
+            if value is not None
+        ]
+        self._writer.add_event(self._Event(wall_time=time.time(), step=step, summary=self._Summary(value=values)))
 
     def flush(self) -> None:
         self._writer.flush()

@@ -16,6 +16,13 @@ class Saver(Protocol):
         """Whether this rank's memory takes the snapshots up to that of `step`, which is about to be launched. Travels
         to all ranks with the step's reduction: one that some rank has no room for, none begins."""
 
+    def spacing(self) -> int:
+        """How many steps should lie between snapshots, as this rank has heard; 0: it has heard nothing. Travels to all
+        ranks with the step's reduction, as a sum: one rank hears of it."""
+
+    def space(self, every_steps: int) -> None:
+        """All ranks have heard it, at the same step. 0: as before."""
+
     def before_update(self) -> float:
         """The state is about to change: wait for the copy under way. On the stream."""
 

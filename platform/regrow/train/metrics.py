@@ -127,6 +127,7 @@ class InFlight:
             stats = oldest.stats.result()
             result = stats.resolve()
             self.leaving, self.blocked = self.leaving or result.flag, result.blocked
+            self._saver.space(result.spacing)
             if result.checksums:
                 self._hooks.verified(oldest.step, self._checks.judge(oldest.step, result.checksums))
             self.waited(self._saver.confirm(oldest.step))

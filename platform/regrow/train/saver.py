@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from regrow.control.phases import ROOM_S, Phase
+from regrow.control.spacing import FIRST
 from regrow.errors import NotWrittenError
 from regrow.state.collective import from_rank_0, gather
 from regrow.state.entries import Progress
@@ -24,7 +25,7 @@ class Cadence:
     """Steps at which the state is kept, counted from 1."""
 
     last_step: int
-    snapshot_every_steps: int = 0  # 0: never
+    snapshot_every_steps: int | None = 0  # 0: never; None: as ranks are told, `spacing.FIRST` before that
     checkpoint_every_steps: int | None = None  # None: only at the end
 
     def snapshot(self, step: int) -> bool:
@@ -62,6 +63,11 @@ class CheckpointSaver:
 
     def has_room(self, step: int) -> bool:
         return True
+
+    def spacing(self) -> int:
+        return 0
+
+    def space(self, every_steps: int) -> None: ...
 
     def before_update(self) -> float:
         return 0.0
@@ -106,13 +112,16 @@ class SnapshotSaver:
         timeout_s: float,
         stepped: Stepped = lambda step: None,
         phase: Callable[[Phase], contextlib.AbstractContextManager[None]] = lambda phase: contextlib.nullcontext(),
+        spacing: Callable[[], int] = lambda: 0,
     ) -> None:
         """`num_ahead` steps are launched before one is read. `want_checkpoint` has the keepers write a step, `write`
         the ranks themselves, where a last step found no room, for up to `timeout_s`. `stepped` is told of a step
-        before anything is waited for; `phase` says what this rank does."""
+        before anything is waited for; `phase` says what this rank does; `spacing`, how many steps it has heard should
+        lie between snapshots, 0 where it has heard nothing."""
         self._cadence, self._snapshots, self._start_step, self._num_ahead = cadence, snapshots, start_step, num_ahead
         self._want_checkpoint, self._write, self._timeout_s = want_checkpoint, write, timeout_s
         self._stepped, self._phase = stepped, phase
+        self._told, self._every_steps = spacing, FIRST  # steps between snapshots, where these are measured
         self._saved = -1  # the newest step that is, or will be, in storage
 
     def keep_restored(self, progress: Progress) -> None:
@@ -123,20 +132,29 @@ class SnapshotSaver:
 
     def has_room(self, step: int) -> bool:
         # read `num_ahead` steps later: this step's own snapshot may have been begun by then
-        needed = 1 + (self._num_ahead if self._cadence.snapshot(step) else 0)
+        needed = 1 + (self._num_ahead if self._is_due(step) else 0)
         if self._snapshots.room() >= needed:
             return True
         # a step ahead, what is not committed now will be by then, unless keepers fall behind
-        return needed > 1 and not self._snapshots.is_late
+        return needed > 1 and not self._is_late(step)
+
+    def spacing(self) -> int:
+        return self._told() if self._is_automatic else 0
+
+    def space(self, every_steps: int) -> None:
+        self._every_steps = every_steps or self._every_steps
 
     def before_update(self) -> float:
         return self._snapshots.wait()
 
     def confirm(self, step: int) -> float:
-        """Waits until a snapshot is safe that is at most `snapshot_every_steps` steps older."""
+        """Waits until a snapshot is safe that is at most `snapshot_every_steps` steps older, where that is said: a
+        distance that is measured is such that keepers keep up, and a link that cannot never holds training up."""
         self._snapshots.confirm(step)
         self._stepped(step)
-        every_steps = max(1, self._cadence.snapshot_every_steps)
+        if self._is_automatic:
+            return 0.0
+        every_steps = max(1, self._cadence.snapshot_every_steps or 1)
         # some are left out, where keepers fall behind
         safe = self._snapshots.newest_begun((step - 1) // every_steps * every_steps)
         return self._snapshots.await_commit(safe, patience_s=SAFE_S) if safe > self._start_step else 0.0
@@ -148,13 +166,29 @@ class SnapshotSaver:
         due = self.is_checkpoint_due(progress.step)
         if due:
             return self._keep(progress, blocked=blocked, last=progress.step == self._cadence.last_step)
-        if not self._cadence.snapshot(progress.step) or blocked:
+        if blocked or not self._is_due(progress.step):
             return 0.0
         waited_s = self._begin(progress, blocked=False, last=False)
         return waited_s + (self.confirm(progress.step) if read else 0.0)
 
     def finish(self, progress: Progress, *, blocked: bool) -> float:
         return self._keep(progress, blocked=blocked, last=True) if self._saved != progress.step else 0.0
+
+    @property
+    def _is_automatic(self) -> bool:
+        return self._cadence.snapshot_every_steps is None
+
+    def _is_due(self, step: int) -> bool:
+        """The same on all ranks, which begin a snapshot together or not at all."""
+        if not self._is_automatic:
+            return self._cadence.snapshot(step)
+        return step - max(self._start_step, self._snapshots.begun) >= self._every_steps
+
+    def _is_late(self, step: int) -> bool:
+        """Whether keepers have fallen behind."""
+        if not self._is_automatic:
+            return self._snapshots.is_late
+        return not self._snapshots.is_committed(self._snapshots.newest_begun(step - 1 - self._num_ahead))
 
     def _keep(self, progress: Progress, *, blocked: bool, last: bool) -> float:
         """In memory, and from there in storage; where its snapshot was not begun a later one's will do, unless it is

@@ -28,7 +28,7 @@ from regrow.plan.share import WHOLE, Share
 from regrow.train.certificate import Certificate
 from regrow.train.verify import UnitCheck, deterministic
 
-HEAD = 8  # numbers of a packed result before those of its verification
+HEAD = 9  # numbers of a packed result before those of its verification
 LIMB_BITS = 16  # a uint64 travels as four limbs, whose sums over 2**37 ranks float64 still holds exactly
 
 # model, inputs and targets [m, T]; sum over valid ones
@@ -45,6 +45,7 @@ class StepResult:
     flag: bool  # some rank raised its flag
     blocked: bool  # some rank has no room for a snapshot
     digest: int  # sum of the ranks' digests modulo 2**64
+    spacing: int = 0  # steps between snapshots, as one rank has heard; 0: it has not
     checksums: tuple[float, ...] = ()  # of all units, where the step verifies; see `control.verification`
 
     @property
@@ -76,11 +77,12 @@ class StepStats:
         if self._event is not None:
             self._event.synchronize()
         *values, grad_norm, num_tokens = self._host.tolist()
-        loss, flag, blocked, *limbs, certified = values[:HEAD]
+        loss, flag, blocked, spacing, *limbs, certified = values[:HEAD]
         if self._certificate is not None:
             self._certificate.check(self._number, certified)
         digest = sum(int(limb) << (LIMB_BITS * i) for i, limb in enumerate(limbs)) % 2**64
-        return StepResult(loss, grad_norm, int(num_tokens), flag > 0, blocked > 0, digest, tuple(values[HEAD:]))
+        checksums = tuple(values[HEAD:])
+        return StepResult(loss, grad_norm, int(num_tokens), flag > 0, blocked > 0, digest, int(spacing), checksums)
 
     def waits(self) -> dict[str, float]:
         """Seconds that this rank waited in collectives of each group (`parallel.waits`), once it is resolved."""
@@ -144,6 +146,7 @@ class TrainStep:
         lr: float,
         flag: bool = False,
         blocked: bool = False,
+        spacing: int = 0,
         digest: int = 0,
         number: int = 0,
         before_update: Callable[[], None] | None = None,
@@ -153,7 +156,8 @@ class TrainStep:
 
         `micro_batches` are this rank's rows, int64 [m, T+1] each on the model's device, at least one and at most
         `num_micro_batches`, which is the same on every rank: a short rank repeats its last one with every target
-        ignored, which adds exactly nothing. `flag`, `blocked` (any rank) and `digest` (sum) come back in the result.
+        ignored, which adds exactly nothing. `flag`, `blocked` (any rank), `spacing` and `digest` (sums) come back in
+        the result.
         `before_update` is called before parameters and moments change. Where the step `verifies`, all units first
         compute the same micro-batch, and the result has their checksums. Raises BrokenStep, between micro-batches,
         where the generation is over.
@@ -165,7 +169,15 @@ class TrainStep:
         if before_update is not None:
             before_update()
         return self.update(
-            loss, num_tokens, lr=lr, flag=flag, blocked=blocked, digest=digest, number=number, checksums=checksums
+            loss,
+            num_tokens,
+            lr=lr,
+            flag=flag,
+            blocked=blocked,
+            spacing=spacing,
+            digest=digest,
+            number=number,
+            checksums=checksums,
         )
 
     def verify(self, number: int) -> Tensor:
@@ -230,6 +242,7 @@ class TrainStep:
         flag: bool,
         blocked: bool,
         digest: int,
+        spacing: int = 0,
         number: int = 0,
         checksums: Tensor | None = None,
     ) -> StepStats:
@@ -251,7 +264,8 @@ class TrainStep:
         mask = (1 << LIMB_BITS) - 1
         digest = digest if self.counts and self.share.rank == 0 else 0  # once a unit
         limbs = [(digest >> (LIMB_BITS * i)) & mask for i in range(4)]
-        host = torch.tensor([float(flag), float(blocked), *limbs], dtype=torch.float64, pin_memory=loss.is_cuda)
+        told = [float(flag), float(blocked), float(spacing)]
+        host = torch.tensor([*told, *limbs], dtype=torch.float64, pin_memory=loss.is_cuda)
         grad_norm = grad_norm.to(loss.device)  # it is computed where the gradients are
         share = loss.new_zeros(1) if self.certificate is None else self.certificate.field(number)
         packed = torch.cat([loss[None], host.to(loss.device, non_blocking=True), share])

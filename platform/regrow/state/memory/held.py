@@ -121,7 +121,7 @@ class Snapshot:
     def check(self) -> None:
         """Raises CheckpointError where a checksum does not hold."""
         with self.payload() as payload:
-            if not np.array_equal(_checksums(payload, self.header), self.crc):
+            if not np.array_equal(checksums_of(payload, self.header), self.crc):
                 raise CheckpointError(f"{self.path}: fails its checksums")
 
 
@@ -158,10 +158,15 @@ def open_snapshot(path: Path) -> Snapshot | None:
         return None
     if header is None or data[:_SHA256] != header.sha256.encode():
         return None
-    crc = data[_SHA256:]
-    if len(crc) != 4 * header.first_chunks[-1]:
-        raise CheckpointError(f"{path}: its checksums are cut short")
-    return Snapshot(path, header, np.frombuffer(crc, "<u4"))
+    return Snapshot(path, header, checksums_in(data, header, path))
+
+
+def checksums_in(beside: bytes, header: SlotHeader, path: Path) -> Crc:
+    """What a checksum file has. Raises CheckpointError where that is not of this header, or not all."""
+    crc = beside[_SHA256:]
+    if beside[:_SHA256] != header.sha256.encode() or len(crc) != 4 * header.first_chunks[-1]:
+        raise CheckpointError(f"{path}: its checksums are cut short, or another snapshot's")
+    return np.frombuffer(crc, "<u4")
 
 
 def take_checksums(path: Path) -> Snapshot | None:
@@ -171,7 +176,7 @@ def take_checksums(path: Path) -> Snapshot | None:
             header = read_header(file)
             if header is None:
                 return None
-            crc = _checksums(_mapped(file, header), header)
+            crc = checksums_of(_mapped(file, header), header)
     except FileNotFoundError:
         return None
     write_beside(path, header.sha256.encode() + crc.tobytes())
@@ -248,6 +253,7 @@ def _mapped(file: BinaryIO, header: SlotHeader) -> memoryview:
     return memory
 
 
-def _checksums(payload: memoryview, header: SlotHeader) -> Crc:
+def checksums_of(payload: memoryview, header: SlotHeader) -> Crc:
+    """Of all boxes of a file with this header, one after another."""
     boxes = zip(header.boxes, header.offsets, strict=False)
     return np.concatenate([checksums(payload[at : at + box.num_bytes]) for box, at in boxes])

@@ -3,7 +3,9 @@
 Both sides know the bytes: every one is compared. A newcomer's keeper measures before its workers join a group.
 """
 
+import contextlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -15,6 +17,9 @@ from regrow.errors import CheckpointError
 from regrow.state.memory.ranges import BLOCK, Address, Connection, connected
 
 OP = "link"
+FLOWS = (1, 2, 4, 8)  # that are tried
+FLOWS_S = 0.1  # that each trial takes, about
+GAIN = 1.15  # times the rate of fewer flows, for more to be worth their connections
 BUDGET_S = 1.0  # that a measurement may take each way, about
 MOST_BLOCKS = 32
 
@@ -45,10 +50,45 @@ def measure(node: str, address: Address, secret: bytes) -> Link:
     return Link(node, size / sent_s, size / received_s)
 
 
+def flows_that_fill(address: Address, secret: bytes) -> int:
+    """How many connections at once fill the link to a keeper: the fewest after which more carry no more.
+
+    Half a second or so, once for each peer. Raises CheckpointError where the keeper is gone or silent.
+    """
+    best, rate = FLOWS[0], 0.0
+    num_blocks = 1
+    for flows in FLOWS:
+        with contextlib.ExitStack() as stack:
+            connections = [stack.enter_context(connected(address, secret)) for _ in range(flows)]
+            if flows == FLOWS[0]:
+                _send(connections[0], 1)  # slow start is over then
+                num_blocks = max(1, min(MOST_BLOCKS, int(FLOWS_S / max(_send(connections[0], 1), 1e-6))))
+            each = max(1, round(num_blocks * max(1.0, GAIN * flows / 2) / flows))
+            with ThreadPoolExecutor(flows) as threads:
+                begun = time.perf_counter()
+                list(threads.map(_send, connections, [each] * flows))
+                found = flows * each * BLOCK / (time.perf_counter() - begun)
+        if rate and found < GAIN * rate:
+            break
+        best, rate = flows, found
+    return best
+
+
+def _send(connection: Connection, num_blocks: int) -> float:
+    """Seconds until the other side has so many blocks."""
+    begun = time.perf_counter()
+    connection.send({"op": OP, "blocks": num_blocks, "back": False})
+    for _ in range(num_blocks):
+        connection.send_bytes(_block().data)
+    if "sound" not in connection.receive():
+        raise ConnectionError("the other side closed the connection")
+    return time.perf_counter() - begun
+
+
 def answer(request: dict[str, Any], connection: Connection) -> None:
     """A keeper's side of an exchange."""
     connection.send({"sound": _receive(connection, request["blocks"])})
-    for _ in range(request["blocks"]):
+    for _ in range(request["blocks"] if request.get("back", True) else 0):
         connection.send_bytes(_block().data)
 
 

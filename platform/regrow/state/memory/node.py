@@ -2,14 +2,14 @@
 
     trainer --datagram: sealed--> checksums -> copy to each peer -> report (one a node and step) -> commit -> file
 
+Slots go side by side, each as soon as it is sealed: the first are on their way while others are still copied.
+
 Everything that it knows is in its folder (`held`), and is found there again by a keeper that starts anew.
 """
 
 import contextlib
 import fcntl
-import hashlib
 import logging
-import os
 import queue
 import shutil
 import socket
@@ -25,14 +25,19 @@ from regrow.state.disk.upload import WriteOrder, Written, write_parts
 from regrow.state.memory import held as files
 from regrow.state.memory import link
 from regrow.state.memory.arenas import remove_abandoned
-from regrow.state.memory.held import Held, Snapshot, copy_name, open_snapshot
-from regrow.state.memory.ranges import BLOCK, Address, Connection, RangeServer, connected
-from regrow.state.memory.slots import MAGIC, NOTICES, SLOT, Committed, open_slot, reading
+from regrow.state.memory.held import Held, open_snapshot
+from regrow.state.memory.incoming import Incomings
+from regrow.state.memory.outgoing import Outgoing
+from regrow.state.memory.ranges import Address, Connection, RangeServer, connected
+from regrow.state.memory.slots import NOTICES, SLOT, Committed, open_slot, reading
+from regrow.state.memory.threads import Threads
+from regrow.state.memory.transport import FILL, TcpTransport, Transport
 
 LOCK = "lock"  # held by the folder's keeper
 MAKING_S = 60.0  # for a keeper to lock its folder once it is there, or to delete what is in it
 UNHEARD_S = 1.0  # without work, and without a commit of what was reported: peers are asked
 RETRY_S = 2.0  # after a snapshot could not be copied to a peer
+AT_ONCE = 8  # slots that are checked and copied side by side
 
 Complain = Callable[[str, str, float], None]  # what is wrong; to which peer it cannot copy, and how long it tried
 Work = queue.Queue[str | None]  # names of slots that were sealed; None: no more
@@ -53,13 +58,18 @@ class KeeperNode:
         run_id: str,
         report: Callable[[SnapshotAck], None],
         complain: Complain = lambda text, peer, tried_s: log.warning(text),
+        transport: Transport | None = None,
     ) -> None:
-        """`report` is told of steps that are safe, `complain` of what keeps one from it; both on a keeper's thread."""
+        """`report` is told of steps that are safe, `complain` of what keeps one from it; both on a keeper's thread.
+        Bytes of copies go by `transport`, TCP where it is None."""
         self.folder, self.node, self.secret, self.run_id = folder, node, secret, run_id
         self.report, self.complain = report, complain
         files.claim(folder)
         remove_abandoned(folder)
         self.server = RangeServer(host, lambda: self.secret, self._answer)
+        self._transport = transport or TcpTransport()
+        self._incoming = Incomings(self._transport)
+        self._outgoing = Outgoing(node, self._transport, lambda: self.secret)
         self._peers: tuple[Peer, ...] = ()
         self._work: Work = queue.Queue()  # of the thread that copies to the peers
         self._ready: dict[Version, dict[str, Held]] = {}  # checked and copied
@@ -67,7 +77,7 @@ class KeeperNode:
         self._heard = Committed.read(folder)  # of the coordinator, or by way of a peer
         self._failed = False  # something waits to be tried again
         self._running = False
-        self._lock, self._receiving, self._checking = threading.Lock(), threading.Lock(), threading.Lock()
+        self._lock, self._checking = threading.Lock(), threading.Lock()
         self._serving = open(folder / LOCK, "wb")  # noqa: SIM115 (held open for as long as the lock is)
         fcntl.flock(self._serving, fcntl.LOCK_SH)
         notices = folder / NOTICES
@@ -103,6 +113,7 @@ class KeeperNode:
                     self._work.put(None)
                     self._work = queue.Queue()
                     self._start_to_process()
+            self._outgoing.keep(peers)
         for moment, held in ready:
             if len(held) == next(iter(held.values())).writers:
                 self._report(moment, peers)
@@ -135,6 +146,8 @@ class KeeperNode:
         """End; `delete`: leave nothing in memory."""
         self._put(None)
         self.server.close()
+        self._outgoing.keep(())
+        self._transport.close()
         with contextlib.suppress(OSError):
             self._notices.shutdown(socket.SHUT_RDWR)
         self._notices.close()
@@ -177,6 +190,24 @@ class KeeperNode:
         threading.Thread(target=self._process, args=(self._work,), name="keeper-_process", daemon=True).start()
 
     def _process(self, work: Work) -> None:
+        going, again = set[str](), set[str]()  # slots that are being taken; those that are to be, once more
+
+        def take(name: str) -> None:
+            try:
+                self.take(self.folder / Path(name).name)
+            except Exception as error:  # of one snapshot; the keeper goes on with the others
+                if work is self._work:
+                    self._failed = True
+                    text = f"the snapshot in {name} on node {self.node[:12]} is not safe: {first_line(error)}"
+                    self.complain(text, getattr(error, "peer", ""), getattr(error, "tried_s", 0.0))
+            finally:
+                with self._lock:
+                    going.discard(name)
+                    if name in again:
+                        again.discard(name)
+                        work.put(name)
+
+        slots = Threads(AT_ONCE, "keeper-slot")
         while work is self._work:
             try:
                 name = work.get(timeout=UNHEARD_S)
@@ -184,14 +215,13 @@ class KeeperNode:
                 self._ask_what_is_committed()
                 continue
             if name is None:
-                return
-            try:
-                self.take(self.folder / Path(name).name)
-            except Exception as error:  # of one snapshot; the keeper goes on with the next
-                if work is self._work:
-                    self._failed = True
-                    text = f"the snapshot in {name} on node {self.node[:12]} is not safe: {first_line(error)}"
-                    self.complain(text, getattr(error, "peer", ""), getattr(error, "tried_s", 0.0))
+                break
+            with self._lock:
+                is_going = name in going
+                (again if is_going else going).add(name)
+            if not is_going:
+                slots.submit(take, name)
+        slots.close()
 
     def _ask_what_is_committed(self) -> None:
         """What was reported is not committed, as far as is known here: peers may hear a coordinator that this node does
@@ -213,14 +243,8 @@ class KeeperNode:
         held = snapshot.held
         with self._lock:
             peers = self._peers
-        for peer in peers:
-            begun = time.monotonic()
-            try:
-                self._push(snapshot, peer)
-            except CheckpointError as error:
-                if _is_overwritten(snapshot):
-                    return
-                raise _Refused(peer.node, time.monotonic() - begun, first_line(error)) from error
+        if not self._outgoing.push(snapshot, peers):
+            return
         with self._lock:
             if peers != self._peers:  # all of it again, for others
                 return
@@ -235,68 +259,26 @@ class KeeperNode:
         digests = tuple(filter(None, self._digests.get(moment, {}).values()))
         self.report(SnapshotAck(self.node, moment, tuple(peer.node for peer in peers), digests=digests))
 
-    def _push(self, snapshot: Snapshot, peer: Peer) -> None:
-        """Copy a slot with its checksums to the peer, which checks them. Raises CheckpointError.
-
-        A copy that is there is left alone: its step may be committed by now, and no other node have it.
-        """
-        path, size = snapshot.path, snapshot.header.offsets[-1]
-        beside = files.read_beside(path)
-        # until the peer has all of it: what is sent of a file is not copied, and may wait in the socket
-        with reading(path) as file, connected(peer.address, self.secret) as connection:
-            name = copy_name(path.name, self.node)
-            if _has_copy(connection, name, beside):
-                return
-            put = {"op": "put", "file": name, "bytes": size, "header_sha256": snapshot.held.header_sha256}
-            connection.send(put, beside)
-            connection.send_file(file, [(0, size)])
-            answer = connection.receive()
-            if "error" in answer or not answer:
-                raise CheckpointError(f"the peer refused it: {answer.get('error', 'it is gone')}")
-
     def _answer(self, request: dict[str, Any], connection: Connection) -> None:
         """One request of a peer, of a newcomer or of a rank that restores."""
-        path = self.folder / Path(request.get("file", "")).name
         if request["op"] == link.OP:
             link.answer(request, connection)
-        elif request["op"] == "committed":
+            return
+        if request["op"] == "committed":
             connection.send(self._heard.to_plain())
-        elif request["op"] == "put":
-            self._receive(path, request, connection)
+            return
+        if request["op"] == FILL:
+            self._incoming.find(request["into"]).fill(request["at"], request["bytes"], connection)
+            connection.send({"ok": True})
+            return
+        path = self.folder / Path(request["file"]).name
+        if request["op"] == "put":
+            self._incoming.receive(path, request, connection)
         elif request["op"] == "describe":
             _describe(path, connection)
         elif request["op"] == "get":
             with reading(path) as file:  # the client has the checksums of what it asked for
                 connection.send_file(file, [(offset, size) for offset, size in request["ranges"]])
-
-    def _receive(self, path: Path, request: dict[str, Any], connection: Connection) -> None:
-        """Take a copy: visible only once all of it is there and its checksums hold."""
-        beside = connection.body
-        problem = ""
-        try:
-            with self._receiving:
-                files.forget(path)
-                _receive_file(path, int(request["bytes"]), connection)
-                files.write_beside(path, beside)
-            snapshot = open_snapshot(path)
-            if snapshot is None or snapshot.held.header_sha256 != request["header_sha256"]:
-                problem = "it is not the snapshot that it is said to be"
-            else:
-                snapshot.check()
-        except ConnectionError:
-            raise
-        except (OSError, CheckpointError) as error:  # no room, or damaged on the way
-            problem = first_line(error)
-        if problem:
-            files.remove(path)
-        connection.send({"error": problem} if problem else {"ok": True})
-
-
-def _is_overwritten(snapshot: Snapshot) -> bool:
-    """Whether training went on in this slot: nothing of its step was committed. What was sent of it is torn."""
-    with contextlib.suppress(CheckpointError):
-        return open_slot(snapshot.path) != snapshot.header
-    return False
 
 
 def _describe(path: Path, connection: Connection) -> None:
@@ -320,44 +302,6 @@ def _what_is_committed(peer: Peer, secret: bytes) -> Committed:
     if not answer:
         raise CheckpointError("the peer is gone")
     return Committed.of_plain(answer)
-
-
-class _Refused(CheckpointError):
-    """A peer does not take a copy."""
-
-    def __init__(self, peer: str, tried_s: float, why: str) -> None:
-        super().__init__(why)
-        self.peer, self.tried_s = peer, tried_s
-
-
-def _has_copy(connection: Connection, file: str, beside: bytes) -> bool:
-    """Whether a peer holds a file whole, with these very checksums."""
-    connection.send({"op": "describe", "file": file})
-    answer = connection.receive()
-    if "header" not in answer:
-        return False
-    header, crc = connection.body[: answer["header"]], connection.body[answer["header"] :]
-    return hashlib.sha256(header).hexdigest().encode() + crc == beside
-
-
-def _receive_file(path: Path, size: int, connection: Connection) -> None:
-    """Bytes of a snapshot into a file, a new or an old one; its magic goes first, comes last.
-
-    By way of a block that stays in the processor's caches: a mapping's pages would fault one by one.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        os.pwrite(descriptor, bytes(len(MAGIC)), 0)
-        os.ftruncate(descriptor, size)
-        magic, at = connection.receive_bytes(len(MAGIC)), len(MAGIC)
-        with memoryview(bytearray(min(BLOCK, size))) as block:
-            while at < size:
-                with block[: size - at] as piece:
-                    connection.receive_into(piece)
-                    at += os.pwrite(descriptor, piece, at)
-        os.pwrite(descriptor, magic, 0)
-    finally:
-        os.close(descriptor)
 
 
 def is_served(folder: Path) -> bool:

@@ -18,6 +18,7 @@ import hashlib
 import hmac
 import json
 import secrets
+import select
 import socket
 import socketserver
 import struct
@@ -32,6 +33,7 @@ TIMEOUT_S = 20.0  # without a byte, of either side
 DARK_S = 5.0  # for the other host's kernel to take a connection, or what was sent
 BLOCK = 1 << 20  # bytes that are received at once
 HELLO = b"rgkeeper"
+WAITING = 128  # connections that are not accepted yet: with the 5 of socketserver, flows of several ranks wait seconds
 MOST_JSON, MOST_BODY = 64 << 20, 1 << 30  # bytes of a frame
 _NONCE, _MAC = 32, 32
 _LENGTHS = struct.Struct("<II")  # of a frame's JSON and body
@@ -55,8 +57,11 @@ class RangeServer:
                     while request := connection.receive():
                         answer(request, connection)
 
-        self._server = socketserver.ThreadingTCPServer((host, 0), Handler)
-        self._server.daemon_threads = True
+        class Server(socketserver.ThreadingTCPServer):
+            daemon_threads = True
+            request_queue_size = WAITING
+
+        self._server = Server((host, 0), Handler)
         self._serving = False
         self.address: Address = self._server.server_address[:2]  # type: ignore[assignment]
 
@@ -93,6 +98,7 @@ class Connection:
         connected.settimeout(TIMEOUT_S)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * DARK_S))
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(TIMEOUT_S), 0))
         self._socket, self._least = connected, 1
         self._sent: _Direction | None = None  # None: the other side has proved nothing yet
         self._received: _Direction | None = None
@@ -183,11 +189,43 @@ class Connection:
                 raise ConnectionError("the other side closed the connection")
             at += got
 
+    def receive_all(self, target: memoryview) -> None:
+        """The same for many bytes, which the kernel puts there in one call, woken for each block and not for more.
+
+        The last block is waited for before any of it is taken: nothing comes after it that would make up a block.
+        """
+        at, end = 0, max(0, len(target) - BLOCK)
+        while at < end:
+            with target[at:end] as part:
+                self._wait_for(BLOCK)
+                self._socket.setblocking(True)
+                try:
+                    got = self._socket.recv_into(part, len(part), socket.MSG_WAITALL)
+                finally:
+                    self._socket.settimeout(TIMEOUT_S)
+            if not got:
+                raise ConnectionError("the other side closed the connection")
+            at += got
+        with target[at:] as rest:
+            self.receive_into(rest)
+
+    def readable(self, timeout_s: float) -> bool:
+        """Whether something came within so long, be it the end."""
+        self._wait_for(1)
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(1000 * timeout_s))
+
     def _wait_for(self, num_bytes: int) -> None:
         """Have the next `recv` wake for so much, or the end; woken for each packet it takes twice the CPU."""
         if num_bytes != self._least:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, num_bytes)
             self._least = num_bytes
+
+    def cut(self) -> None:
+        """End it, from another thread: whatever waits for it fails."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self._socket.close()

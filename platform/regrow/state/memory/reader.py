@@ -7,6 +7,7 @@ sealed. A holder that is gone or whose bytes are damaged is left out, and what i
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from regrow.state.entries import Entry, fill
 from regrow.state.memory.held import Holder, Snapshot, open_snapshot
 from regrow.state.memory.ranges import Connection, connected
 from regrow.state.memory.slots import SlotHeader
+from regrow.state.memory.transport import TcpTransport, Transport
 from regrow.state.reshard import Read, Source, Window, nearest, plan_reads, windows
 
 OWN, PEER = 0, 1  # distances
@@ -51,15 +53,18 @@ def restore_snapshot(
     secret: bytes,
     reader: int = 0,
     place: Coordinates = ALONE,
+    transport: Transport | None = None,
 ) -> Restored:
     """Fill this rank's entries from the holders of one committed step, whatever layout it was taken in. Local.
+
+    Bytes of other nodes come by `transport`, TCP where it is None.
 
     `node` and `folder` are this node and its keeper's folder, `reader` spreads ranks over equal copies, `place` is
     this rank's in the new layout, which says what other stages have. Strict: a missing, extra, reshaped or retyped
     entry is an Unrestorable that names it, and so is an element that no holder gives. Entries may hold parts of it
     then.
     """
-    left = list(holders)
+    left, by = list(holders), transport or TcpTransport()
     problems: list[str] = []
     while True:
         try:
@@ -69,7 +74,7 @@ def restore_snapshot(
         restored = Restored({}, problems=tuple(problems))
         for holder, reads in by_holder.items():
             try:
-                taken = _take(holder, reads, entries, node=node, folder=folder, secret=secret, place=place)
+                taken = _take(holder, reads, entries, node, folder, secret=secret, place=place, transport=by)
             except CheckpointError as error:
                 problems.append(f"{holder.name}: {error}")
                 left.remove(holder)
@@ -119,11 +124,12 @@ def _take(
     holder: Holder,
     reads: Sequence[Read],
     entries: Sequence[Entry],
-    *,
     node: str,
     folder: Path,
+    *,
     secret: bytes,
     place: Coordinates,
+    transport: Transport,
 ) -> Restored:
     """Carry out the reads from one holder."""
     if holder.node == node:
@@ -140,11 +146,12 @@ def _take(
         snapshot = _describe(connection, holder)
         _check(snapshot, holder, entries, place)
         pieces = list(_pieces(snapshot, reads))
-        connection.send({"op": "get", "file": holder.held.file, "ranges": _joined(pieces)})
+    with closing(transport.connect(holder.address, secret)) as session:
         buffer: memoryview = np.empty(max((piece.num_bytes for piece in pieces), default=0), np.uint8).data
-        for piece in pieces:
-            connection.receive_into(buffer[: piece.num_bytes])
-            piece.put(buffer[: piece.num_bytes], entries)
+        with session.get(holder.held.file, _joined(pieces)) as receive_into:
+            for piece in pieces:
+                receive_into(buffer[: piece.num_bytes])
+                piece.put(buffer[: piece.num_bytes], entries)
     return Restored(snapshot.header.scalars, peer_bytes=sum(piece.num_bytes for piece in pieces))
 
 

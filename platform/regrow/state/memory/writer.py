@@ -127,6 +127,10 @@ class Snapshots:
         """Whether a commit was waited for in vain that has not come since."""
         return self._newest_committed() < self._late
 
+    def is_committed(self, step: int) -> bool:
+        """Whether this step of the generation, or a later one, is."""
+        return step <= self._newest_committed()
+
     def newest_begun(self, at_most: int) -> int:
         """The newest step up to this one whose copy was begun; NOTHING where there is none."""
         return max((slot.step for slot in self._slots if slot.step <= at_most), default=NOTHING)

@@ -1,0 +1,349 @@
+"""What ranks of `snapshot.py` run: the job's own loop over real steps, in windows with and without saving."""
+
+import itertools
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from benchmarks import checkpoint_dcp as peer
+from benchmarks.checkpoint_keepers import GENERATION, RUN_ID, Place, place_of, writers_on
+from benchmarks.checkpoint_ranks import build, scalars, wait_until
+from benchmarks.measure import family_cpu_s
+
+from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
+from regrow.control.spacing import FIRST, Choice, Spacing
+from regrow.data.read.batch import RankBatch
+from regrow.optim.adamw import MOMENTS
+from regrow.parallel.float8 import inner_tensor
+from regrow.parallel.fsdp import build_mesh, coordinates_of
+from regrow.plan.mesh import plan_mesh
+from regrow.state.collective import from_rank_0, gather
+from regrow.state.entries import Progress, training_entries
+from regrow.state.memory.slots import Committed
+from regrow.state.memory.writer import Snapshots
+from regrow.train.build import build_step
+from regrow.train.hooks import Saver
+from regrow.train.loop import LoopSettings, train
+from regrow.train.metrics import Meter
+from regrow.train.saver import Cadence, SnapshotSaver
+from regrow.train.step import TrainStep
+
+OURS = "ours"
+SLOTS = 3  # as snapshot.slots
+NEVER = 1 << 30  # a distance that no window is as long as
+COMMITS = 3  # of a window, at least
+LEAST_PLAIN = 8  # steps of a window without saving
+SETTLED, MOST_SETTLING = 24, 120  # steps until K is chosen: at least, at most
+MOST_OF_WINDOW = 300
+LOOK_S = 0.005
+TRIED = (1, 3)  # passes that are timed, to know how many make a step
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One link and step length."""
+
+    step_s: float
+    pairs: int  # windows with and without saving, beside each other
+    most_steps_lost: int
+    mtbf_s: float
+    every_steps: int = 0  # 0: measured, as the job does
+
+
+@dataclass
+class Windows:
+    """Rank 0's: what is saved when, told to all ranks by the job's own way, with the step's reduction."""
+
+    cell: Cell
+    saver: Any
+    spacing: Spacing
+    root: int  # the process that all others descend from, keepers included
+    choices: list[Choice] = field(default_factory=list)
+    commits: int = 0  # of this window
+    pairs: list[dict[str, Any]] = field(default_factory=list)
+    done: bool = False
+    _rows: list[float] = field(default_factory=list)  # of this window
+    _plain: tuple[float, float] = (0.0, 0.0)  # means of a step: seconds, CPU seconds
+    _cpu_s: float = 0.0  # of all processes, when the window began
+    _saves: bool = True
+    _settling: bool = True
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def every_steps(self) -> int:
+        return self.cell.every_steps or self.spacing.every_steps or FIRST
+
+    def wish(self) -> int:
+        return self.every_steps if self._saves else NEVER
+
+    def committed(self, step: int) -> None:
+        with self._lock:
+            self.commits += 1
+            if self._saves:
+                self.spacing.committed(step, time.monotonic())
+
+    def log(self, row: dict[str, Any]) -> None:
+        with self._lock:
+            self._take(row["step"], row["step_s"] - row["data_wait_s"])
+
+    def _take(self, step: int, seconds: float) -> None:
+        if not self._saves and self.saver.on_its_way():
+            return  # of the window before
+        self._rows.append(seconds)
+        if len(self._rows) == 1:  # a step later all ranks know
+            self._cpu_s = family_cpu_s(self.root)
+        if self._settling or self._saves:
+            self.spacing.stepped(step, seconds, time.monotonic())
+            if choice := self.spacing.choose(self.cell.mtbf_s):
+                self.choices.append(choice)
+        taken = len(self._rows)
+        if self._settling:
+            measured = bool(self.choices) and self.choices[-1].added_s is not None
+            if taken >= SETTLED and (measured or self.cell.every_steps or taken >= MOST_SETTLING):
+                self._settling = False
+                self._turn(saves=False)
+        elif not self._saves:
+            if taken > max(LEAST_PLAIN, COMMITS * self.every_steps // 2):
+                self._plain = self._means()
+                self._turn(saves=True)
+        elif (taken > COMMITS * self.every_steps and self.commits >= COMMITS) or taken >= MOST_OF_WINDOW:
+            self._pair()
+            self._turn(saves=False)
+            self.done = len(self.pairs) == self.cell.pairs
+
+    def _turn(self, *, saves: bool) -> None:
+        self._saves, self._rows, self.commits = saves, [], 0
+
+    def _means(self) -> tuple[float, float]:
+        seconds = self._rows[1:]
+        return statistics.mean(seconds), (family_cpu_s(self.root) - self._cpu_s) / len(seconds)
+
+    def _pair(self) -> None:
+        (plain_s, plain_cpu_s), (saving_s, saving_cpu_s) = self._plain, self._means()
+        measured = {"plain_s": plain_s, "added_s": saving_s - plain_s, "steps": len(self._rows) - 1}
+        cpu = {"plain_cpu_s": plain_cpu_s, "added_cpu_s": saving_cpu_s - plain_cpu_s}
+        self.pairs.append({**measured, **cpu, "every": self.every_steps, "commits": self.commits})
+
+
+@dataclass
+class Hooks:
+    """What the loop asks; `windows` of rank 0 alone."""
+
+    windows: Windows | None
+
+    def log(self, row: dict[str, Any]) -> None:
+        if self.windows is not None:
+            self.windows.log(row)
+
+    def verified(self, step: int, outcome: Any) -> None: ...
+
+    def wants_to_leave(self) -> bool:
+        return self.windows is not None and self.windows.done
+
+    def validate(self, step: int) -> float:
+        raise AssertionError("there is no validation")
+
+
+class OurSaver(SnapshotSaver):
+    """The job's, and what a window asks of it."""
+
+    def on_its_way(self) -> bool:
+        return not self._snapshots.is_committed(self._snapshots.begun)
+
+
+class PeerSaver:
+    """DCP's `async_save` by the same loop, every so many steps as rank 0 says."""
+
+    def __init__(self, dcp: peer.DcpSaver, told: Any, saved: Any) -> None:
+        self._dcp, self._told, self._saved = dcp, told, saved
+        self._every, self._begun = FIRST, 0
+
+    def has_room(self, step: int) -> bool:
+        return True
+
+    def spacing(self) -> int:
+        return int(self._told())
+
+    def space(self, every_steps: int) -> None:
+        self._every = every_steps or self._every
+
+    def before_update(self) -> float:
+        begun = time.perf_counter()
+        self._dcp.wait()
+        return time.perf_counter() - begun
+
+    def confirm(self, step: int) -> float:
+        return 0.0
+
+    def is_checkpoint_due(self, step: int) -> bool:
+        return False
+
+    def after_step(self, progress: Progress, *, blocked: bool, read: bool) -> float:
+        begun = time.perf_counter()
+        if progress.step - self._begun >= self._every:
+            self._dcp.begin(progress.step)  # waits for the one before
+            self._begun = progress.step
+            self._saved(progress.step)
+        return time.perf_counter() - begun
+
+    def finish(self, progress: Progress, *, blocked: bool) -> float:
+        self._dcp.finish()
+        return 0.0
+
+    def on_its_way(self) -> bool:
+        return self._dcp.is_busy
+
+
+def run(
+    side: str, model: ModelConfig, seq_len: int, places: list[Place], folder: Path, cell: Cell, root: int
+) -> dict[str, Any]:
+    """Windows of one cell, as rank 0 sees them. `root` is the process that started all of them."""
+    mesh, world_size = build_mesh(plan_mesh(dist.get_world_size(), 1), "cpu"), dist.get_world_size()
+    parallel = ParallelConfig(reshard_after_forward=False)
+    step = build_step(model, parallel, OptimConfig(lr=1e-4), mesh=mesh, device=torch.device("cpu"), seed=0)
+    passes = _passes(step, model, seq_len, cell.step_s)
+    entries = training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
+    spacing, first = Spacing(cell.most_steps_lost), dist.get_rank() == 0
+    windows: Windows | None = None
+
+    def told() -> int:
+        return windows.wish() if windows is not None else 0
+
+    saver: Saver
+    snapshots: Snapshots | None = None
+    if side == OURS:
+        place = place_of(dist.get_rank(), world_size, places)
+        snapshots = Snapshots(
+            place.folder,
+            entries,
+            coordinates=coordinates_of(mesh),
+            run_id=RUN_ID,
+            generation=GENERATION,
+            writers=writers_on(place, world_size, places),
+            num_slots=SLOTS,
+        )
+        saver = OurSaver(
+            Cadence(NEVER, None),
+            snapshots,
+            start_step=0,
+            num_ahead=0,
+            want_checkpoint=lambda step: None,
+            write=lambda progress: None,
+            timeout_s=1.0,
+            spacing=told,
+        )
+    else:
+        dcp = peer.DcpSaver(side, _tensors(step), folder, sync_files=False)
+        saver = PeerSaver(dcp, told, lambda number: windows.committed(number) if windows is not None else None)
+    if first:
+        windows = Windows(cell, saver, spacing, root)
+    watching = _watch(windows, places[0].folder) if snapshots is not None and windows is not None else None
+    settings = LoopSettings(
+        last_step=NEVER,
+        total_tokens=NEVER,
+        tokens_per_step=passes * world_size * seq_len,
+        seqs_per_step=passes * world_size,
+        slice_seqs=1,
+        num_micro_batches=passes,
+        validate_every_steps=0,
+        nonfinite_skips=0,
+    )
+    meter = Meter(1, flops_per_token=1.0, peak_flops=1.0, world_size=world_size, generation=GENERATION)
+    batches, hooks = _batches(model, seq_len, passes), Hooks(windows)
+    train(
+        step, batches, Progress(), optim=OptimConfig(lr=1e-4), settings=settings, meter=meter, saver=saver, hooks=hooks,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    if snapshots is not None:
+        snapshots.close()
+    else:
+        dcp.close()
+    if watching is not None:
+        watching.set()
+    num_bytes = sum(gather(sum(entry.memory.nbytes for entry in entries)))
+    if windows is None:
+        return {}
+    chosen = [vars(each) for each in windows.choices]
+    return {"pairs": windows.pairs, "choices": chosen, "passes": passes, "state_bytes": num_bytes}
+
+
+def _watch(windows: Windows, folder: Path) -> threading.Event:
+    """Tell of commits, as the coordinator hears of them."""
+    over = threading.Event()
+
+    def look() -> None:
+        newest = -1
+        while not over.wait(LOOK_S):
+            if (step := Committed.read(folder).newest.step) > newest:
+                newest = step
+                windows.committed(step)
+
+    threading.Thread(target=look, daemon=True).start()
+    return over
+
+
+def _passes(step: TrainStep, model: ModelConfig, seq_len: int, step_s: float) -> int:
+    """How many forward and backward passes a step of this length has. Collective."""
+    rows = torch.randint(model.vocab_size, (1, seq_len + 1))
+    seconds: dict[int, float] = {}
+    for passes in (TRIED[0], *TRIED):  # the first touches memory
+        dist.barrier()
+        begun = time.perf_counter()
+        step.run([rows] * passes, num_micro_batches=passes, lr=0.0).resolve()
+        seconds[passes] = time.perf_counter() - begun
+    few, many = TRIED
+    pass_s = (seconds[many] - seconds[few]) / (many - few)
+    update_s = seconds[few] - few * pass_s
+    return int(from_rank_0(max(1, round((step_s - update_s) / max(pass_s, 1e-3)))))
+
+
+def _batches(model: ModelConfig, seq_len: int, passes: int) -> Iterator[RankBatch]:
+    generator = np.random.default_rng(dist.get_rank())
+    rows = generator.integers(model.vocab_size, size=(passes, seq_len + 1), dtype=np.uint32)
+    for number in itertools.count():
+        yield RankBatch(number, np.arange(passes), rows)
+
+
+def _tensors(step: TrainStep) -> dict[str, Any]:
+    """What DCP takes."""
+    tensors: dict[str, Any] = {}
+    for name, parameter in step.model.named_parameters():
+        tensors[f"model/{name}"] = parameter
+        for moment in MOMENTS:
+            tensors[f"optim/{moment}/{name}"] = step.optimizer.state[parameter][moment]
+    return tensors
+
+
+def commit_again_and_again(model: str, places: list[Place], num_commits: int) -> dict[str, Any]:
+    """Seconds from the seal of all ranks' slots to the commit, the trainer idle, and the bytes of a node."""
+    state, world_size = build(model), dist.get_world_size()
+    place = place_of(dist.get_rank(), world_size, places)
+    snapshots = Snapshots(
+        place.folder,
+        state.entries,
+        coordinates=state.coordinates,
+        run_id=RUN_ID,
+        generation=GENERATION,
+        writers=writers_on(place, world_size, places),
+        num_slots=2,
+    )
+    seconds = []
+    for number in range(1, 3 + num_commits):
+        assert snapshots.begin(number, scalars(number))
+        snapshots.wait()
+        dist.barrier()
+        begun = time.perf_counter()
+        snapshots.confirm(number)
+        wait_until(lambda number=number: Committed.read(place.folder).newest.step >= number)  # type: ignore[misc]
+        dist.barrier()
+        seconds.append(time.perf_counter() - begun)
+    snapshots.close()
+    on_node = sum(size for where, size in gather((place.node, state.num_bytes)) if where == places[0].node)
+    return {"seconds": seconds[2:], "bytes": on_node}  # two slots, touched once

@@ -1,0 +1,139 @@
+"""Finished runs, read whole for a simulation: their logs, what failed in them, and when nodes were there. Pure, but for
+reading.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from regrow.errors import ConfigError
+from regrow.record.events import (
+    FAILURES,
+    Cause,
+    Drain,
+    Event,
+    Failure,
+    FaultKind,
+    Generation,
+    NodeLost,
+    Ready,
+    Row,
+    Submitted,
+    Undrain,
+)
+from regrow.record.history import History
+from regrow.record.ledger import Ledger, of_kind
+from regrow.record.log import LogReader
+from regrow.record.run_folder import find_run, run_config
+
+NODE_FOUND_S = 60.0  # after a process' end, within which its node's explains it
+KIND_OF = {  # what failed by cause alone, where an event does not say
+    Cause.worker_died: FaultKind.software,
+    Cause.worker_failed: FaultKind.software,
+    Cause.controller_died: FaultKind.software,
+    Cause.nonfinite: FaultKind.software,
+    Cause.worker_hung: FaultKind.hang,
+    Cause.node_silent: FaultKind.host,
+    Cause.corrupted: FaultKind.sdc,
+}
+
+
+@dataclass(frozen=True)
+class RunLogs:
+    """A run, read whole."""
+
+    name: str
+    config: Mapping[str, Any]
+    history: History
+    ledger: Ledger
+
+    @staticmethod
+    def read(folder: str) -> "RunLogs":
+        """Raises ConfigError where the folder holds no finished step."""
+        storage = find_run(folder)
+        history = History.read(LogReader(storage))
+        if not history.rows:
+            raise ConfigError(f"{folder} has no step in its log: give the folder of a run that trained")
+        end = max(history.rows[-1]["time"], *(event.time for event in history.events))
+        return RunLogs(folder, run_config(storage), history, history.ledger(end))
+
+    @property
+    def rows(self) -> list[Row]:
+        return list(self.history.rows)
+
+
+def faults_of(events: Sequence[Event]) -> list[tuple[Event, str]]:
+    """What failed, and which of the simulator's kinds it was: by the event, a node's death soon after, its cause."""
+    lost = [(event.time, event.node) for event in of_kind(events, NodeLost)]
+    workers = {event.generation: event.workers or [] for event in of_kind(events, Generation)}
+    found: list[tuple[Event, str]] = []
+    known = set[tuple[int | None, tuple[int, ...]]]()
+    for event in events:
+        if isinstance(event, Drain):
+            found.append((event, "drain"))
+        if not isinstance(event, Failure) or event.cause == Cause.controller_died:
+            continue
+        key = event.generation, tuple(sorted(event.ranks or []))
+        if key in known:  # told again
+            continue
+        known.add(key)
+        by_cause = KIND_OF[Cause(event.cause)] if event.cause in FAILURES else FaultKind.software
+        kind = event.kind or str(by_cause)
+        of_group = workers.get(event.generation or 0, [])
+        nodes = event.nodes or [str(of_group[rank].get("node")) for rank in event.ranks or [] if rank < len(of_group)]
+        soon = {node for time, node in lost if event.time - NODE_FOUND_S <= time <= event.time + NODE_FOUND_S}
+        if kind == FaultKind.software and soon.intersection(nodes):
+            kind = FaultKind.host
+        found.append((event, str(kind)))
+    return found
+
+
+def node_seconds(run: RunLogs) -> float:
+    """Of nodes in groups, from each group's beginning to the next one's."""
+    formed = [(each.generation, each.last_life) for each in run.ledger.attempts if each.generation]
+    total = 0.0
+    for number, (generation, life) in enumerate(formed):
+        until = formed[number + 1][0].time if number + 1 < len(formed) else max(life, generation.time)
+        nodes = {worker.get("node") for worker in generation.workers or []}
+        total += max(0.0, until - generation.time) * (len(nodes) or generation.world_size)
+    return total
+
+
+def size_at(events: Sequence[Event]) -> Callable[[float], int]:
+    """The world size at a time."""
+    groups = [(event.time, event.world_size) for event in of_kind(events, Generation)]
+    times = [time for time, _ in groups]
+
+    def size(time: float) -> int:
+        at = bisect_right(times, time) - 1
+        return groups[at][1] if at >= 0 else 0
+
+    return size
+
+
+def lost_a_worker(events: Sequence[Event], ready: Ready) -> bool:
+    """Whether its node had lost one before: else it is a new node."""
+    lost: Collection[str] = {
+        node for event in of_kind(events, Failure) if event.time < ready.time for node in event.nodes or []
+    }
+    back = {event.node for event in of_kind(events, Undrain)}
+    return ready.node in lost or ready.node in back
+
+
+def least_workers(run: RunLogs) -> int:
+    """Of a group."""
+    told = [event.min_workers for event in of_kind(run.history.events, Submitted) if event.min_workers]
+    cluster = run.config.get("cluster")
+    return int(told[-1] if told else (cluster or {}).get("min_workers") or 1)
+
+
+def before(formed: Sequence[Generation], number: int) -> int:
+    """The generation before this one that trained; 0: none."""
+    return max((each.generation for each in formed if each.generation < number), default=0)
+
+
+def left_of(events: Sequence[Event], generation: int, ranks: int) -> int:
+    """How many of a group's ranks were left when it was over."""
+    lost = {rank for event in of_kind(events, Failure) if event.generation == generation for rank in event.ranks or []}
+    return ranks - len(lost)

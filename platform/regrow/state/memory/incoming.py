@@ -1,0 +1,161 @@
+"""Copies that come in: memory for each, filled by several flows, and not a snapshot before all of it has been checked.
+
+A copy's file is used again and again, as the slot that it is of: its pages are there. It is mapped while it is filled,
+so that what the kernel receives goes where it stays.
+"""
+
+import contextlib
+import mmap
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from regrow.errors import CheckpointError, first_line
+from regrow.state.memory import held as files
+from regrow.state.memory.ranges import TIMEOUT_S, Connection
+from regrow.state.memory.slots import MAGIC, open_slot
+from regrow.state.memory.transport import Place, Transport
+
+LOOK_S = 1.0  # between two looks at whether a copy still comes
+_CLOSE_S = 2 * TIMEOUT_S  # for flows to leave memory that is given up
+
+
+class Incoming:
+    """One copy. It has no magic, and no checksums beside it, until it is sealed."""
+
+    def __init__(self, path: Path, size: int, transport: Transport) -> None:
+        """Raises CheckpointError where memory does not hold it."""
+        self.path, self.size, self.token = path, size, secrets.token_hex(16)
+        self.heard_at = time.monotonic()
+        self._given_up = False
+        self._filling: set[Connection] = set()
+        self._changed = threading.Condition()
+        files.forget(path)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.pwrite(descriptor, bytes(len(MAGIC)), 0)
+            os.ftruncate(descriptor, size)
+            os.posix_fallocate(descriptor, 0, size)  # or a page that is not there would kill this process
+            self._map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except (OSError, ValueError) as error:
+            files.remove(path)
+            raise CheckpointError(f"no room for a copy of {size:,} bytes ({first_line(error)})") from error
+        finally:
+            os.close(descriptor)
+        self.registered = transport.register(memoryview(self._map), self.token)
+
+    @property
+    def place(self) -> Place:
+        return self.registered.place
+
+    def fill(self, at: int, size: int, connection: Connection) -> None:
+        """Receive a range. Raises ConnectionError where the copy was given up, or the range is not of it."""
+        with self._changed:
+            if self._given_up or at < len(MAGIC) or size < 0 or at + size > self.size:
+                raise ConnectionError("no such range of a copy is wanted")
+            self._filling.add(connection)
+        try:
+            with memoryview(self._map) as memory, memory[at : at + size] as target:
+                connection.receive_all(target)
+            self.heard_at = time.monotonic()
+        finally:
+            with self._changed:
+                self._filling.discard(connection)
+                self._changed.notify_all()
+
+    def seal(self, beside: bytes, header_sha256: str) -> str:
+        """Make it a snapshot: what is wrong with it, or empty. What is not right is deleted."""
+        with self._changed:
+            if self._given_up:
+                return "another copy takes its place"
+            try:
+                problem = self._seal(beside, header_sha256)
+            except (OSError, CheckpointError) as error:  # no room, or damaged on the way
+                problem = first_line(error)
+            if problem:
+                files.remove(self.path)
+            return problem
+
+    def _seal(self, beside: bytes, header_sha256: str) -> str:
+        self._map[: len(MAGIC)] = MAGIC
+        header = open_slot(self.path)
+        if header is None or header.sha256 != header_sha256:
+            return "it is not the snapshot that it is said to be"
+        crc = files.checksums_in(beside, header, self.path)
+        with memoryview(self._map) as memory:
+            if not np.array_equal(files.checksums_of(memory, header), crc):
+                return f"{self.path}: fails its checksums"
+        files.write_beside(self.path, beside)
+        return ""
+
+    def close(self) -> None:
+        """Nothing of it comes any more; flows that are about to fill it are cut."""
+        with self._changed:
+            self._given_up = True
+            for connection in self._filling:
+                connection.cut()
+            self._changed.wait_for(lambda: not self._filling, _CLOSE_S)
+        self.registered.close()
+        with contextlib.suppress(BufferError):  # a flow that hangs; its mapping goes with it
+            self._map.close()
+
+
+class Incomings:
+    """All of a keeper, by token; one a file."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._by_token: dict[str, Incoming] = {}
+        self._lock, self._opening = threading.Lock(), threading.Lock()
+
+    @contextlib.contextmanager
+    def open(self, path: Path, size: int) -> Iterator[Incoming]:
+        """For a copy in this file. One that was on its way there, as from a keeper that began anew, is given up."""
+        with self._opening:
+            with self._lock:
+                before = [each for each in self._by_token.values() if each.path == path]
+            for each in before:
+                each.close()
+            incoming = Incoming(path, size, self._transport)
+            with self._lock:
+                self._by_token[incoming.token] = incoming
+        try:
+            yield incoming
+        finally:
+            with self._lock:
+                del self._by_token[incoming.token]
+            incoming.close()
+
+    def find(self, token: str) -> Incoming:
+        """Raises ConnectionError where there is none."""
+        with self._lock:
+            found = self._by_token.get(token)
+        if found is None:
+            raise ConnectionError("no such copy is wanted")
+        return found
+
+    def receive(self, path: Path, request: dict[str, Any], connection: Connection) -> None:
+        """Take a copy, as a request says, into a file: visible only once all of it is there and its checksums hold."""
+        beside, problem = connection.body, ""
+        if request.get("by") != self._transport.name:
+            problem = f"transport {self._transport.name}, not {request.get('by')}: snapshot.transport differs"
+            connection.send({"error": problem})
+            return
+        try:
+            with self.open(path, int(request["bytes"])) as incoming:
+                connection.send({"place": dict(incoming.place)})
+                while not connection.readable(LOOK_S):
+                    if time.monotonic() - incoming.heard_at > TIMEOUT_S:
+                        raise ConnectionError("nothing comes of a copy")
+                if connection.receive().get("op") != "seal":
+                    raise ConnectionError("a copy that was given up")
+                problem = incoming.seal(beside, request["header_sha256"])
+        except CheckpointError as error:  # no room
+            problem = first_line(error)
+        connection.send({"error": problem} if problem else {"ok": True})

@@ -1,0 +1,190 @@
+"""How the bytes of copies travel between two keepers: what a transport does, and TCP's, with several flows a peer.
+
+What is said about copies (`node`) goes over connections of its own, authenticated both ways (`ranges`): a keeper
+announces a file, its peer makes memory for it (`incoming`) and registers that with the transport, the bytes come by
+the transport's `put`, and the peer checks all of it before it counts. So a transport moves bytes and nothing else: it
+need not be trusted with order, wholeness or damage.
+
+    connect    a session with a peer's keeper, for as long as that is a peer
+    register   memory that bytes are put into; what the other side needs to know to do so
+    put        a range of a file into the peer's registered memory
+    get        ranges of a file that the peer has
+    close      a session, or registered memory
+
+TCP has as many flows as fill the link when two keepers meet: one flow is bounded by its congestion window, and in some
+clouds by a rate of its own. Slots share them, piece by piece.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, wait
+from queue import Empty, LifoQueue
+from typing import Any, BinaryIO, Protocol
+
+from regrow.errors import CheckpointError
+from regrow.state.memory import link
+from regrow.state.memory.ranges import TIMEOUT_S, Address, Connection, Ranges, connected
+from regrow.state.memory.threads import Threads
+
+FILL = "fill"  # a request: raw bytes follow, for memory that the keeper has registered
+PIECE = 16 << 20  # bytes of a request: flows take turns with those of all slots
+IDLE_S = TIMEOUT_S / 4  # after which a flow is not used again: the other side will close it
+
+Place = Mapping[str, Any]  # of registered memory, as JSON has it
+
+
+class Registered(Protocol):
+    """Memory that a peer may put bytes into."""
+
+    place: Place
+
+    def close(self) -> None:
+        """Nothing is put there any more."""
+
+
+class Session(Protocol):
+    """With one peer's keeper. Its methods are called on any thread, and raise CheckpointError."""
+
+    def put(self, file: BinaryIO, begin: int, end: int, place: Place) -> None:
+        """Have bytes [begin, end) of a file at the same place of the peer's memory; returns once they are there."""
+
+    def get(self, file: str, ranges: Ranges) -> contextlib.AbstractContextManager[Callable[[memoryview], None]]:
+        """Ranges of a file that the peer has: what is given is filled with the next bytes of them."""
+
+    def close(self) -> None: ...
+
+
+class Transport(Protocol):
+    """Of one keeper."""
+
+    name: str
+
+    def connect(self, peer: Address, secret: bytes) -> Session:
+        """Raises CheckpointError where the peer is gone or silent."""
+
+    def register(self, memory: memoryview, token: str) -> Registered:
+        """Memory of this keeper; the token names it."""
+
+    def close(self) -> None: ...
+
+
+class _Named:
+    """Memory that `FILL` names by its token, which the keeper looks up: nothing is to be done."""
+
+    def __init__(self, token: str) -> None:
+        self.place: Place = {"into": token}
+
+    def close(self) -> None: ...
+
+
+class TcpTransport:
+    """Keepers' own sockets."""
+
+    name = "tcp"
+
+    def __init__(self) -> None:
+        self._flows: dict[Address, int] = {}  # that fill the link to a keeper that was met
+        self._measuring = threading.Lock()
+
+    def connect(self, peer: Address, secret: bytes) -> "TcpSession":
+        return TcpSession(peer, secret, self.flows_to)
+
+    def flows_to(self, peer: Address, secret: bytes) -> int:
+        """As many as fill the link, measured when there is first more than a piece to send."""
+        with self._measuring:
+            if peer not in self._flows:
+                self._flows[peer] = link.flows_that_fill(peer, secret)
+            return self._flows[peer]
+
+    def register(self, memory: memoryview, token: str) -> Registered:
+        return _Named(token)
+
+    def close(self) -> None: ...
+
+
+class TcpSession:
+    """Flows to one peer. They are opened when there is something to send, and kept for a while."""
+
+    def __init__(self, peer: Address, secret: bytes, flows_to: Callable[[Address, bytes], int]) -> None:
+        self._peer, self._secret, self._flows_to = peer, secret, flows_to
+        self._threads: Threads | None = None  # a flow each
+        self._idle: LifoQueue[tuple[float, Connection]] = LifoQueue()
+        self._closed, self._lock = threading.Event(), threading.Lock()
+
+    def put(self, file: BinaryIO, begin: int, end: int, place: Place) -> None:
+        if end - begin <= PIECE:
+            self._send(file, begin, end - begin, place)
+            return
+        threads = self._flows()
+        sending = [threads.submit(self._send, file, at, min(PIECE, end - at), place) for at in range(begin, end, PIECE)]
+        done, left = wait(sending, return_when=FIRST_EXCEPTION)
+        for each in left:
+            each.cancel()
+        wait(left)  # those that have begun: the file is not to be closed before
+        try:
+            for each in done:
+                each.result()
+        except CancelledError as error:
+            raise CheckpointError("it is no peer any more") from error
+
+    @contextlib.contextmanager
+    def get(self, file: str, ranges: Ranges) -> Iterator[Callable[[memoryview], None]]:
+        with connected(self._peer, self._secret) as connection:
+            connection.send({"op": "get", "file": file, "ranges": list(ranges)})
+            yield connection.receive_into
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed.set()
+            if self._threads is not None:
+                self._threads.close()
+        with contextlib.suppress(Empty):
+            while True:
+                self._idle.get_nowait()[1].close()
+
+    def _flows(self) -> Threads:
+        num_flows = self._flows_to(self._peer, self._secret)
+        with self._lock:
+            if self._closed.is_set():
+                raise CheckpointError("it is no peer any more")
+            self._threads = self._threads or Threads(num_flows, "flow")
+            return self._threads
+
+    def _send(self, file: BinaryIO, at: int, size: int, place: Place) -> None:
+        with self._flow() as connection:
+            connection.send({"op": FILL, "at": at, "bytes": size, **place})
+            connection.send_file(file, [(at, size)])
+            answer = connection.receive()
+            if "ok" not in answer:
+                raise CheckpointError(f"the peer refused it: {answer.get('error', 'it is gone')}")
+
+    @contextlib.contextmanager
+    def _flow(self) -> Iterator[Connection]:
+        """One that nothing else uses meanwhile; a new one where there is none. Not again once something failed."""
+        with contextlib.suppress(Empty):
+            used_at, kept = self._idle.get_nowait()
+            if time.monotonic() - used_at < IDLE_S:
+                yield from self._used(kept)
+                return
+            kept.close()
+        try:
+            opened = Connection.to(self._peer, self._secret)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"keeper at {self._peer[0]}:{self._peer[1]}: {error}") from error
+        yield from self._used(opened)
+
+    def _used(self, connection: Connection) -> Iterator[Connection]:
+        try:
+            yield connection
+        except (OSError, ValueError) as error:
+            connection.close()
+            raise CheckpointError(f"keeper at {self._peer[0]}:{self._peer[1]}: {error}") from error
+        except BaseException:
+            connection.close()
+            raise
+        if self._closed.is_set():
+            connection.close()
+        else:
+            self._idle.put((time.monotonic(), connection))

@@ -1,0 +1,152 @@
+"""What is told of nodes and failures beyond what is decided: control alone, in virtual time."""
+
+import pytest
+
+from regrow.control import events as e
+from regrow.control.slow import Kind
+from regrow.control.values import Version
+from regrow.record.events import from_row
+from support.told import Told, one
+
+
+def training(*nodes: str, **cluster: object) -> Told:
+    """A worker on each node, and the last step committed in memory."""
+    told = Told(**cluster)
+    told(e.NodesAlive(frozenset(nodes)))
+    told.form(*(one(pid, node) for pid, node in enumerate(nodes, start=1)))
+    told.begin(nodes)
+    told.seal(Version(1, 5), told.peers)
+    return told
+
+
+def died(told: Told, pid: int, node: str, cause: str = "worker_died", detail: str = "gone") -> None:
+    told(e.Died(((node, pid),), len(told.control.group.membership.survivors) - 1, cause, detail))
+
+
+@pytest.mark.parametrize(
+    ("befalls", "cause", "detail", "kind"),
+    [
+        (None, "worker_died", "gone", "software"),
+        (None, "worker_failed", "RuntimeError: no such key", "software"),
+        (None, "worker_failed", "RuntimeError: CUDA error: device-side assert", "gpu"),
+        (None, "worker_hung", "30 s without a word", "hang"),
+        (e.GpuError("b", "GPU-1", 79, "fallen off the bus"), "worker_died", "gone", "gpu"),
+        (e.GpuError("b", "GPU-1", 13, ""), "worker_died", "gone", "software"),  # an Xid that a program may cause
+        (e.NodesAlive(frozenset("ac")), "worker_died", "gone", "host"),
+        (None, "worker_died", "the actor's node was terminated unexpectedly", "host"),
+        (None, "node_silent", "says nothing", "host"),
+    ],
+)
+def test_a_failure_says_what_failed_as_far_as_is_known(
+    befalls: e.Event | None, cause: str, detail: str, kind: str
+) -> None:
+    told = training("a", "b", "c")
+    if befalls is not None:
+        told(befalls)
+    died(told, 2, "b", cause, detail)
+    (failure,) = told.records("failure")
+    assert (failure["kind"], failure["nodes"], failure["ranks"]) == (kind, ["b"], [1])
+
+
+def test_a_gpu_error_of_an_earlier_group_explains_no_later_death() -> None:
+    told = training("a", "b", "c")
+    told(e.GpuError("b", "GPU-1", 79, "fallen off the bus"))
+    told.form(*(one(pid, node) for pid, node in enumerate("abc", start=1)))
+    told.begin("abc", 5)
+    died(told, 2, "b")
+    assert told.records("failure")[-1]["kind"] == "software"
+
+
+def test_a_node_that_falls_silent_behind_a_slow_link_is_the_networks() -> None:
+    told = training("a", "b", "c")
+    told.control.health.suspects.hung("b", 0, None, told.now, "")  # puts a suspicion there; its kind is what matters
+    (key,) = told.control.health.suspects.found
+    suspicion = told.control.health.suspects.found.pop(key)
+    object.__setattr__(suspicion, "kind", Kind.slow_link)
+    told.control.health.suspects.found[suspicion.key] = suspicion
+    died(told, 2, "b", "node_silent")
+    assert told.records("failure")[0]["kind"] == "network"
+
+
+def test_a_node_that_is_lost_after_its_worker_is_told_of_with_its_host_once() -> None:
+    told = training("a", "b", "c")
+    died(told, 2, "b")
+    for _ in range(2):
+        told(e.NodesAlive(frozenset("ac")))
+    assert told.records("node_lost") == [{"node": "b", "host": "b", "drained": False, "generation": 1}]
+    told(e.Notice({"c": told.now + 100.0}))
+    told(e.NodesAlive(frozenset("a")))
+    assert told.records("node_lost")[-1]["drained"] is True
+
+
+def test_newcomers_are_told_of_once_when_they_are_ready_with_what_their_start_took() -> None:
+    told = training("a", "b")
+    assert told.records("ready") == []  # all started together
+    told.now += 7.0
+    told(e.NodesAlive(frozenset("abd")))
+    told.now += 12.0
+    told.join(one(7, "d"), expected=1)
+    assert [told.row(step) for step in (1, 2)] == ["", ""]
+    assert told.records("ready") == [{"node": "d", "ranks": 1, "host": "d", "start_s": 12.0, "generation": 1}]
+    told.now += 10.0
+    assert told.row(3) == "grow"
+    told.form(one(1, "a"), one(2, "b"), one(7, "d"))
+    told.begin("abd", 3)
+    assert len(told.records("ready")) == 1
+
+
+def test_a_worker_that_is_started_anew_is_told_of_with_the_time_since_its_death() -> None:
+    told = training("a", "b", "c")
+    died(told, 2, "b")
+    told.form(one(1, "a"), one(3, "c"))
+    told.begin("ac")
+    told.now += 9.0
+    told.join(one(22, "b"), expected=1)
+    told.row(1)
+    (ready,) = told.records("ready")
+    assert (ready["node"], ready["start_s"]) == ("b", pytest.approx(9.0, abs=0.1))
+
+
+def began_from_storage(told: Told, nodes: str, step: int, source: str = "checkpoint") -> object:
+    told(e.Began(told.control.generation, step, tuple(nodes), {"source": source}))
+    return told.records("generation")[-1].get("source_reason")
+
+
+def test_a_group_from_storage_says_why_it_was_not_memory() -> None:
+    told = training("a", "b", "c", min_workers=1)
+    told(e.NodesAlive(frozenset("c")))  # a and b have each other's, or c's holder is gone with it
+    for pid, node in ((1, "a"), (2, "b")):
+        died(told, pid, node)
+    told.form(one(3, "c"))
+    lost = [node for node, peers in told.peers.items() if "c" not in {node, *peers}]
+    assert began_from_storage(told, "c", 3) == ("copies_lost" if lost else "unreadable")
+
+    told = training("a", "b", "c")
+    told.form(*(one(pid, node) for pid, node in enumerate("abc", start=1)))
+    assert began_from_storage(told, "abc", 3) == "unreadable"
+
+    told = training("a", "b", "c")
+    told.form(*(one(pid, node) for pid, node in enumerate("abc", start=1)))
+    assert began_from_storage(told, "abc", 8) == "older"
+
+    told = training("a", "b", "c")
+    told(e.NotFinite(1, 6, "gradients"))
+    told.form(*(one(pid, node) for pid, node in enumerate("abc", start=1)))
+    assert began_from_storage(told, "abc", 3) == "discarded"
+
+    told = Told()
+    told.form(one(1))
+    assert began_from_storage(told, "n", 3) == "started"
+    died(told, 1, "node")
+    told.now += 10.0
+    told.join(one(2))
+    told.now += 10.0
+    assert told.ask("m2", 1).formation is not None
+    assert began_from_storage(told, "n", 3) == "none_committed"
+    assert began_from_storage(told, "n", 3, source="snapshot") is None
+
+
+def test_lines_of_earlier_versions_lack_what_is_new() -> None:
+    failure = from_row({"time": 1.0, "event": "failure", "cause": "worker_died", "ranks": [1]})
+    cleared = from_row({"time": 1.0, "event": "cleared", "kind": "slow_compute", "node": "n", "pid": 7})
+    assert (failure.kind, failure.nodes, cleared.recovered) == (None, None, None)  # type: ignore[attr-defined]

@@ -1,0 +1,153 @@
+"""Plans of faults and finished runs played again: by profiles whose every sample is the same, computed by hand here."""
+
+import json
+from pathlib import Path
+
+import pytest
+from jobs.simulate import main
+
+from regrow.config.plain import to_yaml
+from regrow.config.schema import PretrainConfig
+from regrow.errors import ConfigError
+from regrow.record.log import encode
+from regrow.simulate.profile import Profile
+from regrow.simulate.replay import Compared, Outcome, Planned, Prediction, plan_of_drill, planned, predict, replay
+from support.rows import T0, event, generation, make_row, run_with_losses, write
+from support.simulating import configured
+
+
+def profile(**samples: float) -> Profile:
+    """Steps of 1 s on 4 ranks, 1.2 s on 3, 0.1 s of each for a snapshot."""
+    made = Profile(runs=["made up"])
+    made.steps.update({4: [(1.0, 0.0, 0.1)], 3: [(1.2, 0.0, 0.1)], 2: [(1.5, 0.0, 0.1)]})
+    made.usual_s.update({4: 0.9, 3: 1.1, 2: 1.4})
+    given = {"cold_start_s": 10.0, "change_s": 2.0, "respawn_s": 8.0, "start_s": 8.0} | samples
+    for name, seconds in given.items():
+        cause = "worker_died" if name in ("change_s", "notice_software_s") else ""
+        made.samples[name, cause, 4].append(seconds)
+    made.samples["change_s", "grow", 4] += [0.5] * 3
+    made.samples["change_s", "worker_died", 4] += [given["change_s"]] * 2
+    return made
+
+
+def config() -> PretrainConfig:
+    made = PretrainConfig()
+    made.cluster.min_workers, made.cluster.max_workers, made.optim.num_slices = 2, 4, 12
+    made.cluster.quarantine_failures = 0
+    return made
+
+
+def test_a_run_without_faults_is_its_start_and_its_steps() -> None:
+    found = predict(profile(), config(), [], last_step=50, plays=2)
+    assert found.mean.wall_s == pytest.approx(10.0 + 50 * 1.0, abs=0.1)
+    assert found.mean.ratios["goodput"] == pytest.approx((50 * 1.0 - 49 * 0.1) / 60, abs=0.003)
+    assert found.mean.lost == pytest.approx({"start": 10 / 60}, abs=0.003)
+    assert found.sd.wall_s == pytest.approx(0.0, abs=0.1)
+
+
+def test_a_lost_worker_costs_its_notice_the_forming_slower_steps_and_the_growing() -> None:
+    """Struck in step 21; 1.5 s unnoticed, 2 s to form; 3 ranks until it is back 8 s after it was noticed, and 2 s for
+    control to see that no other comes; at the next step's end the group grows, in 0.5 s."""
+    plan = [Planned(20, "software")]
+    found = predict(profile(notice_software_s=1.5), config(), plan, last_step=100, plays=30, seed=3)
+    small = (8.0 + 2.0 - 2.0) / 1.2  # steps of the small group, and the one in which it is asked to leave
+    extra = 0.5 + 1.5 + 2.0 + small * 0.2 + 0.5
+    assert found.mean.wall_s == pytest.approx(110.0 + extra, abs=1.0)
+    assert found.mean.generations == 3
+    assert found.mean.lost["worker_died"] * found.mean.wall_s == pytest.approx(0.5 + 1.5 + 2.0, abs=0.5)
+    assert found.mean.lost["grow"] * found.mean.wall_s == pytest.approx(0.5, abs=0.1)
+    assert found.mean.ratios["effective"] < found.mean.ratios["goodput"]
+
+
+def test_a_lost_node_stays_away_until_the_plan_brings_another() -> None:
+    away = predict(profile(), config(), [Planned(20, "host")], last_step=60, plays=3)
+    after = [Planned(20, "host"), Planned(30, "return_node"), Planned(50, "host"), Planned(55, "software")]
+    assert predict(profile(), config(), after, last_step=80, plays=3).mean.generations >= 5
+    back = predict(profile(), config(), [Planned(20, "host"), Planned(30, "return_node")], last_step=60, plays=3)
+    assert (away.mean.generations, back.mean.generations) == (2, 3)
+    assert "grow" not in away.mean.lost
+    assert back.mean.ratios["capacity_goodput"] > away.mean.ratios["capacity_goodput"]
+
+
+def test_a_drained_node_is_left_in_good_order_before_it_goes() -> None:
+    plan = [Planned(20, "drain", deadline_s=15.0)]
+    found = predict(profile(), config(), plan, last_step=60, plays=3).mean
+    assert (found.generations, found.lost_steps) == (2, 0)
+    assert set(found.lost) == {"start", "drain"}
+
+
+def test_the_same_seed_plays_the_same_and_another_one_does_not() -> None:
+    made = profile(notice_software_s=1.5)
+    made.samples["change_s", "worker_died", 4] += [1.0, 5.0, 9.0]
+    plan = [Planned(step, "software") for step in (20, 50, 80)]
+    one, again, other = (predict(made, config(), plan, last_step=120, plays=3, seed=seed) for seed in (1, 1, 2))
+    assert one == again != other
+    assert Prediction.of_dict(json.loads(json.dumps(one.to_dict()))) == one
+
+
+def test_faults_of_drills_are_the_simulators_kinds_and_those_that_take_no_rank_are_left_out(tmp_path: Path) -> None:
+    assert planned("kill_node", 5) == Planned(5, "host")
+    assert planned("drain_node", 5, {"deadline_s": 12.0}) == Planned(5, "drain", deadline_s=12.0)
+    assert planned("kill_coordinator", 5) is None
+    lines = [{"record": "job started"}, {"record": "fault", "kind": "kill_worker", "step": 7, "number": 0}]
+    lines.append({"record": "fault", "kind": "look", "step": 9, "number": 1})
+    (tmp_path / "drill.jsonl").write_bytes(b"".join(map(encode, lines)))
+    assert plan_of_drill(tmp_path) == [Planned(7, "software")]
+    assert plan_of_drill(tmp_path / "none") == []
+
+
+def with_config(folder: Path) -> str:
+    (folder / "config.yaml").write_text(to_yaml(config()))
+    return str(folder)
+
+
+def test_a_finished_run_is_predicted_from_its_own_faults(tmp_path: Path) -> None:
+    run_with_losses(tmp_path / "a", losses=6)
+    found = replay(str(tmp_path / "a"), config(), plays=10)
+    assert found.predicted.faults == 6
+    assert abs(found.points["goodput"]) < 3.0
+    assert abs(found.points["effective"]) < 3.0
+    assert found.was.generations == found.predicted.mean.generations == 13
+    assert all(agrees for *_, agrees in found.causes.values()), found.causes
+    assert any("goodput" in line for line in found.lines())
+
+
+def test_a_run_without_faults_is_refused_in_one_line(tmp_path: Path) -> None:
+    rows = [make_row(step, T0 + 10 + step, 1.0) for step in range(1, 10)]
+    write(tmp_path / "a", rows, [event("submitted", 0), generation(1, 10, 4, 0, "start")])
+    with pytest.raises(ConfigError, match="had no faults: there is nothing to play again"):
+        replay(str(tmp_path / "a"), config())
+
+
+def test_causes_agree_within_a_point_and_a_half_of_wall_time_or_a_third() -> None:
+    def outcome(**lost: float) -> Outcome:
+        return Outcome(100.0, {"goodput": 0.9}, lost, 3, 0)
+
+    predicted = Prediction(outcome(a=0.02, b=0.13, c=0.001), outcome(), 1, "p")
+    found = Compared(predicted, outcome(a=0.03, b=0.10, d=0.02)).causes
+    assert {name: agrees for name, (_, _, agrees) in found.items()} == {"a": True, "b": True, "c": True, "d": False}
+
+
+def test_the_command_takes_run_folders_and_says_what_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, other = run_with_losses(tmp_path / "a", losses=6), run_with_losses(tmp_path / "b", losses=6)
+    small = ["simulate.gpus=4", "simulate.gpus_per_node=1", "simulate.num_slices=12", "simulate.replicas=4"]
+    small += ["simulate.days=1", "simulate.sweep=false", "simulate/policy=[in_place]", f"simulate.out={tmp_path}/out"]
+    main(configured(*small, f"simulate.runs=[{folder},{other}]"), as_json=False)
+    figures = json.loads((tmp_path / "out" / "profile.json").read_text())["figures"]
+    assert figures["form_base_s"]["provenance"] == "measured (12)"
+    assert figures["rate_software"]["provenance"].startswith("measured")
+    assert figures["notice_network_s"]["provenance"] == "published"
+    assert "effective" in capsys.readouterr().out
+
+
+def test_the_command_plays_a_finished_run_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_with_losses(tmp_path / "a", losses=6)
+    folder = with_config(tmp_path / "a")
+    main(configured(f"simulate.replay={folder}"), as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["run"], found["predicted"]["faults"]) == (folder, 6)
+    assert abs(found["points"]["goodput"]) < 3.0
+    main(configured(f"simulate.replay={folder}"), as_json=False)
+    assert "6 faults, 20 plays" in capsys.readouterr().out

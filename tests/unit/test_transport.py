@@ -1,0 +1,214 @@
+"""Copies by several flows, memory that comes in, and threads that nothing waits for."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from regrow.control.values import Version
+from regrow.errors import CheckpointError
+from regrow.plan.boxes import Box
+from regrow.plan.mesh import Coordinates, MeshShape
+from regrow.state.entries import Entry
+from regrow.state.memory import held, link, transport
+from regrow.state.memory.incoming import Incomings
+from regrow.state.memory.ranges import BLOCK, Connection, RangeServer
+from regrow.state.memory.slots import MAGIC
+from regrow.state.memory.threads import Threads
+from regrow.state.memory.transport import FILL, TcpSession, TcpTransport
+from regrow.state.memory.writer import Snapshots
+from support.keepers import RUN, SECRET, Node, cluster, peers_of, scalars_of, wait_until
+
+MANY = 3 * BLOCK + 12345
+
+
+@contextmanager
+def serving(answer: Callable[..., None]) -> Iterator[RangeServer]:
+    server = RangeServer("127.0.0.1", lambda: SECRET, answer)
+    threading.Thread(target=server.serve, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def connected_sockets() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        return ours, server.accept()[0]
+
+
+@pytest.mark.parametrize("size", [1, 100, BLOCK - 1, BLOCK, BLOCK + 1, MANY])
+def test_many_bytes_arrive_whole_and_what_comes_after_them_does_too(size: int) -> None:
+    data, got = os.urandom(size), bytearray(size)
+
+    def answer(request: dict[str, int], connection: Connection) -> None:
+        connection.receive_all(memoryview(got))
+        connection.send({"then": connection.receive()["then"]})
+
+    with serving(answer) as server:
+        connection = Connection.to(server.address, SECRET)
+        connection.send({"op": "take"})
+        for at in range(0, size, 300_000):  # in parts, so that no call finds all of them
+            connection.send_bytes(data[at : at + 300_000])
+            time.sleep(0.001)
+        connection.send({"then": 7})
+        assert connection.receive() == {"then": 7}
+        assert got == data
+        connection.close()
+
+
+def test_a_file_is_put_by_several_flows_at_once_into_the_peers_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "PIECE", BLOCK)
+    (source := tmp_path / "source").write_bytes(data := os.urandom(8 * BLOCK + 99))
+    incomings, used = Incomings(TcpTransport()), set[Connection]()
+
+    def answer(request: dict[str, int], connection: Connection) -> None:
+        assert request["op"] == FILL
+        used.add(connection)
+        incomings.find(str(request["into"])).fill(request["at"], request["bytes"], connection)
+        connection.send({"ok": True})
+
+    with serving(answer) as server, incomings.open(tmp_path / "copy", len(data)) as incoming:
+        session = TcpSession(server.address, SECRET, lambda peer, secret: 3)
+        with open(source, "rb") as file:
+            session.put(file, len(MAGIC), len(data), incoming.place)
+        session.close()
+        assert (tmp_path / "copy").read_bytes() == bytes(len(MAGIC)) + data[len(MAGIC) :]
+        assert 1 < len(used) <= 3
+        with pytest.raises(CheckpointError, match="no peer any more"), open(source, "rb") as file:
+            session.put(file, len(MAGIC), len(data), incoming.place)
+
+
+def test_memory_that_is_given_up_takes_nothing_more(tmp_path: Path) -> None:
+    incomings = Incomings(TcpTransport())
+    ours, theirs = connected_sockets()
+    with incomings.open(tmp_path / "copy", 4 * BLOCK) as old, ours, theirs:
+        failed = threading.Event()
+
+        def fill() -> None:
+            try:
+                old.fill(len(MAGIC), 2 * BLOCK, Connection(theirs))
+            except OSError:
+                failed.set()
+
+        filling = threading.Thread(target=fill)
+        filling.start()
+        wait_until(lambda: old._filling)
+        with incomings.open(tmp_path / "copy", 4 * BLOCK) as new:
+            wait_until(failed.is_set)
+            filling.join()
+            with pytest.raises(ConnectionError, match="no such range"):
+                old.fill(len(MAGIC), 1, Connection(ours))
+            assert "takes its place" in old.seal(b"", "")
+            assert (tmp_path / "copy").exists()
+            assert incomings.find(new.token) is new
+    with pytest.raises(ConnectionError, match="no such copy"):
+        incomings.find(old.token)
+
+
+@pytest.mark.parametrize(("at", "size"), [(0, 8), (len(MAGIC), 4 * BLOCK), (4 * BLOCK, 1), (100, -1)])
+def test_a_range_that_is_not_of_the_copy_is_refused(tmp_path: Path, at: int, size: int) -> None:
+    ours, theirs = connected_sockets()
+    with ours, theirs, Incomings(TcpTransport()).open(tmp_path / "copy", 4 * BLOCK) as incoming:
+        connection = Connection(ours)
+        with pytest.raises(ConnectionError, match="no such range"):
+            incoming.fill(at, size, connection)
+
+
+def large_slots(node: Node, *, num_ranks: int, elements: int) -> list[Snapshots]:
+    """Of ranks of one node, sealed at the same time."""
+    made = []
+    for rank in range(num_ranks):
+        box = Box("model/w", (num_ranks * elements,), (rank * elements,), (elements,), "float32")
+        memory = torch.randn(elements)
+        place = Coordinates(MeshShape(1, num_ranks), rank)
+        made.append(
+            Snapshots(
+                node.keeper.folder,
+                [Entry(box, memory)],
+                coordinates=place,
+                run_id=RUN,
+                generation=1,
+                writers=num_ranks,
+                num_slots=2,
+            )
+        )
+    return made
+
+
+def test_slots_of_all_ranks_are_copied_side_by_side_and_checked_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than a piece each, so that what fills the link is measured; flows are few on any machine."""
+    monkeypatch.setattr(transport, "PIECE", BLOCK)
+    with cluster(tmp_path, 3, copies=2) as nodes:
+        ranks = large_slots(nodes[0], num_ranks=4, elements=(3 * BLOCK + 4096) // 4)
+        for step in (1, 2, 3):
+            for each in ranks:
+                assert each.begin(step, scalars_of(step))
+                each.wait()
+            for each in ranks:
+                each.confirm(step)
+            reported = Version(1, step)
+            wait_until(lambda want=reported: nodes[0].reports and nodes[0].reports[-1].version == want)  # type: ignore[misc]
+            for node in nodes[1:]:
+                copies = [each for each in held.holdings(node.keeper.folder, RUN) if each.moment == Version(1, step)]
+                assert len(copies) == 4
+                for copy in copies:
+                    snapshot = held.open_snapshot(node.keeper.folder / copy.file)
+                    assert snapshot is not None
+                    snapshot.check()
+            for node in nodes:
+                node.keeper.committed(
+                    nodes[0].keeper._heard.of_plain({"number": step, "newest": [1, step], "pinned": [-1, -1]})
+                )
+        for each in ranks:
+            each.close()
+
+
+def test_what_fills_a_link_is_measured_and_is_at_least_one_flow(tmp_path: Path) -> None:
+    with cluster(tmp_path, 2) as nodes:
+        (peer,) = peers_of(nodes, 0)
+        assert link.flows_that_fill(peer.address, SECRET) in link.FLOWS
+
+
+def test_a_peer_with_another_transport_is_told_apart(tmp_path: Path) -> None:
+    class Other(TcpTransport):
+        name = "other"
+
+    with cluster(tmp_path, 2) as nodes:
+        nodes[1].keeper._incoming._transport = Other()
+        complaints: list[str] = []
+        nodes[0].keeper.complain = lambda text, peer, tried_s: complaints.append(text)
+        writer = large_slots(nodes[0], num_ranks=1, elements=64)[0]
+        assert writer.begin(1, scalars_of(1))
+        writer.wait()
+        writer.confirm(1)
+        wait_until(lambda: complaints)
+        assert "transport other, not tcp" in complaints[0]
+        assert not nodes[0].reports
+
+
+def test_threads_do_all_of_it_on_at_most_so_many_and_nothing_once_they_are_closed() -> None:
+    threads, seen = Threads(3, "some"), set[int]()
+    gate = threading.Barrier(3)
+
+    def work(number: int) -> int:
+        seen.add(threading.get_ident())
+        if number < 3:
+            gate.wait(20)
+        return number
+
+    assert [each.result(20) for each in [threads.submit(work, number) for number in range(50)]] == list(range(50))
+    assert len(seen) == 3
+    threads.close()
+    assert threads.submit(work, 1).cancelled()

@@ -1,0 +1,160 @@
+"""Work, not time: the three ratios of hand-made runs, computed here from their seconds alone."""
+
+import random
+from typing import Any
+
+import pytest
+
+from regrow.config.schema import PretrainConfig
+from regrow.record.history import History
+from regrow.record.work import slow_times, work_of
+from regrow.show.report import as_mapping, build_report
+from support.rows import T0, event, generation, make_row
+
+
+def config(max_workers: int = 4, num_slices: int = 12, **parallel: Any) -> PretrainConfig:
+    made = PretrainConfig()
+    made.cluster.max_workers, made.optim.num_slices, made.cluster.spare_workers = max_workers, num_slices, 0
+    for axis, ranks in parallel.items():
+        setattr(made.parallel, axis, ranks)
+    return made
+
+
+def steps(first: int, last: int, begin: float, step_s: float, generation: int, **changes: Any) -> list[dict[str, Any]]:
+    """Rows one after the other from `begin` seconds on."""
+    return [
+        make_row(step, T0 + begin + (step - first + 1) * step_s, step_s, generation, **changes)
+        for step in range(first, last + 1)
+    ]
+
+
+def report(rows: list[Any], events: list[Any], made: PretrainConfig) -> dict[str, Any]:
+    history = History.of_logs(rows, events)
+    found = build_report(history, history.ledger(T0 + 1e6), made)
+    work = found["work"]
+    worth = work["useful_s"] + sum(work["slower_s"].values())
+    assert worth == pytest.approx(found["time_s"]["productive"], abs=1e-5)  # productive time closes
+    return found
+
+
+def test_an_undisturbed_run_has_as_much_effective_time_as_productive_time() -> None:
+    events = [event("submitted", 0, max_workers=4), generation(1, 10, 4, 0, "start"), event("stopped", 60, step=20)]
+    found = report(steps(1, 20, 10, 2.0, 1, data_wait_s=0.5), events, config())
+    assert found["goodput"] == found["effective"] == found["paid"] == pytest.approx(20 * 1.5 / 60)
+    assert found["work"] == {
+        "full_step_s": 1.5,
+        "is_measured": True,
+        "useful_s": 30.0,
+        "slower_s": {"shrunk": 0.0, "first_step": 0.0, "slow": 0.0},
+    }
+
+
+def test_shrunk_slow_first_and_repeated_steps_count_for_less() -> None:
+    """4 ranks, 12 slices: ten steps of 3 s, the first of 8; then a slow rank makes ten of 4.5 s, a node goes with the
+    last two of them, three ranks do twelve of 4 s, the first of 6. Two spares wait. 200 s in all."""
+    rows = [make_row(1, T0 + 18, 8.0), *steps(2, 10, 18, 3.0, 1), *steps(11, 18, 45, 4.5, 1)]
+    rows += [make_row(19, T0 + 106, 6.0, 2, world_size=3), *steps(20, 30, 106, 4.0, 2, world_size=3)]
+    events = [
+        event("submitted", 0, max_workers=4),
+        generation(1, 10, 4, 0, "start"),
+        event("suspected", 63, kind="slow_compute", node="n1", pid=7, since=T0 + 45, factor=1.5),
+        event("failure", 92, cause="node_silent", detail="n1", generation=1),
+        event("rollback", 95, generation=2, from_step=20, to_step=18, steps=2, seconds=9.0,
+              first_time=T0 + 81, first_step_end=T0 + 85.5, last_time=T0 + 90),
+        generation(2, 100, 3, 18, "node_silent", recomputed_steps=2),
+        event("stopped", 200, step=30, reason="finished"),
+    ]  # fmt: skip
+    made = config()
+    made.cluster.spare_workers = 2
+    found = report(rows, events, made)
+    assert found["time_s"]["productive"] == pytest.approx(8 + 9 * 3 + 8 * 4.5 + 6 + 11 * 4)
+    assert found["goodput"] == pytest.approx(121 / 200)
+    assert found["effective"] == pytest.approx(30 * 3 / 200)  # what 4 ranks do in 90 s, undisturbed
+    assert found["paid"] == pytest.approx(30 * 3 / 200 * 4 / 6)
+    assert found["work"]["slower_s"] == pytest.approx({"shrunk": 12 * 1.0, "first_step": 5.0 + 2.0, "slow": 8 * 1.5})
+
+
+def test_a_run_that_never_was_at_full_size_is_measured_by_the_batch_plan() -> None:
+    """12 slices: 3 ranks run 4 passes each, 4 would run 3."""
+    events = [event("submitted", 0, max_workers=4), generation(1, 10, 3, 0, "start"), event("stopped", 60, step=20)]
+    found = report(steps(1, 20, 10, 2.0, 1, world_size=3), events, config())
+    assert (found["work"]["full_step_s"], found["work"]["is_measured"]) == (1.5, False)
+    assert found["effective"] == pytest.approx(20 * 2.0 * 3 / 4 / 60)
+
+
+def test_one_unit_away_of_128_costs_a_17th_and_parked_units_nothing() -> None:
+    events = [event("submitted", 0, max_workers=128), event("stopped", 60, step=20)]
+    found = report(steps(1, 20, 0, 3.0, 1, world_size=127), events, config(max_workers=128, num_slices=2048))
+    assert found["effective"] == pytest.approx(16 / 17, abs=1e-6)
+    events = [event("submitted", 0, max_workers=767), event("stopped", 60, step=20)]
+    found = report(steps(1, 20, 0, 3.0, 1, world_size=683), events, config(max_workers=767, num_slices=6144))
+    assert (found["effective"], found["paid"]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "size", "full", "share"),
+    [
+        ({"tp": 2}, 6, 8, 3 / 4),  # 4 units to 3: 3 slices each to 4
+        ({"tp": 2, "cp": 2}, 12, 16, 3 / 4),
+        ({"pp": 2}, 6, 8, (3 + 1) / (4 + 1)),  # the bubble's one slot, beside 3 and 4 micro-batches
+    ],
+)
+def test_units_are_what_shares_a_slice(parallel: dict[str, int], size: int, full: int, share: float) -> None:
+    events = [event("submitted", 0, max_workers=full), event("stopped", 60, step=20)]
+    found = report(steps(1, 20, 0, 3.0, 1, world_size=size), events, config(full, 12, **parallel))
+    assert found["effective"] == pytest.approx(share, abs=1e-6)
+
+
+def test_each_job_of_a_run_is_measured_by_what_it_asked_for() -> None:
+    """Resumed with half as many ranks: what it did before and since was all that it could."""
+    events = [
+        event("submitted", 0, max_workers=4),
+        generation(1, 0, 4, 0, "start", init_s=0.0, restore_s=0.0),
+        event("stopped", 30, step=10, reason="interrupted"),
+        event("submitted", 30, max_workers=2),
+        generation(2, 30, 2, 10, "resume", init_s=0.0, restore_s=0.0),
+        event("stopped", 90, step=20, reason="finished"),
+    ]
+    rows = steps(1, 10, 0, 3.0, 1) + steps(11, 20, 30, 6.0, 2, world_size=2)
+    assert report(rows, events, config(max_workers=2))["effective"] == pytest.approx(1.0)
+
+
+def test_a_slow_half_of_a_run_does_not_become_what_is_usual() -> None:
+    rows = steps(1, 10, 0, 3.0, 1) + steps(11, 40, 30, 4.0, 1)
+    events = [
+        event("submitted", 0, max_workers=4),
+        event("suspected", 40, kind="slow_link", node="n2", pid=0, since=T0 + 30.5, factor=1.3),
+        event("cleared", 149, kind="slow_link", node="n2", pid=0),
+        event("stopped", 150, step=40),
+    ]
+    found = report(rows, events, config())
+    assert found["work"]["full_step_s"] == 3.0
+    assert found["effective"] == pytest.approx(40 * 3 / 150)
+    assert slow_times(History.of_logs(rows, events).events) == [(T0 + 30.5, T0 + 149)]
+
+
+def test_run_folders_of_earlier_versions_are_read() -> None:
+    """No max_workers in their submission, no axes, a configuration that lacks groups, none at all."""
+    rows, events = steps(1, 10, 10, 2.0, 1), [event("submitted", 0), event("stopped", 30, step=10)]
+    history = History.of_logs(rows, events)
+    ledger = history.ledger(T0)
+    for old in (as_mapping(config()), {"cluster": {"max_workers": 4}}, {}, {"optim": None, "cluster": None}):
+        assert work_of(ledger, rows, history.events, old).effective == pytest.approx(20 / 30)
+    assert work_of(History().ledger(T0), [], history.events, {}).effective is None
+
+
+def test_effective_is_the_undisturbed_jobs_time_for_the_steps_that_count_whatever_befell_it() -> None:
+    """Runs of random groups, drawn with what each step takes; the ratio is counted here while they are drawn."""
+    drawn = random.Random(7)
+    for _ in range(20):
+        now, step, useful, rows = 5.0, 0, 0.0, list[dict[str, Any]]()
+        events = [event("submitted", 0, max_workers=4)]
+        for number in range(1, drawn.randint(2, 6)):
+            size = 4 if number == 1 else drawn.choice([2, 3, 4])
+            events.append(generation(number, now, size, step, "start" if number == 1 else "worker_died"))
+            for _ in range(drawn.randint(4, 12)):
+                step, now, useful = step + 1, now + 6.0 / size, useful + 1.5
+                rows.append(make_row(step, T0 + now, 6.0 / size, number, world_size=size))
+            now += drawn.uniform(1.0, 9.0)
+        events.append(event("stopped", now, step=step))
+        assert report(rows, events, config())["effective"] == pytest.approx(useful / now, abs=1e-6)
