@@ -9,7 +9,9 @@ node for a checkpoint, its answers, the index and COMMIT. For the leader's figur
 Stand-ins: a process for each keeper at the top of the tree, which plays all those below it too, so nothing is trained,
 copied or written but the index, COMMIT and the logs; a node's answer to an order comes after up to WRITE_S seconds and
 names 8 files, a row of one stack each. The coordinator has one connection for a process, so fewer than it would have
-for orders. All runs on one machine: no network. That a group forms is not measured: one worker joins for all.
+for orders. All runs on one machine: no network. One worker joins for all, but where forming is what is measured: there
+FORM_PROCESSES processes play NUM_MEMBERS members, each of which joins and asks until its generation is there, as
+`runtime.rendezvous` does; no group of torch's is made.
 
 Figures are CPU time, user and system, of all threads of the one process, less what the same process uses when nothing
 is asked of it. `..._ms_per_step_...` is for a step a second, with all that a second brings besides;
@@ -50,6 +52,7 @@ NUM_NODES = 2048
 RANKS_PER_NODE = 8
 STEP_S = 1.0
 TICK_S = 0.2  # as the driver's
+NUM_MEMBERS, FORM_PROCESSES = 2048, 4
 WRITE_S = 5.0
 NUM_TENSORS = 900  # of a model of 300 parameters
 ROW_ELEMENTS = 82_500  # of each that a rank has: 297 MB in all, as of 405B on 16,384 ranks; checksums alone are sent
@@ -161,7 +164,6 @@ class Cluster:
         self.coordinator = start_coordinator(
             Storage.at(folder / "run"),
             RUN_ID,
-            secret=secrets.token_bytes(16),
             checkpoints="checkpoints",
             config=PretrainConfig(checkpoint=CheckpointConfig(every_steps=None)),
             submitted={},
@@ -199,10 +201,10 @@ class Cluster:
 
         one = Member("one for all", self.nodes[0], "host", 1, os.getpid())
         ray.get(self.coordinator.join.remote(one, 1))
-        while (answer := ray.get(self.coordinator.formation.remote(one.id, self.generation))).formation is None:
+        while (answer := ray.get(self.coordinator.formation.remote(one.id, self.generation))).seat is None:
             assert not answer.given_up
             time.sleep(answer.wait_s)
-        self.generation = answer.formation.generation
+        self.generation = answer.seat.generation
         ranks = [(node, rank) for node in self.nodes for rank in range(RANKS_PER_NODE)]
         workers = [{"host": f"host-{node[:8]}", "node": node, "pid": rank, "device": "H100"} for node, rank in ranks]
         begun = time.perf_counter()
@@ -368,8 +370,89 @@ def leader_side(windows: int, num_steps: int, folder: Path) -> dict[str, Any]:
     }
 
 
+class Members:
+    """Plays processes that join a generation. An actor."""
+
+    def __init__(self, coordinator: Any, members: list[Any], expected: int) -> None:
+        self.coordinator, self.members, self.expected = coordinator, members, expected
+
+    async def form(self, after: int) -> tuple[int, int, float]:
+        """The generation, how often they asked for it, and the seconds until the last one had it."""
+        begun, asked = time.perf_counter(), 0
+
+        async def one(member: Any) -> int:
+            nonlocal asked
+            await self.coordinator.join.remote(member, self.expected)
+            while True:
+                asked += 1
+                answer = await self.coordinator.formation.remote(member.id, after)
+                if answer.seat is not None:
+                    return answer.seat.generation
+                assert not answer.given_up
+                if answer.join_again:
+                    await self.coordinator.join.remote(member, self.expected)
+                await asyncio.sleep(answer.wait_s)
+
+        (generation,) = set(await asyncio.gather(*(one(each) for each in self.members)))
+        return generation, asked, time.perf_counter() - begun
+
+
+def forming_side(num_members: int, rounds: int, folder: Path) -> dict[str, Any]:
+    import ray
+
+    from regrow.config.schema import CheckpointConfig, ClusterConfig, OptimConfig, PretrainConfig
+    from regrow.control.membership import Member
+    from regrow.runtime.actor import start_coordinator
+    from regrow.storage import Storage
+
+    nodes = [secrets.token_hex(28) for _ in range(num_members // RANKS_PER_NODE)]
+    members = [
+        Member(
+            id=secrets.token_hex(8),
+            node=node,
+            host=f"10.0.{number // 250}.{number % 250}",
+            port=30_000 + rank,
+            pid=1000 + rank,
+            lifeline=40_000 + rank,
+            gpu=rank,
+            machine=f"host-{number}",
+            started=123_456_789,
+        )
+        for number, node in enumerate(nodes)
+        for rank in range(RANKS_PER_NODE)
+    ]
+    coordinator = start_coordinator(
+        Storage.at(folder / "run"),
+        RUN_ID,
+        checkpoints="checkpoints",
+        config=PretrainConfig(
+            cluster=ClusterConfig(min_workers=num_members // 2, max_workers=num_members),
+            optim=OptimConfig(global_batch_seqs=num_members, num_slices=num_members),
+            checkpoint=CheckpointConfig(every_steps=None),
+        ),
+        submitted={},
+    )
+    actor: Any = ray.remote(Members)
+    pid, actor = process_called("ray::Coordinator"), actor.options(num_cpus=0, max_concurrency=num_members)
+    some: list[Any] = [
+        actor.remote(coordinator, members[at::FORM_PROCESSES], num_members) for at in range(FORM_PROCESSES)
+    ]
+    ray.get([each.__ray_ready__.remote() for each in some], timeout=300)
+    form_cpu_s, form_s, asks, generation = [], [], [], 0
+    for _ in range(rounds):
+        time.sleep(2.0)
+        quiet, before, begun = rate(pid, 3.0), cpu_s(pid), time.monotonic()
+        found = ray.get([each.form.remote(generation) for each in some], timeout=300)
+        time.sleep(0.5)
+        form_cpu_s.append(cpu_s(pid) - before - quiet * (time.monotonic() - begun))
+        ((generation,),) = [{each for each, _, _ in found}]
+        asks.append(sum(asked for _, asked, _ in found))
+        form_s.append(max(seconds for _, _, seconds in found))
+    return {"form_cpu_s": form_cpu_s, "form_s": form_s, "asks": asks}
+
+
 def side(num_nodes: int, windows: int, num_steps: int) -> dict[str, Any]:
-    """`num_nodes` 0: the leader's."""
+    """`num_nodes` 0: the leader's; below: of so many members that form a group."""
     import ray
 
     os.environ.pop("RAY_ADDRESS", None)
@@ -383,6 +466,8 @@ def side(num_nodes: int, windows: int, num_steps: int) -> dict[str, Any]:
             logging_level=logging.ERROR,
         )
         try:
+            if num_nodes < 0:
+                return forming_side(-num_nodes, windows, Path(temporary))
             if not num_nodes:
                 return leader_side(windows, num_steps, Path(temporary))
             return coordinator_side(num_nodes, windows, num_steps, Path(temporary))
@@ -418,9 +503,12 @@ def main() -> None:
         for name in ("ticks_ms_per_s", "asking_ms_per_s", "start_training_s"):
             figures[f"coordinator_{name}_{num_nodes}_nodes"] = run[name]
         print(f"{num_nodes} nodes: {figures[f'coordinator_ms_per_step_{num_nodes}_nodes']:.1f} ms a step", flush=True)
+    forming = runs["forming"] = run_side(__file__, "--side", str(-NUM_MEMBERS), str(windows), str(num_steps))
+    take(f"coordinator_form_cpu_s_{NUM_MEMBERS}_members", forming["form_cpu_s"])
+    take(f"coordinator_form_s_{NUM_MEMBERS}_members", forming["form_s"])
     runs["leader"] = run_side(__file__, "--side", "0", str(windows), str(num_steps))
     take(f"leader_ms_per_step_{NUM_NODES}_nodes", runs["leader"]["ms_per_step"])
-    settings = {"ranks_per_node": RANKS_PER_NODE, "fan_out": FAN_OUT}
+    settings = {"ranks_per_node": RANKS_PER_NODE, "fan_out": FAN_OUT, "form_processes": FORM_PROCESSES}
     settings |= {"windows": windows, "steps_a_window": num_steps}
     write_result(options.out, figures, spread=spread, peers={}, runs=runs, settings=settings)
 

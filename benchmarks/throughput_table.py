@@ -56,6 +56,7 @@ def settings_of(model: str, given: Sequence[str]) -> list[str]:
     workers = pretrain_config([*base, *own]).cluster.max_workers
     batch = [f"optim.global_batch_seqs={rows * workers}", f"optim.num_slices={workers}"]
     alike = [f"cluster.min_workers={workers}", "cluster.spare_workers=0", *batch, "data=python_docs"]
+    alike += [f"parallel.{axis}=1" for axis in ("tp", "cp", "pp", "least_pp", "dp_replicate")]  # FSDP, as published
     return [*base, *alike, *own]
 
 

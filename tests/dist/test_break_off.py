@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from regrow.control.membership import Formation, Member
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
 from regrow.runtime.abort import Breaker, listening
-from regrow.runtime.rendezvous import FORM_S, Joined, form_group, leave_generation
+from regrow.runtime.rendezvous import FORM_S, Doors, form_group, leave_generation
 from regrow.state.collective import gather
 from support.gloo import run_ranks
 from support.training import Training, build, micro_batches
@@ -92,8 +93,8 @@ def test_ranks_that_wait_for_a_message_between_stages_get_an_error(env: dict[str
 def wait_for_a_third_then_form_without_the_second() -> tuple[float, float]:
     """Seconds until this rank heard that it need not wait for the third one; how many were in its group afterwards."""
     rank = dist.get_rank()
-    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
-    ports = gather([store.port for store in stores])
+    doors = [Doors.at("127.0.0.1") for _ in range(2)]
+    members = gather([asdict(each.of(Member(f"m{rank}", "node", "127.0.0.1", 0, rank))) for each in doors])
     dist.barrier()
     leave_generation()
 
@@ -101,10 +102,10 @@ def wait_for_a_third_then_form_without_the_second() -> tuple[float, float]:
         def break_off_soon(generation: int, breaker: Breaker) -> None:
             threading.Timer(1.0, breaker.start).start()
 
-        members = [Member(f"m{each}", "node", "127.0.0.1", ports[each][generation], each) for each in ranks]
+        group = tuple(Member(**members[each][generation]) for each in ranks)
         form_group(
-            Joined(Formation(generation, tuple(members)), ranks.index(rank), frozenset()),
-            stores[generation],
+            Formation(generation, group).seat_of(ranks.index(rank), b"secret"),
+            doors[generation],
             backend="gloo",
             timeout_s=600.0,
             breaker=Breaker(),

@@ -19,7 +19,7 @@ from regrow.config.schema import OptimConfig, ParallelConfig
 from regrow.data.read.batch import RankBatch
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
-from regrow.parallel.fsdp import build_mesh, shard_group, world_group
+from regrow.parallel.fsdp import axis_groups, build_mesh, shard_group
 from regrow.plan.batch import plan_batch
 from regrow.plan.mesh import plan_mesh
 from regrow.record.log import METRIC_KEYS
@@ -160,7 +160,7 @@ def loop(
         model,
         build_optimizer(model, optim),
         max_grad_norm=1.0,
-        group=world_group(mesh),
+        groups=axis_groups(mesh),
         shard_group=shard_group(mesh),
         loss_function=poisoned_loss if poisoned else None,
     )

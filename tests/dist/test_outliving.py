@@ -5,7 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from regrow.plan.mesh import plan_mesh
 from regrow.plan.topology import plan_topology
 from regrow.runtime import rendezvous
 from regrow.runtime.abort import Breaker
-from regrow.runtime.rendezvous import Joined, form_group, leave_generation
+from regrow.runtime.rendezvous import Doors, form_group, leave_generation
 from regrow.state.collective import gather
 from regrow.state.entries import Progress
 from regrow.train.certificate import BrokenStep, Certificate
@@ -247,7 +247,7 @@ def validate_while_one_is_told(member: Member) -> str:
                 be_told_alone(member, breaker)
             return whole_loss(*args)  # type: ignore[no-any-return]
 
-        run = partial(evaluate, step.model, [rows], num_batches=1, group=step.group, loss_function=loss_function)
+        run = partial(evaluate, step.model, [rows], num_batches=1, groups=step.groups, loss_function=loss_function)
         loss, tokens = member.stream.submit(partial(run, certificate=certificate, number=number)).result()
         return loss / tokens
 
@@ -271,14 +271,13 @@ def test_a_validation_that_is_broken_off_is_believed_by_nobody(tmp_path: Path) -
 def come_late_to_the_first_step(store_s: float) -> float:
     """Rank 0 is later than the store's timeout: its data took long, or compiling."""
     rank, rendezvous.STORE_S = dist.get_rank(), store_s
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    places = tuple(Place(f"m{each}", "node", "127.0.0.1", port, each) for each, port in enumerate(gather(store.port)))
+    doors = Doors.at("127.0.0.1")
+    places = tuple(Place(**each) for each in gather(asdict(doors.of(Place(f"m{rank}", "node", "127.0.0.1", 0, rank)))))
     dist.barrier()
     leave_generation()
-    joined = Joined(Formation(1, places), rank, frozenset())
     form_group(
-        joined,
-        store,
+        Formation(1, places).seat_of(rank, b"secret"),
+        doors,
         backend="asynchronous",
         timeout_s=60.0,
         breaker=Breaker(),

@@ -165,7 +165,7 @@ def evaluate_between_steps() -> tuple[list[float], tuple[float, int], bool]:
     batches = rows.split(2)
     mine = list(batches[rank :: min(world_size, 3)]) if rank < 3 else [torch.full_like(batches[0], IGNORE_INDEX)]
     losses = [result.loss for result in run_steps(step, training, range(3))]
-    result = evaluate(step.model, mine, num_batches=-(-len(batches) // min(world_size, 3)), group=step.group)
+    result = evaluate(step.model, mine, num_batches=-(-len(batches) // min(world_size, 3)), groups=step.groups)
     sharded = all(parameter.numel() == 0 or hasattr(parameter, "placements") for parameter in step.model.parameters())
     losses += [result.loss for result in run_steps(step, training, range(3, 6))]
     return losses, result, sharded

@@ -72,8 +72,8 @@ def form(made: Coordinator, pid: int) -> int:
     """A group of one worker that trains from the next step."""
     after = made.ready()
     made.join(Member(f"m{pid}", "node", "127.0.0.1", pid, pid), 1)
-    answer = until(lambda: found if (found := made.formation(f"m{pid}", after)).formation else None)
-    generation: int = answer.formation.generation
+    answer = until(lambda: found if (found := made.formation(f"m{pid}", after)).seat else None)
+    generation: int = answer.seat.generation
     return generation
 
 

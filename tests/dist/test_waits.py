@@ -25,7 +25,7 @@ def waits_of_steps(replicas: int) -> list[dict[str, float]]:
         if number == 2:
             if dist.get_rank() == LATE:
                 time.sleep(LATE_S)
-            evaluate(step.model, rows, num_batches=passes, group=step.group)
+            evaluate(step.model, rows, num_batches=passes, groups=step.groups)
             dist.barrier()
             if dist.get_rank() == LATE:
                 time.sleep(LATE_S)

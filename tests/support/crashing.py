@@ -120,9 +120,9 @@ def coordinator_main(member: Member) -> None:
             one = Worker(f"group-{time.monotonic_ns()}", "node", "127.0.0.1", 1, 1)
             self.join(one, 1)
             before = self.ready()  # asked again, for as long as the number that was given out is not in the log
-            while (answer := self.formation(one.id, before)).formation is None:
+            while (answer := self.formation(one.id, before)).seat is None:
                 time.sleep(answer.wait_s)
-            return answer.formation.generation
+            return answer.seat.generation
 
     actor = Numbering(
         str(member.world / "run"),

@@ -137,7 +137,7 @@ def validation(training: Training, num_rows: int) -> tuple[float, int]:
         step.model,
         mine,
         num_batches=-(-len(rows.split(2)) // num_units),
-        group=step.group,
+        groups=step.groups,
         tensor_group=step.tensor_group,
         pipeline=step.pipeline,
         share=step.share,

@@ -197,7 +197,7 @@ def group(tmp_path: Path, processes: Callable[[], Process]) -> Iterator[tuple[Co
     nodes = [Node(name, processes) for name in "abc"]
     for node in nodes:
         made.join(node.member, 3)
-    assert made.formation("of a", 0).formation is not None
+    assert made.formation("of a", 0).seat is not None
     for node in nodes:
         node.register(made)
     until(lambda: len(made.shell.roll_call.reached) == 3)

@@ -75,7 +75,7 @@ def join(made: Coordinator, *members: Member) -> Answer:
     after = made.ready()
     for member in members:
         made.join(member, len(members))
-    return until(lambda: answer if (answer := made.formation(members[0].id, after)).formation else None)
+    return until(lambda: answer if (answer := made.formation(members[0].id, after)).seat else None)
 
 
 def one(pid: int, node: str = "node") -> Member:
@@ -83,8 +83,8 @@ def one(pid: int, node: str = "node") -> Member:
 
 
 def generation_of(answer: Answer) -> int:
-    assert answer.formation is not None
-    return answer.formation.generation
+    assert answer.seat is not None
+    return answer.seat.generation
 
 
 def ended(made: Coordinator) -> Coordinator:
@@ -316,10 +316,10 @@ def test_a_number_that_storage_does_not_take_is_told_to_nobody_before_it_does(
     begun = time.monotonic()
     while time.monotonic() - begun < 2.0:
         answer = first.formation("m1", 0)
-        assert answer.formation is None
+        assert answer.seat is None
         assert answer.wait_s > 0
     storage.back.set()
-    answer = until(lambda: found if (found := first.formation("m1", 0)).formation else None)
+    answer = until(lambda: found if (found := first.formation("m1", 0)).seat else None)
     assert generation_of(answer) == 1
     assert [event["generation"] for event in read_events(storage) if event["event"] == "forming"] == [1]
     first.shell.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from regrow.config.check import check, check_plan
+from regrow.config.check import check, check_plan, topologies, world_sizes
 from regrow.config.schema import (
     ActivationCheckpoint,
     Dtype,
@@ -44,8 +44,10 @@ from regrow.forecast.estimate import (
     share_of_this_machine,
 )
 from regrow.forecast.footprint import KINDS, Rank, footprint
+from regrow.forecast.settle import settle
 from regrow.forecast.text import MOST_ROWS, chosen, spans, to_text
 from regrow.model.size import num_params
+from regrow.plan.pipeline import Stages, cut_blocks
 
 ROOT = Path(__file__).parents[2]
 H100 = next(device for device in DEVICES if device.name == "H100")
@@ -172,6 +174,54 @@ def test_rows_of_131072_tokens_fit_where_eight_ranks_share_them_and_take_a_fract
     alone = forecast(with_parallel(config, cp=1), config.optim.num_slices * config.parallel.tp, H100, NETWORK)
     print(model, found[-1].memory, alone.memory)
     assert 6 * found[-1].memory.kinds["activations"] < alone.memory.kinds["activations"]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "settings"),
+    [
+        ("h100x64", ("parallel.cp=8", "optim.num_slices=56", "optim.global_batch_seqs=56")),
+        ("h100x2048", ("parallel.tp=8", "parallel.cp=8", "optim.num_slices=124", "optim.global_batch_seqs=124")),
+        ("h100x16384_hsdp", ("parallel.tp=8", "parallel.cp=16", "optim.num_slices=126", "optim.global_batch_seqs=126")),
+    ],
+)
+def test_the_commands_that_the_docs_give_for_rows_of_131072_tokens_fit_at_every_size(
+    cluster: str, settings: tuple[str, ...]
+) -> None:
+    long = ("data.seq_len=131072", "parallel.activation_checkpoint=full", "parallel.dp_replicate=1")
+    written = f"+cluster={cluster} $LONG {' '.join(settings)}"
+    assert written in (ROOT / "docs" / "using.md").read_text()
+    config, _ = settle(config_of(f"+cluster={cluster}", *long, *settings), H100, NETWORK)
+    assert all(each.fits for each in forecasts(config, H100, NETWORK))
+
+
+@pytest.mark.parametrize("cluster", ["h100x2048", "h100x16384_hsdp", "h100x98304_hsdp"])
+def test_the_large_clusters_fit_at_every_size_and_a_few_nodes_may_go_for_nothing(cluster: str) -> None:
+    config, _ = settle(config_of(f"+cluster={cluster}"), H100, NETWORK)
+    table = check(config)
+    sizes, most = world_sizes(config, table), config.cluster.max_workers
+    assert all(each.fits for each in forecasts(config, H100, NETWORK))
+    mesh = table[sizes[most]].mesh
+    assert mesh.dp_replicate == config.parallel.dp_replicate > 1
+    assert (mesh.tp * mesh.cp) <= NETWORK.ranks_per_node
+    assert sizes[most - most // 64] == sizes[most]
+    assert table[sizes[most]].busy_share(most) > 0.75  # bubble and spares
+    assert min(sizes) == config.cluster.min_workers
+
+
+def test_the_table_of_98304_workers_cuts_the_model_once_for_each_number_of_stages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuts: list[int] = []
+
+    def counted(num_blocks: int, pp: int, per_rank: int, *, before: float, behind: float) -> Stages:
+        cuts.append(pp)
+        return cut_blocks(num_blocks, pp, per_rank, before=before, behind=behind)
+
+    monkeypatch.setattr("regrow.config.stages.cut_blocks", counted)
+    config = config_of("+cluster=h100x98304_hsdp", "cluster.min_workers=8192")
+    table = topologies(config)
+    assert len(table) > 5_000
+    assert len(cuts) == len(set(cuts)) <= config.model.num_layers // config.parallel.stages_per_rank
 
 
 def test_a_pipeline_has_stages_a_bubble_and_an_equal_share_of_the_arithmetic():
@@ -368,6 +418,7 @@ def test_a_table_has_the_smallest_and_the_largest_size_and_whole_nodes():
     assert len(found) <= MOST_ROWS
     assert spans([1]) == "1"
     assert spans([1, 2, 3, 7, 9, 10]) == "1-3, 7, 9-10"
+    assert spans([8, 12, 16, 24], step=4) == "8-16, 24"
 
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:

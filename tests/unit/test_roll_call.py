@@ -123,17 +123,17 @@ def test_a_group_forms_without_the_dead_before_anybody_says_that_they_are(
     members = [each.member for each in processes]
     for member in members:
         made.join(member, 3)
-    assert made.formation("a", 0).formation is not None
+    assert made.formation("a", 0).seat is not None
     made.start_training(1, 0, {"workers": [{"node": member.node} for member in members]})
     time.sleep(1.0)  # they are met meanwhile
     processes[2].kill()
     made.join(members[0], 3)
     made.join(members[1], 3)
     give_up_at = time.monotonic() + 10
-    while (formation := made.formation("a", 1).formation) is None and time.monotonic() < give_up_at:
+    while (seat := made.formation("a", 1).seat) is None and time.monotonic() < give_up_at:
         time.sleep(0.01)
-    assert formation is not None
-    assert [member.id for member in formation.members] == ["a", "b"]
+    assert seat is not None
+    assert [member.id for member in seat.members] == ["a", "b"]
     made.ray_view([("node of c", members[2].pid, "worker_died", "Ray says it too")], 2, {}, {})
     failures = [update.content for update in made.updates(0)[0] if update.content.get("event") == "failure"]
     assert [(failure["cause"], failure["ranks"]) for failure in failures] == [("worker_died", [2])]

@@ -20,7 +20,7 @@ torch.set_num_threads(1)  # threads that wait for each other cost tiny models mo
 def make_step() -> TrainStep:
     model = build_model(tiny_model(), ParallelConfig(), mesh=None, device="cpu", seed=0)
     optimizer = build_optimizer(model, OptimConfig())
-    return TrainStep(model, optimizer, max_grad_norm=1.0, group=None, shard_group=None)
+    return TrainStep(model, optimizer, max_grad_norm=1.0, groups=[], shard_group=None)
 
 
 def gradients(step: TrainStep) -> dict[str, torch.Tensor]:
@@ -94,12 +94,12 @@ def test_losses_fall_when_there_is_something_to_learn():
 def test_evaluation_sums_over_all_targets_and_leaves_no_gradient():
     step = make_step()
     want = sum_cross_entropy(step.model(ROWS[:, :-1]), ROWS[:, 1:]).item()
-    loss_sum, num_tokens = evaluate(step.model, list(ROWS.split(4)), num_batches=5, group=None)
+    loss_sum, num_tokens = evaluate(step.model, list(ROWS.split(4)), num_batches=5, groups=[])
     assert loss_sum == pytest.approx(want, rel=1e-6)
     assert num_tokens == 72
     assert all(parameter.grad is None for parameter in step.model.parameters())
     filling = torch.full((4, 13), IGNORE_INDEX)
-    assert evaluate(step.model, [filling], num_batches=2, group=None) == (0.0, 0)
+    assert evaluate(step.model, [filling], num_batches=2, groups=[]) == (0.0, 0)
 
 
 class Silent:

@@ -272,7 +272,7 @@ def _generation(number: int) -> Held:
     rows = [count_up_rows(i, num_rows=8, seq_len=128, vocab_size=model.vocab_size).to(device) for i in range(2)]
     for index in range(2):
         step.run(rows, num_micro_batches=2, lr=1e-3, number=index).resolve()
-    evaluate(step.model, rows, num_batches=2, group=step.group, loss_function=step.loss_function)
+    evaluate(step.model, rows, num_batches=2, groups=step.groups, loss_function=step.loss_function)
     torch.cuda.synchronize()
     if number % 2:
         breaker = Breaker()

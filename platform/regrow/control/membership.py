@@ -13,9 +13,13 @@ those that have most, a step would take as long as before: nothing is stopped fo
 `fewest` a group that forms leaves such ranks out, too: the next one takes them in where it has lost others.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+
+from regrow.plan.tree import parent_of
 
 NODE_NAME = "REGROW_NODE_NAME"  # environment: the host's name, where a process would see that of a pod
 
@@ -26,13 +30,27 @@ class Member:
 
     id: str  # of the process: the same for as long as it lives
     node: str
-    host: str  # where its store listens, should it be rank 0
+    host: str  # where its store listens, at which groups meet whose first rank it is
     port: int
     pid: int
     lifeline: int = 0  # the port at which the process listens while it lives; 0: nowhere
     gpu: int = 0  # its number among the node's; 0 on CPUs
     machine: str = ""  # the host's name, which outlives its Ray node
     started: int = 0  # of the process, as its kernel counts; 0: not known
+    control: int = 0  # the port at which it takes those below it in the tree of small values
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What one member is told of its generation. It hears of the others by way of rank 0: thousands that were told of
+    thousands would keep the coordinator busy for longer than all else."""
+
+    generation: int
+    rank: int
+    size: int
+    secret: bytes  # by which members know each other
+    parent: tuple[str, int] | None  # where the rank above it in the tree of small values listens; None: it is rank 0
+    members: tuple[Member, ...] = ()  # for rank 0
 
 
 @dataclass(frozen=True)
@@ -44,7 +62,22 @@ class Formation:
 
     def rank_of(self, member_id: str) -> int | None:
         """None for one that is to wait: no size that is allowed has a place for it."""
-        return next((rank for rank, member in enumerate(self.members) if member.id == member_id), None)
+        return self._ranks.get(member_id)
+
+    def seat_of(self, rank: int, secret: bytes) -> Seat:
+        above = self.members[parent_of(rank)] if rank else None
+        return Seat(
+            self.generation,
+            rank,
+            len(self.members),
+            hashlib.sha256(secret + self.generation.to_bytes(8)).digest(),
+            (above.host, above.control) if above is not None else None,
+            () if rank else self.members,
+        )
+
+    @cached_property
+    def _ranks(self) -> dict[str, int]:
+        return {member.id: rank for rank, member in enumerate(self.members)}
 
 
 @dataclass

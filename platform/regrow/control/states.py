@@ -7,7 +7,7 @@ any -> Stopping -> Finished, any -> GivenUp
 
 from dataclasses import dataclass
 
-from regrow.control.membership import Formation
+from regrow.control.membership import Formation, Seat
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,11 @@ class Settling:
 
 @dataclass(frozen=True)
 class Answer:
-    """To a worker that asks for its generation: that, or the reason to end, or to ask again after `wait_s`."""
+    """To a worker that asks for its generation: that, or the reason to end, or to ask again after `wait_s`. What is
+    sent to it has its seat there instead."""
 
     formation: Formation | None = None
+    seat: Seat | None = None
     over: bool = False
     given_up: str = ""
     unfit: bool = False  # the process is to end: what troubles it is its own

@@ -45,15 +45,15 @@ def chosen(forecasts: Sequence[Forecast], network: Network) -> list[Forecast]:
     return [first, *between[::every], *([last] if last is not first else [])]
 
 
-def spans(sizes: Sequence[int]) -> str:
-    """World sizes in order, as a person would say them.
+def spans(sizes: Sequence[int], step: int = 1) -> str:
+    """World sizes in order, as a person would say them; those that are `step` apart are neighbours.
 
     >>> spans([32, 33, 34, 36])
     '32-34, 36'
     """
     parts: list[list[int]] = []
     for size in sizes:
-        if parts and size == parts[-1][-1] + 1:
+        if parts and size == parts[-1][-1] + step:
             parts[-1].append(size)
         else:
             parts.append([size])
@@ -192,10 +192,8 @@ def _verdict(config: PretrainConfig, forecasts: Sequence[Forecast], device: Devi
         return [f"fits at every size: less than {usable}"]
     worst = max(large, key=lambda each: each.memory.total)
     size = worst.mesh.world_size
-    lines = [
-        f"does not fit at {spans([each.num_workers for each in large])} workers: at most {usable}, and at {size} "
-        f"it is {worst.memory.total / GIB:.1f}"
-    ]
+    where = spans([each.num_workers for each in large], config.parallel.tp)
+    lines = [f"does not fit at {where} workers: at most {usable}, and at {size} it is {worst.memory.total / GIB:.1f}"]
     found = remedy(config, size, device, network)
     if found is None:
         lines.append(

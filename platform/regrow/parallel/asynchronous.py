@@ -117,9 +117,17 @@ class Stream:
             del fn, event  # tensors
 
 
-@cache
 def default_stream() -> Stream:
     """This process' stream."""
+    with _making:  # groups are made side by side
+        return _stream()
+
+
+_making = threading.Lock()
+
+
+@cache
+def _stream() -> Stream:
     return Stream()
 
 

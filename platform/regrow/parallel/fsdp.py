@@ -16,28 +16,50 @@ from torch.distributed.tensor import DTensor
 from regrow.config.schema import Backend, Dtype
 from regrow.errors import ConfigError
 from regrow.model.llama import Llama
+from regrow.parallel.world import connect_side_by_side, meeting_at, members, new_group, new_groups
 from regrow.plan.mesh import ALONE, Coordinates, MeshShape
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by device type, for init_process_group
 CONTEXT = "regrow_context"  # attribute of a mesh: the group of neighbours along `dp_shard` that share rows
+CONNECT_S = 600.0  # for the groups of a mesh, where nothing is said
 ASYNCHRONOUS = Backend.asynchronous.value  # the backend of `parallel.asynchronous`
 
 
-def build_mesh(shape: MeshShape, device_type: str, *, timeout_s: float | None = None) -> DeviceMesh:
+def build_mesh(
+    shape: MeshShape, device_type: str, *, timeout_s: float | None = None, connect_s: float | None = None
+) -> DeviceMesh:
     """The device mesh over all ranks of the default group. Collective: every rank calls it.
 
     Collectives of its groups fail after `timeout_s`; where it is None, those of groups that are not the default one
-    after torch's default, whatever that one's is.
+    after torch's default, whatever that one's is. Where the default group has no communicator (`parallel.world`), the
+    axes' groups are connected here, side by side, within `connect_s`.
     """
-    mesh = init_device_mesh(device_type, tuple(shape.axes.values()), mesh_dim_names=tuple(shape.axes))
-    if shape.cp > 1:
-        rank = dist.get_rank()
-        first = rank - shape.share_of(rank).rank * shape.tp
-        ranks = list(range(first, first + shape.cp * shape.tp, shape.tp))
-        setattr(mesh, CONTEXT, dist.new_group(ranks, use_local_synchronization=True))
+    if members() is None:
+        mesh = init_device_mesh(device_type, tuple(shape.axes.values()), mesh_dim_names=tuple(shape.axes))
+        if shape.cp > 1:
+            setattr(mesh, CONTEXT, new_group("cp", shape.ranks_along("cp", dist.get_rank())))
+    else:
+        mesh = _mesh_of_axes(shape, device_type, datetime.timedelta(seconds=connect_s or timeout_s or CONNECT_S))
     if timeout_s is not None:
         for group in groups_of(mesh):
             set_timeout(timeout_s, group)
+    return mesh
+
+
+def _mesh_of_axes(shape: MeshShape, device_type: str, timeout: datetime.timedelta) -> DeviceMesh:
+    rank, names = dist.get_rank(), [*shape.axes, *(["cp"] if shape.cp > 1 else [])]
+    groups = new_groups({name: shape.ranks_along(name, rank) for name in names}, timeout)
+    context = groups.pop("cp", None)
+    of_axes = list(groups.values())
+    grid = torch.arange(shape.world_size).view(*shape.axes.values())
+    mesh = DeviceMesh.from_group(
+        of_axes if len(of_axes) > 1 else of_axes[0],
+        device_type,
+        mesh=grid if len(of_axes) > 1 else None,
+        mesh_dim_names=tuple(groups),
+    )
+    if context is not None:
+        setattr(mesh, CONTEXT, context)
     return mesh
 
 
@@ -50,12 +72,15 @@ def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
 def connect(mesh: DeviceMesh) -> None:
     """Have the communicators of all groups of the mesh made, which backends for devices put off until they are used.
 
-    Collective: a first sum over each is on its way when this returns. A rank that is late for the first step, or dies
-    before it, would keep the others waiting for an id in the group's store, with the store's timeout.
+    Collective: they are made side by side, and a first sum over each is on its way when this returns. A rank that is
+    late for the first step, or dies before it, would keep the others waiting for an id in the group's store, with the
+    store's timeout.
     """
-    for group in dict.fromkeys([world_group(mesh), *groups_of(mesh)]):
-        if dist.get_backend(group) != BACKENDS["cpu"]:  # whose groups are connected when they are made
-            dist.all_reduce(torch.zeros(1, device=mesh.device_type), group=group)
+    groups = [each for each in groups_of(mesh) if dist.get_backend(each) != BACKENDS["cpu"]]  # connected when made
+    buffer = torch.zeros(1, device=mesh.device_type)
+    connect_side_by_side(groups, buffer.device)
+    for group in groups:  # in one order on all ranks: kernels that are in a device's way may wait for each other
+        dist.all_reduce(buffer, group=group)
 
 
 def set_timeout(timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
@@ -63,14 +88,10 @@ def set_timeout(timeout_s: float, group: dist.ProcessGroup | None = None) -> Non
     distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_s), group)
 
 
-def world_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """All ranks of the mesh."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    assert mesh.size() == dist.get_world_size(), "the mesh leaves ranks out"
-    group = dist.group.WORLD
-    assert group is not None
-    return group
+def axis_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """This rank's group along each axis of several ranks, innermost first: sums over them in turn are over all ranks,
+    and no group has to be of all."""
+    return [mesh.get_group(name) for name in reversed(axes_of(mesh)) if mesh[name].size() > 1]
 
 
 def data_parallel_mesh(mesh: DeviceMesh) -> DeviceMesh:
@@ -243,7 +264,8 @@ def reduce_separately(model: nn.Module, mesh: DeviceMesh) -> None:
         return
     if not hasattr(FSDPModule, "set_separate_reduce_scatter_group"):
         raise ConfigError(f"parallel.separate_reduce=true needs torch 2.13 or later, this is {torch.__version__}")
-    fsdp_modules(model)[0].set_separate_reduce_scatter_group()
+    with meeting_at(dist.get_process_group_ranks(shard_group(mesh))[0]):
+        fsdp_modules(model)[0].set_separate_reduce_scatter_group()
     (made,) = reduce_groups(model)
     device = torch.device(mesh.device_type)
     deadline = shard_group(mesh)._get_backend(device).options._timeout

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from regrow.model.llama import Llama
 from regrow.parallel.fsdp import BACKENDS, pipeline_group, tensor_group
 from regrow.parallel.waits import Waits
+from regrow.parallel.world import new_group
 from regrow.plan.pipeline import Action, Stages, forwards_of, orders_of, received_by
 
 Score = Callable[[Callable[..., Tensor], int], Tensor]  # of what runs the last stage, as a model, and a micro-batch
@@ -52,7 +53,12 @@ class Pipeline:
         # activations go both ways
         ways = 2 if stages.per_rank > 1 else 1
         ranks = dist.get_process_group_ranks(group)
-        self._groups = {(forward, way): self._new_group(ranks) for forward in (True, False) for way in range(ways)}
+        self._groups = {
+            # gloo keeps for its messages the timeout that a group was made with
+            (forward, way): new_group(f"{'activations' if forward else 'gradients'}-{way}", ranks, self._deadline)
+            for forward in (True, False)
+            for way in range(ways)
+        }
         self._tied = model.embed if model.config.tied else None  # of which both ends have a copy
         self._connect()
 
@@ -125,12 +131,6 @@ class Pipeline:
         for work in works:
             self.wait(work)
         local += theirs  # the same bits at both ends
-
-    def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
-        # gloo keeps for its messages the timeout that a group was made with. Such a group's name comes from how many a
-        # rank has: all ranks of a pipeline make the same ones
-        group: Any = dist.new_group(ranks, timeout=self._deadline, use_local_synchronization=True)
-        return group
 
     def _connect(self) -> None:
         """One message over each connection, in an order that all ranks share: NCCL makes communicators when they are

@@ -57,6 +57,20 @@ class MeshShape:
         """
         return rank // (self.tp * self.cp) % self.num_units
 
+    def ranks_along(self, axis: str, rank: int) -> list[int]:
+        """The ranks that differ from one along an axis alone, itself included, in their order; `cp` is none of the
+        mesh's, and part of `dp_shard`.
+
+        >>> mesh = MeshShape(dp_replicate=1, dp_shard=4, tp=2, pp=2, cp=2)
+        >>> [mesh.ranks_along(axis, 13) for axis in ("pp", "dp_shard", "cp", "tp")]
+        [[5, 13], [9, 11, 13, 15], [13, 15], [12, 13]]
+        """
+        axes = list(self.axes)
+        inner = self.tp if axis == "cp" else prod(self.axes[name] for name in axes[axes.index(axis) + 1 :])
+        size = self.cp if axis == "cp" else self.axes[axis]
+        first = rank - rank // inner % size * inner
+        return list(range(first, first + size * inner, inner))
+
     def share_of(self, rank: int) -> Share:
         """Which tokens of its unit's rows a rank has."""
         return Share(rank // self.tp % self.cp, self.cp)

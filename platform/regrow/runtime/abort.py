@@ -54,7 +54,7 @@ class Breaker:
     def watch(self, listeners: Iterable[Address]) -> None:
         """Shut down connections to these addresses, where the ranks' gloo or the group's store listens, too."""
         with self._lock:
-            self._listeners |= set(listeners)
+            self._listeners = self._listeners | set(listeners)  # another thread may go through them
 
     def first(self, tell: Callable[[], None]) -> None:
         """Have this called before anything is broken off; at once where that has begun."""

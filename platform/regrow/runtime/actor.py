@@ -182,11 +182,9 @@ class Coordinator(Drained, Verified):
         self.shell.tell(e.Joined(member, expected))
 
     def formation(self, member_id: str, after: int) -> Answer:
-        """The generation that a worker is in, the first one after `after`; asked until it is there."""
+        """A worker's seat in the generation that it is in, the first one after `after`; asked until it is there."""
         answer = cast(Answer, self.shell.tell(e.Asked(member_id, after)))
-        if answer.formation is not None and not self.shell.is_formed():
-            return Answer(wait_s=WAITING_POLL_S)
-        return answer
+        return _seated(answer, member_id, self.shell, self._secret)
 
     def next_step(self) -> int:
         """The step, counted from 1, that has no row yet."""
@@ -333,6 +331,15 @@ class Coordinator(Drained, Verified):
 
 
 _offers: type[CoordinatorCalls] = Coordinator  # mypy holds it to that
+
+
+def _seated(answer: Answer, member_id: str, shell: Shell, secret: bytes) -> Answer:
+    """What a member is told: of a generation its seat, once storage and keepers know the number."""
+    formation = answer.formation
+    rank = formation.rank_of(member_id) if formation is not None else None
+    if formation is None or rank is None:
+        return answer
+    return Answer(seat=formation.seat_of(rank, secret)) if shell.is_formed() else Answer(wait_s=WAITING_POLL_S)
 
 
 def start_coordinator(folder: Storage, run_id: str, **options: Any) -> Any:

@@ -124,8 +124,9 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
 def _connected_mesh(process: Process, joined: Joined, shape: MeshShape, breaker: Breaker) -> DeviceMesh:
     """The mesh, with all its communicators made. Collective."""
     timeout_s = process.job.config.train.collective_timeout_s
-    mesh = build_mesh(shape, process.device.type, timeout_s=timeout_s)
-    with breaker.connecting(form_s(joined.world_size, timeout_s)):
+    connect_s = form_s(joined.world_size, timeout_s)
+    mesh = build_mesh(shape, process.device.type, timeout_s=timeout_s, connect_s=connect_s)
+    with breaker.connecting(connect_s):
         connect(mesh)
         connected = process.stream.drain(timeout_s)
     if breaker.begun or not connected:

@@ -1,31 +1,36 @@
-"""Joining a generation: ask the coordinator for it, learn its members, form the process group.
+"""Joining a generation: ask the coordinator for it, learn its members, connect to the few that are next to it.
 
-Every process that joins brings a store of its own; rank 0's is the one that is used, and it ends with it.
+Every process that joins brings a store of its own, at which the groups meet whose first rank it comes to be, and a
+port at which those below it in the tree of small values come. Both end with the generation.
 """
 
 import contextlib
 import datetime
+import json
 import os
 import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import NoReturn
 
 import ray
 import ray.util
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-from regrow.control.membership import NODE_NAME, Formation, Member
-from regrow.parallel.fsdp import ASYNCHRONOUS, BACKENDS, let_go_of_meshes, set_timeout
+from regrow.control.membership import NODE_NAME, Formation, Member, Seat
+from regrow.parallel.fsdp import let_go_of_meshes
+from regrow.parallel.tree import Tree
+from regrow.parallel.world import init_members
+from regrow.parallel.world import members as members_of_world
+from regrow.plan.tree import FAN_OUT
 from regrow.runtime.abort import Address, Breaker, listening
 from regrow.runtime.calls import CoordinatorClient
 from regrow.runtime.liveness.pulse import started_at
-from regrow.state.collective import HOST_GROUP, gather
+from regrow.state.collective import gather
 
-STORE_S = 10.0  # for the leader's store to be there, once the generation is known
+STORE_S = 30.0  # for a connection to a store, which waits for nobody: less than a process has to leave a generation
 FORM_S, FORM_S_PER_RANK = 60.0, 0.05  # for all to come to it, and to each other
 
 Waiting = Callable[[int, Breaker], None]  # this process is about to wait for the others of a generation
@@ -51,6 +56,31 @@ class Joined:
     def on_my_host(self) -> int:
         """Ranks that share this one's machine."""
         return sum(member.host == self.formation.members[self.rank].host for member in self.formation.members)
+
+
+@dataclass(frozen=True)
+class Doors:
+    """Where a process can be met by the others of its next generation."""
+
+    host: str  # by which the others know it; both listen at all of the host's addresses, as torch's store does
+    store: dist.TCPStore
+    listener: socket.socket
+
+    @staticmethod
+    def at(host: str) -> "Doors":
+        store = dist.TCPStore(
+            host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=STORE_S)
+        )
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return Doors(host, store, socket.create_server(("", 0), family=family, backlog=FAN_OUT))
+
+    @property
+    def control(self) -> Address:
+        return self.host, self.listener.getsockname()[1]
+
+    def of(self, member: Member) -> Member:
+        """As a member that can be met."""
+        return replace(member, port=self.store.port, control=self.control[1])
 
 
 def machine_name() -> str:
@@ -88,10 +118,8 @@ def join_generation(
     Collective. `expected` are the processes that started together. Every later collective fails after `timeout_s`.
     `waiting` and what is raised: as for `form_group`. A process that the others do without ends here.
     """
-    store = dist.TCPStore(
-        me.host, 0, is_master=True, wait_for_workers=False, timeout=datetime.timedelta(seconds=STORE_S)
-    )
-    member = replace(me, port=store.port)
+    doors = Doors.at(me.host)
+    member = doors.of(me)
     coordinator.join(member, expected)
     while True:
         answer = coordinator.formation(me.id, after)
@@ -99,17 +127,14 @@ def join_generation(
             return None
         if answer.unfit:
             expelled()
-        if answer.formation is not None:
+        if answer.seat is not None:
             break
         if answer.join_again:
             coordinator.join(member, expected)
         time.sleep(answer.wait_s)
-    formation: Formation = answer.formation
-    rank = formation.rank_of(me.id)
-    assert rank is not None
-    joined = Joined(formation, rank, frozenset(listening()))
-    form_group(joined, store, backend=backend, timeout_s=timeout_s, breaker=breaker, waiting=waiting)
-    return joined
+    listened = frozenset(listening())
+    formation = form_group(answer.seat, doors, backend=backend, timeout_s=timeout_s, breaker=breaker, waiting=waiting)
+    return Joined(formation, answer.seat.rank, listened)
 
 
 def await_verdict(coordinator: CoordinatorClient, *, generation: int, me: Member, expected: int, message: str) -> None:
@@ -136,35 +161,36 @@ def expelled() -> NoReturn:
 
 
 def form_group(
-    joined: Joined, store: dist.TCPStore, *, backend: str, timeout_s: float, breaker: Breaker, waiting: Waiting
-) -> None:
-    """Form the default process group of this generation. Collective. `store` is this process' own.
+    seat: Seat, doors: Doors, *, backend: str, timeout_s: float, breaker: Breaker, waiting: Waiting
+) -> Formation:
+    """Form the default process group of a generation, whose groups along axes are of `backend`. Collective.
 
-    Raises what torch raises where a member does not come: after a while, or once `breaker`, which `waiting` may
-    hand to another thread, breaks it off.
+    `doors` are this process' own. Raises what torch raises where a member does not come: after a while, or once
+    `breaker`, which `waiting` may hand to another thread, breaks it off.
     """
-    leader, world_size = joined.formation.members[0], joined.world_size
-    breaker.watch({(leader.host, leader.port)})
-    waiting(joined.generation, breaker)
-    if joined.rank:
-        store = dist.TCPStore(
-            leader.host, leader.port, wait_for_workers=False, timeout=datetime.timedelta(seconds=STORE_S)
-        )
-    deadline_s = form_s(world_size, timeout_s)
-    store.set_timeout(datetime.timedelta(seconds=deadline_s))  # ids of communicators come by it, and a rank may be late
-    # torch numbers groups, and members meet under that number: one that failed to form a group has used one up
-    distributed_c10d._world.group_count = 0
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore(f"generation-{joined.generation}", store),
-        rank=joined.rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=deadline_s),
-    )
-    if backend == ASYNCHRONOUS:
-        dist.new_group(backend=BACKENDS["cpu"], group_desc=HOST_GROUP)
-    gather(joined.rank)  # within this deadline: gloo may connect as it is used (`hardware.settings`)
-    set_timeout(timeout_s)
+    rank, size, deadline_s = seat.rank, seat.size, form_s(seat.size, timeout_s)
+    tree = Tree(doors.listener, rank=rank, size=size, secret=seat.secret, timeout_s=deadline_s)
+    breaker.watch({doors.control, *([seat.parent] if seat.parent else [])})
+    waiting(seat.generation, breaker)
+    try:
+        tree.connect(seat.parent, is_over=lambda: breaker.begun)
+        told = json.dumps([asdict(member) for member in seat.members]).encode()
+        members = tuple(Member(**each) for each in json.loads(tree.broadcast(told)))
+    except BaseException:
+        tree.close()
+        raise
+
+    def store_at(number: int) -> dist.Store:
+        address = members[number].host, members[number].port
+        breaker.watch({address})
+        store = dist.TCPStore(*address, wait_for_workers=False, timeout=datetime.timedelta(seconds=STORE_S))
+        store.set_timeout(datetime.timedelta(seconds=deadline_s))  # ids of communicators come by it, from a late rank
+        return dist.PrefixStore(f"generation-{seat.generation}", store)
+
+    init_members(rank=rank, size=size, tree=tree, backend=backend, store_at=store_at, keeps=doors.store)
+    gather(rank)  # all are there
+    tree.timeout_s = timeout_s
+    return Formation(seat.generation, members)
 
 
 def form_s(world_size: int, timeout_s: float) -> float:
@@ -175,6 +201,8 @@ def form_s(world_size: int, timeout_s: float) -> float:
 def leave_generation() -> None:
     """Give up the process groups: peers that wait for this rank see its connections close."""
     with contextlib.suppress(Exception):  # they may be broken already
+        if (world := members_of_world()) is not None:
+            world.close()
         if dist.is_initialized():
             dist.destroy_process_group()
     let_go_of_meshes()

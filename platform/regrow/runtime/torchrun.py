@@ -50,6 +50,7 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
     device = device or torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # small values go to a few neighbours
     alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group(BACKENDS[device.type], timeout=timeout, **({} if "RANK" in os.environ else alone))

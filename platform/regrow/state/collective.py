@@ -1,5 +1,7 @@
 """Small values between the live ranks of the default group, as JSON: what comes from a port is never unpickled.
 
+Over the generation's tree where there is one (`parallel.world`), else by the default group's own collectives.
+
 torch's object collectives would run what a stranger sends to a rank's gloo.
 """
 
@@ -9,12 +11,12 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from regrow import errors
 from regrow.errors import RegrowError
+from regrow.parallel.tree import Tree
+from regrow.parallel.world import members
 
-HOST_GROUP = "host"  # description of the group for host tensors, where the default one's backend only enqueues
 MOST_BYTES = 256 << 20  # of a value
 
 Value = TypeVar("Value")  # None, bool, int, float, str, RegrowError; lists, tuples and dicts (by text) of them
@@ -33,14 +35,16 @@ def gather(value: Value) -> list[Value]:
     mine, world_size = _encode(value), dist.get_world_size() if dist.is_initialized() else 1
     if world_size == 1:
         return [_decode(mine)]
+    if (tree := _tree()) is not None:
+        return [_decode(each) for each in tree.gather(mine)]
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
-    dist.all_gather(sizes, torch.tensor([len(mine)]), group=_host_group())
+    dist.all_gather(sizes, torch.tensor([len(mine)]))
     num_bytes = [_checked(size) for size in sizes]
     padded = torch.zeros(max(num_bytes), dtype=torch.uint8)
-    padded[: len(mine)] = mine
+    padded[: len(mine)] = _tensor(mine)
     values = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(values, padded, group=_host_group())
-    return [_decode(each[:size]) for each, size in zip(values, num_bytes, strict=True)]
+    dist.all_gather(values, padded)
+    return [_decode(_bytes(each[:size])) for each, size in zip(values, num_bytes, strict=True)]
 
 
 def from_rank_0(value: Value) -> Value:
@@ -48,10 +52,12 @@ def from_rank_0(value: Value) -> Value:
     mine = _encode(value if rank() == 0 else None)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return cast(Value, _decode(mine))
-    dist.broadcast(size := torch.tensor([len(mine)]), 0, group=_host_group())
-    theirs = mine if rank() == 0 else torch.empty(_checked(size), dtype=torch.uint8)
-    dist.broadcast(theirs, 0, group=_host_group())
-    return cast(Value, _decode(theirs))
+    if (tree := _tree()) is not None:
+        return cast(Value, _decode(tree.broadcast(mine)))
+    dist.broadcast(size := torch.tensor([len(mine)]), 0)
+    theirs = _tensor(mine) if rank() == 0 else torch.empty(_checked(size), dtype=torch.uint8)
+    dist.broadcast(theirs, 0)
+    return cast(Value, _decode(_bytes(theirs)))
 
 
 def on_first_rank(work: Callable[[], Value]) -> Value:
@@ -82,13 +88,23 @@ def _outcome(work: Callable[[], Value]) -> Value | RegrowError:
         return RegrowError(f"{type(error).__name__}: {error}")
 
 
-def _encode(value: Any) -> torch.Tensor:
-    text = json.dumps(_to_plain(value), separators=(",", ":"))
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+def _encode(value: Any) -> bytes:
+    encoded = json.dumps(_to_plain(value), separators=(",", ":")).encode()
+    if len(encoded) > MOST_BYTES:
+        raise TypeError(f"a value of {len(encoded)} bytes cannot be sent between ranks: at most {MOST_BYTES} are taken")
+    return encoded
 
 
-def _decode(data: torch.Tensor) -> Any:
-    return _of_plain(json.loads(data.numpy().tobytes()))
+def _decode(data: bytes) -> Any:
+    return _of_plain(json.loads(data))
+
+
+def _tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _bytes(data: torch.Tensor) -> bytes:
+    return data.numpy().tobytes()
 
 
 def _to_plain(value: Any) -> Any:
@@ -131,6 +147,6 @@ def _checked(size: torch.Tensor) -> int:
     return num_bytes
 
 
-def _host_group() -> dist.ProcessGroup | None:
-    """The group whose collectives are done when they return; None for the default one."""
-    return next((each for each in distributed_c10d._world.pg_map if each.group_desc == HOST_GROUP), None)
+def _tree() -> Tree | None:
+    world = members()
+    return world.tree if world is not None else None

@@ -9,7 +9,7 @@ from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.checksums import GradientSums
 from regrow.parallel.context_parallel import time_gathers
-from regrow.parallel.fsdp import coordinates_of, replica_group, shard_group, tensor_group, world_group
+from regrow.parallel.fsdp import axis_groups, coordinates_of, replica_group, shard_group, tensor_group
 from regrow.parallel.pipeline import Pipeline
 from regrow.parallel.waits import time_collectives
 from regrow.plan.batch import BatchPlan
@@ -56,7 +56,7 @@ def build_step(
         built,
         build_optimizer(built, optim),
         max_grad_norm=optim.max_grad_norm,
-        group=world_group(mesh),
+        groups=axis_groups(mesh),
         shard_group=shard_group(mesh),
         tensor_group=tensor_group(mesh),
         pipeline=Pipeline(built, stages, mesh, dtype=dtype, waits=waits) if stages is not None else None,

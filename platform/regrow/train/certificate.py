@@ -1,11 +1,15 @@
 """What proves to a host that the collectives of a step were real.
 
 On NCCL an abort completes a broken step's collectives with what the buffers held, raises nothing, and an aborting rank
-completes its peers' the same way. So every rank adds a number to a step's last all-reduce which no buffer ever held, as
+completes its peers' the same way. So every rank adds a number to a step's last sum which no buffer ever held, as
 long as a flag is up that its device reads in the stream's order, after all other collectives of the step, and that its
 host takes down before it aborts anything. The sum is right at one rank only if each rank's device came to read the flag
 while it was up: so no abort had begun on any rank before the collectives of the step had ended there, and each ended
 by itself. One rank may therefore vouch for all. It assumes that without an abort NCCL is right or hangs.
+
+The last sum goes over the axes of the mesh in turn, since no group is of all ranks. A part is never more than the
+numbers of its ranks, and an aborted axis has what its buffers held in earlier steps: the whole is right only if each
+part is (`tests/unit/test_certificate_chain.py`).
 
 A rank that hears that the generation is over believes nothing from then on, whatever the sum: the message that carries
 it may have been torn.
@@ -36,7 +40,7 @@ class Certificate:
         self._over = True
 
     def field(self, step: int) -> Tensor:
-        """This rank's share [1] of the sum, float64 on the device: the last thing before the all-reduce."""
+        """This rank's share [1] of the sum, float64 on the device: the last thing before the sum."""
         return self._alive.to(self._device, non_blocking=True) * self._number(step)
 
     def raise_if_over(self) -> None:

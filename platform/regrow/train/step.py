@@ -92,11 +92,12 @@ class StepStats:
 class TrainStep:
     """Runs optimizer steps on a model that `build_model` made.
 
-    `group` are all ranks, `shard_group` those among which one copy of the model is sharded; both None for one process
-    without FSDP. `tensor_group` are those that share one rank's rows, and the arithmetic on them; None where each has
-    rows of its own. A `pipeline` has the model's stages on several ranks. `share` is what this rank has of each row's
-    tokens, which is given to it whole. `keep_gathered` gathers parameters once a
-    step instead of twice a micro-batch, for models built with `reshard_after_forward` off.
+    `groups` are this rank's along each axis of the mesh, so that sums over one after the other are over all ranks;
+    `shard_group` those among which one copy of the model is sharded: none and None for one process without FSDP.
+    `tensor_group` are those that share one rank's rows, and the arithmetic on them; None where each has rows of its
+    own. A `pipeline` has the model's stages on several ranks. `share` is what this rank has of each row's tokens, which
+    is given to it whole. `keep_gathered` gathers parameters once a step instead of twice a micro-batch, for models
+    built with `reshard_after_forward` off.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         *,
         max_grad_norm: float,
-        group: dist.ProcessGroup | None,
+        groups: Sequence[dist.ProcessGroup],
         shard_group: dist.ProcessGroup | None,
         tensor_group: dist.ProcessGroup | None = None,
         pipeline: Pipeline | None = None,
@@ -121,12 +122,12 @@ class TrainStep:
         self.model = model
         self.optimizer = optimizer
         self.max_grad_norm = max_grad_norm
-        self.group = group
+        self.groups = groups
         self.tensor_group = tensor_group
         self.pipeline = pipeline
         self.share = share
-        groups = (shard_group, tensor_group, pipeline.group if pipeline is not None else None)
-        self.norm_groups = [each for each in groups if each is not None]
+        parts = (shard_group, tensor_group, pipeline.group if pipeline is not None else None)
+        self.norm_groups = [each for each in parts if each is not None]
         self.counts = _counts(tensor_group, pipeline)
         self.counted_elsewhere: list[Tensor] = [
             *([] if _counts(tensor_group) else uncut_parameters(model)),
@@ -152,7 +153,7 @@ class TrainStep:
         before_update: Callable[[], None] | None = None,
         verifies: bool = False,
     ) -> StepStats:
-        """Train on one global batch, in the step of this number. Collective over `group`.
+        """Train on one global batch, in the step of this number. Collective over `groups`.
 
         `micro_batches` are this rank's rows, int64 [m, T+1] each on the model's device, at least one and at most
         `num_micro_batches`, which is the same on every rank: a short rank repeats its last one with every target
@@ -202,7 +203,7 @@ class TrainStep:
         """Forward and backward over the global batch; this rank's share of its mean loss, and its valid tokens."""
         pairs = [split_rows(rows, self.share) for rows in micro_batches]
         num_tokens = torch.stack([(targets != IGNORE_INDEX).sum() for _, targets in pairs]).sum() * self.counts
-        self._all_reduce(num_tokens, self.group)  # before the first backward, so that gradients need no second pass
+        self._all_reduce(num_tokens, self.groups)  # before the first backward, so that gradients need no second pass
         divisor = num_tokens.clamp(min=1)
         pairs = _filled_up(pairs, num_micro_batches)
         loss = torch.zeros((), dtype=torch.float64, device=num_tokens.device)
@@ -246,7 +247,7 @@ class TrainStep:
         number: int = 0,
         checksums: Tensor | None = None,
     ) -> StepStats:
-        """Clip, step the optimizer, and send the packed result off: one all-reduce for loss, flags, digest, checksums.
+        """Clip, step the optimizer, and send the packed result off: one sum for loss, flags, digest, checksums.
 
         A gradient that is not finite changes nothing.
         """
@@ -255,7 +256,7 @@ class TrainStep:
             self.max_grad_norm,
             self.norm_groups,
             counted_elsewhere=self.counted_elsewhere,
-            all_reduce=self._all_reduce,
+            all_reduce=lambda square, group: self._all_reduce(square, [group]),
         )
         set_lr(self.optimizer, lr)
         step_unless(self.optimizer, ~grad_norm.isfinite())
@@ -271,12 +272,12 @@ class TrainStep:
         packed = torch.cat([loss[None], host.to(loss.device, non_blocking=True), share])
         if checksums is not None:
             packed = torch.cat([packed, checksums])
-        self._all_reduce(packed, self.group)
+        self._all_reduce(packed, self.groups)
         packed = torch.cat([packed, grad_norm[None], num_tokens.double()[None]])
         return StepStats(packed, self.certificate, number, self.waits.take())
 
-    def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-        if group is not None:
+    def _all_reduce(self, tensor: Tensor, groups: Sequence[dist.ProcessGroup]) -> None:
+        for group in groups:
             with self.waits.inside(ALL):
                 dist.all_reduce(tensor, group=group)
 
@@ -287,7 +288,7 @@ def evaluate(
     batches: Sequence[Tensor],
     *,
     num_batches: int,
-    group: dist.ProcessGroup | None,
+    groups: Sequence[dist.ProcessGroup],
     tensor_group: dist.ProcessGroup | None = None,
     pipeline: Pipeline | None = None,
     share: Share = WHOLE,
@@ -295,7 +296,7 @@ def evaluate(
     certificate: Certificate | None = None,
     number: int = 0,
 ) -> tuple[float, int]:
-    """Sum of the loss over all valid targets of all ranks, and their number. Collective over `group`; waits for it.
+    """Sum of the loss over all valid targets of all ranks, and their number. Collective over `groups`; waits for it.
 
     `batches` are this rank's rows, int64 [m, T+1] each, at least one; every rank runs `num_batches` passes, repeating
     its last batch with every target ignored where it has fewer. Those of a `tensor_group`, of a `pipeline`, and that
@@ -321,7 +322,8 @@ def evaluate(
     free_gathered(model)
     field = total.new_zeros(1) if certificate is None else certificate.field(number)
     total = torch.cat([total * _counts(tensor_group, pipeline), field])
-    _all_reduce(total, group)
+    for group in groups:
+        dist.all_reduce(total, group=group)
     loss_sum, num_tokens, certified = total.tolist()
     if certificate is not None:
         certificate.check(number, certified)
@@ -397,8 +399,3 @@ def _filled_up(pairs: Sequence[tuple[Tensor, Tensor]], number: int) -> list[tupl
 def _counts(tensor_group: dist.ProcessGroup | None, pipeline: Pipeline | None = None) -> bool:
     """Whether what this rank computes counts: once for all that have the same tokens, where the loss is."""
     return (tensor_group is None or tensor_group.rank() == 0) and (pipeline is None or pipeline.has_output)
-
-
-def _all_reduce(tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-    if group is not None:
-        dist.all_reduce(tensor, group=group)

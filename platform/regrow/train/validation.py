@@ -53,7 +53,7 @@ class Validation:
                 step.model,
                 batches,
                 num_batches=self.num_batches,
-                group=step.group,
+                groups=step.groups,
                 tensor_group=step.tensor_group,
                 pipeline=step.pipeline,
                 share=step.share,

@@ -21,6 +21,7 @@ import torch
 from regrow.control.health import NOTHING
 from regrow.control.phases import KEPT, Phase
 from regrow.control.slow import Spent
+from regrow.parallel import tree
 from regrow.runtime.abort import Breaker
 from regrow.runtime.liveness.pulse import STACKS, STACKS_SIGNAL, TRACE, PulseFile
 from regrow.state.memory.control_word import ControlWord
@@ -190,7 +191,7 @@ def _recorded() -> list[bytes]:
     torch_c = torch._C._distributed_c10d
     dumps = [getattr(torch_c, name)(True, False) for name in RECORDERS if hasattr(torch_c, name)]
     asynchronous = sys.modules.get("regrow.parallel.asynchronous")  # where it is in use
-    return [*dumps, asynchronous.flight_record()] if asynchronous else dumps
+    return [*dumps, tree.flight_record(), *([asynchronous.flight_record()] if asynchronous else [])]
 
 
 def pending_collectives(dump: bytes, since_ns: int) -> list[dict[str, Any]]:
