@@ -41,7 +41,10 @@ def read_back(target: Storage, file: DataFile) -> None:
     assert file.content is not None
     try:
         check_header(target, file)
-        crc, buffer = np.frombuffer(file.content.crc, "<u4"), memoryview(bytearray(PIECE_BYTES))
+        crc, buffer = (
+            np.frombuffer(file.content.crc, "<u4"),
+            memoryview(np.empty(min(PIECE_BYTES, file.num_bytes), np.uint8).data),
+        )
         spans = np.frombuffer(file.content.spans, SPAN)[["offset", "crc"]].tolist()
         for (offset, first), end in zip(spans, [*(each for each, _ in spans[1:]), file.num_bytes], strict=True):
             for begin in range(offset, end, PIECE_BYTES):

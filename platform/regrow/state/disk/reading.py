@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -138,9 +138,11 @@ class Reader:
             stack: np.array([(w.rows.start, w.rows.stop, w.columns.start, w.columns.stop) for w in each])
             for stack, each in wanted.items()
         }
-        buffers = SimpleQueue[memoryview]()
+        buffers, most = SimpleQueue[memoryview](), max((request.num_bytes for request in requests), default=0)
         readers = LOCAL_READERS if self._source.is_local else READERS
-        _in_threads(lambda request: self._serve(request, buffers, checks, wanted, bounds, want), requests, readers)
+        _in_threads(
+            lambda request: self._serve(request, buffers, most, checks, wanted, bounds, want), requests, readers
+        )
         return sum(request.num_bytes for request in requests)
 
     def checksums_of(self, requests: Sequence[Request]) -> dict[Extent, NDArray[np.uint32]]:
@@ -153,13 +155,17 @@ class Reader:
         self,
         request: Request,
         buffers: "SimpleQueue[memoryview]",
+        most: int,
         checks: dict[Extent, NDArray[np.uint32]],
         wanted: dict[int, list[Wanted]],
         bounds: dict[int, Ints],
         want: Sequence[tuple[Piece, Tensor]],
     ) -> None:
         where = f"{self._source}/{request.file}"
-        buffer = memoryview(buffers.get_nowait() if not buffers.empty() else bytearray(READ_BYTES))
+        try:
+            buffer = buffers.get_nowait()
+        except Empty:
+            buffer = memoryview(np.empty(most, np.uint8).data)
         try:
             num_bytes = self._source.read_into(request.file, request.offset, buffer[: request.num_bytes])
         except FileNotFoundError as error:
