@@ -350,7 +350,7 @@ class Estimating:
         self, fault: Bools, back: Bools, slow: Bools, ends: Bools, ref: NDArray[np.intp], nodes: Floats, where: Floats,
         extra: Floats,
     ) -> Bools:  # fmt: skip
-        """Who is up, slow and out, after an event; whether it hits the group."""
+        """Which nodes are up, slow and out, after an event; whether it hits the group."""
         columns = self.columns
         first = np.floor(where * self.members)  # of the nodes that it is of: the group's, those that wait, those away
         hit = fault & (first < np.minimum(self.used, self.healthy))
