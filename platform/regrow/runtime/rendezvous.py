@@ -30,7 +30,7 @@ from regrow.runtime.calls import CoordinatorClient
 from regrow.runtime.liveness.pulse import started_at
 from regrow.state.collective import gather
 
-STORE_S = 30.0  # for a connection to a store, which waits for no other rank: less than a process has to leave a generation
+STORE_S = 30.0  # for a connection to a store, which waits for no rank: less than a process has to leave a generation
 FORM_S, FORM_S_PER_RANK = 60.0, 0.05  # for all to come to it, and to each other
 
 Waiting = Callable[[int, Breaker], None]  # this process is about to wait for the others of a generation
