@@ -1,9 +1,9 @@
 """The default group of a generation without a communicator over all of its ranks.
 
 Torch wants a default group: it knows which ranks there are, and every other group is made from it. This one is no
-more than that. What is large goes along one axis of the mesh, whose group meets at its own first rank's store; what is small over
-a tree (`tree`). So what a rank connects to, and waits for, grows with the axes' sizes and not with their product, and
-the groups are connected side by side.
+more than that. What is large goes along one axis of the mesh, whose group meets at its own first rank's store; what is
+small over a tree (`tree`). So what a rank connects to, and waits for, grows with the axes' sizes and not with their
+product, and the groups are connected side by side.
 """
 
 import contextlib
