@@ -87,9 +87,8 @@ def _prepare(job: Job) -> tuple[Process, str, float]:
     config, expected = job.config, ray.train.get_context().get_world_size()
     _allow_descriptors()
     if config.cluster.gpus_per_worker or config.cluster.backend is Backend.asynchronous:
-        watched = config.cluster.in_place and takes_snapshots(
-            config.snapshot
-        )  # by a heartbeat, which breaks groups off
+        # by a heartbeat, which breaks groups off
+        watched = config.cluster.in_place and takes_snapshots(config.snapshot)
         threads = max(1, int(config.cluster.cpus_per_worker))
         apply_device_settings(os.environ, in_place=watched, compile_threads=threads)
     device, entered = device_of(config), time.time()
