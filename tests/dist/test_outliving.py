@@ -65,6 +65,11 @@ class Believer:
     def has_room(self, step: int) -> bool:
         return True
 
+    def spacing(self) -> int:
+        return 0
+
+    def space(self, every_steps: int) -> None: ...
+
     def before_update(self) -> float:
         return 0.0
 

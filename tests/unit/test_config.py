@@ -104,8 +104,11 @@ def test_every_cluster_file_passes_every_rule(cluster: str) -> None:
 
     ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        table = check(to_dataclass(compose("pretrain", overrides=[f"+cluster={cluster}"])))
-    assert all(each.batch.busy_share >= 0.85 for each in table.values())
+        config = to_dataclass(compose("pretrain", overrides=[f"+cluster={cluster}"]))
+    table = check(config)
+    assert all(
+        table[size].batch.busy_share >= 0.85 for size in world_sizes(config, table).values()
+    )  # the rest are spares
 
 
 def test_who_is_a_spare_is_the_fewest_ranks_where_workers_have_gpus_and_what_is_said_elsewhere() -> None:

@@ -11,7 +11,15 @@ Row = dict[str, Any]
 AT, EVERY = 1000.0, 20
 VICTIM = {"what": "worker", "rank": 1, "pid": 102, "node": "node2"}
 OTHER = VICTIM | {"rank": 0, "pid": 101, "node": "node1"}
-DONE = {"loss": 1.0, "batch_digest": "", "data_wait_s": 0.0, "snapshot_s": 0.0, "step_s": 1.0, "generation": 1}
+DONE = {
+    "loss": 1.0,
+    "batch_digest": "",
+    "data_wait_s": 0.0,
+    "snapshot_s": 0.0,
+    "step_s": 1.0,
+    "generation": 1,
+    "world_size": 2,
+}
 ROWS: list[Row] = [DONE | {"step": step, "tokens_seen": step, "time": AT - 40 + step} for step in range(1, 41)]
 EVENTS: list[Row] = [
     {"event": "generation", "generation": 1, "time": AT - 44.0, "cause": "start", "workers": []},

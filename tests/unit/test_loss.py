@@ -115,7 +115,7 @@ def test_a_model_trains_the_same_however_its_loss_is_computed(model):
             built,
             build_optimizer(built, OptimConfig()),
             max_grad_norm=1.0,
-            group=None,
+            groups=(),
             shard_group=None,
             loss_function=build_loss(parallel, CPU),
         )
@@ -157,7 +157,7 @@ def test_evaluation_in_chunks_computes_no_gradient(monkeypatch):
             built,
             list(rows.split(4)),
             num_batches=3,
-            group=None,
+            groups=(),
             loss_function=build_loss(ParallelConfig(loss_chunk_tokens=chunk_tokens), CPU),
         )
         for chunk_tokens in (0, 10)
