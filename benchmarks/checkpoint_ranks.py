@@ -94,21 +94,28 @@ class Saver(Protocol):
         """Steps that could not be saved."""
 
 
+def snapshots_of(
+    entries: list[Entry], coordinates: Coordinates, places: Sequence[Place], num_slots: int = NUM_SLOTS
+) -> Snapshots:
+    """This rank's, on its node of these places."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    place = place_of(rank, world_size, places)
+    return Snapshots(
+        place.folder,
+        entries,
+        coordinates=coordinates,
+        run_id=RUN_ID,
+        generation=GENERATION,
+        writers=writers_on(place, world_size, places),
+        num_slots=num_slots,
+    )
+
+
 class OurSaver:
     """Snapshots as the loop takes them on CPU: a step's collectives have succeeded when its copy begins."""
 
     def __init__(self, state: State, places: Sequence[Place]) -> None:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        place = place_of(rank, world_size, places)
-        self.snapshots = Snapshots(
-            place.folder,
-            state.entries,
-            coordinates=state.coordinates,
-            run_id=RUN_ID,
-            generation=GENERATION,
-            writers=writers_on(place, world_size, places),
-            num_slots=NUM_SLOTS,
-        )
+        self.snapshots = snapshots_of(state.entries, state.coordinates, places)
         self.last = 0
 
     def begin(self, step: int) -> None:

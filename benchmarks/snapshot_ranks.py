@@ -13,8 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from benchmarks import checkpoint_dcp as peer
-from benchmarks.checkpoint_keepers import GENERATION, RUN_ID, Place, place_of, writers_on
-from benchmarks.checkpoint_ranks import build, scalars, wait_until
+from benchmarks.checkpoint_keepers import GENERATION, Place, place_of
+from benchmarks.checkpoint_ranks import build, scalars, snapshots_of, wait_until
 from benchmarks.measure import family_cpu_s
 
 from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
@@ -219,16 +219,7 @@ def run(
     saver: Saver
     snapshots: Snapshots | None = None
     if side == OURS:
-        place = place_of(dist.get_rank(), world_size, places)
-        snapshots = Snapshots(
-            place.folder,
-            entries,
-            coordinates=coordinates_of(mesh),
-            run_id=RUN_ID,
-            generation=GENERATION,
-            writers=writers_on(place, world_size, places),
-            num_slots=SLOTS,
-        )
+        snapshots = snapshots_of(entries, coordinates_of(mesh), places, SLOTS)
         saver = OurSaver(
             Cadence(NEVER, None),
             snapshots,
@@ -325,15 +316,7 @@ def commit_again_and_again(model: str, places: list[Place], num_commits: int) ->
     """Seconds from the seal of all ranks' slots to the commit, the trainer idle, and the bytes of a node."""
     state, world_size = build(model), dist.get_world_size()
     place = place_of(dist.get_rank(), world_size, places)
-    snapshots = Snapshots(
-        place.folder,
-        state.entries,
-        coordinates=state.coordinates,
-        run_id=RUN_ID,
-        generation=GENERATION,
-        writers=writers_on(place, world_size, places),
-        num_slots=2,
-    )
+    snapshots = snapshots_of(state.entries, state.coordinates, places)
     seconds = []
     for number in range(1, 3 + num_commits):
         assert snapshots.begin(number, scalars(number))

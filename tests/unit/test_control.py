@@ -547,6 +547,15 @@ def test_a_checkpoint_that_is_not_read_as_it_was_written_costs_no_older_one_and_
     assert len(told.of(c.Delete)) == 1
 
 
+def test_an_end_does_not_wait_for_a_node_that_has_gone_dark_to_read_back_what_it_wrote() -> None:
+    told = uploading()
+    all_written(told, 1, "abc", read_back=False)
+    told(e.HasReadBack(1, "a", ""))
+    told.control.snapshots.gone_dark({"b"}, told.now)
+    assert told.control.settling == Settling(False, "", None, ())
+    assert told.of(c.Delete) == []
+
+
 def test_a_checkpoint_that_a_node_cannot_read_back_any_more_counts_and_costs_no_older_one() -> None:
     told = uploading()
     all_written(told, 1, "abc", read_back=False)

@@ -167,8 +167,7 @@ class Checkpoints:
 
     def written(self, event: Written, now: float) -> None:
         """The index comes once all nodes have."""
-        found = self._current(event.upload, Stage.WRITING)
-        if found is None:
+        if (found := self._current(event.upload, Stage.WRITING)) is None:
             return
         found.written.add(event.origin)
         if found.written == found.peers.keys():
@@ -209,8 +208,9 @@ class Checkpoints:
         found = current or self._late.pop(upload)
         if upload in self._withdrawn:
             self._withdrawn.remove(upload)
-            is_written_over = self.upload is not None and self.upload.version.step == step
-            return self._out.extend([] if is_written_over else [Withdraw(step)])
+            if self.upload is None or self.upload.version.step != step:  # which would write over it
+                self._out.append(Withdraw(step))
+            return
         seconds = now - found.begun_at
         self._out.record("checkpoint", step=step, seconds=seconds, bytes=event.num_bytes, reason=found.reason)
         self.read_backs.begin(upload, step, self.stored, found.asked, now)
@@ -222,7 +222,7 @@ class Checkpoints:
 
     def has_read_back(self, event: HasReadBack, now: float) -> None:
         """Older checkpoints are deleted for one that is there as it was written; one that is not is made anew."""
-        if self.read_backs.is_damaged(event):
+        if self.read_backs.take(event):
             step, before = self.read_backs.step, self.read_backs.before
             self.stored, self._secured = before if step == self.stored else self.stored, NEVER
             self._failed(step, str(event.problem), now)

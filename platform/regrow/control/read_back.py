@@ -52,7 +52,7 @@ class ReadBacks:
         self.step = 0  # of the checkpoint
         self.before = 0  # the newest step in storage, if that is damaged
         self._upload = 0
-        self._waiting: set[str] = set()  # for these nodes' parts
+        self._waiting: dict[str, str] = {}  # for the parts of these nodes, by those that have written them
         self._until = 0.0
 
     @property
@@ -62,17 +62,17 @@ class ReadBacks:
     def begin(self, upload: int, step: int, before: int, writers: Mapping[str, str], now: float) -> None:
         """COMMIT of this upload is there. `writers`: by origin, the node that has written its part."""
         self._upload, self.step, self.before = upload, step, before
-        self._waiting, self._until = set(writers), now + self._timeout_s
+        self._waiting, self._until = dict(writers), now + self._timeout_s
         self._out.extend(ReadBack(upload, node, origin) for origin, node in writers.items())
 
-    def is_damaged(self, event: HasReadBack) -> bool:
-        """Whether the checkpoint is, by this part of it. Once all of it is as it was written, older ones are deleted.
+    def take(self, event: HasReadBack) -> bool:
+        """Whether the checkpoint is damaged, by this part of it. Once all is as it was written, older ones are deleted.
 
         Where a node is gone nothing is deleted: the next checkpoint is read in its turn.
         """
         if event.upload != self._upload or event.origin not in self._waiting:
             return False
-        self._waiting.discard(event.origin)
+        del self._waiting[event.origin]
         if event.problem != "":
             self._waiting.clear()
         elif not self._waiting:
@@ -81,6 +81,11 @@ class ReadBacks:
             self._steps.drop(self.step)
             self._out.append(NoteDamaged(self.step, event.problem))
         return bool(event.problem)
+
+    def gone_dark(self, nodes: set[str]) -> None:
+        """Nothing is to be expected of these nodes any more."""
+        if not nodes.isdisjoint(self._waiting.values()):
+            self._waiting.clear()
 
     def deleted(self, event: Deleted, now: float) -> None:
         if event.problem:

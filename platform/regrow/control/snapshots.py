@@ -155,6 +155,7 @@ class Snapshots:
         self.keepers.gone_dark(nodes)
         self.awaited.gone_dark(now)
         self.checkpoints.gone_dark(nodes, now)
+        self.checkpoints.read_backs.gone_dark(nodes)
 
     def complain(self, event: Complaint, now: float, *, wanted: bool = True) -> None:
         """Said once a generation: a keeper tries again and again, for a while. Then others hold its copies, where these

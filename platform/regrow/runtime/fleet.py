@@ -153,8 +153,7 @@ class Fleet:
             gone = answer.exception() is not None
             return e.HasReadBack(command.upload, command.origin, None if gone else answer.result())
 
-        for client in self._clients([command.node]):  # its upload is over where it is not known any more
-            self._pending[client.read_back(order.token)] = then
+        self._pending[self._known[command.node][0].read_back(order.token)] = then
 
     def answers(self) -> list[e.Event]:
         """What keepers have answered since the last call, and whose connections have ended."""

@@ -178,11 +178,6 @@ class Job:
         return self.gpus // self.gpus_per_node
 
     @property
-    def unit_nodes(self) -> float:
-        """Nodes of a unit; below 1 where a node has several."""
-        return self.unit_gpus / self.gpus_per_node
-
-    @property
     def units(self) -> int:
         return self.gpus // self.unit_gpus
 
