@@ -181,7 +181,7 @@ def test_rows_of_131072_tokens_fit_where_eight_ranks_share_them_and_take_a_fract
     [
         ("h100x64", ("parallel.cp=8", "optim.num_slices=56", "optim.global_batch_seqs=56")),
         ("h100x2048", ("parallel.tp=8", "parallel.cp=8", "optim.num_slices=124", "optim.global_batch_seqs=124")),
-        ("h100x16384_hsdp", ("parallel.tp=8", "parallel.cp=16", "optim.num_slices=126", "optim.global_batch_seqs=126")),
+        ("h100x16384", ("parallel.tp=8", "parallel.cp=16", "optim.num_slices=126", "optim.global_batch_seqs=126")),
     ],
 )
 def test_the_commands_that_the_docs_give_for_rows_of_131072_tokens_fit_at_every_size(
@@ -194,7 +194,7 @@ def test_the_commands_that_the_docs_give_for_rows_of_131072_tokens_fit_at_every_
     assert all(each.fits for each in forecasts(config, H100, NETWORK))
 
 
-@pytest.mark.parametrize("cluster", ["h100x2048", "h100x16384_hsdp", "h100x98304_hsdp"])
+@pytest.mark.parametrize("cluster", ["h100x2048", "h100x16384", "h100x98304"])
 def test_the_large_clusters_fit_at_every_size_and_a_few_nodes_may_go_for_nothing(cluster: str) -> None:
     config, _ = settle(config_of(f"+cluster={cluster}"), H100, NETWORK)
     table = check(config)
@@ -218,7 +218,7 @@ def test_the_table_of_98304_workers_cuts_the_model_once_for_each_number_of_stage
         return cut_blocks(num_blocks, pp, per_rank, before=before, behind=behind)
 
     monkeypatch.setattr("regrow.config.stages.cut_blocks", counted)
-    config = config_of("+cluster=h100x98304_hsdp", "cluster.min_workers=8192")
+    config = config_of("+cluster=h100x98304", "cluster.min_workers=8192")
     table = topologies(config)
     assert len(table) > 5_000
     assert len(cuts) == len(set(cuts)) <= config.model.num_layers // config.parallel.stages_per_rank

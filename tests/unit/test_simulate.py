@@ -18,7 +18,7 @@ from regrow.simulate.estimate import IDLE, PARTS, Estimate, estimate, passes_of,
 from regrow.simulate.faults import DAY
 from regrow.simulate.inputs import Figure, Inputs, Job, Origin, Policy, mixed, rate_of
 from regrow.simulate.study import assumed_share, compare, interval, losses, spares_curve, to_json
-from regrow.simulate.world import inputs_of, replicas_of
+from regrow.simulate.world import inputs_of, job_of, replicas_of
 from support.simulating import AT_16K, AT_98K, bare, configured, inputs, rates
 
 ROOT = Path(__file__).parents[2]
@@ -215,6 +215,20 @@ def test_units_that_make_no_step_shorter_are_parked() -> None:
     assert speed[767 * 16] == speed[683 * 16] == 8 / 9
     assert used[767 * 16] == used[683 * 16] == 683 * 16
     assert used[768 * 16] == 768 * 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "units", "spares"),
+    [
+        ((), 126, 32),  # 2,016 slices: 16 passes for 126 units as for 128
+        (("simulate.spares=[5]",), 126, 5),
+        (("cluster.spare_workers=256",), 128, 32),  # beyond the workers of the group
+        (("simulate.gpus=16384",), 128, 0),
+    ],
+)
+def test_units_that_save_no_pass_are_spares_as_in_a_run(settings: tuple[str, ...], units: int, spares: int) -> None:
+    job = job_of(configured("+cluster=h100x16384", *settings))
+    assert (job.units, job.spares) == (units, spares)
 
 
 def test_spares_at_16384_gpus_are_worth_what_the_reference_found() -> None:

@@ -70,7 +70,7 @@ IDS = list(CASES)
 
 
 def test_the_large_clusters_are_among_the_cases() -> None:
-    assert {"h100x64", "h100x512", "h100x2048", "h100x16384_hsdp", "h100x98304_hsdp", "h200x8"} <= set(CASES)
+    assert {"h100x64", "h100x512", "h100x2048", "h100x16384", "h100x98304", "h200x8"} <= set(CASES)
 
 
 @pytest.mark.parametrize("case", IDS)

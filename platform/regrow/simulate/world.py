@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from regrow.config.schema import PolicyConfig, SimulateConfig, SimulateJobConfig
-from regrow.config.spares import num_beyond
+from regrow.config.spares import num_beyond, parks
 from regrow.errors import ConfigError, RegrowError
 from regrow.forecast.estimate import forecast, gpu_of, network_of
 from regrow.forecast.settle import settled
@@ -67,8 +67,14 @@ def job_of(config: SimulateJobConfig, spares: int | None = None) -> Job:
         raise ConfigError(f"{gpus} GPUs are not whole units of {unit}; set simulate.gpus={max(1, gpus // unit) * unit}")
     if slices < gpus // unit:
         raise ConfigError(f"{slices} slices for {gpus // unit} units; set simulate.num_slices={gpus // unit} or more")
+    beyond = num_beyond(cluster)
+    if simulate.gpus is None and parks(cluster):
+        passes = -(-slices // (gpus // unit))
+        in_use = -(-slices // passes) * unit  # the fewest units that take as many
+        if not (gpus - in_use) % per_node:
+            gpus, beyond = in_use, beyond + gpus - in_use
     if spares is None:
-        spares = simulate.spares[0] if simulate.spares else num_beyond(cluster) // per_node
+        spares = simulate.spares[0] if simulate.spares else beyond // per_node
     if not 0 <= spares <= gpus // per_node:
         nodes = gpus // per_node
         raise ConfigError(f"simulate.spares={spares}: 0 to {nodes}, the job's nodes")

@@ -26,7 +26,7 @@ from regrow.storage import Storage
 
 READ_BYTES = 64 << 20  # by one request at most
 READERS = 4  # requests to a store at a time: READERS x READ_BYTES are in memory
-LOCAL_READERS = 2  # of files: more would wait for the interpreter's lock, and touch memory of their own
+LOCAL_READERS = 1  # of files: a rank beside others has no core for more
 
 
 class Wanted(NamedTuple):
