@@ -2,7 +2,7 @@
 
 Real keepers, a real coordinator and trainers that take real snapshots, each a process (`support.crashing`).
 Instants come two ways: a random time after a victim was seen in a phase, and a random line of Python within it.
-`CRASH_KILLS` says how many (24), `CRASH_SEED` which; 200 take some minutes.
+`CRASH_KILLS` says how many (12), `CRASH_SEED` which; 200 take some minutes.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ from support.crashing import (
 from support.gloo import PRELOAD
 from support.stand_in_ray import NAMES, NODES, Handle, RayError, call_it, get
 
-NUM_KILLS = int(os.environ.get("CRASH_KILLS", "24"))
+NUM_KILLS = int(os.environ.get("CRASH_KILLS", "12"))
 SEED = int(os.environ.get("CRASH_SEED", "1"))
 DEADLINE_S = 30.0
 LATER_S = (0.001, 0.005, 0.03)  # at most one of these, from when a phase is seen to the kill

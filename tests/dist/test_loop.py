@@ -201,7 +201,10 @@ def loop(
 
 
 # 4 ranks have 2 or 1 of the 6 slices: with one slice a pass the short ones run a pass that counts for nothing
-@pytest.mark.parametrize(("slices_per_pass", "world_sizes"), [(1, (2, 4)), (2, (1, 3, 4)), (4, (1, 2))])
+@pytest.mark.parametrize(
+    ("slices_per_pass", "world_sizes"),
+    [pytest.param(1, (2, 4), marks=pytest.mark.long), (2, (1, 3, 4)), pytest.param(4, (1, 2), marks=pytest.mark.long)],
+)
 def test_losses_and_digests_are_the_same_at_every_world_size(slices_per_pass: int, world_sizes: tuple[int]) -> None:
     alone = run_ranks(loop, 1)[0]
     for world_size in world_sizes:

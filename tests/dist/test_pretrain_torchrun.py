@@ -178,9 +178,13 @@ def test_a_run_with_float8_goes_on_in_bfloat16_for_its_last_steps(
     ("settings", "message"),
     [
         (["train.stesp=3"], "unknown setting 'train.stesp'; did you mean 'train.steps'?"),
-        (["data.corpora.rows=/nowhere"], "/nowhere holds no finished corpus"),
-        (["parallel.pp=2"], "cluster.max_workers=1 must be a multiple of parallel.pp=2 workers"),
-        (["parallel.cp=2"], "cluster.max_workers=1 must be a multiple of parallel.cp=2 workers"),
+        pytest.param(["data.corpora.rows=/nowhere"], "/nowhere holds no finished corpus", marks=pytest.mark.long),
+        pytest.param(
+            ["parallel.pp=2"], "cluster.max_workers=1 must be a multiple of parallel.pp=2", marks=pytest.mark.long
+        ),
+        pytest.param(
+            ["parallel.cp=2"], "cluster.max_workers=1 must be a multiple of parallel.cp=2", marks=pytest.mark.long
+        ),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -213,6 +217,7 @@ def test_a_run_that_another_process_trains_is_refused_on_all_ranks(tmp_path: Pat
     assert not (tmp_path / "busy/config.yaml").exists()
 
 
+@pytest.mark.long
 def test_of_two_jobs_on_one_bucket_the_newer_one_goes_on_and_the_older_one_ends_in_a_line(
     environment: dict[str, str], tmp_path: Path, corpus: Path
 ) -> None:

@@ -41,7 +41,9 @@ def warm_up_and_train(training: Training, store: str) -> tuple[int, int]:
     [
         pytest.param(TRACED, False, marks=pytest.mark.long),
         (replace(TRACED, activation_checkpoint=ActivationCheckpoint.selective), True),
-        (replace(TRACED, dtype=Dtype.bfloat16, float8=Float8.tensorwise_all_gather), False),
+        pytest.param(
+            replace(TRACED, dtype=Dtype.bfloat16, float8=Float8.tensorwise_all_gather), False, marks=pytest.mark.long
+        ),
     ],
     ids=["plain", "selective, documents", "float8"],
 )

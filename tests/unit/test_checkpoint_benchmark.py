@@ -69,8 +69,8 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("side", ["ours", pytest.param("dcp_async_process", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("side", ["ours", "dcp_async_process"])
 def test_a_side_saves_every_step_and_leaves_nothing_behind(
     benchmark: ModuleType, side: str, short_folder: Path
 ) -> None:
