@@ -1,4 +1,4 @@
-"""Look after the checkpoints of runs: `python -m jobs.checkpoint list|inspect|verify|diff|export|import ...`."""
+"""Look after runs' checkpoints: `python -m jobs.checkpoint list|inspect|verify|diff|export|average|import ...`."""
 
 import argparse
 import sys
@@ -36,8 +36,14 @@ def main() -> None:
             command.add_argument("--step", type=int, metavar="N", help=f"default: {default}")
         if name == "inspect":
             command.add_argument("--stats", action="store_true", help="of every tensor: norm, largest, not finite")
+        if name == "average":
+            which = command.add_mutually_exclusive_group(required=True)
+            which.add_argument("--step", type=int, nargs="+", metavar="N", help="of these steps")
+            which.add_argument("--last", type=int, metavar="K", help="of the newest K sound ones")
+        if name in ("export", "import", "average"):
+            where = "a new one" if name == "export" else "of the new run: <run.storage_path>/<run.name>"
+            command.add_argument("--to", required=True, metavar="FOLDER", help=where)
         if name in ("export", "import"):
-            command.add_argument("--to", required=True, metavar="FOLDER", help="a new one; a run's, for an import")
             command.add_argument("--format", choices=("hf", "dcp"), required=True)
         if name == "export":
             dtypes = list(Dtype)

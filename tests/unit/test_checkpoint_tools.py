@@ -1,5 +1,6 @@
 """`jobs.checkpoint` tells what a run's checkpoints hold, and names what is damaged or differs."""
 
+import json
 import random
 import shutil
 import subprocess
@@ -193,12 +194,58 @@ def test_an_object_stores_truncated_file_is_damage_too() -> None:
         assert oldest.problem == ""
 
 
-@pytest.mark.parametrize("command", ["list", "inspect", "verify", "diff", "export"])
+@pytest.mark.parametrize("command", ["list", "inspect", "verify", "diff", "export", "average"])
 def test_a_folder_without_checkpoints_is_one_line(command: str, tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
-        more = {"diff": [folder], "export": ["--to", tmp_path / "out", "--format", "hf"]}.get(command, [])
+        more = {
+            "diff": [folder],
+            "export": ["--to", tmp_path / "out", "--format", "hf"],
+            "average": ["--to", tmp_path / "out", "--last", "2"],
+        }.get(command, [])
         (line,) = errors(job(command, folder, *more, status=1))
         assert "holds no checkpoints; name the folder of a run" in line
+
+
+def test_an_average_has_the_mean_of_the_weights_and_all_else_of_the_newest(run: Path, tmp_path: Path) -> None:
+    job("average", run, "--last", 2, "--to", tmp_path / "mean")
+    first, second = opened(run / "checkpoints", 1), opened(run / "checkpoints", 2)
+    found = opened(tmp_path / "mean" / "checkpoints", 2)
+    assert found.index.scalars == second.index.scalars
+    assert found.index.tensors == second.index.tensors
+    for name in second.index.tensors:
+        want = second.whole(name)
+        if name.startswith("model/"):
+            want = ((first.whole(name).double() + want.double()) / 2).float()
+        assert torch.equal(found.whole(name), want), name
+    assert all(
+        each.problem == "" for each in tools.examine(*checkpoints_of(str(tmp_path / "mean")), None, lambda _: quiet)
+    )
+    ours, theirs = (json.loads((folder / "run.json").read_text()) for folder in (tmp_path / "mean", run))
+    assert ours["identity"] == theirs["identity"]
+    assert ours["run_id"] != theirs["run_id"]
+
+
+@pytest.mark.parametrize(
+    ("which", "message"),
+    [
+        (["--step", 2, 2], "an average takes two checkpoints or more, and this is step 2 alone"),
+        (["--step", 1, 7], "has no checkpoint of step 7; it has 3, 2, 1"),
+        (["--step", 2, 3], "step-00000003 cannot be used: not committed"),
+        (["--last", -1], "an average takes two checkpoints or more; --last -1 is fewer"),
+        (["--last", 3], "has 2 sound checkpoints, --last 3 asks for more"),
+    ],
+)
+def test_an_average_of_what_is_not_there_is_one_line_and_writes_nothing(
+    run: Path, tmp_path: Path, which: list[str | int], message: str
+) -> None:
+    (line,) = errors(job("average", run, *which, "--to", tmp_path / "mean", status=1))
+    assert message in line
+    assert not (tmp_path / "mean").exists()
+
+
+def test_an_average_does_not_overwrite_a_run(run: Path) -> None:
+    (line,) = errors(job("average", run, "--last", 2, "--to", run, status=1))
+    assert "is not empty; name a new folder" in line
 
 
 def test_a_checkpoint_of_another_run_is_refused(run: Path, tmp_path: Path) -> None:

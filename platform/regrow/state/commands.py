@@ -70,12 +70,30 @@ def import_(options: argparse.Namespace, start: tools.Start) -> int:
     return 0
 
 
+def average(options: argparse.Namespace, start: tools.Start) -> int:
+    checkpoints, run_id = checkpoints_of(options.run_folder)
+    if options.last is None:
+        steps = sorted(set(options.step))
+    elif options.last < 2:
+        raise RegrowError(f"an average takes two checkpoints or more; --last {options.last} is fewer")
+    else:
+        steps = [found.step for found in tools.survey(checkpoints, run_id) if not found.problem][: options.last]
+        if len(steps) < options.last:
+            raise RegrowError(f"{checkpoints} has {len(steps)} sound checkpoints, --last {options.last} asks for more")
+    indexes = [tools.choose(checkpoints, run_id, step)[1] for step in steps]
+    from regrow.state.exchange.runs import average_run
+
+    print(average_run(options.run_folder, indexes, options.to, start=start))
+    return 0
+
+
 COMMANDS: dict[str, tuple[Callable[[argparse.Namespace, tools.Start], int], str]] = {
     "list": (list_, "which checkpoints a run has, after a quick look at each"),
     "inspect": (inspect, "what a checkpoint holds"),
     "verify": (verify, "check every byte; status 1 if a checkpoint is damaged"),
     "diff": (diff, "what differs between two checkpoints, of two runs or of one; status 1 if anything does"),
     "export": (export, "write a checkpoint for Hugging Face's LlamaForCausalLM (hf), or as torch's DCP does (dcp)"),
+    "average": (average, "make a new run of the mean of several checkpoints' weights, to evaluate, export or train on"),
     "import": (import_, "make a new run that starts from such weights (hf), or goes on from such a state (dcp)"),
 }
 

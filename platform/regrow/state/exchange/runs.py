@@ -1,12 +1,13 @@
-"""Runs to and from what others read and write: weights as Hugging Face's, whole states as torch's DCP."""
+"""Runs made of others' files and written as them: Hugging Face's weights, states of torch's DCP; means of checkpoints."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from regrow.config.schema import DataConfig, Dtype
@@ -14,7 +15,7 @@ from regrow.data.prepare.tokenizer import parse_tokenizer
 from regrow.data.read.corpora import Corpora
 from regrow.errors import CheckpointError, DataError
 from regrow.model.size import parameter_shapes
-from regrow.plan.boxes import ITEM_BYTES
+from regrow.plan.boxes import ITEM_BYTES, Box
 from regrow.record.run_folder import CHECKPOINTS, CONFIG_FILE, model_of, new_run_id, read_record, write_record
 from regrow.state.disk.catalog import Start
 from regrow.state.disk.format import Index
@@ -56,6 +57,49 @@ def import_run(form: str, source: str, run_folder: str, *, moments: Dtype = Dtyp
     if moments is not Dtype.float32:
         raise CheckpointError(f"dcp holds moments, kept as they are; leave out --moments {moments}")
     return "\n".join(_import_state(Storage.at(source), run, start))
+
+
+def average_run(run_folder: str, indexes: Sequence[Index], to: str, *, start: Start) -> str:
+    """Make a run whose weights are the mean of those of several checkpoints of one run; says how to go on from it.
+
+    The mean is taken in float64. AdamW's moments, the step and the place in the data are those of the newest one.
+    Raises RegrowError where the new run's folder is not empty, a checkpoint is damaged, or there are fewer than two.
+    """
+    run, target = Storage.at(run_folder), Storage.at(to)
+    newest, *others = sorted(indexes, key=lambda index: -index.step)
+    if not others:
+        raise CheckpointError(f"an average takes two checkpoints or more, and this is step {newest.step} alone")
+    for other in others:
+        if other.tensors != newest.tensors:
+            raise CheckpointError(f"step {other.step} of {run} has other tensors than step {newest.step}")
+    _check_empty(target)
+    record = _record(run)
+    weights = sum(prod(shape) for name, (_, shape) in newest.tensors.items() if name.startswith("model/"))
+    advance = start(newest.tensor_bytes + len(others) * weights * ITEM_BYTES["float32"])
+    opened = [CheckpointTensors(run / CHECKPOINTS, index, advance) for index in (newest, *others)]
+    entries = _averaged(opened)
+    _create(target, entries, Progress(**newest.scalars), record["identity"], record["manifest_sha256"])
+    steps = ", ".join(str(index.step) for index in reversed((newest, *others)))
+    return (
+        f"{target} has the mean of the weights of steps {steps} of {run}, and all else of step {newest.step}. "
+        f"Evaluate or export it, or train on with the run's settings: python -m jobs.pretrain {_named(target)} ..."
+    )
+
+
+def _averaged(opened: Sequence[CheckpointTensors]) -> Iterator[Entry]:
+    """Of each weight the mean, of all other tensors the first checkpoint's; one after another, whole."""
+    newest = opened[0]
+    for name, (dtype, shape) in newest.index.tensors.items():
+        mean = torch.empty(prod(shape), dtype=getattr(torch, dtype))
+        averaged = opened if name.startswith("model/") else [newest]
+        at = 0
+        for pieces in zip(*(each.pieces(name) for each in averaged), strict=True):
+            total = pieces[0].double()
+            for piece in pieces[1:]:
+                total += piece
+            mean[at : at + len(total)] = total / len(averaged)
+            at += len(total)
+        yield Entry(Box.whole(name, shape, dtype), mean)
 
 
 def _export_weights(run: Storage, index: Index, target: Storage, dtype: Dtype, start: Start) -> str:
