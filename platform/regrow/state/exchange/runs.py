@@ -1,4 +1,4 @@
-"""Runs made of others' files and written as them: Hugging Face's weights, states of torch's DCP; means of checkpoints."""
+"""Runs made of Hugging Face's weights, of torch's DCP, or of a mean of checkpoints; and written as the former two."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
