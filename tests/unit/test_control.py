@@ -547,23 +547,45 @@ def test_a_checkpoint_that_is_not_read_as_it_was_written_costs_no_older_one_and_
     assert len(told.of(c.Delete)) == 1
 
 
-def test_an_end_does_not_wait_for_a_node_that_has_gone_dark_to_read_back_what_it_wrote() -> None:
+@pytest.mark.parametrize("has_gone_dark", [True, False])
+def test_what_a_node_cannot_read_back_any_more_another_one_does(has_gone_dark: bool) -> None:
     told = uploading()
     all_written(told, 1, "abc", read_back=False)
     told(e.HasReadBack(1, "a", ""))
-    told.control.snapshots.gone_dark({"b"}, told.now)
+    told.clear()
+    if has_gone_dark:
+        told.control.snapshots.gone_dark({"b"}, told.now)
+        told()
+    else:
+        told(e.HasReadBack(1, "b", None))
+    assert told.of(c.ReadBack) == [c.ReadBack(1, "a", "b")]
+    told(e.HasReadBack(1, "b", ""))
+    told(e.HasReadBack(1, "c", ""))
+    assert len(told.of(c.Delete)) == 1
     assert told.control.settling == Settling(False, "", None, ())
-    assert told.of(c.Delete) == []
 
 
-def test_a_checkpoint_that_a_node_cannot_read_back_any_more_counts_and_costs_no_older_one() -> None:
+def test_a_checkpoint_that_no_node_can_read_back_any_more_counts_and_costs_no_older_one() -> None:
     told = uploading()
     all_written(told, 1, "abc", read_back=False)
-    told(e.HasReadBack(1, "a", None))
+    for _ in "abc":
+        told(e.HasReadBack(1, "a", None))
+    assert [order.node for order in told.of(c.ReadBack) if order.origin == "a"] == ["a", "b", "c"]
     assert told.control.settling == Settling(False, "", None, ())
     told(e.HasReadBack(1, "b", ""))
     told(e.HasReadBack(1, "c", ""))
     assert (told.of(c.Delete), told.of(c.NoteDamaged)) == ([], [])
+
+
+def test_the_one_node_of_a_run_is_asked_again_to_read_back_and_no_node_that_does_not_answer() -> None:
+    told = uploading("a")
+    all_written(told, 1, "a", read_back=False)
+    told(e.HasReadBack(1, "a", None))
+    assert told.of(c.ReadBack) == 2 * [c.ReadBack(1, "a", "a")]
+    told.control.snapshots.gone_dark({"a"}, told.now)
+    told()
+    assert told.control.settling == Settling(False, "", None, ())
+    assert (len(told.of(c.ReadBack)), told.of(c.Delete)) == (2, [])
 
 
 def test_what_a_node_cannot_write_the_one_with_its_copies_does_and_nodes_that_fail_both_cost_the_checkpoint() -> None:

@@ -6,7 +6,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -164,8 +164,10 @@ class Keeper:
         """On a thread, as a keeper's process does beside the coordinator's."""
         return self.threads.submit(self._write, order)
 
-    def read_back(self, token: str) -> "Future[str]":
-        return self.threads.submit(lambda: "")
+    def read_back(self, folder: str, files: Sequence[DataFile]) -> "Future[str]":
+        return self.threads.submit(
+            lambda: "" if all(Storage.at(folder).exists(each.name) for each in files) else "gone"
+        )
 
     def _write(self, order: WriteOrder) -> Written:
         """One file of four bytes, which is all there is."""

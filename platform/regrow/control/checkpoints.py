@@ -97,7 +97,7 @@ class Checkpoints:
         self._failed_at = NO_TIME
         self._in_vain = 0  # checkpoints in a row that failed because no node has some part
         self._number, self.steps = 0, StoredSteps(stored)
-        self.read_backs = ReadBacks(out, self.steps, timeout_s=timeout_s)
+        self.read_backs = ReadBacks(out, self.steps, timeout_s=timeout_s, can_ask=keepers.can_ask)
         self._late: dict[int, Upload] = {}  # given up when COMMIT was on its way
         self._withdrawn: set[int] = set()  # of these, the ones that must not count should it arrive
 

@@ -190,7 +190,7 @@ class Write:
 
 @dataclass(frozen=True)
 class ReadBack:
-    """Have a node read what it has written of `origin` in this upload, and compare."""
+    """Have a node read what was written of `origin` in this upload, and compare."""
 
     upload: int
     node: str

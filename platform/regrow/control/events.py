@@ -316,7 +316,7 @@ class WriteFailed:
 
 @dataclass(frozen=True)
 class HasReadBack:
-    """A node has read what it had written of `origin`; `problem`: that is not what storage has. None: it is gone."""
+    """A node has read what was written of `origin`; `problem`: storage has something else. None: it could not read."""
 
     upload: int
     origin: str

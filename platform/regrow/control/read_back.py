@@ -1,9 +1,11 @@
 """The newest checkpoint is read once by the nodes that wrote it, before older ones are deleted for it. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from regrow.control.commands import Delete, NoteDamaged, Outbox, ReadBack
 from regrow.control.events import Deleted, HasReadBack
+
+MOST_READERS = 3  # of a part, one after another, where nodes are gone or storage does not answer
 
 
 class StoredSteps:
@@ -47,12 +49,16 @@ class StoredSteps:
 class ReadBacks:
     """Of one checkpoint at a time: a newer one counts for more."""
 
-    def __init__(self, out: Outbox, steps: StoredSteps, *, timeout_s: float) -> None:
-        self._out, self._steps, self._timeout_s = out, steps, timeout_s
+    def __init__(
+        self, out: Outbox, steps: StoredSteps, *, timeout_s: float, can_ask: Callable[[str], bool] = lambda node: True
+    ) -> None:
+        """`can_ask` tells of which nodes an answer may be expected."""
+        self._out, self._steps, self._timeout_s, self._can_ask = out, steps, timeout_s, can_ask
         self.step = 0  # of the checkpoint
         self.before = 0  # the newest step in storage, if that is damaged
         self._upload = 0
-        self._waiting: dict[str, str] = {}  # for the parts of these nodes, by those that have written them
+        self._waiting: dict[str, list[str]] = {}  # by origin: nodes asked to read its part; the last of them does
+        self._nodes: tuple[str, ...] = ()  # which may be asked
         self._until = 0.0
 
     @property
@@ -62,30 +68,45 @@ class ReadBacks:
     def begin(self, upload: int, step: int, before: int, writers: Mapping[str, str], now: float) -> None:
         """COMMIT of this upload is there. `writers`: by origin, the node that has written its part."""
         self._upload, self.step, self.before = upload, step, before
-        self._waiting, self._until = dict(writers), now + self._timeout_s
+        self._waiting, self._until = {origin: [node] for origin, node in writers.items()}, now + self._timeout_s
+        self._nodes = tuple(dict.fromkeys(writers.values()))
         self._out.extend(ReadBack(upload, node, origin) for origin, node in writers.items())
 
     def take(self, event: HasReadBack) -> bool:
         """Whether the checkpoint is damaged, by this part of it. Once all is as it was written, older ones are deleted.
 
-        Where a node is gone nothing is deleted: the next checkpoint is read in its turn.
+        What a node cannot read another one does; where none can, nothing is deleted for this checkpoint.
         """
         if event.upload != self._upload or event.origin not in self._waiting:
             return False
+        if event.problem is None:
+            self._ask_another(event.origin)
+            return False
         del self._waiting[event.origin]
-        if event.problem != "":
-            self._waiting.clear()
-        elif not self._waiting:
-            self._out.extend(self._steps.deletions)
         if event.problem:
+            self._waiting.clear()
             self._steps.drop(self.step)
             self._out.append(NoteDamaged(self.step, event.problem))
+        elif not self._waiting:
+            self._out.extend(self._steps.deletions)
         return bool(event.problem)
 
     def gone_dark(self, nodes: set[str]) -> None:
         """Nothing is to be expected of these nodes any more."""
-        if not nodes.isdisjoint(self._waiting.values()):
+        for origin in [origin for origin, asked in self._waiting.items() if asked[-1] in nodes]:
+            if self._waiting:
+                self._ask_another(origin)
+
+    def _ask_another(self, origin: str) -> None:
+        """The same node only where there is no other: it may be back."""
+        asked = self._waiting[origin]
+        others = [node for node in self._nodes if node not in asked]
+        node = next(filter(self._can_ask, others or asked), None)
+        if node is None or len(asked) == MOST_READERS:
             self._waiting.clear()
+            return
+        asked.append(node)
+        self._out.append(ReadBack(self._upload, node, origin))
 
     def deleted(self, event: Deleted, now: float) -> None:
         if event.problem:

@@ -16,6 +16,7 @@ from regrow.control.membership import Member
 from regrow.control.states import Answer, RowAnswer
 from regrow.control.values import GpuReading, Peer, SnapshotAck, Version
 from regrow.control.verification import Outcome
+from regrow.state.disk.format import DataFile
 from regrow.state.disk.upload import WriteOrder, Written
 from regrow.state.memory.held import Held, Holder
 from regrow.state.memory.slots import Committed
@@ -83,7 +84,7 @@ class KeeperCalls(Protocol):
     def committed(self, state: Committed) -> None: ...
     def holdings(self, since: Version) -> list[Held]: ...
     def write(self, order: WriteOrder) -> Written: ...
-    def read_back(self, token: str) -> str: ...
+    def read_back(self, folder: str, files: Sequence[DataFile]) -> str: ...
     def pulses(self) -> list[Pulse]: ...
     def where(self) -> list[Pulse]: ...
     def gpus(self) -> list[GpuReading]: ...
@@ -114,8 +115,8 @@ class KeeperClient:
     def write(self, order: WriteOrder) -> Future[Written]:
         return _future(self.handle.write.remote(order))
 
-    def read_back(self, token: str) -> Future[str]:
-        return _future(self.handle.read_back.remote(token))
+    def read_back(self, folder: str, files: Sequence[DataFile]) -> Future[str]:
+        return _future(self.handle.read_back.remote(folder, files))
 
     def pulses(self) -> Future[list[Pulse]]:
         return _future(self.handle.pulses.remote())

@@ -19,7 +19,8 @@ from regrow.runtime.calls import KeeperClient
 from regrow.runtime.keeper import KeeperInfo, Place, end_keepers, running_keepers
 from regrow.runtime.liveness.connections import HeldConnections
 from regrow.runtime.publisher import Publisher
-from regrow.state.disk.upload import WriteOrder, Written
+from regrow.state.disk.format import DataFile
+from regrow.state.disk.upload import Written
 from regrow.state.memory.held import Holder, is_whole
 from regrow.state.memory.slots import Committed
 
@@ -36,7 +37,9 @@ class Fleet:
         self._run_id, self._secret, self._publisher = run_id, secret, publisher
         self._known: dict[str, tuple[KeeperClient, KeeperInfo]] = {}
         self._pending: dict[Future[Any], Then] = {}
-        self._written: dict[tuple[int, str], WriteOrder] = {}  # that keepers have carried out, by upload and origin
+        self._written: dict[
+            tuple[int, str], tuple[str, tuple[DataFile, ...]]
+        ] = {}  # folder, files, by upload and origin
         self._connections = HeldConnections()
 
     def register(self, handle: Any, info: KeeperInfo, *, restarted: bool = False) -> e.KeeperUp:
@@ -140,20 +143,20 @@ class Fleet:
                 has_none = isinstance(cause, ray.exceptions.RayError | CheckpointError)  # storage's are OSErrors
                 return e.WriteFailed(command.upload, command.origin, command.node, _problem(error), has_none)
             self._publisher.written(command.upload, order, answer.result())
-            self._written[command.upload, command.origin] = order
+            self._written[command.upload, command.origin] = order.folder, answer.result().files
             return e.Written(command.upload, command.origin)
 
         self._pending[self._known[command.node][0].write(order)] = then
 
     def read_back(self, command: ReadBack) -> None:
-        order = self._written[command.upload, command.origin]
+        folder, files = self._written[command.upload, command.origin]
         self._written = {key: each for key, each in self._written.items() if key[0] >= command.upload}
 
         def then(answer: "Future[str]") -> e.Event:
             gone = answer.exception() is not None
             return e.HasReadBack(command.upload, command.origin, None if gone else answer.result())
 
-        self._pending[self._known[command.node][0].read_back(order.token)] = then
+        self._pending[self._known[command.node][0].read_back(folder, files)] = then
 
     def answers(self) -> list[e.Event]:
         """What keepers have answered since the last call, and whose connections have ended."""

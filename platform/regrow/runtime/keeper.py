@@ -98,7 +98,6 @@ class Keeper:
         self.coordinator: Any = None
         self.place = Place()
         self.reports: dict[Version, list[SnapshotAck]] = {}  # of the nodes that this keeper speaks for
-        self.written: dict[str, tuple[str, tuple[DataFile, ...]]] = {}  # to be read back: folder, files; by token
         self.passed_on = Version()  # the newest of which all have reported
         self.heard_at = time.monotonic()
         self.checking_link = threading.Lock()
@@ -191,17 +190,11 @@ class Keeper:
     @_on_threads_of(STORAGE)
     def write(self, order: WriteOrder) -> Written:
         """Write what the node holds of a step to storage."""
-        written = self._keeper.write(order)
-        with self.lock:
-            self.written = {token: each for token, each in self.written.items() if each[0] == order.folder}
-            self.written[order.token] = order.folder, written.files
-        return written
+        return self._keeper.write(order)
 
     @_on_threads_of(STORAGE)
-    def read_back(self, token: str) -> str:
-        """Read what an order of this token has written, and compare; what is wrong, or empty. Raises OSError."""
-        with self.lock:
-            folder, files = self.written.pop(token)
+    def read_back(self, folder: str, files: Sequence[DataFile]) -> str:
+        """Read what a keeper has written in a step's folder, and compare; what is wrong, or empty. Raises OSError."""
         try:
             for file in files:
                 read_back(Storage.at(folder), file)
