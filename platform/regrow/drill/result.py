@@ -10,7 +10,7 @@ from regrow.config.schema import DrillJobConfig
 from regrow.config.snapshots import most_steps_lost
 from regrow.data.read.batch import direct_batches, layout_of
 from regrow.data.read.corpora import find_corpora, order_of
-from regrow.drill.faults import Fault
+from regrow.drill.faults import LOOK, Fault
 from regrow.drill.log import RunFollower
 from regrow.drill.verdict import Checkpoint, Evidence, Verdict, judge, outcomes
 from regrow.errors import CheckpointError
@@ -95,7 +95,8 @@ def expected_digests(config: DrillJobConfig, num_steps: int, console: Console) -
 def conclude(config: DrillJobConfig, folder: Path, evidence: Evidence) -> bool:
     """Show the verdict and write it, with the picture; whether nothing speaks against any promise."""
     verdicts = judge(evidence)
-    effects = outcomes(evidence.records, evidence.rows, evidence.events)
+    found = outcomes(evidence.records, evidence.rows, evidence.events)
+    effects = [each for each in found if each.what != LOOK]
     good = all(each.holds is not False for each in verdicts)
     content = {
         "plan": config.drill.name,
