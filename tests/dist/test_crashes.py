@@ -53,7 +53,7 @@ from support.stand_in_ray import NAMES, NODES, Handle, RayError, call_it, get
 
 NUM_KILLS = int(os.environ.get("CRASH_KILLS", "12"))
 SEED = int(os.environ.get("CRASH_SEED", "1"))
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0  # a machine may be ten times slower for a while
 LATER_S = (0.001, 0.005, 0.03)  # at most one of these, from when a phase is seen to the kill
 MOST_LINES = 400  # of Python, from a phase's begin to the kill
 PATIENCE_S = 3.0  # with a phase that does not come, or ends too soon
@@ -405,7 +405,7 @@ def end(made: World) -> None:
     assert not list(made.folder.glob("regrow-*"))
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_what_a_coordinator_died_deleting_is_deleted_though_no_checkpoint_follows() -> None:
     with world(SEED) as made:
         made.start_coordinator()
@@ -423,7 +423,7 @@ def test_what_a_coordinator_died_deleting_is_deleted_though_no_checkpoint_follow
         end(made)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("stopped", [pytest.param("the group", marks=pytest.mark.long), "one in the middle of a copy"])
 def test_what_was_stopped_and_goes_on_after_its_generation_writes_nothing(stopped: str) -> None:
     with world(SEED) as made:
