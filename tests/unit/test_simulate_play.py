@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from regrow.config.schema import PretrainConfig
 from regrow.record.history import History
 from regrow.show.report import build_report
 from regrow.simulate.estimate import estimate, estimate_given
-from regrow.simulate.faults import drawn
-from regrow.simulate.play import Played, play
+from regrow.simulate.faults import Fault, drawn
+from regrow.simulate.inputs import Figure, Inputs
+from regrow.simulate.play import BEGIN, Played, play
 from regrow.simulate.report import page_of, sweep
 from regrow.simulate.study import compare
 from regrow.simulate.world import inputs_of
@@ -72,6 +74,63 @@ def test_faults_that_are_drawn_can_be_played_and_are_those_of_the_estimate() -> 
     assert [each.at for each in faults] == sorted(each.at for each in faults)
     played, estimated = play(inputs, config, faults, wall_s=43200.0), estimate(inputs, 1, 4)
     assert 100 * played.effective == pytest.approx(100 * estimated.effective[0], abs=0.4)
+
+
+OTHERS = [
+    *(Fault(1800.0 + 7200.0 * at, "slow", 0.013 * at, away_s=900.0, lasts_s=2700.0, excess=0.4) for at in range(40)),
+    *(Fault(5000.0 + 43000.0 * at, "stop", 0.0) for at in range(6)),
+    *(Fault(30000.0 + 90000.0 * at, "head", 0.0) for at in range(3)),
+]  # fmt: skip
+
+
+def _with_others() -> tuple[Inputs, PretrainConfig, list[Fault]]:
+    inputs, config = on_64_nodes(step_s=30.0)
+    values = {"slow_evict_s": 1800.0, "stop_fixed_s": 300.0, "restart_s": 600.0}
+    inputs = inputs.override({name: Figure(value) for name, value in values.items()})
+    return inputs, config, sorted([*some_faults(60, 4800.0, 7), *OTHERS], key=lambda each: each.at)
+
+
+def test_play_and_estimate_see_the_same_of_slow_nodes_planned_stops_and_deaths_of_the_head() -> None:
+    inputs, config, faults = _with_others()
+    wall_s = 300000.0
+    played, estimated = _both(inputs, config, faults, wall_s)
+    assert 100 * played.effective == pytest.approx(100 * estimated.effective[0], abs=0.2)
+    assert 100 * played.goodput == pytest.approx(100 * estimated.goodput[0], abs=0.2)
+    for cause in ("resume", "drain"):
+        assert estimated.lost_s[cause] > 600.0
+        assert 100 * played.lost_s[cause] / wall_s == pytest.approx(100 * estimated.lost_s[cause] / wall_s, abs=0.2), (
+            cause
+        )
+    slow_s = played.productive_s - played.steps * 30.0
+    assert 100 * slow_s / wall_s == pytest.approx(
+        100 * sum(float(estimated.idle[state][0]) for state in ("slow", "shrunk")) / wall_s, abs=0.2
+    )
+
+
+def test_the_ledger_of_a_run_that_was_submitted_anew_accounts_for_the_players_own_figures() -> None:
+    inputs, config, faults = _with_others()
+    played = play(inputs, config, faults, wall_s=100000.0)
+    report = _report(played, config)
+    assert report["goodput"] == pytest.approx(played.goodput, abs=1e-3)
+    for cause in {*report["lost_s"], *played.lost_s}:
+        difference = report["lost_s"].get(cause, 0.0) - played.lost_s.get(cause, 0.0)
+        assert abs(difference) < 0.005 * 100000, cause
+    assert [row["step"] for row in played.log.rows] == list(range(1, played.steps + 1))
+    submitted = [event for event in played.log.events if event.name == "submitted"]
+    assert len(submitted) == 1 + 3 + 1  # as submitted at first, three stops, a death of the head
+
+
+def test_a_slow_node_that_stays_is_left_and_comes_back_as_another_one() -> None:
+    inputs, config = on_64_nodes(step_s=30.0, spares=0)
+    inputs = inputs.override({"slow_evict_s": Figure(600.0)})
+    slow = Fault(100.0, "slow", 0.5, away_s=1200.0, lasts_s=9000.0, excess=1.0)
+    played = play(inputs, config, [slow], wall_s=6000.0)
+    steps_s = [(row["time"] - BEGIN, row["step_s"]) for row in played.log.rows]
+    assert all(step_s == pytest.approx(60.0) for at, step_s in steps_s if 200.0 < at < 700.0)
+    groups = [event.to_row() for event in played.log.events if event.name == "generation"]
+    assert [each["cause"] for each in groups] == ["start", "drain", "grow"]
+    assert [each["world_size"] for each in groups] == [64, 63, 64]
+    assert steps_s[-1][1] == pytest.approx(30.0)
 
 
 def test_the_page_holds_all_parts_in_one_file_that_fetches_nothing() -> None:

@@ -95,8 +95,9 @@ class Estimate:
 
 def cause_of(origin: str, rolling: bool = False) -> Cause:
     """The ledger's name of what a group changed for."""
-    others = {"grow": Cause.grow, "stop": Cause.drain if rolling else Cause.resume, "slow": Cause.drain}
-    return CAUSE_OF.get(origin) or others.get(origin) or Cause.controller_died
+    stop = Cause.drain if rolling else Cause.resume
+    others = {"grow": Cause.grow, "stop": stop, "slow": Cause.drain, "head": Cause.resume}  # which is submitted anew
+    return CAUSE_OF.get(origin) or others[origin]
 
 
 @dataclass(frozen=True)

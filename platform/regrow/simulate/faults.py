@@ -17,6 +17,11 @@ from regrow.simulate.inputs import KINDS, TAKES_NODE, Figure, Inputs
 Floats = NDArray[np.floating[Any]]
 DAY = 86400.0
 BURSTS = ("rack", "pod", "power")
+OTHERS = (
+    "slow",
+    "stop",
+    "head",
+)  # what befalls a run beside the kinds of faults: a slow node, a planned stop, its head's death
 
 
 @dataclass(frozen=True)
@@ -24,12 +29,14 @@ class Fault:
     """One fault, for a player or a table of given ones. Times in seconds from the run's beginning."""
 
     at: float
-    kind: str
+    kind: str  # of KINDS or OTHERS
     where: float  # in [0, 1): which node of all, those in the group first, spares behind them
     nodes: int = 1
     notice_s: float = 0.0
     away_s: float = 0.0  # from the notice, until it is ready to join again
     unnoticed_s: float = 0.0  # sdc: work before it that is wrong
+    lasts_s: float = 0.0  # slow: until it is as fast as before, or has left
+    excess: float = 0.0  # slow: of the job's step time
     vary: float = 1.0  # of the time that the group takes to form
 
 
@@ -115,18 +122,42 @@ def _others(inputs: Inputs, replicas: int, seed: int, members: int) -> tuple[Flo
 
 def given(faults: Sequence[Fault]) -> tuple[Draws, Floats, Floats]:
     """A table of faults as one replica's, with their own seconds of notice and of work that is wrong."""
-    column = lambda name: np.array([[getattr(each, name)] for each in faults], dtype=np.float64)  # noqa: E731
-    kind = np.array([[KINDS.index(each.kind)] for each in faults], dtype=np.intp)
-    never, one, zero = np.full((1, 1), np.inf), np.zeros((1, 1)), np.zeros((len(faults), 1))
-    vary = np.log(column("vary"))
-    own = (column("at"), kind, column("where"), column("nodes"), column("away_s"), zero, zero, zero, vary, 1 + zero)
-    draws = Draws(*own, never, never, never, one, one, one, one, never, one)
-    return draws, column("notice_s"), column("unnoticed_s")
+
+    def column(name: str, *kinds: str) -> Floats:
+        """One of infinity, where there is none of these kinds: it never comes."""
+        values = [[getattr(each, name)] for each in faults if each.kind in kinds]
+        return np.array(values or [[np.inf if name == "at" else 1.0]], dtype=np.float64)
+
+    kinds = [KINDS.index(each.kind) for each in faults if each.kind in KINDS] or [0]
+    kind = np.array(kinds, dtype=np.intp)[:, None]
+    zero, none = np.zeros(kind.shape), np.zeros((1, 1))
+    draws = Draws(
+        at=column("at", *KINDS),
+        kind=kind,
+        where=column("where", *KINDS),
+        nodes=column("nodes", *KINDS),
+        away_s=column("away_s", *KINDS),
+        normal=zero,
+        uniform=zero,
+        heavy=zero,
+        vary=np.log(column("vary", *KINDS)),
+        lemon=1 + zero,
+        planned=column("at", "stop"),
+        head=column("at", "head"),
+        slow_at=column("at", "slow"),
+        slow_lasts_s=column("lasts_s", "slow"),
+        slow_excess=column("excess", "slow"),
+        slow_where=column("where", "slow"),
+        slow_away_s=column("away_s", "slow"),
+        storage_at=np.full((1, 1), np.inf),
+        storage_lasts_s=none,
+    )
+    return draws, column("notice_s", *KINDS), column("unnoticed_s", *KINDS)
 
 
 def drawn(inputs: Inputs, seed: int) -> list[Fault]:
-    """One run's faults in their order, with delays of this policy, as a player takes them: slow nodes, planned stops,
-    deaths of the head and outages are not among them.
+    """One run's faults in their order, with delays of this policy, as a player takes them; outages of storage are not
+    among them.
     """
     draws = draw(inputs, 1, seed)
     found = []
@@ -139,7 +170,12 @@ def drawn(inputs: Inputs, seed: int) -> list[Fault]:
         vary = float(lognormal(draws.vary[row], inputs.spread)[0])
         where, nodes, away = (float(each[row, 0]) for each in (draws.where, draws.nodes, draws.away_s))
         found.append(Fault(at, kind, where, int(nodes), float(delay[0]), away, wrong, vary))
-    return found
+    slow = (draws.slow_at, draws.slow_where, draws.slow_away_s, draws.slow_lasts_s, draws.slow_excess)
+    for at, where, away, lasts, excess in zip(*(each[:, 0].tolist() for each in slow), strict=True):
+        found.append(Fault(at, "slow", where, away_s=away, lasts_s=lasts, excess=excess))
+    found += [Fault(at, "stop", 0.0) for at in draws.planned[:, 0].tolist()]
+    found += [Fault(at, "head", 0.0) for at in draws.head[:, 0].tolist()]
+    return sorted((each for each in found if math.isfinite(each.at)), key=lambda each: each.at)
 
 
 def delays(figure: Figure, inputs: Inputs, normal: Floats, uniform: Floats) -> Floats:

@@ -19,11 +19,12 @@ from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.core import Control
 from regrow.control.membership import Member
+from regrow.control.past import Past
 from regrow.control.states import Training
 from regrow.control.values import SnapshotAck, Version
 from regrow.record.events import Cause, Event, Row, Stopped, Submitted, from_row
 from regrow.record.log import METRIC_KEYS, rollback_of
-from regrow.simulate.estimate import CAUSE_OF
+from regrow.simulate.estimate import CAUSE_OF, Costs
 from regrow.simulate.faults import Fault
 from regrow.simulate.inputs import TAKES_NODE, Inputs
 
@@ -87,6 +88,7 @@ class _Node:
     domain: int  # number of its rack
     members: list[Member]
     is_up: bool = True
+    excess: float = 0.0  # by which it slows the group that it is in, of the job's step time
 
 
 @dataclass
@@ -97,6 +99,8 @@ class _Run:
     members: tuple[Member, ...]
     step: int = 0
     step_s: float = 0.0
+    at_speed_s: float = 0.0  # the same, but for slow nodes
+    next_s: float | None = None  # from the next step on
     began: bool = False
     over: bool = False
     life: float = 0.0  # its newest step, or where it began
@@ -116,7 +120,7 @@ class Player:
         self.log = Log()
         self.queue: list[tuple[float, int, Callable[[], None]]] = []
         self.numbers = itertools.count(1)
-        self.control = Control(config, is_whole=lambda version, held: True, now=self.now)
+        self.control = Control(config, is_whole=_all_are, now=self.now)
         self.nodes: dict[str, _Node] = {}
         self.peers: dict[str, tuple[str, ...]] = {}
         self.run: _Run | None = None
@@ -126,7 +130,8 @@ class Player:
         self.dead: set[str] = set()  # members that no event has told of yet
         self.productive, self.lost, self.undone_s = 0.0, dict[str, float](), 0.0
         self.last_life, self.given_up = self.now, ""
-        self.asks_at = 0.0
+        self.asks_at, self.stops = 0.0, False  # the job, with the step under way
+        self.job, self.stored, self.restart_s = 0, 0, 0.0  # its number, what it began from, what its start takes
         job = inputs.job
         self.total = job.nodes + job.spares
         for number in range(self.total):
@@ -210,6 +215,8 @@ class Player:
         if self.control.generation <= 1:
             return 0.0  # a simulation begins with a group that trains
         inputs, gpus = self.inputs, self.inputs.job.gpus
+        if self.control.group.cause == Cause.resume:
+            return self.restart_s
         if self.control.group.cause == Cause.grow:
             return (inputs["join_s"] + inputs.communicators_s(gpus)) * self.form_vary
         return inputs.form_s(gpus) * self.form_vary
@@ -241,7 +248,9 @@ class Player:
         full = (
             self.costs[max(self.costs)] if self.inputs.job.gpus not in self.costs else self.costs[self.inputs.job.gpus]
         )
-        run.step_s = self.inputs["step_s"] * self.costs[size] / full
+        run.at_speed_s = self.inputs["step_s"] * self.costs[size] / full
+        _slow_down(self)
+        run.step_s, run.next_s = run.next_s or run.at_speed_s, None
         self.last_life, self.wrong_s = self.now, 0.0
         if source != "seed":  # what was restored is copied to the group's own peers
             self.unsealed = [(self.now, Version(run.generation, start_step))]
@@ -251,7 +260,7 @@ class Player:
         if run is not self.run or run.over:
             return
         if self.now - self.sealed_at > REPORT_S:
-            self._seal()
+            _seal(self)
         run.step += 1
         run.life = self.last_life = self.now
         self.productive += run.step_s
@@ -260,23 +269,19 @@ class Player:
             _carry_out(self, command)
         if run.over:
             return
+        if self.stops:
+            _submit_again(self, "stop")
+            return
+        run.step_s, run.next_s = run.next_s or run.step_s, None
         lag = self.inputs["lost_committed_share"] * run.step_s
         self.unsealed = [*self.unsealed[-1:], (self.now + lag, Version(run.generation, run.step))]
         if reason in (Cause.grow, Cause.drain):
-            self._seal(at_once=True)
+            _seal(self, at_once=True)
             self.form_vary = 1.0
             self._tell(e.Leaving(run.generation, run.step, reason))
             self._come_again(run)
             return
         self._at(self.now + run.step_s, lambda: self._step(run))
-
-    def _seal(self, *, at_once: bool = False) -> None:
-        """Report the newest snapshots that are safe by now. Of one after another the last is all that counts."""
-        safe = [version for at, version in self.unsealed if at_once or at <= self.now]
-        if safe:
-            self.unsealed = self.unsealed[len(safe) :]
-            self.sealed_at = self.now
-            self._tell(e.Sealed([SnapshotAck(node, safe[-1], peers) for node, peers in self.peers.items()]))
 
     def _come_again(self, run: _Run) -> None:
         """Those of a group that live are ready for the next."""
@@ -288,20 +293,27 @@ class Player:
     # faults
 
     def _strike(self, fault: Fault) -> None:
+        trains = self.run is not None and self.run.began and not self.run.over
+        if fault.kind == "stop" and trains:
+            self.stops = True
+            return
+        if fault.kind in ("stop", "head"):
+            _submit_again(self, fault.kind)
+            return
         nodes, first = _in_order(self), int(fault.where * self.total)
         if first >= len(nodes):
             return
+        if fault.kind == "slow":
+            _is_slow(self, fault, nodes[first])
+            return
         victims = [nodes[first], *_mates(self, nodes[first], nodes, fault.nodes)]
         if fault.kind == "drain":
-            deadlines = {node.name: self.now + DEADLINE_S for node in victims}
-            self._tell(e.Notice(deadlines))
-            gone = replace(fault, kind="host", at=0.0, notice_s=0.0)
-            self._at(self.now + DEADLINE_S, lambda: self._take(gone, [node for node in victims if node.is_up]))
+            _leave(self, victims, replace(fault, kind="host", at=0.0, notice_s=0.0))
             return
         self._take(fault, victims)
 
     def _take(self, fault: Fault, victims: list[_Node]) -> None:
-        self._seal()
+        _seal(self)
         takes_node = fault.kind in TAKES_NODE
         gone = [member for node in victims for member in (node.members if takes_node else node.members[:1])]
         for node in victims if takes_node else ():
@@ -312,7 +324,15 @@ class Player:
         if hit and run is not None:
             run.over = True
             self.unsealed.clear()
-        self._at(self.now + fault.notice_s, lambda: self._told(fault, victims, gone, run if hit else None))
+        job = self.job
+
+        def told() -> None:
+            if job == self.job:
+                self._told(fault, victims, gone, run if hit else None)
+            else:  # nothing of that job is left
+                _come_back(self, fault, victims)
+
+        self._at(self.now + fault.notice_s, told)
 
     def _told(self, fault: Fault, victims: list[_Node], gone: list[Member], run: _Run | None) -> None:
         self.dead -= {member.id for member in gone}
@@ -324,9 +344,7 @@ class Player:
         if not all(node.is_up for node in victims):
             self._tell(e.NodesAlive(frozenset(node.name for node in self.nodes.values() if node.is_up)))
         self._died([(member.node, member.pid) for member in gone], cause, detail)
-        for node in victims:
-            domain = node.domain
-            self._at(self.now + fault.away_s, lambda node=node, domain=domain: self._back(node, domain))  # type: ignore[misc]
+        _come_back(self, fault, victims)
         if run is not None and self.run is run:
             self._come_again(run)
         elif self.run is not None and self.run.over:
@@ -339,20 +357,6 @@ class Player:
                 node.members = [member for member in node.members if (member.node, member.pid) not in gone]
         left = sum(len(node.members) for node in self.nodes.values() if node.is_up)
         self._tell(e.Died(tuple(processes), left, str(cause), detail))
-
-    def _back(self, node: _Node, domain: int) -> None:
-        """A node that was away comes as another one; a process on a sound one is started again."""
-        if not node.is_up:
-            self.nodes.pop(node.name, None)
-            node = self._add_node(domain)
-            new = node.members
-        else:
-            missing = self.inputs.job.gpus_per_node - len(node.members)
-            new = [self._member(node.name, gpu) for gpu in range(missing)]
-            node.members += new
-        self._join(new)
-        if self.run is None or self.run.over:
-            self._ask()
 
     def _lose(self, cause: str, seconds: float) -> None:
         if seconds > 0:
@@ -390,6 +394,90 @@ def _carry_out(player: Player, command: c.Command) -> None:
             pass  # a fault is told of when its figure says so
 
 
+def _leave(player: Player, victims: list[_Node], gone: Fault, within_s: float = DEADLINE_S) -> None:
+    """The group is told that these nodes go, and they do."""
+    player._tell(e.Notice({node.name: player.now + within_s for node in victims}))
+    player._at(player.now + within_s, lambda: player._take(gone, [node for node in victims if node.is_up]))
+
+
+def _come_back(player: Player, fault: Fault, victims: Sequence[_Node]) -> None:
+    for node in victims:
+        domain = node.domain
+        player._at(player.now + fault.away_s, lambda node=node, domain=domain: _back(player, node, domain))  # type: ignore[misc]
+
+
+def _back(player: Player, node: _Node, domain: int) -> None:
+    """A node that was away comes as another one; a process on a sound one is started again."""
+    if not node.is_up:
+        player.nodes.pop(node.name, None)
+        node = player._add_node(domain)
+        new = node.members
+    else:
+        missing = player.inputs.job.gpus_per_node - len(node.members)
+        new = [player._member(node.name, gpu) for gpu in range(missing)]
+        node.members += new
+    player._join(new)
+    if player.run is None or player.run.over:
+        player._ask()
+
+
+def _seal(player: Player, *, at_once: bool = False) -> None:
+    """Report the newest snapshots that are safe by now. Of one after another the last is all that counts."""
+    safe = [version for at, version in player.unsealed if at_once or at <= player.now]
+    if safe:
+        player.unsealed = player.unsealed[len(safe) :]
+        player.sealed_at = player.now
+        player._tell(e.Sealed([SnapshotAck(node, safe[-1], peers) for node, peers in player.peers.items()]))
+
+
+def _is_slow(player: Player, fault: Fault, node: _Node) -> None:
+    """Until it is as fast as before, or has slowed the group for so long that it is left."""
+    if player.run is None or node.name not in {member.node for member in player.run.members}:
+        return
+    evict_s = player.inputs["slow_evict_s"]
+    node.excess += fault.excess
+    _slow_down(player)
+
+    def ends() -> None:
+        node.excess -= fault.excess
+        _slow_down(player)
+        if fault.lasts_s > evict_s and node.is_up:
+            steps_s = 3 * player.run.step_s if player.run is not None else 0.0  # it waits until the group has left
+            _leave(player, [node], replace(fault, kind="host", at=0.0), max(DEADLINE_S, steps_s))
+
+    player._at(player.now + min(fault.lasts_s, evict_s), ends)
+
+
+def _slow_down(player: Player) -> None:
+    """From its next step on the group is as fast as its slow nodes let it be."""
+    run = player.run
+    if run is not None and run.at_speed_s:
+        slow = sum(player.nodes[name].excess for name in {member.node for member in run.members} & player.nodes.keys())
+        run.next_s = run.at_speed_s * (1 + slow)
+
+
+def _submit_again(player: Player, why: str) -> None:
+    """All processes end, in good order or with the head, and the run is submitted anew from what is in storage."""
+    costs, rows, stored = Costs.of(player.inputs), player.log.rows, len(player.log.rows)
+    if why == "head":
+        stored = max(0, stored - _newest(rows, costs.durable_back_s))
+    else:
+        player.log.event(Stopped(time=player.now, step=stored))
+    if player.run is not None:
+        player.run.over = True
+    player.job, player.stored, player.stops = player.job + 1, stored, False
+    player.restart_s = costs.restart_s if why == "head" else costs.stop_s
+    player.unsealed.clear()
+    player.dead.clear()
+    past = Past(player.control.generation, logged=len(rows), stored=stored)
+    player.control = Control(player.config, is_whole=_all_are, now=player.now, past=past)
+    player.log.event(Submitted(time=player.now, min_workers=player.config.cluster.min_workers))
+    for node in [each for each in player.nodes.values() if each.is_up]:
+        node.members = [player._member(node.name, gpu) for gpu in range(player.inputs.job.gpus_per_node)]
+        player._join(node.members)
+    player._ask()
+
+
 def _in_order(player: Player) -> list[_Node]:
     """The nodes of the group, then those that wait."""
     group = dict.fromkeys(member.node for member in player.run.members) if player.run is not None else {}
@@ -412,7 +500,8 @@ def _mates(player: Player, node: _Node, nodes: Sequence[_Node], count: int) -> l
 def _state(player: Player) -> tuple[int, str]:
     """From which step a group goes on, and where that is from."""
     newest = player.control.snapshots.commits.newest
-    step, source = (newest.version.step, "snapshot") if newest is not None else (0, "seed")
+    none = (player.stored, "checkpoint") if player.stored else (0, "seed")
+    step, source = (newest.version.step, "snapshot") if newest is not None else none
     done = player.log.rows[-1]["step"] if player.log.rows else 0
     if newest is not None:
         up = {name for name, node in player.nodes.items() if node.is_up}
@@ -421,6 +510,10 @@ def _state(player: Player) -> tuple[int, str]:
     if player.wrong_s > 0:
         step, source = min(step, done - _newest(player.log.rows, player.wrong_s)), "checkpoint"
     return max(0, step), source
+
+
+def _all_are(version: Version, held: Sequence[Any]) -> bool:
+    return True
 
 
 def _newest(rows: Sequence[Row], seconds: float) -> int:
