@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from regrow.control.values import Version
+from regrow.drill import inject_apart
 from regrow.drill.faults import parse_plan
 from regrow.drill.inject import FILLER, Injector, NotNow, damage, free_bytes
+from regrow.drill.inject_apart import InjectorApart
 from regrow.drill.processes import is_alive, wait_until_gone
 from regrow.errors import CheckpointError
 from regrow.state.memory.held import open_snapshot
@@ -205,3 +207,26 @@ def test_a_rank_with_an_earlier_stage_of_a_pipeline_trains_in_a_drill_and_says_w
     flipper.obey(Order(WEIGHTS))
     assert flipper.flipped == 1
     assert (model.weight != 1).sum() == 1
+
+
+def test_a_raylet_that_ended_by_itself_is_started_again_after_a_while_and_noted_as_gone(
+    notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes: Any = SimpleNamespace()
+    nodes.nodes = [SimpleNamespace(node_id=name, ray=SimpleNamespace(poll=lambda: None)) for name in "ab"]
+
+    def restart(number: int) -> str:
+        nodes.nodes[number] = SimpleNamespace(node_id="c", ray=SimpleNamespace(poll=lambda: None))
+        return "c"
+
+    nodes.restart_raylet = restart
+    made = InjectorApart(nodes, seed=7, note=lambda number, what, **fields: notes.append((number, what, fields)))
+    made.tick()
+    nodes.nodes[1].ray.poll = lambda: 1
+    made.tick()
+    assert notes == []  # a fault may yet take the host away
+    monkeypatch.setattr(inject_apart, "RAYLET_BACK_S", 0.0)
+    made.tick()
+    made.tick()
+    assert notes == [(0, "node gone", {"node": "b", "another": "c"})]
+    assert [node.node_id for node in nodes.nodes] == ["a", "c"]

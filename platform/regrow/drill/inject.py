@@ -71,6 +71,7 @@ class Injector:
         self.nodes, self.seed, self.note = nodes, seed, note
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._stopped: set[int] = set()
+        self._newest = 0  # fault, by its number
         self._undo: dict[int, Callable[[], None]] = {}  # what is still wrong, by the fault's number
         self._ordered = Ordered(self)
         self.does = _ways(self) | self._ordered.does
@@ -82,7 +83,9 @@ class Injector:
         dice, victim = random.Random(f"{self.seed}/{number}"), KINDS[fault.kind].victim
         rank = self._choose_worker(fault, workers, dice) if victim == WORKER else -1
         node = self._choose_node(fault, workers, dice) if victim == NODE else -1
-        return self.does[fault.kind](Scene(number, fault, workers, driver, rank, node))
+        victims = self.does[fault.kind](Scene(number, fault, workers, driver, rank, node))
+        self._newest = number
+        return victims
 
     def tick(self) -> None:
         """Do what is due of earlier faults."""

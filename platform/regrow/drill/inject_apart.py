@@ -1,6 +1,7 @@
 """Faults that take hosts apart: networks that part, storage that breaks, hosts that come back wrong."""
 
 import signal
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ from regrow.drill.inject import ZOMBIE_S, Injector, Note, NotNow, Scene, Victim
 from regrow.drill.nodes_apart import NodesApart
 from regrow.drill.processes import send
 
+RAYLET_BACK_S = 30.0  # from a raylet's own end to the next one on its host: as a supervisor would start it
+
 
 class InjectorApart(Injector):
     """On nodes whose hosts are apart."""
@@ -18,6 +21,7 @@ class InjectorApart(Injector):
 
     def __init__(self, nodes: NodesApart, *, seed: int, note: Note) -> None:
         super().__init__(nodes, seed=seed, note=note)
+        self._ended_at: dict[str, float] = {}  # raylets that no fault has ended, by the node's id
         self.does |= {
             "partition_node": lambda scene: self._part(scene, self._others(scene), gone=True),
             "partition_head": lambda scene: self._part(scene, [self.nodes.head], gone=True),
@@ -36,6 +40,15 @@ class InjectorApart(Injector):
             "return_small_node": lambda scene: self._add(scene, shm_mb=int(scene.option("memory_mb"))),
             "return_node_without_storage": lambda scene: self._add(scene, broken="failing"),
         }
+
+    def tick(self) -> None:
+        """Beside that: a raylet that ended because Ray had given its node up is started again, as another node."""
+        super().tick()
+        now = time.monotonic()
+        for number, node in enumerate(self.nodes.nodes):
+            if node.ray.poll() is not None and now - self._ended_at.setdefault(node.node_id, now) > RAYLET_BACK_S:
+                self.note(self._newest, "node gone", node=node.node_id, another=self.nodes.restart_raylet(number))
+                return
 
     def _partition_peer(self, scene: Scene) -> list[Victim]:
         """The next node by number: with three, the one that is left reaches both."""
