@@ -92,12 +92,12 @@ def _with_others() -> tuple[Inputs, PretrainConfig, list[Fault]]:
 
 def test_play_and_estimate_see_the_same_of_slow_nodes_planned_stops_and_deaths_of_the_head() -> None:
     inputs, config, faults = _with_others()
-    wall_s = 300000.0
+    wall_s = 130000.0
     played, estimated = _both(inputs, config, faults, wall_s)
     assert 100 * played.effective == pytest.approx(100 * estimated.effective[0], abs=0.2)
     assert 100 * played.goodput == pytest.approx(100 * estimated.goodput[0], abs=0.2)
     for cause in ("resume", "drain"):
-        assert estimated.lost_s[cause] > 600.0
+        assert estimated.lost_s[cause] > 300.0
         assert 100 * played.lost_s[cause] / wall_s == pytest.approx(100 * estimated.lost_s[cause] / wall_s, abs=0.2), (
             cause
         )
@@ -109,15 +109,15 @@ def test_play_and_estimate_see_the_same_of_slow_nodes_planned_stops_and_deaths_o
 
 def test_the_ledger_of_a_run_that_was_submitted_anew_accounts_for_the_players_own_figures() -> None:
     inputs, config, faults = _with_others()
-    played = play(inputs, config, faults, wall_s=100000.0)
+    played = play(inputs, config, faults, wall_s=60000.0)
     report = _report(played, config)
     assert report["goodput"] == pytest.approx(played.goodput, abs=1e-3)
     for cause in {*report["lost_s"], *played.lost_s}:
         difference = report["lost_s"].get(cause, 0.0) - played.lost_s.get(cause, 0.0)
-        assert abs(difference) < 0.005 * 100000, cause
+        assert abs(difference) < 0.005 * 60000, cause
     assert [row["step"] for row in played.log.rows] == list(range(1, played.steps + 1))
     submitted = [event for event in played.log.events if event.name == "submitted"]
-    assert len(submitted) == 1 + 3 + 1  # as submitted at first, three stops, a death of the head
+    assert len(submitted) == 1 + 2 + 1  # as submitted at first, two stops, a death of the head
 
 
 def test_a_slow_node_that_stays_is_left_and_comes_back_as_another_one() -> None:
