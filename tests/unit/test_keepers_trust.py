@@ -14,7 +14,7 @@ from regrow.control.values import Version
 from regrow.errors import CheckpointError
 from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.state.memory import node as node_module
-from regrow.state.memory import ranges
+from regrow.state.memory import ranges, transport
 from regrow.state.memory.ranges import HELLO, Address, Connection, RangeServer, connected
 from regrow.state.memory.writer import Snapshots
 from support.keepers import RUN, SECRET, cluster, entries_of, state, wait_until
@@ -231,11 +231,13 @@ def test_frames_that_are_changed_or_played_twice_on_the_way_are_refused(served: 
     assert [request["say"] for request in served.requests] == ["before", "this"][: 1 + sound]
 
 
+@pytest.mark.parametrize("idle_s", [transport.IDLE_S, 0.0], ids=["flows are kept", "flows are opened anew"])
 def test_with_two_secrets_at_a_drivers_change_a_slow_keeper_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    idle_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A new driver's keepers hear its secret one after another; what was sealed meanwhile is copied once both know."""
     monkeypatch.setattr(node_module, "RETRY_S", 0.2)
+    monkeypatch.setattr(transport, "IDLE_S", idle_s)
     with cluster(tmp_path, 2) as (quick, slow):
         take_snapshot([quick, slow], 1, 2)
         complaints: list[str] = []

@@ -135,15 +135,15 @@ class Player:
         job = inputs.job
         self.total = job.nodes + job.spares
         for number in range(self.total):
-            self._add_node(number // int(inputs["nodes_rack"]))
+            self.add_node(number // int(inputs["nodes_rack"]))
 
     def play(self, faults: Sequence[Fault]) -> Played:
         self.log.event(Submitted(time=self.now, min_workers=self.config.cluster.min_workers))
         for node in self.nodes.values():
-            self._join(node.members)
-        self._ask()
+            self.join(node.members)
+        self.ask()
         for fault in faults:
-            self._at(BEGIN + fault.at, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+            self.at(BEGIN + fault.at, lambda fault=fault: self.strike(fault))  # type: ignore[misc]
         while self.queue and not self.given_up:
             at, _, what = heapq.heappop(self.queue)
             if at > self.end:
@@ -151,23 +151,15 @@ class Player:
             self.now = max(self.now, at)
             what()
         self.now = self.end
-        trains = self.run is not None and self.run.began and not self.run.over
-        if trains:
-            self.log.event(Stopped(time=self.end, step=self.log.rows[-1]["step"] if self.log.rows else 0))
-        else:
-            self._lose(str(Cause.unfinished), self.end - self.last_life)
-        steps = self.log.rows[-1]["step"] if self.log.rows else 0
-        full_s, wall_s = self.inputs["step_s"], self.end - BEGIN
-        return Played(
-            self.log, wall_s, steps, full_s, self.productive, self.lost, self.control.generation, self.given_up
-        )
+        return _played(self)
 
     # time and control
 
-    def _at(self, time: float, what: Callable[[], None]) -> None:
+    def at(self, time: float, what: Callable[[], None]) -> None:
+        """At this unix time do this."""
         heapq.heappush(self.queue, (time, next(self.numbers), what))
 
-    def _tell(self, event: e.Event) -> Any:
+    def tell(self, event: e.Event) -> Any:
         """An event to control; what it replies. What it wants is done at once."""
         reply = None
         for command in self.control.on(event, self.now):
@@ -179,39 +171,42 @@ class Player:
 
     # nodes and workers
 
-    def _add_node(self, domain: int) -> _Node:
+    def add_node(self, domain: int) -> _Node:
+        """A node of this rack, whose workers have not joined."""
         name = f"node{next(self.numbers)}"
-        members = [self._member(name, gpu) for gpu in range(self.inputs.job.gpus_per_node)]
+        members = [self.member(name, gpu) for gpu in range(self.inputs.job.gpus_per_node)]
         node = self.nodes[name] = _Node(name, domain, members)
         return node
 
-    def _member(self, node: str, gpu: int) -> Member:
+    def member(self, node: str, gpu: int) -> Member:
         pid = next(self.numbers)
         return Member(f"w{pid}", node, node, 1, pid, 1, gpu=gpu)
 
-    def _join(self, members: Sequence[Member]) -> None:
+    def join(self, members: Sequence[Member]) -> None:
+        """Workers are ready, and so are the keepers of their nodes."""
         for node in dict.fromkeys(member.node for member in members):
-            self._tell(e.KeeperUp(node, f"rack{self.nodes[node].domain}", (node, 1)))
+            self.tell(e.KeeperUp(node, f"rack{self.nodes[node].domain}", (node, 1)))
         for member in members:
-            self._tell(e.Joined(member, self.inputs.job.gpus))
+            self.tell(e.Joined(member, self.inputs.job.gpus))
 
-    def _ask(self) -> None:
+    def ask(self) -> None:
         """Have a group formed, if it can be; look again where it cannot yet."""
         waiting = self.control.group.membership.waiting
         self.now += 1e-3  # control looks at one instant once
         if not waiting or isinstance(self.control.state, Training):
             return
-        self._tell(e.Asked(next(iter(waiting)), self.control.generation))
+        self.tell(e.Asked(next(iter(waiting)), self.control.generation))
         if self.run is None or self.run.over:
             for command in self.control.tick(self.now):
                 _carry_out(self, command)
             if self.asks_at <= self.now:
                 self.asks_at = self.now + LOOK_AGAIN_S
-                self._at(self.asks_at, self._ask)
+                self.at(self.asks_at, self.ask)
 
     # a group
 
-    def _forming_s(self) -> float:
+    def forming_s(self) -> float:
+        """Seconds that the group which forms takes until it begins."""
         if self.control.generation <= 1:
             return 0.0  # a simulation begins with a group that trains
         inputs, gpus = self.inputs, self.inputs.job.gpus
@@ -221,7 +216,8 @@ class Player:
             return (inputs["join_s"] + inputs.communicators_s(gpus)) * self.form_vary
         return inputs.form_s(gpus) * self.form_vary
 
-    def _begin(self, run: _Run, took_s: float) -> None:
+    def begin(self, run: _Run, took_s: float) -> None:
+        """A group begins to train, `took_s` seconds after its members were chosen."""
         if run is not self.run or run.over:
             return
         if any(member.id in self.dead for member in run.members):
@@ -240,9 +236,9 @@ class Player:
             "restore_s": restore_s,
             "workers": [{"node": member.node} for member in run.members],
         }
-        self._tell(e.NodesAlive(frozenset(node.name for node in self.nodes.values() if node.is_up)))
-        self._tell(e.Began(run.generation, start_step, nodes, details))
-        self._lose(cause, self.now - self.last_life + self.undone_s)
+        self.tell(e.NodesAlive(frozenset(node.name for node in self.nodes.values() if node.is_up)))
+        self.tell(e.Began(run.generation, start_step, nodes, details))
+        self.lose(cause, self.now - self.last_life + self.undone_s)
         self.productive -= self.undone_s
         run.began, run.step, run.life = True, start_step, self.now
         full = (
@@ -254,9 +250,10 @@ class Player:
         self.last_life, self.wrong_s = self.now, 0.0
         if source != "seed":  # what was restored is copied to the group's own peers
             self.unsealed = [(self.now, Version(run.generation, start_step))]
-        self._at(self.now + run.step_s, lambda: self._step(run))
+        self.at(self.now + run.step_s, lambda: self.step(run))
 
-    def _step(self, run: _Run) -> None:
+    def step(self, run: _Run) -> None:
+        """A group has done a step."""
         if run is not self.run or run.over:
             return
         if self.now - self.sealed_at > REPORT_S:
@@ -264,7 +261,7 @@ class Player:
         run.step += 1
         run.life = self.last_life = self.now
         self.productive += run.step_s
-        reason = self._tell(e.Row(run.generation, _row(run))).leave
+        reason = self.tell(e.Row(run.generation, _row(run))).leave
         for command in self.control.tick(self.now):
             _carry_out(self, command)
         if run.over:
@@ -278,21 +275,22 @@ class Player:
         if reason in (Cause.grow, Cause.drain):
             _seal(self, at_once=True)
             self.form_vary = 1.0
-            self._tell(e.Leaving(run.generation, run.step, reason))
-            self._come_again(run)
+            self.tell(e.Leaving(run.generation, run.step, reason))
+            self.come_again(run)
             return
-        self._at(self.now + run.step_s, lambda: self._step(run))
+        self.at(self.now + run.step_s, lambda: self.step(run))
 
-    def _come_again(self, run: _Run) -> None:
+    def come_again(self, run: _Run) -> None:
         """Those of a group that live are ready for the next."""
         run.over = True
         alive = {member.id for node in self.nodes.values() if node.is_up for member in node.members}
-        self._join([member for member in run.members if member.id in alive - self.dead])
-        self._ask()
+        self.join([member for member in run.members if member.id in alive - self.dead])
+        self.ask()
 
     # faults
 
-    def _strike(self, fault: Fault) -> None:
+    def strike(self, fault: Fault) -> None:
+        """A fault happens."""
         trains = self.run is not None and self.run.began and not self.run.over
         if fault.kind == "stop" and trains:
             self.stops = True
@@ -310,9 +308,10 @@ class Player:
         if fault.kind == "drain":
             _leave(self, victims, replace(fault, kind="host", at=0.0, notice_s=0.0))
             return
-        self._take(fault, victims)
+        self.take(fault, victims)
 
-    def _take(self, fault: Fault, victims: list[_Node]) -> None:
+    def take(self, fault: Fault, victims: list[_Node]) -> None:
+        """What a fault takes is gone; the group hears of it after its notice."""
         _seal(self)
         takes_node = fault.kind in TAKES_NODE
         gone = [member for node in victims for member in (node.members if takes_node else node.members[:1])]
@@ -328,13 +327,14 @@ class Player:
 
         def told() -> None:
             if job == self.job:
-                self._told(fault, victims, gone, run if hit else None)
+                self.told(fault, victims, gone, run if hit else None)
             else:  # nothing of that job is left
                 _come_back(self, fault, victims)
 
-        self._at(self.now + fault.notice_s, told)
+        self.at(self.now + fault.notice_s, told)
 
-    def _told(self, fault: Fault, victims: list[_Node], gone: list[Member], run: _Run | None) -> None:
+    def told(self, fault: Fault, victims: list[_Node], gone: list[Member], run: _Run | None) -> None:
+        """Control hears of it. `run` is the group that it has broken."""
         self.dead -= {member.id for member in gone}
         if run is not None and run is self.run:
             self.form_vary = fault.vary
@@ -342,25 +342,40 @@ class Player:
             self.wrong_s = max(self.wrong_s, fault.unnoticed_s)
         cause, detail = CAUSE_OF[fault.kind], f"{fault.kind} of node {victims[0].name}"
         if not all(node.is_up for node in victims):
-            self._tell(e.NodesAlive(frozenset(node.name for node in self.nodes.values() if node.is_up)))
-        self._died([(member.node, member.pid) for member in gone], cause, detail)
+            self.tell(e.NodesAlive(frozenset(node.name for node in self.nodes.values() if node.is_up)))
+        self.died([(member.node, member.pid) for member in gone], cause, detail)
         _come_back(self, fault, victims)
         if run is not None and self.run is run:
-            self._come_again(run)
+            self.come_again(run)
         elif self.run is not None and self.run.over:
-            self._come_again(self.run)
+            self.come_again(self.run)
 
-    def _died(self, processes: Sequence[tuple[str, int]], cause: Cause, detail: str) -> None:
+    def died(self, processes: Sequence[tuple[str, int]], cause: Cause, detail: str) -> None:
+        """These processes, by node and pid, have ended."""
         gone = set(processes)
         for node in self.nodes.values():
             if node.is_up:
                 node.members = [member for member in node.members if (member.node, member.pid) not in gone]
         left = sum(len(node.members) for node in self.nodes.values() if node.is_up)
-        self._tell(e.Died(tuple(processes), left, str(cause), detail))
+        self.tell(e.Died(tuple(processes), left, str(cause), detail))
 
-    def _lose(self, cause: str, seconds: float) -> None:
+    def lose(self, cause: str, seconds: float) -> None:
         if seconds > 0:
             self.lost[str(cause)] = self.lost.get(str(cause), 0.0) + seconds
+
+
+def _played(player: Player) -> Played:
+    """What came of it, now that its time is over."""
+    trains = player.run is not None and player.run.began and not player.run.over
+    if trains:
+        player.log.event(Stopped(time=player.end, step=player.log.rows[-1]["step"] if player.log.rows else 0))
+    else:
+        player.lose(str(Cause.unfinished), player.end - player.last_life)
+    steps = player.log.rows[-1]["step"] if player.log.rows else 0
+    full_s, wall_s = player.inputs["step_s"], player.end - BEGIN
+    return Played(
+        player.log, wall_s, steps, full_s, player.productive, player.lost, player.control.generation, player.given_up
+    )
 
 
 def _carry_out(player: Player, command: c.Command) -> None:
@@ -368,8 +383,8 @@ def _carry_out(player: Player, command: c.Command) -> None:
     match command:
         case c.Form():
             player.run = _Run(command.generation, command.members)
-            delay = player._forming_s()
-            player._at(player.now + delay, lambda run=player.run: player._begin(run, delay))  # type: ignore[misc]
+            delay = player.forming_s()
+            player.at(player.now + delay, lambda run=player.run: player.begin(run, delay))  # type: ignore[misc]
         case c.Record():
             player.log.event(from_row({"time": player.now, "event": command.event, **command.fields}))
         case c.BeginRows():
@@ -382,43 +397,43 @@ def _carry_out(player: Player, command: c.Command) -> None:
         case c.GiveUp():
             player.given_up = command.message
         case c.Kill():
-            player._at(player.now, lambda: player._died([(command.node, command.pid)], Cause.worker_hung, "ended"))
+            player.at(player.now, lambda: player.died([(command.node, command.pid)], Cause.worker_hung, "ended"))
         case c.Write():
-            player._at(player.now + 1.0, lambda: player._tell(e.Written(command.upload, command.origin)))
+            player.at(player.now + 1.0, lambda: player.tell(e.Written(command.upload, command.origin)))
         case c.PublishIndex():
-            player._at(player.now, lambda: player._tell(e.IndexWritten(command.upload)))
+            player.at(player.now, lambda: player.tell(e.IndexWritten(command.upload)))
         case c.PublishCommit():
             step = command.version.step
-            player._at(player.now, lambda: player._tell(e.CheckpointCommitted(command.upload, step, 1)))
+            player.at(player.now, lambda: player.tell(e.CheckpointCommitted(command.upload, step, 1)))
         case c.Ask() if command.question is c.Question.HEARTBEATS:
             pass  # a fault is told of when its figure says so
 
 
 def _leave(player: Player, victims: list[_Node], gone: Fault, within_s: float = DEADLINE_S) -> None:
     """The group is told that these nodes go, and they do."""
-    player._tell(e.Notice({node.name: player.now + within_s for node in victims}))
-    player._at(player.now + within_s, lambda: player._take(gone, [node for node in victims if node.is_up]))
+    player.tell(e.Notice({node.name: player.now + within_s for node in victims}))
+    player.at(player.now + within_s, lambda: player.take(gone, [node for node in victims if node.is_up]))
 
 
 def _come_back(player: Player, fault: Fault, victims: Sequence[_Node]) -> None:
     for node in victims:
         domain = node.domain
-        player._at(player.now + fault.away_s, lambda node=node, domain=domain: _back(player, node, domain))  # type: ignore[misc]
+        player.at(player.now + fault.away_s, lambda node=node, domain=domain: _back(player, node, domain))  # type: ignore[misc]
 
 
 def _back(player: Player, node: _Node, domain: int) -> None:
     """A node that was away comes as another one; a process on a sound one is started again."""
     if not node.is_up:
         player.nodes.pop(node.name, None)
-        node = player._add_node(domain)
+        node = player.add_node(domain)
         new = node.members
     else:
         missing = player.inputs.job.gpus_per_node - len(node.members)
-        new = [player._member(node.name, gpu) for gpu in range(missing)]
+        new = [player.member(node.name, gpu) for gpu in range(missing)]
         node.members += new
-    player._join(new)
+    player.join(new)
     if player.run is None or player.run.over:
-        player._ask()
+        player.ask()
 
 
 def _seal(player: Player, *, at_once: bool = False) -> None:
@@ -427,7 +442,7 @@ def _seal(player: Player, *, at_once: bool = False) -> None:
     if safe:
         player.unsealed = player.unsealed[len(safe) :]
         player.sealed_at = player.now
-        player._tell(e.Sealed([SnapshotAck(node, safe[-1], peers) for node, peers in player.peers.items()]))
+        player.tell(e.Sealed([SnapshotAck(node, safe[-1], peers) for node, peers in player.peers.items()]))
 
 
 def _is_slow(player: Player, fault: Fault, node: _Node) -> None:
@@ -445,7 +460,7 @@ def _is_slow(player: Player, fault: Fault, node: _Node) -> None:
             steps_s = 3 * player.run.step_s if player.run is not None else 0.0  # it waits until the group has left
             _leave(player, [node], replace(fault, kind="host", at=0.0), max(DEADLINE_S, steps_s))
 
-    player._at(player.now + min(fault.lasts_s, evict_s), ends)
+    player.at(player.now + min(fault.lasts_s, evict_s), ends)
 
 
 def _slow_down(player: Player) -> None:
@@ -473,9 +488,9 @@ def _submit_again(player: Player, why: str) -> None:
     player.control = Control(player.config, is_whole=_all_are, now=player.now, past=past)
     player.log.event(Submitted(time=player.now, min_workers=player.config.cluster.min_workers))
     for node in [each for each in player.nodes.values() if each.is_up]:
-        node.members = [player._member(node.name, gpu) for gpu in range(player.inputs.job.gpus_per_node)]
-        player._join(node.members)
-    player._ask()
+        node.members = [player.member(node.name, gpu) for gpu in range(player.inputs.job.gpus_per_node)]
+        player.join(node.members)
+    player.ask()
 
 
 def _in_order(player: Player) -> list[_Node]:

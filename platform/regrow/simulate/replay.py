@@ -291,19 +291,19 @@ class PlanPlayer(Player):
         found = [(s, cause) for (of, cause, _), all_s in self.profile.samples.items() if of == name for s in all_s]
         return self.dice.choice(found) if found else (0.0, str(CAUSE_OF[kind]))
 
-    def _told(self, fault: Fault, *rest: Any) -> None:
+    def told(self, fault: Fault, *rest: Any) -> None:
         self.told_as = self.causes.get(fault)
-        super()._told(fault, *rest)
+        super().told(fault, *rest)
         self.told_as = None
 
-    def _died(self, processes: Sequence[tuple[str, int]], cause: Cause, detail: str) -> None:
-        super()._died(processes, Cause(self.told_as or cause), detail)
+    def died(self, processes: Sequence[tuple[str, int]], cause: Cause, detail: str) -> None:
+        super().died(processes, Cause(self.told_as or cause), detail)
         self._placed()
 
     def _placed(self) -> None:
         """Where workers live or start: a group that could grow waits for those that start, for a while."""
         up = [node.name for node in self.nodes.values() if node.is_up or node.name in self.coming]
-        super()._tell(e.Placed(dict.fromkeys(up, self.inputs.job.gpus_per_node)))
+        super().tell(e.Placed(dict.fromkeys(up, self.inputs.job.gpus_per_node)))
 
     def _mean_step_s(self, size: int) -> float:
         steps = self._steps_of(size)
@@ -314,49 +314,49 @@ class PlanPlayer(Player):
         nearest = min(self.profile.steps, key=lambda each: (abs(each - size), each))
         return self.profile.steps[nearest]
 
-    def _forming_s(self) -> float:
+    def forming_s(self) -> float:
         assert self.run is not None
         cause, size = str(self.control.group.cause), len(self.run.members)
         if self.control.generation <= 1:
             return self.cold_s
         return self._draw("change_s", cause, size)
 
-    def _begin(self, run: Any, took_s: float) -> None:
+    def begin(self, run: Any, took_s: float) -> None:
         """A group's first step takes longer."""
         inputs, size, cause = self.inputs, len(run.members), str(self.control.group.cause)
         full = self.costs.get(inputs.job.gpus) or self.costs[max(self.costs)]
         first_s = self.costs[size] + (0.0 if cause == Cause.start else self._draw("first_excess_s", cause, size))
         self.inputs = inputs.with_values(step_s=first_s * full / self.costs[size])
-        super()._begin(run, took_s)
+        super().begin(run, took_s)
         self.inputs = inputs
 
     # what happens when
 
-    def _tell(self, event: e.Event) -> Any:
+    def tell(self, event: e.Event) -> Any:
         """A step ends: it waited for data and its snapshot as steps of its size do; the next one is drawn."""
         run = self.run
         if not isinstance(event, e.Row) or run is None:
-            return super()._tell(event)
+            return super().tell(event)
         data_s, snapshot_s = self.waits
         row = {**event.row, "data_wait_s": data_s, "snapshot_s": snapshot_s}
         run.step_s, *waits = self.dice.choice(self._steps_of(len(run.members)))
         self.waits = waits[0], waits[1]
-        reply = super()._tell(replace(event, row=row))
+        reply = super().tell(replace(event, row=row))
         if event.row["step"] >= self.last_step:
             self.end = self.now
         while self.plan and event.row["step"] >= self.plan[0].step:
             fault = self.plan.popleft()
-            self._at(self.now + self.dice.random() * run.step_s, lambda fault=fault: self._befall(fault))  # type: ignore[misc]
+            self.at(self.now + self.dice.random() * run.step_s, lambda fault=fault: self._befall(fault))  # type: ignore[misc]
         return reply
 
     def _befall(self, planned: Planned) -> None:
         if planned.what == NODE_COMES:
-            node = self._add_node(next(self.numbers))
+            node = self.add_node(next(self.numbers))
             node.is_up = False  # until its workers are ready
             self.coming.add(node.name)
             self._placed()
             name = next((each for each in ("start_s", "respawn_s") if self.profile.of_figure(each)), "start_s")
-            self._at(self.now + self._draw(name, "", 0), lambda: self._comes(node.name))
+            self.at(self.now + self._draw(name, "", 0), lambda: self._comes(node.name))
             return
         where = self.dice.random() if planned.where is None else planned.where
         notice_s, cause = self._notice(planned.what)
@@ -372,24 +372,24 @@ class PlanPlayer(Player):
         )
         self.causes[fault] = cause
         if planned.what != "drain":
-            self._strike(fault)
+            self.strike(fault)
             return
         alive = [node for node in self.nodes.values() if node.is_up and node.members]
         alive = [node for node in alive if node.name in group] or alive
         victims = alive[int(where * len(alive)) :][:1]
-        self._tell(e.Notice({node.name: self.now + planned.deadline_s for node in victims}))
+        self.tell(e.Notice({node.name: self.now + planned.deadline_s for node in victims}))
         gone = replace(fault, kind="host", notice_s=0.0)
         self.causes[gone] = self._notice("host")[1]
-        self._at(self.now + planned.deadline_s, lambda: self._take(gone, [node for node in victims if node.is_up]))
+        self.at(self.now + planned.deadline_s, lambda: self.take(gone, [node for node in victims if node.is_up]))
 
     def _comes(self, name: str) -> None:
         node = self.nodes[name]
         node.is_up = True
         self.coming.discard(name)
-        self._tell(e.NodesAlive(frozenset(each.name for each in self.nodes.values() if each.is_up)))
-        self._join(node.members)
+        self.tell(e.NodesAlive(frozenset(each.name for each in self.nodes.values() if each.is_up)))
+        self.join(node.members)
         if self.run is None or self.run.over:
-            self._ask()
+            self.ask()
 
 
 def _inputs(profile: Profile, config: PretrainConfig, nodes: int | None, per_node: int) -> Inputs:

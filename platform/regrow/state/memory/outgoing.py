@@ -22,14 +22,14 @@ class Outgoing:
 
     def __init__(self, node: str, transport: Transport, secret: Callable[[], bytes]) -> None:
         self._node, self._transport, self._secret = node, transport, secret
-        self._sessions: dict[Address, Session] = {}
+        self._sessions: dict[tuple[Address, bytes], Session] = {}  # by what they prove: the secret of one driver
         self._meeting = threading.Lock()
 
     def keep(self, peers: Iterable[Peer]) -> None:
-        """Sessions with all others end."""
-        addresses = {peer.address for peer in peers}
+        """Sessions with all others end, and those of an earlier driver."""
+        current = {(peer.address, self._secret()) for peer in peers}
         with self._meeting:
-            over = [self._sessions.pop(address) for address in self._sessions.keys() - addresses]
+            over = [self._sessions.pop(each) for each in self._sessions.keys() - current]
         for session in over:
             session.close()
 
@@ -76,11 +76,12 @@ class Outgoing:
             _unless_refused(connection.receive())
 
     def _session(self, peer: Peer) -> Session:
-        """Where it is met for the first time, having seen what fills the link to it."""
+        """With the secret of now."""
+        key = peer.address, self._secret()
         with self._meeting:
-            session = self._sessions.get(peer.address)
+            session = self._sessions.get(key)
             if session is None:
-                session = self._sessions[peer.address] = self._transport.connect(peer.address, self._secret())
+                session = self._sessions[key] = self._transport.connect(*key)
         return session
 
 
