@@ -19,6 +19,8 @@ from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.runtime.fleet import Fleet
 from regrow.runtime.keeper import KeeperInfo
 from regrow.runtime.publisher import Publisher
+from regrow.state.disk.format import DataFile
+from regrow.state.disk.upload import Written
 from regrow.state.memory.held import Held, Holder
 from regrow.storage import Storage
 from support.actors import Handle
@@ -50,7 +52,12 @@ class Keeper:
     def write(self, order: Any) -> Any:
         if self.error is not None:
             raise self.error
-        return "written"
+        return Written((DataFile(f"{order.origin}.safetensors", 8, 4, ""),), 1, {}, {}, {})
+
+    def read_back(self, folder: str, files: Sequence[DataFile]) -> str:
+        if self.error is not None:
+            raise self.error
+        return f"{folder.rpartition('/')[2]}/{files[0].name} read by {self.node}"
 
     def gpus(self) -> Any:
         if self.error is not None:
@@ -118,6 +125,18 @@ def test_a_node_that_cannot_write_says_why(error: Exception, problem: str, tmp_p
     for node in "ab":
         nodes.fleet.write(c.Write(3, Version(1, 10), node, node, copies=False, describe=node == "a"))
     assert nodes.fleet.answers() == [e.Written(3, "a"), e.WriteFailed(3, "b", "b", problem, has_none=True)]
+
+
+def test_any_node_reads_back_what_another_one_has_written(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    for node in "ab":
+        nodes.fleet.write(c.Write(3, Version(1, 10), node, node, copies=False, describe=node == "a"))
+    assert nodes.fleet.answers() == [e.Written(3, "a"), e.Written(3, "b")]
+    nodes.keepers["b"].error = ray.exceptions.RayActorError()
+    nodes.fleet.read_back(c.ReadBack(3, "b", "b"))
+    assert nodes.fleet.answers() == [e.HasReadBack(3, "b", None)]
+    nodes.fleet.read_back(c.ReadBack(3, "a", "b"))
+    assert nodes.fleet.answers() == [e.HasReadBack(3, "b", "step-00000010/b.safetensors read by a")]
 
 
 def test_nodes_that_hold_different_things_make_no_checkpoint(tmp_path: Path) -> None:

@@ -241,9 +241,7 @@ class Player:
         self.lose(cause, self.now - self.last_life + self.undone_s)
         self.productive -= self.undone_s
         run.began, run.step, run.life = True, start_step, self.now
-        full = (
-            self.costs[max(self.costs)] if self.inputs.job.gpus not in self.costs else self.costs[self.inputs.job.gpus]
-        )
+        full = self.costs.get(self.inputs.job.gpus, self.costs[max(self.costs)])
         run.at_speed_s = self.inputs["step_s"] * self.costs[size] / full
         _slow_down(self)
         run.step_s, run.next_s = run.next_s or run.at_speed_s, None
