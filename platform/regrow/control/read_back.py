@@ -49,9 +49,7 @@ class StoredSteps:
 class ReadBacks:
     """Of one checkpoint at a time: a newer one counts for more."""
 
-    def __init__(
-        self, out: Outbox, steps: StoredSteps, *, timeout_s: float, can_ask: Callable[[str], bool] = lambda node: True
-    ) -> None:
+    def __init__(self, out: Outbox, steps: StoredSteps, *, timeout_s: float, can_ask: Callable[[str], bool]) -> None:
         """`can_ask` tells of which nodes an answer may be expected."""
         self._out, self._steps, self._timeout_s, self._can_ask = out, steps, timeout_s, can_ask
         self.step = 0  # of the checkpoint

@@ -17,11 +17,6 @@ from regrow.simulate.inputs import KINDS, TAKES_NODE, Figure, Inputs
 Floats = NDArray[np.floating[Any]]
 DAY = 86400.0
 BURSTS = ("rack", "pod", "power")
-OTHERS = (
-    "slow",
-    "stop",
-    "head",
-)  # what befalls a run beside the kinds of faults: a slow node, a planned stop, its head's death
 
 
 @dataclass(frozen=True)
@@ -29,7 +24,7 @@ class Fault:
     """One fault, for a player or a table of given ones. Times in seconds from the run's beginning."""
 
     at: float
-    kind: str  # of KINDS or OTHERS
+    kind: str  # of KINDS; or "slow" (a node becomes so), "stop" (a planned one), "head" (it dies)
     where: float  # in [0, 1): which node of all, those in the group first, spares behind them
     nodes: int = 1
     notice_s: float = 0.0
