@@ -80,8 +80,9 @@ def build_trainer(
     compiled: bool,
     compile_backend: str,
     activation_checkpoint: ActivationCheckpoint,
+    **settings: Any,
 ) -> Any:
-    """Its Trainer. Raises AssertionError where the models' sizes differ."""
+    """Its Trainer; `settings` are more of its configuration's. Raises AssertionError where the models' sizes differ."""
     if device.type == "cpu":
         stand_in_for_cuda()
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
@@ -99,6 +100,8 @@ def build_trainer(
         ActivationCheckpoint.selective: SelectiveAC.Config(),
         ActivationCheckpoint.full: FullAC.Config(),
     }
+    settings.setdefault("checkpoint", CheckpointManager.Config(enable=False))
+    settings.setdefault("lr_scheduler", LRSchedulersContainer.Config(warmup_steps=0))
     trainer = Trainer(
         Trainer.Config(
             model_spec=model_spec(model, seq_len),
@@ -111,7 +114,6 @@ def build_trainer(
                     ParamGroupConfig(pattern=r".*", optimizer_name="AdamW", optimizer_kwargs=adamw(lr, 0.1)),
                 ]
             ),
-            lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0),
             training=TrainingConfig(
                 local_batch_size=micro_batch_seqs,
                 global_batch_size=micro_batch_seqs * num_micro_batches * dist.get_world_size(),
@@ -122,9 +124,9 @@ def build_trainer(
             parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
             activation_checkpoint=checkpointing[activation_checkpoint],
             compile=CompileConfig(enable=compiled, backend=compile_backend),
-            checkpoint=CheckpointManager.Config(enable=False),
             dataloader=built_as(None),  # rows are handed in
             tokenizer=built_as(None),
+            **settings,
         )
     )
     theirs = sum(parameter.numel() for part in trainer.model_parts for parameter in part.parameters())

@@ -11,6 +11,13 @@ from regrow.show.console import Console
 from regrow.state.commands import COMMANDS
 
 
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no positive number")
+    return value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m jobs.checkpoint", description=__doc__)
     commands = parser.add_subparsers(required=True)
@@ -24,8 +31,16 @@ def main() -> None:
                 type=Dtype,
                 choices=list(Dtype),
                 default=Dtype.float32,
-                help="of hf: as optim.moments will be",
+                help="of weights alone: as optim.moments will be",
             )
+            command.add_argument("--model", metavar="NAME", help="of torchtitan and megatron: a file of conf/model")
+            command.add_argument(
+                "--global-batch-seqs",
+                type=positive,
+                metavar="N",
+                help="of torchtitan: its training.global_batch_size",
+            )
+            command.add_argument("--seq-len", type=positive, metavar="T", help="of torchtitan: its training.seq_len")
         else:
             command.add_argument("run_folder", help="<run.storage_path>/<run.name>, a path or a URI")
         if name == "diff":
@@ -44,7 +59,8 @@ def main() -> None:
             where = "a new one" if name == "export" else "of the new run: <run.storage_path>/<run.name>"
             command.add_argument("--to", required=True, metavar="FOLDER", help=where)
         if name in ("export", "import"):
-            command.add_argument("--format", choices=("hf", "dcp"), required=True)
+            forms = ["hf", "torchtitan", *["megatron"] * (name == "import"), "dcp"]
+            command.add_argument("--format", choices=forms, required=True)
         if name == "export":
             dtypes = list(Dtype)
             command.add_argument("--dtype", type=Dtype, choices=dtypes, default=Dtype.float32, help="of hf's weights")

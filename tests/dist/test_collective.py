@@ -180,8 +180,8 @@ OBJECTS = {
 }
 KNOWN = {  # what unpickles, and of what: never what comes from a port
     ("accept/ranks.py", "loads"),  # a file in the folder, of mode 0700, that this process made for its own ranks
-    ("state/exchange/dcp.py", "Unpickler"),  # a checkpoint of another program's, by names that are allowed
-    ("state/exchange/dcp.py", "load"),  # with weights_only
+    ("state/exchange/dcp_folder.py", "Unpickler"),  # a checkpoint of another program's, by names that are allowed
+    ("state/exchange/dcp_folder.py", "load"),  # with weights_only
 }
 
 

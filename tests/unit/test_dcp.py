@@ -28,7 +28,8 @@ from regrow.parallel.apply import build_model
 from regrow.record.run_folder import checkpoints_of, read_record
 from regrow.state.disk.catalog import choose
 from regrow.state.disk.tensors import CheckpointTensors
-from regrow.state.exchange.dcp import METADATA, ExportedState
+from regrow.state.exchange.dcp import ExportedState
+from regrow.state.exchange.dcp_folder import METADATA
 from regrow.state.exchange.runs import export_run, import_run
 from regrow.storage import Storage
 from support.ragged import ragged_model

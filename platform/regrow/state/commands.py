@@ -64,9 +64,25 @@ def export(options: argparse.Namespace, start: tools.Start) -> int:
 
 
 def import_(options: argparse.Namespace, start: tools.Start) -> int:
-    from regrow.state.exchange.runs import import_run
+    from regrow.state.exchange.runs import Batch, import_of_model, import_run
 
-    print(import_run(options.format, options.source, options.to, moments=options.moments, start=start))
+    form, batch = options.format, None
+    if options.global_batch_seqs is not None and options.seq_len is not None:
+        batch = Batch(options.global_batch_seqs, options.seq_len)
+    given = {"--model": options.model, "--global-batch-seqs": options.global_batch_seqs, "--seq-len": options.seq_len}
+    of_no_use = {"hf": [*given], "dcp": [*given], "megatron": ["--global-batch-seqs", "--seq-len"]}
+    for option in of_no_use.get(form, ()):
+        if given[option] is not None:
+            raise RegrowError(f"{option} says nothing of a folder of {form}; leave it out")
+    if form in ("hf", "dcp"):
+        print(import_run(form, options.source, options.to, moments=options.moments, start=start))
+        return 0
+    if options.model is None:
+        raise RegrowError(f"a folder of {form} does not say which model it is of: give --model, a file of conf/model")
+    if (options.global_batch_seqs is None) != (options.seq_len is None):
+        raise RegrowError("--global-batch-seqs and --seq-len are given together")
+    model, moments = options.model, options.moments
+    print(import_of_model(form, options.source, options.to, model=model, batch=batch, moments=moments, start=start))
     return 0
 
 
@@ -92,9 +108,15 @@ COMMANDS: dict[str, tuple[Callable[[argparse.Namespace, tools.Start], int], str]
     "inspect": (inspect, "what a checkpoint holds"),
     "verify": (verify, "check every byte; status 1 if a checkpoint is damaged"),
     "diff": (diff, "what differs between two checkpoints, of two runs or of one; status 1 if anything does"),
-    "export": (export, "write a checkpoint for Hugging Face's LlamaForCausalLM (hf), or as torch's DCP does (dcp)"),
+    "export": (
+        export,
+        "write a checkpoint for Hugging Face's LlamaForCausalLM (hf), for torchtitan, or as torch's DCP (dcp)",
+    ),
     "average": (average, "make a new run of the mean of several checkpoints' weights, to evaluate, export or train on"),
-    "import": (import_, "make a new run that starts from such weights (hf), or goes on from such a state (dcp)"),
+    "import": (
+        import_,
+        "make a new run that starts from weights (hf, megatron), or goes on from a state (torchtitan, dcp)",
+    ),
 }
 
 

@@ -53,6 +53,12 @@ class Entry:
     memory: Tensor  # [box.num_elements]
 
 
+def whole_entry(name: str, tensor: Tensor) -> Entry:
+    """Of a tensor that is all here, on the host."""
+    box = Box.whole(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    return Entry(box, tensor.contiguous().view(-1))
+
+
 def training_entries(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, inner_tensor: Callable[[Tensor], Tensor]
 ) -> list[Entry]:

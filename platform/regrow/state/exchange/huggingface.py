@@ -20,11 +20,11 @@ from regrow.config.schema import Dtype, ModelConfig, RopeScaling
 from regrow.errors import CheckpointError, first_line
 from regrow.model.size import parameter_shapes
 from regrow.optim.adamw import MOMENTS
-from regrow.plan.boxes import ITEM_BYTES, Box
+from regrow.plan.boxes import ITEM_BYTES
 from regrow.state.disk.catalog import PIECE_BYTES, Advance
 from regrow.state.disk.format import TORCH_DTYPES
 from regrow.state.disk.tensors import CheckpointTensors
-from regrow.state.entries import Entry
+from regrow.state.entries import Entry, whole_entry
 from regrow.storage import Storage
 
 CONFIG, ONE_FILE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -169,11 +169,9 @@ def import_entries(
 
 
 def _entries_of(name: str, weight: torch.Tensor, moments: Dtype) -> Iterator[Entry]:
-    flat = weight.float().flatten()
-    zeros = torch.zeros_like(flat, dtype=getattr(torch, moments.value))
-    for prefix, memory in (("model", flat), *((f"optim/{moment}", zeros) for moment in MOMENTS)):
-        dtype = str(memory.dtype).removeprefix("torch.")
-        yield Entry(Box.whole(f"{prefix}/{name}", tuple(weight.shape), dtype), memory)
+    zeros = torch.zeros_like(weight, dtype=getattr(torch, moments.value))
+    for prefix, tensor in (("model", weight.float()), *((f"optim/{moment}", zeros) for moment in MOMENTS)):
+        yield whole_entry(f"{prefix}/{name}", tensor)
 
 
 def weight_bytes(source: Storage) -> int:

@@ -1,8 +1,8 @@
-"""Runs made of Hugging Face's weights, of torch's DCP, or of a mean of checkpoints; and written as the former two."""
+"""Runs made of Hugging Face's weights, torchtitan's or torch's DCP, or a mean of checkpoints; and written as these."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,26 +10,48 @@ from typing import Any
 import torch
 import yaml
 
-from regrow.config.schema import DataConfig, Dtype
+from regrow.config.plain import read_model
+from regrow.config.schema import DataConfig, Dtype, OptimConfig, Schedule
 from regrow.data.prepare.tokenizer import parse_tokenizer
 from regrow.data.read.corpora import Corpora
 from regrow.errors import CheckpointError, DataError
 from regrow.model.size import parameter_shapes
+from regrow.optim.adamw import MOMENTS
+from regrow.optim.schedule import lr_at
 from regrow.plan.boxes import ITEM_BYTES, Box
-from regrow.record.run_folder import CHECKPOINTS, CONFIG_FILE, model_of, new_run_id, read_record, write_record
+from regrow.record.run_folder import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    model_of,
+    new_run_id,
+    read_record,
+    run_config,
+    write_record,
+)
 from regrow.state.disk.catalog import Start
 from regrow.state.disk.format import Index
 from regrow.state.disk.store import save_one_by_one
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.entries import Entry, Progress
 from regrow.state.exchange import dcp, huggingface
+from regrow.state.exchange.megatron import MegatronFolder
+from regrow.state.exchange.torchtitan import AdamWSettings, TitanFolder, bytes_read, export_for_torchtitan
 from regrow.storage import Storage
 
 NOT_TOLD = ("name", "document_attention")  # of a model by Hugging Face's config.json
 
 
+@dataclass(frozen=True)
+class Batch:
+    """What each step of a trainer took, all ranks together."""
+
+    seqs: int
+    seq_len: int
+
+
 def export_run(form: str, run_folder: str, index: Index, to: str, *, dtype: Dtype, start: Start) -> str:
-    """Write a run's checkpoint to a new folder, in the form `hf` (its weights in `dtype`) or `dcp`; says what it did.
+    """Write a run's checkpoint to a new folder, in the form `hf` (its weights in `dtype`), `dcp` or `torchtitan`; says
+    what it did.
 
     Raises RegrowError where the folder is not empty, or the checkpoint is damaged.
     """
@@ -37,10 +59,14 @@ def export_run(form: str, run_folder: str, index: Index, to: str, *, dtype: Dtyp
     _check_empty(target)
     if form == "hf":
         written = _export_weights(run, index, target, dtype, start)
-    elif dtype is Dtype.float32:
-        written = _export_state(run, index, target, start)
+    elif dtype is not Dtype.float32:
+        raise CheckpointError(
+            f"{form} holds the state as it is, in float32; leave out --dtype {dtype}, or export to hf"
+        )
+    elif form == "torchtitan":
+        written = _export_for_torchtitan(run, index, target, start)
     else:
-        raise CheckpointError(f"dcp holds the state as it is, in float32; leave out --dtype {dtype}, or export to hf")
+        written = _export_state(run, index, target, start)
     return f"step {index.step} of {run} is at {target}, {written}"
 
 
@@ -57,6 +83,83 @@ def import_run(form: str, source: str, run_folder: str, *, moments: Dtype = Dtyp
     if moments is not Dtype.float32:
         raise CheckpointError(f"dcp holds moments, kept as they are; leave out --moments {moments}")
     return "\n".join(_import_state(Storage.at(source), run, start))
+
+
+def import_of_model(
+    form: str,
+    source: str,
+    run_folder: str,
+    *,
+    model: str,
+    batch: Batch | None = None,
+    moments: Dtype = Dtype.float32,
+    start: Start,
+) -> str:
+    """Make a run of a folder of `torchtitan` or `megatron` (Megatron-Core), of this model of conf/model; says how to
+    start it.
+
+    It goes on from the step of a folder of torchtitan's that has the optimizer's state, and `batch` says what of the
+    data that is; else it begins with the weights, and moments kept as `moments`.
+    Raises RegrowError where the run's folder is not empty, or the source is damaged, or of another model or batch.
+    """
+    run, config, folder = Storage.at(run_folder), read_model(model), _local(Storage.at(source))
+    _check_empty(run)
+    state = TitanFolder(folder, config) if form == "torchtitan" else MegatronFolder(folder, config)
+    goes_on = isinstance(state, TitanFolder) and state.has_optimizer
+    progress = _progress_of(state, source, batch) if isinstance(state, TitanFolder) and goes_on else Progress()
+    identity = {f"model.{key}": value for key, value in asdict(config).items() if key not in NOT_TOLD}
+    if batch is not None:
+        identity |= {"optim.global_batch_seqs": batch.seqs, "data.seq_len": batch.seq_len}
+    entries = _noted(state.entries(start(state.num_bytes), moments=getattr(torch, moments)), identity)
+    _create(run, entries, progress, identity, None)
+    begins = f"goes on from step {progress.step}" if goes_on else "begins at step 0 with the weights"
+    command = f"    python -m jobs.pretrain {_named(run)} model={model}"
+    command += "".join(f" {key}={identity[key]}" for key in identity if not key.startswith("model."))
+    lines = [f"{run} {begins} of {source}. With a corpus prepared with the same tokenizer, start it with", "", command]
+    if isinstance(state, TitanFolder) and goes_on:
+        adamw = state.adamw()
+        lines = [*lines[:-1], command + _said(adamw), "", *_not_carried(progress, adamw)]
+    return "\n".join(lines)
+
+
+def _progress_of(state: TitanFolder, source: str, batch: Batch | None) -> Progress:
+    """Where a run stands that took such batches. Raises CheckpointError where its ranks cannot have."""
+    if batch is None:
+        raise CheckpointError(
+            f"{source} does not say how large its batches were: give --global-batch-seqs and --seq-len, "
+            "its training.global_batch_size and training.seq_len"
+        )
+    tokens = state.step * batch.seqs * batch.seq_len
+    if state.rank_tokens <= 0 or tokens % state.rank_tokens:
+        raise CheckpointError(
+            f"{source}: each rank has trained on {state.rank_tokens:,} tokens in {state.step:,} steps, which is no "
+            f"even part of {batch.seqs} x {batch.seq_len} tokens a step; --global-batch-seqs and --seq-len are its "
+            "training.global_batch_size and training.seq_len"
+        )
+    return Progress(step=state.step, cursor=state.step * batch.seqs, tokens_seen=tokens)
+
+
+def _noted(entries: Iterable[Entry], identity: dict[str, Any]) -> Iterator[Entry]:
+    """The same; how moments are kept is the run's setting from there on."""
+    for entry in entries:
+        if entry.box.name.startswith(f"optim/{MOMENTS[0]}/") and entry.box.dtype != Dtype.float32:
+            identity["optim.moments"] = entry.box.dtype
+        yield entry
+
+
+def _said(adamw: AdamWSettings) -> str:
+    beta1, beta2 = adamw.betas
+    settings = {"lr": adamw.lr, "beta1": beta1, "beta2": beta2, "eps": adamw.eps, "weight_decay": adamw.weight_decay}
+    return "".join(f" optim.{key}={value:g}" for key, value in settings.items())
+
+
+def _not_carried(progress: Progress, adamw: AdamWSettings) -> Iterator[str]:
+    yield (
+        f"Not carried over: the place in its data (here, samples from {progress.cursor:,} on are next), and its "
+        "schedule, which train.steps and optim.{schedule, warmup_fraction, decay_fraction, min_lr_ratio} are to say."
+    )
+    if adamw.decays_norms:
+        yield "Its AdamW decayed norms too; here matrices alone are."
 
 
 def average_run(run_folder: str, indexes: Sequence[Index], to: str, *, start: Start) -> str:
@@ -133,6 +236,30 @@ def _export_state(run: Storage, index: Index, target: Storage, start: Start) -> 
     kept = {key: record[key] for key in ("identity", "manifest_sha256")}
     dcp.export_state(tensors, _local(target), run=kept)
     return "with AdamW's moments"
+
+
+def _export_for_torchtitan(run: Storage, index: Index, target: Storage, start: Start) -> str:
+    """All of it but the place in the data, as its checkpoint manager loads it."""
+    settings, steps = _record(run)["identity"], run_config(run).get("train", {}).get("steps")
+    if index.step == 0 or steps is None:
+        raise CheckpointError(
+            f"{run} has not trained a step yet, so its optimizer is not known; export its weights to hf"
+        )
+    optim = OptimConfig(
+        **{key.name: settings[f"optim.{key.name}"] for key in fields(OptimConfig) if f"optim.{key.name}" in settings}
+    )
+    optim.schedule = Schedule(optim.schedule)
+    tokens_seen = index.scalars["tokens_seen"]
+    tokens_per_step = tokens_seen // index.step
+    next_lr = lr_at(tokens_seen + tokens_per_step, total_tokens=steps * tokens_per_step, config=optim)
+    model = model_of(settings)
+    tensors = CheckpointTensors(run / CHECKPOINTS, index, start(bytes_read(index, model)))
+    export_for_torchtitan(tensors, _local(target), model=model, optim=optim, next_lr=next_lr)
+    return (
+        "with AdamW's moments, for torchtitan 0.3: as OUTPUT/checkpoint/step-N of its dump_folder, or by --checkpoint."
+        "initial_load_path with --checkpoint.no_initial_load_model_only; either with --checkpoint.exclude_from_loading "
+        "dataloader, for its place in the data is not known here"
+    )
 
 
 def _import_weights(source: Storage, run: Storage, moments: Dtype, start: Start) -> list[str]:

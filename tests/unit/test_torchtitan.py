@@ -1,0 +1,285 @@
+"""torchtitan's checkpoints: one of its own is gone on with as it did itself, and ours as ours."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+import yaml
+from torch import Tensor
+
+from regrow.config.schema import Dtype, ModelConfig, OptimConfig, ParallelConfig, PretrainConfig
+from regrow.errors import CheckpointError
+from regrow.optim.schedule import lr_at
+from regrow.parallel.float8 import inner_tensor
+from regrow.parallel.fsdp import build_mesh, coordinates_of
+from regrow.plan.mesh import plan_mesh
+from regrow.record.run_folder import CHECKPOINTS, CONFIG_FILE, checkpoints_of, identity, read_record, write_record
+from regrow.state.disk import store
+from regrow.state.disk.catalog import choose
+from regrow.state.disk.tensors import CheckpointTensors
+from regrow.state.entries import Progress, set_optimizer_step, training_entries
+from regrow.state.exchange import runs
+from regrow.state.exchange.dcp_folder import DcpFolder
+from regrow.state.exchange.runs import Batch, export_run, import_of_model
+from regrow.storage import Storage
+from regrow.train.build import build_step
+from support import titan_run
+from support.gloo import run_ranks
+from support.ragged import ragged_model
+from support.runs import RUN_ID, save_run
+from support.titan_run import OPTIM, SAVED, SEQ_LEN, SEQS, STEPS, TOTAL
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "torchtitan"  # its README says how it was made
+BATCH = Batch(SEQS, SEQ_LEN)
+CPU = torch.device("cpu")
+
+
+def quiet(total: int) -> Any:
+    return lambda num_bytes: None
+
+
+@pytest.fixture
+def golden_model(monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
+    """In conf/model, as far as imports see."""
+    model = titan_run.model(tied=False)
+    monkeypatch.setattr(runs, "read_model", lambda name: model)
+    return model
+
+
+def imported(run: Path, source: Path = GOLDEN / "step-5", **options: Any) -> str:
+    return import_of_model(
+        "torchtitan", str(source), str(run), **{"model": "titan", "batch": BATCH, "start": quiet} | options
+    )
+
+
+def saved(folder: Path) -> dict[str, Tensor]:
+    tensors = CheckpointTensors(*choose(*checkpoints_of(str(folder))), lambda num_bytes: None)
+    return {name: tensors.whole(name) for name in tensors.index.tensors}
+
+
+def trained_on(folder: Path, tied: bool, last_step: int, write: bool) -> dict[int, float]:
+    """A run's checkpoint on these ranks, trained on as torchtitan's was; the losses by step. `write` its last one."""
+    mesh = build_mesh(plan_mesh(torch.distributed.get_world_size(), 1), "cpu")
+    model = titan_run.model(tied)
+    step = build_step(model, ParallelConfig(), OPTIM, mesh=mesh, device=CPU, seed=0)
+    entries = training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
+    checkpoints, index = choose(*checkpoints_of(str(folder)))
+    store.restore(checkpoints, index, entries, coordinates_of(mesh))
+    set_optimizer_step(step.optimizer, index.step)
+    progress, losses, tokens = Progress(**index.scalars), {}, SEQS * SEQ_LEN
+    share = slice(torch.distributed.get_rank(), None, torch.distributed.get_world_size())
+    while progress.step < last_step:
+        progress = Progress(progress.step + 1, progress.cursor + SEQS, progress.tokens_seen + tokens)
+        rows = torch.as_tensor(titan_run.rows_of(progress.step))[share]
+        lr = lr_at(progress.tokens_seen, total_tokens=TOTAL * tokens, config=OPTIM)
+        losses[progress.step] = step.run([rows], num_micro_batches=1, lr=lr).resolve().loss
+    if write:
+        store.save(checkpoints, entries, scalars=progress.to_dict(), run_id=index.run_id, generation=1)
+    return losses
+
+
+def begun(folder: Path, model: ModelConfig, optim: OptimConfig) -> None:
+    """An imported run, as its first attempt leaves it."""
+    config = PretrainConfig(model=model, optim=optim)
+    config.train.steps, config.data.seq_len = TOTAL, SEQ_LEN
+    record = read_record(Storage.at(folder)) or {"run_id": RUN_ID}
+    write_record(Storage.at(folder), run_id=record["run_id"], identity=identity(config), manifest_sha256="0" * 64)
+    (folder / CONFIG_FILE).write_text(yaml.safe_dump({"train": {"steps": TOTAL}, "model": asdict(model)}))
+    (folder / "events.jsonl").touch()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_of_torchtitans_is_gone_on_with_as_it_did_itself(
+    ranks: int, golden_model: ModelConfig, tmp_path: Path
+) -> None:
+    told = imported(tmp_path / "run")
+    assert f"goes on from step {SAVED} of {GOLDEN}" in told
+    assert (
+        "model=titan optim.global_batch_seqs=4 data.seq_len=12 optim.lr=0.01 optim.beta1=0.9 optim.beta2=0.95" in told
+    )
+    assert "samples from 20 on are next" in told
+    record = read_record(Storage.at(tmp_path / "run"))
+    assert record is not None
+    assert record["manifest_sha256"] is None  # the first attempt's corpus will be it
+    kept = {key: record["identity"][key] for key in ("optim.global_batch_seqs", "data.seq_len", "model.num_kv_heads")}
+    assert kept == {"optim.global_batch_seqs": 4, "data.seq_len": 12, "model.num_kv_heads": 2}
+
+    theirs = json.loads((GOLDEN / "run.json").read_text())
+    for step, rows in theirs["rows"].items():
+        assert titan_run.rows_of(int(step)).tolist() == rows
+    for ours in run_ranks(trained_on, ranks, tmp_path / "run", False, STEPS, False):
+        assert list(ours) == list(range(SAVED + 1, STEPS + 1))
+        assert ours == pytest.approx({step: theirs["losses"][str(step)] for step in ours}, rel=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_torchtitan_goes_on_with_what_was_exported_as_it_did_itself(
+    tied: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchtitan")
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def titan(*arguments: object) -> str:
+        command = [sys.executable, titan_run.__file__, *map(str, arguments), *["--tied"] * tied]
+        return subprocess.run(command, check=True, capture_output=True, text=True, env=env, timeout=200).stdout
+
+    titan("save", tmp_path)
+    run, model = tmp_path / "run", titan_run.model(tied)
+    monkeypatch.setattr(runs, "read_model", lambda name: model)
+    imported(run, tmp_path / "checkpoint" / "step-5")
+    run_ranks(trained_on, 1, run, tied, 15, True)
+    begun(run, model, OPTIM)
+    _, index = choose(*checkpoints_of(str(run)))
+    told = export_run(
+        "torchtitan", str(run), index, str(tmp_path / "checkpoint" / "step-15"), dtype=Dtype.float32, start=quiet
+    )
+    assert "exclude_from_loading dataloader" in told
+    losses = json.loads(titan("continue", tmp_path, 15).splitlines()[-1])
+    assert [int(step) for step in losses] == list(range(16, STEPS + 1))
+    theirs = json.loads((tmp_path / "run.json").read_text())["losses"]
+    assert losses == pytest.approx({step: theirs[step] for step in losses}, rel=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_there_and_back_is_bitwise_equal(tied: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    model = ModelConfig(vocab_size=20, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=6, tied=tied)
+    monkeypatch.setattr(runs, "read_model", lambda name: model)
+    run = tmp_path / "run"
+    save_run(run, model)  # 12 sequences of 8 tokens a step
+    begun(run, model, OptimConfig())
+    before, (_, index) = saved(run), choose(*checkpoints_of(str(run)))
+    left: list[int] = []  # to be read, of the export and of the import
+
+    def count(total: int) -> Any:
+        left.append(total)
+
+        def advance(num_bytes: int) -> None:
+            left[-1] -= num_bytes
+
+        return advance
+
+    export_run("torchtitan", str(run), index, str(tmp_path / "step-2"), dtype=Dtype.float32, start=count)
+    imported(tmp_path / "again", tmp_path / "step-2", batch=Batch(12, 8), start=count)
+    assert left == [0, 0]
+    after = saved(tmp_path / "again")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    _, again = choose(*checkpoints_of(str(tmp_path / "again")))
+    assert again.scalars == {"step": 2, "cursor": 24, "tokens_seen": 192}
+    fused = DcpFolder(tmp_path / "step-2").tensors["optimizer.state.layers.1.attention.qkv_linear.wqkv.weight.exp_avg"]
+    assert fused == (4 * 4 + 2 * 2 * 4, 16)
+
+
+def older(source: Path, target: Path, *, optimizer: bool = True, **changed: Any) -> None:
+    """The same state by the names of 0.2, which trains `wq`, `wk` and `wv` apart; with other values of some keys."""
+    folder, model = DcpFolder(source), titan_run.model(tied=False)
+    state = {key: folder.tensor(key) for key in folder.tensors}
+    values = ["train_state.step", "train_state.ntokens_seen", "lr_scheduler.last_epoch"]
+    groups = [f"optimizer.param_groups.{name}.weight" for name in ("tok_embeddings", "norm")]
+    values += [f"{group}.{name}" for group in groups for name in ("lr", "initial_lr", "betas", "eps", "weight_decay")]
+    state |= {key: folder.value(key) for key in values}
+    head_dim, group = model.dim // model.num_heads, model.num_heads // model.num_kv_heads
+    prefix = "optimizer.state.layers.0.attention"
+    for name in ("step", "exp_avg", "exp_avg_sq"):
+        fused = state.pop(f"{prefix}.qkv_linear.wqkv.weight.{name}")
+        parts = [fused] * 3
+        if name != "step":
+            by_head = fused.view(model.num_kv_heads, group + 2, head_dim, model.dim)
+            parts = [part.reshape(-1, model.dim).clone() for part in by_head.split((group, 1, 1), dim=1)]
+        state |= {f"{prefix}.{to}.weight.{name}": part for to, part in zip(("wq", "wk", "wv"), parts, strict=True)}
+    state = {key.replace(".qkv_linear", "").replace("lm_head", "output"): value for key, value in state.items()}
+    if not optimizer:
+        state = {key: value for key, value in state.items() if key.startswith(("layers", "norm", "tok", "output"))}
+    torch_dcp.save(state | changed, checkpoint_id=target, no_dist=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_names_of_the_version_before_are_read(golden_model: ModelConfig, tmp_path: Path) -> None:
+    older(GOLDEN / "step-5", tmp_path / "step-5")
+    imported(tmp_path / "old", tmp_path / "step-5")
+    imported(tmp_path / "new")
+    old, new = saved(tmp_path / "old"), saved(tmp_path / "new")
+    assert old.keys() == new.keys()
+    assert all(torch.equal(old[name], tensor) for name, tensor in new.items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_weights_alone_begin_a_run_at_step_0(golden_model: ModelConfig, tmp_path: Path) -> None:
+    """As torchtitan's last checkpoint is by default."""
+    older(GOLDEN / "step-5", tmp_path / "step-9", optimizer=False)
+    told = imported(tmp_path / "run", tmp_path / "step-9", batch=None, moments=Dtype.bfloat16)
+    assert "begins at step 0 with the weights" in told
+    _, index = choose(*checkpoints_of(str(tmp_path / "run")))
+    assert index.scalars == {"step": 0, "cursor": 0, "tokens_seen": 0}
+    tensors, (dtype, _) = saved(tmp_path / "run"), index.tensors["optim/exp_avg/norm.weight"]
+    assert dtype == "bfloat16"
+    assert not tensors["optim/exp_avg/norm.weight"].any()
+    imported(tmp_path / "state")
+    assert torch.equal(
+        tensors["model/layers.0.attention.wk.weight"], saved(tmp_path / "state")["model/layers.0.attention.wk.weight"]
+    )
+    record = read_record(Storage.at(tmp_path / "run"))
+    assert record is not None
+    assert record["identity"]["optim.moments"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch": None}, "--global-batch-seqs and --seq-len"),
+        ({"batch": Batch(7, 5)}, "240 tokens in 5 steps, which is no even part of 7 x 5"),
+    ],
+)
+def test_a_batch_that_cannot_be_its_own_is_refused(
+    options: dict[str, Any], says: str, golden_model: ModelConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        imported(tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"num_layers": 2}, r"has no layers.1.attention_norm.weight, which the model other has"),
+        ({"num_layers": 0}, r"holds layers.0.*, which the model other does not have"),
+        ({"ffn_dim": 32}, r"layers.0.feed_forward.w1.weight is \[24, 16\], the model other has \[32, 16\]"),
+        ({"tied": True}, "lm_head.weight is not the embedding"),
+    ],
+)
+def test_another_model_is_refused(
+    changed: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = ModelConfig(**asdict(titan_run.model(tied=False)) | {"name": "other"} | changed)
+    monkeypatch.setattr(runs, "read_model", lambda name: model)
+    with pytest.raises(CheckpointError, match=says):
+        imported(tmp_path / "run")
+    assert read_record(Storage.at(tmp_path / "run")) is None
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_optimizer_that_stood_still_or_is_no_adamw_is_refused(golden_model: ModelConfig, tmp_path: Path) -> None:
+    older(GOLDEN / "step-5", tmp_path / "still", **{"optimizer.state.norm.weight.step": torch.tensor(4.0)})
+    with pytest.raises(CheckpointError, match=r"AdamW has taken 4 steps with norm.weight, training 5"):
+        imported(tmp_path / "run", tmp_path / "still")
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    older(GOLDEN / "step-5", tmp_path / "sgd", **{"optimizer.param_groups.tok_embeddings.weight.betas": 0.9})
+    with pytest.raises(CheckpointError, match="its optimizer is not AdamW"):
+        imported(tmp_path / "run2", tmp_path / "sgd")
+
+
+def test_a_run_that_has_not_trained_is_exported_by_its_weights_alone(golden_model: ModelConfig, tmp_path: Path) -> None:
+    save_run(tmp_path / "run", ragged_model())
+    (tmp_path / "run" / "events.jsonl").touch()
+    _, index = choose(*checkpoints_of(str(tmp_path / "run")))
+    with pytest.raises(CheckpointError, match="export its weights to hf"):
+        export_run("torchtitan", str(tmp_path / "run"), index, str(tmp_path / "out"), dtype=Dtype.float32, start=quiet)
+    assert not (tmp_path / "run" / CHECKPOINTS / "out").exists()
