@@ -32,9 +32,9 @@ from regrow.control.states import (
 )
 from regrow.control.too_few import YIELD_S
 from regrow.control.troubles import MAX_FAILED_GENERATIONS
-from regrow.control.values import NEVER, Peer, Version
+from regrow.control.values import NEVER, PartTimes, Peer, Version
 from regrow.plan.mesh import ALONE
-from regrow.record.events import Cause, from_row
+from regrow.record.events import Cause, Checkpoint, from_row
 from regrow.record.log import METRIC_KEYS
 from regrow.runtime.abort import LEAVE_S
 from regrow.state.memory.held import Held, copy_name
@@ -506,18 +506,35 @@ def uploading(nodes: str = "abc", *, copies: bool = False) -> Told:
 def test_a_checkpoint_is_parts_then_index_then_commit_then_retention() -> None:
     told = uploading()
     assert told.of(c.Announce)[-1].pinned == Version(1, 10)
-    for node in "abc":
+    for seconds, node in enumerate("abc"):
         assert told.of(c.PublishIndex) == []
-        told(e.Written(1, node))
+        told.now += seconds
+        told(e.Written(1, node, PartTimes(0.25, seconds, 100)))
     assert told.of(c.PublishIndex) == [c.PublishIndex(1, Version(1, 10), ("a", "b", "c"))]
     assert told.of(c.PublishCommit) == []
+    told.now += 0.5
     told(e.IndexWritten(1))
     assert told.of(c.PublishCommit) == [c.PublishCommit(1, Version(1, 10))]
     assert told.control.settling == Settling(True, "", 10, tuple("abc"))
     told.now += 2.0
     told(e.CheckpointCommitted(1, 10, 1234))
     (recorded,) = told.records("checkpoint")
-    assert recorded == {"step": 10, "seconds": 2.0, "bytes": 1234, "reason": "every 10 steps"}
+    assert recorded == {
+        "step": 10,
+        "seconds": 5.5,
+        "bytes": 1234,
+        "reason": "every 10 steps",
+        "write_s": 1.0,
+        "held_up_s": 2.0,
+        "index_s": 0.5,
+        "commit_s": 2.0,
+        "nodes": [  # the slowest first
+            {"node": node, "seconds": since, "check_s": 0.25, "write_s": took, "bytes": 100}
+            for node, since, took in (("c", 3.0, 2), ("b", 1.0, 1), ("a", 0.0, 0))
+        ],
+    }
+    sentence = Checkpoint(time=1.0, **recorded).sentence()
+    assert sentence.endswith("in 5.50 s, 2.0 s of that waiting for node c to write its part")
     assert told.of(c.Announce)[-1].pinned == NEVER
     assert told.of(c.ReadBack) == [c.ReadBack(1, node, node) for node in "abc"]
     for node in "abc":

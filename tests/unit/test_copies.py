@@ -196,7 +196,12 @@ def test_a_keeper_that_comes_back_to_a_node_without_peers_takes_up_what_was_seal
         )
         nodes[0].keeper.start()
         nodes[0].keeper.set_peers(())
-        wait_until(lambda: SnapshotAck("node-0", Version(1, STEP + 1), ()) in reports)
+        report = SnapshotAck("node-0", Version(1, STEP + 1), ())
+        wait_until(lambda: report in reports)
+        times = next(each.times for each in reports if each == report)
+        assert times is not None
+        assert 0 < times.check_s <= times.seconds
+        assert times.bytes > 0
 
 
 @pytest.mark.parametrize(("copies", "of_small", "of_large"), [(1, 8, 1), (2, 16, 9)])

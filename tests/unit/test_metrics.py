@@ -521,12 +521,21 @@ def test_ranks_are_shown_with_what_they_spend_a_step_on_and_those_that_are_gone_
     assert value(figures, "suspects", "slow_compute") == 0
 
 
+def test_figures_by_node_are_those_of_the_newest_reports() -> None:
+    figures = make_figures()
+    row = {"node": "ab" * 20, "seconds": 2.0, "check_s": 0.5, "send_s": 1.5, "bytes": 10}
+    figures.node_snapshots([row])
+    assert value(figures, "node_snapshot_send_seconds", "abababababab") == 1.5
+    figures.node_snapshots([row | {"node": "c"}])
+    assert {key[1] for key in figures.values if key[0] == "regrow_node_snapshot_bytes"} == {"c"}
+
+
 def test_names_follow_prometheus() -> None:
     for family in FAMILIES.values():
         assert re.fullmatch(r"regrow_[a-z]+(_[a-z]+)*", family.name), family.name
         assert not re.search(r"_(ms|s|gb|mb|percent|minutes|hours|count)(_|$)", family.name), "base units only"
-        assert family.label in ("", "cause", "state", "reason", "result", "kind", "rank")
-        assert (family.label in ("", "rank")) == (family.values == ("",))
+        assert family.label in ("", "cause", "state", "reason", "result", "kind", "rank", "node")
+        assert (family.label in ("", "rank", "node")) == (family.values == ("",))
         assert family.help[0].islower() or family.help[0].isdigit() or family.help.startswith(("CPU", "FLOPs"))
 
 

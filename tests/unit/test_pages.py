@@ -138,7 +138,12 @@ def simulated(name: str, *, seed: int, steps: int, losses: int, lr: float) -> tu
             now += 9.0
             event("validation", now, step=step, loss=loss + 0.05, seconds=9.0)
             row |= {"validation_loss": loss + 0.05, "time": now}
-            event("checkpoint", now + 1, step=step, bytes=96_000_000_000, seconds=31.0)
+            parts = [
+                {"node": f"{k:02x}" * 20, "seconds": 27.0 if k else 29.0, "check_s": 2.0, "write_s": 24.0, "bytes": 12e9}
+                for k in range(8)
+            ]
+            took = {"write_s": 27.0, "held_up_s": 2.0, "index_s": 1.5, "commit_s": 0.5, "nodes": parts}
+            event("checkpoint", now + 1, step=step, bytes=96_000_000_000, seconds=31.0, **took)
         rows.append(row)
     event("stopped", now + 2, step=steps, reason="finished", detail="")
     config = {
@@ -162,7 +167,12 @@ def simulated(name: str, *, seed: int, steps: int, losses: int, lr: float) -> tu
 def run_html() -> str:
     history, config = simulated("llama-8b", seed=1, steps=700, losses=9, lr=3e-4)
     ledger = history.ledger(T0 + 9000)
-    return run_page(build_report(history, ledger, config), history, ledger, config, T0 + 9000)
+    nodes = [
+        {"node": f"{k:02x}" * 20, "seconds": 4.0 - k / 4, "check_s": 0.5, "send_s": 3.0 - k / 4, "bytes": 12e9}
+        for k in range(8)
+    ]
+    report = build_report(history, ledger, config)
+    return run_page(report, history, ledger, config, T0 + 9000, node_snapshots=nodes)
 
 
 def drill_html() -> str:
@@ -194,6 +204,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, render in PAGES.items():
         (made / f"{name}.html").write_text(render(), encoding="utf-8")
     return made
+
+
+def test_a_page_names_the_nodes_that_a_checkpoint_and_a_snapshot_waited_for() -> None:
+    html = run_html()
+    assert "It took 31" in html
+    assert "nodes writing 27" in html
+    assert "waiting for the slowest node 2" in html
+    for heading, slowest, cells in (
+        ("<h2>Snapshots by node, the newest</h2>", "000000000000", ("12 GB", "4.00 s", "4.00")),
+        ("<h2>Checkpoints</h2>", "000000000000", ("12 GB", "29", "0.50")),
+    ):
+        section = html[html.index(heading) :].partition("</section>")[0]
+        row = section[section.index(slowest) :].partition("</tr>")[0]
+        assert "color-mix" in row
+        for cell in cells:
+            assert cell in row
 
 
 @pytest.mark.parametrize("window", WINDOWS)

@@ -21,6 +21,7 @@ from regrow.control.events import (
     WriteFailed,
     Written,
 )
+from regrow.control.node_times import CheckpointTimes
 from regrow.control.peers import KeeperRegistry
 from regrow.control.read_back import ReadBacks, StoredSteps
 from regrow.control.values import NEVER, NOTHING, Version
@@ -52,7 +53,20 @@ class Upload:
     stage: Stage = Stage.WRITING
     asked: dict[str, str] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)  # origins
+    times: CheckpointTimes = field(init=False)
     lacked: bool = True  # all that has failed of it did because a part was not there
+
+    def __post_init__(self) -> None:
+        self.times = CheckpointTimes(self.begun_at)
+
+    def wrote(self, event: Written, now: float) -> bool:
+        """A part is there; whether all are."""
+        self.times.wrote(event.origin, self.asked[event.origin], event.times, now)
+        self.written.add(event.origin)
+        is_whole = self.written == self.peers.keys()
+        if is_whole:
+            self.times.passed(now)
+        return is_whole
 
     @property
     def doing(self) -> str:
@@ -167,10 +181,8 @@ class Checkpoints:
 
     def written(self, event: Written, now: float) -> None:
         """The index comes once all nodes have."""
-        if (found := self._current(event.upload, Stage.WRITING)) is None:
-            return
-        found.written.add(event.origin)
-        if found.written == found.peers.keys():
+        found = self._current(event.upload, Stage.WRITING)
+        if found is not None and found.wrote(event, now):
             found.stage = Stage.INDEX
             self._out.append(PublishIndex(found.number, found.version, tuple(found.peers)))
 
@@ -198,6 +210,7 @@ class Checkpoints:
 
     def index_written(self, event: IndexWritten, now: float) -> None:
         if (found := self._current(event.upload, Stage.INDEX)) is not None:
+            found.times.passed(now)
             found.stage = Stage.COMMIT
             self._out.append(PublishCommit(found.number, found.version))
 
@@ -212,7 +225,8 @@ class Checkpoints:
                 self._out.append(Withdraw(step))
             return
         seconds = now - found.begun_at
-        self._out.record("checkpoint", step=step, seconds=seconds, bytes=event.num_bytes, reason=found.reason)
+        took = {"seconds": seconds, **found.times.to_event(now)}
+        self._out.record("checkpoint", step=step, bytes=event.num_bytes, reason=found.reason, **took)
         self.read_backs.begin(upload, step, self.stored, found.asked, now)
         self.has_stored(step)
         if current is not None:

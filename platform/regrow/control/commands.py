@@ -166,6 +166,13 @@ class ShowRanks:
 
 
 @dataclass(frozen=True)
+class ShowSnapshots:
+    """What nodes took to make their newest snapshots safe, the slowest first; for all that show it."""
+
+    nodes: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
 class SaveStacks:
     """What every worker was doing while the group stood still, by node."""
 
@@ -252,6 +259,7 @@ Command = (
     | RestartKeeper
     | SnapshotCommitted
     | ShowRanks
+    | ShowSnapshots
     | SaveStacks
     | Write
     | ReadBack

@@ -4,11 +4,11 @@ Calls of workers that carry a generation are refused (`Fenced`) once that is ove
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from regrow.control.membership import Member
-from regrow.control.values import NOTHING, Address, Replica, SnapshotAck, Version
+from regrow.control.values import NOTHING, Address, PartTimes, Replica, SnapshotAck, Version
 from regrow.control.verification import Outcome
 
 # a worker
@@ -301,6 +301,7 @@ class Written:
 
     upload: int
     origin: str
+    times: PartTimes = field(default_factory=PartTimes)
 
 
 @dataclass(frozen=True)

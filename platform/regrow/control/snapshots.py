@@ -13,10 +13,12 @@ from regrow.control.commands import (
     Question,
     Reply,
     SendPlaces,
+    ShowSnapshots,
     SnapshotCommitted,
 )
 from regrow.control.commits import CommitTracker, IsWhole
 from regrow.control.events import Answered, Complaint, KeepersFound, KeeperUp, NeighboursAsked, NodesAlive
+from regrow.control.node_times import SnapshotTimes
 from regrow.control.peers import KeeperRegistry
 from regrow.control.silent import HANGS, LATE_S, SilentKeepers
 from regrow.control.states import Settling
@@ -26,6 +28,8 @@ UNSAFE_S = 120.0  # without a commit in memory: worth a word
 UNHEARD_S = 1.0  # that some nodes have not reported what others have: those with their copies are asked
 MOST_UNHEARD = 8  # of such nodes: where more are late, copies are slow
 SILENT_S = 30.0  # that nodes have not reported: none waits for another one of them any more
+
+SHOW_S = 10.0  # between two times that nodes' times are shown
 
 COPIES = -2  # the number of the question; others' are above
 
@@ -63,12 +67,16 @@ class Snapshots:
         self._copies: dict[tuple[Version, str], set[str]] = {}  # of a version of a node: which nodes hold all of them
         self._copies_asked_at = now
         self._by_way: dict[str, float] = {}  # nodes heard only by way of those with their copies, and since when
+        self._times, self._shown_at = SnapshotTimes(), now
 
     def tick(self, now: float) -> None:
         """Decide what time alone decides."""
         self.checkpoints.tick(now)
         if self.keepers.links.try_again(now) or self._given_up:
             self._move_copies()
+        if now - self._shown_at > SHOW_S:
+            self._shown_at = now
+            self._out.append(ShowSnapshots(self._times.rows()))
         self._look_for_silent_keepers(now)
 
     @property
@@ -88,6 +96,7 @@ class Snapshots:
         self._by_way.clear()
         self._given_up.clear()
         self._safe_at = now
+        self._times.begin(nodes)
         self.keepers.begin(nodes)
         self.commits.begin(generation, start_step, self.keepers.peers)
         self._out.append(SendPlaces(self.keepers.places()))
@@ -95,6 +104,7 @@ class Snapshots:
 
     def sealed(self, acks: Sequence[SnapshotAck], now: float) -> None:
         """Nodes have versions safe; once it is all of a version's, that is committed."""
+        self._times.take(acks)
         for ack in acks:
             self.keepers.links.copied(ack.node, ack.peers)
             if ack.by_way:

@@ -1,6 +1,6 @@
 """What control, the nodes' memory and Ray's actors speak of: versions of the training state, and where they are."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
 NOTHING = -1  # no generation, no step
@@ -35,6 +35,31 @@ class Digest:
 
 
 @dataclass(frozen=True)
+class CopyTimes:
+    """How long a node took to make a version safe."""
+
+    seconds: float  # from when the first of its ranks had sealed its part
+    check_s: float  # of checksums, of all ranks' parts
+    send_s: float  # the longest, to all peers
+    bytes: int  # of one copy
+
+    def to_plain(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """How long a node took to write a part of a checkpoint."""
+
+    check_s: float = 0.0  # of comparing checksums
+    write_s: float = 0.0  # of writing files
+    bytes: int = 0
+
+    def to_plain(self) -> dict[str, float]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class SnapshotAck:
     """All snapshots of a version that a node's ranks wrote are checked, and copied to all these peers."""
 
@@ -43,6 +68,7 @@ class SnapshotAck:
     peers: tuple[str, ...]  # the nodes that hold the copies
     by_way: bool = False  # these said so, for the node is not heard
     digests: tuple[Digest, ...] = ()  # of its ranks, where there are replicas
+    times: CopyTimes | None = field(default=None, compare=False)  # None: those of another report
 
 
 @dataclass(frozen=True)

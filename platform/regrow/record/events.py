@@ -329,6 +329,8 @@ class CoordinatorRestarted(Incident):
 
 # what is saved, and what of it turns out to be damaged
 
+HELD_UP = 0.2  # share of a checkpoint's time that one node is named for
+
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(Event):
@@ -340,12 +342,22 @@ class Checkpoint(Event):
     reason: str | None = None  # it was written for: steps, minutes, interval, end, drain
     stall_s: float | None = None  # for which training stood still up to `time`, where ranks write themselves
     generation: int | None = None  # of these ranks
+    write_s: float | None = None  # from its beginning until a node's part is there, the median of nodes
+    held_up_s: float | None = None  # for which the slowest node's part came after that
+    index_s: float | None = None  # writing the metadata file, once all parts are there
+    commit_s: float | None = None  # writing COMMIT, once that is there
+    nodes: list[dict[str, Any]] | None = None  # the slowest first: node seconds check_s write_s bytes; `of` another one
 
     def sentence(self) -> str:
         size = f": {self.bytes / 1e6:,.1f} MB" if self.bytes is not None else ""
-        return f"checkpoint of step {self.step} committed{size}" + (
-            f" in {self.seconds:.2f} s" if self.seconds is not None else ""
-        )
+        took = f" in {self.seconds:.2f} s" if self.seconds is not None else ""
+        return f"checkpoint of step {self.step} committed{size}{took}{self._slow_node()}"
+
+    def _slow_node(self) -> str:
+        """Which node the others were waited for, if it was one that took much of the time."""
+        if not self.nodes or not self.seconds or (self.held_up_s or 0.0) < max(1.0, HELD_UP * self.seconds):
+            return ""
+        return f", {self.held_up_s:.1f} s of that waiting for node {str(self.nodes[0]['node'])[:12]} to write its part"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -97,9 +97,17 @@ def read_status(storage: Storage, now: float | None = None) -> Status:
 
 def read_ranks(storage: Storage) -> list[dict[str, Any]]:
     """What ranks spent their newest steps on, the slowest first; empty where nothing is known."""
+    return [each for each in _shown(storage, "ranks") if isinstance(each.get("rank"), int)]
+
+
+def read_node_snapshots(storage: Storage) -> list[dict[str, Any]]:
+    """What nodes took to make their newest snapshots safe, the slowest first; empty where nothing is known."""
+    return [each for each in _shown(storage, "snapshots") if isinstance(each.get("node"), str)]
+
+
+def _shown(storage: Storage, what: str) -> list[dict[str, Any]]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        ranks = json.loads(storage.read_bytes(RANKS))["ranks"]
-        return [each for each in ranks if isinstance(each, dict) and isinstance(each.get("rank"), int)]
+        return [each for each in json.loads(storage.read_bytes(RANKS))[what] if isinstance(each, dict)]
     return []
 
 

@@ -144,7 +144,7 @@ class Fleet:
                 return e.WriteFailed(command.upload, command.origin, command.node, _problem(error), has_none)
             self._publisher.written(command.upload, order, answer.result())
             self._written[command.upload, command.origin] = order.folder, answer.result().files
-            return e.Written(command.upload, command.origin)
+            return e.Written(command.upload, command.origin, answer.result().times)
 
         self._pending[self._known[command.node][0].write(order)] = then
 

@@ -98,6 +98,7 @@ class Shell:
         self._flushed = (0, self.now)  # the log's newest flush, and when it was asked for
         self._formed = _Formed(0, [], 0.0)
         self._ranks_at, self._closing = 0.0, threading.Event()  # for the file of what ranks spend their time on
+        self._node_snapshots: tuple[Mapping[str, Any], ...] = ()  # for the same
         self._timer = threading.Thread(target=self._run, name="timer", daemon=True)
         self._carriers: dict[type, Callable[[Any], None]] = {
             c.Form: self._form,
@@ -116,6 +117,7 @@ class Shell:
             c.RestartKeeper: self.fleet.restart,
             c.SnapshotCommitted: lambda command: self.metrics.snapshot(command.version.step),
             c.ShowRanks: self._show_ranks,
+            c.ShowSnapshots: self._show_snapshots,
             c.SaveStacks: self._save_stacks,
             c.Write: self.fleet.write,
             c.ReadBack: self.fleet.read_back,
@@ -262,13 +264,21 @@ class Shell:
         if self.now < self._ranks_at:
             return
         self._ranks_at = self.now + RANKS_EVERY_S
-        content = {"time": time.time(), "ranks": [dict(each) for each in command.ranks]}
+        content = {
+            "time": time.time(),
+            "ranks": [dict(each) for each in command.ranks],
+            "snapshots": [dict(each) for each in self._node_snapshots],
+        }
 
         def save() -> None:
             with contextlib.suppress(OSError):  # the next one comes
                 self._folder.write_bytes(RANKS, encode(content))
 
         self._writer.put(save)
+
+    def _show_snapshots(self, command: c.ShowSnapshots) -> None:
+        self._node_snapshots = command.nodes
+        self.metrics.node_snapshots(command.nodes)
 
     def _save_stacks(self, command: c.SaveStacks) -> None:
         generation = self.control.generation

@@ -50,6 +50,7 @@ class Cell:
     text: str
     kind: str = ""  # its class in the template: text, soft, good, bad
     colour: str = ""  # of a square before it
+    heat: float = 0.0  # of its background, up to 1
     details: Sequence[str] = ()  # below it
 
 
@@ -95,8 +96,9 @@ def run_page(
     now: float,
     *,
     ranks: Sequence[Mapping[str, Any]] = (),
+    node_snapshots: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The page of a run as HTML text. `report` is the content of report.json, `ranks` that of ranks.json."""
+    """The page of a run as HTML text. `report` is the content of report.json, the rest of ranks.json."""
     name = str((config.get("run") or {}).get("name", "run"))
     sections = [
         _time(report),
@@ -104,7 +106,8 @@ def run_page(
         _lost(report),
         _recoveries(report["recoveries"]),
         _ranks(ranks, history),
-        Section("Checkpoints", lines=[_checkpoints(report, history)]),
+        _node_snapshots(node_snapshots),
+        _checkpoints(report, history),
         _geometry(config, history),
         data_mix(config, report["tokens"]),
         _submission(history),
@@ -367,15 +370,70 @@ def _ranks(ranks: Sequence[Mapping[str, Any]], history: History) -> Section:
     return Section("Ranks, a step's mean", lines=suspected, note=note, head=head, rows=rows, numbers=range(2, 11))
 
 
-def _checkpoints(report: Mapping[str, Any], history: History) -> str:
+def _node_snapshots(nodes: Sequence[Mapping[str, Any]]) -> Section:
+    """What each node took to make its newest snapshot safe; of many, the slowest few."""
+    return Section(
+        "Snapshots by node, the newest",
+        note="From sealed to checked and copied, the slowest node first; a snapshot is committed with its report.",
+        head=["node", "size", "until safe", "checksums", "sending", "GB/s"],
+        rows=_by_node(nodes, ("seconds", "check_s", "send_s"), speed="send_s"),
+        numbers=range(1, 6),
+    )
+
+
+def _checkpoints(report: Mapping[str, Any], history: History) -> Section:
     last, made = history.newest(Checkpoint), report["checkpoints"]
     if last is None:
-        return "None committed yet."
+        return Section("Checkpoints", lines=["None committed yet."])
     large = f", {size(last.bytes)}" if last.bytes is not None else ""
-    return (
+    lines = [
         f"{made['committed']:,} committed; training waited {duration(made['stall_s'])} for them. "
         f"The last is of step {last.step}{large}, {when(last.time)}."
+    ]
+    if last.seconds is None or last.write_s is None or not last.nodes:
+        return Section("Checkpoints", lines=lines)
+    phases = {
+        "nodes writing": (last.write_s, "snapshot"),
+        "waiting for the slowest node": (last.held_up_s or 0.0, "down"),
+        "metadata": (last.index_s or 0.0, "validation"),
+        "COMMIT": (last.commit_s or 0.0, "other"),
+    }
+    lines.append(f"It took {duration(last.seconds)}: {_phases(phases, last.seconds)}.")
+    return Section(
+        "Checkpoints",
+        bar=[
+            (seconds / last.seconds, colour, f"{name}: {duration(seconds)}")
+            for name, (seconds, colour) in phases.items()
+            if seconds > 0 and last.seconds > 0
+        ],
+        lines=lines,
+        head=["node", "size", "until written", "checksums", "writing", "GB/s"],
+        rows=_by_node(last.nodes, ("seconds", "check_s", "write_s"), speed="write_s"),
+        numbers=range(1, 6),
     )
+
+
+def _phases(phases: Mapping[str, tuple[float, str]], seconds: float) -> str:
+    return ", ".join(f"{name} {duration(took)} ({percent(took / seconds)})" for name, (took, _) in phases.items())
+
+
+def _by_node(nodes: Sequence[Mapping[str, Any]], phases: Sequence[str], *, speed: str) -> list[list[str | Cell]]:
+    """A row a node, each phase the hotter the more of the slowest node's time it took."""
+    most = max((float(each.get(phases[0]) or 0.0) for each in nodes), default=0.0)
+    rows: list[list[str | Cell]] = []
+    for each in nodes:
+        took = [float(each.get(phase) or 0.0) for phase in phases]
+        rate = float(each.get("bytes") or 0) / took[phases.index(speed)] / 1e9 if took[phases.index(speed)] else None
+        of = f" for {str(each['of'])[:12]}" if each.get("of") else ""
+        rows.append(
+            [
+                str(each.get("node", ""))[:12] + of,
+                or_dash(each.get("bytes"), size),
+                *(Cell(duration(seconds), heat=seconds / most if most else 0.0) for seconds in took),
+                or_dash(rate, "{:.2f}".format),
+            ]
+        )
+    return rows
 
 
 def _geometry(config: Mapping[str, Any], history: History) -> Section:

@@ -123,6 +123,11 @@ FAMILIES = {
         Family("regrow_snapshots_total", "steps that were committed in the nodes' memory"),
         Family("regrow_snapshot_step", "the newest of them"),
         Family("regrow_last_snapshot_timestamp_seconds", "when it was committed; before it, when training began"),
+        Family("regrow_node_snapshot_seconds", "from sealed to copied, a node's newest; of many the slowest", "node"),
+        Family("regrow_node_snapshot_check_seconds", "what of it were checksums, by node", "node"),
+        Family("regrow_node_snapshot_send_seconds", "what of it was sending to peers, by node", "node"),
+        Family("regrow_node_snapshot_bytes", "of it, by node", "node"),
+        Family("regrow_checkpoint_held_up_seconds", "for which the newest one's slowest node came after most others"),
         Family("regrow_checkpoints_total", "checkpoints, by result", "result", ("committed", "failed")),
         Family("regrow_checkpoint_seconds_total", "from their beginnings to their commits"),
         Family("regrow_checkpoint_bytes_total", "written to storage"),
@@ -146,6 +151,12 @@ OF_RANKS = {  # by family, the key of a row of `commands.ShowRanks`
     "regrow_rank_memory_bytes": "memory_bytes",
     "regrow_rank_temperature_celsius": "temperature_c",
     "regrow_rank_power_watts": "power_w",
+}
+OF_NODES = {  # the same of `commands.ShowSnapshots`
+    "regrow_node_snapshot_seconds": "seconds",
+    "regrow_node_snapshot_check_seconds": "check_s",
+    "regrow_node_snapshot_send_seconds": "send_s",
+    "regrow_node_snapshot_bytes": "bytes",
 }
 
 
@@ -209,6 +220,7 @@ class Figures:
                 self._add("regrow_checkpoints_total", 1, "committed")
                 self._add("regrow_checkpoint_seconds_total", event.seconds or 0.0)
                 self._add("regrow_checkpoint_bytes_total", event.bytes or 0)
+                self._set("regrow_checkpoint_held_up_seconds", event.held_up_s)
             case CheckpointFailed():
                 self._add("regrow_checkpoints_total", 1, "failed")
             case Stopped():
@@ -235,6 +247,14 @@ class Figures:
             self._set("regrow_slowest_rank", ranks[0]["rank"])
         for kind in SUSPICIONS:
             self.values["regrow_suspects", kind] = float(sum(each["kind"] == kind for each in suspects))
+
+    def node_snapshots(self, nodes: Sequence[Mapping[str, Any]]) -> None:
+        """What nodes took to make their newest snapshots safe, the slowest first."""
+        for key in [key for key in self.values if key[0] in OF_NODES]:
+            del self.values[key]
+        for row in nodes:
+            for name, field in OF_NODES.items():
+                self.values[name, str(row["node"])[:12]] = float(row[field])
 
     def reported(self, report: Mapping[str, Any]) -> None:
         """The driver has written a report, which knows the whole run."""
@@ -325,6 +345,9 @@ class RunMetrics:
 
     def ranks(self, ranks: Sequence[Mapping[str, Any]], suspects: Sequence[Mapping[str, Any]]) -> None:
         self._take(lambda figures, now: figures.ranks(ranks, suspects))
+
+    def node_snapshots(self, nodes: Sequence[Mapping[str, Any]]) -> None:
+        self._take(lambda figures, now: figures.node_snapshots(nodes))
 
     def reported(self, report: Mapping[str, Any]) -> None:
         self._take(lambda figures, now: figures.reported(report))

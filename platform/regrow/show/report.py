@@ -15,7 +15,7 @@ from regrow.record.events import Cause, Checkpoint, DataFallback, Generation, Ro
 from regrow.record.history import History, recoveries
 from regrow.record.ledger import Ledger, lost_to
 from regrow.record.log import LogReader, is_number, positive
-from regrow.record.run_folder import read_ranks
+from regrow.record.run_folder import read_node_snapshots, read_ranks
 from regrow.record.work import work_of
 from regrow.show.page import run_page
 from regrow.storage import Storage
@@ -69,7 +69,15 @@ def make_report(
     history = History.read(log or LogReader(storage))
     ledger = history.ledger(now)
     report = build_report(history, ledger, config)
-    page = run_page(report, history, ledger, as_mapping(config), now, ranks=read_ranks(storage))
+    page = run_page(
+        report,
+        history,
+        ledger,
+        as_mapping(config),
+        now,
+        ranks=read_ranks(storage),
+        node_snapshots=read_node_snapshots(storage),
+    )
     return report, {
         "report.json": json.dumps(report, indent=2, allow_nan=False).encode() + b"\n",
         "report.html": page.encode("utf-8", "replace"),

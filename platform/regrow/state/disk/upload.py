@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from regrow.control.values import Version
+from regrow.control.values import PartTimes, Version
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import ITEM_BYTES
 from regrow.plan.placement import is_first_of_stage
@@ -54,6 +54,7 @@ class Written:
     scalars: dict[str, int]
     tensors_sha256: dict[int, str]  # of each stage that the node's ranks have
     tensors: dict[int, Tensors]  # the same, where they were asked for; of a stage, where its first rank is
+    times: PartTimes = field(default_factory=PartTimes)
 
 
 def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id: str) -> Written:
@@ -69,15 +70,20 @@ def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id
         )
     target = Storage.at(order.folder)
 
+    begun, seconds = time.monotonic(), [0.0, 0.0]  # of all threads: checking, writing
+
     def write(number: int, each: Held) -> tuple[DataFile | None, SlotHeader]:
         snapshot = open_snapshot(folder / each.file)
         if snapshot is None or snapshot.held != each:
             raise CheckpointError(f"{each.file} is not the snapshot of step {order.moment.step} any more")
         name = f"g{order.moment.generation:06d}-{order.token}-{number}.safetensors"
-        return _write_file(target, name, snapshot, run_id), snapshot.header
+        return _write_file(target, name, snapshot, run_id, seconds), snapshot.header
 
     with ThreadPoolExecutor(WRITERS, thread_name_prefix="write") as writers:
         outcomes = list(writers.map(write, range(len(mine)), mine))
+    took_s, (checking, writing) = time.monotonic() - begun, seconds
+    check_s = took_s * checking / (checking + writing) if checking else 0.0
+    num_bytes = sum(file.num_bytes for file, _ in outcomes if file is not None)
     header, stages = outcomes[0][1], {each.coordinates.along("pp")[0]: each for _, each in outcomes}
     tensors = {stage: {box.name: (box.dtype, box.shape) for box in each.boxes} for stage, each in stages.items()}
     digests = {
@@ -89,23 +95,29 @@ def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id
         firsts = {0} if order.describe else set()
     data_files = tuple(file for file, _ in outcomes if file is not None)
     described = {stage: of_stage for stage, of_stage in tensors.items() if stage in firsts}
-    return Written(data_files, len(mine), header.scalars, digests, described)
+    times = PartTimes(check_s, took_s - check_s, num_bytes)
+    return Written(data_files, len(mine), header.scalars, digests, described, times)
 
 
-def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> DataFile | None:
-    """Write one rank's part; None where it has nothing to write."""
+def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str, seconds: list[float]) -> DataFile | None:
+    """Write one rank's part; None where it has nothing to write. Adds to `seconds` what checking and writing took."""
     header = snapshot.header
     parts = parts_of(header.boxes, header.coordinates)
     if not parts:
         return None
     with snapshot.payload() as payload:
+        begun = time.monotonic()
         _check(snapshot, payload, parts)
+        checked = time.monotonic()
         memory = {
             number: payload[header.offsets[number] :][: header.boxes[number].num_bytes]
             for number in {number for part in parts for number in part.members}
         }
         of = {"run_id": run_id, "generation": header.generation, "step": header.step}
-        return write_stacks(target, name, parts, header.boxes, memory, **of)
+        file = write_stacks(target, name, parts, header.boxes, memory, **of)
+        seconds[0] += checked - begun
+        seconds[1] += time.monotonic() - checked
+        return file
 
 
 def _check(snapshot: Snapshot, payload: memoryview, parts: Sequence[Part]) -> None:

@@ -95,6 +95,11 @@ class Snapshot:
         moment = Version(header.generation, header.step)
         return Held(self.path.name, moment, header.coordinates, header.writers, header.sha256)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the payload."""
+        return self.header.offsets[-1] - self.header.payload_offset
+
     @contextlib.contextmanager
     def payload(self) -> Iterator[memoryview]:
         """The whole file's bytes, mapped; they become no other snapshot's meanwhile. Raises CheckpointError."""

@@ -15,11 +15,12 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from regrow.control.values import NEVER, Digest, Peer, SnapshotAck, Version
+from regrow.control.values import NEVER, CopyTimes, Digest, Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError, first_line
 from regrow.state.disk.upload import WriteOrder, Written, write_parts
 from regrow.state.memory import held as files
@@ -43,6 +44,18 @@ Complain = Callable[[str, str, float], None]  # what is wrong; to which peer it 
 Work = queue.Queue[str | None]  # names of slots that were sealed; None: no more
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A slot that is checked and copied, and what that took."""
+
+    held: Held
+    num_bytes: int
+    digest: Digest | None
+    begun: float
+    check_s: float
+    send_s: float
 
 
 class KeeperNode:
@@ -72,8 +85,7 @@ class KeeperNode:
         self._outgoing = Outgoing(node, self._transport, lambda: self.secret)
         self._peers: tuple[Peer, ...] = ()
         self._work: Work = queue.Queue()  # of the thread that copies to the peers
-        self._ready: dict[Version, dict[str, Held]] = {}  # checked and copied
-        self._digests: dict[Version, dict[str, Digest | None]] = {}  # of these
+        self._ready: dict[Version, dict[str, _Ready]] = {}  # by file
         self._heard = Committed.read(folder)  # of the coordinator, or by way of a peer
         self._failed = False  # something waits to be tried again
         self._running = False
@@ -107,16 +119,16 @@ class KeeperNode:
             same, self._peers = peers == self._peers, peers
             ready = list(self._ready.items()) if same else []
             if not same:
-                self._ready, self._digests = {}, {}
+                self._ready = {}
                 if self._running:
                     # one of those before may have gone dark, and the thread wait for it: let it
                     self._work.put(None)
                     self._work = queue.Queue()
                     self._start_to_process()
             self._outgoing.keep(peers)
-        for moment, held in ready:
-            if len(held) == next(iter(held.values())).writers:
-                self._report(moment, peers)
+        for moment, found in ready:
+            if len(found) == next(iter(found.values())).held.writers:
+                self._report(moment, peers, again=True)
         self._look_again()
 
     def holdings(self) -> list[Held]:
@@ -131,7 +143,7 @@ class KeeperNode:
             self._heard = state
             state.write(self.folder)
             for moment in [moment for moment in self._ready if moment <= state.newest]:
-                del self._ready[moment], self._digests[moment]
+                del self._ready[moment]
         for path in self.folder.glob("g*"):  # what was never sealed too
             generation = files.generation_of(path.name)
             if generation < state.newest.generation and generation not in {each.generation for each in state.needed}:
@@ -236,28 +248,34 @@ class KeeperNode:
 
     def take(self, path: Path) -> None:
         """Check a slot that was sealed, copy it to the peers, and report the node's step once all its ranks' are."""
+        begun = time.monotonic()
         with self._checking:
+            checking = time.monotonic()
             snapshot = files.take_checksums(path)
+            check_s = time.monotonic() - checking
         if snapshot is None or snapshot.header.run_id != self.run_id:  # overwritten meanwhile
             return
         held = snapshot.held
         with self._lock:
             peers = self._peers
+        sending = time.monotonic()
         if not self._outgoing.push(snapshot, peers):
             return
+        send_s = time.monotonic() - sending
         with self._lock:
             if peers != self._peers:  # all of it again, for others
                 return
-            self._digests.setdefault(held.moment, {})[held.file] = snapshot.digest
             ready = self._ready.setdefault(held.moment, {})
-            ready[held.file] = held
+            ready[held.file] = _Ready(held, snapshot.num_bytes, snapshot.digest, begun, check_s, send_s)
             if len(ready) < held.writers:
                 return
         self._report(held.moment, peers)
 
-    def _report(self, moment: Version, peers: tuple[Peer, ...]) -> None:
-        digests = tuple(filter(None, self._digests.get(moment, {}).values()))
-        self.report(SnapshotAck(self.node, moment, tuple(peer.node for peer in peers), digests=digests))
+    def _report(self, moment: Version, peers: tuple[Peer, ...], *, again: bool = False) -> None:
+        ready = list(self._ready.get(moment, {}).values())
+        digests = tuple(each.digest for each in ready if each.digest is not None)
+        times = None if again or not ready else _times_of(ready)
+        self.report(SnapshotAck(self.node, moment, tuple(peer.node for peer in peers), digests=digests, times=times))
 
     def _answer(self, request: dict[str, Any], connection: Connection) -> None:
         """One request of a peer, of a newcomer or of a rank that restores."""
@@ -279,6 +297,16 @@ class KeeperNode:
         elif request["op"] == "get":
             with reading(path) as file:  # the client has the checksums of what it asked for
                 connection.send_file(file, [(offset, size) for offset, size in request["ranges"]])
+
+
+def _times_of(ready: Sequence[_Ready]) -> CopyTimes:
+    """Of what has just become safe."""
+    return CopyTimes(
+        seconds=time.monotonic() - min(each.begun for each in ready),
+        check_s=sum(each.check_s for each in ready),
+        send_s=max(each.send_s for each in ready),
+        bytes=sum(each.num_bytes for each in ready),
+    )
 
 
 def _describe(path: Path, connection: Connection) -> None:
