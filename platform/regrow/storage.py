@@ -26,6 +26,11 @@ Result = TypeVar("Result")
 RETRY_DEADLINE_S = 120.0
 REQUESTS = 16  # to a store at a time, by `in_threads`
 PRECONDITION_FAILED, NOT_IMPLEMENTED = 412, 501  # of HTTP
+NO_TRAILERS = ("MissingContentLength", "HTTP status 411")  # stores of an older S3, of uploads that end with a checksum
+NO_TRAILERS_HELP = (
+    "this store does not take checksums at the end of uploads; set AWS_REQUEST_CHECKSUM_CALCULATION=when_required and "
+    "AWS_RESPONSE_CHECKSUM_VALIDATION=when_required where the job runs"
+)
 ONE_PUT_BYTES = 4 << 20  # up to which a file is one call: Arrow sends it once it is whole
 
 
@@ -274,11 +279,12 @@ class RemoteStorage(Storage):
             except FileExistsError:
                 return False
             return True
-        if self.fs.type_name == "s3" and find_spec("boto3") is not None:
+        is_there = self.fs.get_file_info(path).is_file
+        if self.fs.type_name == "s3" and find_spec("boto3") is not None and not is_there:
             created = _create_in_s3(path, data)
             if created is not None:
                 return created
-        if self.fs.get_file_info(path).is_file:
+        if is_there:
             return False
         with self.fs.open_output_stream(path) as file:
             file.write(data)
@@ -321,6 +327,8 @@ class RemoteStorage(Storage):
             except FileNotFoundError:
                 raise
             except OSError as error:
+                if any(each in str(error) for each in NO_TRAILERS):
+                    raise StorageError(f"{self.uri}/{name}: {NO_TRAILERS_HELP}: {error}") from error
                 if time.monotonic() + wait_s > give_up_at:
                     raise OSError(
                         f"{self.uri}/{name}: still failing after {RETRY_DEADLINE_S:.0f} s: {error}"
@@ -348,24 +356,43 @@ def _place_new(temporary: Path, path: Path) -> None:
 def _create_in_s3(path: str, data: bytes) -> bool | None:
     """Arrow has no conditional writes; boto3 takes endpoint and credentials from where Arrow does.
 
-    None where it finds no credentials, as those in a URI, and where the store has no such writes.
+    None where it finds no credentials, as those in a URI, and where the store has no such writes, or ignores the
+    condition: that shows where what was just created can be created again.
     """
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
     bucket, _, key = path.partition("/")
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL")
+
+    def put() -> bool:
+        try:
+            s3_client(*endpoint).put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+        except ClientError as error:
+            if error.response["ResponseMetadata"]["HTTPStatusCode"] == PRECONDITION_FAILED:
+                return False
+            raise
+        return True
+
+    store = (*endpoint, bucket)
+    if not _minds_conditions.get(store, True):
+        return None
     try:
-        client = s3_client(os.environ.get("AWS_ENDPOINT_URL_S3"), os.environ.get("AWS_ENDPOINT_URL"))
-        client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+        created = put()
     except ClientError as error:
-        status = error.response["ResponseMetadata"]["HTTPStatusCode"]
-        if status in (PRECONDITION_FAILED, NOT_IMPLEMENTED):
-            return False if status == PRECONDITION_FAILED else None
+        if error.response["ResponseMetadata"]["HTTPStatusCode"] == NOT_IMPLEMENTED:
+            return None
         raise OSError(str(error)) from error
     except NoCredentialsError:
         return None
     except BotoCoreError as error:
         raise OSError(str(error)) from error
-    return True
+    if store not in _minds_conditions:
+        with contextlib.suppress(ClientError, BotoCoreError):  # the next call finds out
+            _minds_conditions[store] = not created or not put()
+    return created
+
+
+_minds_conditions: dict[tuple[str | None, ...], bool] = {}  # by endpoint and bucket
 
 
 @cache

@@ -139,7 +139,13 @@ def simulated(name: str, *, seed: int, steps: int, losses: int, lr: float) -> tu
             event("validation", now, step=step, loss=loss + 0.05, seconds=9.0)
             row |= {"validation_loss": loss + 0.05, "time": now}
             parts = [
-                {"node": f"{k:02x}" * 20, "seconds": 27.0 if k else 29.0, "check_s": 2.0, "write_s": 24.0, "bytes": 12e9}
+                {
+                    "node": f"{k:02x}" * 20,
+                    "seconds": 27.0 if k else 29.0,
+                    "check_s": 2.0,
+                    "write_s": 24.0,
+                    "bytes": 12e9,
+                }
                 for k in range(8)
             ]
             took = {"write_s": 27.0, "held_up_s": 2.0, "index_s": 1.5, "commit_s": 0.5, "nodes": parts}
