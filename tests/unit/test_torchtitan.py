@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as torch_dcp
 import yaml
 from torch import Tensor
 
+from jobs import checkpoint
 from regrow.config.schema import Dtype, ModelConfig, OptimConfig, ParallelConfig, PretrainConfig
 from regrow.errors import CheckpointError
 from regrow.optim.schedule import lr_at
@@ -283,3 +284,26 @@ def test_a_run_that_has_not_trained_is_exported_by_its_weights_alone(golden_mode
     with pytest.raises(CheckpointError, match="export its weights to hf"):
         export_run("torchtitan", str(tmp_path / "run"), index, str(tmp_path / "out"), dtype=Dtype.float32, start=quiet)
     assert not (tmp_path / "run" / CHECKPOINTS / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--format", "torchtitan"], "a folder of torchtitan does not say which model it is of: give --model"),
+        (["--format", "megatron"], "a folder of megatron does not say which model it is of: give --model"),
+        (["--format", "torchtitan", "--model", "debug", "--seq-len", "8"], "are given together"),
+        (["--format", "torchtitan", "--model", "9b"], "9b"),
+        (["--format", "hf", "--model", "debug"], "--model says nothing of a folder of hf"),
+        (["--format", "megatron", "--model", "debug", "--seq-len", "8"], "--seq-len says nothing of a folder of meg"),
+        (["--format", "torchtitan", "--model", "debug", "--seq-len", "0"], "0 is no positive number"),
+    ],
+)
+def test_what_is_missing_or_of_no_use_is_said_in_one_line(
+    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    command = ["jobs.checkpoint", "import", "--from", str(GOLDEN / "step-5"), "--to", str(tmp_path / "run")]
+    monkeypatch.setattr(sys, "argv", [*command, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        checkpoint.main()
+    assert says in f"{ended.value.code}{capsys.readouterr().err}"
+    assert not (tmp_path / "run").exists()
