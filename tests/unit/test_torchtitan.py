@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 import yaml
+from jobs import checkpoint
 from torch import Tensor
 
-from jobs import checkpoint
 from regrow.config.schema import Dtype, ModelConfig, OptimConfig, ParallelConfig, PretrainConfig
 from regrow.errors import CheckpointError
 from regrow.optim.schedule import lr_at
