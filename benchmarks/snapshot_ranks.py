@@ -4,7 +4,7 @@ import itertools
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,8 @@ class Hooks:
     """What the loop asks; `windows` of rank 0 alone."""
 
     windows: Windows | None
+
+    def after_step(self, row: Mapping[str, float]) -> None: ...
 
     def log(self, row: dict[str, Any]) -> None:
         if self.windows is not None:

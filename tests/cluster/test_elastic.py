@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 
 from regrow.drill.nodes import LocalNodes, local_nodes
+from regrow.record.run_folder import checkpoints_of
 from regrow.runtime.liveness.pulse import read_pulses
 from regrow.runtime.worker import THREAD_NAME
+from regrow.state.disk.catalog import choose
+from regrow.state.entries import Progress
 from support.cluster import SMALL, Job, run_without_ray
+from support.counted import expected
 from support.fail_once import can_fail_once
 from support.hold import held, thread_named
 
@@ -62,7 +66,8 @@ def assert_same_run(job: Job, undisturbed: Job, *, steps: int = STEPS) -> None:
 
 
 def test_three_nodes_lose_one_with_its_memory_and_get_one_back(undisturbed: Job, storage: Path, backend: str) -> None:
-    with local_nodes(3, cpus=2) as nodes, start(storage, "nodes", nodes, backend, 2, 3) as job:
+    callback = "train.callback=tests.support.counted:Counted"
+    with local_nodes(3, cpus=2) as nodes, start(storage, "nodes", nodes, backend, 2, 3, callback) as job:
         job.wait_for(lambda: job.last_step() >= 15, 240)
         (first,) = job.events("generation")
         assert first["world_size"] == 3
@@ -83,6 +88,9 @@ def test_three_nodes_lose_one_with_its_memory_and_get_one_back(undisturbed: Job,
         assert job.wait(300) == 130, job.printed()
         assert len(job.events("generation")) == 3
         assert_same_run(job, undisturbed, steps=job.last_step())
+        _, index = choose(*checkpoints_of(str(job.folder)))
+        best = min(row["loss"] for row in job.metrics())
+        assert Progress.of(index.scalars).user == expected(job.last_step()) | {"best": best}  # each step once, in order
 
 
 @pytest.mark.long

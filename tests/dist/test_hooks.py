@@ -82,7 +82,7 @@ def stuck_keepers(memory: Path, storage: Path) -> tuple[list[tuple[Any, ...]], f
     step: Any = SimpleNamespace(model=model, optimizer=optimizer)
     memory_tier: Any = SimpleNamespace(phase=coordinator.phase, heartbeat=SimpleNamespace(stepped=lambda step: None))
     process = Process(job, torch.device("cpu"), HostStream(), cast(Any, None), memory_tier, None)
-    hooks = hooks_module.GenerationHooks(process, GENERATION, step, coordinates, cast(Any, None), Breaker())
+    hooks = hooks_module.GenerationHooks(process, GENERATION, step, coordinates, cast(Any, None), Breaker(), Progress())
     saver = saver_module.SnapshotSaver(
         saver_module.Cadence(SLOTS + 3, snapshot_every_steps=1, checkpoint_every_steps=1),
         snapshots,

@@ -4,7 +4,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig
+from regrow.control.values import Scalar
 from regrow.data.read.batch import RankBatch
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
@@ -25,10 +26,12 @@ from regrow.plan.mesh import plan_mesh
 from regrow.record.log import METRIC_KEYS
 from regrow.state.entries import Progress
 from regrow.state.memory.writer import Snapshots
+from regrow.train.callback import Called
 from regrow.train.loop import LoopSettings, train
 from regrow.train.metrics import Meter
 from regrow.train.saver import LAST_ROOM_S, Cadence, SnapshotSaver
 from regrow.train.step import TrainStep, whole_loss
+from support.counted import expected
 from support.gloo import RankError, run_ranks
 
 SEQS, SLICES, TOKENS, STEPS = 12, 6, 16, 12
@@ -63,8 +66,9 @@ class Slots:
         self.copying = False
         return 0.0
 
-    def confirm(self, step: int) -> None:
+    def confirm(self, step: int, scalars: Mapping[str, Scalar]) -> None:
         self.recorder.confirmed.append(step)
+        self.recorder.kept[step] = {key.removeprefix("user."): value for key, value in scalars.items()}
 
     def newest_begun(self, at_most: int) -> int:
         return self.begun
@@ -99,6 +103,12 @@ class Recorder:
         return len(self.rows) + self.launching
 
     launching: int = 0
+    called: Called | None = None
+    kept: dict[int, dict[str, Scalar]] = field(default_factory=dict)  # of a callback, by step
+
+    def after_step(self, row: Mapping[str, float]) -> None:
+        if self.called is not None:
+            self.called.after_step(row)
 
     def log(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
@@ -164,10 +174,12 @@ def loop(
         shard_group=shard_group(mesh),
         loss_function=poisoned_loss if poisoned else None,
     )
+    progress = Progress()
+    hooks.called = Called("support.counted:Counted", progress)
     left = train(
         step,
         batches(plan.ranges[dist.get_rank()], 0),
-        Progress(),
+        progress,
         optim=optim,
         settings=LoopSettings(
             last_step=STEPS,
@@ -191,6 +203,7 @@ def loop(
             write=hooks.write,
             timeout_s=1.0,
             spacing=hooks.spacing,
+            user=progress.user,
         ),
         hooks=hooks,
         device=device,
@@ -198,6 +211,17 @@ def loop(
     assert left == (leave_at is not None)
     hooks.weights = [weight.detach().to_local().clone() for weight in model.parameters()]  # type: ignore[attr-defined]
     return hooks
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_callback_hears_of_each_step_before_its_snapshot_is_confirmed(world_size: int) -> None:
+    ranks = run_ranks(loop, world_size)
+    for hooks in ranks:
+        best = math.inf
+        for step in range(1, STEPS + 1):
+            best = min(best, hooks.rows[step - 1]["loss"])
+            assert hooks.kept[step] == expected(step) | {"best": best}
+        assert hooks.kept == ranks[0].kept
 
 
 # 4 ranks have 2 or 1 of the 6 slices: with one slice a pass the short ones run a pass that counts for nothing

@@ -11,7 +11,7 @@ import signal
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -190,7 +190,7 @@ def make_entries(shard: int, num_shards: int) -> "list[Any]":
     return [Entry(box, torch.zeros(box.num_elements, dtype=getattr(torch, box.dtype))) for box in boxes]
 
 
-def assert_state(entries: "list[Any]", scalars: dict[str, int], step: int) -> None:
+def assert_state(entries: "list[Any]", scalars: Mapping[str, int | float | str], step: int) -> None:
     """They are the whole state after a step, and nothing else."""
     import torch
 

@@ -11,6 +11,7 @@ from regrow.runtime import hooks as hooks_module
 from regrow.runtime.abort import Breaker
 from regrow.runtime.hooks import GenerationHooks
 from regrow.runtime.kept_rows import KeptRows
+from regrow.state.entries import Progress
 from regrow.train.certificate import BrokenStep
 
 
@@ -90,10 +91,12 @@ def hooks(monkeypatch: pytest.MonkeyPatch, breaker: Breaker) -> GenerationHooks:
     fake = SimpleNamespace(get=get, wait=lambda calls, num_returns, timeout: (calls, []))
     monkeypatch.setattr(hooks_module, "ray", fake)
     observe = SimpleNamespace(profile_at_step=None)
-    job = SimpleNamespace(coordinator=Coordinator(), config=SimpleNamespace(observe=observe))
+    job = SimpleNamespace(
+        coordinator=Coordinator(), config=SimpleNamespace(observe=observe, train=SimpleNamespace(callback=None))
+    )
     process = SimpleNamespace(job=job, memory=None, compiled=None, rows=KeptRows())
     process.rows.begin(1, 0)
-    return GenerationHooks(cast(Any, process), 1, *[cast(Any, None)] * 3, breaker)
+    return GenerationHooks(cast(Any, process), 1, *[cast(Any, None)] * 3, breaker, Progress())
 
 
 def train(hooks: GenerationHooks, *numbers: int) -> None:

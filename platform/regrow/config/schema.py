@@ -115,6 +115,7 @@ class TrainConfig:
     validation_seqs: int = 96  # sequences of the validation split that are scored each time
     nonfinite_skips: int = 3  # steps in a row whose gradient is NaN or infinite that change nothing; then roll back
     nonfinite_rollbacks: int = 1  # to the newest checkpoint for that, before the run is given up
+    callback: str | None = None  # package.module:Class, called on every rank after each step; its state is kept
     collective_timeout_s: float = 600.0  # a collective that takes longer fails the group instead of hanging it
 
 

@@ -5,6 +5,8 @@ from typing import Protocol
 
 NOTHING = -1  # no generation, no step
 
+Scalar = int | float | str  # of what is kept with a state, beside its tensors
+
 Address = tuple[str, int]  # host, port
 
 

@@ -69,7 +69,9 @@ def gather(
         names=[*names, *in_memory],
         keys=keys,
         checkpoints=[
-            Checkpoint(each.step, each.index.scalars["cursor"] if each.index else None, each.problem, each.committed)
+            Checkpoint(
+                each.step, int(each.index.scalars["cursor"]) if each.index else None, each.problem, each.committed
+            )
             for each in found
         ],
         report=write_report(Storage.at(folder), config),

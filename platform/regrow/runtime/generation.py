@@ -74,7 +74,7 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
     )
     process.rows.begin(joined.generation, progress.step)
     place = Coordinates(topology.mesh, joined.rank)
-    hooks = GenerationHooks(process, joined.generation, step, place, validation, breaker)
+    hooks = GenerationHooks(process, joined.generation, step, place, validation, breaker, progress)
     saver = _saver(process, joined, restored, place, hooks, last_step=until)
     set_optimizer_step(step.optimizer, progress.step)
     process.stream.submit(partial(refresh_float8_scales, step.model)).result()
@@ -154,6 +154,7 @@ def _saver(
         stepped=hooks.stepped,
         phase=hooks.phase,
         spacing=lambda: hooks.every_steps,
+        user=restored.progress.user,
     )
 
 

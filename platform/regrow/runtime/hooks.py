@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -24,6 +24,7 @@ from regrow.state.collective import rank
 from regrow.state.disk import catalog, store
 from regrow.state.entries import Progress, training_entries
 from regrow.storage import Storage
+from regrow.train.callback import Called
 from regrow.train.certificate import BrokenStep
 from regrow.train.profile import ProfileWindow
 from regrow.train.step import TrainStep
@@ -41,8 +42,9 @@ class GenerationHooks:
         coordinates: Coordinates,
         validation: Validation,
         breaker: Breaker,
+        progress: Progress,
     ) -> None:
-        """`coordinates` are this rank's."""
+        """`coordinates` are this rank's; a callback's state lies in `progress`, and is kept there."""
         self._breaker = breaker
         self._process, self._job, self._generation = process, process.job, generation
         self._coordinator = CoordinatorClient(process.job.coordinator, generation)
@@ -51,8 +53,12 @@ class GenerationHooks:
         self._replies: deque[Any] = deque()  # of calls on their way to the coordinator
         self._again: Any = None  # the one of them that has rows sent again
         self._stop = ""  # why to leave
+        self._called = Called(process.job.config.train.callback, progress)
         self.every_steps = 0  # between snapshots, as the coordinator says; 0: it has not
         self.window = _profile_window(process) if self._rank == 0 else None
+
+    def after_step(self, row: Mapping[str, float]) -> None:
+        self._called.after_step(row)
 
     def log(self, row: dict[str, Any]) -> None:
         if self._process.memory is not None:

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import FrameType
 from typing import Any, NoReturn, TextIO
@@ -39,6 +39,7 @@ from regrow.state.collective import gather, on_first_rank, rank
 from regrow.state.disk import catalog, store
 from regrow.state.disk.format import COMMIT
 from regrow.state.entries import Progress, set_optimizer_step, training_entries
+from regrow.train.callback import Called
 from regrow.train.step import TrainStep
 from regrow.train.validation import Validation
 
@@ -166,6 +167,7 @@ class TorchrunRun:
     def begin(self, step: TrainStep, mesh: DeviceMesh, start: Progress, validation: Validation, peak: Peak) -> None:
         """The group trains this from here on."""
         self._step, self._coordinates, self._validation = step, coordinates_of(mesh), validation
+        self._called = Called(self.config.train.callback, start)
         self._stream = stream_of(next(step.model.buffers()).device)
         worker = {"host": socket.gethostname(), "node": socket.gethostname(), "pid": os.getpid()}
         workers = gather(worker | {"device": str(next(step.model.buffers()).device)})
@@ -189,6 +191,9 @@ class TorchrunRun:
         """Whether nothing is left to train, for now."""
         last_step = min(self.config.train.steps, self.config.train.stop_at_step or self.config.train.steps)
         return progress.step >= last_step or any(gather(self.asked_to_stop))
+
+    def after_step(self, row: Mapping[str, float]) -> None:
+        self._called.after_step(row)
 
     def log(self, row: dict[str, Any]) -> None:
         if self._log is not None:

@@ -141,7 +141,9 @@ def inspect_lines(index: Index, statistics: Mapping[str, "Statistics"]) -> Itera
     ranks = index.information.get("world_size")
     by = f" by {ranks} rank{'s' if ranks != 1 else ''}" if ranks else ""
     yield f"run {index.run_id}, generation {index.generation}, written {_time(index)} UTC{by}"
-    yield ", ".join(f"{name} {value:,}" for name, value in index.scalars.items())
+    yield ", ".join(
+        f"{name} {value}" if isinstance(value, str) else f"{name} {value:,}" for name, value in index.scalars.items()
+    )
     parameters = [shape for name, (_, shape) in index.tensors.items() if name.startswith("model/")]
     size = _size(index.num_bytes)
     yield f"{sum(map(prod, parameters)):,} parameters in {len(parameters)} tensors; {size} with AdamW's moments"

@@ -6,7 +6,7 @@ and so one entry. float8 all-gather weights are saved as their high-precision in
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from regrow.control.values import Scalar
 from regrow.errors import CheckpointError
 from regrow.model.llama import Llama
 from regrow.optim.adamw import MOMENTS, create_moments
 from regrow.plan.boxes import Box, Runs
+
+USER = "user."  # of a callback's scalars
 
 
 @dataclass
@@ -27,14 +30,28 @@ class Progress:
     step: int = 0  # optimizer steps done
     cursor: int = 0  # position of the next sample to train on
     tokens_seen: int = 0  # tokens that contributed to the loss
+    user: dict[str, Scalar] = field(default_factory=dict)  # what a callback keeps, see `train.callback`
 
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
+    def to_dict(self) -> dict[str, Scalar]:
+        """Flat, with the callback's as `user.<key>`."""
+        own: dict[str, Scalar] = {"step": self.step, "cursor": self.cursor, "tokens_seen": self.tokens_seen}
+        return own | user_scalars(self.user)
+
+    @staticmethod
+    def of(scalars: Mapping[str, Scalar]) -> "Progress":
+        """What `to_dict` gave."""
+        user = {key.removeprefix(USER): value for key, value in scalars.items() if key.startswith(USER)}
+        return Progress(**{key: int(value) for key, value in scalars.items() if not key.startswith(USER)}, user=user)
 
 
-def restored_progress(scalars: Mapping[str, int], *, global_batch_seqs: int) -> Progress:
+def user_scalars(user: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """As they lie beside a run's own."""
+    return {f"{USER}{key}": value for key, value in user.items()}
+
+
+def restored_progress(scalars: Mapping[str, Scalar], *, global_batch_seqs: int) -> Progress:
     """Where a snapshot or checkpoint stands. Raises CheckpointError if that is not where this run would go on."""
-    progress = Progress(**scalars)
+    progress = Progress.of(scalars)
     expected = progress.step * global_batch_seqs
     if progress.cursor != expected:
         raise CheckpointError(

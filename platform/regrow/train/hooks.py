@@ -1,5 +1,6 @@
 """What the main loop asks of its surroundings: keeping the state, logging, leaving."""
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from regrow.control.verification import Outcome
@@ -47,6 +48,9 @@ class Saver(Protocol):
 
 class Hooks(Protocol):
     """What the loop tells, and asks."""
+
+    def after_step(self, row: Mapping[str, float]) -> None:
+        """A step has succeeded, on all ranks; before its snapshot is confirmed. See `train.callback`."""
 
     def log(self, row: dict[str, object]) -> None:
         """Take a row of metrics."""

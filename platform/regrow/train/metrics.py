@@ -102,6 +102,7 @@ class _Launched:
     step: int
     stats: Future[StepStats]
     row: dict[str, object]
+    told: dict[str, float]  # what of it is known beforehand
 
 
 class InFlight:
@@ -116,8 +117,9 @@ class InFlight:
         self._nonfinite_skips, self._skipped = nonfinite_skips, 0
         self._launched: list[_Launched] = []
 
-    def push(self, step: int, stats: Future[StepStats], row: dict[str, object]) -> None:
-        self._launched.append(_Launched(step, stats, {"step": step} | row))
+    def push(self, step: int, stats: Future[StepStats], row: dict[str, float]) -> None:
+        told = {"step": step} | row
+        self._launched.append(_Launched(step, stats, dict(told), told))
 
     def settle(self, left: int) -> None:
         """Read and log the oldest steps until only `left` are left. Raises NotFinite, and BrokenStep for one that its
@@ -130,6 +132,8 @@ class InFlight:
             self._saver.space(result.spacing)
             if result.checksums:
                 self._hooks.verified(oldest.step, self._checks.judge(oldest.step, result.checksums))
+            told = {"loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens}
+            self._hooks.after_step(oldest.told | told)
             self.waited(self._saver.confirm(oldest.step))
             self._hooks.log(self._meter.finish(oldest.row, result, stats.waits()))
             self._skipped = self._skipped + 1 if result.skipped else 0

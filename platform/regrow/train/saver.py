@@ -2,14 +2,15 @@
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from regrow.control.phases import ROOM_S, Phase
 from regrow.control.spacing import FIRST
+from regrow.control.values import Scalar
 from regrow.errors import NotWrittenError
 from regrow.state.collective import from_rank_0, gather
-from regrow.state.entries import Progress
+from regrow.state.entries import Progress, user_scalars
 from regrow.state.memory.writer import Snapshots
 
 RETRY_S = 5.0  # between two tries to write the checkpoint that a group ends with
@@ -113,14 +114,17 @@ class SnapshotSaver:
         stepped: Stepped = lambda step: None,
         phase: Callable[[Phase], contextlib.AbstractContextManager[None]] = lambda phase: contextlib.nullcontext(),
         spacing: Callable[[], int] = lambda: 0,
+        user: Mapping[str, Scalar] | None = None,
     ) -> None:
         """`num_ahead` steps are launched before one is read. `want_checkpoint` has the keepers write a step, `write`
         the ranks themselves, where a last step found no room, for up to `timeout_s`. `stepped` is told of a step
         before anything is waited for; `phase` says what this rank does; `spacing`, how many steps it has heard should
-        lie between snapshots, 0 where it has heard nothing."""
+        lie between snapshots, 0 where it has heard nothing; `user` is what a callback keeps, of the newest step read.
+        """
         self._cadence, self._snapshots, self._start_step, self._num_ahead = cadence, snapshots, start_step, num_ahead
         self._want_checkpoint, self._write, self._timeout_s = want_checkpoint, write, timeout_s
         self._stepped, self._phase = stepped, phase
+        self._user = user if user is not None else {}  # it changes, and may be empty yet
         self._told, self._every_steps = spacing, FIRST  # steps between snapshots, where these are measured
         self._saved = -1  # the newest step that is, or will be, in storage
 
@@ -150,7 +154,7 @@ class SnapshotSaver:
     def confirm(self, step: int) -> float:
         """Waits until a snapshot is safe that is at most `snapshot_every_steps` steps older, where that is said: a
         distance that is measured is such that keepers keep up, and a link that cannot never holds training up."""
-        self._snapshots.confirm(step)
+        self._snapshots.confirm(step, user_scalars(self._user))
         self._stepped(step)
         if self._is_automatic:
             return 0.0

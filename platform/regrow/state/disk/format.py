@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from regrow.control.values import Scalar
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import ITEM_BYTES, Box, Piece, chunk
 from regrow.state.checksums import CHUNK_BYTES, Crc
@@ -104,7 +105,7 @@ class Index:
     run_id: str
     generation: int
     step: int
-    scalars: dict[str, int]
+    scalars: dict[str, Scalar]
     tensors: dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape
     files: tuple[DataFile, ...]  # from version 5 on, only where they were asked for
     information: dict[str, Any] = field(default_factory=dict)  # world size, time: read by people only

@@ -5,12 +5,13 @@ A file name is never written twice, so that neither a zombie nor an earlier atte
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from regrow.control.values import Scalar
 from regrow.errors import CheckpointError, NotWrittenError
 from regrow.plan.mesh import ALONE, Coordinates
 from regrow.plan.placement import is_first_of_stage, is_second
@@ -34,7 +35,7 @@ def save(
     folder: Storage,
     entries: Sequence[Entry],
     *,
-    scalars: dict[str, int],
+    scalars: Mapping[str, Scalar],
     run_id: str,
     generation: int,
     coordinates: Coordinates = ALONE,
@@ -46,7 +47,7 @@ def save(
     plain write, so that it can be fenced. Raises CheckpointError on every rank if any rank failed, NotWrittenError
     where it was storage; nothing is committed then.
     """
-    step = scalars["step"]
+    step = int(scalars["step"])
     target = folder / step_folder(step)
     token = f"g{generation:06d}-{secrets.token_hex(4)}"
     written: dict[str, Any] | CheckpointError | None
@@ -64,7 +65,7 @@ def save(
         run_id=run_id,
         generation=generation,
         step=step,
-        scalars=scalars,
+        scalars=dict(scalars),
         tensors=_tensors_of_all(entries, coordinates),
         files=tuple(DataFile.of_plain(outcome) for outcome in outcomes if isinstance(outcome, dict)),
         information={
@@ -84,12 +85,12 @@ def save(
     return index
 
 
-def save_one_by_one(folder: Storage, entries: Iterable[Entry], *, scalars: dict[str, int], run_id: str) -> Index:
+def save_one_by_one(folder: Storage, entries: Iterable[Entry], *, scalars: Mapping[str, Scalar], run_id: str) -> Index:
     """Write and commit a checkpoint of whole tensors that come one after another, holding about FILE_BYTES of them.
 
     Local. For checkpoints made of something else than a live run: their generation is 0, before every run's first.
     """
-    step = scalars["step"]
+    step = int(scalars["step"])
     target, identity = folder / step_folder(step), (run_id, 0, step)
     files, tensors = [], {}
     for batch in _batches(entries):
@@ -101,7 +102,7 @@ def save_one_by_one(folder: Storage, entries: Iterable[Entry], *, scalars: dict[
         run_id=run_id,
         generation=0,
         step=step,
-        scalars=scalars,
+        scalars=dict(scalars),
         tensors=tensors,
         files=tuple(files),
         information={"written_at": time.time()},

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from regrow.control.values import PartTimes, Version
+from regrow.control.values import PartTimes, Scalar, Version
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import ITEM_BYTES
 from regrow.plan.placement import is_first_of_stage
@@ -51,7 +51,7 @@ class Written:
 
     files: tuple[DataFile, ...]
     num_ranks: int
-    scalars: dict[str, int]
+    scalars: dict[str, Scalar]
     tensors_sha256: dict[int, str]  # of each stage that the node's ranks have
     tensors: dict[int, Tensors]  # the same, where they were asked for; of a stage, where its first rank is
     times: PartTimes = field(default_factory=PartTimes)

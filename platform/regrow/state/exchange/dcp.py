@@ -20,7 +20,7 @@ from regrow.errors import CheckpointError, first_line
 from regrow.optim.adamw import MOMENTS
 from regrow.state.disk.catalog import Advance
 from regrow.state.disk.tensors import CheckpointTensors
-from regrow.state.entries import Entry, Progress, whole_entry
+from regrow.state.entries import USER, Entry, Progress, whole_entry
 from regrow.state.exchange.dcp_folder import DcpFolder, write_dcp
 
 
@@ -53,6 +53,8 @@ class ExportedState:
             raise CheckpointError(f"{folder} has no run; only what `export --format dcp` wrote can be imported as dcp")
         try:
             self.scalars = {name: int(self._folder.value(f"scalars.{name}")) for name in Progress().to_dict()}
+            user = [key for key in self._folder.values if key.startswith(f"scalars.{USER}")]
+            self.scalars |= {key.removeprefix("scalars."): self._folder.value(key) for key in user}
             self.run = dict(json.loads(self._folder.value("run")))
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"{folder}: scalars or run are not what was exported: {first_line(error)}") from error

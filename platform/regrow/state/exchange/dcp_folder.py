@@ -64,6 +64,11 @@ class DcpFolder:
         """Shapes by key."""
         return {key: chunks[0].whole for key, chunks in self._metadata.tensors.items()}
 
+    @property
+    def values(self) -> list[str]:
+        """Keys of what is no tensor."""
+        return [key for key, offsets in self._metadata.places if not offsets and key not in self._metadata.tensors]
+
     def has(self, key: str) -> bool:
         """Whether there is such a value that is no tensor."""
         return (key, ()) in self._metadata.places

@@ -181,7 +181,7 @@ def average_run(run_folder: str, indexes: Sequence[Index], to: str, *, start: St
     advance = start(newest.tensor_bytes + len(others) * weights * ITEM_BYTES["float32"])
     opened = [CheckpointTensors(run / CHECKPOINTS, index, advance) for index in (newest, *others)]
     entries = _averaged(opened)
-    _create(target, entries, Progress(**newest.scalars), record["identity"], record["manifest_sha256"])
+    _create(target, entries, Progress.of(newest.scalars), record["identity"], record["manifest_sha256"])
     steps = ", ".join(str(index.step) for index in reversed((newest, *others)))
     return (
         f"{target} has the mean of the weights of steps {steps} of {run}, and all else of step {newest.step}. "
@@ -249,7 +249,7 @@ def _export_for_torchtitan(run: Storage, index: Index, target: Storage, start: S
         **{key.name: settings[f"optim.{key.name}"] for key in fields(OptimConfig) if f"optim.{key.name}" in settings}
     )
     optim.schedule = Schedule(optim.schedule)
-    tokens_seen = index.scalars["tokens_seen"]
+    tokens_seen = int(index.scalars["tokens_seen"])
     tokens_per_step = tokens_seen // index.step
     next_lr = lr_at(tokens_seen + tokens_per_step, total_tokens=steps * tokens_per_step, config=optim)
     model = model_of(settings)
@@ -288,7 +288,7 @@ def _import_weights(source: Storage, run: Storage, moments: Dtype, start: Start)
 def _import_state(source: Storage, run: Storage, start: Start) -> list[str]:
     """A run that goes on where the exported one stood, with its settings and corpus."""
     state = dcp.ExportedState(_local(source))
-    progress = Progress(**state.scalars)
+    progress = Progress.of(state.scalars)
     _create(run, state.entries(start(state.num_bytes)), progress, state.run["identity"], state.run["manifest_sha256"])
     return [
         f"{run} goes on from step {progress.step} of {source}. With the settings of the run that it is from:",

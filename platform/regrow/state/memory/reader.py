@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from regrow.control.values import Scalar
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import Piece
 from regrow.plan.mesh import ALONE, Coordinates
@@ -34,7 +35,7 @@ PIECE_BYTES = 64 * CHUNK_BYTES  # that are checked, then copied
 class Restored:
     """What a restore read."""
 
-    scalars: dict[str, int]
+    scalars: dict[str, Scalar]
     own_bytes: int = 0  # from this node's memory
     peer_bytes: int = 0
     problems: tuple[str, ...] = ()  # holders that were left out, and why

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from regrow.control.values import NEVER, Version
+from regrow.control.values import NEVER, Scalar, Version
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import Box
 from regrow.plan.mesh import Coordinates
@@ -46,7 +46,7 @@ class SlotHeader:
     run_id: str
     generation: int
     step: int
-    scalars: dict[str, int]
+    scalars: dict[str, Scalar]
     coordinates: Coordinates  # of the rank
     writers: int  # ranks of this generation on the node
     boxes: tuple[Box, ...]  # in the order of the payload
@@ -116,7 +116,7 @@ class SlotFile:
         """Take the magic away: from here on the slot is empty."""
         void(self._map)
 
-    def seal(self, step: int, scalars: dict[str, int]) -> SlotHeader:
+    def seal(self, step: int, scalars: dict[str, Scalar]) -> SlotHeader:
         """The payload is that of `step`: make it visible."""
         header = replace(self.header, step=step, scalars=scalars)
         data = header.encode()

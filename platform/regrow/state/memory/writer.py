@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from regrow.control.values import NOTHING
+from regrow.control.values import NOTHING, Scalar
 from regrow.errors import CheckpointError
 from regrow.plan.mesh import Coordinates
 from regrow.state.entries import Entry
@@ -47,7 +47,7 @@ class _Pending:
     """A snapshot that is not sealed."""
 
     slot: _Slot
-    scalars: dict[str, int]
+    scalars: dict[str, Scalar]
     copied: bool = False
     confirmed: bool = False
 
@@ -135,7 +135,7 @@ class Snapshots:
         """The newest step up to this one whose copy was begun; NOTHING where there is none."""
         return max((slot.step for slot in self._slots if slot.step <= at_most), default=NOTHING)
 
-    def begin(self, step: int, scalars: dict[str, int]) -> bool:
+    def begin(self, step: int, scalars: Mapping[str, Scalar]) -> bool:
         """Start copying the state of `step`, on all ranks or on none. The optimizer must not step before `wait`.
 
         False where no slot is free. Again for the same step: nothing.
@@ -149,7 +149,7 @@ class Snapshots:
             return False
         slot.file.void()
         slot.step = self._begun = step
-        pending = self._pending = _Pending(slot, scalars)
+        pending = self._pending = _Pending(slot, dict(scalars))
         pairs = [(memory, entry.memory) for memory, entry in zip(slot.memory, self.entries, strict=True)]
         self.copier.start(pairs, lambda: self._seal(pending, copied=True))
         return True
@@ -160,10 +160,12 @@ class Snapshots:
         self.copier.wait()
         return time.perf_counter() - begun
 
-    def confirm(self, step: int) -> None:
-        """The host has seen that every collective of `step` succeeded: its snapshot may become visible."""
+    def confirm(self, step: int, scalars: Mapping[str, Scalar] | None = None) -> None:
+        """The host has seen that every collective of `step` succeeded: its snapshot may become visible, with these
+        scalars as they are now."""
         pending = self._pending  # the copying thread may seal it, and take it away
         if pending is not None and pending.slot.step == step:
+            pending.scalars.update(scalars or {})
             self.copier.poll()
             self._seal(pending, confirmed=True)
 

@@ -1,0 +1,104 @@
+"""A callback's state: what may be kept, where it lies, and that it is that of its step."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from regrow.config.schema import Dtype, OptimConfig, ParallelConfig
+from regrow.errors import ConfigError
+from regrow.optim.adamw import build_optimizer
+from regrow.parallel.apply import build_model
+from regrow.parallel.float8 import inner_tensor
+from regrow.plan.boxes import Box
+from regrow.plan.mesh import ALONE, Coordinates, MeshShape
+from regrow.record.run_folder import checkpoints_of
+from regrow.state.disk import store
+from regrow.state.disk.catalog import choose
+from regrow.state.entries import Entry, Progress, restored_progress, training_entries
+from regrow.state.exchange.runs import average_run, export_run, import_run
+from regrow.state.memory.slots import open_slot
+from regrow.state.memory.writer import Snapshots
+from regrow.storage import Storage
+from regrow.train.callback import MOST_BYTES, Called
+from support.counted import Counted, expected
+from support.ragged import ragged_model
+from support.runs import save_run
+
+ROW = {"step": 1, "loss": 2.5, "grad_norm": 1.0, "num_tokens": 8, "tokens_seen": 8, "lr": 0.1}
+NAME = "support.counted:Counted"
+
+
+def test_a_state_goes_through_a_progress_and_back_into_another_callback() -> None:
+    progress = Progress()
+    called = Called(NAME, progress)
+    for step in (1, 2, 3):
+        called.after_step(ROW | {"step": step, "loss": 3.0 / step})
+    assert progress.user == expected(3) | {"best": 1.0}
+    scalars = Progress(3, 36, 24, progress.user).to_dict()
+    assert scalars["user.seen"] == "up to step 3"
+    restored = restored_progress(scalars, global_batch_seqs=12)
+    assert (restored.step, restored.cursor, restored.tokens_seen) == (3, 36, 24)
+    again = Called(NAME, restored)
+    again.after_step(ROW | {"step": 4})
+    assert restored.user == expected(4) | {"best": 1.0}
+    none = Progress()
+    Called(None, none).after_step(ROW)
+    assert none.to_dict() == {"step": 0, "cursor": 0, "tokens_seen": 0}
+
+
+@pytest.mark.parametrize(
+    ("kept", "says"),
+    [
+        ({"a": [1]}, r"its state's 'a' is \[1\], no number or text"),
+        ({"a": float("nan")}, "its state's 'a' is nan"),
+        ({"a": "x" * MOST_BYTES}, f"bytes as JSON; keep {MOST_BYTES}"),
+    ],
+)
+def test_what_cannot_be_kept_ends_in_one_line(kept: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "state", lambda self: kept)
+    with pytest.raises(ConfigError, match=says):
+        Called(NAME, Progress()).after_step(ROW)
+
+
+@pytest.mark.parametrize("name", ["support.nowhere:Counted", "support.counted:Other", "support.counted", "json:loads"])
+def test_a_name_that_leads_nowhere_ends_in_one_line(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"train.callback={name}: .*; name a class as package.module:Class"):
+        Called(name, Progress())
+
+
+def test_a_snapshot_is_sealed_with_the_state_of_its_step_though_it_was_begun_before(tmp_path: Path) -> None:
+    """Where steps run ahead of the host, a snapshot is begun before its step's results are read."""
+    entries = [Entry(Box.whole("model/w", (4,)), torch.ones(4))]
+    snapshots = Snapshots(tmp_path, entries, coordinates=Coordinates(MeshShape(1, 1)), run_id="r", generation=1)
+    largest = {"user.text": "x" * (MOST_BYTES - len('{"user.text": ""}'))}
+    snapshots.begin(5, Progress(5, 10**15, 10**18, {"text": "before"}).to_dict())
+    snapshots.wait()
+    snapshots.confirm(5, largest)
+    (slot,) = [found for path in tmp_path.glob("*.slot") if (found := open_slot(path)) is not None]
+    assert slot.scalars == {"step": 5, "cursor": 10**15, "tokens_seen": 10**18} | largest
+    snapshots.close()
+    assert slot.coordinates == ALONE
+
+
+def test_checkpoints_hold_it_and_so_do_those_that_are_made_of_them(tmp_path: Path) -> None:
+    model = ragged_model()
+    save_run(tmp_path / "run", model, steps=(2,))
+    built = build_model(model, ParallelConfig(), mesh=None, device="cpu", seed=0)
+    entries = training_entries(built, build_optimizer(built, OptimConfig()), inner_tensor=inner_tensor)
+    progress = Progress(4, 48, 384, {"seen": "so much", "best": 0.5})
+    run = Storage.at(tmp_path / "run")
+    run_id = choose(*checkpoints_of(str(run)))[1].run_id
+    store.save(run / "checkpoints", entries, scalars=progress.to_dict(), run_id=run_id, generation=1)
+
+    def quiet(total: int) -> Any:
+        return lambda num_bytes: None
+
+    indexes = [choose(*checkpoints_of(str(run)), step)[1] for step in (4, 2)]
+    assert Progress.of(indexes[0].scalars) == progress
+    export_run("dcp", str(run), indexes[0], str(tmp_path / "dcp"), dtype=Dtype.float32, start=quiet)
+    import_run("dcp", str(tmp_path / "dcp"), str(tmp_path / "moved"), start=quiet)
+    average_run(str(run), indexes, str(tmp_path / "mean"), start=quiet)
+    for other in ("moved", "mean"):
+        assert Progress.of(choose(*checkpoints_of(str(tmp_path / other)))[1].scalars) == progress
