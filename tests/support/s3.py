@@ -19,7 +19,6 @@ from typing import Any
 
 BUCKET = "regrow-tests"
 START_S = 60.0
-SERVERS = ("moto", "rclone")
 # `rclone serve s3` takes no upload that ends with a checksum, which SDKs of 2025 send, and ignores If-None-Match
 SETTINGS = {
     "moto": {},
