@@ -249,7 +249,7 @@ def export_for_torchtitan(
     moments = tuple(f"optim/{moment}" for moment in MOMENTS)
     for parameter, shape in parameter_shapes(model).items():
         (name, *_) = torchtitan_names(parameter)
-        add(name, [parameter], ("model", *moments))
+        add(name, [parameter], ("model",))
         trained = {name: [parameter]}
         if parameter.endswith("attention.wq.weight"):
             layer = parameter.removesuffix("attention.wq.weight")
