@@ -9,7 +9,7 @@ import pytest
 from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
-from ray.train.v2._internal.execution.worker_group.state import WorkerGroupState
+from ray.train.v2._internal.execution.worker_group.state import WorkerGroupContext, WorkerGroupState
 
 from regrow.config.schema import ClusterConfig, PretrainConfig
 from regrow.runtime import ray_train
@@ -21,7 +21,7 @@ SIZE = 3
 class Group(InPlaceGroup):
     """Of workers 0, 1 and 2. A subclass, so that a test says what asking a worker comes to."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, room: int = SIZE + 5, least: int = 1) -> None:
         self.views: list[tuple[Any, ...]] = []  # of Ray, as the coordinator is told: dead, left, draining, placed
         self.started: list[int] = []  # places
         self.over: set[int] = set()  # workers that have finished
@@ -29,17 +29,19 @@ class Group(InPlaceGroup):
         self.places = Rooms()
         self.meanwhile: list[tuple[int, Any]] = []  # what comes of starting workers while others are asked
         job = SimpleNamespace(
-            config=PretrainConfig(cluster=ClusterConfig(max_workers=SIZE + 5)),
+            config=PretrainConfig(cluster=ClusterConfig(min_workers=least, max_workers=SIZE + 5)),
             run_id="run",
             coordinator=SimpleNamespace(ray_view=SimpleNamespace(remote=lambda *view: self.views.append(view))),
         )
         group: Any = self
         group._train_run_context = SimpleNamespace(train_loop_config={"job": job})
-        group._worker_group_context = SimpleNamespace(resources_per_worker={})
+        group._worker_group_context = WorkerGroupContext("1", None, SIZE, {})  # type: ignore[arg-type]
         group._world_rank_to_ongoing_poll = {}
         group._replica_groups, group._worker_rank_to_replica_group_rank = [None] * SIZE, {}
         group._worker_group_state = WorkerGroupState(0.0, self.places, [worker(pid) for pid in range(SIZE)], None)  # type: ignore[arg-type]
         monkeypatch.setattr(WorkerGroup, "_start_impl", lambda *_: None)
+        monkeypatch.setattr(ray_train, "room_for", lambda config, unit, *, avoided: room - len(avoided))
+        monkeypatch.setattr(ray_train.ray_state, "get_draining_nodes", dict)
         monkeypatch.setattr(WorkerGroup, "_poll_workers_and_collect_errors", lambda *_: self.answers())
         self._start_impl(None)
 
@@ -227,7 +229,7 @@ def test_workers_that_compute_together_have_room_together(monkeypatch: pytest.Mo
             "bundles_to_node_id": {0: nodes.get(group)},
         },
     )
-    places = Places("run", {"CPU": 1.0}, at_first=2, most=4, unit=2)
+    places = Places("run", {"CPU": 1.0}, at_first=2, most=4, unit=2, room=lambda: 4)
     assert [(each["bundles"], each["strategy"]) for each in asked] == [([{"CPU": 1.0}] * 2, "STRICT_PACK")] * 2
     assert places.rooms(range(4)) == {0: "x", 1: "x", 2: "y", 3: "y"}
     alive.remove("y")
@@ -235,3 +237,31 @@ def test_workers_that_compute_together_have_room_together(monkeypatch: pytest.Mo
     assert places.rooms([2, 3]) == {2: "z", 3: "z"}
     assert removed == [1]
     assert places.groups == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("room", "least", "draining", "starts"),
+    [(8, 1, 0, 3), (2, 1, 0, 2), (3, 1, 1, 2), (1, 2, 0, 3), (2, 2, 1, 3)],  # too little room: it waits for all
+)
+def test_a_group_starts_with_what_there_is_room_for_now(
+    room: int, least: int, draining: int, starts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was planned may have counted a node that died with Ray Train's controller, or is about to go."""
+    group = Group(monkeypatch, room=room, least=least)
+    monkeypatch.setattr(ray_train.ray_state, "get_draining_nodes", lambda: {str(node): 0 for node in range(draining)})
+    assert group.at_first(SIZE) == starts
+    if not draining:
+        assert group._worker_group_context.num_workers == starts
+
+
+def test_room_that_a_node_has_taken_along_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+    group = SimpleNamespace(wait=lambda seconds: waited.append(seconds) or len(waited) > 3)
+    monkeypatch.setattr(ray_train.ray.util, "placement_group", lambda *_, **options: group)
+    room = [3]
+    places = Places("run", {"CPU": 1.0}, at_first=3, most=4, unit=1, room=lambda: room[0])
+    assert places.wait(60.0)
+    waited.clear()
+    room[0] = 2
+    assert not places.wait(60.0)
+    assert len(waited) == 1

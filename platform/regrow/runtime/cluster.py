@@ -5,7 +5,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,16 +83,21 @@ def worker_resources(config: ClusterConfig) -> dict[str, float]:
 
 def check_room(config: ClusterConfig, unit: int = 1) -> int:
     """How many workers the cluster can hold now, `unit` of them together. Raises ClusterError below `min_workers`."""
-    needed = worker_resources(config)
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    on_nodes = [int(min(node.get(kind, 0.0) // amount for kind, amount in needed.items())) for node in alive]
-    room = sum(on_node // unit * unit for on_node in on_nodes)
+    room = room_for(config, unit)
     if room >= config.min_workers:
         return room
     kind, each = ("GPU", config.gpus_per_worker) if config.gpus_per_worker else ("CPU", config.cpus_per_worker)
-    found = sum(node.get(kind, 0.0) for node in alive)
+    found = sum(node["Resources"].get(kind, 0.0) for node in ray.nodes() if node["Alive"])
     together = f", parallel.tp={unit} of them on a node" if unit > 1 else ""
     raise ClusterError(_too_small(config, f"{kind}s", each, f"found {found:g} with room for {room} workers{together}"))
+
+
+def room_for(config: ClusterConfig, unit: int = 1, *, avoided: Collection[str] = ()) -> int:
+    """The same on all nodes but these, however few that are."""
+    needed = worker_resources(config)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in avoided]
+    on_nodes = [int(min(node.get(kind, 0.0) // amount for kind, amount in needed.items())) for node in nodes]
+    return sum(on_node // unit * unit for on_node in on_nodes)
 
 
 def _too_small(config: ClusterConfig, unit: str, each: float, found: str) -> str:

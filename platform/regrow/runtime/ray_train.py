@@ -10,7 +10,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
@@ -34,6 +34,7 @@ from regrow.config.spares import most_workers
 from regrow.record.events import Cause
 from regrow.runtime.backend import ProcessGroupBackend, ProcessGroupConfig, last_line
 from regrow.runtime.calls import CoordinatorClient
+from regrow.runtime.cluster import room_for
 
 LOOK_S = 0.5  # between looks for room
 FILL_AFTER_S = 3.0  # from a worker's death to the first look for room in its place
@@ -82,7 +83,18 @@ class Places(PlacementGroupHandle):
     half a core of the head (ray-project/ray#65007).
     """
 
-    def __init__(self, run_id: str, bundle: dict[str, float], *, at_first: int, most: int, unit: int) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        bundle: dict[str, float],
+        *,
+        at_first: int,
+        most: int,
+        unit: int,
+        room: Callable[[], int],
+    ) -> None:
+        """For `most` workers, `at_first` of which the group starts with; `room` says for how many there is any now."""
+        self._room = room
         self.run_id, self.bundle, self.at_first, self.unit = run_id, bundle, at_first, unit
         self.avoided: frozenset[str] = frozenset()  # nodes
         self.groups = [self._group() for _ in range(0, most, unit)]
@@ -96,11 +108,13 @@ class Places(PlacementGroupHandle):
         return self.groups[0].ready()
 
     def wait(self, timeout_seconds: float = 30) -> bool:
+        """For the groups of the first workers; not for room that a node which died has taken along."""
         give_up_at = time.monotonic() + timeout_seconds
-        return all(
-            group.wait(max(0.0, give_up_at - time.monotonic()))
-            for group in self.groups[: -(-self.at_first // self.unit)]
-        )
+        for group in self.groups[: -(-self.at_first // self.unit)]:
+            while not group.wait(LOOK_S):
+                if time.monotonic() > give_up_at or self._room() < self.at_first:
+                    return False
+        return True
 
     def rooms(self, places: Iterable[int]) -> dict[int, str]:
         """Those of these places in which a worker could start now, and their nodes.
@@ -163,19 +177,32 @@ class InPlaceGroup(WorkerGroup):
         self._dead: dict[tuple[str, int], tuple[float, str, str]] = {}  # processes: since when, cause and detail
         self.looked_at = self.told_at = 0.0
         job = self._train_run_context.train_loop_config["job"]  # type: ignore[index]
-        cluster, self._run_id = job.config.cluster, job.run_id
-        self._coordinator, self._most = CoordinatorClient(job.coordinator), most_workers(cluster)
+        self._cluster, self._run_id = job.config.cluster, job.run_id
+        self._coordinator, self._most = CoordinatorClient(job.coordinator), most_workers(self._cluster)
         self._unit = job.config.parallel.tp
         self._avoided: Any = None  # an answer of the coordinator's, on its way
         self.draining: dict[str, float] = {}
+        context = self._worker_group_context
+        self._worker_group_context = replace(context, num_workers=self.at_first(context.num_workers))
         super()._start_impl(worker_group_state_builder)
         self._place_of = list(range(len(self.get_workers())))  # of each of Ray Train's workers
+
+    def at_first(self, planned: int) -> int:
+        """How many workers the group starts with: as planned, or as many as there is room for since. Nodes may have
+        died, or be about to go; the places that are left are filled once there is room again."""
+        room = room_for(self._cluster, self._unit, avoided=ray_state.get_draining_nodes())
+        return min(planned, room) if room >= self._cluster.min_workers else planned
 
     def _create_placement_group(self, scaling_config: Any, worker_group_context: Any) -> Places:
         remove_places(self._run_id)
         context = worker_group_context
         return Places(
-            self._run_id, context.resources_per_worker, at_first=context.num_workers, most=self._most, unit=self._unit
+            self._run_id,
+            context.resources_per_worker,
+            at_first=context.num_workers,
+            most=self._most,
+            unit=self._unit,
+            room=lambda: room_for(self._cluster, self._unit),
         )
 
     def _create_workers(self, num_workers: int, placement_group: Any, *more: Any, **options: Any) -> list[Any]:
