@@ -36,7 +36,7 @@ from regrow.record.provenance import git_sha, versions
 from regrow.record.run_folder import CHECKPOINTS
 from regrow.record.work import RATIOS
 from regrow.runtime.actor import start_coordinator
-from regrow.runtime.cluster import Connection, check_room, cluster_for, why_not_in_place
+from regrow.runtime.cluster import Connection, check_room, cluster_for, room_for, why_not_in_place
 from regrow.runtime.entry import train_fn
 from regrow.runtime.job import Job
 from regrow.runtime.reporter import Reporter
@@ -171,17 +171,17 @@ class Session:
         self.trainer = self._trainer()
         startup.done("imports")
 
-    def _trainer(self) -> Any:
-        """Ray Train, for as many workers as there is room for now."""
+    def _trainer(self, *, is_first: bool = True) -> Any:
+        """Ray Train, for as many workers as there is room for now. Raises ClusterError where there is none for
+        `min_workers` and this `is_first`: a run that has begun waits for nodes."""
         from regrow.runtime.trainer import build_trainer  # takes seconds, and has begun where Ray is ours
 
         config, generation = self.config, ray.get(self.coordinator.ready.remote()) + 1
+        cluster, unit = config.cluster, config.parallel.tp
+        room = check_room(cluster, unit) if is_first else max(cluster.min_workers, room_for(cluster, unit))
         return build_trainer(
             config,
-            num_workers=min(
-                most_workers(config.cluster),
-                check_room(config.cluster, config.parallel.tp),
-            ),
+            num_workers=min(most_workers(cluster), room),
             train_fn=train_fn,
             settings={"job": replace(self.job, first_generation=generation, fit_at=time.time())},
             storage=str(self.run.folder / "ray_train"),
@@ -237,7 +237,7 @@ class Session:
             self.answer(self.coordinator.group_failed.remote(Cause.controller_died, detail, []))
             self._show()
             self.job = replace(self.job, driver_s={})
-            self.trainer = self._trainer()
+            self.trainer = self._trainer(is_first=False)
             fatal, error = self._fit()
         return fatal, error
 

@@ -108,11 +108,11 @@ class Places(PlacementGroupHandle):
         return self.groups[0].ready()
 
     def wait(self, timeout_seconds: float = 30) -> bool:
-        """For the groups of the first workers; not for room that a node which died has taken along."""
-        give_up_at = time.monotonic() + timeout_seconds
+        """For the groups of the first workers; not for room that there was, and that a node has taken along since."""
+        give_up_at, there_was = time.monotonic() + timeout_seconds, self._room() >= self.at_first
         for group in self.groups[: -(-self.at_first // self.unit)]:
             while not group.wait(LOOK_S):
-                if time.monotonic() > give_up_at or self._room() < self.at_first:
+                if time.monotonic() > give_up_at or (there_was and self._room() < self.at_first):
                     return False
         return True
 
