@@ -138,7 +138,7 @@ class Hooks:
 
     windows: Windows | None
 
-    def after_step(self, row: Mapping[str, float]) -> None: ...
+    def step_done(self, row: Mapping[str, float]) -> None: ...
 
     def log(self, row: dict[str, Any]) -> None:
         if self.windows is not None:

@@ -106,7 +106,7 @@ class Recorder:
     called: Called | None = None
     kept: dict[int, dict[str, Scalar]] = field(default_factory=dict)  # of a callback, by step
 
-    def after_step(self, row: Mapping[str, float]) -> None:
+    def step_done(self, row: Mapping[str, float]) -> None:
         if self.called is not None:
             self.called.after_step(row)
 

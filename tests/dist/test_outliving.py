@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,8 @@ class Believer:
 
     confirmed: list[int]
     logged: list[int]
+
+    def step_done(self, row: Mapping[str, float]) -> None: ...
 
     def log(self, row: dict[str, Any]) -> None:
         self.logged.append(row["step"])

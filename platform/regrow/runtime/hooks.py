@@ -57,7 +57,7 @@ class GenerationHooks:
         self.every_steps = 0  # between snapshots, as the coordinator says; 0: it has not
         self.window = _profile_window(process) if self._rank == 0 else None
 
-    def after_step(self, row: Mapping[str, float]) -> None:
+    def step_done(self, row: Mapping[str, float]) -> None:
         self._called.after_step(row)
 
     def log(self, row: dict[str, Any]) -> None:

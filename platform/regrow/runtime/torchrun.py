@@ -192,7 +192,7 @@ class TorchrunRun:
         last_step = min(self.config.train.steps, self.config.train.stop_at_step or self.config.train.steps)
         return progress.step >= last_step or any(gather(self.asked_to_stop))
 
-    def after_step(self, row: Mapping[str, float]) -> None:
+    def step_done(self, row: Mapping[str, float]) -> None:
         self._called.after_step(row)
 
     def log(self, row: dict[str, Any]) -> None:

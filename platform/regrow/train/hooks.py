@@ -49,7 +49,7 @@ class Saver(Protocol):
 class Hooks(Protocol):
     """What the loop tells, and asks."""
 
-    def after_step(self, row: Mapping[str, float]) -> None:
+    def step_done(self, row: Mapping[str, float]) -> None:
         """A step has succeeded, on all ranks; before its snapshot is confirmed. See `train.callback`."""
 
     def log(self, row: dict[str, object]) -> None:

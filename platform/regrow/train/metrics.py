@@ -133,7 +133,7 @@ class InFlight:
             if result.checksums:
                 self._hooks.verified(oldest.step, self._checks.judge(oldest.step, result.checksums))
             told = {"loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens}
-            self._hooks.after_step(oldest.told | told)
+            self._hooks.step_done(oldest.told | told)
             self.waited(self._saver.confirm(oldest.step))
             self._hooks.log(self._meter.finish(oldest.row, result, stats.waits()))
             self._skipped = self._skipped + 1 if result.skipped else 0
