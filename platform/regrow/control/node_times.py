@@ -24,7 +24,7 @@ class SnapshotTimes:
 
     def begin(self, nodes: Iterable[str]) -> None:
         """A group of these nodes."""
-        self._newest = {node: times for node, times in self._newest.items() if node in set(nodes)}
+        self._newest = {node: self._newest[node] for node in nodes if node in self._newest}
 
     def take(self, acks: Iterable[SnapshotAck]) -> None:
         self._newest |= {ack.node: ack.times for ack in acks if ack.times is not None}
