@@ -279,12 +279,15 @@ class RemoteStorage(Storage):
             except FileExistsError:
                 return False
             return True
-        is_there = self.fs.get_file_info(path).is_file
-        if self.fs.type_name == "s3" and find_spec("boto3") is not None and not is_there:
-            created = _create_in_s3(path, data)
+
+        def is_there() -> bool:
+            return bool(self.fs.get_file_info(path).is_file)
+
+        if self.fs.type_name == "s3" and find_spec("boto3") is not None:
+            created = _create_in_s3(path, data, is_there)
             if created is not None:
                 return created
-        if is_there:
+        if is_there():
             return False
         with self.fs.open_output_stream(path) as file:
             file.write(data)
@@ -353,11 +356,11 @@ def _place_new(temporary: Path, path: Path) -> None:
         os.replace(temporary, path)
 
 
-def _create_in_s3(path: str, data: bytes) -> bool | None:
+def _create_in_s3(path: str, data: bytes, is_there: Callable[[], bool]) -> bool | None:
     """Arrow has no conditional writes; boto3 takes endpoint and credentials from where Arrow does.
 
     None where it finds no credentials, as those in a URI, and where the store has no such writes, or ignores the
-    condition: that shows where what was just created can be created again.
+    condition: that shows where what was just created can be created again. Until then it is looked at first.
     """
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 
@@ -376,6 +379,8 @@ def _create_in_s3(path: str, data: bytes) -> bool | None:
     store = (*endpoint, bucket)
     if not _minds_conditions.get(store, True):
         return None
+    if store not in _minds_conditions and is_there():
+        return False
     try:
         created = put()
     except ClientError as error:

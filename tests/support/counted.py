@@ -1,4 +1,4 @@
-"""A callback for tests: it counts steps, and adds up losses in an order that a wrong one would change."""
+"""A callback for tests: it counts steps, and makes a number of theirs that another order would change."""
 
 from collections.abc import Mapping
 

@@ -32,7 +32,7 @@ SETTINGS = {
 
 @dataclass
 class Faults:
-    """What happens to requests, drawn anew for each: `kind` to a `share` of them, to all of that `method` alone.
+    """What happens to requests, drawn anew for each: `kind` to a `share` of them.
 
     slow: answered after `seconds`. error: 500, not passed on. late_error: 500, though it was passed on. cut: half of
     the answer's body. reset: no answer. expired: 403, the token has ended.
@@ -41,21 +41,19 @@ class Faults:
     kind: str = ""
     share: float = 0.0
     seconds: float = 0.1
-    method: str = ""
-    seed: int = 0
     seen: int = 0  # requests that it happened to
     _dice: random.Random = field(default_factory=random.Random)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def set(self, kind: str, share: float = 0.3, *, method: str = "", seed: int = 0) -> None:
+    def set(self, kind: str, share: float = 0.0, *, seed: int = 0) -> None:
         with self._lock:
-            self.kind, self.share, self.method, self.seen = kind, share, method, 0
+            self.kind, self.share, self.seen = kind, share, 0
             self._dice.seed(seed)
 
-    def draw(self, method: str) -> str:
-        """What happens to this request."""
+    def draw(self) -> str:
+        """What happens to a request."""
         with self._lock:
-            if not self.kind or method not in (self.method or method) or self._dice.random() >= self.share:
+            if not self.kind or self._dice.random() >= self.share:
                 return ""
             self.seen += 1
             return self.kind
@@ -153,7 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: Any) -> None: ...
 
     def _take(self) -> None:
-        body, fault = self._body(), self.server.faults.draw(self.command)
+        body, fault = self._body(), self.server.faults.draw()
         if fault == "slow":
             time.sleep(self.server.faults.seconds)
         if fault == "reset":

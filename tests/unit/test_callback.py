@@ -1,5 +1,6 @@
 """A callback's state: what may be kept, where it lies, and that it is that of its step."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from regrow.config.schema import Dtype, OptimConfig, ParallelConfig
-from regrow.errors import ConfigError
+from regrow.errors import CheckpointError, ConfigError
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
@@ -15,13 +16,14 @@ from regrow.plan.boxes import Box
 from regrow.plan.mesh import ALONE, Coordinates, MeshShape
 from regrow.record.run_folder import checkpoints_of
 from regrow.state.disk import store
-from regrow.state.disk.catalog import choose
+from regrow.state.disk.catalog import choose, committed_steps
 from regrow.state.entries import Entry, Progress, restored_progress, training_entries
 from regrow.state.exchange.runs import average_run, export_run, import_run
 from regrow.state.memory.slots import open_slot
 from regrow.state.memory.writer import Snapshots
 from regrow.storage import Storage
 from regrow.train.callback import MOST_BYTES, Called
+from support import keepers
 from support.counted import Counted, expected
 from support.ragged import ragged_model
 from support.runs import save_run
@@ -102,3 +104,15 @@ def test_checkpoints_hold_it_and_so_do_those_that_are_made_of_them(tmp_path: Pat
     average_run(str(run), indexes, str(tmp_path / "mean"), start=quiet)
     for other in ("moved", "mean"):
         assert Progress.of(choose(*checkpoints_of(str(tmp_path / other)))[1].scalars) == progress
+
+
+def test_nodes_whose_states_differ_make_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = itertools.count()
+    monkeypatch.setattr(
+        keepers, "scalars_of", lambda step: Progress(step, 12 * step, 0, {"n": next(numbers)}).to_dict()
+    )
+    with keepers.cluster(tmp_path / "memory", 2) as nodes:
+        keepers.snapshot(nodes, 3, 2)
+        with pytest.raises(CheckpointError, match="node node-1 holds another state than node-0"):
+            keepers.write_checkpoint(nodes, Storage.at(tmp_path / "checkpoints"), 3)
+    assert committed_steps(Storage.at(tmp_path / "checkpoints")) == []

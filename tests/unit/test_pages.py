@@ -212,6 +212,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def test_a_run_without_snapshots_has_nothing_to_say_of_them() -> None:
+    history, config = simulated("llama-8b", seed=1, steps=20, losses=0, lr=3e-4)
+    ledger = history.ledger(T0 + 9000)
+    html = run_page(build_report(history, ledger, config), history, ledger, config, T0 + 9000)
+    assert "<h2>Checkpoints</h2>" in html
+    assert "Snapshots by node" not in html
+
+
 def test_a_page_names_the_nodes_that_a_checkpoint_and_a_snapshot_waited_for() -> None:
     html = run_html()
     assert "It took 31" in html

@@ -374,7 +374,9 @@ def _node_snapshots(nodes: Sequence[Mapping[str, Any]]) -> Section:
     """What each node took to make its newest snapshot safe; of many, the slowest few."""
     return Section(
         "Snapshots by node, the newest",
-        note="From sealed to checked and copied, the slowest node first; a snapshot is committed with its report.",
+        note="From sealed to checked and copied, the slowest node first; a snapshot is committed with its report."
+        if nodes
+        else "",
         head=["node", "size", "until safe", "checksums", "sending", "GB/s"],
         rows=_by_node(nodes, ("seconds", "check_s", "send_s"), speed="send_s"),
         numbers=range(1, 6),

@@ -70,41 +70,47 @@ def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id
         )
     target = Storage.at(order.folder)
 
-    begun, seconds = time.monotonic(), [0.0, 0.0]  # of all threads: checking, writing
+    begun = time.monotonic()
 
-    def write(number: int, each: Held) -> tuple[DataFile | None, SlotHeader]:
+    def write(number: int, each: Held) -> tuple[DataFile | None, SlotHeader, PartTimes]:
         snapshot = open_snapshot(folder / each.file)
         if snapshot is None or snapshot.held != each:
             raise CheckpointError(f"{each.file} is not the snapshot of step {order.moment.step} any more")
         name = f"g{order.moment.generation:06d}-{order.token}-{number}.safetensors"
-        return _write_file(target, name, snapshot, run_id, seconds), snapshot.header
+        file, times = _write_file(target, name, snapshot, run_id)
+        return file, snapshot.header, times
 
     with ThreadPoolExecutor(WRITERS, thread_name_prefix="write") as writers:
         outcomes = list(writers.map(write, range(len(mine)), mine))
-    took_s, (checking, writing) = time.monotonic() - begun, seconds
-    check_s = took_s * checking / (checking + writing) if checking else 0.0
-    num_bytes = sum(file.num_bytes for file, _ in outcomes if file is not None)
-    header, stages = outcomes[0][1], {each.coordinates.along("pp")[0]: each for _, each in outcomes}
+    took_s = time.monotonic() - begun
+    header, stages = outcomes[0][1], {each.coordinates.along("pp")[0]: each for _, each, _ in outcomes}
     tensors = {stage: {box.name: (box.dtype, box.shape) for box in each.boxes} for stage, each in stages.items()}
     digests = {
         stage: hashlib.sha256(json.dumps(sorted(of_stage.items())).encode()).hexdigest()
         for stage, of_stage in tensors.items()
     }
-    firsts = {each.coordinates.along("pp")[0] for _, each in outcomes if is_first_of_stage(each.coordinates)}
+    firsts = {each.coordinates.along("pp")[0] for _, each, _ in outcomes if is_first_of_stage(each.coordinates)}
     if header.coordinates.mesh.pp == 1:
         firsts = {0} if order.describe else set()
-    data_files = tuple(file for file, _ in outcomes if file is not None)
+    data_files = tuple(file for file, *_ in outcomes if file is not None)
     described = {stage: of_stage for stage, of_stage in tensors.items() if stage in firsts}
-    times = PartTimes(check_s, took_s - check_s, num_bytes)
+    times = _together([each for *_, each in outcomes], took_s)
     return Written(data_files, len(mine), header.scalars, digests, described, times)
 
 
-def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str, seconds: list[float]) -> DataFile | None:
-    """Write one rank's part; None where it has nothing to write. Adds to `seconds` what checking and writing took."""
+def _together(times: Sequence[PartTimes], took_s: float) -> PartTimes:
+    """Of files that were written side by side in so long."""
+    checking, writing = sum(each.check_s for each in times), sum(each.write_s for each in times)
+    check_s = took_s * checking / (checking + writing) if checking else 0.0
+    return PartTimes(check_s, took_s - check_s, sum(each.bytes for each in times))
+
+
+def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> tuple[DataFile | None, PartTimes]:
+    """Write one rank's part, and what that took; None where it has nothing to write."""
     header = snapshot.header
     parts = parts_of(header.boxes, header.coordinates)
     if not parts:
-        return None
+        return None, PartTimes()
     with snapshot.payload() as payload:
         begun = time.monotonic()
         _check(snapshot, payload, parts)
@@ -115,9 +121,7 @@ def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str, sec
         }
         of = {"run_id": run_id, "generation": header.generation, "step": header.step}
         file = write_stacks(target, name, parts, header.boxes, memory, **of)
-        seconds[0] += checked - begun
-        seconds[1] += time.monotonic() - checked
-        return file
+        return file, PartTimes(checked - begun, time.monotonic() - checked, file.num_bytes)
 
 
 def _check(snapshot: Snapshot, payload: memoryview, parts: Sequence[Part]) -> None:
