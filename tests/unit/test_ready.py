@@ -1,5 +1,6 @@
 """What a process looks at before it joins: it says what its host lacks, and the others hear nothing of it."""
 
+import errno
 import shutil
 import socket
 from pathlib import Path
@@ -12,6 +13,7 @@ from regrow.config.schema import PretrainConfig, TrainConfig
 from regrow.data.read.corpora import Corpora
 from regrow.errors import DataError, ResumeError
 from regrow.record.run_folder import RUN_FILE, write_record
+from regrow.runtime import ready
 from regrow.runtime.memory_tier import NO_ROOM_S, ROOM_S, may_wait
 from regrow.runtime.ready import check_here
 from regrow.storage import Storage
@@ -58,6 +60,40 @@ def test_a_host_that_does_not_see_the_runs_folder_does_not_take_it_for_a_new_run
         check_here(job)
     (tmp_path / "run" / RUN_FILE).mkdir()
     with pytest.raises(ResumeError, match=rf"cannot be read on {HOST}: .*Is a directory"):
+        check_here(job)
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> list[OSError]:
+    """What reads of rows and of the run's folder fail with, one each, the last first; none is left: they do not."""
+    errors: list[OSError] = []
+
+    def or_fails(works: Any) -> Any:
+        def call(*of: Any, **more: Any) -> Any:
+            if errors:
+                raise errors.pop()
+            return works(*of, **more)
+
+        return call
+
+    monkeypatch.setattr(ready, "read_record", or_fails(ready.read_record))
+    monkeypatch.setattr(ready, "RETRY_S", 0.0)
+    return errors
+
+
+def test_storage_that_fails_for_a_while_is_waited_for(job: Any, failing: list[OSError]) -> None:
+    """Soak seed 2459: it failed on all hosts; a healthy newcomer was ended three times, and its host quarantined."""
+    told: list[str] = []
+    failing += [OSError(errno.EIO, "Input/output error")] * 3
+    check_here(job, told.append)
+    assert failing == []
+    assert [text.rpartition("cannot be read on ")[2].partition(":")[0] for text in told] == [HOST]
+
+
+def test_storage_that_goes_on_failing_is_this_hosts_problem(job: Any, failing: list[OSError]) -> None:
+    job.config.data.storage_timeout_s = 0.0
+    failing += [OSError(errno.EIO, "Input/output error")] * 2
+    with pytest.raises(ResumeError, match=f"on {HOST}: .*Input/output error"):
         check_here(job)
 
 

@@ -40,6 +40,10 @@ def may_wait(problems: Sequence[str], known: Sequence[bool], waited_s: float) ->
     return all(full) and waited_s <= (NO_ROOM_S if len(full) == len(problems) else ROOM_S)
 
 
+def _heartbeat_of(folder: Path, job: Job) -> Heartbeat:
+    return Heartbeat(folder, collective_timeout_s=job.config.train.collective_timeout_s)
+
+
 class MemoryTier:
     """The snapshots of a run, from one rank's side. Every method but `__init__` is collective unless it says not."""
 
@@ -65,7 +69,7 @@ class MemoryTier:
     def check_room(self) -> None:
         """Raises CheckpointError where this node's memory cannot hold this rank's snapshots in any group. Local.
 
-        Waits for the keeper; one that is gone is for `join` to tell. From here on it can end this process.
+        Waits for the keeper, which watches this rank from here on; one that is gone is for `join` to tell.
         """
         with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
             info = self._info(self._serving)
@@ -82,6 +86,7 @@ class MemoryTier:
                     "cluster.min_workers, or take no snapshots: snapshot.every_steps=0"
                 )
             self.coordinator.register_keeper(self.keeper, info)
+            self._heartbeat = _heartbeat_of(self.folder, self.job)
 
     def why_unfit(self) -> str:
         """What this node is joined to the others by should not be trained with, and why; or empty. Local.
@@ -99,13 +104,13 @@ class MemoryTier:
     def waiting(self, generation: int, breaker: Breaker) -> None:
         """This process is about to form a generation, and is to be broken off if that is over. Local.
 
-        But in its first one: then it waits until the deadline.
+        One whose keeper did not come, in its first generation, waits until the deadline.
         """
         if self._heartbeat is not None:
             self._heartbeat.enter(generation, breaker)
 
     def join(self, generation: int, gloo: set[Address], breaker: Breaker) -> None:
-        """Wait for the keepers of all nodes to be up and known to the coordinator. From here on this rank is watched.
+        """Wait for the keepers of all nodes to be up and known to the coordinator.
 
         `gloo` is where this rank's gloo listens. Raises CheckpointError where a keeper cannot work on its node.
         """
@@ -115,8 +120,7 @@ class MemoryTier:
         self._arenas = self._arenas or Arenas(self.folder)
         self.coordinator.register_keeper(self.keeper, info)
         breaker.watch(set().union(*gather(list(gloo))))
-        timeout_s = self.job.config.train.collective_timeout_s
-        self._heartbeat = self._heartbeat or Heartbeat(self.folder, collective_timeout_s=timeout_s)
+        self._heartbeat = self._heartbeat or _heartbeat_of(self.folder, self.job)
         self._heartbeat.enter(generation, breaker)
 
     def restore(self, entries: Sequence[Entry], place: Coordinates, *, at_least: int) -> Progress | None:

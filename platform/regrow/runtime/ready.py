@@ -1,17 +1,46 @@
 """What a process looks at before it joins a group: a node that lacks something costs the others no stop then."""
 
 import socket
+import time
+from collections.abc import Callable
 
 import numpy as np
 
-from regrow.errors import DataError, ResumeError, first_line
+from regrow.errors import DataError, RegrowError, ResumeError, UnavailableError, first_line
 from regrow.record.run_folder import RUN_FILE, read_record
 from regrow.runtime.job import Job
-from regrow.storage import Storage
+from regrow.storage import Storage, may_pass
+
+STORAGE_S = 120.0  # for storage that fails: it may fail everywhere, and then this host is not the one to leave alone
+RETRY_S = 1.0
 
 
-def check_here(job: Job) -> None:
-    """Raises RegrowError, naming this host, where the corpus or the run's folder cannot be read here."""
+def check_here(job: Job, on_wait: Callable[[str], None] = lambda problem: None) -> None:
+    """Raises RegrowError, naming this host, where the corpus or the run's folder cannot be read here.
+
+    What fails and may pass is tried again for STORAGE_S, for `data.storage_timeout_s` where that is less; `on_wait` is
+    told of it once.
+    """
+    give_up_at, told = time.monotonic() + min(STORAGE_S, job.config.data.storage_timeout_s), False
+    while True:
+        try:
+            _check(job)
+            return
+        except (UnavailableError, ResumeError) as error:
+            if not _may_pass(error) or time.monotonic() > give_up_at:
+                raise
+            if not told:
+                on_wait(first_line(error))
+                told = True
+        time.sleep(RETRY_S)
+
+
+def _may_pass(error: RegrowError) -> bool:
+    cause = error.__cause__
+    return isinstance(error, UnavailableError) or (isinstance(cause, OSError) and may_pass(cause))
+
+
+def _check(job: Job) -> None:
     host, config = socket.gethostname(), job.config
     for split in ("train", *(["validation"] if config.train.validate_every_steps else [])):
         try:
@@ -19,14 +48,15 @@ def check_here(job: Job) -> None:
             if reader.num_rows:
                 reader.read(np.array([0, reader.num_rows - 1]))
         except DataError as error:
-            raise DataError(f"on {host}: {error}") from error
+            raise type(error)(f"on {host}: {error}") from error
+    failed: OSError | None = None
     try:
         record = read_record(Storage.at(job.folder))
         problem = "" if record is not None else f"it has no {RUN_FILE} there"
     except OSError as error:
-        problem = first_line(error)
+        problem, failed = first_line(error), error
     if problem:
         raise ResumeError(
             f"run folder {job.folder} cannot be read on {host}: {problem}; is run.storage_path mounted there, and can "
             "that host reach it?"
-        )
+        ) from failed

@@ -97,7 +97,7 @@ def _prepare(job: Job) -> tuple[Process, str, float]:
     memory = MemoryTier(job) if takes_snapshots(config.snapshot) else None  # its keeper starts beside what follows
     compiled = _compiled_before(job, device)
     stream.submit(partial(_warm_up, job, device, expected, backend)).result()
-    check_here(job)
+    check_here(job, partial(_waits_for_storage, job))
     if memory is not None:
         memory.check_room()
         if config.cluster.check_hardware and (problem := memory.why_unfit()):
@@ -209,6 +209,11 @@ def _warm_up(job: Job, device: torch.device, expected: int, backend: str) -> Non
     pass_seqs = largest(job.topologies, expected).batch.most_slices_of_a_pass * layout_of(config).slice_seqs
     seq_len = config.data.seq_len
     warm_up(device, config.model, config.parallel, pass_seqs=pass_seqs, seq_len=seq_len, backend=backend)
+
+
+def _waits_for_storage(job: Job, problem: str) -> None:
+    node = ray.get_runtime_context().get_node_id()
+    CoordinatorClient(job.coordinator).note("note", {"text": f"node {node[:12]} joins once storage answers: {problem}"})
 
 
 def end_process(job: Job, problem: str) -> NoReturn:

@@ -1,0 +1,50 @@
+"""A rank's dealings with its keeper, before it was in any group."""
+
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from regrow.config.check import topologies
+from regrow.config.schema import PretrainConfig
+from regrow.control.values import Version
+from regrow.runtime import memory_tier
+from regrow.runtime.abort import Breaker
+from regrow.runtime.keeper import KeeperInfo
+from regrow.runtime.memory_tier import MemoryTier
+from regrow.state.memory.control_word import ControlWord
+from support.keepers import wait_until
+
+NODE, GENERATION = "node0", 5
+
+
+@pytest.fixture
+def newcomer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MemoryTier:
+    """A process whose keeper is up, and which was in no group yet."""
+    info = KeeperInfo(NODE, NODE, str(tmp_path), ("127.0.0.1", 1), Version(), ())
+    answer: Future[KeeperInfo] = Future()
+    answer.set_result(info)
+    keeper = SimpleNamespace(serve=SimpleNamespace(remote=lambda *of: answer))
+    coordinator = SimpleNamespace(secret=lambda: b"secret", register_keeper=lambda *of: None)
+    context = SimpleNamespace(get_node_id=lambda: NODE)
+    monkeypatch.setattr(memory_tier.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(memory_tier.ray, "get", lambda reference, timeout: reference.result(timeout))
+    monkeypatch.setattr(memory_tier, "start_keeper", lambda *of, **more: keeper)
+    monkeypatch.setattr(memory_tier, "CoordinatorClient", lambda handle: coordinator)
+    config = PretrainConfig()
+    job: Any = SimpleNamespace(config=config, topologies=topologies(config), run_id="run", coordinator=None)
+    return MemoryTier(job)
+
+
+def test_a_newcomer_is_told_that_its_first_generation_is_over(newcomer: MemoryTier, tmp_path: Path) -> None:
+    """Soak seed 2459: a host lost power while a group formed; the newcomer waited for it in its first collective, and
+    the run for the newcomer, as no other thread of it looked yet whether that generation was over."""
+    newcomer.check_room()
+    breaker = Breaker()
+    newcomer.waiting(GENERATION, breaker)
+    assert not breaker.begun
+    ControlWord(over=GENERATION).write(tmp_path)
+    wait_until(lambda: breaker.begun)
+    breaker.left()
