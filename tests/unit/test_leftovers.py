@@ -13,7 +13,7 @@ import pytest
 
 from regrow.runtime.keeper import Keeper
 from regrow.runtime.liveness.pulse import started_at
-from regrow.state.memory.node import KeeperNode, last_used, take_over_leftovers
+from regrow.state.memory.node import KeeperNode, delete_run, last_used, take_over_leftovers
 
 PATTERN = "regrow-run-*"
 
@@ -55,6 +55,28 @@ def test_a_folder_that_a_keeper_serves_is_left_alone(tmp_path: Path) -> None:
     keeper.close(delete=False)
     take_over_leftovers(tmp_path / "regrow-run-mine", PATTERN, set)
     assert not there.exists()
+
+
+def test_nothing_is_left_of_a_run_that_is_over_and_other_runs_keep_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Soak seed 2459: a folder stayed. Ray had not yet found the host's node before dead, or something came to be in
+    the folder while it was deleted."""
+    mine = folder(tmp_path, "mine", used_at=time.time())
+    before, other = folder(tmp_path, "before", used_at=1e9), folder(tmp_path, "mine", used_at=1e9, run="other")
+    rmdir, copies = os.rmdir, ["g000002-r0-0.slot"]
+
+    def as_a_copy_comes(path: Any, **more: Any) -> None:
+        if copies and Path(path).name == mine.name:
+            (mine / copies.pop()).write_text("a copy")
+        rmdir(path, **more)
+
+    monkeypatch.setattr(os, "rmdir", as_a_copy_comes)
+    delete_run(mine, PATTERN)
+    assert copies == []
+    assert not mine.exists()
+    assert not before.exists()
+    assert other.exists()
 
 
 def test_a_folder_that_is_being_made_or_deleted_is_left_alone_and_one_that_was_never_finished_is_not(

@@ -35,7 +35,7 @@ from regrow.state.memory.arenas import remove_abandoned
 from regrow.state.memory.control_word import ControlWord
 from regrow.state.memory.held import Held, claim, is_mine
 from regrow.state.memory.link import Damaged, Link, measure
-from regrow.state.memory.node import KeeperNode, is_served, last_used, take_over_leftovers
+from regrow.state.memory.node import KeeperNode, delete_run, is_served, last_used, take_over_leftovers
 from regrow.state.memory.ranges import Address
 from regrow.state.memory.slots import Committed
 from regrow.storage import Storage
@@ -284,7 +284,7 @@ class Keeper:
         if self.keeper is not None:
             self.keeper.close(delete=True)
             self.keeper = None
-        shutil.rmtree(self.folder, ignore_errors=True)
+        delete_run(self.folder, f"regrow-{self.run_id}-*")
 
     def _ask_where(self) -> int:
         with self.lock:

@@ -38,6 +38,7 @@ LOCK = "lock"  # held by the folder's keeper
 MAKING_S = 60.0  # for a keeper to lock its folder once it is there, or to delete what is in it
 UNHEARD_S = 1.0  # without work, and without a commit of what was reported: peers are asked
 RETRY_S = 2.0  # after a snapshot could not be copied to a peer
+DELETE_S, AGAIN_S = 5.0, 0.05  # for a folder to be gone once its run is over; between attempts
 AT_ONCE = 8  # slots that are checked and copied side by side
 
 Complain = Callable[[str, str, float], None]  # what is wrong; to which peer it cannot copy, and how long it tried
@@ -359,6 +360,23 @@ def take_over_leftovers(mine: Path, pattern: str, alive: Callable[[], set[str]])
                         signs.unlink()
                     folder.rename(mine)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def delete_run(mine: Path, pattern: str) -> None:
+    """A run is over: this keeper's folder goes, and what keepers that are gone have left of it on this host.
+
+    Again, for a while, where something came to be in it meanwhile: a copy that was on its way, or a rank that begins.
+    """
+    give_up_at = time.monotonic() + DELETE_S
+    while True:
+        left = [folder for folder in mine.parent.glob(pattern) if folder == mine or not is_served(folder)]
+        for folder in left:
+            with contextlib.suppress(OSError):
+                if files.is_mine(folder):
+                    shutil.rmtree(folder)
+        if not mine.exists() or time.monotonic() > give_up_at:
+            return
+        time.sleep(AGAIN_S)
 
 
 def last_used(folder: Path) -> float:
