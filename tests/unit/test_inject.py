@@ -213,10 +213,10 @@ def test_a_raylet_that_ended_by_itself_is_started_again_after_a_while_and_noted_
     notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes: Any = SimpleNamespace()
-    nodes.nodes = [SimpleNamespace(node_id=name, ray=SimpleNamespace(poll=lambda: None)) for name in "ab"]
+    nodes.nodes = [_node(name) for name in "ab"]
 
     def restart(number: int) -> str:
-        nodes.nodes[number] = SimpleNamespace(node_id="c", ray=SimpleNamespace(poll=lambda: None))
+        nodes.nodes[number] = _node("c")
         return "c"
 
     nodes.restart_raylet = restart
@@ -230,3 +230,34 @@ def test_a_raylet_that_ended_by_itself_is_started_again_after_a_while_and_noted_
     made.tick()
     assert notes == [(0, "node gone", {"node": "b", "another": "c"})]
     assert [node.node_id for node in nodes.nodes] == ["a", "c"]
+
+
+def test_no_raylet_is_started_on_a_host_that_is_cut_off_from_the_head(
+    notes: Notes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Soak seed 2461: the drill waited for it to join, and so never healed the link that it would have joined by."""
+    monkeypatch.setattr(inject_apart, "RAYLET_BACK_S", -1.0)
+    nodes: Any = SimpleNamespace(head=SimpleNamespace(name="head", up=True), nodes=[_node("a"), _node("b")])
+    nodes.hosts = SimpleNamespace(partition=lambda *of, **more: None)
+    restarted: list[int] = []
+    nodes.restart_raylet = lambda number: restarted.append(number) or "c"
+    made = InjectorApart(nodes, seed=7, note=lambda number, what, **fields: notes.append((number, what, fields)))
+    monkeypatch.setattr(made, "on_node", lambda scene, number=0: [])
+    heals: list[Any] = []
+    monkeypatch.setattr(made, "until_healed", lambda scene, heal, note: heals.append(heal))
+    scene: Any = SimpleNamespace(node=0, fault=SimpleNamespace(options={}), number=3)
+    made.does["blink_node"](scene)
+    nodes.nodes[0].ray.poll = lambda: 1  # Ray has given the node up
+    made.tick()
+    with pytest.raises(NotNow, match="cut off from the head"):
+        made.does["restart_raylet"](scene)
+    assert restarted == []
+    heals.pop()()
+    made.tick()
+    made.does["restart_raylet"](scene)
+    assert restarted == [0, 0]
+
+
+def _node(name: str) -> Any:
+    host = SimpleNamespace(name=f"host-{name}", up=True)
+    return SimpleNamespace(node_id=name, host=host, ray=SimpleNamespace(poll=lambda: None))

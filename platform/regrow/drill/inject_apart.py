@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ class InjectorApart(Injector):
     def __init__(self, nodes: NodesApart, *, seed: int, note: Note) -> None:
         super().__init__(nodes, seed=seed, note=note)
         self._ended_at: dict[str, float] = {}  # raylets that no fault has ended, by the node's id
+        self._away: Counter[str] = Counter()  # hosts parted from the head: no raylet can join there
         self.does |= {
             "partition_node": lambda scene: self._part(scene, self._others(scene), gone=True),
             "partition_head": lambda scene: self._part(scene, [self.nodes.head], gone=True),
@@ -46,7 +48,8 @@ class InjectorApart(Injector):
         super().tick()
         now = time.monotonic()
         for number, node in enumerate(self.nodes.nodes):
-            if node.ray.poll() is not None and now - self._ended_at.setdefault(node.node_id, now) > RAYLET_BACK_S:
+            ended = node.ray.poll() is not None and now - self._ended_at.setdefault(node.node_id, now) > RAYLET_BACK_S
+            if ended and not self._away[node.host.name]:
                 self.note(self._newest, "node gone", node=node.node_id, another=self.nodes.restart_raylet(number))
                 return
 
@@ -64,8 +67,11 @@ class InjectorApart(Injector):
         node = self.nodes.nodes[scene.node]
         host, one_way = node.host, bool(scene.fault.options.get("one_way"))
         self.nodes.hosts.partition(host, others, one_way=one_way)
+        from_head = self.nodes.head in others
+        self._away[host.name] += from_head
 
         def heal() -> None:
+            self._away[host.name] -= from_head
             there = [each for each in others if each.up]  # a host that was powered off has no link any more
             if host.up:
                 self.nodes.hosts.partition(host, there, on=False, one_way=one_way)
@@ -110,6 +116,8 @@ class InjectorApart(Injector):
         return [*self.on_node(scene), *broken, killed]
 
     def _restart_raylet(self, scene: Scene) -> list[Victim]:
+        if self._away[self.nodes.nodes[scene.node].host.name]:
+            raise NotNow("its host is cut off from the head")
         victims = self.on_node(scene)
         return [*victims, {"what": "new node", "node": self.nodes.restart_raylet(scene.node)}]
 

@@ -304,7 +304,7 @@ class Player:
             return
         victims = [nodes[first], *_mates(self, nodes[first], nodes, fault.nodes)]
         if fault.kind == "drain":
-            _leave(self, victims, replace(fault, kind="host", at=0.0, notice_s=0.0))
+            leave(self, victims, replace(fault, kind="host", at=0.0, notice_s=0.0))
             return
         self.take(fault, victims)
 
@@ -407,7 +407,7 @@ def _carry_out(player: Player, command: c.Command) -> None:
             pass  # a fault is told of when its figure says so
 
 
-def _leave(player: Player, victims: list[_Node], gone: Fault, within_s: float = DEADLINE_S) -> None:
+def leave(player: Player, victims: list[_Node], gone: Fault, within_s: float = DEADLINE_S) -> None:
     """The group is told that these nodes go, and they do."""
     player.tell(e.Notice({node.name: player.now + within_s for node in victims}))
     player.at(player.now + within_s, lambda: player.take(gone, [node for node in victims if node.is_up]))
@@ -456,7 +456,7 @@ def _is_slow(player: Player, fault: Fault, node: _Node) -> None:
         _slow_down(player)
         if fault.lasts_s > evict_s and node.is_up:
             steps_s = 3 * player.run.step_s if player.run is not None else 0.0  # it waits until the group has left
-            _leave(player, [node], replace(fault, kind="host", at=0.0), max(DEADLINE_S, steps_s))
+            leave(player, [node], replace(fault, kind="host", at=0.0), max(DEADLINE_S, steps_s))
 
     player.at(player.now + min(fault.lasts_s, evict_s), ends)
 

@@ -30,7 +30,7 @@ from regrow.show.units import percent
 from regrow.simulate.estimate import CAUSE_OF
 from regrow.simulate.faults import Fault
 from regrow.simulate.inputs import Figure, Inputs, Job, Origin, Policy
-from regrow.simulate.play import Player
+from regrow.simulate.play import Player, leave
 from regrow.simulate.profile import Profile
 from regrow.simulate.run_logs import RunLogs, faults_of
 
@@ -377,10 +377,9 @@ class PlanPlayer(Player):
         alive = [node for node in self.nodes.values() if node.is_up and node.members]
         alive = [node for node in alive if node.name in group] or alive
         victims = alive[int(where * len(alive)) :][:1]
-        self.tell(e.Notice({node.name: self.now + planned.deadline_s for node in victims}))
         gone = replace(fault, kind="host", notice_s=0.0)
         self.causes[gone] = self._notice("host")[1]
-        self.at(self.now + planned.deadline_s, lambda: self.take(gone, [node for node in victims if node.is_up]))
+        leave(self, victims, gone, planned.deadline_s)
 
     def _comes(self, name: str) -> None:
         node = self.nodes[name]
