@@ -31,7 +31,7 @@ class Run:
             [
                 *(*SMALL, *SLOW, f"run.storage_path={storage}", "run.name=run", f"cluster.address={nodes.address}"),
                 *("cluster.min_workers=2", "cluster.max_workers=3", "train.steps=100000"),
-                *("snapshot.every_steps=1", "checkpoint.every_steps=1000"),
+                *("snapshot.every_steps=1", "checkpoint.every_steps=1000", "data.storage_timeout_s=10"),
             ],
             self.output,
         )
@@ -70,6 +70,7 @@ def test_newcomers_without_room_or_storage_cost_no_step_and_a_host_that_comes_ba
     nodes.kill(2)
     nodes.add(broken="failing")
     run.until(lambda: any("mounted" in said for said in run.unfit()))
+    assert any("joins once storage answers" in event["text"] for event in run.events("note"))
     nodes.kill(2)
     step = run.step()
     run.until(lambda: run.step() >= step + 5)
