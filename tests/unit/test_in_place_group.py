@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupContext, WorkerGroupState
@@ -26,6 +26,7 @@ class Group(InPlaceGroup):
         self.started: list[int] = []  # places
         self.over: set[int] = set()  # workers that have finished
         self.dead: set[int] = set()
+        self.error: Exception = WorkerHealthCheckFailedError("gone", RuntimeError("killed"))  # of the dead
         self.places = Rooms()
         self.meanwhile: list[tuple[int, Any]] = []  # what comes of starting workers while others are asked
         job = SimpleNamespace(
@@ -37,6 +38,7 @@ class Group(InPlaceGroup):
         group._train_run_context = SimpleNamespace(train_loop_config={"job": job})
         group._worker_group_context = WorkerGroupContext("1", None, SIZE, {})  # type: ignore[arg-type]
         group._world_rank_to_ongoing_poll = {}
+        group._worker_health_check_timeout_s = 8.0
         group._replica_groups, group._worker_rank_to_replica_group_rank = [None] * SIZE, {}
         group._worker_group_state = WorkerGroupState(0.0, self.places, [worker(pid) for pid in range(SIZE)], None)  # type: ignore[arg-type]
         monkeypatch.setattr(WorkerGroup, "_start_impl", lambda *_: None)
@@ -50,9 +52,8 @@ class Group(InPlaceGroup):
         for started in self.meanwhile:
             self._filled.put(started)
         self.meanwhile.clear()
-        gone = WorkerHealthCheckFailedError("gone", RuntimeError("killed"))
         return [
-            WorkerStatus(running=pid not in self.over | self.dead, error=gone if pid in self.dead else None)
+            WorkerStatus(running=pid not in self.over | self.dead, error=self.error if pid in self.dead else None)
             for pid in asked
         ]
 
@@ -113,6 +114,14 @@ def test_the_dead_are_told_at_once_and_the_group_goes_on_without_anybody(group: 
     assert group.told == [("node-1", 1), ("node-0", 0), ("node-2", 2)]
     assert len(group.views) == 2
     assert group.views[-1][1] == 0
+
+
+def test_a_worker_that_does_not_answer_is_told_of_with_the_setting_that_waited_for_it(group: Group) -> None:
+    """The last line of Ray's message names a variable, which regrow sets."""
+    group.dead, group.error = {1}, WorkerHealthCheckTimeoutError("A worker health check has been hanging for 8.1 s.")
+    group.poll()
+    said = "process 1 on node node-1: no answer to Ray Train for 8 s (cluster.silence_s)"
+    assert group.views[-1][0] == [("node-1", 1, "worker_hung", said)]
 
 
 def test_it_is_over_once_everyone_left_has_finished(group: Group) -> None:

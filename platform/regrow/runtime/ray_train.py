@@ -244,8 +244,11 @@ class InPlaceGroup(WorkerGroup):
 
     def _note_death(self, rank: int, error: Exception) -> None:
         process = self.get_workers()[rank].metadata
-        cause = Cause.worker_hung if isinstance(error, WorkerHealthCheckTimeoutError) else Cause.worker_died
-        detail = f"place {self._place_of[rank]}: {last_line(error)}"
+        cause, said = Cause.worker_died, last_line(error)
+        if isinstance(error, WorkerHealthCheckTimeoutError):  # whose last line names a variable that regrow sets
+            cause = Cause.worker_hung
+            said = f"no answer to Ray Train for {self._worker_health_check_timeout_s:g} s (cluster.silence_s)"
+        detail = f"process {process.pid} on node {process.node_id[:12]}: {said}"
         self._dead[process.node_id, process.pid] = time.monotonic(), cause, detail
         self.told_at = 0.0  # at once
 
