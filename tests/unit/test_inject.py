@@ -232,10 +232,11 @@ def test_a_raylet_that_ended_by_itself_is_started_again_after_a_while_and_noted_
     assert [node.node_id for node in nodes.nodes] == ["a", "c"]
 
 
-def test_no_raylet_is_started_on_a_host_that_is_cut_off_from_the_head(
+def test_no_raylet_is_started_or_drained_on_a_host_that_is_cut_off_from_the_head(
     notes: Notes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Soak seed 2461: the drill waited for it to join, and so never healed the link that it would have joined by."""
+    """Soak seed 2461: the drill waited for it to join, and so never healed the link that it would have joined by; seed
+    2434, for Ray to reach one that was to be drained."""
     monkeypatch.setattr(inject_apart, "RAYLET_BACK_S", -1.0)
     nodes: Any = SimpleNamespace(head=SimpleNamespace(name="head", up=True), nodes=[_node("a"), _node("b")])
     nodes.hosts = SimpleNamespace(partition=lambda *of, **more: None)
@@ -245,12 +246,14 @@ def test_no_raylet_is_started_on_a_host_that_is_cut_off_from_the_head(
     monkeypatch.setattr(made, "on_node", lambda scene, number=0: [])
     heals: list[Any] = []
     monkeypatch.setattr(made, "until_healed", lambda scene, heal, note: heals.append(heal))
-    scene: Any = SimpleNamespace(node=0, fault=SimpleNamespace(options={}), number=3)
+    fault = SimpleNamespace(options={}, option=lambda name: None)
+    scene: Any = SimpleNamespace(node=0, fault=fault, number=3)
     made.does["blink_node"](scene)
     nodes.nodes[0].ray.poll = lambda: 1  # Ray has given the node up
     made.tick()
-    with pytest.raises(NotNow, match="cut off from the head"):
-        made.does["restart_raylet"](scene)
+    for kind in ("restart_raylet", "drain_node", "drain_all"):
+        with pytest.raises(NotNow, match="host-a is cut off from the head"):
+            made.does[kind](scene)
     assert restarted == []
     heals.pop()()
     made.tick()

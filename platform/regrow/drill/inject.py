@@ -143,7 +143,11 @@ class Injector:
         self.nodes.kill(scene.node)
         return victims
 
+    def must_reach(self, number: int) -> None:
+        """Raises NotNow where the head does not reach this node, so that a drill does not wait for what it has cut."""
+
     def _drain_node(self, scene: Scene) -> list[Victim]:
+        self.must_reach(scene.node)
         victims, deadline_s = self.on_node(scene), scene.option("deadline_s")
         self.nodes.drain(scene.node, deadline_s=deadline_s, message=f"drill, fault {scene.number}")
         self.later(deadline_s, lambda: self.end_node(scene.number, victims[0]["node"]))
@@ -324,6 +328,8 @@ def _ways(injector: Injector) -> dict[str, Callable[[Scene], list[Victim]]]:
 
 def _drain_all(injector: Injector, scene: Scene) -> list[Victim]:
     nodes, every_s = injector.nodes, scene.fault.option("replace_every_s")
+    for number in range(len(nodes.nodes)):
+        injector.must_reach(number)
     for number in range(len(nodes.nodes)):
         nodes.drain(number, deadline_s=scene.option("deadline_s"), message=f"drill, fault {scene.number}")
     drained = [each.node_id for each in nodes.nodes]

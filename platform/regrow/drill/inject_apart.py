@@ -115,9 +115,13 @@ class InjectorApart(Injector):
         send(signal.SIGKILL, [self.pid_of(killed)])
         return [*self.on_node(scene), *broken, killed]
 
+    def must_reach(self, number: int) -> None:
+        name = self.nodes.nodes[number].host.name
+        if self._away[name]:
+            raise NotNow(f"{name} is cut off from the head")
+
     def _restart_raylet(self, scene: Scene) -> list[Victim]:
-        if self._away[self.nodes.nodes[scene.node].host.name]:
-            raise NotNow("its host is cut off from the head")
+        self.must_reach(scene.node)
         victims = self.on_node(scene)
         return [*victims, {"what": "new node", "node": self.nodes.restart_raylet(scene.node)}]
 
