@@ -240,7 +240,8 @@ def _attempts(
         own = events[bisect_left(event_times, mark) if index else 0 : bisect_left(event_times, until)]
         taken = undone[bisect_right(undone_times, mark) if index else 0 : bisect_right(undone_times, until)]
         first, past = int(np.searchsorted(ends, mark, side="right")) if index else 0, bisect_right(ends, until)
-        life = [mark, *(e.time for e in own if _is_sign_of_life(e)), *(last for _, last, _ in taken)]
+        signs = [e for e in own if _is_sign_of_life(e)]
+        life = [mark, *(e.time for e in signs if not isinstance(e, Stopped)), *(last for _, last, _ in taken)]
         starts = [since for since, *_ in taken]
         if past > first:
             life.append(float(ends[past - 1]))
@@ -248,6 +249,8 @@ def _attempts(
         failures = of_kind(own, Failure)
         if not starts:  # it was still starting when it failed
             life += [e.time for e in failures]
+        if not any(e.time >= max(life) for e in failures):  # else no group was there that could be stopped
+            life += [e.time for e in signs if isinstance(e, Stopped)]
         if index and not submitted:  # it began to form before its event, which says that it is ready
             assert generation is not None
             spent = positive(generation.init_s) + positive(generation.restore_s)
