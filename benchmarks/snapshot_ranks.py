@@ -170,6 +170,11 @@ class PeerSaver:
     def has_room(self, step: int) -> bool:
         return True
 
+    def is_held(self, step: int) -> bool:
+        return False
+
+    def held_by_all(self, step: int, held: bool) -> None: ...
+
     def spacing(self) -> int:
         return int(self._told())
 

@@ -70,6 +70,16 @@ class Slots:
         self.recorder.confirmed.append(step)
         self.recorder.kept[step] = {key.removeprefix("user."): value for key, value in scalars.items()}
 
+    @property
+    def asked(self) -> int:
+        return self.begun
+
+    def is_held(self, step: int) -> bool:
+        return step > 0 and step not in self.recorder.lacked[dist.get_rank() % 2]
+
+    def held_by_all(self, step: int) -> None:
+        self.recorder.held.append(step)
+
     def newest_begun(self, at_most: int) -> int:
         return self.begun
 
@@ -93,6 +103,8 @@ class Recorder:
     confirmed: list[int] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)  # this rank's, at the end
     full: frozenset[int] = frozenset()  # steps before which rank 1 has no room
+    lacked: tuple[tuple[int, ...], ...] = ((), ())  # snapshots that a rank's node has not
+    held: list[int] = field(default_factory=list)  # those that all have
     stuck: frozenset[int] = frozenset()  # those of them for which none comes, however long one waits
     waited: list[tuple[int, bool]] = field(default_factory=list)  # for room: (step, was it the last)
     spacings: dict[int, int] = field(default_factory=dict)  # between snapshots, as rank 0 hears after so many rows
@@ -149,8 +161,9 @@ def loop(
     poisoned: tuple[int, ...] = (),
     stuck: tuple[int, ...] = (),
     spacings: dict[int, int] | None = None,
+    lacked: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
 ) -> Recorder:
-    """`full`, `stuck` and `spacings`: see Recorder; `poisoned`: steps with NaN in rank 0's gradient."""
+    """`full`, `stuck`, `spacings` and `lacked`: see Recorder; `poisoned`: steps with NaN in rank 0's gradient."""
     assert "ray" not in sys.modules
     assert "hydra" not in sys.modules
     world_size, device = dist.get_world_size(), torch.device("cpu")
@@ -159,6 +172,7 @@ def loop(
     model = build_model(tiny_model(), ParallelConfig(), mesh=mesh, device=device, seed=0)
     optim = OptimConfig()
     hooks = Recorder(leave_at, full=frozenset(full), stuck=frozenset(stuck), spacings=spacings or {})
+    hooks.lacked = lacked
     passes = itertools.count()
 
     def poisoned_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -258,6 +272,12 @@ def test_a_snapshot_is_begun_on_all_ranks_or_on_none() -> None:
     assert first.snapshots == second.snapshots == [2, 5, 6, 10, 12]
     assert first.waited == second.waited == [(10, False)]  # it becomes a checkpoint
     assert first.saved == second.saved == [(5, 5), (10, 10), (12, 12)]
+
+
+def test_ranks_learn_which_snapshots_all_nodes_hold() -> None:
+    """Each is asked for twice, as two steps are launched before the next one is begun."""
+    first, second = run_ranks(loop, 2, None, 1, (), (), (), None, ((4,), (6,)))
+    assert first.held == second.held == [2, 2, 5, 8, 8, 10, 10]
 
 
 def test_the_distance_that_one_rank_hears_is_that_of_all_ranks_from_the_same_step_on() -> None:

@@ -19,14 +19,15 @@ from regrow.accept.generations import Runtime, counting_runtime, on_a_device
 from regrow.control.values import NOTHING, Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import Box
-from regrow.plan.mesh import ALONE
+from regrow.plan.mesh import ALONE, Coordinates, MeshShape
 from regrow.state.entries import Entry
+from regrow.state.memory import writer as writer_module
 from regrow.state.memory.control_word import ControlWord
 from regrow.state.memory.held import Held
 from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.ranges import TIMEOUT_S
 from regrow.state.memory.reader import restore_snapshot
-from regrow.state.memory.slots import SLOT, Committed
+from regrow.state.memory.slots import HELD_BY_ALL, SLOT, Committed
 from regrow.state.memory.writer import Snapshots
 from support.keepers import (
     RUN,
@@ -36,6 +37,7 @@ from support.keepers import (
     cluster,
     entries_of,
     holders,
+    scalars_of,
     snapshot,
     state,
     wait_until,
@@ -369,6 +371,104 @@ def test_training_waits_for_a_commit_that_is_late_but_not_for_ever(tmp_path: Pat
         commit(nodes[0], 1, 3)
         assert not writer.is_late
         assert writer.await_commit(4, patience_s=0.1) >= 0.1
+
+
+def train_uncommitted(nodes: list[Node], writers: list[Snapshots], entries: list[list[Entry]], steps: range) -> None:
+    """Steps of which each node says what it holds, as `train.loop` has them do it; nothing is ever committed."""
+    for step in steps:
+        held = all(writer.is_held(writer.asked) for writer in writers)
+        for writer in writers if held else ():
+            writer.held_by_all(writer.asked)
+        if held:
+            wait_until(lambda: all(writer.room() for writer in writers))
+        if not all(writer.room() for writer in writers):
+            continue
+        whole = state(step)
+        for writer, mine in zip(writers, entries, strict=True):
+            for entry in mine:
+                entry.memory.copy_(whole[entry.box.name][entry.box.slices].reshape(-1))
+            assert writer.begin(step, scalars_of(step))
+            writer.wait()
+            writer.confirm(step)
+        wait_until(lambda: all(node.reports and node.reports[-1].version.step == step for node in nodes))  # noqa: B023
+
+
+@pytest.fixture
+def uncommitted(tmp_path: Path) -> Iterator[tuple[list[Node], list[Snapshots], list[list[Entry]]]]:
+    """Two nodes, a rank on each, and no coordinator."""
+    with cluster(tmp_path, 2) as nodes:
+        entries = [entries_of(shard, 2) for shard in range(2)]
+        writers = [
+            Snapshots(
+                node.keeper.folder,
+                mine,
+                coordinates=Coordinates(MeshShape(1, 2), shard),
+                run_id=RUN,
+                generation=1,
+                num_slots=3,
+            )
+            for shard, (node, mine) in enumerate(zip(nodes, entries, strict=True))
+        ]
+        yield nodes, writers, entries
+        for writer in writers:
+            writer.close()
+
+
+def test_while_nothing_is_committed_a_lost_node_costs_no_more_than_before(
+    uncommitted: tuple[list[Node], list[Snapshots], list[list[Entry]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Soak seeds 2433 and 2452: the coordinator stood for 10 s, slots were full after 3 steps, and 130 were lost."""
+    nodes, writers, entries = uncommitted
+    monkeypatch.setattr(writer_module, "UNCOMMITTED_S", -1.0)
+    train_uncommitted(nodes, writers, entries, range(1, 31))
+    for writer in writers:
+        writer.close()
+    nodes.pop(1).keeper.close(delete=True)
+    assert_state(restored(nodes, nodes[0], 30, 0, 1), 30)
+
+
+def test_what_all_hold_is_older_than_a_commit_that_comes_late_and_gives_way_to_a_newer_one(
+    uncommitted: tuple[list[Node], list[Snapshots], list[list[Entry]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes, writers, entries = uncommitted
+    monkeypatch.setattr(writer_module, "UNCOMMITTED_S", -1.0)
+    train_uncommitted(nodes, writers, entries, range(1, 11))
+    keeper, writer = nodes[0].keeper, writers[0]
+    held = Committed.read(keeper.folder).newest
+    assert held == Version(1, 8), "the one before the newest, when the tenth was begun"
+    assert writer.await_commit(10, patience_s=60.0) < 30.0, "nothing that hangs is waited for"
+    keeper.committed(Committed(newest=Version(1, 4), pinned=Version(1, 3), number=7))
+    late = Committed.read(keeper.folder)
+    assert (late.newest, late.pinned) == (held, Version(1, 3))
+    keeper.committed(Committed(newest=Version(1, 10), number=8))
+    assert Committed.read(keeper.folder).newest == Version(1, 10)
+    assert not writer.is_late
+    assert writer.await_commit(11, patience_s=0.1) >= 0.1
+    keeper.committed(Committed(newest=Version(1, 4), number=9))  # as after a corruption: nothing of before counts
+    assert Committed.read(keeper.folder).newest == Version(1, 4)
+
+
+def test_ranks_go_by_what_nodes_hold_only_once_nothing_was_committed_for_a_while(
+    uncommitted: tuple[list[Node], list[Snapshots], list[list[Entry]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a commit, replicas are compared; and it has their copies' times, for the distance between snapshots."""
+    _, (writer, _), _ = uncommitted
+    assert writer.asked == NOTHING
+    assert not writer.is_held(NOTHING)
+    for step in (1, 2):
+        assert writer.begin(step, scalars_of(step))
+        writer.wait()
+        writer.confirm(step)
+    wait_until(lambda: writer.is_held(2))
+    assert not writer.is_held(3)
+    assert writer.asked == 1
+    told: list[str] = []
+    monkeypatch.setattr(writer, "_tell", told.append)
+    writer.held_by_all(1)
+    assert told == []
+    monkeypatch.setattr(writer_module, "UNCOMMITTED_S", -1.0)
+    writer.held_by_all(1)
+    assert told == [f"{HELD_BY_ALL}1 1"]
 
 
 def test_a_step_that_was_left_out_is_not_one_whose_commit_is_waited_for(tmp_path: Path) -> None:

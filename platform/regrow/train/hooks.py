@@ -17,6 +17,13 @@ class Saver(Protocol):
         """Whether this rank's memory takes the snapshots up to that of `step`, which is about to be launched. Travels
         to all ranks with the step's reduction: one that some rank has no room for, none begins."""
 
+    def is_held(self, step: int) -> bool:
+        """Whether this rank's node holds the snapshot that all ranks are asked for as `step` is launched. Travels to
+        all ranks with the step's reduction."""
+
+    def held_by_all(self, step: int, held: bool) -> None:
+        """Whether all nodes held what was asked for as `step` was launched. Before its confirmation."""
+
     def spacing(self) -> int:
         """How many steps should lie between snapshots, as this rank has heard; 0: it has heard nothing. Travels to all
         ranks with the step's reduction, as a sum: one rank hears of it."""

@@ -72,6 +72,7 @@ def train(
             lr=lr,
             flag=hooks.wants_to_leave(),
             blocked=not saver.has_room(number),
+            held=saver.is_held(number),
             spacing=saver.spacing(),
             digest=batch.digest(),
             number=number,

@@ -130,6 +130,7 @@ class InFlight:
             result = stats.resolve()
             self.leaving, self.blocked = self.leaving or result.flag, result.blocked
             self._saver.space(result.spacing)
+            self._saver.held_by_all(oldest.step, result.held)
             if result.checksums:
                 self._hooks.verified(oldest.step, self._checks.judge(oldest.step, result.checksums))
             told = {"loss": result.loss, "grad_norm": result.grad_norm, "num_tokens": result.num_tokens}

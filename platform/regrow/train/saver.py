@@ -65,6 +65,11 @@ class CheckpointSaver:
     def has_room(self, step: int) -> bool:
         return True
 
+    def is_held(self, step: int) -> bool:
+        return False
+
+    def held_by_all(self, step: int, held: bool) -> None: ...
+
     def spacing(self) -> int:
         return 0
 
@@ -127,6 +132,7 @@ class SnapshotSaver:
         self._user = user if user is not None else {}  # it changes, and may be empty yet
         self._told, self._every_steps = spacing, FIRST  # steps between snapshots, where these are measured
         self._saved = -1  # the newest step that is, or will be, in storage
+        self._asked: dict[int, int] = {}  # by step that was launched: of which snapshot
 
     def keep_restored(self, progress: Progress) -> None:
         """What all ranks have restored is this generation's first snapshot: it has its copies, in the new layout, while
@@ -141,6 +147,15 @@ class SnapshotSaver:
             return True
         # a step ahead, what is not committed now will be by then, unless keepers fall behind
         return needed > 1 and not self._is_late(step)
+
+    def is_held(self, step: int) -> bool:
+        self._asked[step] = asked = self._snapshots.asked
+        return self._snapshots.is_held(asked)
+
+    def held_by_all(self, step: int, held: bool) -> None:
+        asked = self._asked.pop(step)
+        if held:
+            self._snapshots.held_by_all(asked)
 
     def spacing(self) -> int:
         return self._told() if self._is_automatic else 0

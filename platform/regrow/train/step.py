@@ -28,7 +28,7 @@ from regrow.plan.share import WHOLE, Share
 from regrow.train.certificate import Certificate
 from regrow.train.verify import UnitCheck, deterministic
 
-HEAD = 9  # numbers of a packed result before those of its verification
+HEAD = 10  # numbers of a packed result before those of its verification
 LIMB_BITS = 16  # a uint64 travels as four limbs, whose sums over 2**37 ranks float64 still holds exactly
 
 # model, inputs and targets [m, T]; sum over valid ones
@@ -46,6 +46,7 @@ class StepResult:
     blocked: bool  # some rank has no room for a snapshot
     digest: int  # sum of the ranks' digests modulo 2**64
     spacing: int = 0  # steps between snapshots, as one rank has heard; 0: it has not
+    held: bool = False  # all nodes hold the snapshot that ranks were asked for
     checksums: tuple[float, ...] = ()  # of all units, where the step verifies; see `control.verification`
 
     @property
@@ -77,12 +78,13 @@ class StepStats:
         if self._event is not None:
             self._event.synchronize()
         *values, grad_norm, num_tokens = self._host.tolist()
-        loss, flag, blocked, spacing, *limbs, certified = values[:HEAD]
+        loss, flag, blocked, lacked, spacing, *limbs, certified = values[:HEAD]
         if self._certificate is not None:
             self._certificate.check(self._number, certified)
         digest = sum(int(limb) << (LIMB_BITS * i) for i, limb in enumerate(limbs)) % 2**64
         checksums = tuple(values[HEAD:])
-        return StepResult(loss, grad_norm, int(num_tokens), flag > 0, blocked > 0, digest, int(spacing), checksums)
+        flags = flag > 0, blocked > 0, digest, int(spacing), lacked == 0
+        return StepResult(loss, grad_norm, int(num_tokens), *flags, checksums)
 
     def waits(self) -> dict[str, float]:
         """Seconds that this rank waited in collectives of each group (`parallel.waits`), once it is resolved."""
@@ -148,6 +150,7 @@ class TrainStep:
         flag: bool = False,
         blocked: bool = False,
         spacing: int = 0,
+        held: bool = False,
         digest: int = 0,
         number: int = 0,
         before_update: Callable[[], None] | None = None,
@@ -157,8 +160,8 @@ class TrainStep:
 
         `micro_batches` are this rank's rows, int64 [m, T+1] each on the model's device, at least one and at most
         `num_micro_batches`, which is the same on every rank: a short rank repeats its last one with every target
-        ignored, which adds exactly nothing. `flag`, `blocked` (any rank), `spacing` and `digest` (sums) come back in
-        the result.
+        ignored, which adds exactly nothing. `flag`, `blocked` (any rank), `held` (all), `spacing` and `digest` (sums)
+        come back in the result.
         `before_update` is called before parameters and moments change. Where the step `verifies`, all units first
         compute the same micro-batch, and the result has their checksums. Raises BrokenStep, between micro-batches,
         where the generation is over.
@@ -175,6 +178,7 @@ class TrainStep:
             lr=lr,
             flag=flag,
             blocked=blocked,
+            held=held,
             spacing=spacing,
             digest=digest,
             number=number,
@@ -244,6 +248,7 @@ class TrainStep:
         blocked: bool,
         digest: int,
         spacing: int = 0,
+        held: bool = False,
         number: int = 0,
         checksums: Tensor | None = None,
     ) -> StepStats:
@@ -265,7 +270,7 @@ class TrainStep:
         mask = (1 << LIMB_BITS) - 1
         digest = digest if self.counts and self.share.rank == 0 else 0  # once a unit
         limbs = [(digest >> (LIMB_BITS * i)) & mask for i in range(4)]
-        told = [float(flag), float(blocked), float(spacing)]
+        told = [float(flag), float(blocked), float(not held), float(spacing)]
         host = torch.tensor([*told, *limbs], dtype=torch.float64, pin_memory=loss.is_cuda)
         grad_norm = grad_norm.to(loss.device)  # it is computed where the gradients are
         share = loss.new_zeros(1) if self.certificate is None else self.certificate.field(number)

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,15 @@ from regrow.state.memory.held import Held, open_snapshot
 from regrow.state.memory.incoming import Incomings
 from regrow.state.memory.outgoing import Outgoing
 from regrow.state.memory.ranges import Address, Connection, RangeServer, connected
-from regrow.state.memory.slots import NOTICES, SLOT, Committed, open_slot, reading
+from regrow.state.memory.slots import (
+    HELD_BY_ALL,
+    NOTICES,
+    SLOT,
+    Committed,
+    open_slot,
+    reading,
+    tell_safe,
+)
 from regrow.state.memory.threads import Threads
 from regrow.state.memory.transport import FILL, TcpTransport, Transport
 
@@ -88,6 +96,7 @@ class KeeperNode:
         self._work: Work = queue.Queue()  # of the thread that copies to the peers
         self._ready: dict[Version, dict[str, _Ready]] = {}  # by file
         self._heard = Committed.read(folder)  # of the coordinator, or by way of a peer
+        self._agreed = NEVER  # the newest step that ranks, in its place, have said to be held by all
         self._failed = False  # something waits to be tried again
         self._running = False
         self._lock, self._checking = threading.Lock(), threading.Lock()
@@ -121,8 +130,7 @@ class KeeperNode:
             ready = list(self._ready.items()) if same else []
             if not same:
                 self._ready = {}
-                if self._running:
-                    # one of those before may have gone dark, and the thread wait for it: let it
+                if self._running:  # one of those before may have gone dark, and the thread wait for it: let it
                     self._work.put(None)
                     self._work = queue.Queue()
                     self._start_to_process()
@@ -136,19 +144,25 @@ class KeeperNode:
         """Every sealed snapshot of the run in the folder whose checksums are there."""
         return files.holdings(self.folder, self.run_id)
 
+    def held_by_all(self, version: Version) -> None:
+        """Every node of the group does, say the ranks: as good as a commit, where none comes."""
+        with self._lock:
+            if version > self._heard.newest:
+                self._agreed, self._heard = version, replace(self._heard, newest=version)
+                self._heard.write(self.folder)
+
     def committed(self, state: Committed) -> None:
         """The coordinator says what is committed: tell the trainers, drop the snapshots of older generations."""
         with self._lock:
             if state.number < self._heard.number:
                 return
-            self._heard = state
+            said = state.newest
+            state = replace(state, newest=max(said, self._agreed))  # it may have yet to hear what nodes hold by now
+            self._heard, self._agreed = state, NEVER if said == state.newest else self._agreed
             state.write(self.folder)
             for moment in [moment for moment in self._ready if moment <= state.newest]:
                 del self._ready[moment]
-        for path in self.folder.glob("g*"):  # what was never sealed too
-            generation = files.generation_of(path.name)
-            if generation < state.newest.generation and generation not in {each.generation for each in state.needed}:
-                path.unlink(missing_ok=True)
+        _drop_older_generations(self.folder, state)
         remove_abandoned(self.folder)
 
     def write(self, order: WriteOrder) -> Written:
@@ -182,7 +196,10 @@ class KeeperNode:
                 return
             if not data:
                 return
-            self._put(data.decode())
+            if data.startswith(HELD_BY_ALL.encode()):
+                self.held_by_all(Version(*map(int, data.split()[-2:])))
+            else:
+                self._put(data.decode())
 
     def _look_again(self) -> None:
         """Take up what is sealed, not ready and not committed, as if it had been sealed just now."""
@@ -276,6 +293,8 @@ class KeeperNode:
         ready = list(self._ready.get(moment, {}).values())
         digests = tuple(each.digest for each in ready if each.digest is not None)
         times = None if again or not ready else _times_of(ready)
+        with self._lock:
+            tell_safe(self.folder, moment)
         self.report(SnapshotAck(self.node, moment, tuple(peer.node for peer in peers), digests=digests, times=times))
 
     def _answer(self, request: dict[str, Any], connection: Connection) -> None:
@@ -298,6 +317,15 @@ class KeeperNode:
         elif request["op"] == "get":
             with reading(path) as file:  # the client has the checksums of what it asked for
                 connection.send_file(file, [(offset, size) for offset, size in request["ranges"]])
+
+
+def _drop_older_generations(folder: Path, state: Committed) -> None:
+    """Their snapshots, but for those that are needed; what was never sealed too."""
+    needed = {each.generation for each in state.needed}
+    for path in folder.glob("g*"):
+        generation = files.generation_of(path.name)
+        if generation < state.newest.generation and generation not in needed:
+            path.unlink(missing_ok=True)
 
 
 def _times_of(ready: Sequence[_Ready]) -> CopyTimes:

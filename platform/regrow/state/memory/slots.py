@@ -32,9 +32,11 @@ if TYPE_CHECKING:
 
 SLOT = ".slot"  # suffix of a slot's file
 COMMITTED, NOTICES = "committed", "keeper.sock"  # in a keeper's folder: the newest commit; its datagrams
+SAFE, HELD_BY_ALL = "safe", "held by all "  # the newest step that the node holds, copies and all; a datagram's words
 MAGIC = b"rgwsnap2"
 _PREFIX = len(MAGIC) + 8 + 32  # magic, header bytes, sha256
 _PAGE, _ALIGNED = 4096, 64
+_SAFE = struct.Struct("<2q")
 _COMMIT = struct.Struct("<8q")  # generation and step, of what is committed, of what is pinned, of two that are kept
 _ROOM = 1024  # of a header, for the numbers that change with every step
 
@@ -239,3 +241,21 @@ class Committed:
         temporary = folder / f".{COMMITTED}"
         temporary.write_bytes(_COMMIT.pack(*numbers))
         os.replace(temporary, folder / COMMITTED)
+
+
+def tell_safe(folder: Path, version: Version) -> None:
+    """Tell the node's trainers that its parts of a step are checked, and copied where they are to be; not of an older
+    one than before."""
+    if version <= newest_safe(folder):
+        return
+    temporary = folder / f".{SAFE}"
+    temporary.write_bytes(_SAFE.pack(version.generation, version.step))
+    os.replace(temporary, folder / SAFE)
+
+
+def newest_safe(folder: Path) -> Version:
+    """What was told last; NEVER where nothing was."""
+    try:
+        return Version(*_SAFE.unpack((folder / SAFE).read_bytes()))
+    except FileNotFoundError:
+        return NEVER

@@ -5,7 +5,8 @@ After `optimizer.step` nothing changes the state until the next one, so the copy
 host has seen every collective of it succeed; the node's keeper hears of it by one datagram and does the rest:
 checksums, the peer's copy, the commit. The trainer learns what was committed from a few bytes of shared memory, and
 never overwrites the newest committed slot, nor one that is on its way, to a commit or to storage: where all are taken
-the step has no snapshot, or waits for one if it must.
+the step has no snapshot, or waits for one if it must. Where nothing is committed for a while, as the coordinator hangs
+or is started again, ranks tell each other what their nodes hold: what all do is as good as committed.
 """
 
 import contextlib
@@ -27,9 +28,18 @@ from regrow.plan.mesh import Coordinates
 from regrow.state.entries import Entry
 from regrow.state.memory.arenas import Arena, Arenas
 from regrow.state.memory.control_word import ControlWord
-from regrow.state.memory.slots import NOTICES, Committed, SlotFile, empty_header, slot_name
+from regrow.state.memory.slots import (
+    HELD_BY_ALL,
+    NOTICES,
+    Committed,
+    SlotFile,
+    empty_header,
+    newest_safe,
+    slot_name,
+)
 
 POLL_S, COMMIT_POLL_S = 0.01, 0.003
+UNCOMMITTED_S = 5.0  # without a commit: ranks go by what all nodes hold
 
 Submit = Callable[[Callable[[], None]], object]
 
@@ -95,7 +105,9 @@ class Snapshots:
             raise
         self._pending: _Pending | None = None
         self._lock = threading.Lock()
-        self._begun, self._closed = NOTHING, False
+        self._begun, self._before, self._closed = NOTHING, NOTHING, False
+        self._heard, self._heard_at = NOTHING, time.monotonic()  # the newest commit that the coordinator has told of
+        self._held_by_all = NOTHING  # the newest step that took its place
         self._late = NOTHING  # a step whose commit was waited for in vain
         self.skipped = 0  # steps that found no free slot
 
@@ -148,11 +160,32 @@ class Snapshots:
             self.skipped += 1
             return False
         slot.file.void()
-        slot.step = self._begun = step
+        self._before, slot.step = self._begun, step
+        self._begun = step
         pending = self._pending = _Pending(slot, dict(scalars))
         pairs = [(memory, entry.memory) for memory, entry in zip(slot.memory, self.entries, strict=True)]
         self.copier.start(pairs, lambda: self._seal(pending, copied=True))
         return True
+
+    @property
+    def asked(self) -> int:
+        """The step of which ranks tell each other whether their nodes hold it: the newest one that was begun, or where
+        there is another slot to be written meanwhile the one before. The same on all ranks; NOTHING: none."""
+        return self._before if len(self._slots) > 2 else self._begun
+
+    def is_held(self, step: int) -> bool:
+        """Whether this node holds its parts of a step of this generation, or of a later one, with their copies."""
+        safe = newest_safe(self.folder)
+        return safe.generation == self.generation and NOTHING < step <= safe.step
+
+    def held_by_all(self, step: int) -> None:
+        """All nodes hold this step of this generation."""
+        newest, now = self._newest_committed(), time.monotonic()
+        if newest not in (self._heard, self._held_by_all):
+            self._heard, self._heard_at = newest, now
+        if step > newest and now - self._heard_at > UNCOMMITTED_S:
+            self._held_by_all, self._late = step, step + 1  # no commit is waited for until one comes
+            self._tell(f"{HELD_BY_ALL}{self.generation} {step}")
 
     def wait(self) -> float:
         """Let nothing change the state before it is copied; the seconds that the host waited for that."""
@@ -227,12 +260,15 @@ class Snapshots:
                 return
             pending.slot.file.seal(pending.slot.step, pending.scalars)
             self._pending = None
+        self._tell(pending.slot.file.path.name)
+
+    def _tell(self, notice: str) -> None:
         with (
             contextlib.suppress(OSError),  # a keeper that restarts looks into the folder
             socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices,
         ):
             notices.setblocking(False)
-            notices.sendto(pending.slot.file.path.name.encode(), str(self.folder / NOTICES))
+            notices.sendto(notice.encode(), str(self.folder / NOTICES))
 
     def _free_slot(self) -> _Slot | None:
         return None if self._pending is not None else min(self._free_slots(), key=lambda slot: slot.step, default=None)
