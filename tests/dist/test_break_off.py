@@ -1,5 +1,7 @@
 """A rank that waits in a collective for one that never comes is broken off from another thread; nothing else is."""
 
+import datetime
+import random
 import socket
 import threading
 import time
@@ -55,6 +57,34 @@ CONNECTS = pytest.mark.parametrize("env", [{}, {"TORCH_GLOO_LAZY_INIT": "1"}], i
 def test_waiting_ranks_get_an_error_and_other_connections_stay(env: dict[str, str], tmp_path: Path) -> None:
     found = run_ranks(wait_for_one_that_never_comes, 3, str(tmp_path), deadline_s=60.0, env=env)
     assert found == ["still connected", "still connected", "never came"]
+
+
+def break_off_again_and_again(times: int) -> int:
+    """How often the ranks came out of collectives that follow one another closely, in one of which they were."""
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    data, whole = torch.ones(1000), torch.empty(1000 * dist.get_world_size())
+    for number in range(times):
+        before = listening()
+        group = dist.ProcessGroupGloo(
+            dist.PrefixStore(str(number), store), rank, dist.get_world_size(), datetime.timedelta(seconds=300)
+        )
+        breaker = Breaker()
+        breaker.watch(set().union(*gather(list(listening() - before))))
+        threading.Timer(0.001 * random.Random(number).randrange(30), breaker.start).start()
+        while True:
+            try:
+                group._allgather_base(whole, data).wait()
+                group._reduce_scatter_base(data.clone(), whole).wait()
+                group.allreduce([data]).wait()
+            except RuntimeError:
+                break
+        breaker.left()
+    return times
+
+
+def test_no_rank_stays_in_a_collective_that_it_was_about_to_send_for() -> None:
+    """What is of a write that fails before gloo sees its connection end, gloo never lets go: one rank in ten stayed."""
+    assert run_ranks(break_off_again_and_again, 2, 40, deadline_s=120.0) == [40, 40]
 
 
 def wait_in_a_pipeline(folder: str) -> str:

@@ -5,6 +5,10 @@ told first (`train.certificate`). Gloo cannot be told (torch 2.13: `abort` retur
 so its connections are shut down underneath it. They are found by the addresses that gloo listens at, which every rank
 learns from the others: nothing else of the process, Ray's connections neither, is touched. A process that waits for
 another one to form a group with waits at the group's store.
+
+They are shut down for reading alone, and held open: gloo sees an end, and lets go of all that waits. Were a write to
+fail before it sees that, here or, as the connection closes, at a peer, then what it is of would not be let go: gloo
+puts it to those that wait after it has told them (`Pair::sendAsyncMode`), and it waits for its timeout.
 """
 
 import contextlib
@@ -28,6 +32,7 @@ Address = tuple[str, int]  # host, port
 
 ABORT_S = 10.0  # for a communicator to be aborted, and for a process to come out of making one
 LEAVE_S = 45.0  # for a process to come out of a generation that was broken off
+HELD_S = 3.0  # that connections are held open for peers, which are told, too
 LOOK_S = 0.5  # between looks for groups that were made meanwhile
 STDERR = 2  # sys.stderr may be no file
 
@@ -92,6 +97,13 @@ class Breaker:
         self._left.set()
 
     def _run(self) -> None:
+        begun_at, held = time.monotonic(), dict[int, socket.socket]()
+        self._break_off(held)
+        time.sleep(max(0.0, begun_at + HELD_S - time.monotonic()))  # peers may be about to write
+        for connection in held.values():
+            connection.close()
+
+    def _break_off(self, held: dict[int, socket.socket]) -> None:
         begun_at, known = time.monotonic(), set[int]()
         while True:
             for group in list(distributed_c10d._world.pg_map):
@@ -99,7 +111,8 @@ class Breaker:
                     known.add(id(group))
                     # side by side: an abort may wait for a kernel that another group's abort ends (pytorch#119797)
                     threading.Thread(target=_abort, args=(group,), name="abort", daemon=True).start()
-            _shut_down_all(self._listeners)
+            how = socket.SHUT_RD if time.monotonic() - begun_at < HELD_S else socket.SHUT_RDWR
+            _shut_down_all(self._listeners, how, held)
             if self._left.wait(LOOK_S):
                 return
             waited_s, connecting = time.monotonic() - begun_at, self._is_connecting
@@ -139,22 +152,32 @@ def _abort(group: Any) -> None:
                 backend.abort()
 
 
-def _shut_down_all(listeners: set[Address]) -> None:
-    """Shut down this process' connections to and from these addresses."""
+def _shut_down_all(listeners: set[Address], how: int, held: dict[int, socket.socket]) -> None:
+    """Shut down this process' connections to and from these addresses; they stay open by what is put into `held`."""
     ends = {_plain(*address) for address in listeners}
+    for connection in held.values():
+        with contextlib.suppress(OSError):  # its peer's end was first
+            connection.shutdown(how)
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile, or no connection
-            if os.readlink(entry.path).startswith("socket:"):
-                _shut_down(int(entry.name), ends)
+            if int(entry.name) not in held and os.readlink(entry.path).startswith("socket:"):
+                connection = socket.socket(fileno=os.dup(int(entry.name)))
+                if _joins(connection, ends):
+                    held[connection.fileno()] = connection
+                    connection.shutdown(how)
+                else:
+                    connection.close()
 
 
-def _shut_down(descriptor: int, listeners: set[Address]) -> None:
-    with socket.socket(fileno=os.dup(descriptor)) as connection:
-        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
-            return
+def _joins(connection: socket.socket, listeners: set[Address]) -> bool:
+    """Whether it is a connection that one of these took, or was asked for."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+        return False
+    try:
         ends = {_plain(*connection.getsockname()[:2]), _plain(*connection.getpeername()[:2])}
-        if not ends.isdisjoint(listeners):
-            connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # it listens, or its peer has gone
+        return False
+    return not ends.isdisjoint(listeners)
 
 
 def _plain(host: str, port: int) -> Address:
