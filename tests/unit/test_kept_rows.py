@@ -1,6 +1,9 @@
 """Rows of metrics that a coordinator took along, and rank 0 sends again."""
 
+import json
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -8,6 +11,7 @@ import pytest
 
 from regrow.control.states import RowAnswer
 from regrow.runtime import hooks as hooks_module
+from regrow.runtime import kept_rows
 from regrow.runtime.abort import Breaker
 from regrow.runtime.hooks import GenerationHooks
 from regrow.runtime.kept_rows import KeptRows
@@ -33,6 +37,60 @@ def test_rows_are_kept_over_generations_but_for_those_that_were_taken_back() -> 
     assert steps(kept.since(0)) == [(1, 2), (2, 3), (2, 4), (2, 5)], "no more than that"
     assert steps(kept.since(4)) == [(2, 4), (2, 5)]
     assert steps(kept.newest()) == [(2, 5)]
+
+
+@pytest.fixture
+def died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> KeptRows:
+    """Of a process of this node that is gone, which was in generation 4 last."""
+    monkeypatch.setattr(kept_rows.os, "getpid", lambda: 1 << 30)
+    kept = KeptRows()
+    kept.keep_in(tmp_path)
+    kept.begin(3, 0)
+    add(kept, 3, 1, 2, 3, 4)
+    kept.begin(4, 2)
+    add(kept, 4, 3, 4, 5)
+    monkeypatch.undo()
+    return kept
+
+
+def test_rows_of_a_process_that_is_gone_are_in_its_nodes_memory(died: KeptRows, tmp_path: Path) -> None:
+    """Soak seed 2452: driver and workers died while the coordinator stood, and training went on from memory; of 77
+    steps no process had the rows any more."""
+    for _ in range(2):  # both that are new on the node may be the ones that are asked
+        kept = KeptRows()
+        kept.keep_in(tmp_path)
+        kept.begin(5, 5)
+        assert steps(kept.since(1)) == [(3, 1), (3, 2), (4, 3), (4, 4), (4, 5)]
+    late = KeptRows()
+    late.keep_in(tmp_path)
+    late.begin(7, 5)  # others were in one between
+    assert late.since(1) == []
+
+
+def test_a_row_that_was_cut_short_and_what_is_old_count_for_nothing(died: KeptRows, tmp_path: Path) -> None:
+    (path,) = tmp_path.iterdir()
+    path.write_text(path.read_text()[:-10])
+    older = tmp_path / f"{path.name}1"
+    older.write_text('{"step": 9, "generation": 2}\n')
+    kept = KeptRows()
+    kept.keep_in(tmp_path)
+    assert steps(kept.newest()) == [(4, 4)]
+    assert not older.exists()
+
+
+def test_the_file_has_the_newest_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_rows, "MOST_IN_FILE", 4)
+    kept = KeptRows()
+    kept.keep_in(tmp_path)
+    found = []
+    for step in range(1, 8):
+        add(kept, 1, step)
+        (path,) = tmp_path.iterdir()
+        found.append([json.loads(line)["step"] for line in path.read_text().splitlines()])
+    assert found == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [4, 5], [4, 5, 6], [4, 5, 6, 7]]
+    shutil.rmtree(tmp_path)
+    add(kept, 1, 8)  # the node's memory may be gone, or full
+    assert steps(kept.newest()) == [(1, 8)]
 
 
 def test_rows_of_steps_that_others_may_have_trained_again_are_not_kept() -> None:

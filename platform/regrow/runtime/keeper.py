@@ -102,7 +102,8 @@ class Keeper:
         self.heard_at = time.monotonic()
         self.checking_link = threading.Lock()
         self.link: Link | None = None  # to one other node
-        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        threading.Thread(target=self._watch, args=(0.0 if restarted else PING_S,), name="watch", daemon=True).start()
         self.xids = XidWatch(self._tell_xid)
         self.deaths = Deaths(self.folder, self._tell_gone)
         self.lifeline = Lifeline(ray.util.get_node_ip_address())
@@ -309,13 +310,15 @@ class Keeper:
         if self.coordinator is not None:
             CoordinatorClient(self.coordinator).gone(self.node_id, pid)
 
-    def _watch(self) -> None:
+    def _watch(self, pause_s: float) -> None:
         """Find the coordinator again after this actor was restarted; end where none answers any more.
 
-        It is asked only after a while without a word of it: thousands that ask cost it more than training does.
+        It is asked only after a while without a word of it: thousands that ask cost it more than training does. One
+        that was restarted asks at once: until it is known again, others' copies have no place, and they look for one.
         """
         while (silent_s := time.monotonic() - self.heard_at) < self.abandon_after_s:
-            time.sleep(PING_S)
+            time.sleep(pause_s)
+            pause_s = PING_S
             with contextlib.suppress(ray.exceptions.RayError, ValueError):  # ValueError: there is none now
                 if self.coordinator is None:
                     coordinator = ray.get_actor(f"{self.run_id}:{COORDINATOR}", namespace=NAMESPACE)

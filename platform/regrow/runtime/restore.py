@@ -60,6 +60,7 @@ def build_and_restore(process: Process, joined: Joined, mesh: DeviceMesh, breake
     built_at = time.time()
     if process.memory is not None:
         process.memory.join(generation, listening() - joined.listened, breaker)
+        process.rows.keep_in(process.memory.folder)
     keeper_at = time.time()
     progress, source = filled()
     if recipe(job.config, progress.step) != recipe(job.config, expected):  # it went back to before the end of float8
