@@ -123,15 +123,21 @@ def snapshot(
         )
     used = [nodes[place] for place in sorted(set(places))]
     for each in (step, *also):
-        whole, moment = state(each), Version(generation, each)
-        for mine, writer in zip(entries, writers, strict=True):
-            for entry in mine:
-                entry.memory.copy_(whole[entry.box.name][entry.box.slices].reshape(-1))
-            assert writer.begin(each, scalars_of(each))
-            writer.wait()
-            writer.confirm(each)
+        moment = Version(generation, each)
+        step_to(each, writers, entries)
         wait_until(lambda: all(any(report.version == moment for report in node.reports) for node in used))  # noqa: B023
     return writers
+
+
+def step_to(step: int, writers: Sequence[Snapshots], entries: Sequence[Sequence[Entry]]) -> None:
+    """All ranks have the state of this step, and take a snapshot of it."""
+    whole = state(step)
+    for mine, writer in zip(entries, writers, strict=True):
+        for entry in mine:
+            entry.memory.copy_(whole[entry.box.name][entry.box.slices].reshape(-1))
+        assert writer.begin(step, scalars_of(step))
+        writer.wait()
+        writer.confirm(step)
 
 
 def holders(nodes: list[Node], step: int) -> list[Holder]:

@@ -40,6 +40,7 @@ from support.keepers import (
     scalars_of,
     snapshot,
     state,
+    step_to,
     wait_until,
 )
 
@@ -373,6 +374,9 @@ def test_training_waits_for_a_commit_that_is_late_but_not_for_ever(tmp_path: Pat
         assert writer.await_commit(4, patience_s=0.1) >= 0.1
 
 
+Uncommitted = tuple[list[Node], list[Snapshots], list[list[Entry]]]  # and of each rank its writer and its state
+
+
 def train_uncommitted(nodes: list[Node], writers: list[Snapshots], entries: list[list[Entry]], steps: range) -> None:
     """Steps of which each node says what it holds, as `train.loop` has them do it; nothing is ever committed."""
     for step in steps:
@@ -383,18 +387,12 @@ def train_uncommitted(nodes: list[Node], writers: list[Snapshots], entries: list
             wait_until(lambda: all(writer.room() for writer in writers))
         if not all(writer.room() for writer in writers):
             continue
-        whole = state(step)
-        for writer, mine in zip(writers, entries, strict=True):
-            for entry in mine:
-                entry.memory.copy_(whole[entry.box.name][entry.box.slices].reshape(-1))
-            assert writer.begin(step, scalars_of(step))
-            writer.wait()
-            writer.confirm(step)
+        step_to(step, writers, entries)
         wait_until(lambda: all(node.reports and node.reports[-1].version.step == step for node in nodes))  # noqa: B023
 
 
 @pytest.fixture
-def uncommitted(tmp_path: Path) -> Iterator[tuple[list[Node], list[Snapshots], list[list[Entry]]]]:
+def uncommitted(tmp_path: Path) -> Iterator[Uncommitted]:
     """Two nodes, a rank on each, and no coordinator."""
     with cluster(tmp_path, 2) as nodes:
         entries = [entries_of(shard, 2) for shard in range(2)]
@@ -415,7 +413,7 @@ def uncommitted(tmp_path: Path) -> Iterator[tuple[list[Node], list[Snapshots], l
 
 
 def test_while_nothing_is_committed_a_lost_node_costs_no_more_than_before(
-    uncommitted: tuple[list[Node], list[Snapshots], list[list[Entry]]], monkeypatch: pytest.MonkeyPatch
+    uncommitted: Uncommitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Soak seeds 2433 and 2452: the coordinator stood for 10 s, slots were full after 3 steps, and 130 were lost."""
     nodes, writers, entries = uncommitted
@@ -428,7 +426,7 @@ def test_while_nothing_is_committed_a_lost_node_costs_no_more_than_before(
 
 
 def test_what_all_hold_is_older_than_a_commit_that_comes_late_and_gives_way_to_a_newer_one(
-    uncommitted: tuple[list[Node], list[Snapshots], list[list[Entry]]], monkeypatch: pytest.MonkeyPatch
+    uncommitted: Uncommitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes, writers, entries = uncommitted
     monkeypatch.setattr(writer_module, "UNCOMMITTED_S", -1.0)
@@ -449,7 +447,7 @@ def test_what_all_hold_is_older_than_a_commit_that_comes_late_and_gives_way_to_a
 
 
 def test_ranks_go_by_what_nodes_hold_only_once_nothing_was_committed_for_a_while(
-    uncommitted: tuple[list[Node], list[Snapshots], list[list[Entry]]], monkeypatch: pytest.MonkeyPatch
+    uncommitted: Uncommitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before a commit, replicas are compared; and it has their copies' times, for the distance between snapshots."""
     _, (writer, _), _ = uncommitted
