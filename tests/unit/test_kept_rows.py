@@ -81,14 +81,16 @@ def test_a_row_that_was_cut_short_and_what_is_old_count_for_nothing(died: KeptRo
 def test_the_file_has_the_newest_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_rows, "MOST_IN_FILE", 4)
     kept = KeptRows()
-    kept.keep_in(tmp_path)
+    folder = tmp_path / "keeper"
+    folder.mkdir()
+    kept.keep_in(folder)
     found = []
     for step in range(1, 8):
         add(kept, 1, step)
-        (path,) = tmp_path.iterdir()
+        (path,) = folder.iterdir()
         found.append([json.loads(line)["step"] for line in path.read_text().splitlines()])
     assert found == [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4], [4, 5], [4, 5, 6], [4, 5, 6, 7]]
-    shutil.rmtree(tmp_path)
+    shutil.rmtree(folder)
     add(kept, 1, 8)  # the node's memory may be gone, or full
     assert steps(kept.newest()) == [(1, 8)]
 
