@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.ranges import TIMEOUT_S
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.slots import HELD_BY_ALL, SLOT, Committed
-from regrow.state.memory.writer import Snapshots
+from regrow.state.memory.writer import UNCOMMITTED_S, Snapshots
 from support.keepers import (
     RUN,
     SECRET,
@@ -449,8 +450,12 @@ def test_what_all_hold_is_older_than_a_commit_that_comes_late_and_gives_way_to_a
 def test_ranks_go_by_what_nodes_hold_only_once_nothing_was_committed_for_a_while(
     uncommitted: Uncommitted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a commit, replicas are compared; and it has their copies' times, for the distance between snapshots."""
+    """Before a commit, replicas are compared; and it has their copies' times, for the distance between snapshots. Where
+    that is long, no commit is due for long."""
     _, (writer, _), _ = uncommitted
+    now = time.monotonic() + 100.0  # since the commit before
+    clock = SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter, sleep=time.sleep)
+    monkeypatch.setattr(writer_module, "time", clock)
     assert writer.asked == NOTHING
     assert not writer.is_held(NOTHING)
     for step in (1, 2):
@@ -463,8 +468,10 @@ def test_ranks_go_by_what_nodes_hold_only_once_nothing_was_committed_for_a_while
     told: list[str] = []
     monkeypatch.setattr(writer, "_tell", told.append)
     writer.held_by_all(1)
+    now += UNCOMMITTED_S / 2
+    writer.held_by_all(1)
     assert told == []
-    monkeypatch.setattr(writer_module, "UNCOMMITTED_S", -1.0)
+    now += UNCOMMITTED_S
     writer.held_by_all(1)
     assert told == [f"{HELD_BY_ALL}1 1"]
 

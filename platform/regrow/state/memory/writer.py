@@ -108,6 +108,7 @@ class Snapshots:
         self._begun, self._before, self._closed = NOTHING, NOTHING, False
         self._heard, self._heard_at = NOTHING, time.monotonic()  # the newest commit that the coordinator has told of
         self._held_by_all = NOTHING  # the newest step that took its place
+        self._uncommitted_at = time.monotonic()  # when a snapshot was begun with all before it committed
         self._late = NOTHING  # a step whose commit was waited for in vain
         self.skipped = 0  # steps that found no free slot
 
@@ -160,6 +161,8 @@ class Snapshots:
             self.skipped += 1
             return False
         slot.file.void()
+        if self._newest_committed() >= self._begun:
+            self._uncommitted_at = time.monotonic()
         self._before, slot.step = self._begun, step
         self._begun = step
         pending = self._pending = _Pending(slot, dict(scalars))
@@ -183,7 +186,7 @@ class Snapshots:
         newest, now = self._newest_committed(), time.monotonic()
         if newest not in (self._heard, self._held_by_all):
             self._heard, self._heard_at = newest, now
-        if step > newest and now - self._heard_at > UNCOMMITTED_S:
+        if step > newest and now - max(self._heard_at, self._uncommitted_at) > UNCOMMITTED_S:
             self._held_by_all, self._late = step, step + 1  # no commit is waited for until one comes
             self._tell(f"{HELD_BY_ALL}{self.generation} {step}")
 
