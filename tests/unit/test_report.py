@@ -250,7 +250,7 @@ def test_a_checkpoint_is_counted_once_whether_or_not_its_step_includes_it() -> N
 
 def test_a_run_that_ends_waits_for_its_last_checkpoint_until_that_is_in_storage_or_given_up() -> None:
     """Storage was away: a node that is lost meanwhile changes nothing of it. What comes after, with no group there, is
-    `down`, as it was for 15 s until Ctrl-C in soak seed 2451."""
+    `down`: 8 s until Ctrl-C were in `other` in soak seed 2451."""
     begun = [event("submitted", 0), generation(1, 0, 2, 0, "start", init_s=0.0, restore_s=0.0)]
     failed = [event("failure", 6, cause="node_silent", generation=1, ranks=[1]), event("checkpoint_failed", 9, step=2)]
     stored = event("checkpoint", 12, step=2, stall_s=0.0, seconds=0.4)

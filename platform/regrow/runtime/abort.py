@@ -97,14 +97,14 @@ class Breaker:
         self._left.set()
 
     def _run(self) -> None:
-        begun_at, held = time.monotonic(), dict[int, socket.socket]()
-        self._break_off(held)
+        begun_at, held = time.monotonic(), dict[str, socket.socket]()
+        self._break_off(begun_at, held)
         time.sleep(max(0.0, begun_at + HELD_S - time.monotonic()))  # peers may be about to write
         for connection in held.values():
             connection.close()
 
-    def _break_off(self, held: dict[int, socket.socket]) -> None:
-        begun_at, known = time.monotonic(), set[int]()
+    def _break_off(self, begun_at: float, held: dict[str, socket.socket]) -> None:
+        known = set[int]()
         while True:
             for group in list(distributed_c10d._world.pg_map):
                 if id(group) not in known:
@@ -152,18 +152,20 @@ def _abort(group: Any) -> None:
                 backend.abort()
 
 
-def _shut_down_all(listeners: set[Address], how: int, held: dict[int, socket.socket]) -> None:
-    """Shut down this process' connections to and from these addresses; they stay open by what is put into `held`."""
+def _shut_down_all(listeners: set[Address], how: int, held: dict[str, socket.socket]) -> None:
+    """Shut down this process' connections to and from these addresses; they stay open by what is put into `held`, once
+    each, by the kernel's name."""
     ends = {_plain(*address) for address in listeners}
     for connection in held.values():
         with contextlib.suppress(OSError):  # its peer's end was first
             connection.shutdown(how)
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile, or no connection
-            if int(entry.name) not in held and os.readlink(entry.path).startswith("socket:"):
+            name = os.readlink(entry.path)
+            if name.startswith("socket:") and name not in held:
                 connection = socket.socket(fileno=os.dup(int(entry.name)))
                 if _joins(connection, ends):
-                    held[connection.fileno()] = connection
+                    held[name] = connection
                     connection.shutdown(how)
                 else:
                     connection.close()
