@@ -91,6 +91,7 @@ def _rank_main(
             world_size=world_size,
             timeout=timedelta(seconds=deadline_s),
         )
+        dist.barrier()  # `fn` may end at once, and a peer be still about to connect
         outcome = (True, fn(*args))
         if dist.is_initialized():
             dist.destroy_process_group()
