@@ -8,8 +8,7 @@ steps of such groups without it, and with one step in a hundred five times as lo
 Real: three gloo ranks of this machine, their heartbeats' files and control's own classes in the place of keepers and
 coordinator; work is a sleep, which one rank takes 15% longer, or once does not end in a validation.
 
-Whole jobs, with Ray, ours and stock Ray Train: `detection_jobs.py`. Partitions and slow links take hosts apart, and
-are drills (`partition_head`, `gray_link`), whose verdicts have the seconds.
+Whole jobs, with Ray, ours and stock Ray Train: `detection_jobs.py`. Partitions and slow links: `detection_apart.py`.
 """
 
 import argparse
@@ -22,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "platform"), str(ROOT / "tests"), str(ROOT)]
 
+from benchmarks.detection_apart import on_hosts_apart  # noqa: E402
 from benchmarks.detection_jobs import of_whole_jobs  # noqa: E402
 from benchmarks.measure import Result, write_result  # noqa: E402
 from benchmarks.recovery_samples import DEFAULT, OURS, TUNED  # noqa: E402
@@ -32,7 +32,7 @@ from support.gloo import run_ranks  # noqa: E402
 from support.slow_world import World  # noqa: E402
 from support.suspecting import hang, train_with_a_slow_rank  # noqa: E402
 
-PARTS = [VIRTUAL, REAL, JOBS] = ["virtual", "real", "jobs"]
+PARTS = [VIRTUAL, REAL, JOBS, APART] = ["virtual", "real", "jobs", "apart"]
 STEPS_S, JITTERS, SIZES = (0.5, 2.0, 10.0), (0.02, 0.05, 0.1, 0.3), (3, 64)
 BEGINS_S, GIVEN_UP_S = 200.0, 3600.0
 FALSE_STEPS = 10_000
@@ -107,7 +107,10 @@ def main() -> None:
         on_real_ranks(result, min(rounds, 5))
     if JOBS in options.only:
         with tempfile.TemporaryDirectory(prefix="detection-", ignore_cleanup_errors=True) as folder:
-            failures = of_whole_jobs(result, Path(folder), rounds, 1 if options.quick else 3, options.sides)
+            failures += of_whole_jobs(result, Path(folder), rounds, 1 if options.quick else 3, options.sides)
+    if APART in options.only:
+        with tempfile.TemporaryDirectory(prefix="detection-", ignore_cleanup_errors=True) as folder:
+            failures += on_hosts_apart(result, Path(folder), rounds)
     said: dict[str, Any] = {"spread": result.spread, "peers": result.peers, "runs": result.runs, "failures": failures}
     write_result(options.out, result.figures, **said)
 

@@ -14,6 +14,7 @@ from regrow.config.spares import most_workers
 from regrow.config.store import CONF_DIR, pretrain_overrides, to_dataclass
 from regrow.drill.faults import KINDS, check_plan, parse_plan
 from regrow.drill.findings import SOUGHT
+from regrow.drill.log import Record
 from regrow.drill.run import keep_plan, plan_of, with_end
 from regrow.errors import ConfigError
 
@@ -124,6 +125,16 @@ def test_a_soak_ends_some_steps_after_its_last_fault_and_needs_room_for_it() -> 
     assert with_end(config, plan).train.stop_at_step == (plan[-1].at_step or 0) + 40
     with pytest.raises(ConfigError, match=r"drill\.faults=5 need 1.. steps, train\.steps=60; set train\.steps=1"):
         with_end(replace(config, train=replace(config.train, steps=60)), plan)
+
+
+def test_a_soak_whose_faults_wait_for_what_was_found_ends_after_its_last_one_wherever_that_was(tmp_path: Path) -> None:
+    config = composed("+drill=gray_soak", "drill.faults=5")
+    assert with_end(config, plan_of(config)[0]).train.stop_at_step is None
+    record = Record(tmp_path)
+    assert record.ended_at() is None
+    for step in (70, 90):  # of five faults, then of more
+        record.write("plan over", step=step)
+    assert record.ended_at() == 90
 
 
 def test_a_drill_may_be_repeated_without_its_plan_but_kinds_must_be_known() -> None:

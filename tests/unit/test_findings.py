@@ -37,6 +37,10 @@ def suspected(kind: str, after_s: float, victim: Row = VICTIM, **more: Any) -> R
     return {"event": "suspected", "kind": kind, "time": AT + after_s, "detail": "so it is", **victim} | more
 
 
+def cleared(after_s: float) -> Row:
+    return suspected("slow_compute", after_s) | {"event": "cleared"}
+
+
 def hangs(since: float) -> Row:
     return {"record": "note", "number": 0, "what": "hangs", "since": AT + since}
 
@@ -56,6 +60,9 @@ def hangs(since: float) -> Row:
         ("dead_mount for_s=90", [], [], None),  # no rank came to read there
         ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", 90)], True),
         ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", 130)], False),
+        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", -10)], True),  # by an earlier one
+        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", -10), cleared(-5)], False),
+        ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", -10), cleared(5)], True),
         ("slow_rank share=0.3 for_s=120", [], [suspected("slow_data", 90)], False),
         ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", 90, OTHER)], False),
         ("slow_rank share=0.1 for_s=120", [], [], None),

@@ -8,6 +8,7 @@ from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.commands import Outbox, Record, ShowRanks
 from regrow.control.health import Pulse
+from regrow.control.membership import Member
 from regrow.control.slow import Kind, SlowRanks, slow_node
 from regrow.control.suspects import SHOWN, SHOWN_WHOLE, Suspects
 from support.slow_world import World
@@ -145,18 +146,12 @@ def test_all_ranks_are_shown_and_of_many_the_slowest() -> None:
         assert rows[0]["wait_all_s"] < rows[1]["wait_all_s"]
 
 
-@pytest.mark.parametrize(("spares", "leaves"), [(1, True), (0, False)])
-def test_a_slow_node_is_left_within_five_minutes_where_a_spare_waits_and_named_where_none_does(
-    spares: int, leaves: bool
-) -> None:
-    told = Told(max_workers=3, quarantine_s=600.0)
-    members = [one(rank, f"node {rank}") for rank in range(3)]
-    told.form(*members)
-    told.begin([member.node for member in members])
-    told.join(*(one(10 + number, f"spare {number}") for number in range(spares)))
+def with_a_slow_node(told: Told, steps: int, comes: dict[int, str]) -> str:
+    """Train three ranks, of which `node 1` is slow, until they are to leave; nodes come at steps. Why they leave."""
     began, reason, last = told.now, "", 0
-    for step, at, spent in World(0, 3, 1.0, 0.02, slow_s=0.15, slow_from=60).readings(400):
+    for step, at, spent in World(0, 3, 1.0, 0.02, slow_s=0.15, slow_from=60).readings(steps):
         told.now = began + at
+        told.join(*(one(10 + each, node) for each, node in comes.items() if last < each <= step))
         reason, last = [told.row(each, step_s=1.0) for each in range(last + 1, step + 1)][-1], step
         for asked in [each for each in told.of(c.Ask) if each.question is c.Question.HEARTBEATS]:
             for (node, pid), each in spent.items():
@@ -165,6 +160,23 @@ def test_a_slow_node_is_left_within_five_minutes_where_a_spare_waits_and_named_w
         told.commands = [each for each in told.commands if not isinstance(each, c.Ask)]
         if reason:
             break
+    return reason
+
+
+def three_nodes(told: Told) -> list[Member]:
+    members = [one(rank, f"node {rank}") for rank in range(3)]
+    told.form(*members)
+    told.begin([member.node for member in members])
+    return members
+
+
+@pytest.mark.parametrize(("spares", "leaves"), [(1, True), (0, False)])
+def test_a_slow_node_is_left_within_five_minutes_where_a_spare_waits_and_named_where_none_does(
+    spares: int, leaves: bool
+) -> None:
+    told = Told(max_workers=3, quarantine_s=600.0)
+    members, began = three_nodes(told), told.now
+    reason = with_a_slow_node(told, 400, {number: f"spare {number}" for number in range(1, 1 + spares)})
     (suspected,) = told.records("suspected")
     assert (suspected["kind"], suspected["node"], suspected["rank"]) == (Kind.slow_compute, "node 1", 1)
     quarantines = [(each["node"], each["reason"]) for each in told.records("quarantine")]
@@ -174,4 +186,12 @@ def test_a_slow_node_is_left_within_five_minutes_where_a_spare_waits_and_named_w
         told.join(*members)
         answer = told.ask("m0", 1)
         assert answer.formation is not None
-        assert {member.node for member in answer.formation.members} == {"node 0", "node 2", "spare 0"}
+        assert {member.node for member in answer.formation.members} == {"node 0", "node 2", "spare 1"}
+
+
+def test_a_node_that_makes_the_group_larger_takes_no_slow_ones_place() -> None:
+    told = Told(max_workers=4, quarantine_s=600.0)
+    three_nodes(told)
+    assert with_a_slow_node(told, 400, {300: "new"}) == "grow"
+    assert [each["node"] for each in told.records("suspected")] == ["node 1"]
+    assert told.records("quarantine") == []

@@ -127,7 +127,7 @@ class NodeFailures:
         quarantined = self.exclusions.quarantined(now)
         host, excluded = self._host(node), self.excluded(now)
         going = [member for member in self.membership.survivors if member.node == node]
-        spares = [each for each in self.membership.waiting.values() if each.node not in {node, *excluded}]
+        spares = [each for each in self.membership.spares if each.node not in {node, *excluded}]
         if host not in quarantined and going and len(spares) >= len(going):
             self.exclusions.quarantined_until[host] = now + self.exclusions.quarantine_s
             self.out.record("quarantine", node=node, host=host, seconds=self.exclusions.quarantine_s, reason="slow")

@@ -109,12 +109,16 @@ def _slow(fault: Row, events: Sequence[Row]) -> Finding:
     for_s, share = option(fault["what"], "for_s", 120.0), option(fault["what"], "share", 0.3)
     kinds = ("slow_link",) if is_link else ("slow_compute",)
     victims = {(victim["node"], victim.get("pid", 0)) for victim in fault["victims"]}
+    named: Row | None = None  # it may be slow by an earlier fault, and named, when this one begins
     for event in events:
-        inside = fault["time"] <= event["time"] <= fault["time"] + for_s
-        is_slow = event["event"] == "suspected" and inside and event["kind"] in kinds
-        if is_slow and (event["node"], event["pid"]) in victims:
-            seconds = event["time"] - fault["time"]
-            return Finding(fault["number"], fault["what"], True, event["detail"], seconds, for_s)
+        is_about = event["event"] in ("suspected", "cleared") and event["kind"] in kinds
+        if event["time"] > fault["time"] + for_s or (named and event["time"] > fault["time"]):
+            break
+        if is_about and (event["node"], event["pid"]) in victims:
+            named = event if event["event"] == "suspected" else None
+    if named:
+        seconds = max(0.0, named["time"] - fault["time"])
+        return Finding(fault["number"], fault["what"], True, named["detail"], seconds, for_s)
     if not is_link and share < LEAST_SHARE:
         return Finding(fault["number"], fault["what"], None, f"below {LEAST_SHARE:.0%} of a step")
     lasted_s = _longest_group_s(fault["time"], fault["time"] + for_s, events)

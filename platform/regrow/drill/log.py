@@ -71,3 +71,7 @@ class Record:
         return 1 + max(
             (line["number"] for line in self.read() if line["record"] in ("fault", "not injected")), default=-1
         )
+
+    def ended_at(self) -> int | None:
+        """The step at which its plan was over, where none was set beforehand."""
+        return next((line["step"] for line in reversed(self.read()) if line["record"] == "plan over"), None)

@@ -17,7 +17,7 @@ from regrow.drill.inject import MOST_FILLED, free_bytes
 from regrow.drill.job import memory_of_its_own, reference_rows
 from regrow.drill.log import Record, RunFollower
 from regrow.drill.result import conclude, gather
-from regrow.drill.session import DrillSession
+from regrow.drill.session import TAIL_STEPS, DrillSession
 from regrow.errors import ConfigError
 from regrow.forecast.settle import settled
 from regrow.progress import last_step
@@ -25,9 +25,7 @@ from regrow.record.run_folder import run_folder
 from regrow.runtime.run_folder import check_may_start
 from regrow.show.console import Console
 
-TAIL_STEPS = 40  # after the last random fault
 TAIL_STEPS_APART = 300  # broken storage keeps the log, by which faults are timed, from the drill for a while
-TAIL_STEPS_SOUGHT = 500  # a rank or link that is slow is to be named while training goes on
 
 
 def run_drill(config: DrillJobConfig) -> bool:
@@ -57,7 +55,7 @@ def run_drill(config: DrillJobConfig) -> bool:
             else:
                 console.message("this drill is over: its verdict again; choose another run.name for another one")
         console.message("looking at every batch and every checkpoint")
-        evidence = gather(config, folder, plan, record.read(), reference, end, console)
+        evidence = gather(config, folder, plan, record.read(), reference, record.ended_at() or end, console)
     return conclude(config, folder, evidence)
 
 
@@ -94,12 +92,12 @@ def plan_of(config: DrillJobConfig) -> tuple[list[Fault], int]:
 
 
 def with_end(config: DrillJobConfig, plan: list[Fault]) -> DrillJobConfig:
-    """A random plan ends some steps after its last fault. Raises ConfigError where the run is too short for it."""
-    if not config.drill.faults or config.train.stop_at_step is not None:
+    """A random plan ends some steps after its last fault, which is known beforehand where nothing has to be found.
+    Raises ConfigError where the run is too short for it."""
+    is_delayed = any(sought(fault.kind, fault.what) for fault in plan)
+    if not config.drill.faults or config.train.stop_at_step is not None or is_delayed:
         return config
     tail = TAIL_STEPS_APART if config.drill.hosts is DrillHosts.apart else TAIL_STEPS
-    if any(sought(fault.kind, fault.what) for fault in plan):
-        tail = TAIL_STEPS_SOUGHT
     end = max(fault.at_step or 0 for fault in plan) + tail
     if end > config.train.steps:
         raise ConfigError(
@@ -132,4 +130,4 @@ def keep_plan(folder: Path, plan: list[Fault], seed: int) -> None:
 def _is_over(folder: Path, record: Record, plan: list[Fault], last_step: int) -> bool:
     watch = RunFollower(folder)
     watch.poll()
-    return record.next_fault() >= len(plan) and watch.step >= last_step
+    return record.next_fault() >= len(plan) and (record.ended_at() is not None or watch.step >= last_step)

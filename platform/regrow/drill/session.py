@@ -27,6 +27,7 @@ from regrow.show.console import Console
 
 POLL_S = 0.05
 NOT_NOW_S = 180.0  # for a fault to find its victim
+TAIL_STEPS = 40  # after the last fault, of a plan that has no step at which it ends
 LEAVE_S = 120.0  # for a job that is asked to stop to have its checkpoint
 MEMORY_MB = 1024  # /dev/shm of a host apart, where drill.memory_mb does not say
 LEFT_S = 30.0  # for what a job leaves behind to go away
@@ -45,7 +46,8 @@ class DrillSession:
         self.config, self.plan, self.seed, self.folder = config, plan, seed, folder
         self.record, self.console, self.watch = record, console, RunFollower(folder)
         self.next, self.due_from = record.next_fault(), 0.0
-        self.fault_at = max((each["time"] for each in record.read() if each["record"] == "fault"), default=0.0)
+        faults = [each for each in record.read() if each["record"] == "fault"]
+        self.fault_at, self.fault_step = (max((each[key] for each in faults), default=0) for key in ("time", "step"))
         self.not_now_since = 0.0
         self.restart_at: float | None = None
         self.restarts = config.drill.restarts
@@ -62,14 +64,8 @@ class DrillSession:
         self.console.start([], steps=train.steps, stop_at_step=train.stop_at_step)
         num_nodes = self._nodes_by_now()
         self.console.message(f"starting {num_nodes} nodes with room for {drill.workers_on_node} each")
-        health = {  # a check that fails takes period and timeout
-            "health_check_initial_delay_ms": 5000,
-            "health_check_period_ms": 1000,
-            "health_check_timeout_ms": 2000,
-            "health_check_failure_threshold": max(1, round(drill.host_silence_s / 3.0)),
-        }
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
-        with self._start_nodes(num_nodes, health) as nodes:
+        with _start_nodes(self.config, self.folder, num_nodes) as nodes:
             self.nodes, self.job = nodes, DrillJob(self.config, nodes)
             if isinstance(nodes, NodesApart):
                 self.injector: Injector = InjectorApart(nodes, seed=self.seed, note=self._note)
@@ -86,21 +82,6 @@ class DrillSession:
                 self._keep_logs()
             self._look_for_leftovers()
         self.record.write("left", where="after the nodes' end", found=nodes.left())
-
-    def _start_nodes(self, num_nodes: int, health: dict[str, int]) -> AbstractContextManager[Nodes]:
-        drill, snapshot = self.config.drill, self.config.snapshot
-        cpus = int(-(-drill.workers_on_node * self.config.cluster.cpus_per_worker // 1))
-        if drill.hosts is DrillHosts.together:
-            return local_nodes(num_nodes, cpus=cpus, memory_folder=snapshot.folder, system_config=health)
-        return nodes_apart(
-            num_nodes,
-            cpus=cpus,
-            storage=self.folder.parent,
-            memory_mb=drill.memory_mb or MEMORY_MB,
-            host_memory_mb=drill.host_memory_mb,
-            snapshot_folder=snapshot.folder,
-            system_config=health,
-        )
 
     def _nodes_by_now(self) -> int:
         """As many as the faults so far have left."""
@@ -130,6 +111,9 @@ class DrillSession:
         if self._job_is_over(now):
             return True
         self._inject_if_due(now)
+        if self._is_through() and not self.stopping:
+            self.record.write("plan over", step=self.watch.step)
+            self._stop(f"every fault is {TAIL_STEPS} steps past")
         if drill.stop_after_s is not None and now - self.began > drill.stop_after_s:
             self._stop("drill.stop_after_s is over")
         silent_s = now - self.heard_at
@@ -139,6 +123,13 @@ class DrillSession:
             self.console.message(f"nothing has happened for {silent_s:.0f} s: the drill gives up")
             return True
         return False
+
+    def _is_through(self) -> bool:
+        """Whether a plan without a step at which it ends is: what has to be found delays all faults after it."""
+        if self.config.train.stop_at_step is not None or self.next < len(self.plan):
+            return False
+        is_seeking = self.seeker.is_seeking(self.injector.end_node)
+        return not is_seeking and self.watch.step >= self.fault_step + TAIL_STEPS
 
     def _start_job(self, why: str) -> None:
         pid = self.job.start()
@@ -222,7 +213,7 @@ class DrillSession:
             memory=self._names_in_memory() if number == 0 else None,
         )
         self.seeker.began(written)
-        self.fault_at = begun
+        self.fault_at, self.fault_step = begun, step
         self.console.message(f"step {step}: {fault.what} {_whom(victims)}")
         self.next, self.not_now_since, self.due_from = number + 1, 0.0, time.monotonic()
         if fault.kind == "interrupt_driver":
@@ -302,3 +293,25 @@ def _whom(victims: Sequence[Mapping[str, Any]]) -> str:
         node = f" {str(victim['node'])[:12]}" if "node" in victim and "pid" not in victim else ""
         parts.append(f"{name}{node}{pid}")
     return f"({'; '.join(parts)})"
+
+
+def _start_nodes(config: DrillJobConfig, folder: Path, num_nodes: int) -> AbstractContextManager[Nodes]:
+    drill, snapshot = config.drill, config.snapshot
+    cpus = int(-(-drill.workers_on_node * config.cluster.cpus_per_worker // 1))
+    health = {  # a check that fails takes period and timeout
+        "health_check_initial_delay_ms": 5000,
+        "health_check_period_ms": 1000,
+        "health_check_timeout_ms": 2000,
+        "health_check_failure_threshold": max(1, round(drill.host_silence_s / 3.0)),
+    }
+    if drill.hosts is DrillHosts.together:
+        return local_nodes(num_nodes, cpus=cpus, memory_folder=snapshot.folder, system_config=health)
+    return nodes_apart(
+        num_nodes,
+        cpus=cpus,
+        storage=folder.parent,
+        memory_mb=drill.memory_mb or MEMORY_MB,
+        host_memory_mb=drill.host_memory_mb,
+        snapshot_folder=snapshot.folder,
+        system_config=health,
+    )
