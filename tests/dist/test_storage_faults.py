@@ -9,11 +9,14 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
+import torch.distributed as dist
 
 from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig
 from regrow.control.membership import Member
@@ -29,6 +32,8 @@ from regrow.record.log import METRIC_KEYS, read_events, read_metrics
 from regrow.runtime import log_writer, shell
 from regrow.runtime.actor import Coordinator
 from regrow.runtime.keeper import KeeperInfo
+from regrow.runtime.restore import restore
+from regrow.state.entries import Progress
 from regrow.storage import Storage
 from regrow.train.validation import Validation
 from support.actors import Handle
@@ -219,6 +224,31 @@ def test_a_group_that_forms_while_storage_fails_opens_the_corpus_and_waits_for_i
     assert len(told) == (kind == "failing")
     assert waits == (["begun", "over"] if kind == "failing" else [])
     assert torch.cat(validation.batches).shape[1] == 9
+
+
+def test_a_group_has_its_state_from_memory_while_storage_hangs_where_its_first_rank_is(
+    mounted: Mounted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray, "get", lambda reference, timeout: reference.future().result(timeout))
+    job = SimpleNamespace(
+        coordinator=Handle(coordinator(mounted.folder)),
+        checkpoints=str(mounted.folder / "checkpoints"),
+        config=PretrainConfig(),
+    )
+    memory = SimpleNamespace(restore=lambda entries, place, at_least: Progress(7) if at_least == 0 else None)
+    found: Future[Any] = Future()
+
+    def restore_alone() -> None:
+        found.set_result(restore(job, 2, None, [], None, None, memory))  # type: ignore[arg-type]
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mounted.breaks(kind="hung", delay_s=0.0)
+        Thread(target=restore_alone, daemon=True).start()
+        assert found.result(60) == (Progress(7), "snapshot")
+    finally:
+        mounted.breaks(kind="", delay_s=0.0)
+        dist.destroy_process_group()
 
 
 def test_a_rank_does_not_wait_for_storage_in_a_group_that_is_over(mounted: Mounted, data: Corpora) -> None:

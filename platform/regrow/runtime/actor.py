@@ -191,7 +191,7 @@ class Coordinator(Drained, Verified):
         return self.shell.control.next_step
 
     def stored_step(self) -> int:
-        """The newest step that is in storage, for a group that forms while that does not answer; 0: none."""
+        """The newest step that is in storage, for a group that forms; 0: none."""
         return max(0, self.shell.control.snapshots.checkpoints.stored)
 
     def secret(self) -> bytes:

@@ -123,7 +123,7 @@ def restore(
     """
     folder, limit = Storage.at(job.checkpoints), _trusted(job)
     if memory is not None:
-        restored = memory.restore(entries, place, at_least=_newest_stored(folder, job, limit))
+        restored = memory.restore(entries, place, at_least=_newest_stored(job, limit))
         if restored is not None:
             return restored, "snapshot"
     steps, noted = on_first_rank_or_each(lambda: (catalog.committed_steps(folder), catalog.damaged_steps(folder)))
@@ -163,16 +163,11 @@ def _trusted(job: Job) -> int | None:
     return from_rank_0(CoordinatorClient(job.coordinator).trusted_step() if dist.get_rank() == 0 else None)
 
 
-def _newest_stored(folder: Storage, job: Job, limit: int | None) -> int:
-    """The newest checkpoint there is. Collective.
+def _newest_stored(job: Job, limit: int | None) -> int:
+    """The newest checkpoint that may be restored, as the coordinator knows it, which has read what there was before.
 
-    Where storage does not answer, the newest that the coordinator knows of: a rank may be lost then as at any other
-    time, and what memory holds is all that the others need.
+    Storage itself is not asked: this rank's host may be the one where it hangs, and what memory holds is all that the
+    group needs. Collective.
     """
-    newest = 0
-    if dist.get_rank() == 0:
-        try:
-            newest = max(_up_to(limit, catalog.committed_steps(folder)), default=0)
-        except OSError:
-            newest = CoordinatorClient(job.coordinator).stored_step()
-    return from_rank_0(newest)
+    stored = from_rank_0(CoordinatorClient(job.coordinator).stored_step() if dist.get_rank() == 0 else 0)
+    return stored if limit is None or stored <= limit else 0
