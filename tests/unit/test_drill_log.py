@@ -9,7 +9,7 @@ from pathlib import Path
 
 from regrow.drill.log import Record, RunFollower
 from regrow.drill.processes import is_alive, of_ray, send, title, tree, wait_until_gone
-from regrow.record.events import Generation, Submitted
+from regrow.record.events import Failure, Generation, Submitted
 from regrow.record.log import METRIC_KEYS, RunLog
 from regrow.storage import Storage
 
@@ -40,6 +40,23 @@ def test_rows_are_read_once_and_those_taken_back_are_forgotten(tmp_path: Path) -
         watch.poll()
     assert [event["event"] for event in watch.events] == ["submitted", "rollback", "generation"]
     assert [event["generation"] for event in watch.generations] == [2]
+
+
+def test_a_group_trains_from_its_first_step_until_it_breaks(tmp_path: Path) -> None:
+    watch, said = RunFollower(tmp_path), []
+    with RunLog(Storage.at(tmp_path)) as log:
+        for generation in (1, 2):
+            log.event(Generation(generation=generation, world_size=1, start_step=0, cause="start"))
+            log.begin(generation, generation - 1)
+            watch.poll()
+            said.append(watch.trains)
+            log.row(row(generation, generation))
+            watch.poll()
+            said.append(watch.trains)
+            log.event(Failure(cause="worker_died"))
+            watch.poll()
+            said.append(watch.trains)
+    assert said == [False, True, False] * 2
 
 
 def test_a_line_that_is_being_written_is_read_once_it_is_whole(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ WORKER, NODE = "worker", "node"  # what a victim is
 LOOK = "look"
 SLOW_RANK, SLOW_LINK, DEAD_MOUNT, FLIP_WEIGHTS = "slow_rank", "slow_link", "dead_mount", "flip_weights"
 WRONG_UNITS = ("flip_gradients", "flip_activations")  # a host that computes wrong, and is given up
+FLIPS = (FLIP_WEIGHTS, *WRONG_UNITS)
 HANGS = {  # phases, as `control.phases` has them
     "hang_first_step": "first_step",
     "hang_step": "step",

@@ -40,6 +40,14 @@ class RunFollower:
     def generations(self) -> list[Row]:
         return [event for event in self.events if event["event"] == "generation"]
 
+    @property
+    def trains(self) -> bool:
+        """Whether the newest group has done a step, and nothing has broken it since, as far as was written."""
+        newest = next((each for each in reversed(self.events) if each["event"] in ("generation", "failure")), None)
+        if newest is None or newest["event"] == "failure" or not self.rows:
+            return False
+        return bool(self.rows[-1]["generation"] == newest["generation"])
+
     def stepped_since_start(self, started_at: float) -> bool:
         """Whether a step has ended since this unix time."""
         return bool(self.rows) and self.rows[-1]["time"] > started_at

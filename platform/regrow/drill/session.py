@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from regrow.config.schema import DrillHosts, DrillJobConfig
-from regrow.drill.faults import KINDS, Fault
+from regrow.drill.faults import FLIPS, KINDS, Fault
 from regrow.drill.inject import Injector, NotNow
 from regrow.drill.inject_apart import InjectorApart
 from regrow.drill.job import DrillJob
@@ -177,6 +177,7 @@ class DrillSession:
             return
         fault = self.plan[self.next]
         is_held = self.seeker.is_seeking(self.injector.end_node) and not fault.is_at_once
+        is_held |= fault.kind in FLIPS and not self.watch.trains  # a smaller group has no replica to compare with
         if not self.due_from and self.watch.stepped_since_start(self.job.started_at):
             self.due_from = now
         late_enough = now - self.due_from >= (fault.after_s or 0.0)
