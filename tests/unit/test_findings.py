@@ -22,7 +22,7 @@ DONE = {
 }
 ROWS: list[Row] = [DONE | {"step": step, "tokens_seen": step, "time": AT - 40 + step} for step in range(1, 41)]
 EVENTS: list[Row] = [
-    {"event": "generation", "generation": 1, "time": AT - 44.0, "cause": "start", "workers": []},
+    {"event": "generation", "generation": 1, "time": AT - 44.0, "cause": "start", "world_size": 2, "workers": []},
     {"event": "validation", "step": 20, "time": AT - 20, "seconds": 2.0},
 ]
 
@@ -86,6 +86,16 @@ def test_a_slow_link_is_named_by_its_node_and_told_from_a_slow_rank() -> None:
     ):
         event = suspected(kind, 60, VICTIM | {"node": node, "pid": 0})
         assert find(befallen, [], [*EVENTS, event], ROWS, EVERY).found is found
+
+
+def test_a_link_is_told_to_be_slow_by_what_it_was_before_and_of_two_hosts_neither_is_named() -> None:
+    befallen = fault("slow_link rate_mbit=20 for_s=120", victims=[{"what": "link", "node": "node2"}])
+    between = suspected("slow_link", 60, VICTIM | {"node": "", "pid": 0})
+    assert find(befallen, [], [*EVENTS, between], ROWS, EVERY).found
+    assert find(befallen | {"world_size": 3}, [], [*EVENTS, between], ROWS, EVERY).found is None
+    late = [EVENTS[0] | {"time": AT - 25.0}]
+    assert find(befallen, [], late, ROWS, EVERY).found is None
+    assert find(befallen, [], EVENTS, ROWS, EVERY).found is False
 
 
 @pytest.mark.parametrize(

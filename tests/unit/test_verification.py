@@ -9,7 +9,7 @@ from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.past import Past
 from regrow.control.read_back import StoredSteps
-from regrow.control.states import GivenUp, Training
+from regrow.control.states import GivenUp, Training, Waiting
 from regrow.control.values import Digest, SnapshotAck, Version
 from regrow.control.verification import GRADIENTS, LOSS, Checks, Outcome
 from support.control_world import play_corrupt
@@ -163,8 +163,8 @@ def test_a_newcomer_that_computes_wrong_costs_no_more_than_what_its_group_has_do
     assert told.control.newest_snapshot == Version(1, 14)
 
 
-def test_of_two_units_that_differ_twice_the_run_ends_with_the_verified_state_in_storage() -> None:
-    told = verifying(2)
+def test_of_two_units_that_differ_twice_and_can_be_no_more_the_run_ends_with_the_verified_state_in_storage() -> None:
+    told = verifying(2, max_workers=2)
     commit(told, 8)
     outcome(told, 10)
     commit(told, 18)
@@ -181,6 +181,57 @@ def test_of_two_units_that_differ_twice_the_run_ends_with_the_verified_state_in_
     told.now += 6.0  # after the one that was on its way, of a state that is not verified
     told()
     assert {each.version for each in told.of(c.Write)} == {Version(1, 8)}
+
+
+def differing(told: Told) -> None:
+    """Two units of what was a larger group differ twice; the state of step 9 is the newest known to be right."""
+    commit(told, 8)
+    outcome(told, 10)
+    commit(told, 18)
+    for step in (20, 21):
+        outcome(told, step, undecided=(0, 1))
+
+
+def test_two_units_that_differ_wait_for_a_third_which_tells_which_is_wrong() -> None:
+    told = verifying(2, max_workers=4)
+    differing(told)
+    assert isinstance(told.control.state, Waiting)
+    told.clear()
+    told.join(one(0, "a"), one(1, "b"))
+    assert told.ask("m0", told.control.generation).formation is None
+    told.now += 20.0
+    told()
+    assert "there is no third of their kind" in told.records("note")[-1]["text"]
+    assert {each.version for each in told.of(c.Write)} == {Version(1, 8)}  # memory alone has it
+    told.form(one(2, "c"))
+    told.begin("abc", step=8)
+    for step in (9, 10):
+        outcome(told, step, odd=(1,))
+    assert [each["nodes"] for each in told.records("corruption")] == [["b"]]
+    told.form(one(0, "a"), one(2, "c"))  # two are enough again
+
+
+def test_units_that_agree_with_a_third_go_on_and_need_no_third_any_more() -> None:
+    told = verifying(2, max_workers=4)
+    differing(told)
+    told.form(*(one(pid, NODES[pid]) for pid in range(3)))
+    told.begin("abc", step=8)
+    outcome(told, 9)
+    told(e.Died((("c", 2),), 2, "worker_died", "gone"))
+    told.form(one(0, "a"), one(1, "b"))
+
+
+def test_a_third_unit_is_waited_for_as_long_as_workers_are() -> None:
+    told = verifying(2, max_workers=4, wait_for_workers_s=600.0)
+    differing(told)
+    told.join(one(0, "a"), one(1, "b"))
+    told.now += 599.0
+    told()
+    assert told.control.ending is None
+    told.now += 2.0
+    told()
+    assert isinstance(told.control.ending, GivenUp)
+    assert "no third came within 600 s" in told.control.ending.message
 
 
 def test_a_coordinator_that_is_restarted_knows_what_may_be_restored_and_which_host_is_refused() -> None:

@@ -371,7 +371,7 @@ def _why_memory_may_be_lost(group: Group, snapshots: Snapshots) -> str:
     if isinstance(group.ending, GivenUp) or group.is_over:
         return "the run ends"
     if group.too_few.since is not None:
-        return "fewer workers are left than cluster.min_workers"
+        return group.too_few.reason
     going, newest = group.nodes.exclusions.going, snapshots.commits.newest
     if going and not group.membership.could_form_without(going):
         return "too few nodes stay"

@@ -14,6 +14,8 @@ from regrow.control.values import SnapshotAck
 from regrow.control.verification import Finding, Outcome, Verification
 from regrow.record.events import Cause
 
+DECIDING_UNITS = 3  # of which two agree
+
 
 class Corruptions:
     """Of a run."""
@@ -77,7 +79,7 @@ class Corruptions:
 
     def take(self, event: Verified, now: float) -> None:
         """The outcome of a verification; a corruption that it confirms costs the odd ones their place, the run the
-        steps since the newest verified state. Where units differ and there is no third one, it ends the run there."""
+        steps since the newest verified state. Where two units differ, a third one is waited for, which can tell."""
         if not isinstance(self._group.state, Training):
             return
         outcome, verification = event.outcome, self.verification
@@ -86,22 +88,36 @@ class Corruptions:
         if found is None:
             verified = verification.verified
             self._snapshots.verify(verified, verification.next_after(event.step))
+            if not outcome.differs:
+                self._group.decided()
             return
         self._record(event.step, found, f"{' and '.join(outcome.compared)} of the same micro-batch")
         self._snapshots.roll_back(found.state_of, now)
         units = ", ".join(map(str, found.units))
         if found.is_decided:
             detail = f"unit {units}: its checksums in step {event.step} differ from those of most others"
+            self._group.decided()
             self._group.expel_corrupt(found, detail, now)
             return
+        self._differ(found, event.step, outcome.num_units, now)
+
+    def _differ(self, found: Finding, step: int, num_units: int, now: float) -> None:
+        """Units differ, and it is not known which is wrong."""
+        group, units = self._group, ", ".join(map(str, found.units))
         nodes = ", ".join(dict.fromkeys(member.node[:12] for member in found.members))
-        self._group.give_up(
-            f"units {units} (nodes {nodes}) come to different checksums from the same micro-batch, as in step "
-            f"{event.step}, and there is no third of their kind to tell which is wrong; the state of step "
-            f"{found.state_of} is the newest known to be right: leave one of these nodes out, or have three units, and "
-            "start the same command again"
+        question = (
+            f"units {units} (nodes {nodes}) come to different checksums from the same micro-batch, as in step {step}, "
+            "and there is no third of their kind to tell which is wrong; the state of step "
+            f"{found.state_of} is the newest known to be right"
         )
-        self._group.break_off(now)
+        advice = "leave one of these nodes out, or have three units, and start the same command again"
+        needed = DECIDING_UNITS * self.verification.unit
+        if num_units < DECIDING_UNITS and group.in_place and needed <= max(group.membership.sizes):
+            group.failed(Cause.corrupted, f"units {units} differ in step {step}, and a third is to tell", [])
+            group.wait_to_decide(needed, question, now)
+            return
+        group.give_up(f"{question}: {advice}")
+        group.break_off(now)
 
     def _tell(self, step: int, outcome: Outcome, now: float) -> None:
         """What is suspected from here on, and no longer."""

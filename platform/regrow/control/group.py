@@ -174,9 +174,20 @@ class Group(Losses):
             self.first_steps.proven = frozenset(member.id for member in self.membership.current)
 
     def break_off(self, now: float) -> None:
-        """The run ends, and nothing that the group does counts any more."""
+        """The group is over, and nothing that it does counts any more."""
         self.enter(Waiting(), now)
         self._tell_over()
+
+    def wait_to_decide(self, num_members: int, question: str, now: float) -> None:
+        """The next group has so many members at least, as it takes them to tell which unit computes wrong."""
+        self.membership.least = self.too_few.deciding = num_members
+        self.too_few.open_question = question
+        self.count_left(now)
+        self.break_off(now)
+
+    def decided(self) -> None:
+        """It is told, or none is wrong any more."""
+        self.membership.least, self.too_few.deciding, self.too_few.open_question = 0, 0, ""
 
     def close(self, event: Closed, now: float) -> None:
         """The run is over: no process of its groups gets any further."""

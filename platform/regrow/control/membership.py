@@ -104,6 +104,7 @@ class Membership:
     expected: int = 1  # announced for a start from nothing, and not lost since
     avoided: set[str] = field(default_factory=set)  # nodes
     held_back: set[str] = field(default_factory=set)  # newcomers whose first group broke
+    least: int = 0  # members of a group, for now, whatever sizes are allowed
     placed: dict[str, int] = field(default_factory=dict)  # by node, workers that live there or start
     spares: tuple[Member, ...] = ()  # that wait, as a group with them would take as long for a step, or be too large
     over_since: float | None = None  # when a coordinator found the group broken that another one had left
@@ -246,8 +247,10 @@ class Membership:
     def _size(self, members: Iterable[Member]) -> int:
         """Of the largest group that these can form, or of the one in its place; 0: none."""
         count = len(self._in_units(members))
-        largest = max((size for size in self.sizes if size <= count and size % self.unit == 0), default=0)
-        return self.fewest.get(largest, largest)
+        sizes = (size for size in self.sizes if self.least <= size <= count and size % self.unit == 0)
+        largest = max(sizes, default=0)
+        fewest = self.fewest.get(largest, largest)
+        return fewest if fewest >= self.least else largest
 
     def _is_better(self, size: int, than: int) -> bool:
         """Whether a step takes less time in a larger group of this size, as far as is known, or it is laid out as

@@ -1,4 +1,5 @@
-"""A run that stands still because fewer workers than `cluster.min_workers` are left of its group. Pure."""
+"""A run that stands still because fewer workers than `cluster.min_workers` are left of its group, or than it takes to
+tell which unit computes wrong. Pure."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -16,12 +17,19 @@ class TooFew:
     patience_s: float  # `cluster.wait_for_workers_s`
     out: Outbox
     since: float | None = None  # None: there are enough, or there was no group yet
+    deciding: int = 0  # workers that it takes to tell which unit is wrong, while that is open
+    open_question: str = ""  # a sentence, of that
     _told: bool = False
 
     def count(self, left: int, now: float) -> None:
         """So many are left of a group that is over."""
-        if left < self.least and self.since is None:
+        if left < max(self.least, self.deciding) and self.since is None:
             self.since = now
+
+    @property
+    def reason(self) -> str:
+        """Why the run stands still."""
+        return "a third unit is waited for" if self.deciding else "fewer workers are left than cluster.min_workers"
 
     def formed(self) -> None:
         """A group forms."""
@@ -40,9 +48,15 @@ class TooFew:
             nodes = ", ".join(sorted(node[:12] for node in draining))
             waits = f"the run waits for others, up to {self.patience_s:.0f} s"
             drain = f"; Ray starts none on nodes that drain: {nodes}" if nodes else ""
-            self.out.record("note", text=f"{left} of cluster.min_workers={self.least} workers are left: {waits}{drain}")
+            few = f"{left} of cluster.min_workers={self.least} workers are left"
+            self.out.record("note", text=f"{self.open_question or few}: {waits}{drain}")
         if now - self.since <= self.patience_s:
             return ""
+        if self.open_question:
+            return (
+                f"{self.open_question}, and no third came within {self.patience_s:.0f} s: leave one of these nodes "
+                "out, or have three units, and start the same command again"
+            )
         return (
             f"fewer than cluster.min_workers={self.least} for {self.patience_s:.0f} s; start nodes and run the same "
             "command again, or let it wait longer with cluster.wait_for_workers_s"

@@ -102,7 +102,7 @@ class Verification:
 
     def __init__(self, every_steps: int, unit: int, last_step: int) -> None:
         """`unit` is the number of ranks of one."""
-        self._every_steps, self._unit, self._last_step = every_steps, unit, last_step
+        self._every_steps, self.unit, self._last_step = every_steps, unit, last_step
         self._passed: dict[str, int] = {}  # by member: up to the state of which step it is taken to compute right
         self._struck: dict[str, list[int]] = {}  # by node: steps in which one of its units was the odd one
         self._differed: list[int] = []  # steps in which there was no majority
@@ -131,7 +131,7 @@ class Verification:
         return tuple(each for rank, each in enumerate(self._members) if self.unit_of(rank) in units)
 
     def unit_of(self, rank: int) -> int:
-        return rank // self._unit
+        return rank // self.unit
 
     def take(self, step: int, outcome: Outcome) -> Finding | None:
         """What a verification came to; the corruption that it confirms."""

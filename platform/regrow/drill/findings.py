@@ -6,7 +6,6 @@ slow; a wrong unit within a verification and the two more that confirm it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from regrow.drill.faults import DEAD_MOUNT, FLIP_WEIGHTS, HANGS, SLOW_LINK, SLOW_RANK, WRONG_UNITS
@@ -19,7 +18,8 @@ ROOM_S = 30.0  # that a rank may wait for room for a snapshot
 MOUNT_S = 60.0  # that one may wait for its rows by a timeout of its own
 LEAST_SHARE = 0.15  # of a step, by which a rank is slow: less may go unnoticed
 LEAST_GROUP_S = 110.0  # that a group lasts with it: sums begin anew with each, and two minutes are promised
-LEAST_LINK_S = 90.0  # that a link is slow: collectives are compared with those of the half minute before
+LEAST_LINK_S = 90.0  # that a link is slow: collectives are compared with those of the half minute before,
+BEFORE_S = 30.0  # that a group of the same size trained before it, therefore
 AGAIN = 4  # steps from a verification in which a unit is odd to the event that confirms it
 REPLICAS_STEPS = 5  # until snapshots that differ are reported
 SOUGHT = {*HANGS, *WRONG_UNITS, SLOW_RANK, SLOW_LINK, DEAD_MOUNT, FLIP_WEIGHTS}
@@ -109,6 +109,8 @@ def _slow(fault: Row, events: Sequence[Row]) -> Finding:
     for_s, share = option(fault["what"], "for_s", 120.0), option(fault["what"], "share", 0.3)
     kinds = ("slow_link",) if is_link else ("slow_compute",)
     victims = {(victim["node"], victim.get("pid", 0)) for victim in fault["victims"]}
+    if is_link and fault["world_size"] == 2:
+        victims.add(("", 0))  # the link between two hosts is either's
     named: Row | None = None  # it may be slow by an earlier fault, and named, when this one begins
     for event in events:
         is_about = event["event"] in ("suspected", "cleared") and event["kind"] in kinds
@@ -121,16 +123,24 @@ def _slow(fault: Row, events: Sequence[Row]) -> Finding:
         return Finding(fault["number"], fault["what"], True, named["detail"], seconds, for_s)
     if not is_link and share < LEAST_SHARE:
         return Finding(fault["number"], fault["what"], None, f"below {LEAST_SHARE:.0%} of a step")
+    if is_link and _longest_group_s(0.0, fault["time"], events, fault["world_size"]) < BEFORE_S:
+        return Finding(fault["number"], fault["what"], None, "no group of that size had trained for long before")
     lasted_s = _longest_group_s(fault["time"], fault["time"] + for_s, events)
     if lasted_s < LEAST_GROUP_S:
         return Finding(fault["number"], fault["what"], None, f"no group lasted longer than {lasted_s:.0f} s with it")
     return Finding(fault["number"], fault["what"], False, f"not named within {for_s:.0f} s", None, for_s)
 
 
-def _longest_group_s(begin: float, end: float, events: Sequence[Row]) -> float:
-    """That one group trained, between two times."""
-    changes = [each["time"] for each in events if each["event"] == "generation" and begin < each["time"] < end]
-    return max(after - before for before, after in pairwise([begin, *changes, end]))
+def _longest_group_s(begin: float, end: float, events: Sequence[Row], size: int | None = None) -> float:
+    """That one group trained, of this size, between two times."""
+    groups = [each for each in events if each["event"] == "generation" and each["time"] < end]
+    ends = [*(each["time"] for each in groups[1:]), end]
+    lasted = [
+        until - max(begin, each["time"])
+        for each, until in zip(groups, ends, strict=True)
+        if size in (None, each.get("world_size"))
+    ]
+    return max(lasted, default=0.0)
 
 
 def _wrong(fault: Row, events: Sequence[Row], verify_every: int) -> Finding:
