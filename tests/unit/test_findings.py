@@ -55,7 +55,8 @@ def hangs(since: float) -> Row:
         ("hang_validation", [hangs(50)], [suspected("hung", 82)], True),
         ("hang_validation", [hangs(50)], [suspected("hung", 84)], False),
         ("hang_first_step", [hangs(2)], [suspected("hung", 39)], True),  # the first took 5 s
-        ("hang_snapshot", [hangs(0)], [suspected("hung", 74)], True),  # for room it may wait 30 s
+        ("hang_snapshot", [hangs(0)], [suspected("hung", 59)], True),  # for room it may wait 30 s
+        ("hang_snapshot", [hangs(0)], [suspected("hung", 61)], False),
         ("dead_mount for_s=90", [], [suspected("hung", 80)], True),
         ("dead_mount for_s=90", [], [], None),  # no rank came to read there
         ("slow_rank share=0.3 for_s=120", [], [suspected("slow_compute", 90)], True),

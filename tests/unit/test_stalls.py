@@ -87,7 +87,7 @@ def test_who_runs_is_asked_where_it_is_once_no_step_has_come_for_long_and_not_wh
 
 
 def test_a_phase_is_too_long_beyond_what_workers_took_for_it_and_what_others_took_to_come_to_their_wait() -> None:
-    usual = Usual(unknown_s=180.0, least_s={Phase.data: 20.0})
+    usual = Usual(unknown_s=180.0, least_s={Phase.data: 25.0})
     assert usual.limit_s(Phase.validation, others_s=0.0) == 180.0  # nothing is known of it
     assert usual.limit_s(Phase.first_step, others_s=300.0) == FACTOR * 300.0 + BEYOND_S  # the others compiled so long
     usual.learn([[3.0 * (each is Phase.validation) for each in PHASES], [0.0] * len(PHASES)])
@@ -96,7 +96,8 @@ def test_a_phase_is_too_long_beyond_what_workers_took_for_it_and_what_others_too
     usual.learn([[2.0 * (each is Phase.validation) for each in PHASES]])
     assert usual.longest_s == {Phase.validation: 2.0}  # a longer one was long ago
     usual.learn([[0.1] * len(PHASES), ()])  # of a worker that has said nothing yet
-    assert usual.limit_s(Phase.data, others_s=0.0) == FACTOR * 20.0 + BEYOND_S  # the stream has a timeout of its own
+    assert usual.limit_s(Phase.data, others_s=0.0) == 25.0 + BEYOND_S  # the stream has a timeout of its own
+    assert usual.limit_s(Phase.data, others_s=60.0) == FACTOR * 60.0 + BEYOND_S
 
 
 @pytest.mark.parametrize(

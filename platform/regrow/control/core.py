@@ -25,7 +25,7 @@ from regrow.control.membership import Formation, Membership
 from regrow.control.nodes import Exclusions, NodeFailures
 from regrow.control.past import Past
 from regrow.control.peers import FAN_OUT
-from regrow.control.phases import ROOM_S, Phase, Usual
+from regrow.control.phases import FACTOR, ROOM_S, Phase, Usual
 from regrow.control.rows import Rows
 from regrow.control.snapshots import Snapshots
 from regrow.control.sources import why_storage
@@ -390,7 +390,8 @@ def _usual(config: PretrainConfig) -> Usual:
         Phase.storage: config.data.storage_timeout_s,
         Phase.checkpoint: config.checkpoint.timeout_s,
     }
-    return Usual(config.cluster.stuck_s, least_s=waits_s | {Phase.snapshot: ROOM_S})
+    then_works = {phase: FACTOR * seconds for phase, seconds in waits_s.items()}  # reads or writes otherwise
+    return Usual(config.cluster.stuck_s, least_s=then_works | {Phase.snapshot: ROOM_S})
 
 
 def _cadence(config: PretrainConfig, now: float) -> Cadence:

@@ -31,7 +31,7 @@ class Usual:
     """How long phases take, in all groups so far."""
 
     unknown_s: float  # for a phase that no worker has come through yet, unless the others took longer
-    least_s: Mapping[Phase, float] = field(default_factory=dict)  # what a phase may wait for by its own timeouts
+    least_s: Mapping[Phase, float] = field(default_factory=dict)  # what a phase may take by timeouts of its own
     longest_s: dict[Phase, float] = field(default_factory=dict)
 
     def learn(self, longest_s: Iterable[Sequence[float]]) -> None:
@@ -47,5 +47,5 @@ class Usual:
         What compiles may take this one as long as the others, again.
         """
         known_s = self.longest_s.get(phase)
-        usual_s = max(known_s or 0.0, self.least_s.get(phase, 0.0), others_s)
-        return max(FACTOR * usual_s + BEYOND_S, self.unknown_s if known_s is None else 0.0)
+        usual_s = max(FACTOR * max(known_s or 0.0, others_s), self.least_s.get(phase, 0.0))
+        return max(usual_s + BEYOND_S, self.unknown_s if known_s is None else 0.0)

@@ -74,7 +74,8 @@ def _hang(fault: Row, records: Sequence[Row], events: Sequence[Row], rows: Seque
     if not began or victim is None:
         return Finding(number, what, False, "it never came to that phase")
     phase = HANGS.get(fault["kind"], "")
-    limit = FACTOR * _usual_s(phase, began[0], events, rows) + BEYOND_S
+    usual_s = _usual_s(phase, began[0], events, rows)
+    limit = (ROOM_S if phase == "snapshot" else FACTOR * usual_s) + BEYOND_S
     for event in events:
         is_hung = event["event"] == "suspected" and event["kind"] == "hung" and event["time"] >= began[0]
         if is_hung and (event["node"], event["pid"]) in mine:
@@ -88,8 +89,6 @@ def _hang(fault: Row, records: Sequence[Row], events: Sequence[Row], rows: Seque
 
 def _usual_s(phase: str, at: float, events: Sequence[Row], rows: Sequence[Row]) -> float:
     """How long a phase took at the most, as far as the logs tell."""
-    if phase == "snapshot":
-        return ROOM_S
     if phase == "validation":
         return max((each["seconds"] for each in events if each["event"] == "validation"), default=0.0)
     groups = [each for each in events if each["event"] == "generation" and each["time"] < at]
