@@ -166,19 +166,20 @@ def restored_after_damage(storage: Path) -> list[tuple[int, str]]:
         assert name == "checkpoint_damaged"
         note_damaged(folder, fields["step"], fields["detail"])
 
-    job: Any = SimpleNamespace(
-        config=config,
-        checkpoints=str(storage),
-        run_id=RUN,
-        coordinator=SimpleNamespace(event=SimpleNamespace(remote=event)),
+    stored = 60  # as the real coordinator counts: what the newest group began with, until more is written
+    coordinator = SimpleNamespace(
+        event=SimpleNamespace(remote=event), stored_step=SimpleNamespace(remote=lambda: stored)
     )
+    job: Any = SimpleNamespace(config=config, checkpoints=str(storage), run_id=RUN, coordinator=coordinator)
     step: Any = SimpleNamespace(model=model, optimizer=optimizer)
     begun = []
     for memory in (None, Memory(48), Memory(61)):
         if memory is not None and memory.step > 60:
             write(60)
+            stored = 60
         progress, source = restore_module.restore(job, 2, step, entries, mesh, coordinates_of(mesh), cast(Any, memory))
         begun.append((progress.step, source))
+        stored = min(stored, progress.step)
     progress, source = restore_module.restore(job, 2, step, entries, mesh, coordinates_of(mesh), cast(Any, Memory(59)))
     return [*begun, (progress.step, source)]
 
