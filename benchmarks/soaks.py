@@ -2,28 +2,38 @@
 
     python benchmarks/soaks.py RUN_FOLDER [RUN_FOLDER ...] --out benchmarks/results/FILE.json
 
-Broken verdicts are kept with their details, and what was run: seed, plan, commit, versions.
+Broken verdicts are kept with their details, and what was run: seed, plan, commit, versions; of what had to be found,
+after how many seconds it was.
 """
 
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from omegaconf import OmegaConf
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "platform"), str(ROOT)]
 
 from benchmarks.measure import write_result  # noqa: E402
 
-from regrow.record.log import read_events  # noqa: E402
+from regrow.drill.findings import find, sought  # noqa: E402
+from regrow.drill.log import Record  # noqa: E402
+from regrow.record.log import read_events, read_metrics  # noqa: E402
 from regrow.storage import Storage  # noqa: E402
 
 
 def read(folder: Path) -> dict[str, Any]:
     """One drill: what it was, and every verdict."""
     verdict, plan = (json.loads((folder / name).read_bytes()) for name in ("verdict.json", "plan.json"))
-    begun = [event for event in read_events(Storage.at(str(folder))) if event["event"] == "submitted"]
+    events, rows = read_events(Storage.at(str(folder))), read_metrics(Storage.at(str(folder)))
+    begun = [event for event in events if event["event"] == "submitted"]
+    records = Record(folder).read()
+    verify_every = OmegaConf.load(folder / "config.yaml").cluster.verify_every_steps
+    to_find = [each for each in records if each["record"] == "fault" and sought(each["kind"], each["what"])]
     return {
         "seed": plan["seed"],
         "holds": verdict["holds"],
@@ -32,6 +42,7 @@ def read(folder: Path) -> dict[str, Any]:
             each if not each["holds"] else {key: each[key] for key in ("claim", "holds", "figures")}
             for each in verdict["verdicts"]
         ],
+        "found": [asdict(find(each, records, events, rows, verify_every)) for each in to_find],
         "plan": plan["plan"],
         "commits": sorted({event["git"] for event in begun}),
     }
