@@ -16,8 +16,9 @@ from typing import Any
 
 from benchmarks.measure import Result, side_env
 
-from regrow.record.log import METRICS, Tail, read_events
-from regrow.storage import Storage
+from regrow.drill.faults import parse_plan
+from regrow.drill.findings import find
+from regrow.drill.log import Record, RunFollower
 
 RANKS = 3
 LINK, PARTITION = "slow_link", "partition_head"
@@ -35,6 +36,7 @@ Row = dict[str, Any]
 def on_hosts_apart(result: Result, storage: Path, rounds: int) -> list[str]:
     """Add seconds until each was named, and until all ranks trained again; what failed."""
     plan, folder = [*ROUND * rounds, ROUND[0]], storage / "apart"
+    num_faults = len(parse_plan(plan))
     command = [
         *(sys.executable, "-m", "jobs.drill", "drill.hosts=apart", f"drill.nodes={RANKS}", "drill.reference=false"),
         *(f"cluster.max_workers={RANKS}", f"drill.plan={json.dumps(plan)}"),
@@ -44,7 +46,7 @@ def on_hosts_apart(result: Result, storage: Path, rounds: int) -> list[str]:
     with open(storage / "drill.out", "wb") as out:
         drill = subprocess.Popen(command, env=side_env(), stdout=out, stderr=out, start_new_session=True)
         give_up_at = time.monotonic() + ROUND_S * rounds
-        while drill.poll() is None and len(_faults(folder)) < len(plan_parts(plan)) and time.monotonic() < give_up_at:
+        while drill.poll() is None and len(_faults(folder)) < num_faults and time.monotonic() < give_up_at:
             time.sleep(LOOK_S)
         drill.send_signal(signal.SIGTERM)  # it has nothing more to do, and no step to end at
         try:
@@ -52,10 +54,11 @@ def on_hosts_apart(result: Result, storage: Path, rounds: int) -> list[str]:
         except subprocess.TimeoutExpired:
             drill.kill()
     faults = _faults(folder)
-    if len(faults) < len(plan_parts(plan)):
-        failures.append(f"hosts apart: only {len(faults)} of {len(plan_parts(plan))} faults: {_last_line(storage)}")
-    events, rows = read_events(Storage.at(str(folder))), Tail(folder / METRICS).read()[0]
-    found = [met(fault, events, rows) for fault in faults if fault["kind"] in NAMES]
+    if len(faults) < num_faults:
+        failures.append(f"hosts apart: only {len(faults)} of {num_faults} faults: {_last_line(storage)}")
+    watch = RunFollower(folder)
+    watch.poll()
+    found = [met(fault, watch.events, watch.rows) for fault in faults if fault["kind"] in NAMES]
     for kind, name in NAMES.items():
         for what in ("named_s", "full_speed_s") if kind == PARTITION else ("named_s",):
             values = [each[what] for each in found if each["fault"] == name and each[what] is not None]
@@ -68,34 +71,29 @@ def on_hosts_apart(result: Result, storage: Path, rounds: int) -> list[str]:
 def met(fault: Row, events: Sequence[Row], rows: Sequence[Row]) -> Row:
     """What came of a fault; None: it was not seen."""
     at, node = fault["time"], fault["victims"][0]["node"]
-    named = (event["time"] for event in events if event["time"] >= at and _names(event, node))
+    if fault["kind"] == LINK:
+        return {"fault": NAMES[LINK], "named_s": find(fault, [], events, rows, 0).seconds, "full_speed_s": None}
+    named = (
+        event["time"]
+        for event in events
+        if event["event"] == "failure" and event["time"] >= at and node in (event.get("nodes") or [])
+    )
     full = (
         row["time"]
         for row in rows
         if row["generation"] > fault["generation"] and row["world_size"] == RANKS and row["time"] > at
     )
-    named_at, full_at = next(named, None), next(full, None) if fault["kind"] == PARTITION else None
+    named_at, full_at = next(named, None), next(full, None)
     return {
-        "fault": NAMES[fault["kind"]],
+        "fault": NAMES[PARTITION],
         "named_s": named_at and named_at - at,
         "full_speed_s": full_at and full_at - at,
     }
 
 
-def plan_parts(plan: Sequence[str]) -> list[str]:
-    """A fault each."""
-    return [part for line in plan for part in line.split(": ", 1)[1].split(" and ")]
-
-
 def _faults(folder: Path) -> list[Row]:
-    return [line for line in Tail(folder / "drill.jsonl").read()[0] if line["record"] == "fault"]
+    return [line for line in Record(folder).read() if line["record"] == "fault"]
 
 
 def _last_line(storage: Path) -> str:
     return (storage / "drill.out").read_text(errors="replace").strip().rpartition("\n")[2]
-
-
-def _names(event: Row, node: str) -> bool:
-    if event["event"] == "suspected":
-        return event["node"] == node and event["kind"] == "slow_link"
-    return event["event"] == "failure" and node in (event.get("nodes") or [])

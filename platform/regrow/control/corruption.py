@@ -10,6 +10,7 @@ from regrow.control.replicas import Replicas, Unequal
 from regrow.control.slow import Kind
 from regrow.control.snapshots import Snapshots
 from regrow.control.states import Training
+from regrow.control.too_few import A_THIRD
 from regrow.control.values import SnapshotAck
 from regrow.control.verification import Finding, Outcome, Verification
 from regrow.record.events import Cause
@@ -110,13 +111,12 @@ class Corruptions:
             "and there is no third of their kind to tell which is wrong; the state of step "
             f"{found.state_of} is the newest known to be right"
         )
-        advice = "leave one of these nodes out, or have three units, and start the same command again"
         needed = DECIDING_UNITS * self.verification.unit
         if num_units < DECIDING_UNITS and group.in_place and needed <= max(group.membership.sizes):
             group.failed(Cause.corrupted, f"units {units} differ in step {step}, and a third is to tell", [])
             group.wait_to_decide(needed, question, now)
             return
-        group.give_up(f"{question}: {advice}")
+        group.give_up(f"{question}: {A_THIRD}")
         group.break_off(now)
 
     def _tell(self, step: int, outcome: Outcome, now: float) -> None:

@@ -180,14 +180,13 @@ class Group(Losses):
 
     def wait_to_decide(self, num_members: int, question: str, now: float) -> None:
         """The next group has so many members at least, as it takes them to tell which unit computes wrong."""
-        self.membership.least = self.too_few.deciding = num_members
-        self.too_few.open_question = question
+        self.membership.least, self.too_few.open_question = num_members, question
         self.count_left(now)
         self.break_off(now)
 
     def decided(self) -> None:
         """It is told, or none is wrong any more."""
-        self.membership.least, self.too_few.deciding, self.too_few.open_question = 0, 0, ""
+        self.membership.least, self.too_few.open_question = 0, ""
 
     def close(self, event: Closed, now: float) -> None:
         """The run is over: no process of its groups gets any further."""

@@ -250,7 +250,7 @@ class Losses:
     def count_left(self, now: float) -> None:
         """Where all restart, Ray Train counts."""
         if self.in_place:
-            self.too_few.count(len(self.membership.survivors), now)
+            self.too_few.count(len(self.membership.survivors), now, deciding=self.membership.least)
 
     def _tell_over(self) -> None:
         nodes = self.keepers.known_of(member.node for member in self.membership.current)

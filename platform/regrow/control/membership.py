@@ -104,7 +104,7 @@ class Membership:
     expected: int = 1  # announced for a start from nothing, and not lost since
     avoided: set[str] = field(default_factory=set)  # nodes
     held_back: set[str] = field(default_factory=set)  # newcomers whose first group broke
-    least: int = 0  # members of a group, for now, whatever sizes are allowed
+    least: int = 0  # members of a group, while it takes so many to tell which unit computes wrong
     placed: dict[str, int] = field(default_factory=dict)  # by node, workers that live there or start
     spares: tuple[Member, ...] = ()  # that wait, as a group with them would take as long for a step, or be too large
     over_since: float | None = None  # when a coordinator found the group broken that another one had left

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from regrow.control.commands import Outbox
 
+A_THIRD = "leave one of these nodes out, or have three units, and start the same command again"
 YIELD_S = 10.0  # that it waits for workers elsewhere before nodes are used that failed again and again
 
 
@@ -17,19 +18,18 @@ class TooFew:
     patience_s: float  # `cluster.wait_for_workers_s`
     out: Outbox
     since: float | None = None  # None: there are enough, or there was no group yet
-    deciding: int = 0  # workers that it takes to tell which unit is wrong, while that is open
-    open_question: str = ""  # a sentence, of that
+    open_question: str = ""  # which unit computes wrong: what more workers than `least` are waited for to tell
     _told: bool = False
 
-    def count(self, left: int, now: float) -> None:
-        """So many are left of a group that is over."""
-        if left < max(self.least, self.deciding) and self.since is None:
+    def count(self, left: int, now: float, *, deciding: int = 0) -> None:
+        """So many are left of a group that is over; `deciding` are needed while the question is open."""
+        if left < max(self.least, deciding) and self.since is None:
             self.since = now
 
     @property
     def reason(self) -> str:
         """Why the run stands still."""
-        return "a third unit is waited for" if self.deciding else "fewer workers are left than cluster.min_workers"
+        return "a third unit is waited for" if self.open_question else "fewer workers are left than cluster.min_workers"
 
     def formed(self) -> None:
         """A group forms."""
@@ -53,10 +53,7 @@ class TooFew:
         if now - self.since <= self.patience_s:
             return ""
         if self.open_question:
-            return (
-                f"{self.open_question}, and no third came within {self.patience_s:.0f} s: leave one of these nodes "
-                "out, or have three units, and start the same command again"
-            )
+            return f"{self.open_question}, and no third came within {self.patience_s:.0f} s: {A_THIRD}"
         return (
             f"fewer than cluster.min_workers={self.least} for {self.patience_s:.0f} s; start nodes and run the same "
             "command again, or let it wait longer with cluster.wait_for_workers_s"

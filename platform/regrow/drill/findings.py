@@ -74,8 +74,8 @@ def _hang(fault: Row, records: Sequence[Row], events: Sequence[Row], rows: Seque
     if not began or victim is None:
         return Finding(number, what, False, "it never came to that phase")
     phase = HANGS.get(fault["kind"], "")
-    usual_s = _usual_s(phase, began[0], events, rows)
-    limit = (ROOM_S if phase == "snapshot" else FACTOR * usual_s) + BEYOND_S
+    usual_s = ROOM_S if phase == "snapshot" else FACTOR * _usual_s(phase, began[0], events, rows)
+    limit = usual_s + BEYOND_S
     for event in events:
         is_hung = event["event"] == "suspected" and event["kind"] == "hung" and event["time"] >= began[0]
         if is_hung and (event["node"], event["pid"]) in mine:
@@ -131,7 +131,7 @@ def _slow(fault: Row, events: Sequence[Row]) -> Finding:
 
 
 def _longest_group_s(begin: float, end: float, events: Sequence[Row], size: int | None = None) -> float:
-    """That one group trained, of this size, between two times."""
+    """That one group trained between two times; of groups of this `size`, where it is given."""
     groups = [each for each in events if each["event"] == "generation" and each["time"] < end]
     ends = [*(each["time"] for each in groups[1:]), end]
     lasted = [
