@@ -13,6 +13,7 @@ import pytest
 
 from regrow.drill.log import Record
 from regrow.drill.nodes import local_nodes
+from regrow.drill.session import TAIL_STEPS
 from support.cluster import ROOT, SMALL
 
 pytestmark = pytest.mark.timeout(900)
@@ -71,6 +72,20 @@ def test_a_killed_worker_breaks_no_promise(storage: Path) -> None:
     broken = [claim for claim, holds in verdicts(folder).items() if not holds]
     assert "every committed checkpoint can be restored" in broken
     assert any("each step is there once" in claim for claim in broken)
+
+
+@pytest.mark.long
+def test_a_plan_without_an_end_stops_the_job_some_steps_after_its_last_fault(storage: Path) -> None:
+    plan = "drill.plan=['at step 12: kill_worker rank=1']"
+    endless = [*SHORT, "+drill=kill_worker", plan, "train.stop_at_step=null", "train.steps=20000", "drill.nodes=2"]
+    status, printed = drill(storage, "endless", *endless)
+    assert status == 0, printed
+    (fault,) = [line for line in Record(storage / "endless").read() if line["record"] == "fault"]
+    (over,) = [line for line in Record(storage / "endless").read() if line["record"] == "plan over"]
+    assert over["step"] >= fault["step"] + TAIL_STEPS
+    status, printed = drill(storage, "endless", *endless)
+    assert status == 0, printed
+    assert "this drill is over" in printed
 
 
 def test_sigterm_stays_the_drills_own_while_nodes_are_added() -> None:
