@@ -9,20 +9,23 @@ Real: three gloo ranks of this machine, their heartbeats' files and control's ow
 coordinator; work is a sleep, which one rank takes 15% longer, or once does not end in a validation.
 
 Whole jobs, with Ray, ours and stock Ray Train: `detection_jobs.py`. Partitions and slow links: `detection_apart.py`.
+A round of each takes minutes: --add takes samples over from earlier results, so that rounds add up over calls.
 """
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "platform"), str(ROOT / "tests"), str(ROOT)]
 
-from benchmarks.detection_apart import on_hosts_apart  # noqa: E402
-from benchmarks.detection_jobs import of_whole_jobs  # noqa: E402
+from benchmarks.detection_apart import HOSTS_APART, on_hosts_apart  # noqa: E402
+from benchmarks.detection_jobs import WHOLE_JOBS, of_whole_jobs  # noqa: E402
 from benchmarks.measure import Result, write_result  # noqa: E402
 from benchmarks.recovery_samples import DEFAULT, OURS, TUNED  # noqa: E402
 
@@ -89,15 +92,33 @@ def on_real_ranks(result: Result, rounds: int) -> None:
     result.add("real_ranks_hang_in_validation_found_s", hung)
 
 
+def samples_of(earlier: Sequence[dict[str, Any]], part: str) -> list[dict[str, Any]]:
+    """What a part of earlier results measured."""
+    return [sample for result in earlier for sample in result["runs"].get(part, {}).get("samples", [])]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="3 rounds instead of 20, of stock one instead of three")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of ours, in place of these")
+    parser.add_argument("--stock-rounds", type=int, metavar="N", help="rounds of each stock side, likewise")
+    parser.add_argument(
+        "--add",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="results whose whole jobs and hosts apart count too",
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--sides", nargs="+", choices=[OURS, DEFAULT, TUNED], default=[OURS, DEFAULT, TUNED])
     options = parser.parse_args()
-    rounds, result = 3 if options.quick else 20, Result()
-    failures: list[str] = []
+    rounds = (3 if options.quick else 20) if options.rounds is None else options.rounds
+    stock_rounds = (1 if options.quick else 3) if options.stock_rounds is None else options.stock_rounds
+    earlier = [json.loads(path.read_bytes()) for path in options.add]
+    result = Result()
+    failures: list[str] = [failure for each in earlier for failure in each["failures"]]
     if VIRTUAL in options.only:
         in_virtual_time(result, rounds)
         slow = [value for name, value in result.figures.items() if name.startswith("named_s_")]
@@ -107,12 +128,20 @@ def main() -> None:
         on_real_ranks(result, min(rounds, 5))
     if JOBS in options.only:
         with tempfile.TemporaryDirectory(prefix="detection-", ignore_cleanup_errors=True) as folder:
-            failures += of_whole_jobs(result, Path(folder), rounds, 1 if options.quick else 3, options.sides)
+            done = samples_of(earlier, WHOLE_JOBS)
+            failures += of_whole_jobs(result, Path(folder), rounds, stock_rounds, options.sides, done)
     if APART in options.only:
         with tempfile.TemporaryDirectory(prefix="detection-", ignore_cleanup_errors=True) as folder:
-            failures += on_hosts_apart(result, Path(folder), rounds)
-    said: dict[str, Any] = {"spread": result.spread, "peers": result.peers, "runs": result.runs, "failures": failures}
-    write_result(options.out, result.figures, **said)
+            failures += on_hosts_apart(result, Path(folder), rounds, samples_of(earlier, HOSTS_APART))
+    write_result(
+        options.out,
+        result.figures,
+        spread=result.spread,
+        peers=result.peers,
+        runs=result.runs,
+        failures=list(dict.fromkeys(failures)),
+        added=[{"file": path.name, "git": each["git"]} for path, each in zip(options.add, earlier, strict=True)],
+    )
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from regrow.drill.faults import parse_plan
 from regrow.drill.findings import find
 from regrow.drill.log import Record, RunFollower
 
+HOSTS_APART = "hosts_apart"
 RANKS = 3
 LINK, PARTITION = "slow_link", "partition_head"
 NAMES = {LINK: "slow_link", PARTITION: "one_way_partition"}
@@ -33,8 +34,8 @@ ROUND_S, LOOK_S, END_S = 600, 2.0, 120  # the first and the last with what a bus
 Row = dict[str, Any]
 
 
-def on_hosts_apart(result: Result, storage: Path, rounds: int) -> list[str]:
-    """Add seconds until each was named, and until all ranks trained again; what failed."""
+def on_hosts_apart(result: Result, storage: Path, rounds: int, earlier: Sequence[Row] = ()) -> list[str]:
+    """Add seconds until each was named, and until all ranks trained again, earlier calls' too; what failed."""
     plan, folder = [*ROUND * rounds, ROUND[0]], storage / "apart"
     num_faults = len(parse_plan(plan))
     command = [
@@ -58,13 +59,13 @@ def on_hosts_apart(result: Result, storage: Path, rounds: int) -> list[str]:
         failures.append(f"hosts apart: only {len(faults)} of {num_faults} faults: {_last_line(storage)}")
     watch = RunFollower(folder)
     watch.poll()
-    found = [met(fault, watch.events, watch.rows) for fault in faults if fault["kind"] in NAMES]
+    found = [*earlier, *(met(fault, watch.events, watch.rows) for fault in faults if fault["kind"] in NAMES)]
     for kind, name in NAMES.items():
         for what in ("named_s", "full_speed_s") if kind == PARTITION else ("named_s",):
             values = [each[what] for each in found if each["fault"] == name and each[what] is not None]
             if values:
                 result.add(f"{name}_{what}", values)
-    result.runs["hosts_apart"] = {"samples": found, "rounds": rounds, "round": ROUND}
+    result.runs[HOSTS_APART] = {"samples": found, "rounds": len(found) // len(NAMES), "round": ROUND}
     return failures + [f"never named: {each}" for each in found if each["named_s"] is None]
 
 

@@ -36,6 +36,7 @@ from benchmarks.recovery_steps import newest_group
 from regrow.drill.processes import send
 from regrow.train.orders import HANG, ORDERS, SLOW, Order
 
+WHOLE_JOBS = "whole_jobs"
 WORKER, NODE, HUNG, IN_VALIDATION, SLOWER = "process_death", "node_death", "hang", "hang_in_validation", "slow_rank"
 OF_ALL, OF_OURS = (WORKER, NODE, HUNG), (WORKER, NODE, HUNG, IN_VALIDATION, SLOWER)
 NAMED_BY = ("failure", "suspected")  # events
@@ -125,13 +126,25 @@ def running(name: str, storage: Path, number: int) -> Iterator[Trial]:
             yield Trial(stock, orders)
 
 
-def of_whole_jobs(result: Result, storage: Path, rounds: int, stock_rounds: int, sides: Sequence[str]) -> list[str]:
-    """Add what was measured; what failed. A side that is given up is ended, and its next round begins anew."""
-    found: list[dict[str, Any]] = []
+def of_whole_jobs(
+    result: Result,
+    storage: Path,
+    rounds: int,
+    stock_rounds: int,
+    sides: Sequence[str],
+    earlier: Sequence[dict[str, Any]] = (),
+) -> list[str]:
+    """Add what was measured, samples of earlier calls included; what failed.
+
+    A side that is given up is ended, and its next round begins anew.
+    """
+    found = list(earlier)
     failures: list[str] = []
     for name in sides:
         faults = OF_OURS if name == OURS else OF_ALL
-        left = [(number, fault) for number in range(rounds if name == OURS else stock_rounds) for fault in faults]
+        first = sum((each["side"], each["fault"]) == (name, WORKER) for each in earlier)
+        numbers = range(first, first + (rounds if name == OURS else stock_rounds))
+        left = [(number, fault) for number in numbers for fault in faults]
         while left:
             try:
                 with running(name, storage, len(left)) as trial:
@@ -161,4 +174,4 @@ def _summarize(result: Result, found: Sequence[dict[str, Any]]) -> None:
             given_up = sum(each["full_speed_s"] is None for each in met if fault != SLOWER)
             if given_up:
                 result.runs[f"{name}_{fault}_given_up".replace(" ", "_")] = {"of": len(met), "given_up": given_up}
-    result.runs["whole_jobs"] = {"samples": list(found), "given_up_s": GIVEN_UP_S}
+    result.runs[WHOLE_JOBS] = {"samples": list(found), "given_up_s": GIVEN_UP_S}
