@@ -83,6 +83,19 @@ def test_a_slow_link_is_looked_for_where_collectives_take_longer_and_no_rank_is_
     assert suspects.slow_nodes(1e9, 60.0) == ["node 1"]
 
 
+def test_a_link_that_is_slow_from_a_groups_first_step_on_is_looked_for_within_two_minutes() -> None:
+    """Steps of 5 s, a reading each second one; what collectives take in groups of that size is known from before."""
+    suspects = Suspects(Outbox())
+    for generation, comm_s in enumerate((0.0, 4.0)):
+        suspects.begin()
+        for _, now, spent in World(generation, 2, 1.0, 0.02, comm_s=comm_s).readings(60):
+            suspects.read(spent, {worker: worker[1] for worker in spent}, now)
+            if suspects.wants_links:
+                break
+        assert suspects.wants_links == (comm_s > 0)
+    assert now < 60.0
+
+
 def test_a_node_is_told_from_the_other_end_of_its_slow_link() -> None:
     assert slow_node({"a": 1e9, "b": 0.2e9, "c": 0.9e9}) == "b"
     assert slow_node({"a": 1e9, "b": 0.8e9, "c": 0.9e9}) == ""

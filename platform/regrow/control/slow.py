@@ -221,11 +221,14 @@ class SlowCollectives:
             self._first.append(taken_s)
             if len(self._first) == LEARNED:
                 self._usual_s[size] = min(median(self._first), self._usual_s.get(size, float("inf")))
+        if size not in self._usual_s:
             return False
         more_s = taken_s - self._usual_s[size]
         self.excess = more_s / max(step_s - max(0.0, more_s), 1e-9)
         self.sum.add(self.excess, now)
-        return self.sum.judge(variance_of([self.sum]))
+        return len(self._first) == LEARNED and self.sum.judge(
+            variance_of([self.sum])
+        )  # a process that starts beside it slows its first ones
 
 
 def slow_node(links: Mapping[str, float]) -> str:
