@@ -4,7 +4,9 @@
 
 The default model (5.0M parameters), float32, FSDP; a step is of one and of eight micro-batches a rank. A
 verification is one more forward and backward with a reduction, and the checksums of what is reduced: expected are 1
-and an eighth of a step more. `checksum_share` is what the checksums alone take of a pass.
+and an eighth of a step more. `..._pipeline`: the same of two stages with eight micro-batches, of which it is the first:
+a ninth is expected, as filling and draining take as long as one. `checksum_share` is what the checksums alone take of
+a pass.
 """
 
 import argparse
@@ -29,17 +31,26 @@ from support.gloo import run_ranks  # noqa: E402
 from support.training import Training, micro_batches, topology_of  # noqa: E402
 
 RANKS, SEQ_LEN = 2, 128
-PASSES = (1, 8)  # micro-batches of a rank
+SHAPES = {"1": (1, 1), "8": (8, 1), "8_pipeline": (8, 2)}  # micro-batches of a rank, ranks of a pipeline
 
 
-def measure(passes: int, pairs: int) -> tuple[list[float], float]:
+def measure(passes: int, pp: int, pairs: int) -> tuple[list[float], float]:
     """Of this rank: what each verifying step took over the plain one before it; what checksums take of a pass."""
-    optim = OptimConfig(global_batch_seqs=RANKS * passes, num_slices=RANKS * passes)
-    training = Training(ModelConfig(), ParallelConfig(), optim, seq_len=SEQ_LEN)
+    num_slices = RANKS // pp * passes
+    optim = OptimConfig(global_batch_seqs=num_slices, num_slices=num_slices)
+    training = Training(ModelConfig(), ParallelConfig(pp=pp), optim, seq_len=SEQ_LEN)
     topology = topology_of(training)
     mesh, rows = build_mesh(topology.mesh, "cpu"), VerifiedRows(topology.batch.most_slices_of_a_pass, SEQ_LEN)
-    device = torch.device("cpu")
-    step = build_step(training.model, training.parallel, optim, mesh=mesh, device=device, seed=0, verified=rows)
+    step = build_step(
+        training.model,
+        training.parallel,
+        optim,
+        mesh=mesh,
+        device=torch.device("cpu"),
+        seed=0,
+        stages=topology.stages,
+        verified=rows,
+    )
     taken: list[float] = []
     for number in range(2 * (pairs + 1)):
         mine, num_micro_batches = micro_batches(training, number)
@@ -62,10 +73,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     options = parser.parse_args()
     result = Result()
-    for passes in PASSES:
-        ratios, share = run_ranks(measure, RANKS, passes, 5 if options.quick else 20, deadline_s=600.0)[0]
-        result.add(f"step_s_verifying_vs_plain_{passes}", ratios)
-        result.add(f"checksum_share_{passes}", [share])
+    for name, (passes, pp) in SHAPES.items():
+        ratios, share = run_ranks(measure, RANKS, passes, pp, 5 if options.quick else 20, deadline_s=600.0)[0]
+        result.add(f"step_s_verifying_vs_plain_{name}", ratios)
+        result.add(f"checksum_share_{name}", [share])
     write_result(options.out, result.figures, spread=result.spread, peers=result.peers)
 
 

@@ -1,8 +1,11 @@
 """Of real ranks that verify each other, the one that computes wrong is named, and no other ever is."""
 
+from dataclasses import replace
+
 import pytest
 
-from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ParallelConfig
+from regrow.config.schema import ActivationCheckpoint, Dtype, Float8, ParallelConfig, PipelineSchedule
+from regrow.control.verification import ACTIVATIONS as OUTPUTS
 from regrow.control.verification import GRADIENTS, LOSS
 from regrow.train.orders import ACTIVATIONS, WEIGHTS, Order
 from regrow.train.orders import GRADIENTS as IN_GRADIENTS
@@ -44,6 +47,37 @@ def test_of_two_units_it_is_told_that_they_differ_and_not_which_is_wrong(unit: P
     seen = run_ranks(train_verifying, 4, unit, 4, 8, 3, Order(ACTIVATIONS), 5)
     found = {step: (outcome.odd, outcome.undecided) for step, outcome in seen[0].outcomes.items()}
     assert found == {1: ((), ()), 4: ((), ()), 8: ((), (0, 1))}
+
+
+PIPELINES = {
+    "2 stages": ParallelConfig(pp=2),
+    "interleaved": ParallelConfig(pp=2, schedule=PipelineSchedule.interleaved, reshard_after_forward=False),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+@pytest.mark.parametrize(("what", "pipeline_rank"), [(ACTIVATIONS, 0), (IN_GRADIENTS, 1)])
+def test_of_a_pipeline_the_stage_s_rank_that_computes_wrong_is_named(name: str, what: str, pipeline_rank: int) -> None:
+    """Three units of two ranks. What is wrong in a stage is wrong in those behind it, too."""
+    unit, num_units = 1, 3
+    victim = pipeline_rank * num_units + unit
+    seen = run_ranks(train_verifying, 6, PIPELINES[name], 4, 9, victim, Order(what), 5, deadline_s=300.0)
+    assert all(each.outcomes == seen[0].outcomes for each in seen)
+    part = 2 * unit + pipeline_rank
+    odd = {step: outcome.odd for step, outcome in seen[0].outcomes.items()}
+    assert odd == {1: (), 4: (), 8: (part,), 9: (part,)}
+    assert [each.flipped > 0 for each in seen] == [rank == victim for rank in range(6)]
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_in_pipelines_no_healthy_rank_is_named_and_nothing_that_is_learned_changes(name: str) -> None:
+    """The micro-batch that is verified goes ahead of the step's own, whose gradients have nothing of it."""
+    parallel = replace(PIPELINES[name], sync_every_micro_batch=name == "2 stages")
+    seen = run_ranks(train_verifying, 4, parallel, 1, 10, 0, None, deadline_s=300.0)[0]
+    assert len(seen.outcomes) == 10
+    assert not any(outcome.differs or outcome.alone for outcome in seen.outcomes.values())
+    assert all(outcome.compared == (OUTPUTS, GRADIENTS) for outcome in seen.outcomes.values())
+    assert seen.losses == run_ranks(train_verifying, 4, parallel, 0, 10, 0, None, deadline_s=300.0)[0].losses
 
 
 def test_a_flipped_weight_is_seen_by_all_alike_and_so_by_no_verification() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig, SnapshotConfig
+from regrow.config.schema import CheckpointConfig, ClusterConfig, ParallelConfig, PretrainConfig, SnapshotConfig
 from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.core import Control
@@ -28,12 +28,14 @@ class Told:
         checkpoint: CheckpointConfig | None = None,
         copies: int = 1,
         every_steps: int | str = "auto",
+        parallel: ParallelConfig | None = None,
         **cluster: Any,
     ) -> None:
         config = PretrainConfig(
             cluster=replace(CLUSTER, **cluster),
             checkpoint=checkpoint or CheckpointConfig(every_steps=10),
             snapshot=SnapshotConfig(every_steps, copies=copies),
+            parallel=parallel or ParallelConfig(),
         )
         config.optim.num_slices = max(config.optim.num_slices, config.cluster.max_workers)
         self.now, self.commands = 1000.0, list[c.Command]()

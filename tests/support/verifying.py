@@ -20,7 +20,7 @@ from regrow.train.orders import WEIGHTS, Order
 from regrow.train.verify import VerifiedRows
 from support.training import Training, build, micro_batches, run_steps, topology_of
 
-MODEL = ModelConfig(vocab_size=128, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64)
+MODEL = ModelConfig(vocab_size=128, dim=32, num_layers=4, num_heads=4, num_kv_heads=2, ffn_dim=64)
 SEQ_LEN = 16
 
 
@@ -47,10 +47,12 @@ def train_verifying(
         mesh=build_mesh(topology.mesh, "cpu"),
         device=torch.device("cpu"),
         seed=0,
+        stages=topology.stages,
         verified=VerifiedRows(topology.batch.most_slices_of_a_pass, SEQ_LEN),
     )
     flipper = BitFlipper(step.model)
-    checks = Checks(every_steps, topology.mesh.num_units, 1, num_steps)
+    mesh = topology.mesh
+    checks = Checks(every_steps, mesh.num_units, 1, num_steps, mesh.pp, mesh.num_stages)
     outcomes, losses = {}, []
     for number in range(1, num_steps + 1):
         if order is not None and dist.get_rank() == victim and number == from_step:

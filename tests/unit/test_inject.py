@@ -195,18 +195,18 @@ def test_damage_hits_the_newest_committed_snapshots_which_are_restored_from_othe
             assert restored.own_bytes == 0
 
 
-def test_a_rank_with_an_earlier_stage_of_a_pipeline_trains_in_a_drill_and_says_what_it_flips_no_bit_of(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """Without the last stage it has no norm behind its blocks; it ended with its first step, as in every drill."""
-    model = nn.Module()
-    model.norm, model.weight = None, nn.Parameter(torch.ones(2, 2))
-    flipper = BitFlipper(model)
+def test_a_rank_with_earlier_stages_of_a_pipeline_flips_bits_of_what_its_last_one_gives_out() -> None:
+    """It has no norm behind its blocks."""
+    model, stages = nn.Module(), {0: nn.Identity(), 2: nn.Identity()}
+    model.norm, model.stages, model.weight = None, stages, nn.Parameter(torch.ones(2, 2))
+    flipper, activations = BitFlipper(model), torch.ones(1, 2, 2)
+    assert torch.equal(stages[2](activations), activations)
     flipper.obey(Order(ACTIVATIONS))
-    assert "no bit of activations is flipped" in capfd.readouterr().out
+    assert torch.equal(stages[0](activations), activations)
+    assert (stages[2](activations) != activations).sum() == 1
     flipper.obey(Order(WEIGHTS))
-    assert flipper.flipped == 1
     assert (model.weight != 1).sum() == 1
+    assert flipper.flipped == 2
 
 
 def test_a_raylet_that_ended_by_itself_is_started_again_after_a_while_and_noted_as_gone(

@@ -81,7 +81,7 @@ def test_steps_are_longer_by_a_share_of_what_they_took_without_it_until_its_time
 
 def test_a_drill_s_orders_are_carried_out_before_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Module()
-    model.norm, model.weight = None, nn.Parameter(torch.ones(2, 2))
+    model.norm, model.stages, model.weight = None, {0: nn.Identity()}, nn.Parameter(torch.ones(2, 2))
     assert list(flipping(iter([1, 2]), model)) == [1, 2]
     monkeypatch.setenv(ORDERS, str(tmp_path))
     Order(WEIGHTS).leave(tmp_path, os.getpid())

@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 
-from regrow.config.schema import CheckpointConfig
+from regrow.config.schema import CheckpointConfig, ParallelConfig
 from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.past import Past
 from regrow.control.read_back import StoredSteps
 from regrow.control.states import GivenUp, Training, Waiting
 from regrow.control.values import Digest, SnapshotAck, Version
-from regrow.control.verification import GRADIENTS, LOSS, Checks, Outcome
+from regrow.control.verification import ACTIVATIONS, GRADIENTS, LOSS, Checks, Outcome, named
 from support.control_world import play_corrupt
 from support.told import Told, one
 
@@ -62,6 +62,47 @@ def test_devices_of_different_kinds_are_not_compared() -> None:
     assert (found.differs, found.alone) == (False, (1, 3))
 
 
+RIGHT = (1, 5, 7)  # of a stage: its kind of device, checksums of its output and its gradients
+
+
+def of_stages(found: Checks, *units: list[tuple[float, float, float]]) -> Outcome:
+    return found.judge(10, [number for unit in units for stage in unit for number in stage])
+
+
+def of_pipelines(num_units: int, num_stages: int) -> Checks:
+    return Checks(10, num_units, first_step=1, last_step=95, pp=2, num_stages=num_stages)
+
+
+def test_of_a_pipeline_the_first_stage_whose_output_is_odd_tells_which_ranks_are_and_those_behind_it_are_not() -> None:
+    """Interleaved: stages 0 and 2 are on pipeline rank 0. Wrong activations make all gradients wrong."""
+    wrong = [(1, 5, 8), (1, 5, 8), (1, 6, 8), (1, 6, 8)]
+    found = of_stages(of_pipelines(3, 4), [RIGHT] * 4, wrong, [RIGHT] * 4)
+    assert (found.odd, found.pp, found.compared) == ((2,), 2, (ACTIVATIONS, GRADIENTS))
+    assert named(found.odd, found.pp) == "unit 1 (pipeline rank 0)"
+
+
+def test_of_a_pipeline_whose_gradients_alone_are_odd_it_is_the_last_stage_of_those() -> None:
+    found = of_stages(of_pipelines(3, 2), [(1, 5, 8), (1, 5, 8)], [RIGHT] * 2, [RIGHT] * 2)
+    assert found.odd == (1,)
+
+
+def test_units_that_are_wrong_in_different_stages_are_both_named_and_no_other_is() -> None:
+    """Behind the second one's stage no value is that of most units."""
+    units = [[RIGHT] * 2, [RIGHT] * 2, [(1, 6, 8), (1, 6, 8)], [(1, 5, 9), (1, 7, 9)]]
+    assert of_stages(of_pipelines(4, 2), *units).odd == (4, 7)
+
+
+def test_of_two_pipelines_those_ranks_are_undecided_whose_stage_differs_first() -> None:
+    found = of_pipelines(2, 2)
+    of_stages(found, [RIGHT] * 2, [RIGHT] * 2)
+    assert of_stages(found, [RIGHT] * 2, [(1, 5, 8), (1, 6, 8)]).undecided == (1, 3)
+
+
+def test_pipelines_with_a_device_of_another_kind_in_any_stage_are_not_compared() -> None:
+    found = of_stages(of_pipelines(3, 2), [RIGHT] * 2, [(2, 6, 8), (1, 6, 8)], [RIGHT] * 2)
+    assert (found.differs, found.alone) == (False, (1,))
+
+
 def verifying(num: int, **options: Any) -> Told:
     """A group of so many nodes, with a rank each, that trains from step 0, and verifies every 10 steps."""
     told = Told(verify_every_steps=10, min_workers=2, **options)
@@ -102,6 +143,21 @@ def test_the_odd_one_is_named_at_once_and_expelled_when_it_is_odd_again() -> Non
     assert [member.node for member in formation.members] == ["a", "b", "d"]
     told.join(one(9, "c"))  # another process of that host is not taken, however few there are
     assert told.ask("m9").unfit
+
+
+def test_of_a_unit_of_several_nodes_the_one_that_has_the_odd_stage_is_expelled_alone() -> None:
+    nodes = "abcdef"  # three units; the first three have their first stages
+    told = Told(verify_every_steps=10, min_workers=2, parallel=ParallelConfig(pp=2))
+    told.form(*(one(pid, node) for pid, node in enumerate(nodes)))
+    told.begin(nodes)
+    for step in (10, 11):
+        told(e.Verified(told.control.generation, step, Outcome(3, odd=(3,), pp=2)))  # unit 1, pipeline rank 1
+    (corruption,) = told.records("corruption")
+    assert (corruption["units"], corruption["ranks"], corruption["nodes"]) == ([1], [4], ["e"])
+    assert "pipeline rank 1" in corruption["detail"]
+    assert [each["node"] for each in told.records("quarantine")] == ["e"]
+    formation = told.form(*(one(pid, node) for pid, node in enumerate(nodes) if node != "e"))
+    assert {member.node for member in formation.members} <= set("abcdf")
 
 
 def test_the_run_goes_back_to_the_newest_verified_snapshot_which_nodes_keep_until_then() -> None:

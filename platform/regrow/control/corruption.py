@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from regrow.config.check import topologies
 from regrow.config.schema import PretrainConfig
 from regrow.control.commands import Outbox
 from regrow.control.events import Verified
@@ -12,7 +13,7 @@ from regrow.control.snapshots import Snapshots
 from regrow.control.states import Training
 from regrow.control.too_few import A_THIRD
 from regrow.control.values import SnapshotAck
-from regrow.control.verification import Finding, Outcome, Verification
+from regrow.control.verification import Finding, Outcome, Verification, named
 from regrow.record.events import Cause
 
 DECIDING_UNITS = 3  # of which two agree
@@ -27,7 +28,8 @@ class Corruptions:
         """`limit` is the newest step that may be restored, of an earlier coordinator."""
         every_steps, train = config.cluster.verify_every_steps, config.train
         last_step = min(train.steps, train.stop_at_step or train.steps)
-        self.verification = Verification(every_steps, config.parallel.tp * config.parallel.cp, last_step)
+        self._meshes = {size: each.mesh for size, each in topologies(config).items()}
+        self.verification = Verification(every_steps, last_step)
         self.verification.limit = limit
         self._verifies, self._group, self._snapshots, self._out = every_steps > 0, group, snapshots, out
         self._told_alone: set[str] = set()  # nodes
@@ -41,7 +43,8 @@ class Corruptions:
 
     def begin(self, start_step: int) -> None:
         """The newest group trains from this step."""
-        self.verification.begin(self._group.membership.current, start_step)
+        members = self._group.membership.current
+        self.verification.begin(members, self._meshes[len(members)], start_step)
         self._replicas.begin()
         if self._verifies:
             self._snapshots.commits.expect(start_step + 1)
@@ -61,11 +64,11 @@ class Corruptions:
         """It costs the odd one its place, and the run the steps since the newest committed snapshot: in that they
         agreed. Where there are two, it is not known which is wrong, and both go on."""
         group = self._group
-        units = sorted({self.verification.unit_of(rank) for rank in found.ranks})
+        parts = sorted({self.verification.mesh.part_of(rank) for rank in found.ranks})
         newest = self._snapshots.commits.newest
         step = newest.version.step if newest is not None else self.verification.start_step
         members = tuple(group.membership.current[rank] for rank in found.ranks)
-        bad = Finding(tuple(units), members, step, found.is_decided)
+        bad = Finding(tuple(parts), members, step, found.is_decided)
         self._record(found.version.step, bad, "weights and moments, with those of its replicas")
         self._snapshots.go_back(step, now)
         detail = f"its snapshot of step {found.version.step} is not what other replicas hold"
@@ -92,11 +95,12 @@ class Corruptions:
             if not outcome.differs:
                 self._group.decided()
             return
-        self._record(event.step, found, f"{' and '.join(outcome.compared)} of the same micro-batch")
+        where = f"{named(found.parts, outcome.pp)}: " if outcome.pp > 1 else ""
+        self._record(event.step, found, f"{where}{' and '.join(outcome.compared)} of the same micro-batch")
         self._snapshots.roll_back(found.state_of, now)
-        units = ", ".join(map(str, found.units))
         if found.is_decided:
-            detail = f"unit {units}: its checksums in step {event.step} differ from those of most others"
+            parts = named(found.parts, outcome.pp)
+            detail = f"{parts}: its checksums in step {event.step} differ from those of most others"
             self._group.decided()
             self._group.expel_corrupt(found, detail, now)
             return
@@ -104,17 +108,17 @@ class Corruptions:
 
     def _differ(self, found: Finding, step: int, num_units: int, now: float) -> None:
         """Units differ, and it is not known which is wrong."""
-        group, units = self._group, ", ".join(map(str, found.units))
+        group, parts = self._group, named(found.parts, self.verification.mesh.pp)
         nodes = ", ".join(dict.fromkeys(member.node[:12] for member in found.members))
         question = (
-            f"units {units} (nodes {nodes}) come to different checksums from the same micro-batch, as in step {step}, "
+            f"{parts} (nodes {nodes}) come to different checksums from the same micro-batch, as in step {step}, "
             "and there is no third of their kind to tell which is wrong; the state of step "
             f"{found.state_of} is the newest known to be right"
         )
-        needed = DECIDING_UNITS * self.verification.unit
-        if num_units < DECIDING_UNITS and group.in_place and needed <= max(group.membership.sizes):
-            group.failed(Cause.corrupted, f"units {units} differ in step {step}, and a third is to tell", [])
-            group.wait_to_decide(needed, question, now)
+        sizes = [size for size in group.membership.sizes if self._meshes[size].num_units >= DECIDING_UNITS]
+        if num_units < DECIDING_UNITS and group.in_place and sizes:
+            group.failed(Cause.corrupted, f"{parts} differ in step {step}, and a third is to tell", [])
+            group.wait_to_decide(min(sizes), question, now)
             return
         group.give_up(f"{question}: {A_THIRD}")
         group.break_off(now)
@@ -124,14 +128,15 @@ class Corruptions:
         suspects, verification = self._group.health.suspects, self.verification
         ranks = {member.id: rank for rank, member in enumerate(self._group.membership.current)}
         compared = " and ".join(outcome.compared)
-        for kind, units in ((Kind.corrupt, outcome.odd), (Kind.differing, outcome.undecided)):
-            for member in verification.members_of(units):
+        for kind, parts in ((Kind.corrupt, outcome.odd), (Kind.differing, outcome.undecided)):
+            for member in verification.members_of(parts):
                 detail = f"its {compared} in the verification of step {step}"
                 suspects.wrong(kind, member.node, member.pid, ranks[member.id], now, detail)
         for node in {each.node for each in self._group.membership.current}:
             if verification.has_recovered(node, step):
                 suspects.right(node)
-        for node in {each.node for each in verification.members_of(outcome.alone)} - self._told_alone:
+        alone = {unit * outcome.pp + rank for unit in outcome.alone for rank in range(outcome.pp)}
+        for node in {each.node for each in verification.members_of(alone)} - self._told_alone:
             self._told_alone.add(node)
             text = f"node {node[:12]} has the only unit with its kind of device: what it computes is compared with none"
             self._out.record("note", text=text)
@@ -141,7 +146,7 @@ class Corruptions:
         self._out.record(
             "corruption",
             step=step,
-            units=list(found.units),
+            units=sorted({part // self.verification.mesh.pp for part in found.parts}),
             ranks=[ranks[member.id] for member in found.members],
             nodes=list(dict.fromkeys(member.node for member in found.members)),
             verified_step=found.state_of,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,14 @@ from regrow.plan.pipeline import Action, Stages, forwards_of, orders_of, receive
 
 Score = Callable[[Callable[..., Tensor], int], Tensor]  # of what runs the last stage, as a model, and a micro-batch
 Prepare = Callable[[nn.Module, bool], None]  # a stage for its next backward, which may be its last one
+
+
+class Verifying(Protocol):
+    """Runs the stages of the first micro-batch, to compare what they come to with other units'."""
+
+    def forward(self, stage: int, run: Callable[[], Tensor]) -> Tensor: ...
+
+    def backward(self, stage: int, module: nn.Module, run: Callable[[], None], x: Tensor | None) -> None: ...
 
 
 class Pipeline:
@@ -79,11 +87,13 @@ class Pipeline:
         *,
         prepare: Prepare | None = None,
         check: Callable[[], None] = lambda: None,
+        verifying: Verifying | None = None,
     ) -> None:
         """Take micro-batches, int64 [m, T] each, through the stages forward and, with `prepare`, backward. Collective.
 
         `score` turns the last stage's output into the scalar whose gradient is wanted, on the rank that has it.
-        `prepare` is called before each backward, `check` before everything, and may raise.
+        `prepare` is called before each backward, `check` before everything, and may raise. The first micro-batch is
+        `verifying`'s where there is one: of each stage its backward is the first, so that its gradients can be dropped.
         """
         pp, per_rank = self.stages.pp, self.stages.per_rank
         orders = (orders_of if prepare else forwards_of)(pp, per_rank, len(tokens))
@@ -95,10 +105,12 @@ class Pipeline:
         for action in orders[self.rank]:
             check()
             is_last, stage = action.stage == self.stages.last, self._modules[action.stage]
+            aside = verifying if action.micro_batch == 0 else None
             if action.is_forward:
                 x = activations.receive(action).requires_grad_(prepare is not None) if action.stage else None
-                forward = partial(stage, x)
-                out = score(forward, action.micro_batch) if is_last else forward(tokens[action.micro_batch])
+                forward, index = partial(stage, x), action.micro_batch
+                run = partial(score, forward, index) if is_last else partial(forward, tokens[index])
+                out = aside.forward(action.stage, run) if aside is not None else run()
                 if not is_last:
                     activations.send(action, out.detach())
                 if prepare is not None:
@@ -106,8 +118,12 @@ class Pipeline:
                 continue
             assert prepare is not None
             x, out = kept.pop(action[1:])
-            prepare(stage, action.micro_batch == len(tokens) - 1)
-            out.backward(None if is_last else gradients.receive(action))
+            run_back = partial(out.backward, None if is_last else gradients.receive(action))
+            if aside is not None:
+                aside.backward(action.stage, stage, run_back, x)
+            else:
+                prepare(stage, action.micro_batch == len(tokens) - 1)
+                run_back()
             if x is not None:
                 assert x.grad is not None
                 gradients.send(action, x.grad)

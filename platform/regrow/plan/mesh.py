@@ -27,6 +27,11 @@ class MeshShape:
         return self.dp_replicate * self.dp_shard // self.cp
 
     @property
+    def num_stages(self) -> int:
+        """Of a unit's pipeline."""
+        return len(self.blocks) or 1
+
+    @property
     def world_size(self) -> int:
         return self.dp_replicate * self.dp_shard * self.tp * self.pp
 
@@ -56,6 +61,15 @@ class MeshShape:
         [0, 0, 1, 1, 0, 0, 1, 1]
         """
         return rank // (self.tp * self.cp) % self.num_units
+
+    def part_of(self, rank: int) -> int:
+        """Of its unit the ranks of one pipeline rank, numbered unit x pp + pipeline rank.
+
+        >>> [MeshShape(dp_replicate=1, dp_shard=2, tp=2, pp=2).part_of(rank) for rank in range(8)]
+        [0, 0, 2, 2, 1, 1, 3, 3]
+        """
+        pipeline_rank, unit = divmod(rank // (self.tp * self.cp), self.num_units)
+        return unit * self.pp + pipeline_rank
 
     def ranks_along(self, axis: str, rank: int) -> list[int]:
         """The ranks that differ from one along an axis alone, itself included, in their order; `cp` is none of the

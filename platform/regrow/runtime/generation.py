@@ -98,7 +98,7 @@ def train_generation(process: Process, joined: Joined, breaker: Breaker, *, ente
                 flipping(hooks.in_data(batches), step.model),
                 progress,
                 optim=config.optim,
-                settings=loop_settings(config, topology.batch, until),
+                settings=loop_settings(config, topology, until),
                 meter=meter,
                 saver=saver,
                 hooks=hooks,

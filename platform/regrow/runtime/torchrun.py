@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from regrow.config.schema import PretrainConfig
-from regrow.control.verification import Outcome
+from regrow.control.verification import Outcome, named
 from regrow.data.read.corpora import Corpora, find_corpora
 from regrow.data.read.outage import Patience, PatientReader
 from regrow.errors import NotWrittenError
@@ -203,10 +203,10 @@ class TorchrunRun:
     def verified(self, step: int, outcome: Outcome) -> None:
         """Units that differ are named, and nothing more."""
         if outcome.differs:
-            units = ", ".join(map(str, outcome.odd or outcome.undecided))
+            parts = named(outcome.odd or outcome.undecided, outcome.pp)
             said = "differ from most others" if outcome.odd else "differ from each other, and there is no third one"
             compared = " and ".join(outcome.compared)
-            text = f"verification of step {step}: {compared} of unit {units} {said}: a device computes wrong"
+            text = f"verification of step {step}: {compared} of {parts} {said}: a device computes wrong"
             self.event(events.Note(text=text))
             self.message(text)
 

@@ -14,6 +14,7 @@ from regrow.parallel.pipeline import Pipeline
 from regrow.parallel.waits import time_collectives
 from regrow.plan.batch import BatchPlan
 from regrow.plan.pipeline import Stages
+from regrow.plan.topology import Topology
 from regrow.train.loop import LoopSettings
 from regrow.train.metrics import Meter
 from regrow.train.step import TrainStep, build_loss
@@ -42,15 +43,9 @@ def build_step(
     if built.share.cp > 1 and not parallel.compile:
         time_gathers(built, waits)
     if verified is not None:
-        place = coordinates_of(mesh)
-        check = UnitCheck(
-            sums,
-            unit=place.mesh.unit_of(place.rank),
-            num_units=place.mesh.num_units,
-            rows=verified,
-            vocab_size=model.vocab_size,
-            device=device,
-        )
+        num_stages = len(stages.blocks) if stages is not None else 1
+        place, vocab_size = coordinates_of(mesh), model.vocab_size
+        check = UnitCheck(sums, place, num_stages, rows=verified, vocab_size=vocab_size, device=device)
     dtype = torch.bfloat16 if parallel.dtype is Dtype.bfloat16 else next(built.parameters()).dtype
     return TrainStep(
         built,
@@ -77,8 +72,8 @@ def verified_rows(config: PretrainConfig, plan: BatchPlan) -> VerifiedRows | Non
     return VerifiedRows(slice_seqs * plan.most_slices_of_a_pass, config.data.seq_len, config.run.seed)
 
 
-def loop_settings(config: PretrainConfig, plan: BatchPlan, last_step: int) -> LoopSettings:
-    """The loop's numbers in a group with this batch plan, until this step."""
+def loop_settings(config: PretrainConfig, topology: Topology, last_step: int) -> LoopSettings:
+    """The loop's numbers in a group of this topology, until this step."""
     tokens_per_step = config.optim.global_batch_seqs * config.data.seq_len
     return LoopSettings(
         last_step=last_step,
@@ -86,11 +81,13 @@ def loop_settings(config: PretrainConfig, plan: BatchPlan, last_step: int) -> Lo
         tokens_per_step=tokens_per_step,
         seqs_per_step=config.optim.global_batch_seqs,
         slice_seqs=config.optim.global_batch_seqs // config.optim.num_slices,
-        num_micro_batches=plan.num_micro_batches,
+        num_micro_batches=topology.batch.num_micro_batches,
         validate_every_steps=config.train.validate_every_steps if config.train.validation_seqs else 0,
         nonfinite_skips=config.train.nonfinite_skips,
         verify_every_steps=config.cluster.verify_every_steps,
-        num_units=plan.world_size,
+        num_units=topology.mesh.num_units,
+        pp=topology.mesh.pp,
+        num_stages=topology.mesh.num_stages,
     )
 
 

@@ -5,12 +5,13 @@ import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from regrow.model.llama import Llama
 from regrow.parallel.float8 import inner_tensor
 from regrow.train.orders import ACTIVATIONS, DEVICE, GRADIENTS, ORDERS, SLOW, WEIGHTS, Order, Orders, Slowness
 
@@ -25,18 +26,17 @@ class BitFlipper:
     def __init__(self, model: nn.Module) -> None:
         self._model, self._order, self._dice = model, Order(""), random.Random(0)
         self._slowness = Slowness()
-        self._norm = model.norm  # None on a rank with earlier stages of a pipeline
-        if isinstance(self._norm, nn.Module):
-            self._norm.register_forward_pre_hook(self._before_norm)
+        if isinstance(model.norm, nn.Module):
+            model.norm.register_forward_pre_hook(self._before_norm)
+        else:  # the rank has earlier stages of a pipeline
+            [*_, last] = cast(Llama, model).stages.values()
+            last.register_forward_hook(self._behind_stage)
         self.flipped = 0
 
     @torch.no_grad()
     def obey(self, order: Order) -> None:
-        """From here on; an order for weights is carried out at once, one for the others by a last stage alone."""
+        """From here on; an order for weights is carried out at once."""
         self._order = order
-        if order.what != WEIGHTS and self._norm is None:
-            what = "no step is longer" if order.what in (SLOW, DEVICE) else f"no bit of {order.what} is flipped"
-            print(f"{what}: this rank has no last stage of a pipeline", flush=True)
         if order.what == WEIGHTS:
             shards = [_local(parameter) for parameter in self._model.parameters() if parameter.ndim > 1]
             shard = max(shards, key=lambda each: each.numel())
@@ -47,13 +47,20 @@ class BitFlipper:
         """A step is about to begin."""
         self._slowness.step(self._order if self._order.what in (SLOW, DEVICE) else None)
 
-    def _before_norm(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        self._slowness.compute(inputs[0].shape[:2].numel())
+    def _before_norm(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return self._came_out(inputs[0]), *inputs[1:]
+
+    def _behind_stage(self, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+        return self._came_out(out)
+
+    def _came_out(self, hidden: Tensor) -> Tensor:
+        """What comes out of this rank's last block, as the next one gets it."""
+        self._slowness.compute(hidden.shape[:2].numel())
         if self._order.what not in (GRADIENTS, ACTIVATIONS) or self._dice.random() >= self._order.chance:
-            return None
+            return hidden
         self.flipped += 1
-        hidden: Tensor = _Flip.apply(inputs[0], self._order.what == ACTIVATIONS)
-        return (hidden, *inputs[1:])
+        changed: Tensor = _Flip.apply(hidden, self._order.what == ACTIVATIONS)
+        return changed
 
 
 def flipping(batches: Iterator[Batch], model: nn.Module) -> Iterator[Batch]:

@@ -35,6 +35,8 @@ class LoopSettings:
     nonfinite_skips: int  # steps in a row that may be skipped
     verify_every_steps: int = 0  # 0: never
     num_units: int = 1
+    pp: int = 1
+    num_stages: int = 1  # of a unit
 
 
 def train(
@@ -58,7 +60,14 @@ def train(
     BrokenStep for one that its certificate does not vouch for.
     """
     stream = stream or stream_of(device)
-    checks = Checks(settings.verify_every_steps, settings.num_units, progress.step + 1, settings.last_step)
+    checks = Checks(
+        settings.verify_every_steps,
+        settings.num_units,
+        progress.step + 1,
+        settings.last_step,
+        settings.pp,
+        settings.num_stages,
+    )
     in_flight = InFlight(saver, hooks, meter, checks, nonfinite_skips=settings.nonfinite_skips)
     while progress.step < settings.last_step and not in_flight.leaving:
         batch = meter.next(batches)

@@ -26,7 +26,7 @@ from regrow.parallel.tensor_parallel import loss_and_gradient_of_cut, sum_uncut_
 from regrow.parallel.waits import ALL, Marks, Waits
 from regrow.plan.share import WHOLE, Share
 from regrow.train.certificate import Certificate
-from regrow.train.verify import UnitCheck, deterministic
+from regrow.train.verify import UnitCheck, VerifyingPass
 
 HEAD = 10  # numbers of a packed result before those of its verification
 LIMB_BITS = 16  # a uint64 travels as four limbs, whose sums over 2**37 ranks float64 still holds exactly
@@ -168,8 +168,10 @@ class TrainStep:
         """
         assert 1 <= len(micro_batches) <= num_micro_batches, f"{len(micro_batches)=} {num_micro_batches=}"
         self.waits.take()  # what a validation has waited belongs to no step
-        checksums = self.verify(number) if verifies else None
-        loss, num_tokens = self.accumulate(micro_batches, num_micro_batches)
+        verifying = self._begin_to_verify(number) if verifies else None
+        if verifying is not None and self.pipeline is None:
+            self.verify(verifying)
+        loss, num_tokens = self.accumulate(micro_batches, num_micro_batches, verifying)
         if before_update is not None:
             before_update()
         return self.update(
@@ -182,29 +184,27 @@ class TrainStep:
             spacing=spacing,
             digest=digest,
             number=number,
-            checksums=checksums,
+            checksums=verifying.slots() if verifying is not None else None,
         )
 
-    def verify(self, number: int) -> Tensor:
-        """Forward and backward over rows that are the same on every rank; this rank's share of all units' checksums.
+    def _begin_to_verify(self, number: int) -> VerifyingPass:
+        assert self.check is not None, "it was built without verified rows"
+        return self.check.begin(number)
 
-        What the gradients sum up to is dropped.
-        """
-        check = self.check
-        assert check is not None, "it was built without verified rows"
-        inputs, targets = split_rows(check.rows(number), self.share)
+    def verify(self, verifying: VerifyingPass) -> None:
+        """Forward and backward over rows that are the same on every rank."""
+        inputs, targets = split_rows(verifying.rows, self.share)
         self._raise_if_over()
-        self._prepare(self.model, True)
-        check.sums.open(inputs.device)
-        with deterministic(inputs.device):
-            loss = self.loss_function(self.model, inputs, targets) / targets.numel()
-            loss.backward()
-        slots = check.slots(loss.detach(), check.sums.close())
-        self.optimizer.zero_grad(set_to_none=True)
-        return slots
+        loss = verifying.forward(0, lambda: self.loss_function(self.model, inputs, targets) / targets.numel())
+        verifying.backward(0, self.model, loss.backward)
 
-    def accumulate(self, micro_batches: Sequence[Tensor], num_micro_batches: int) -> tuple[Tensor, Tensor]:
-        """Forward and backward over the global batch; this rank's share of its mean loss, and its valid tokens."""
+    def accumulate(
+        self, micro_batches: Sequence[Tensor], num_micro_batches: int, verifying: VerifyingPass | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Forward and backward over the global batch; this rank's share of its mean loss, and its valid tokens.
+
+        In a pipeline the pass that verifies goes ahead of it.
+        """
         pairs = [split_rows(rows, self.share) for rows in micro_batches]
         num_tokens = torch.stack([(targets != IGNORE_INDEX).sum() for _, targets in pairs]).sum() * self.counts
         self._all_reduce(num_tokens, self.groups)  # before the first backward, so that gradients need no second pass
@@ -218,8 +218,21 @@ class TrainStep:
             return share
 
         if self.pipeline is not None:
-            inputs = [each for each, _ in pairs]
-            self.pipeline.run(inputs, score, prepare=self._prepare, check=self._raise_if_over)
+            ahead = [split_rows(verifying.rows, self.share)] if verifying is not None else []
+
+            def score_of_all(forward: Callable[..., Tensor], index: int) -> Tensor:
+                if index >= len(ahead):
+                    return score(forward, index - len(ahead))
+                tokens, targets = ahead[index]
+                return self.loss_function(forward, tokens, targets) / targets.numel()
+
+            self.pipeline.run(
+                [inputs for inputs, _ in (*ahead, *pairs)],
+                score_of_all,
+                prepare=self._prepare,
+                check=self._raise_if_over,
+                verifying=verifying,
+            )
         else:
             for index in range(num_micro_batches):
                 self._raise_if_over()

@@ -1,23 +1,27 @@
 """A step's check of all units: each computes the same micro-batch, drawn for the step; their checksums are compared.
 
-One forward and backward more, by all ranks, as FSDP gathers and reduces with all of them; what it reduces is dropped.
-What is compared is each unit's own: its loss, and its gradients before they are summed with others'. All units gather
-the same weights, so that a wrong bit in these is seen by all alike; that is for copies to tell (`control.replicas`).
+One micro-batch more, forward and backward, by all ranks, as FSDP gathers and reduces with all of them; what it reduces
+is dropped. In a pipeline it goes ahead of the step's own ones, with no bubble of its own. What is compared is each
+unit's own, stage by stage: what it gives out, the loss or activations, and its gradients before they are summed with
+others'. All units gather the same weights, so that a wrong bit in these is seen by all alike; that is for copies to
+tell (`control.replicas`).
 """
 
 import contextlib
 import hashlib
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import deterministic as settings
 
-from regrow.control.verification import PER_UNIT
-from regrow.parallel.checksums import BITS, GradientSums, checksum
+from regrow.control.verification import PER_STAGE
+from regrow.parallel.checksums import BITS, GradientSums, checksum, folded
+from regrow.parallel.fsdp import prepare_pass
+from regrow.plan.mesh import Coordinates
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"  # without which cuBLAS refuses to be deterministic
 
@@ -38,37 +42,72 @@ class VerifiedRows:
 
 
 class UnitCheck:
-    """Of one rank: the rows that all units compute, and its unit's place among the checksums of all."""
+    """Of one rank: the rows that all units compute, and its stages' places among the checksums of all."""
 
     def __init__(
         self,
         sums: GradientSums,
+        place: Coordinates,
+        num_stages: int,
         *,
-        unit: int,
-        num_units: int,
         rows: VerifiedRows,
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        self.sums, self.unit, self.num_units = sums, unit, num_units
-        self._rows, self._vocab_size, self._device = rows, vocab_size, device
-        self._kind = kind_of(device)
+        """`num_stages` are those of a unit."""
+        self.sums, self.device, self.kind = sums, device, kind_of(device)
+        self.unit, self.num_units = place.mesh.unit_of(place.rank), place.mesh.num_units
+        self.num_stages = num_stages
+        self._rows, self._vocab_size = rows, vocab_size
 
-    def rows(self, step: int) -> Tensor:
-        """Token ids, int64 [m, T+1] on the device."""
+    def begin(self, step: int) -> "VerifyingPass":
+        """The pass of a step that verifies."""
         rows = self._rows.draw(step, self._vocab_size)
-        return rows.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else rows
+        if self.device.type == "cuda":
+            rows = rows.pin_memory().to(self.device, non_blocking=True)
+        return VerifyingPass(self, rows)
 
-    def slots(self, loss: Tensor, gradients: Tensor) -> Tensor:
-        """This rank's share of the checksums of all units, float64 [num_units x PER_UNIT]: they are summed."""
-        mine = torch.stack([torch.full_like(gradients, self._kind), checksum(loss), gradients]).double()
-        slots = mine.new_zeros(self.num_units, PER_UNIT)
-        slots[self.unit] = mine
-        return slots.flatten()
+
+class VerifyingPass:
+    """What this rank's stages come to with the micro-batch that all units compute."""
+
+    def __init__(self, check: UnitCheck, rows: Tensor) -> None:
+        """`rows` are token ids, int64 [m, T+1] on the device."""
+        self.rows, self._check = rows, check
+        self._slots = torch.zeros(
+            check.num_units, check.num_stages, PER_STAGE, dtype=torch.float64, device=check.device
+        )
+
+    def forward(self, stage: int, run: Callable[[], Tensor]) -> Tensor:
+        """What a stage gives out: activations, or the loss."""
+        with deterministic(self._check.device):
+            out = run()
+        mine = self._slots[self._check.unit, stage]
+        mine[0], mine[1] = self._check.kind, checksum(out)
+        return out
+
+    def backward(self, stage: int, module: nn.Module, run: Callable[[], None], x: Tensor | None = None) -> None:
+        """Of a stage; its gradients are summed over ranks, and dropped. `x` came into it."""
+        check = self._check
+        # parameters are shards behind it, whose gradients are dropped
+        prepare_pass(module, reduce=True, free=True, last=check.num_stages == 1)
+        check.sums.open(check.device)
+        with deterministic(check.device):
+            run()
+        gradients = check.sums.close()
+        if x is not None and x.grad is not None:
+            gradients = folded(gradients + checksum(x.grad))
+        self._slots[check.unit, stage, 2] = gradients
+        module.zero_grad(set_to_none=True)
+
+    def slots(self) -> Tensor:
+        """This rank's share of the checksums of all units, float64 [num_units x num_stages x PER_STAGE]: they are
+        summed."""
+        return self._slots.flatten()
 
 
 def kind_of(device: torch.device) -> int:
-    """A number below 2**48 for what may make two sound devices round differently: their kind, and libraries."""
+    """A number below 2**40 for what may make two sound devices round differently: their kind, and libraries."""
     if device.type == "cuda":
         named: Sequence[object] = (torch.cuda.get_device_name(device), torch.backends.cudnn.version())
     else:
