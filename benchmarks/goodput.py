@@ -29,6 +29,8 @@ from support.simulating import AT_16K, AT_98K, bare, inputs, rates  # noqa: E402
 
 PRODUCT_16K = ("+cluster=h100x16384", "model=405b")
 PRODUCT_98K = ("+cluster=h100x98304", "model=405b")
+VERIFIED = "cluster.verify_every_steps=100"
+META = ("simulate/faults=meta100k", "simulate.spares=[230]")
 SCALES = {
     "16384": (*AT_16K, "simulate/faults=llama3"),
     "98304": (*AT_98K, "simulate.spares=[150]", "simulate/faults=llama3"),
@@ -165,14 +167,14 @@ def goals(replicas: int, *, sweeps: bool) -> tuple[dict[str, float], dict[str, o
     figures, spread = dict[str, float](), dict[str, object]()
     for name, arguments, goal in (
         ("16384", PRODUCT_16K, 0.98),
-        ("16384_verified", (*PRODUCT_16K, "cluster.verify_every_steps=50"), 0.98),
+        ("16384_verified", (*PRODUCT_16K, VERIFIED), 0.98),
         ("98304", PRODUCT_98K, 0.95),
-        ("98304_lazy", (*PRODUCT_98K, "simulate/scale=lazy"), 0.95),
-        ("98304_lazy_verified", (*PRODUCT_98K, "simulate/scale=lazy", "cluster.verify_every_steps=50"), 0.95),
-        ("98304_meta", (*PRODUCT_98K, "simulate/faults=meta100k", "simulate.spares=[230]"), 0.95),
-        ("98304_meta_lazy_verified", (*PRODUCT_98K, "simulate/faults=meta100k", "simulate.spares=[230]",
-                                      "simulate/scale=lazy", "cluster.verify_every_steps=50"), 0.95),
-    ):  # fmt: skip
+        ("98304_verified", (*PRODUCT_98K, VERIFIED), 0.95),
+        ("98304_nccl", (*PRODUCT_98K, "simulate/scale=nccl"), 0.95),
+        ("98304_meta", (*PRODUCT_98K, *META), 0.95),
+        ("98304_meta_verified", (*PRODUCT_98K, *META, VERIFIED), 0.95),
+        ("98304_meta_nccl", (*PRODUCT_98K, *META, "simulate/scale=nccl"), 0.95),
+    ):
         given = inputs(*arguments)
         result = estimate(given, replicas)
         value = float(result.effective.mean())

@@ -41,7 +41,7 @@ CAUSE_OF = {
     "drain": Cause.drain,
 }  # as regrow's events would have it
 ORIGINS = (*KINDS, "grow", "stop", "slow", "head")  # why a group changes
-IDLE = ("shrunk", "slow", "snapshot", "wait")  # states that no change of the group causes
+IDLE = ("shrunk", "slow", "snapshot", "verify", "wait")  # states that no change of the group causes
 WARM_SHARE = 0.25  # of a run, before nodes that are away are counted: at its beginning none is
 Bools = NDArray[np.bool_]
 
@@ -54,7 +54,7 @@ class Estimate:
     wall_s: float
     useful_s: Floats
     lost: dict[str, Floats]
-    idle: dict[str, Floats]  # shrunk, slow, snapshot, wait
+    idle: dict[str, Floats]  # of IDLE
     away_mean: Floats
     away_square: Floats
     generations: Floats  # changes of the group
@@ -65,8 +65,8 @@ class Estimate:
 
     @property
     def goodput(self) -> Floats:
-        """What a ledger calls productive: shrunk and slowed steps too."""
-        return self.effective + (self.idle["shrunk"] + self.idle["slow"]) / self.wall_s
+        """What a ledger calls productive: shrunk and slowed steps too, and those that verify."""
+        return self.effective + sum(self.idle[state] for state in ("shrunk", "slow", "verify")) / self.wall_s
 
     @property
     def paid(self) -> Floats:
@@ -112,6 +112,7 @@ class Costs:
     step_s: float
     interval_s: float  # between states that count; 0: each step's
     stall_s: float
+    verify_share: float
 
     @staticmethod
     def of(inputs: Inputs) -> "Costs":
@@ -126,6 +127,7 @@ class Costs:
             step_s=inputs["step_s"],
             interval_s=interval_s,
             stall_s=inputs["snapshot_stall_s"] if interval_s else 0.0,
+            verify_share=inputs["verify_share"],
         )
 
     @property
@@ -342,10 +344,12 @@ class Estimating:
     def _split(self, seconds: Floats) -> dict[str, Floats]:
         """What seconds of training come to, at the present speed."""
         stalls = seconds * self.costs.stall_share
-        rest = seconds - stalls
-        at_speed = rest * self.speed
+        trained = (seconds - stalls) / (1 + self.costs.verify_share)
+        verified = seconds - stalls - trained
+        at_speed = trained * self.speed
         useful = at_speed / (1 + self.excess)
-        return {"snapshot": stalls, "shrunk": rest - at_speed, "slow": at_speed - useful, "useful": useful}
+        spent = {"snapshot": stalls, "verify": verified, "shrunk": trained - at_speed, "slow": at_speed - useful}
+        return spent | {"useful": useful}
 
     def _count(
         self, fault: Bools, back: Bools, slow: Bools, ends: Bools, ref: NDArray[np.intp], nodes: Floats, where: Floats,

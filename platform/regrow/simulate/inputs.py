@@ -22,6 +22,7 @@ Names end in their unit; `KINDS` are the kinds of faults:
                                                   join again: two lognormals, by their medians
     sdc_unnoticed_s sdc_first_share               that wrong results go unseen, and are done again; of such incidents,
                                                   those that are the first of their host
+    verify_share                                  of the time of a step without one, what verifications add to each
     slow_factor slow_lasts_s slow_evict_s         a slow node: the job's step time over what it was, how long, and until
                                                   it is left
     stop_fixed_s stop_per_gpu_s storage_lasts_s   a planned stop; an outage of storage

@@ -242,7 +242,7 @@ class Player:
         self.productive -= self.undone_s
         run.began, run.step, run.life = True, start_step, self.now
         full = self.costs.get(self.inputs.job.gpus, self.costs[max(self.costs)])
-        run.at_speed_s = self.inputs["step_s"] * self.costs[size] / full
+        run.at_speed_s = self.inputs["step_s"] * (1 + self.inputs["verify_share"]) * self.costs[size] / full
         _slow_down(self)
         run.step_s, run.next_s = run.next_s or run.at_speed_s, None
         self.last_life, self.wrong_s = self.now, 0.0

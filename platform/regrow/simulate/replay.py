@@ -33,6 +33,7 @@ from regrow.simulate.inputs import Figure, Inputs, Job, Origin, Policy
 from regrow.simulate.play import Player, leave
 from regrow.simulate.profile import Profile
 from regrow.simulate.run_logs import RunLogs, faults_of
+from regrow.simulate.world import verify_share
 
 DRAWN = (  # figures that a Player asks for, and that are drawn here
     *("restore_s", "durable_back_s", "join_s", "communicators_s", "communicators_power", "form_base_s", "build_s"),
@@ -402,6 +403,7 @@ def _inputs(profile: Profile, config: PretrainConfig, nodes: int | None, per_nod
     losses = max(1, profile.counts["losses"])
     values: dict[str, float] = {}
     values |= {"step_s": full_s, "nodes_rack": 1.0, "communicators_gpus": 1.0}
+    values["verify_share"] = verify_share(config, job)
     values["lost_committed_share"] = profile.counts["lost_steps"] / losses
     values |= dict.fromkeys(DRAWN, 0.0)
     figures = {name: Figure(value, Origin.measured, profile.source) for name, value in values.items()}

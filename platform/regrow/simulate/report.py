@@ -37,6 +37,7 @@ STATES = {
     "shrunk": "fewer units than at full size",
     "slow": "beside a slow node",
     "snapshot": "stopped for a checkpoint",
+    "verify": "computing what all units compare",
     "wait": "too few nodes to train",
 }
 PARTS = {

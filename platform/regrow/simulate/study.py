@@ -24,7 +24,7 @@ BUDGETED = (
 )
 OWN = (  # what regrow itself could do better
     *("communicators_", "form_", "build_", "restore_", "first_step_", "notice_", "join_", "sdc_unnoticed_", "durable_"),
-    *("lost_", "stop_", "slow_evict_"),
+    *("lost_", "stop_", "slow_evict_", "verify_"),
 )
 BEFALLS = (
     "rate_",
@@ -44,7 +44,7 @@ BEFALLS = (
 class Loss:
     """Seconds that are not useful, of one cause and part, and the figures that they follow from."""
 
-    cause: str  # a kind of fault, grow, stop, slow, head, shrunk, snapshot, wait
+    cause: str  # a kind of fault, grow, stop, slow, head, shrunk, snapshot, verify, wait
     part: str
     seconds: float
     figures: tuple[str, ...]
@@ -115,6 +115,7 @@ def losses(result: Estimate) -> list[Loss]:
         "shrunk": ("away_short_s", "away_long_s", "away_short_share"),
         "slow": ("slow_factor", "slow_lasts_s"),
         "snapshot": ("snapshot_stall_s",),
+        "verify": ("verify_share",),
         "wait": ("away_short_s", "away_long_s", "away_short_share"),
     }
     for state, each in result.idle.items():

@@ -5,8 +5,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from regrow.config.schema import PolicyConfig, SimulateConfig, SimulateJobConfig
+from regrow.config.schema import PolicyConfig, PretrainConfig, SimulateConfig, SimulateJobConfig
 from regrow.config.spares import num_beyond, parks
+from regrow.config.stages import stages_per_rank
+from regrow.control.phases import BEYOND_S, FACTOR
 from regrow.errors import ConfigError, RegrowError
 from regrow.forecast.estimate import forecast, gpu_of, network_of
 from regrow.forecast.settle import settled
@@ -15,6 +17,7 @@ from regrow.simulate.inputs import KINDS, Figure, Inputs, Job, Origin, Policy, p
 OWN = "in_place"  # the policy that is regrow's
 SUSPECT_S = 30.0  # until a slow node is named, before cluster.drain_slow_s counts: assumed
 GOALS = ((16384, 0.98), (1 << 62, 0.95))  # of effective, up to so many GPUs
+ASKED_AGAIN_S = 5.0  # until a rank that is late is asked for a second time
 STEP_S = 5.0  # where there is no forecast
 DAY = 86400.0
 SINGLE_EVENTS = 200_000  # failures of all runs together, of closed forms
@@ -33,7 +36,7 @@ def inputs_of(config: SimulateJobConfig) -> list[Inputs]:
         figures = base | _figures(policy.figures, f"simulate.policy.{name}.figures")
         copies = policy.copies_lost_at
         if name == OWN:
-            figures |= _of_settings(config, figures)
+            figures |= _of_settings(config, job, figures)
             copies = config.snapshot.copies + 1
             if simulate.domains if simulate.domains is not None else config.snapshot.domain_label is not None:
                 copies = max(copies, int(figures["nodes_pod"].value))
@@ -146,18 +149,30 @@ def _step(config: SimulateJobConfig) -> Figure:
     return Figure(STEP_S, Origin.assumed, "no forecast for this cluster", low=1.0, high=20.0)
 
 
-def _of_settings(config: SimulateJobConfig, figures: Mapping[str, Figure]) -> dict[str, Figure]:
+def _of_settings(config: SimulateJobConfig, job: Job, figures: Mapping[str, Figure]) -> dict[str, Figure]:
     """What the run's own settings decide of regrow's figures."""
     cluster, found = config.cluster, {}
-    hang = min(cluster.stuck_s or config.train.collective_timeout_s, config.train.collective_timeout_s)
-    found["notice_hang_s"] = replace(figures["notice_hang_s"], value=hang)
+    hang, timeout_s = figures["notice_hang_s"], config.train.collective_timeout_s
+    learned_s = FACTOR * figures["step_s"].value + BEYOND_S + ASKED_AGAIN_S
+    found["notice_hang_s"] = replace(hang, value=min(learned_s, timeout_s) if cluster.stuck_s else timeout_s)
     if cluster.drain_slow_s > 0:
         source = f"cluster.drain_slow_s, and {SUSPECT_S:.0f} s until a slow node is named"
         found["slow_evict_s"] = Figure(cluster.drain_slow_s + SUSPECT_S, Origin.assumed, source, low=30.0, high=600.0)
     if cluster.verify_every_steps > 0:
         seconds = cluster.verify_every_steps * figures["step_s"].value
         found["sdc_unnoticed_s"] = Figure(seconds, Origin.assumed, "cluster.verify_every_steps x step_s")
+        share = verify_share(config, job)
+        source = "a micro-batch more each cluster.verify_every_steps; gloo had up to twice as much"
+        found["verify_share"] = Figure(share, Origin.assumed, source, low=share, high=2 * share)
     return found
+
+
+def verify_share(config: PretrainConfig, job: Job) -> float:
+    """Of the time of a step without one, what verifications add to each: a micro-batch more each so many steps."""
+    every_steps = config.cluster.verify_every_steps
+    passes = math.ceil(math.ceil(job.num_slices / job.units) / job.slices_per_pass)
+    filling = (max(1, config.parallel.pp) - 1) / stages_per_rank(config.parallel)  # of a pipeline, and draining
+    return 1 / (every_steps * (passes + filling)) if every_steps else 0.0
 
 
 def _asked(simulate: SimulateConfig, figures: Mapping[str, Figure]) -> dict[str, Figure]:
@@ -198,7 +213,7 @@ def _single(inputs: Inputs, simulate: SimulateConfig) -> Inputs:
     figures = {
         **inputs.figures,
         **zero,
-        **{name: given(0.0) for name in other},
+        **{name: given(0.0) for name in (*other, "verify_share")},
         "rate_software": given(DAY / simulate.mtbf_s / inputs.job.nodes),
         "form_base_s": given(simulate.restart_s),
         "snapshot_interval_s": given(simulate.interval_s),
