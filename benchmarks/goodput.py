@@ -114,8 +114,10 @@ def published(replicas: int) -> dict[str, dict[str, object]]:
     replica_wise = Policy("replicas", shrinks=False, replicas=12, park=False, copies_lost_at=1 << 30)
     in_place = bare(Job(98304, 8192, 6144), policy=replica_wise, **rates(software=DAY / 1080 / 12288),
                     notice_software_s=60, form_base_s=120, restart_s=420)  # fmt: skip
-    robust = inputs("simulate.gpus=9600", "simulate.unit_gpus=64", "simulate.num_slices=2400", "simulate.spares=[12]",
-                    "simulate.days=90").with_values(notice_gpu_s=10, notice_host_s=2, notice_hang_s=600)  # fmt: skip
+    robust = inputs(
+        *("simulate.gpus=9600", "simulate.unit_gpus=64", "simulate.num_slices=2400", "simulate.spares=[12]"),
+        *("simulate.days=90", "simulate/scale=nccl"),
+    ).with_values(notice_gpu_s=10, notice_host_s=2, notice_hang_s=600)
     large = estimate(inputs("simulate.gpus=10240", "simulate.unit_gpus=128", "simulate.num_slices=1280",
                             "simulate.spares=[16]", policy="restart_tuned"), replicas)  # fmt: skip
     down = sum(float(large.lost[part].sum(0).mean()) for part in ("notice", "form")) / large.wall_s
@@ -149,7 +151,7 @@ def published(replicas: int) -> dict[str, dict[str, object]]:
         ),
         (
             "byterobust_9600",
-            "its notice times; Llama 3's rate, as its own is not per node",
+            "its notice times, NCCL's communicators; Llama 3's rate, as its own is not per node",
             "0.97",
             (0.95, 0.995),
             effective(robust, replicas),
