@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(900)
 SHORT = [*SMALL, "model.name=drill", "data.seq_len=64", "drill.compared_steps=30"]
 LONG = ["kill_node", "grow_shrink", "pair_nodes", "stop_worker", "zombie", "drain", "black_hole", "kill_keeper"]
 LONG += ["kill_coordinator", "kill_controller", "kill_driver", "corrupt_snapshot", "slow_worker", "two_at_once"]
-LONG += ["one_after_another"]
+LONG += ["one_after_another", "flips"]
 
 
 def drill(storage: Path, name: str, *arguments: str, timeout_s: float = 600.0) -> tuple[int, str]:

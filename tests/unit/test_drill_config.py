@@ -40,7 +40,7 @@ def test_the_plans_that_the_documentation_promises_are_there() -> None:
     named += " one_after_another kill_controller kill_driver corrupt_snapshot fill_memory slow_worker two_at_once soak"
     named += (
         " stopped_actors notices partition_node partition_head partition_peer blink_node slow_link storage newcomers"
-        " light_soak gray_soak gray_link hangs long_stops live"
+        " light_soak gray_soak gray_link hangs flips long_stops live"
     )
     assert sorted(named.split()) == PLANS
     documented = (Path(CONF_DIR).parent / "docs/drills.md").read_text()
