@@ -14,6 +14,7 @@ from regrow.config.spares import most_workers
 from regrow.config.store import CONF_DIR, pretrain_overrides, to_dataclass
 from regrow.drill.faults import KINDS, check_plan, parse_plan
 from regrow.drill.findings import SOUGHT
+from regrow.drill.job import undisturbed_run
 from regrow.drill.log import Record
 from regrow.drill.run import keep_plan, plan_of, with_end
 from regrow.errors import ConfigError
@@ -140,3 +141,17 @@ def test_a_soak_whose_faults_wait_for_what_was_found_ends_after_its_last_one_whe
 def test_a_drill_may_be_repeated_without_its_plan_but_kinds_must_be_known() -> None:
     with pytest.raises(ConfigError, match="did you mean kill_node"):
         plan_of(composed("drill.faults=3", "+drill.kinds.kill_noed=1"))
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        "parallel.pp=2 parallel.schedule=interleaved parallel.stages_per_rank=2",
+        "parallel.tp=2 parallel.cp=2",
+        "parallel.dp_replicate=2 cluster.verify_every_steps=10",
+    ],
+)
+def test_the_undisturbed_run_of_any_layout_is_one_worker_s(parallel: str) -> None:
+    config = undisturbed_run(composed("+drill=kill_worker", "cluster.max_workers=4", *parallel.split()))
+    check(config)
+    assert pretrain_composed(pretrain_overrides(config)).parallel == config.parallel

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from regrow.config.schema import DrillJobConfig, PretrainConfig
+from regrow.config.schema import DrillJobConfig, ParallelConfig, PretrainConfig
 from regrow.config.store import pretrain_overrides, to_dict
 from regrow.drill.log import RunFollower
 from regrow.drill.nodes import Nodes, Process, start_pretrain
@@ -82,11 +82,8 @@ class DrillJob:
         return lines[-1].strip() if lines else "without a word"
 
 
-def reference_rows(config: DrillJobConfig, console: Console) -> list[dict[str, Any]]:
-    """Rows of the same run with one worker and nothing happening: read, or made now, which takes as long as it takes.
-
-    Raises RegrowError where it fails.
-    """
+def undisturbed_run(config: DrillJobConfig) -> PretrainConfig:
+    """The first steps of the same run, with one worker, which has all stages, rows and blocks."""
     steps = min(config.train.steps, config.drill.compared_steps + BEYOND_STEPS)
     settings = {
         group: values for group, values in to_dict(config).items() if group in ("model", "data", "optim", "parallel")
@@ -94,16 +91,44 @@ def reference_rows(config: DrillJobConfig, console: Console) -> list[dict[str, A
     settings["run"] = {"seed": config.run.seed, "steps": config.train.steps}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     alone = replace(
-        config.cluster, address=None, local_nodes=0, min_workers=1, max_workers=1, spare_workers=0, dashboard=False
+        config.cluster,
+        address=None,
+        local_nodes=0,
+        min_workers=1,
+        max_workers=1,
+        spare_workers=0,
+        verify_every_steps=0,
+        dashboard=False,
     )
-    undisturbed: PretrainConfig = replace(
+    without = ParallelConfig()
+    whole = replace(
+        config.parallel,
+        dp_replicate=1,
+        tp=1,
+        cp=1,
+        pp=1,
+        least_pp=without.least_pp,
+        schedule=without.schedule,
+        stages_per_rank=without.stages_per_rank,
+    )
+    return replace(
         config,
         run=replace(config.run, name=f"drill-reference-{digest}"),
         cluster=alone,
         snapshot=replace(config.snapshot, copies=1),
-        parallel=replace(config.parallel, dp_replicate=1, tp=1, cp=1),
+        parallel=whole,
         train=replace(config.train, stop_at_step=steps),
     )
+
+
+def reference_rows(config: DrillJobConfig, console: Console) -> list[dict[str, Any]]:
+    """Rows of the same run with one worker and nothing happening: read, or made now, which takes as long as it takes.
+
+    Raises RegrowError where it fails.
+    """
+    undisturbed = undisturbed_run(config)
+    steps = undisturbed.train.stop_at_step
+    assert steps is not None
     folder = run_folder(undisturbed).local_path
     watch = RunFollower(folder)
     watch.poll()
