@@ -48,6 +48,7 @@ from regrow.control.values import SnapshotAck, Version  # noqa: E402
 from regrow.runtime.keeper import ASK_AFTER, KeeperInfo, start_keeper  # noqa: E402
 from regrow.state.memory.slots import Committed  # noqa: E402
 
+PARTS = [STEPS, FORMING, LEADER] = ["steps", "forming", "leader"]
 NUM_NODES = 2048
 RANKS_PER_NODE = 8
 STEP_S = 1.0
@@ -479,6 +480,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="where to write the JSON")
     parser.add_argument("--quick", action="store_true", help="fewer windows, shorter ones")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--side", nargs=3, type=int, metavar=("NODES", "WINDOWS", "STEPS"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
@@ -496,18 +498,20 @@ def main() -> None:
         figures[name] = statistics.median(values)
         spread[name] = summary(values)["range"]
 
-    for num_nodes in (64, NUM_NODES):
+    for num_nodes in (64, NUM_NODES) if STEPS in options.only else ():
         run = runs[f"{num_nodes}_nodes"] = run_side(__file__, "--side", *map(str, (num_nodes, windows, num_steps)))
         for name in ("ms_per_step", "messages_ms_per_step", "ms_per_checkpoint", "commit_s"):
             take(f"coordinator_{name}_{num_nodes}_nodes", run[name])
         for name in ("ticks_ms_per_s", "asking_ms_per_s", "start_training_s"):
             figures[f"coordinator_{name}_{num_nodes}_nodes"] = run[name]
         print(f"{num_nodes} nodes: {figures[f'coordinator_ms_per_step_{num_nodes}_nodes']:.1f} ms a step", flush=True)
-    forming = runs["forming"] = run_side(__file__, "--side", str(-NUM_MEMBERS), str(windows), str(num_steps))
-    take(f"coordinator_form_cpu_s_{NUM_MEMBERS}_members", forming["form_cpu_s"])
-    take(f"coordinator_form_s_{NUM_MEMBERS}_members", forming["form_s"])
-    runs["leader"] = run_side(__file__, "--side", "0", str(windows), str(num_steps))
-    take(f"leader_ms_per_step_{NUM_NODES}_nodes", runs["leader"]["ms_per_step"])
+    if FORMING in options.only:
+        forming = runs["forming"] = run_side(__file__, "--side", str(-NUM_MEMBERS), str(windows), str(num_steps))
+        take(f"coordinator_form_cpu_s_{NUM_MEMBERS}_members", forming["form_cpu_s"])
+        take(f"coordinator_form_s_{NUM_MEMBERS}_members", forming["form_s"])
+    if LEADER in options.only:
+        runs["leader"] = run_side(__file__, "--side", "0", str(windows), str(num_steps))
+        take(f"leader_ms_per_step_{NUM_NODES}_nodes", runs["leader"]["ms_per_step"])
     settings = {"ranks_per_node": RANKS_PER_NODE, "fan_out": FAN_OUT, "form_processes": FORM_PROCESSES}
     settings |= {"windows": windows, "steps_a_window": num_steps}
     write_result(options.out, figures, spread=spread, peers={}, runs=runs, settings=settings)
