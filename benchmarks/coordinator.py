@@ -149,6 +149,13 @@ class Keepers:
         return Written(files, RANKS_PER_NODE, scalars, {0: hashlib.sha256().hexdigest()}, described)
 
 
+def row_of(step: int, generation: int, world_size: int) -> dict[str, Any]:
+    numbers = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "data_wait_s", "snapshot_s")
+    row: dict[str, Any] = dict.fromkeys(numbers, 0.123456789)
+    row |= {"step": step, "tokens_seen": 10**12, "step_s": STEP_S, "world_size": world_size}
+    return row | {"generation": generation, "batch_digest": secrets.randbits(63), "time": time.time()}
+
+
 class Cluster:
     """A coordinator's process, and what plays `num_nodes` nodes to it."""
 
@@ -227,11 +234,7 @@ class Cluster:
         return max(took)
 
     def _row(self) -> dict[str, Any]:
-        numbers = ("loss", "grad_norm", "lr", "tokens_per_s", "mfu", "data_wait_s", "snapshot_s")
-        row: dict[str, Any] = dict.fromkeys(numbers, 0.123456789)
-        world = self.num_nodes * RANKS_PER_NODE
-        row |= {"step": self.steps, "tokens_seen": 10**12, "step_s": STEP_S, "world_size": world}
-        return row | {"generation": self.generation, "batch_digest": secrets.randbits(63), "time": time.time()}
+        return row_of(self.steps, self.generation, self.num_nodes * RANKS_PER_NODE)
 
     @contextmanager
     def ticking(self) -> Iterator[None]:
@@ -440,7 +443,7 @@ def forming_side(num_members: int, rounds: int, folder: Path) -> dict[str, Any]:
     ]
     ray.get([each.__ray_ready__.remote() for each in some], timeout=300)
     form_cpu_s, form_s, asks, generation = [], [], [], 0
-    for _ in range(rounds):
+    for number in range(rounds):
         time.sleep(2.0)
         quiet, before, begun = rate(pid, 3.0), cpu_s(pid), time.monotonic()
         found = ray.get([each.form.remote(generation) for each in some], timeout=300)
@@ -449,6 +452,9 @@ def forming_side(num_members: int, rounds: int, folder: Path) -> dict[str, Any]:
         ((generation,),) = [{each for each, _, _ in found}]
         asks.append(sum(asked for _, asked, _ in found))
         form_s.append(max(seconds for _, _, seconds in found))
+        # a run whose groups do no step is given up
+        ray.get(coordinator.start_training.remote(generation, number, {"workers": []}))
+        ray.get(coordinator.row.remote(generation, row_of(number + 1, generation, num_members)))
     return {"form_cpu_s": form_cpu_s, "form_s": form_s, "asks": asks}
 
 
