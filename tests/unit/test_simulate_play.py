@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from regrow.config.check import topologies
 from regrow.config.schema import PretrainConfig
 from regrow.record.history import History
 from regrow.show.report import build_report
@@ -15,6 +16,7 @@ from regrow.simulate.report import page_of, sweep
 from regrow.simulate.study import compare
 from regrow.simulate.world import inputs_of
 from support.simulating import AT_16K, configured, on_64_nodes, rates, some_faults
+from support.simulating import inputs as configured_inputs
 
 
 def test_rows_and_events_of_two_hours_account_for_the_players_own_figures() -> None:
@@ -74,6 +76,29 @@ def test_faults_that_are_drawn_can_be_played_and_are_those_of_the_estimate() -> 
     assert [each.at for each in faults] == sorted(each.at for each in faults)
     played, estimated = play(inputs, config, faults, wall_s=43200.0), estimate(inputs, 1, 4)
     assert 100 * played.effective == pytest.approx(100 * estimated.effective[0], abs=0.4)
+
+
+def test_both_engines_count_what_verifications_cost_and_the_settings_decide_it() -> None:
+    """Of a step of 16 micro-batches one more in each tenth; nothing else befalls it."""
+    inputs, config = on_64_nodes(step_s=30.0)
+    inputs = inputs.override({"verify_share": Figure(1 / 160)})
+    played, estimated = _both(inputs, config, [], 36000.0)
+    assert estimated.effective[0] == pytest.approx(160 / 161)
+    assert played.effective == pytest.approx(160 / 161, abs=0.002)
+    assert estimated.goodput[0] == pytest.approx(1.0)
+    cluster = ("+cluster=h100x16384", "model=405b")  # 16 micro-batches, and 15/4 of one that its pipeline takes to fill
+    assert configured_inputs(*cluster)["verify_share"] == 0.0
+    found = configured_inputs(*cluster, "cluster.verify_every_steps=100")["verify_share"]
+    assert found == pytest.approx(1 / (100 * (16 + 15 / 4)))
+
+
+def test_what_is_assumed_of_communicators_covers_the_longest_axis_of_a_cluster_that_is_shipped() -> None:
+    """By NCCL's law for as many ranks: `conf/simulate/scale/axes.yaml` says so."""
+    cluster = ("+cluster=h100x98304", "model=405b")
+    longest = max(max(each.mesh.axes.values()) for each in topologies(configured(*cluster)).values())
+    assert longest == 1535
+    assert configured_inputs(*cluster, "simulate/scale=nccl").communicators_s(longest) == pytest.approx(0.7, abs=0.05)
+    assert configured_inputs(*cluster).communicators_s(98304) == 1.0
 
 
 OTHERS = [

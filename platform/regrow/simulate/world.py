@@ -8,6 +8,7 @@ from dataclasses import replace
 from regrow.config.schema import PolicyConfig, PretrainConfig, SimulateConfig, SimulateJobConfig
 from regrow.config.spares import num_beyond, parks
 from regrow.config.stages import stages_per_rank
+from regrow.control.health import WHERE_AGAIN_S
 from regrow.control.phases import BEYOND_S, FACTOR
 from regrow.errors import ConfigError, RegrowError
 from regrow.forecast.estimate import forecast, gpu_of, network_of
@@ -17,7 +18,6 @@ from regrow.simulate.inputs import KINDS, Figure, Inputs, Job, Origin, Policy, p
 OWN = "in_place"  # the policy that is regrow's
 SUSPECT_S = 30.0  # until a slow node is named, before cluster.drain_slow_s counts: assumed
 GOALS = ((16384, 0.98), (1 << 62, 0.95))  # of effective, up to so many GPUs
-ASKED_AGAIN_S = 5.0  # until a rank that is late is asked for a second time
 STEP_S = 5.0  # where there is no forecast
 DAY = 86400.0
 SINGLE_EVENTS = 200_000  # failures of all runs together, of closed forms
@@ -153,7 +153,7 @@ def _of_settings(config: SimulateJobConfig, job: Job, figures: Mapping[str, Figu
     """What the run's own settings decide of regrow's figures."""
     cluster, found = config.cluster, {}
     hang, timeout_s = figures["notice_hang_s"], config.train.collective_timeout_s
-    learned_s = FACTOR * figures["step_s"].value + BEYOND_S + ASKED_AGAIN_S
+    learned_s = FACTOR * figures["step_s"].value + BEYOND_S + WHERE_AGAIN_S
     found["notice_hang_s"] = replace(hang, value=min(learned_s, timeout_s) if cluster.stuck_s else timeout_s)
     if cluster.drain_slow_s > 0:
         source = f"cluster.drain_slow_s, and {SUSPECT_S:.0f} s until a slow node is named"
