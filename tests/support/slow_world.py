@@ -20,7 +20,8 @@ class World:
     slow_s: float = 0.0  # rank 1 computes so much longer, from `slow_from` on
     slow_from: int = 0
     data_s: float = 0.0  # rank 1 waits for data
-    comm_s: float = 0.0  # collectives take so much longer, from `slow_from` on
+    comm_s: float = 0.0  # collectives take so much longer, from `comm_from` on, or `slow_from`
+    comm_from: int | None = None
 
     def readings(self, steps: int) -> Iterator[tuple[int, float, dict[Worker, Spent]]]:
         """The newest step, the time, and what ranks have spent by then, whenever they are read."""
@@ -32,6 +33,7 @@ class World:
             is_slow = step >= self.slow_from
             own[1] += (self.slow_s + self.data_s) * is_slow
             data += self.data_s * is_slow
+            is_slow = step >= (self.slow_from if self.comm_from is None else self.comm_from)
             taken = own.max() + 0.2 * self.step_s + self.comm_s * is_slow
             now += taken
             total += np.stack([np.full(self.size, taken), taken - own], axis=1)

@@ -96,6 +96,20 @@ def test_a_link_that_is_slow_from_a_groups_first_step_on_is_looked_for_within_tw
     assert now < 60.0
 
 
+def test_a_slow_link_is_looked_for_while_a_rank_of_another_node_is_known_to_be_slow() -> None:
+    """Of thousands of ranks some is always slow: what the one that waits least spends in collectives is theirs."""
+    out = Outbox()
+    suspects, began_at = Suspects(out), 0.0
+    for step, now, spent in World(0, 4, 0.3, 0.02, slow_s=0.1, slow_from=100, comm_s=9.0, comm_from=500).readings(530):
+        suspects.read(spent, {worker: worker[1] for worker in spent}, now)
+        began_at = began_at if step >= 500 else now
+        if suspects.wants_links:
+            break
+    first, *_ = [command.fields["kind"] for command in out if isinstance(command, Record)]
+    assert (first, suspects.wants_links) == (Kind.slow_compute, True)
+    assert now - began_at < NAMED_S
+
+
 def test_a_node_is_told_from_the_other_end_of_its_slow_link() -> None:
     assert slow_node({"a": 1e9, "b": 0.2e9, "c": 0.9e9}) == "b"
     assert slow_node({"a": 1e9, "b": 0.8e9, "c": 0.9e9}) == ""

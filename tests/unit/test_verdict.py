@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from regrow.drill.verdict import Checkpoint, Evidence, Verdict, judge, outcomes
+from regrow.drill.verdict import AGAIN, Checkpoint, Evidence, Verdict, judge, outcomes
 
 Row = dict[str, Any]
 
@@ -279,6 +279,18 @@ def test_losing_both_copies_at_once_may_cost_more_steps() -> None:
     changed = events_with("generation", 1, recomputed_steps=15, source="checkpoint")(adding("records", *nodes)(given))
     claims = [verdict.claim for verdict in broken(judge(changed))]
     assert not any("costs at most" in claim for claim in claims)
+
+
+@pytest.mark.parametrize("took_back", [15, 45])
+def test_a_death_while_the_run_goes_back_for_a_corruption_does_not_make_that_cost_too_much(took_back: int) -> None:
+    """The group is named after what came last, and goes back to what was verified for what came before."""
+    changed = events_with("generation", 1, recomputed_steps=took_back)(replace(evidence(), verify_every=10))
+    died = next(event for event in changed.events if event["event"] == "failure")
+    corrupted = {**died, "cause": "corrupted", "time": died["time"] - 0.1}
+    found = adding("events", corrupted)(changed)
+    found = replace(found, events=sorted(found.events, key=lambda each: each["time"]))
+    claims = [verdict.claim for verdict in broken(judge(found))]
+    assert any("costs at most" in claim for claim in claims) == (took_back > 2 * 10 + AGAIN)
 
 
 def test_a_death_in_a_group_that_never_trained_is_put_down_to_its_members() -> None:

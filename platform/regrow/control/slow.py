@@ -3,7 +3,8 @@
 All ranks end a step together, so a slow one shows by waiting least: its own time, a step less the waits in collectives,
 is longer than the others'. How much longer is summed up from reading to reading, less half of what is to be found
 (Page's CUSUM), until the sum is beyond what the readings' own noise would reach by chance: steadier runs name sooner.
-Where no rank is late and collectives take longer than they did, it is what joins the nodes: keepers measure links.
+Where collectives take longer than they did, also the rank that waits for no other, it is what joins the nodes: keepers
+measure links.
 """
 
 from collections import deque
@@ -214,9 +215,9 @@ class SlowCollectives:
         self.excess = 0.0
 
     def read(self, means: Mapping[Worker, Spent], now: float) -> bool:
-        """After a reading in which no rank is slow; whether it has changed that collectives are."""
+        """After a reading; whether it has changed that collectives are slow. A slow rank waits for no other."""
         size, step_s = len(means), fmean(mean.step_s for mean in means.values())
-        taken_s = min(mean.wait_s for mean in means.values())  # by the one that waits for no other
+        taken_s = min(mean.wait_s for mean in means.values())  # by the one that waits least
         if len(self._first) < LEARNED:
             self._first.append(taken_s)
             if len(self._first) == LEARNED:

@@ -52,7 +52,7 @@ class Suspects:
                     self._clear(suspicion)
             if self.ranks.is_slow(worker):
                 self._suspect(self.ranks.suspicion(worker, ranks.get(worker)))
-        if not self.ranks.found and self.collectives.read(self.ranks.means, now) and not self.collectives.sum.found:
+        if self.collectives.read(self.ranks.means, now) and not self.collectives.sum.found:
             for suspicion in [each for each in self.found.values() if each.kind is Kind.slow_link]:
                 self._clear(suspicion)
         named = any(each.kind is Kind.slow_link for each in self.found.values())

@@ -342,23 +342,25 @@ def _standstills_are_named(evidence: Evidence) -> Verdict:
 def _few_steps_lost(evidence: Evidence) -> Verdict:
     claim = f"a failure costs at most snapshot.every_steps={evidence.snapshot_every} steps"
     faults = [fault for fault in _named(evidence.records, "fault") if fault["kind"] != LOOK]
+    failed = _named(evidence.events, "failure", key="event")
+    corrupted_at = [event["time"] for event in failed if event.get("cause") == "corrupted"]
     wrong, lost, most = list[str](), 0, 0
     last, nodes = -math.inf, set[str]()  # of the group before
     for event in _named(evidence.events, "generation", key="event"):
         own = [fault for fault in faults if last < fault["time"] <= event["time"]]
         lost_at_once, copies = _holders_lost(own), min(evidence.copies, max(1, len(nodes) - 1))
         nodes = {worker["node"] for worker in event["workers"]} or nodes
+        is_corrupted = event["cause"] == "corrupted" or any(last < at <= event["time"] for at in corrupted_at)
         steps, last = event.get("recomputed_steps", 0), event["time"]
         lost, most = lost + steps, max(most, steps)
-        if event["cause"] == "corrupted":  # back to what was verified before
+        if is_corrupted:  # back to what was verified before, whatever else failed
             wrong += [f"generation {event['generation']} took back {steps} steps"] * (
                 steps > 2 * evidence.verify_every + AGAIN
             )
         elif lost_at_once <= copies and steps > evidence.snapshot_every * max(1, len(own)):
             source = event.get("source", "?")
             wrong.append(f"generation {event['generation']} took back {steps} steps, its state from the {source}")
-    failures = len(_named(evidence.events, "failure", key="event"))
-    return _verdict("", claim, wrong, f"{lost} steps lost over {failures} failures, at most {most} at once")
+    return _verdict("", claim, wrong, f"{lost} steps lost over {len(failed)} failures, at most {most} at once")
 
 
 def _no_false_eviction(evidence: Evidence) -> Verdict:
