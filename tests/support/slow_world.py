@@ -10,7 +10,8 @@ from regrow.control.slow import READ_S, Spent, Worker
 
 @dataclass
 class World:
-    """Steps of log-normal compute, one in a hundred five times as long where `tails`; collectives beside it."""
+    """Steps of log-normal compute, one in a hundred five times as long where `tails`; collectives, as jittered, beside
+    it."""
 
     seed: int
     size: int
@@ -25,7 +26,8 @@ class World:
 
     def readings(self, steps: int) -> Iterator[tuple[int, float, dict[Worker, Spent]]]:
         """The newest step, the time, and what ranks have spent by then, whenever they are read."""
-        random, now, read_at = np.random.default_rng(self.seed), 0.0, READ_S
+        random, of_collectives = np.random.default_rng(self.seed), np.random.default_rng(self.seed + 10**6)
+        now, read_at = 0.0, READ_S
         total, data = np.zeros((self.size, 2)), 0.0
         for step in range(1, steps + 1):
             own = 0.8 * self.step_s * random.lognormal(0, self.jitter, self.size)
@@ -34,7 +36,8 @@ class World:
             own[1] += (self.slow_s + self.data_s) * is_slow
             data += self.data_s * is_slow
             is_slow = step >= (self.slow_from if self.comm_from is None else self.comm_from)
-            taken = own.max() + 0.2 * self.step_s + self.comm_s * is_slow
+            comm_s = 0.2 * self.step_s * of_collectives.lognormal(0, self.jitter)
+            taken = own.max() + comm_s + self.comm_s * is_slow
             now += taken
             total += np.stack([np.full(self.size, taken), taken - own], axis=1)
             if now >= read_at:

@@ -59,6 +59,23 @@ def test_a_slow_link_is_measured_within_its_time(monkeypatch: pytest.MonkeyPatch
     assert link.sent < BLOCK / 0.1 < link.received
 
 
+def test_a_link_that_training_waits_for_is_measured_with_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 Mbit/s, half of it others': four blocks were 14 s, in which no other node's link was known either."""
+    sent = []
+    receive_into = Connection.receive_into
+
+    def slowly(self: Connection, target: memoryview) -> None:
+        receive_into(self, target)
+        sent.append(len(target))
+        time.sleep(len(target) / 1.25e6)
+
+    monkeypatch.setattr(Connection, "receive_into", slowly)
+    with neighbour(module.answer) as address:
+        link = measure("n", address, SECRET)
+    assert sum(sent) < BLOCK
+    assert 0.5e6 < max(link.sent, link.received) < 1.25e6
+
+
 @pytest.mark.parametrize(("way", "expected"), [("there", "on the way there"), ("back", "on the way back")])
 def test_one_damaged_byte_is_found(way: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(request: dict[str, Any], connection: Connection) -> None:
@@ -66,11 +83,11 @@ def test_one_damaged_byte_is_found(way: str, expected: str, monkeypatch: pytest.
 
         def receive_damaged(target: memoryview) -> None:
             receive(target)
-            target[BLOCK // 2] ^= 1
+            target[len(target) // 2] ^= 1
 
         def send_damaged(data: bytes | memoryview) -> None:
             damaged = bytearray(data)
-            damaged[BLOCK // 2] ^= 1
+            damaged[len(damaged) // 2] ^= 1
             send(damaged)
 
         if way == "there":

@@ -25,9 +25,11 @@ NAMED_S = 120.0
 def test_no_rank_is_named_in_10_000_jittered_steps(
     size: int, step_s: float, jitter: float, tails: bool, seed: int
 ) -> None:
-    ranks, read = SlowRanks(), 0
+    suspects, ranks, read = Suspects(Outbox()), SlowRanks(), 0
     for _, now, spent in World(seed, size, step_s, jitter, tails).readings(10_000):
         read += ranks.read(spent, now)
+        suspects.read(spent, {worker: worker[1] for worker in spent}, now)
+        assert not suspects.wants_links, "no link either"
         assert ranks.judge() == []
     assert read > 400
 
@@ -94,6 +96,39 @@ def test_a_link_that_is_slow_from_a_groups_first_step_on_is_looked_for_within_tw
                 break
         assert suspects.wants_links == (comm_s > 0)
     assert now < 60.0
+
+
+def looked_for_after_s(suspects: Suspects, world: World, steps: int) -> float | None:
+    """The seconds from a group's first step until its links are to be measured."""
+    suspects.begin()
+    for _, now, spent in world.readings(steps):
+        suspects.read(spent, {worker: worker[1] for worker in spent}, now)
+        if suspects.wants_links:
+            return now
+    return None
+
+
+def test_a_link_that_is_slow_from_the_first_step_of_a_group_of_a_new_size_is_looked_for_within_two_minutes() -> None:
+    """What collectives take in groups of other sizes says how long they may take at most."""
+    suspects = Suspects(Outbox())
+    assert looked_for_after_s(suspects, World(0, 4, 1.0, 0.02), 60) is None
+    assert looked_for_after_s(suspects, World(1, 3, 1.0, 0.02, comm_s=0.5), 60) is None, "it may take twice as long"
+    found = looked_for_after_s(suspects, World(2, 5, 1.0, 0.02, comm_s=8.0), 60)
+    assert found is not None
+    assert found < NAMED_S
+
+
+def test_what_collectives_took_over_a_slow_link_is_not_usual_once_it_is_well_again() -> None:
+    suspects, world = Suspects(Outbox()), World(0, 3, 1.0, 0.02, comm_s=8.0, slow_from=0)
+    suspects.begin()
+    for comm_s in (8.0, 0.0):
+        for _, now, spent in replace(world, comm_s=comm_s).readings(20 if comm_s else 100):
+            suspects.read(spent, {worker: worker[1] for worker in spent}, now)
+            assert not suspects.wants_links
+        suspects.ranks.begin()  # totals begin anew in this world
+    found = looked_for_after_s(suspects, world, 60)
+    assert found is not None
+    assert found < NAMED_S
 
 
 def test_a_slow_link_is_looked_for_while_a_rank_of_another_node_is_known_to_be_slow() -> None:

@@ -30,6 +30,8 @@ ASK_AGAIN_S, ASKED_PER_S = 0.2, 2000.0  # between questions, and more where ther
 WHERE_AGAIN_S = 5.0  # between questions where each rank is: one that gets on has begun a collective meanwhile
 LOOK_S = 1.5  # for keepers to say where each rank is
 KNOCK_S = 30.0  # after a connection has ended: a kernel closes a killed process' files once it has its memory back
+LATE_S = 30.0  # for a check-up, before another one is asked for
+LINKS_S = 15.0  # for links to be measured: a node behind a slow one may not come to tell
 LOOKED_AT = 64  # nodes, at most: stacks are read by people
 
 
@@ -223,9 +225,12 @@ class Health:
         if generation != self._read_in:
             self._read_in, self._check_up, self._links = generation, None, None
             self.suspects.begin()
+        if self._links is not None and now - self._links.at > LINKS_S:
+            self._finish_links(self._links, now)
         every = self._probe_every_steps
         probed = every > 0 and (step - 1) % every == 0  # all have, a step before
-        due = bool(nodes) and now >= self._read_at
+        awaits = self._check_up is not None and now - self._check_up.at < LATE_S  # behind a slow link, for one
+        due = bool(nodes) and now >= self._read_at and not awaits
         if due:
             self._read_at = now + max(READ_S, len(nodes) / READ_PER_S)
             self._check_up = self._ask(Question.HEARTBEATS, nodes, now)
@@ -245,8 +250,7 @@ class Health:
         if self._check_up is not None and not self._check_up.waiting:
             self._finish_check_up(self._check_up, now)
         if self._links is not None and not self._links.waiting:
-            asked, self._links = self._links, None
-            self.suspects.linked({node: rates or {} for node, rates in asked.answers.items()}, now)
+            self._finish_links(self._links, now)
 
     def connection_lost(self, event: ConnectionLost, now: float) -> None:
         """Its keeper's process is gone, or does not answer: it alone, or all of the node."""
@@ -358,6 +362,11 @@ class Health:
             self.suspects.show(self.gpus, gpus)
             if self.suspects.wants_links and self._links is None:
                 self._links = self._ask(Question.LINKS, sorted({node for node, _ in ranks}), now)
+
+    def _finish_links(self, asked: _Asked, now: float) -> None:
+        """With what was answered: the nodes at its other ends tell of a link whose own node cannot."""
+        self._links = None
+        self.suspects.linked({node: rates or {} for node, rates in asked.answers.items()}, now)
 
     def _begin_look(self, now: float, nodes: Sequence[str]) -> None:
         first = {suspect.member.node for suspect in self._suspects if not suspect.dark}

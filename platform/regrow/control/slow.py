@@ -20,6 +20,7 @@ LEAST_SUM = 5 * DRIFT  # five readings of a slowdown by 15%
 SURE = 14.0  # of a false alarm, exp(-2 * SURE) a rank and reading
 KEPT = 24  # readings whose noise is looked at
 LEARNED = 6  # readings before it is known how long collectives take
+OTHER_SIZES = 5.0  # times as long as in groups of other sizes they may take
 SLOW_LINK = 0.67  # of the other nodes' median rate
 
 Worker = tuple[str, int]  # node, pid
@@ -97,8 +98,8 @@ class Sum:
     noise: float = 0.0  # sum of the squares of half the differences between readings: what lasts does not count
     found: bool = False
 
-    def add(self, excess: float, at: float) -> None:
-        excess = min(MOST, max(LEAST, excess))
+    def add(self, excess: float, at: float, most: float = MOST) -> None:
+        excess = min(most, max(LEAST, excess))
         if self.value <= 0.0:
             self.since = at
         if len(self.readings) == KEPT:
@@ -203,33 +204,51 @@ class SlowRanks:
 
 
 class SlowCollectives:
-    """Whether collectives take longer than they did in groups of the same size."""
+    """Whether collectives take longer than they did in groups of the same size, or far longer than in other ones."""
 
     def __init__(self) -> None:
-        self._usual_s: dict[int, float] = {}  # by world size, the least that was usual in a generation
+        self._seen: dict[tuple[int, bool], deque[float]] = {}  # by world size, and whether it is of several nodes
         self.begin()
 
     def begin(self) -> None:
         """Another generation."""
-        self.sum, self._first = Sum(), list[float]()
+        self.sum, self._newest = Sum(), deque[float](maxlen=LEARNED)
+        self._read, self._began_at = 0, 0.0  # readings, when the first one was taken
         self.excess = 0.0
 
     def read(self, means: Mapping[Worker, Spent], now: float) -> bool:
         """After a reading; whether it has changed that collectives are slow. A slow rank waits for no other."""
-        size, step_s = len(means), fmean(mean.step_s for mean in means.values())
+        group = len(means), len({node for node, _ in means}) > 1
+        step_s = fmean(mean.step_s for mean in means.values())
         taken_s = min(mean.wait_s for mean in means.values())  # by the one that waits least
-        if len(self._first) < LEARNED:
-            self._first.append(taken_s)
-            if len(self._first) == LEARNED:
-                self._usual_s[size] = min(median(self._first), self._usual_s.get(size, float("inf")))
-        if size not in self._usual_s:
+        self._read += 1
+        self._began_at = now if self._read == 1 else self._began_at
+        self._learn(self._seen.setdefault(group, deque(maxlen=KEPT)), taken_s)
+        usual_s = self._most_usual_s(group, step_s - taken_s)
+        if usual_s is None:
             return False
-        more_s = taken_s - self._usual_s[size]
+        more_s = taken_s - usual_s
         self.excess = more_s / max(step_s - max(0.0, more_s), 1e-9)
-        self.sum.add(self.excess, now)
-        return len(self._first) == LEARNED and self.sum.judge(
-            variance_of([self.sum])
-        )  # a process that starts beside it slows its first ones
+        self.sum.add(self.excess, now, most=2 * MOST if self.excess > 1.0 else MOST)
+        # a process that starts beside it slows its first ones
+        settled = self._read >= LEARNED or now - self._began_at >= LEARNED * READ_S
+        return settled and self.sum.judge(variance_of([self.sum]))
+
+    def _learn(self, seen: deque[float], taken_s: float) -> None:
+        """What is read while nothing seems to rise; and far less, whenever: what slowed that is over."""
+        if self.sum.value <= 2 * DRIFT:
+            seen.append(taken_s)
+        self._newest.append(taken_s)
+        if len(self._newest) == LEARNED and median(self._newest) < median(seen) / 2:
+            seen.clear()
+            seen.extend(self._newest)
+
+    def _most_usual_s(self, group: tuple[int, bool], own_s: float) -> float | None:
+        """What is known of its size, or the most of other ones of several nodes with room for how they differ."""
+        usual_s = {each: median(seen) for each, seen in self._seen.items() if len(seen) >= LEARNED}
+        others = [each for other, each in usual_s.items() if other != group and other[1] and group[1]]
+        known = [OTHER_SIZES * max(others) + own_s / 2] if others else []
+        return min([*known, *([usual_s[group]] if group in usual_s else [])], default=None)
 
 
 def slow_node(links: Mapping[str, float]) -> str:

@@ -22,6 +22,8 @@ FLOWS_S = 0.1  # that each trial takes, about
 GAIN = 1.15  # times the rate of fewer flows, for more to be worth their connections
 BUDGET_S = 1.0  # that a measurement may take each way, about
 MOST_BLOCKS = 32
+SLOW_S = 0.25  # for a block: then less is sent, in smaller ones
+SMALL = BLOCK >> 4
 
 
 @dataclass(frozen=True)
@@ -43,11 +45,14 @@ def measure(node: str, address: Address, secret: bytes) -> Link:
     Raises Damaged; CheckpointError where the keeper is gone or silent.
     """
     with connected(address, secret) as connection:
-        first_s = max(max(_exchange(connection, 1)), 1e-6)  # slow start is over then, too
-        num_blocks = max(1, min(MOST_BLOCKS, int(BUDGET_S / first_s)))
-        sent_s, received_s = _exchange(connection, num_blocks)
-    size = num_blocks * BLOCK
-    return Link(node, size / sent_s, size / received_s)
+        small_s = max(max(_exchange(connection, 1, SMALL)), 1e-6)
+        if small_s * BLOCK > SLOW_S * SMALL:  # training waits for it, too
+            size, num_blocks = SMALL, max(1, int(SLOW_S / small_s))
+        else:
+            first_s = max(max(_exchange(connection, 1, BLOCK)), 1e-6)  # slow start is over then, too
+            size, num_blocks = BLOCK, max(1, min(MOST_BLOCKS, int(BUDGET_S / first_s)))
+        sent_s, received_s = _exchange(connection, num_blocks, size)
+    return Link(node, num_blocks * size / sent_s, num_blocks * size / received_s)
 
 
 def flows_that_fill(address: Address, secret: bytes) -> int:
@@ -77,7 +82,7 @@ def flows_that_fill(address: Address, secret: bytes) -> int:
 def _send(connection: Connection, num_blocks: int) -> float:
     """Seconds until the other side has so many blocks."""
     begun = time.perf_counter()
-    connection.send({"op": OP, "blocks": num_blocks, "back": False})
+    connection.send({"op": OP, "blocks": num_blocks, "bytes": BLOCK, "back": False})
     for _ in range(num_blocks):
         connection.send_bytes(_block().data)
     if "sound" not in connection.receive():
@@ -87,22 +92,23 @@ def _send(connection: Connection, num_blocks: int) -> float:
 
 def answer(request: dict[str, Any], connection: Connection) -> None:
     """A keeper's side of an exchange."""
-    connection.send({"sound": _receive(connection, request["blocks"])})
+    size = request["bytes"]
+    connection.send({"sound": _receive(connection, request["blocks"], size)})
     for _ in range(request["blocks"] if request.get("back", True) else 0):
-        connection.send_bytes(_block().data)
+        connection.send_bytes(_block()[:size].data)
 
 
-def _exchange(connection: Connection, num_blocks: int) -> tuple[float, float]:
+def _exchange(connection: Connection, num_blocks: int, size: int) -> tuple[float, float]:
     """Seconds that so many blocks took there, and back."""
     times = [time.perf_counter()]
-    connection.send({"op": OP, "blocks": num_blocks})
+    connection.send({"op": OP, "blocks": num_blocks, "bytes": size})
     for _ in range(num_blocks):
-        connection.send_bytes(_block().data)
+        connection.send_bytes(_block()[:size].data)
     there = connection.receive().get("sound")
     times.append(time.perf_counter())
     if there is None:
         raise ConnectionError("the other side closed the connection")
-    back = _receive(connection, num_blocks)
+    back = _receive(connection, num_blocks, size)
     times.append(time.perf_counter())
     if not (there and back):
         raise Damaged(f"bytes were damaged on the way {'back' if there else 'there'}")
@@ -110,12 +116,12 @@ def _exchange(connection: Connection, num_blocks: int) -> tuple[float, float]:
     return there_s, back_s
 
 
-def _receive(connection: Connection, num_blocks: int) -> bool:
+def _receive(connection: Connection, num_blocks: int, size: int) -> bool:
     """All of them; whether they are sound."""
-    received, sound = np.empty_like(_block()), True
+    received, sound = np.empty(size, np.uint8), True
     for _ in range(num_blocks):
         connection.receive_into(received.data)
-        sound = sound and np.array_equal(received, _block())  # memoryviews compare ten times as slowly
+        sound = sound and np.array_equal(received, _block()[:size])  # memoryviews compare ten times as slowly
     return sound
 
 
