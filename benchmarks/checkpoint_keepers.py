@@ -16,7 +16,7 @@ from regrow.control.commits import CommitTracker
 from regrow.control.values import Peer, SnapshotAck, Version
 from regrow.state.disk.catalog import step_folder
 from regrow.state.disk.format import COMMIT
-from regrow.state.disk.upload import Upload, WriteOrder, write_index
+from regrow.state.disk.upload import Upload, WriteOrder
 from regrow.state.memory.held import Holder, holdings, is_whole
 from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.ranges import Address
@@ -130,7 +130,7 @@ class Keepers:
         assert not isinstance(outcome, str), outcome
         upload.done(order, outcome)
         if upload.complete:
-            upload.folder.write_bytes(COMMIT, write_index(upload.folder, upload.index()))
+            upload.folder.write_bytes(COMMIT, upload.index_order.carry_out(lambda files: files).commit)
             self._upload = None
             assert self._board.newest is not None
             self._tell(self._board.newest.version)

@@ -4,14 +4,14 @@
 
 Real: the Coordinator (with its Fleet, board, cadence, run log and TensorBoard files) in an actor process of its own on
 a Ray of this machine; every message that it gets or sends in a step (the reports of all nodes from the keepers at the
-top of the tree, the commit to each of these, a metrics row); the driver's `updates`, 5 a second; an order to each
-node for a checkpoint, its answers, the index and COMMIT. For the leader's figure, a real Keeper at the top of the tree.
+top of the tree, the commit to each of these, a metrics row); the driver's `updates`, 5 a second; the orders for a
+checkpoint to these keepers, their answers, the index, which one of them writes, COMMIT, and reading back. For the
+leader's figure, a real Keeper at the top of the tree.
 Stand-ins: a process for each keeper at the top of the tree, which plays all those below it too, so nothing is trained,
-copied or written but the index, COMMIT and the logs; a node's answer to an order comes after up to WRITE_S seconds and
-names 8 files, a row of one stack each. The coordinator has one connection for a process, so fewer than it would have
-for orders. All runs on one machine: no network. One worker joins for all, but where forming is what is measured: there
-FORM_PROCESSES processes play NUM_MEMBERS members, each of which joins and asks until its generation is there, as
-`runtime.rendezvous` does; no group of torch's is made.
+copied or written but the index, COMMIT and the logs; an answer to an order comes after up to WRITE_S seconds and names
+8 files of each node, a row of one stack each. All runs on one machine: no network. One worker joins for all, but where
+forming is what is measured: there FORM_PROCESSES processes play NUM_MEMBERS members, each of which joins and asks until
+its generation is there, as `runtime.rendezvous` does; no group of torch's is made.
 
 Figures are CPU time, user and system, of all threads of the one process, less what the same process uses when nothing
 is asked of it. `..._ms_per_step_...` is for a step a second, with all that a second brings besides;
@@ -21,6 +21,7 @@ while nothing commits: keepers ask then, now and then, whether the coordinator i
 
 import argparse
 import asyncio
+import dataclasses
 import hashlib
 import json
 import logging
@@ -127,6 +128,30 @@ class Keepers:
         await asyncio.gather(*(one() for nodes in self.below for _ in nodes))
 
     async def write(self, order: Any) -> Any:
+        await asyncio.sleep(random.random() * WRITE_S)
+        return self._written(order)
+
+    async def write_all(self, order: Any) -> Any:
+        import ray
+
+        from regrow.state.disk.upload import Joined
+
+        await asyncio.sleep(random.random() * WRITE_S)
+        joined = Joined.of({node: self._written(order.of(node)) for each in self.below for node in each})
+        return dataclasses.replace(joined, files=ray.put(joined.files))
+
+    async def read_back(self, folder: str, files: Any, origin: str) -> str:
+        return ""
+
+    async def read_back_all(self, order: Any) -> dict[str, str]:
+        return {node: "" for each in self.below for node in each}
+
+    async def put_together(self, order: Any) -> Any:
+        from regrow.runtime.writing import fetch
+
+        return order.carry_out(fetch)
+
+    def _written(self, order: Any) -> Any:
         import numpy as np
 
         from regrow.state.disk.format import SPAN, Content, DataFile
@@ -134,7 +159,6 @@ class Keepers:
         from regrow.state.disk.stacks import Column, Stack
         from regrow.state.disk.upload import Tensors, Written
 
-        await asyncio.sleep(random.random() * WRITE_S)
         num_files = self.num_nodes * RANKS_PER_NODE
         head, size = 50 * NUM_TENSORS, NUM_TENSORS * ROW_ELEMENTS
         names = [f"optim/exp_avg/layers.{number}.feed_forward.w1.weight" for number in range(NUM_TENSORS)]

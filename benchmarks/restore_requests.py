@@ -10,8 +10,9 @@ the first, the last, and others by chance; counts are those of the worst. `read_
 `most_read_for_nothing_over_share` is the most that one reads beyond its need over an even share of the state: rows do
 not divide evenly, and some ranks need next to nothing.
 
-CPU of this process, for what the coordinator's does for one checkpoint: `receive_cpu_s`, to unpickle what 8 ranks of
-each node have written (without Ray); `encode_cpu_s`, to make the metadata file; `write_cpu_s`, to write it to a disk.
+CPU of this process, for what the keeper's does that puts a checkpoint together: `receive_cpu_s`, to unpickle and join
+what the nodes at the top of the tree tell (without Ray); `encode_cpu_s`, to make the metadata file; `write_cpu_s`, to
+write it to a disk.
 `version_4_header_bytes`: what each rank read of headers before, computed: of each tensor in each file some 150 bytes,
 and a checksum of 4 bytes, in base64, for 16 KiB.
 """
@@ -37,6 +38,7 @@ sys.path[:0] = [str(ROOT / "platform"), str(ROOT / "tests"), str(ROOT)]
 from benchmarks.measure import write_result  # noqa: E402
 
 from regrow.config.schema import ModelConfig  # noqa: E402
+from regrow.control.peers import FAN_OUT  # noqa: E402
 from regrow.model.size import parameter_shapes  # noqa: E402
 from regrow.plan.boxes import ITEM_BYTES, Box  # noqa: E402
 from regrow.plan.mesh import Coordinates, MeshShape  # noqa: E402
@@ -44,6 +46,7 @@ from regrow.plan.placement import num_copies, placed, stage_of  # noqa: E402
 from regrow.state.disk.catalog import open_checkpoint, step_folder  # noqa: E402
 from regrow.state.disk.format import COMMIT, SPAN, STORED_CHUNK_BYTES, Content, DataFile, Index  # noqa: E402
 from regrow.state.disk.metadata import encode, num_chunks  # noqa: E402
+from regrow.state.disk.packed import PackedFiles  # noqa: E402
 from regrow.state.disk.reading import Reader  # noqa: E402
 from regrow.state.disk.stacks import Stack, parts_of, rows_of  # noqa: E402
 from regrow.state.reshard import share  # noqa: E402
@@ -66,7 +69,6 @@ CASES: dict[str, tuple[str, MeshShape, MeshShape]] = {
     "405b hsdp 8x256 tp 8 to 8x255": ("405b", MeshShape(8, 256, 8), MeshShape(8, 255, 8)),
     "405b pp 8 tp 8 x 256 to 255": ("405b", MeshShape(1, 256, 8, 8, STAGES), MeshShape(1, 255, 8, 8, STAGES)),
 }
-RANKS_PER_NODE = 8
 NUM_RANKS = 8  # that are looked at
 
 
@@ -145,12 +147,14 @@ def _parts_with_rows(model: str, at: Coordinates) -> list[Any]:
 def count(model: str, before: MeshShape, after: MeshShape) -> dict[str, Any]:
     files = files_of(model, before)
     tensors = {box.name: (box.dtype, box.shape) for box in sorted(wholes(model), key=lambda box: box.name)}
-    sent = [pickle.dumps(files[at : at + RANKS_PER_NODE], 5) for at in range(0, len(files), RANKS_PER_NODE)]
+    most = -(-len(files) // FAN_OUT)
+    told = [PackedFiles.of({str(at): files[at : at + most]}) for at in range(0, len(files), most)]
+    sent = [pickle.dumps(each, 5) for each in told]
     begun = time.process_time()
-    files = tuple(file for each in sent for file in pickle.loads(each))
+    packed = PackedFiles.joined([pickle.loads(each) for each in sent])
     receive_cpu_s = time.process_time() - begun
     begun = time.process_time()
-    head, rest = encode(Index("0" * 16, 1, 1, {"step": 1}, tensors, files))
+    head, rest = encode(Index("0" * 16, 1, 1, {"step": 1}, tensors, ()), packed)
     pointer = json.dumps({"index": "m", "bytes": len(head), "sha256": hashlib.sha256(head).hexdigest()}).encode()
     encode_cpu_s = time.process_time() - begun
     with tempfile.TemporaryDirectory() as folder:
@@ -163,7 +167,7 @@ def count(model: str, before: MeshShape, after: MeshShape) -> dict[str, Any]:
     looked = [look(storage, model, Coordinates(after, rank)) for rank in sorted(ranks)]
     share_bytes = sum(box.num_bytes for box in wholes(model)) / after.world_size
     num_chunks_v4 = sum(box.num_bytes for box in wholes(model)) / (16 << 10)
-    boxes = sum(len(np.frombuffer(f.content.spans, SPAN)) for f in files if f.content)
+    boxes = len(packed.spans)
     return {
         "read_over_needed": sum(each["read"] for each in looked) / sum(each["needed"] for each in looked),
         "most_read_for_nothing_over_share": max(each["read"] - each["needed"] for each in looked) / share_bytes,

@@ -1,7 +1,9 @@
-"""Reports go up a tree of keepers, commits down it: real keepers, a real coordinator, two of them under each."""
+"""Reports and what came of orders go up a tree of keepers, commits and orders down it: real keepers, memory and files,
+two of them under each."""
 
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,39 +11,71 @@ from typing import Any
 import pytest
 import ray
 
-from regrow.config.schema import ClusterConfig, ObserveConfig, PretrainConfig
+from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig
 from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.core import Control
 from regrow.control.membership import Member
 from regrow.control.peers import plan_peers, plan_tree
 from regrow.control.values import SnapshotAck, Version
+from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.runtime.fleet import Fleet
-from regrow.runtime.keeper import GROUPS, Keeper
+from regrow.runtime.keeper import Keeper
 from regrow.runtime.publisher import Publisher
+from regrow.runtime.writing import GROUPS, fetch
+from regrow.state.disk.catalog import committed_steps, open_checkpoint, step_folder, verify
 from regrow.state.memory.held import is_whole
 from regrow.state.memory.slots import Committed
+from regrow.state.memory.writer import Snapshots
 from regrow.storage import Storage
+from support.keepers import RUN, SECRET, entries_of, step_to
 
-NODES = [f"node-{number}" for number in range(7)]  # two, then four, then one
+NODES = [f"node-{number}" for number in range(7)]  # two, four under these, then one under node-2
+STEP = 3
 
 
 class Root:
     """Control and its keepers in an actor of their own, as the coordinator has them; a tree with two at its top."""
 
-    def __init__(self, folder: Path, secret: bytes) -> None:
-        config = PretrainConfig(cluster=ClusterConfig(max_workers=8), observe=ObserveConfig(metrics=False))
-        self.control = Control(config, is_whole=is_whole, now=0.0, fan_out=2)
-        publisher = Publisher(Storage.at(folder / "checkpoints"), "run", keep=2, flush_log=lambda: None)
-        self.fleet = Fleet("run", secret, publisher)
+    def __init__(self, folder: Path) -> None:
+        config = PretrainConfig(
+            cluster=ClusterConfig(max_workers=8),
+            checkpoint=CheckpointConfig(every_steps=None),
+            observe=ObserveConfig(metrics=False),
+        )
+        self.control = Control(config, is_whole=is_whole, now=time.time(), fan_out=2)
+        checkpoints = Storage.at(folder / "checkpoints")
+        self.publisher = Publisher(checkpoints, RUN, keep=2, flush_log=lambda: None, fetch=fetch)
+        self.fleet = Fleet(RUN, SECRET, self.publisher)
+        self.commands: list[Any] = []
         self.calls = 0
 
     def ready(self) -> int:
         return 0
 
+    def complaint(self, *what: Any) -> None:
+        pass
+
+    def note(self, event: str, fields: Any) -> None:
+        pass
+
+    def gone(self, node: str, pid: int) -> None:
+        pass
+
     def tell(self, event: Any) -> None:
-        carriers: dict[type, Any] = {c.SendPlaces: self.fleet.send_places, c.Announce: self.fleet.announce}
-        for command in self.control.on(event, 1.0):
+        carriers: dict[type, Any] = {
+            c.SendPlaces: self.fleet.send_places,
+            c.Announce: self.fleet.announce,
+            c.Write: self.fleet.write,
+            c.WriteAll: self.fleet.write_all,
+            c.ReadBack: self.fleet.read_back,
+            c.ReadBackAll: self.fleet.read_back_all,
+            c.PublishIndex: lambda command: (self.fleet if command.by else self.publisher).publish_index(command),
+            c.PublishCommit: self.publisher.publish_commit,
+            c.Delete: lambda command: self.publisher.delete(),
+        }
+        for command in self.control.on(event, time.time()):
+            self.commands.append(command)
             carriers.get(type(command), lambda command: None)(command)
 
     def begin(self, keepers: dict[str, tuple[Any, Any]]) -> None:
@@ -58,6 +92,12 @@ class Root:
 
     def newest(self) -> tuple[Version | None, int]:
         return self.control.newest_snapshot, self.calls
+
+    def turn(self) -> list[Any]:
+        """Take in what was answered; all commands so far."""
+        for event in [*self.fleet.answers(), *self.publisher.done()]:
+            self.tell(event)
+        return self.commands
 
 
 @pytest.fixture
@@ -79,16 +119,21 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             ray.shutdown()
 
 
+def start_keepers(folder: Path) -> tuple[Any, dict[str, Any], list[Any]]:
+    """The root, the keepers by node, and what they say of themselves; a generation has begun."""
+    root: Any = ray.remote(Root).options(num_cpus=0).remote(folder)
+    keeper: Any = ray.remote(concurrency_groups=GROUPS)(Keeper).options(num_cpus=0, max_concurrency=8)
+    handles = {node: keeper.remote(RUN, node, str(folder / f"regrow-{RUN}-{node}"), "rack", 600.0) for node in NODES}
+    infos = ray.get([handle.serve.remote(root, SECRET) for handle in handles.values()], timeout=120)
+    ray.get(root.begin.remote({info.node: (handles[info.node], info) for info in infos}), timeout=60)
+    return root, handles, infos
+
+
 def test_a_step_that_all_report_is_committed_and_all_hear_of_it(folder: Path) -> None:
     assert [branch.num_nodes for branch in plan_tree(NODES, fan_out=2).values()] == [4, 3, 2, 1, 1, 1, 1]
-    secret = b"of this run"
-    root: Any = ray.remote(Root).options(num_cpus=0).remote(folder, secret)
-    keeper: Any = ray.remote(concurrency_groups=GROUPS)(Keeper).options(num_cpus=0, max_concurrency=8)
-    handles = {node: keeper.remote("run", node, str(folder / f"regrow-run-{node}"), "rack", 600.0) for node in NODES}
-    infos = ray.get([handle.serve.remote(root, secret) for handle in handles.values()], timeout=120)
+    root, handles, infos = start_keepers(folder)
     assert {info.domain for info in infos} == {"r7"}
     assert all(info.object_store_bytes == 0 for info in infos), "its folder is not in /dev/shm"
-    ray.get(root.begin.remote({info.node: (handles[info.node], info) for info in infos}), timeout=60)
     peers = plan_peers([(node, node) for node in NODES])
     for number, step in enumerate((1, 2), 1):
         moment = Version(1, step)
@@ -102,6 +147,53 @@ def test_a_step_that_all_report_is_committed_and_all_hear_of_it(folder: Path) ->
     again = SnapshotAck(NODES[-1], Version(1, 2), ("node-3",))  # others hold its copies now, say all but its leaders
     handles[NODES[-1]].relay.remote([again])
     wait_until(lambda: ray.get(root.newest.remote())[1] == 5)
+
+
+@pytest.mark.parametrize("killed", [(), ("node-0",), ("node-2",), ("node-3", "node-6")], ids=" ".join)
+def test_a_checkpoint_is_written_through_the_tree_whichever_keeper_of_it_dies(
+    folder: Path, killed: tuple[str, ...]
+) -> None:
+    """node-0 speaks for 2, 3 and 6, node-2 for 6: whom they spoke for are asked themselves, and their own parts come
+    from their copies; each part is written once."""
+    root, handles, _ = start_keepers(folder)
+    entries = [entries_of(rank, len(NODES)) for rank in range(len(NODES))]
+    writers = [
+        Snapshots(
+            folder / f"regrow-{RUN}-{node}",
+            mine,
+            coordinates=Coordinates(MeshShape(1, len(NODES)), rank),
+            run_id=RUN,
+            generation=1,
+        )
+        for rank, (node, mine) in enumerate(zip(NODES, entries, strict=True))
+    ]
+    step_to(STEP, writers, entries)
+    wait_until(lambda: ray.get(root.newest.remote())[0] == Version(1, STEP))
+    for node in killed:
+        ray.kill(handles[node], no_restart=True)
+    root.tell.remote(e.CheckpointWanted(1, STEP))
+
+    def commands() -> Counter[type]:
+        return Counter(type(each) for each in ray.get(root.turn.remote()))
+
+    wait_until(lambda: commands()[c.Delete])
+    ordered = ray.get(root.turn.remote())
+    writes = [each for each in ordered if isinstance(each, c.Write)]
+    (index, *again) = [each for each in ordered if isinstance(each, c.PublishIndex)]
+    assert commands()[c.WriteAll] == 1
+    if not killed:
+        assert (writes, again, index.by in NODES[:2]) == ([], [], True)
+        assert (commands()[c.ReadBackAll], commands()[c.ReadBack]) == (1, 0)
+    assert {each.origin for each in writes if each.copies} == set(killed)
+    checkpoints = Storage.at(folder / "checkpoints")
+    assert committed_steps(checkpoints) == [STEP]
+    made = open_checkpoint(checkpoints, STEP)
+    verify(checkpoints, made, lambda num_bytes: None)
+    assert len(made.files) == len(NODES)
+    there = [path.suffix for path in (folder / "checkpoints" / step_folder(STEP)).iterdir()]
+    assert there.count(".safetensors") == len(NODES), "nothing was written twice"
+    for each in writers:
+        each.close()
 
 
 def wait_until(condition: Any, deadline_s: float = 30.0) -> None:

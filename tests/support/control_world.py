@@ -21,6 +21,7 @@ from regrow.control.core import Control, Fenced
 from regrow.control.health import Pulse
 from regrow.control.membership import Formation, Member
 from regrow.control.past import Past, group_of
+from regrow.control.peers import FAN_OUT
 from regrow.control.states import Answer, RowAnswer, Training
 from regrow.control.values import NEVER, SnapshotAck, Version
 from regrow.control.verification import Checks
@@ -164,8 +165,11 @@ class World:
         timeout_s: float = 30.0,
         num_slices: int | None = None,
         verify_every_steps: int = 0,
+        fan_out: int | None = None,
     ) -> None:
-        """`num_slices`: of a batch; then the ranks that make no step faster are spares."""
+        """`num_slices`: of a batch; then the ranks that make no step faster are spares. `fan_out`: of a node; by the
+        seed's turn nodes speak for others, or each for itself."""
+        self.fan_out = fan_out or (2 if seed % 2 else FAN_OUT)
         self.rng, self.now, self.last_step = random.Random(seed), 1000.0, last_step
         self.config = PretrainConfig(
             cluster=ClusterConfig(min_workers=min_workers, max_workers=num_nodes, wait_for_workers_s=600.0),
@@ -321,7 +325,12 @@ class World:
         self.num_coordinators += 1
         self.met = set()
         return self.control_class(
-            self.config, is_whole=is_whole, now=self.now, past=past, first_message=self.num_coordinators * 10**6
+            self.config,
+            is_whole=is_whole,
+            now=self.now,
+            past=past,
+            first_message=self.num_coordinators * 10**6,
+            fan_out=self.fan_out,
         )
 
     def tell(self, event: e.Event, *, zombie: bool = False) -> Any:
@@ -564,19 +573,54 @@ class World:
         self.after(0.2 + self.rng.random(), lambda: self._write(key, command, node, failed))
 
     def _write(self, key: int, command: c.Write, node: Node, failed: e.WriteFailed) -> None:
-        if key // 10**6 != self.num_coordinators:
-            return  # the client is gone
+        if key // 10**6 == self.num_coordinators:  # the client is there
+            self._from_storage(self._answer_of(key, command, node, failed), self.soon())
+
+    def _answer_of(self, key: int, command: c.Write, node: Node, failed: e.WriteFailed) -> e.Written | e.WriteFailed:
         held = node.copies.values() if command.copies else node.slots
         found = [each for each in held if each and each.moment == command.version and each.origin == command.origin]
         if not (node.alive and node.up and found):
-            self._from_storage(replace(failed, has_none=True), self.soon())
-            return
+            return replace(failed, has_none=True)
         try:
             self._put(key, command, found[0])
         except OSError as error:
-            self._from_storage(replace(failed, problem=str(error)), self.soon())
-            return
-        self._from_storage(e.Written(command.upload, command.origin), self.soon())
+            return replace(failed, problem=str(error))
+        return e.Written(command.upload, command.origin)
+
+    def _do_WriteAll(self, command: c.WriteAll) -> None:
+        if not self._is_known(command.version):
+            raise Broken(f"a checkpoint of {command.version}, which is not committed")
+        key = command.upload + 10**6 * self.num_coordinators
+
+        def answer_of(name: str) -> e.Written | e.WriteFailed:
+            order = c.Write(command.upload, command.version, name, name, False, name == command.describes)
+            return self._answer_of(key, order, self.nodes[name], e.WriteFailed(command.upload, name, name, "is full"))
+
+        self._speak(command, answer_of)
+
+    def _do_ReadBackAll(self, command: c.ReadBackAll) -> None:
+        def answer_of(name: str) -> e.HasReadBack:
+            problem = "is damaged" if self.damages and self.rng.random() < 0.02 else ""
+            return e.HasReadBack(command.upload, name, None if self._fails(0.02) else problem)
+
+        self._speak(command, answer_of)
+
+    def _speak(
+        self, command: c.WriteAll | c.ReadBackAll, answer_of: Callable[[str], e.Written | e.WriteFailed | e.HasReadBack]
+    ) -> None:
+        """Nodes that are gone are left out, and some others; one that is gone itself speaks for none."""
+        keepers, coordinator = self.control.snapshots.keepers, self.num_coordinators
+        spoken_for = keepers.spoken_for(keepers.peers)
+
+        def speak(name: str) -> None:
+            there = [n for n, by in spoken_for.items() if by == name and self.nodes[n].alive and self.nodes[n].up]
+            if coordinator != self.num_coordinators:
+                return  # the client is gone
+            answers = [answer_of(n) for n in there if self.rng.random() < 0.9] if name in there else []
+            self._from_storage(e.Spoken(command.upload, name, answers), self.soon())
+
+        for name in command.nodes:
+            self.after(0.2 + self.rng.random(), lambda name=name: speak(name))  # type: ignore[misc]
 
     def _do_ReadBack(self, command: c.ReadBack) -> None:
         node = self.nodes[command.node]

@@ -13,8 +13,8 @@ from regrow.plan.boxes import Box
 from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.plan.placement import placed
 from regrow.state.disk.catalog import step_folder
-from regrow.state.disk.format import COMMIT, Index
-from regrow.state.disk.upload import Upload, write_index
+from regrow.state.disk.format import COMMIT, DataFile
+from regrow.state.disk.upload import Upload
 from regrow.state.entries import Entry
 from regrow.state.memory.held import Holder
 from regrow.state.memory.node import KeeperNode
@@ -149,14 +149,16 @@ def holders(nodes: list[Node], step: int) -> list[Holder]:
     return found
 
 
-def write_checkpoint(nodes: list[Node], checkpoints: Storage, step: int, generation: int = 1) -> Index:
+def write_checkpoint(nodes: list[Node], checkpoints: Storage, step: int, generation: int = 1) -> list[DataFile]:
     """Have keepers write a snapshot that is in memory to storage, and commit it."""
     moment = Version(generation, step)
     keepers = {report.node: node.keeper for node in nodes for report in node.reports if report.version == moment}
     folder = checkpoints / step_folder(step)
     upload = Upload(moment, tuple(keepers), folder, RUN)
+    files = []
     for node, order in upload.orders():
-        upload.done(order, keepers[node].write(order))
-    index = upload.index()
-    folder.write_bytes(COMMIT, write_index(folder, index))
-    return index
+        written = keepers[node].write(order)
+        upload.done(order, written)
+        files += written.files
+    folder.write_bytes(COMMIT, upload.index_order.carry_out(lambda files: files).commit)
+    return files

@@ -10,6 +10,7 @@ from regrow.control import events as e
 from regrow.control.core import Control
 from regrow.control.membership import Formation, Member
 from regrow.control.past import Past
+from regrow.control.peers import FAN_OUT
 from regrow.control.states import Answer, RowAnswer
 from regrow.control.values import SnapshotAck, Version
 from regrow.record.log import METRIC_KEYS
@@ -29,6 +30,7 @@ class Told:
         copies: int = 1,
         every_steps: int | str = "auto",
         parallel: ParallelConfig | None = None,
+        fan_out: int = FAN_OUT,
         **cluster: Any,
     ) -> None:
         config = PretrainConfig(
@@ -39,7 +41,7 @@ class Told:
         )
         config.optim.num_slices = max(config.optim.num_slices, config.cluster.max_workers)
         self.now, self.commands = 1000.0, list[c.Command]()
-        self.control = Control(config, is_whole=is_whole, now=self.now, past=past)
+        self.control = Control(config, is_whole=is_whole, now=self.now, past=past, fan_out=fan_out)
 
     def __call__(self, event: e.Event | None = None) -> Any:
         """Tell it an event, or that time has passed; its reply."""

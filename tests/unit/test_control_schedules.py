@@ -176,7 +176,7 @@ def the_index_comes_before_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def early(self: Any, event: Any, now: float) -> None:
         if self.upload is not None:
-            self.upload.written |= self.upload.peers.keys()
+            self.upload._written |= self.upload.peers.keys()
         written(self, event, now)
 
     monkeypatch.setattr(checkpoints.Checkpoints, "written", early)

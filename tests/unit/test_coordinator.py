@@ -164,7 +164,7 @@ class Keeper:
         """On a thread, as a keeper's process does beside the coordinator's."""
         return self.threads.submit(self._write, order)
 
-    def read_back(self, folder: str, files: Sequence[DataFile]) -> "Future[str]":
+    def read_back(self, folder: str, files: Sequence[DataFile], origin: str) -> "Future[str]":
         return self.threads.submit(
             lambda: "" if all(Storage.at(folder).exists(each.name) for each in files) else "gone"
         )

@@ -275,8 +275,7 @@ def test_that_storage_does_not_give_back_what_was_written_is_seen(
         snapshot(nodes, 3, 2)
         monkeypatch.setattr(LocalStorage, "write_chunks", write_chunks)
         storage = Storage.at(tmp_path / "checkpoints")
-        index = write_checkpoint(nodes, storage, 3)
-        for file in index.files:
+        for file in write_checkpoint(nodes, storage, 3):
             with pytest.raises(CheckpointError, match="what was written is not what is read"):
                 read_back(storage / catalog.step_folder(3), file)
 

@@ -54,7 +54,7 @@ class Keeper:
             raise self.error
         return Written((DataFile(f"{order.origin}.safetensors", 8, 4, ""),), 1, {}, {}, {})
 
-    def read_back(self, folder: str, files: Sequence[DataFile]) -> str:
+    def read_back(self, folder: str, files: Sequence[DataFile], origin: str) -> str:
         if self.error is not None:
             raise self.error
         return f"{folder.rpartition('/')[2]}/{files[0].name} read by {self.node}"
@@ -143,8 +143,7 @@ def test_nodes_that_hold_different_things_make_no_checkpoint(tmp_path: Path) -> 
     publisher = publisher_in(tmp_path)
     for node in "ab":
         order = publisher.order(c.Write(1, Version(1, 10), node, node, copies=False, describe=node == "a"))
-        written: Any = SimpleNamespace(files=(), scalars={}, tensors_sha256={0: node}, tensors={}, num_ranks=1)
-        publisher.written(1, order, written)
+        publisher.written(1, order, Written((), 1, {}, {0: node}, {}))
     publisher.publish_index(c.PublishIndex(1, Version(1, 10), ("a", "b")))
     assert until(publisher.done) == [e.PublishFailed(1, "node b holds another state than a")]
     publisher.close()

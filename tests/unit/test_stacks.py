@@ -14,6 +14,7 @@ from regrow.plan.placement import placed, stage_of
 from regrow.state.disk import gather, reading
 from regrow.state.disk.catalog import open_checkpoint, step_folder, verify
 from regrow.state.disk.format import COMMIT, Index
+from regrow.state.disk.packed import PackedFiles
 from regrow.state.disk.reading import Reader
 from regrow.state.disk.stacks import parts_of
 from regrow.state.disk.upload import write_index
@@ -92,7 +93,7 @@ def written(folder: Storage, mesh: MeshShape) -> Index:
             files.append(file)
     tensors = {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in sorted(STATE.items())}
     index = Index(RUN, 1, 1, {"step": 1}, tensors, tuple(files))
-    step.write_bytes(COMMIT, write_index(step, index))
+    step.write_bytes(COMMIT, write_index(step, index, PackedFiles.of({"": files})))
     return open_checkpoint(folder, 1)
 
 
@@ -192,4 +193,4 @@ def test_files_that_do_not_hold_every_element_once_are_no_checkpoint(tmp_path: P
     memory = {n: memoryview(e.memory.view(torch.uint8).numpy().data) for n, e in enumerate(entries)}
     file = gather.write_parts(step, "part.safetensors", parts, boxes, memory, **OF)
     with pytest.raises(CheckpointError, match=r"do not hold every element of .* once"):
-        write_index(step, Index(RUN, 1, 1, {"step": 1}, made[0].tensors, (file,)))
+        write_index(step, Index(RUN, 1, 1, {"step": 1}, made[0].tensors, ()), PackedFiles.of({"": [file]}))

@@ -6,24 +6,25 @@ index, then COMMIT, each once the one before is known to be there. What was aske
 storage, or too late; keepers need no trainer for it, so that whatever ends a run has its newest snapshot written.
 """
 
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass
 
 from regrow.control.cadence import Cadence
-from regrow.control.commands import Outbox, PublishCommit, PublishIndex, Withdraw, Write
+from regrow.control.commands import Outbox, Withdraw
 from regrow.control.commits import CommitTracker, SnapshotCommit
 from regrow.control.events import (
     CheckpointCommitted,
     CheckpointWanted,
     HasReadBack,
+    IndexNotWritten,
     IndexWritten,
     PublishFailed,
+    Spoken,
     WriteFailed,
     Written,
 )
-from regrow.control.node_times import CheckpointTimes
 from regrow.control.peers import KeeperRegistry
 from regrow.control.read_back import ReadBacks, StoredSteps
+from regrow.control.upload import Stage, Upload
 from regrow.control.values import NEVER, NOTHING, Version
 
 RETRY_S = 30.0  # from a checkpoint that failed to the next one that is due
@@ -31,48 +32,6 @@ ASK_AGAIN_S = 5.0  # the same, where one was asked for
 ARRIVE_S, ARRIVE_WANTED_S = 5.0, 60.0  # for the last snapshot to be committed once the workers have left
 NO_TIME = float("-inf")
 IN_VAIN = 3  # tries in a row at a part that no node has, before it is given up
-
-
-class Stage(Enum):
-    """Of an upload."""
-
-    WRITING = "nodes write their parts"
-    INDEX = "the index is being written"
-    COMMIT = "COMMIT is being written"
-
-
-@dataclass
-class Upload:
-    """A checkpoint in the making. `peers` as in the snapshot's commit; `asked`: by origin, the node that writes it."""
-
-    number: int
-    version: Version
-    peers: dict[str, tuple[str, ...]]
-    begun_at: float
-    reason: str
-    stage: Stage = Stage.WRITING
-    asked: dict[str, str] = field(default_factory=dict)
-    written: set[str] = field(default_factory=set)  # origins
-    times: CheckpointTimes = field(init=False)
-    lacked: bool = True  # all that has failed of it did because a part was not there
-
-    def __post_init__(self) -> None:
-        self.times = CheckpointTimes(self.begun_at)
-
-    def wrote(self, event: Written, now: float) -> bool:
-        """A part is there; whether all are."""
-        self.times.wrote(event.origin, self.asked[event.origin], event.times, now)
-        self.written.add(event.origin)
-        is_whole = self.written == self.peers.keys()
-        if is_whole:
-            self.times.passed(now)
-        return is_whole
-
-    @property
-    def doing(self) -> str:
-        """What it is about, in words."""
-        nodes = sorted({node[:12] for origin, node in self.asked.items() if origin not in self.written})
-        return f"node {', '.join(nodes)} writes" if self.stage is Stage.WRITING else self.stage.value
 
 
 @dataclass
@@ -111,7 +70,7 @@ class Checkpoints:
         self._failed_at = NO_TIME
         self._in_vain = 0  # checkpoints in a row that failed because no node has some part
         self._number, self.steps = 0, StoredSteps(stored)
-        self.read_backs = ReadBacks(out, self.steps, timeout_s=timeout_s, can_ask=keepers.can_ask)
+        self.read_backs = ReadBacks(out, self.steps, timeout_s=timeout_s, keepers=keepers)
         self._late: dict[int, Upload] = {}  # given up when COMMIT was on its way
         self._withdrawn: set[int] = set()  # of these, the ones that must not count should it arrive
 
@@ -181,38 +140,37 @@ class Checkpoints:
 
     def written(self, event: Written, now: float) -> None:
         """The index comes once all nodes have."""
-        found = self._current(event.upload, Stage.WRITING)
-        if found is not None and found.wrote(event, now):
-            found.stage = Stage.INDEX
-            self._out.append(PublishIndex(found.number, found.version, tuple(found.peers)))
+        if (found := self._current(event.upload, Stage.WRITING)) is not None:
+            found.written(event, now)
 
     def write_failed(self, event: WriteFailed, now: float) -> None:
         """The next node that has copies is to do it instead."""
-        origin, node = event.origin, event.node
-        found = self._current(event.upload, Stage.WRITING)
-        if found is None or origin in found.written or found.asked[origin] != node:
+        if (found := self._current(event.upload, Stage.WRITING)) is not None:
+            self._give_up_for(found.write_failed(event, at_last=self._end_at is not None), now)
+
+    def spoken(self, event: Spoken, now: float) -> None:
+        """What many nodes came to that were to write, or to read back."""
+        if (found := self._current(event.upload, Stage.WRITING)) is not None:
+            self._give_up_for(found.spoken(event, now, at_last=self._end_at is not None), now)
             return
-        found.lacked = found.lacked and event.has_none
-        if peer := _next_holder(found, origin, node, self._keepers, at_last=self._end_at is not None):
-            self._write(found, origin, peer)
-        else:
-            self._in_vain = self._in_vain + 1 if found.lacked else 0
-            self._give_up(f"node {node[:12]} {event.problem}", now)
+        for answer in event.answers:
+            if isinstance(answer, HasReadBack):
+                self.has_read_back(answer, now)
+        self.read_backs.left_out(event)
 
     def gone_dark(self, nodes: set[str], now: float) -> None:
         """Nothing is to be expected of these nodes any more."""
-        upload = self.upload
-        if upload is None:
-            return
-        for origin, node in list(upload.asked.items()):
-            if node in nodes and self.upload is upload:
-                self.write_failed(WriteFailed(upload.number, origin, node, "says nothing", has_none=True), now)
+        if self.upload is not None:
+            self._give_up_for(self.upload.gone_dark(nodes, at_last=self._end_at is not None), now)
 
     def index_written(self, event: IndexWritten, now: float) -> None:
         if (found := self._current(event.upload, Stage.INDEX)) is not None:
-            found.times.passed(now)
-            found.stage = Stage.COMMIT
-            self._out.append(PublishCommit(found.number, found.version))
+            found.index_written(now)
+
+    def index_not_written(self, event: IndexNotWritten, now: float) -> None:
+        """The keeper that was to put it together is gone."""
+        if (found := self._current(event.upload, Stage.INDEX)) is not None:
+            found.index_not_written()
 
     def committed(self, event: CheckpointCommitted, now: float) -> None:
         """COMMIT is there. What was written is read back, then retention follows."""
@@ -294,13 +252,11 @@ class Checkpoints:
         self.begin_if_due(now)
 
     def _begin(self, commit: SnapshotCommit, reason: str, now: float) -> None:
-        """Each node writes its own part, or where it cannot be asked the one with its copies."""
         self.failure = ""
         self._number += 1
-        self.upload = upload = Upload(self._number, commit.version, dict(commit.peers), now, reason)
+        self.upload = Upload(self._number, commit, reason, now, self._keepers, self._out)
         self.cadence.begun(commit.version.step, now)
-        for origin, peers in upload.peers.items():
-            self._write(upload, origin, next(filter(self._keepers.is_there, (origin, *peers)), origin))
+        self.upload.begin(self.timeout_s)
 
     def has_stored(self, step: int) -> None:
         """This step is in storage: keepers have written it, or the ranks themselves."""
@@ -314,10 +270,11 @@ class Checkpoints:
         found = self.upload
         return found if found is not None and (found.number, found.stage) == (upload, stage) else None
 
-    def _write(self, upload: Upload, origin: str, node: str) -> None:
-        upload.asked[origin] = node
-        describe = origin == next(iter(upload.peers))
-        self._out.append(Write(upload.number, upload.version, node, origin, node != origin, describe))
+    def _give_up_for(self, problem: str, now: float) -> None:
+        """What is being written cannot be any more, for this if it is not empty."""
+        if problem and self.upload is not None:
+            self._in_vain = self._in_vain + 1 if self.upload.lacked else 0
+            self._give_up(problem, now)
 
     def _give_up(self, problem: str, now: float, *, withdraw: bool = False, failed: bool = False) -> None:
         """`failed`: storage said so, and no COMMIT is on its way."""
@@ -334,11 +291,3 @@ class Checkpoints:
         self._failed_at = now
         self.failure = f"the checkpoint of step {step} was not written: {problem}"
         self._out.record("checkpoint_failed", step=step, detail=problem)
-
-
-def _next_holder(upload: Upload, origin: str, node: str, keepers: KeeperRegistry, *, at_last: bool) -> str:
-    """The node after this one that has copies of what is of `origin`, or empty. `at_last`: one that has gone dark is
-    better than none."""
-    holders = (origin, *upload.peers[origin])
-    rest = [each for each in holders[holders.index(node) + 1 :] if each in keepers.known]
-    return next(filter(keepers.can_ask, rest), next(iter(rest if at_last else ()), ""))

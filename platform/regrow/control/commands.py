@@ -196,6 +196,17 @@ class Write:
 
 
 @dataclass(frozen=True)
+class WriteAll:
+    """Have these nodes, and those that they speak for, write what each one's own ranks hold: `events.Spoken`."""
+
+    upload: int
+    version: Version
+    nodes: tuple[str, ...]
+    describes: str  # the node that is to describe the tensors, too
+    timeout_s: float
+
+
+@dataclass(frozen=True)
 class ReadBack:
     """Have a node read what was written of `origin` in this upload, and compare."""
 
@@ -205,12 +216,22 @@ class ReadBack:
 
 
 @dataclass(frozen=True)
+class ReadBackAll:
+    """Have these nodes, and those that they speak for, read what each has written for all, and compare."""
+
+    upload: int
+    nodes: tuple[str, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True)
 class PublishIndex:
-    """All parts are written: put them together. `nodes` are all origins."""
+    """All parts are written: put them together. `nodes`: all origins; `by`: the node whose keeper does it, or empty."""
 
     upload: int
     version: Version
     nodes: tuple[str, ...]
+    by: str = ""
 
 
 @dataclass(frozen=True)
@@ -262,7 +283,9 @@ Command = (
     | ShowSnapshots
     | SaveStacks
     | Write
+    | WriteAll
     | ReadBack
+    | ReadBackAll
     | PublishIndex
     | PublishCommit
     | Withdraw

@@ -324,11 +324,30 @@ class HasReadBack:
     problem: str | None
 
 
+@dataclass(frozen=True)
+class Spoken:
+    """What `node` and those that it speaks for answer to an order for all, each of its own part.
+
+    Those of them that are left out have not answered, or it is gone.
+    """
+
+    upload: int
+    node: str
+    answers: Sequence[Written | WriteFailed | HasReadBack]
+
+
 # storage
 
 
 @dataclass(frozen=True)
 class IndexWritten:
+    upload: int
+
+
+@dataclass(frozen=True)
+class IndexNotWritten:
+    """The keeper that was to do it is gone."""
+
     upload: int
 
 
@@ -443,7 +462,9 @@ Event = (
     | Written
     | WriteFailed
     | HasReadBack
+    | Spoken
     | IndexWritten
+    | IndexNotWritten
     | CheckpointCommitted
     | PublishFailed
     | Deleted

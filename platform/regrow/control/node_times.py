@@ -39,13 +39,12 @@ class SnapshotTimes:
 class CheckpointTimes:
     """Of one checkpoint, from its beginning."""
 
-    begun_at: float
     _parts: dict[str, tuple[float, str, PartTimes]] = field(default_factory=dict)  # by origin: seconds, node
     _stages: list[float] = field(default_factory=list)  # when all parts, and when the index was there
 
-    def wrote(self, origin: str, node: str, times: PartTimes, now: float) -> None:
-        """A node has written what ranks of `origin` hold."""
-        self._parts.setdefault(origin, (now - self.begun_at, node, times))
+    def wrote(self, origin: str, node: str, times: PartTimes, seconds: float) -> None:
+        """A node has written what ranks of `origin` hold, so long after the beginning."""
+        self._parts.setdefault(origin, (seconds, node, times))
 
     def passed(self, now: float) -> None:
         """All parts are there; the index is."""

@@ -200,10 +200,24 @@ class KeeperRegistry:
         self._apart = frozenset(apart)
         return True
 
+    def _tree(self) -> dict[str, Branch]:
+        """Of the current generation's nodes."""
+        tree = plan_tree([node for node in self.peers if node not in self._apart], fan_out=self._fan_out)
+        return tree | {node: Branch("", (), 1) for node in self._apart}
+
+    def spoken_for(self, nodes: Collection[str]) -> dict[str, str]:
+        """By node the one that speaks for it to the coordinator; empty unless these are the current generation's nodes,
+        all of them are there, and some are spoken for by others."""
+        if len(nodes) <= self._fan_out or self.peers.keys() != set(nodes) or not all(map(self.is_there, nodes)):
+            return {}
+        speakers: dict[str, str] = {}
+        for node, branch in self._tree().items():  # leaders come first
+            speakers[node] = speakers[branch.leader] if branch.leader else node
+        return speakers
+
     def places(self) -> dict[str, Place]:
         """Of each of the current generation's keepers."""
-        tree = plan_tree([node for node in self.peers if node not in self._apart], fan_out=self._fan_out)
-        tree |= {node: Branch("", (), 1) for node in self._apart}
+        tree = self._tree()
         return {
             node: Place(self._known_peers(node), tree[node].leader, tree[node].members, tree[node].num_nodes)
             for node in self.peers

@@ -1,9 +1,10 @@
 """The newest checkpoint is read once by the nodes that wrote it, before older ones are deleted for it. Pure."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Set
 
-from regrow.control.commands import Delete, NoteDamaged, Outbox, ReadBack
-from regrow.control.events import Deleted, HasReadBack
+from regrow.control.commands import Delete, NoteDamaged, Outbox, ReadBack, ReadBackAll
+from regrow.control.events import Deleted, HasReadBack, Spoken
+from regrow.control.peers import KeeperRegistry
 
 MOST_READERS = 3  # of a part, one after another, where nodes are gone or storage does not answer
 
@@ -49,13 +50,13 @@ class StoredSteps:
 class ReadBacks:
     """Of one checkpoint at a time: a newer one counts for more."""
 
-    def __init__(self, out: Outbox, steps: StoredSteps, *, timeout_s: float, can_ask: Callable[[str], bool]) -> None:
-        """`can_ask` tells of which nodes an answer may be expected."""
-        self._out, self._steps, self._timeout_s, self._can_ask = out, steps, timeout_s, can_ask
+    def __init__(self, out: Outbox, steps: StoredSteps, *, timeout_s: float, keepers: KeeperRegistry) -> None:
+        self._out, self._steps, self._timeout_s, self._keepers = out, steps, timeout_s, keepers
         self.step = 0  # of the checkpoint
         self.before = 0  # the newest step in storage, if that is damaged
         self._upload = 0
         self._waiting: dict[str, list[str]] = {}  # by origin: nodes asked to read its part; the last of them does
+        self._speakers: dict[str, str] = {}  # by origin whose answer comes with another's: the node that speaks for it
         self._nodes: tuple[str, ...] = ()  # which may be asked
         self._until = 0.0
 
@@ -68,7 +69,13 @@ class ReadBacks:
         self._upload, self.step, self.before = upload, step, before
         self._waiting, self._until = {origin: [node] for origin, node in writers.items()}, now + self._timeout_s
         self._nodes = tuple(dict.fromkeys(writers.values()))
-        self._out.extend(ReadBack(upload, node, origin) for origin, node in writers.items())
+        is_its_own = all(origin == node for origin, node in writers.items())
+        self._speakers = self._keepers.spoken_for(writers) if is_its_own else {}
+        if self._speakers:
+            nodes = tuple(dict.fromkeys(self._speakers.values()))
+            self._out.append(ReadBackAll(upload, nodes, self._timeout_s))
+        else:
+            self._out.extend(ReadBack(upload, node, origin) for origin, node in writers.items())
 
     def take(self, event: HasReadBack) -> bool:
         """Whether the checkpoint is damaged, by this part of it. Once all is as it was written, older ones are deleted.
@@ -77,6 +84,7 @@ class ReadBacks:
         """
         if event.upload != self._upload or event.origin not in self._waiting:
             return False
+        self._speakers.pop(event.origin, None)
         if event.problem is None:
             self._ask_another(event.origin)
             return False
@@ -89,17 +97,29 @@ class ReadBacks:
             self._out.extend(self._steps.deletions)
         return bool(event.problem)
 
+    def left_out(self, event: Spoken) -> None:
+        """Those that a node was to speak for, and has not, are asked themselves."""
+        if event.upload == self._upload:
+            self._ask_themselves({event.node})
+
     def gone_dark(self, nodes: set[str]) -> None:
-        """Nothing is to be expected of these nodes any more."""
+        """Nothing is to be expected of these nodes any more, nor of what they were to pass on."""
+        self._ask_themselves({self._speakers[node] for node in nodes if node in self._speakers})
         for origin in [origin for origin, asked in self._waiting.items() if asked[-1] in nodes]:
             if self._waiting:
                 self._ask_another(origin)
+
+    def _ask_themselves(self, speakers: Set[str]) -> None:
+        for origin in [each for each, speaker in self._speakers.items() if speaker in speakers]:
+            del self._speakers[origin]
+            if origin in self._waiting:
+                self._out.append(ReadBack(self._upload, origin, origin))
 
     def _ask_another(self, origin: str) -> None:
         """The same node only where there is no other: it may be back."""
         asked = self._waiting[origin]
         others = [node for node in self._nodes if node not in asked]
-        node = next(filter(self._can_ask, others or asked), None)
+        node = next(filter(self._keepers.can_ask, others or asked), None)
         if node is None or len(asked) == MOST_READERS:
             self._waiting.clear()
             return

@@ -17,7 +17,8 @@ from regrow.control.states import Answer, RowAnswer
 from regrow.control.values import GpuReading, Peer, SnapshotAck, Version
 from regrow.control.verification import Outcome
 from regrow.state.disk.format import DataFile
-from regrow.state.disk.upload import WriteOrder, Written
+from regrow.state.disk.packed import PackedFiles
+from regrow.state.disk.upload import IndexOrder, Joined, OrderForAll, Published, WriteOrder, Written
 from regrow.state.memory.held import Held, Holder
 from regrow.state.memory.slots import Committed
 
@@ -84,7 +85,10 @@ class KeeperCalls(Protocol):
     def committed(self, state: Committed) -> None: ...
     def holdings(self, since: Version) -> list[Held]: ...
     def write(self, order: WriteOrder) -> Written: ...
-    def read_back(self, folder: str, files: Sequence[DataFile]) -> str: ...
+    def write_all(self, order: OrderForAll) -> Joined: ...
+    def read_back(self, folder: str, files: Sequence[DataFile] | PackedFiles, origin: str) -> str: ...
+    def read_back_all(self, order: OrderForAll) -> dict[str, str]: ...
+    def put_together(self, order: IndexOrder) -> Published: ...
     def pulses(self) -> list[Pulse]: ...
     def where(self) -> list[Pulse]: ...
     def gpus(self) -> list[GpuReading]: ...
@@ -115,8 +119,18 @@ class KeeperClient:
     def write(self, order: WriteOrder) -> Future[Written]:
         return _future(self.handle.write.remote(order))
 
-    def read_back(self, folder: str, files: Sequence[DataFile]) -> Future[str]:
-        return _future(self.handle.read_back.remote(folder, files))
+    def write_all(self, order: OrderForAll) -> Future[Joined]:
+        return _future(self.handle.write_all.remote(order))
+
+    def read_back(self, folder: str, files: Any, origin: str) -> Future[str]:
+        """`files`: of one origin, or those of many, or where Ray holds these."""
+        return _future(self.handle.read_back.remote(folder, files, origin))
+
+    def read_back_all(self, order: OrderForAll) -> Future[dict[str, str]]:
+        return _future(self.handle.read_back_all.remote(order))
+
+    def put_together(self, order: IndexOrder) -> Future[Published]:
+        return _future(self.handle.put_together.remote(order))
 
     def pulses(self) -> Future[list[Pulse]]:
         return _future(self.handle.pulses.remote())

@@ -7,20 +7,33 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
+from functools import partial
 from typing import Any
 
 import ray
 
 from regrow.control import events as e
-from regrow.control.commands import Announce, Ask, Kill, Question, ReadBack, RestartKeeper, SendPlaces, TellOver, Write
+from regrow.control.commands import (
+    Announce,
+    Ask,
+    Kill,
+    PublishIndex,
+    Question,
+    ReadBack,
+    ReadBackAll,
+    RestartKeeper,
+    SendPlaces,
+    TellOver,
+    Write,
+    WriteAll,
+)
 from regrow.control.values import NOTHING, Version
 from regrow.errors import CheckpointError, first_line
 from regrow.runtime.calls import KeeperClient
 from regrow.runtime.keeper import KeeperInfo, Place, end_keepers, running_keepers
 from regrow.runtime.liveness.connections import HeldConnections
 from regrow.runtime.publisher import Publisher
-from regrow.state.disk.format import DataFile
-from regrow.state.disk.upload import Written
+from regrow.state.disk.upload import Joined, Published, Written
 from regrow.state.memory.held import Holder, is_whole
 from regrow.state.memory.slots import Committed
 
@@ -37,9 +50,6 @@ class Fleet:
         self._run_id, self._secret, self._publisher = run_id, secret, publisher
         self._known: dict[str, tuple[KeeperClient, KeeperInfo]] = {}
         self._pending: dict[Future[Any], Then] = {}
-        self._written: dict[
-            tuple[int, str], tuple[str, tuple[DataFile, ...]]
-        ] = {}  # folder, files, by upload and origin
         self._connections = HeldConnections()
 
     def register(self, handle: Any, info: KeeperInfo, *, restarted: bool = False) -> e.KeeperUp:
@@ -143,20 +153,60 @@ class Fleet:
                 has_none = isinstance(cause, ray.exceptions.RayError | CheckpointError)  # storage's are OSErrors
                 return e.WriteFailed(command.upload, command.origin, command.node, _problem(error), has_none)
             self._publisher.written(command.upload, order, answer.result())
-            self._written[command.upload, command.origin] = order.folder, answer.result().files
             return e.Written(command.upload, command.origin, answer.result().times)
 
         self._pending[self._known[command.node][0].write(order)] = then
 
+    def write_all(self, command: WriteAll) -> None:
+        order, upload = self._publisher.order_all(command), command.upload
+
+        def then(answer: "Future[Joined]", node: str) -> e.Event:
+            if answer.exception() is not None:
+                return e.Spoken(upload, node, ())
+            joined = answer.result()
+            self._publisher.joined(upload, joined)
+            written = [e.Written(upload, each, times) for each, times in joined.times.items()]
+            failed = [e.WriteFailed(upload, each, each, *problem) for each, problem in joined.problems.items()]
+            return e.Spoken(upload, node, (*written, *failed))
+
+        for node in command.nodes:
+            self._pending[self._known[node][0].write_all(order)] = partial(then, node=node)
+
     def read_back(self, command: ReadBack) -> None:
-        folder, files = self._written[command.upload, command.origin]
-        self._written = {key: each for key, each in self._written.items() if key[0] >= command.upload}
+        upload = self._publisher.upload(command.upload)
 
         def then(answer: "Future[str]") -> e.Event:
             gone = answer.exception() is not None
             return e.HasReadBack(command.upload, command.origin, None if gone else answer.result())
 
-        self._pending[self._known[command.node][0].read_back(folder, files)] = then
+        files = upload.files_of(command.origin)
+        self._pending[self._known[command.node][0].read_back(str(upload.folder), files, command.origin)] = then
+
+    def read_back_all(self, command: ReadBackAll) -> None:
+        order, upload = self._publisher.upload(command.upload).for_all, command.upload
+        assert order is not None, "all were written for one"
+
+        def then(answer: "Future[dict[str, str]]", node: str) -> e.Event:
+            found = {} if answer.exception() is not None else answer.result()
+            return e.Spoken(upload, node, tuple(e.HasReadBack(upload, *each) for each in found.items()))
+
+        for node in command.nodes:
+            self._pending[self._known[node][0].read_back_all(order)] = partial(then, node=node)
+
+    def publish_index(self, command: PublishIndex) -> None:
+        """Have a keeper write the metadata file: of 16,384 ranks it is 150 MB."""
+
+        def then(answer: "Future[Published]") -> e.Event:
+            if (error := answer.exception()) is None:
+                self._publisher.index_written(command.upload, answer.result())
+                return e.IndexWritten(command.upload)
+            cause = getattr(error, "cause", None) or error
+            if isinstance(cause, ray.exceptions.RayError):
+                return e.IndexNotWritten(command.upload)
+            return e.PublishFailed(command.upload, _problem(error))
+
+        order = self._publisher.index_order(command)
+        self._pending[self._known[command.by][0].put_together(order)] = then
 
     def answers(self) -> list[e.Event]:
         """What keepers have answered since the last call, and whose connections have ended."""

@@ -12,25 +12,23 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from regrow.control.health import Pulse
 from regrow.control.values import NOTHING, GpuReading, Peer, SnapshotAck, Version
-from regrow.errors import CheckpointError, first_line
+from regrow.errors import CheckpointError
 from regrow.runtime.calls import CoordinatorClient, KeeperCalls
 from regrow.runtime.hardware.gpus import XidWatch, read_gpus
 from regrow.runtime.liveness.deaths import Deaths
 from regrow.runtime.liveness.probe import Lifeline
 from regrow.runtime.liveness.pulse import look, read_pulses, started_at, where
-from regrow.state.disk.format import DataFile
-from regrow.state.disk.gather import read_back
-from regrow.state.disk.upload import WriteOrder, Written
+from regrow.runtime.writing import DEVICES, GROUPS, Own, Writing, on_threads_of
 from regrow.state.memory.arenas import remove_abandoned
 from regrow.state.memory.control_word import ControlWord
 from regrow.state.memory.held import Held, claim, is_mine
@@ -38,23 +36,13 @@ from regrow.state.memory.link import Damaged, Link, measure
 from regrow.state.memory.node import KeeperNode, delete_run, is_served, last_used, take_over_leftovers
 from regrow.state.memory.ranges import Address
 from regrow.state.memory.slots import Committed
-from regrow.storage import Storage
 
 NAMESPACE = "regrow"
 COORDINATOR = "coordinator"  # its name is this after the run's id, a keeper's the node's id
-STORAGE, DEVICES = "storage", "devices"  # calls that may hang there, and keep no others from being answered
-GROUPS = {STORAGE: 4, DEVICES: 2}
 PING_S = 5.0
 ASK_AFTER = 0.25  # of the time after which a silent coordinator is given up
 CLOSE_S = 10.0
 SHARED_MEMORY = "/dev/shm"  # where Ray's object store is, unless it was told otherwise
-
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _on_threads_of(group: str) -> Callable[[Method], Method]:
-    return cast("Callable[[Method], Method]", ray.method(concurrency_group=group))
 
 
 @dataclass(frozen=True)
@@ -82,7 +70,7 @@ class Place:
     num_nodes: int = 1  # itself, its members, theirs and so on
 
 
-class Keeper:
+class Keeper(Writing):
     """The actor. Starts its node's keeper in `folder`, or takes up what an earlier one left there."""
 
     def __init__(self, run_id: str, node: str, folder: str, domain_label: str | None, abandon_after_s: float) -> None:
@@ -96,7 +84,7 @@ class Keeper:
         self.lock = threading.Lock()
         self.word = ControlWord()
         self.coordinator: Any = None
-        self.place = Place()
+        self.place, self._own = Place(), Own()
         self.reports: dict[Version, list[SnapshotAck]] = {}  # of the nodes that this keeper speaks for
         self.passed_on = Version()  # the newest of which all have reported
         self.heard_at = time.monotonic()
@@ -188,21 +176,6 @@ class Keeper:
         """What this keeper holds of a step and of later ones."""
         return [held for held in self._keeper.holdings() if held.moment >= since]
 
-    @_on_threads_of(STORAGE)
-    def write(self, order: WriteOrder) -> Written:
-        """Write what the node holds of a step to storage."""
-        return self._keeper.write(order)
-
-    @_on_threads_of(STORAGE)
-    def read_back(self, folder: str, files: Sequence[DataFile]) -> str:
-        """Read what a keeper has written in a step's folder, and compare; what is wrong, or empty. Raises OSError."""
-        try:
-            for file in files:
-                read_back(Storage.at(folder), file)
-        except CheckpointError as error:
-            return first_line(error)
-        return ""
-
     def pulses(self) -> list[Pulse]:
         """Of the workers of this node."""
         return read_pulses(self.folder)
@@ -234,12 +207,12 @@ class Keeper:
                 f"{self.link.received / 1e9:.2g} back; cluster.least_link_gb_per_s={least_bytes_per_s / 1e9:g}"
             )
 
-    @_on_threads_of(DEVICES)
+    @on_threads_of(DEVICES)
     def gpus(self) -> list[GpuReading]:
         """What the GPUs of this node tell of themselves."""
         return [GpuReading(str(gpu), gpu.temperature_c, gpu.power_w) for gpu in read_gpus()]
 
-    @_on_threads_of(DEVICES)
+    @on_threads_of(DEVICES)
     def links(self) -> dict[str, float]:
         """Bytes/s to each node that holds copies of this one's snapshots, the slower way; one that does not answer says
         nothing."""
@@ -250,7 +223,7 @@ class Keeper:
                 rates[peer.node] = min(link.sent, link.received)
         return rates
 
-    @_on_threads_of(DEVICES)
+    @on_threads_of(DEVICES)
     def look(self) -> str:
         """Where each worker of this node is, and what its GPUs tell."""
         self._ask_where()

@@ -3,14 +3,26 @@
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import cast
 
 from regrow.control import events as e
-from regrow.control.commands import NoteDamaged, PublishCommit, PublishIndex, Write
+from regrow.control.commands import NoteDamaged, PublishCommit, PublishIndex, Write, WriteAll
+from regrow.control.values import Version
 from regrow.errors import first_line
 from regrow.record.claim import Superseded
 from regrow.state.disk.catalog import note_damaged, step_folder, try_retain
 from regrow.state.disk.format import COMMIT
-from regrow.state.disk.upload import Upload, WriteOrder, Written, write_index
+from regrow.state.disk.packed import PackedFiles
+from regrow.state.disk.upload import (
+    Fetch,
+    IndexOrder,
+    Joined,
+    OrderForAll,
+    Published,
+    Upload,
+    WriteOrder,
+    Written,
+)
 from regrow.storage import Storage
 
 
@@ -25,42 +37,63 @@ class Publisher:
         keep: int,
         flush_log: Callable[[], None],
         check: Callable[[], None] = lambda: None,
+        fetch: Fetch = lambda files: cast(PackedFiles, files),
     ) -> None:
         """`flush_log` makes the log's rows durable, so that a committed step's is never missing. Raises OSError.
 
-        `check` raises Superseded where another process writes the run: it comes before all that others see.
+        `check` raises Superseded where another process writes the run: it comes before all that others see. `fetch`
+        brings what many keepers have told of their files together, from where the first of them holds it.
         """
         self._checkpoints, self._run_id, self._keep, self._flush_log = checkpoints, run_id, keep, flush_log
-        self._check = check
+        self._check, self._fetch = check, fetch
         self.keep_every_steps = 0  # those at multiples of it are kept for good
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="storage")
-        self._upload: Upload | None = None  # the newest one
-        self._number = 0  # its
-        self._published: dict[int, tuple[int, bytes]] = {}  # bytes of the files, what COMMIT is to hold; by upload
+        self._uploads: dict[int, Upload] = {}  # the newest one, and those whose COMMIT may be there or come
+        self._committing: set[int] = set()  # these
+        self._published: dict[int, Published] = {}  # by upload
         self._working: list[Future[e.Event | None]] = []
 
     def order(self, write: Write) -> WriteOrder:
         """What a keeper is to be given."""
-        if write.upload != self._number or self._upload is None:
-            self._number = write.upload
-            folder = self._checkpoints / step_folder(write.version.step)
-            self._upload = Upload(write.version, (), folder, self._run_id)
-        return self._upload.order(write.origin, copies=write.copies, describe=write.describe)
+        upload = self._begun(write.upload, write.version)
+        return upload.order(write.origin, copies=write.copies, describe=write.describe)
+
+    def order_all(self, write: WriteAll) -> OrderForAll:
+        """What keepers are to be given, and pass on."""
+        return self._begun(write.upload, write.version).order_all(write.describes, write.timeout_s)
 
     def written(self, number: int, order: WriteOrder, written: Written) -> None:
         """A keeper has carried out an order of this upload."""
-        if number == self._number and self._upload is not None:
-            self._upload.done(order, written)
+        if number in self._uploads:
+            self._uploads[number].done(order, written)
+
+    def joined(self, number: int, joined: Joined) -> None:
+        """Many have carried out the one for all."""
+        if number in self._uploads:
+            self._uploads[number].joined(joined)
+
+    def upload(self, number: int) -> Upload:
+        """The newest one whose COMMIT is there: of older ones nothing is read back any more."""
+        self._uploads = {each: found for each, found in self._uploads.items() if each >= number}
+        return self._uploads[number]
+
+    def index_order(self, command: PublishIndex) -> IndexOrder:
+        """What is to be put together."""
+        upload = self._uploads[command.upload]
+        upload.nodes = command.nodes
+        return upload.index_order
+
+    def index_written(self, number: int, published: Published) -> None:
+        """It is there."""
+        if number in self._uploads:
+            self._published[number] = published
 
     def publish_index(self, command: PublishIndex) -> None:
-        upload = self._upload
-        assert upload is not None
-        upload.nodes = command.nodes
+        order = self.index_order(command)
 
         def publish() -> e.Event:
             try:
-                index = upload.index()
-                self._published = {command.upload: (index.num_bytes, write_index(upload.folder, index))}
+                self.index_written(command.upload, order.carry_out(self._fetch))
             except Exception as error:  # of nodes that hold different things; storage raises many kinds
                 return e.PublishFailed(command.upload, first_line(error))
             return e.IndexWritten(command.upload)
@@ -68,13 +101,16 @@ class Publisher:
         self._working.append(self.thread.submit(publish))
 
     def publish_commit(self, command: PublishCommit) -> None:
+        self._committing.add(command.upload)
+
         def publish() -> e.Event:
-            num_bytes, pointer = self._published[command.upload]
+            published = self._published[command.upload]
             try:
-                self._commit(step_folder(command.version.step), pointer)
+                self._commit(step_folder(command.version.step), published.commit)
             except Exception as error:
+                self._committing.discard(command.upload)
                 return e.PublishFailed(command.upload, first_line(error))
-            return e.CheckpointCommitted(command.upload, command.version.step, num_bytes)
+            return e.CheckpointCommitted(command.upload, command.version.step, published.num_bytes)
 
         self._working.append(self.thread.submit(publish))
 
@@ -129,6 +165,15 @@ class Publisher:
         """Whether all is done in time; a deletion that takes longer is gone on with by the next attempt."""
         self.thread.shutdown(wait=False)
         return not wait(self._working, timeout_s).not_done
+
+    def _begun(self, number: int, version: Version) -> Upload:
+        if number not in self._uploads:
+            folder = self._checkpoints / step_folder(version.step)
+            self._uploads = {each: found for each, found in self._uploads.items() if each in self._committing}
+            self._published = {each: found for each, found in self._published.items() if each in self._uploads}
+            self._committing &= self._uploads.keys()
+            self._uploads[number] = Upload(version, (), folder, self._run_id)
+        return self._uploads[number]
 
     def _commit(self, folder: str, pointer: bytes) -> None:
         """Whatever another process has committed meanwhile stays, where storage can write on a condition."""

@@ -23,6 +23,7 @@ from regrow.runtime.fleet import Fleet
 from regrow.runtime.liveness.probe import RollCall
 from regrow.runtime.log_writer import LogWriter
 from regrow.runtime.publisher import Publisher
+from regrow.runtime.writing import fetch
 from regrow.show.prometheus import RunMetrics
 from regrow.state.memory.held import is_whole
 from regrow.storage import Storage
@@ -83,7 +84,7 @@ class Shell:
         self._writer = LogWriter(self._tell_of_storage)
         self._claim, self._log = claim, RunLog(folder, claim=claim)
         self.publisher = Publisher(
-            checkpoints, run_id, keep=config.checkpoint.keep, flush_log=self._flush_log, check=claim.check
+            checkpoints, run_id, keep=config.checkpoint.keep, flush_log=self._flush_log, check=claim.check, fetch=fetch
         )
         self.publisher.keep_every_steps = config.checkpoint.keep_every_steps
         self.fleet = Fleet(run_id, secret, self.publisher)
@@ -120,8 +121,10 @@ class Shell:
             c.ShowSnapshots: self._show_snapshots,
             c.SaveStacks: self._save_stacks,
             c.Write: self.fleet.write,
+            c.WriteAll: self.fleet.write_all,
             c.ReadBack: self.fleet.read_back,
-            c.PublishIndex: self.publisher.publish_index,
+            c.ReadBackAll: self.fleet.read_back_all,
+            c.PublishIndex: lambda command: (self.fleet if command.by else self.publisher).publish_index(command),
             c.PublishCommit: self.publisher.publish_commit,
             c.Withdraw: lambda command: self.publisher.withdraw(command.step),
             c.NoteDamaged: self.publisher.note_damaged,

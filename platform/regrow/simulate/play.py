@@ -398,6 +398,9 @@ def _carry_out(player: Player, command: c.Command) -> None:
             player.at(player.now, lambda: player.died([(command.node, command.pid)], Cause.worker_hung, "ended"))
         case c.Write():
             player.at(player.now + 1.0, lambda: player.tell(e.Written(command.upload, command.origin)))
+        case c.WriteAll():
+            answers = tuple(e.Written(command.upload, node) for node in player.peers)
+            player.at(player.now + 1.0, lambda: player.tell(e.Spoken(command.upload, command.nodes[0], answers)))
         case c.PublishIndex():
             player.at(player.now, lambda: player.tell(e.IndexWritten(command.upload)))
         case c.PublishCommit():

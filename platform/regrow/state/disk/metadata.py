@@ -9,7 +9,6 @@ import base64
 import json
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,35 +16,28 @@ from numpy.typing import NDArray
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import ITEM_BYTES
 from regrow.state.checksums import checksums
-from regrow.state.disk.format import SPAN, STORED_CHUNK_BYTES, DataFile, Index, Spans
+from regrow.state.disk.format import STORED_CHUNK_BYTES, DataFile, Index, Spans
+from regrow.state.disk.packed import FILE, NAME_BYTES, PackedFiles, Records
 from regrow.state.disk.stacks import Stack, num_columns, num_rows
 from regrow.storage import Storage
 
 BLOCK_BYTES = 64 << 10  # that one checksum covers: the least that is read
 FENCE = 512  # spans that are read at once, about a block
-NAME_BYTES = 48  # at most, of a data file's name
 
-Records = NDArray[Any]
 PLACED = np.dtype([("first", "<i8"), ("offset", "<i8"), ("crc", "<i8"), ("file", f"S{NAME_BYTES}")])
-FILE = np.dtype([("name", f"S{NAME_BYTES}"), ("num_bytes", "<i8"), ("header_bytes", "<i8"), ("sha256", "V32")])
 
 
-def encode(index: Index) -> tuple[bytes, bytes]:
+def encode(index: Index, packed: PackedFiles) -> tuple[bytes, bytes]:
     """(the JSON, what follows it) of a checkpoint whose files are written.
 
     Raises CheckpointError where they do not hold every element of every tensor once.
     """
-    files = sorted(index.files, key=lambda file: file.name)
-    contents = [file.content for file in files]
-    assert all(len(file.name) <= NAME_BYTES and file.content for file in files), "written by this code"
-    stacks = {stack.key: stack for content in contents if content for stack in content.stacks}
-    spans = np.frombuffer(b"".join(content.spans for content in contents if content), SPAN)
-    each = np.array([len(content.spans) // SPAN.itemsize for content in contents if content], np.int64)
-    chunks = np.array([len(content.crc) // 4 for content in contents if content], np.int64)
+    stacks = {stack.key: stack for stack in packed.stacks}
+    spans, each, chunks = packed.spans, packed.files["num_spans"], packed.files["num_chunks"]
     placed = np.empty(len(spans), PLACED)
     placed["first"], placed["offset"] = spans["first"], spans["offset"]
     placed["crc"] = spans["crc"] + np.repeat(chunks.cumsum() - chunks, each)
-    placed["file"] = np.repeat(np.array([file.name for file in files], f"S{NAME_BYTES}"), each)
+    placed["file"] = np.repeat(packed.files["name"], each)
     order = np.lexsort((spans["first"], spans["stack"]))
     spans, placed = spans[order], placed[order]
     described, found = [], 0
@@ -57,12 +49,15 @@ def encode(index: Index) -> tuple[bytes, bytes]:
         described.append({**stack.to_plain(), "spans": [begin, end], "fences": fences})
         found += stack.num_bytes
     _check_columns(index, [stacks[key] for key, *_ in _groups(spans["stack"])], found)
-    rows = np.array([(f.name, f.num_bytes, f.header_bytes, bytes.fromhex(f.header_sha256)) for f in files], FILE)
-    rest = b"".join([placed.tobytes(), rows.tobytes(), *(content.crc for content in contents if content)])
+    by_name = packed.files[np.argsort(packed.files["name"])]
+    rows = np.empty(len(by_name), FILE)
+    for name in FILE.names or ():
+        rows[name] = by_name[name]
+    rest = b"".join([placed.tobytes(), rows.tobytes(), packed.crc.tobytes()])
     layout = {
         "chunk_bytes": STORED_CHUNK_BYTES,
         "num_bytes": len(rest),
-        "num_files": len(files),
+        "num_files": len(rows),
         "num_chunks": int(chunks.sum()),
         "blocks": base64.b64encode(checksums(memoryview(rest), BLOCK_BYTES).tobytes()).decode(),
         "stacks": described,

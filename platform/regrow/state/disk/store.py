@@ -19,6 +19,7 @@ from regrow.state.collective import from_rank_0, gather, rank
 from regrow.state.disk.catalog import open_checkpoint, read_headers, step_folder
 from regrow.state.disk.format import COMMIT, DataFile, Index
 from regrow.state.disk.gather import write_parts
+from regrow.state.disk.packed import PackedFiles
 from regrow.state.disk.reading import Reader
 from regrow.state.disk.stacks import parts_of
 from regrow.state.disk.tensors import read_pieces
@@ -214,7 +215,7 @@ def _write_file(
 
 def _publish(target: Storage, index: Index, commit: Commit | None) -> None:
     """Write the index, then COMMIT: from here on there is a checkpoint."""
-    pointer = write_index(target, index)
+    pointer = write_index(target, index, PackedFiles.of({"": index.files}))
     if commit is None:
         target.write_bytes(COMMIT, pointer)
     else:

@@ -1,18 +1,20 @@
 """A committed snapshot on its way to storage: keepers write their nodes' parts, the index and COMMIT come last.
 
 Every node writes what its ranks hold, each element once among replicas. Where a node does not, because it is gone or
-its memory is damaged, one with its copies does. Neither side needs Ray or torch.
+its memory is damaged, one with its copies does. In a large group an order goes down a tree of keepers, and what came of
+it up, joined on its way (`Joined`). Neither side needs Ray or torch.
 """
 
 import hashlib
 import json
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,13 +26,16 @@ from regrow.state.checksums import checksums, whole_chunks
 from regrow.state.disk.format import DataFile, Index
 from regrow.state.disk.gather import write_parts as write_stacks
 from regrow.state.disk.metadata import encode
+from regrow.state.disk.packed import PackedFiles
 from regrow.state.disk.stacks import Part, parts_of
 from regrow.state.memory.held import Held, Snapshot, open_snapshot
 from regrow.state.memory.slots import SlotHeader
 from regrow.storage import Storage
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape
+Fetch = Callable[[Any], PackedFiles]  # of `Joined.files`
 WRITERS = 4  # files of a node that are written at once
+TOKEN_BYTES = 8  # of an order: many thousand nodes make one each for the same folder
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,23 @@ class WriteOrder:
     folder: str  # in storage, of the step
     token: str  # of the file names: no name is ever written twice
     describe: bool  # the tensors too: one node is enough for that, but for a pipeline's, which do that by themselves
+    repeats: str = ""  # an order for all, by its token: what the node has written for it is the answer to this one
+
+
+@dataclass(frozen=True)
+class OrderForAll:
+    """Every node of a tree is to write what its own ranks hold of a step."""
+
+    moment: Version
+    folder: str
+    token: str  # of the order
+    describes: str  # the node that is to describe the tensors, too
+    timeout_s: float  # for what members answer
+
+    def of(self, node: str) -> WriteOrder:
+        """That node's own."""
+        token = secrets.token_hex(TOKEN_BYTES)
+        return WriteOrder(self.moment, node, False, self.folder, token, node == self.describes)
 
 
 @dataclass(frozen=True)
@@ -55,6 +77,59 @@ class Written:
     tensors_sha256: dict[int, str]  # of each stage that the node's ranks have
     tensors: dict[int, Tensors]  # the same, where they were asked for; of a stage, where its first rank is
     times: PartTimes = field(default_factory=PartTimes)
+
+
+@dataclass(frozen=True)
+class State:
+    """What ranks of a node hold parts of."""
+
+    scalars: dict[str, Scalar]
+    tensors_sha256: dict[int, str]
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What many nodes have written, each its own."""
+
+    times: dict[str, PartTimes]  # by node, of those that have
+    problems: dict[str, tuple[str, bool]]  # the same of those that could not: why, and whether they have no such part
+    num_ranks: int
+    states: tuple[tuple[str, State], ...]  # all different ones, each with a node that holds it
+    tensors: dict[int, Tensors]
+    files: Any  # PackedFiles, or where the runtime finds them
+
+    @staticmethod
+    def of(written: Mapping[str, Written], problems: Mapping[str, tuple[str, bool]] | None = None) -> "Joined":
+        """What nodes have written, by node."""
+        held = {node: State(each.scalars, each.tensors_sha256) for node, each in written.items()}
+        return Joined(
+            {node: each.times for node, each in written.items()},
+            dict(problems or {}),
+            sum(each.num_ranks for each in written.values()),
+            _different(held.items()),
+            {stage: tensors for each in written.values() for stage, tensors in each.tensors.items()},
+            PackedFiles.of({node: each.files for node, each in written.items()}),
+        )
+
+    @staticmethod
+    def together(some: Sequence["Joined"]) -> "Joined":
+        """All of these, whose files are at hand."""
+        return Joined(
+            {node: times for each in some for node, times in each.times.items()},
+            {node: problem for each in some for node, problem in each.problems.items()},
+            sum(each.num_ranks for each in some),
+            _different(held for each in some for held in each.states),
+            {stage: tensors for each in some for stage, tensors in each.tensors.items()},
+            PackedFiles.joined([each.files for each in some]),
+        )
+
+
+def _different(held: Iterable[tuple[str, State]]) -> tuple[tuple[str, State], ...]:
+    found: list[tuple[str, State]] = []
+    for node, state in held:
+        if all(state != known for _, known in found):
+            found.append((node, state))
+    return tuple(found)
 
 
 def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id: str) -> Written:
@@ -138,6 +213,14 @@ def _check(snapshot: Snapshot, payload: memoryview, parts: Sequence[Part]) -> No
                 raise CheckpointError(f"{snapshot.path.name}: {box.name} fails its checksum")
 
 
+@dataclass(frozen=True)
+class Published:
+    """A metadata file that is written."""
+
+    num_bytes: int  # of the data files
+    commit: bytes  # what COMMIT is to hold
+
+
 @dataclass
 class Upload:
     """One checkpoint in the making, put together from what nodes have written. `control.checkpoints` decides which.
@@ -149,58 +232,97 @@ class Upload:
     nodes: tuple[str, ...]
     folder: Storage  # of the step
     run_id: str
+    for_all: OrderForAll | None = None  # the order that all nodes have, where they have one
     _written: dict[str, Written] = field(default_factory=dict)  # by origin
+    _joined: list[Joined] = field(default_factory=list)
 
     def orders(self) -> list[tuple[str, WriteOrder]]:
         """(node, order) to begin with: each node its own."""
         return [(node, self.order(node, copies=False, describe=node == self.nodes[0])) for node in self.nodes]
 
+    def order_all(self, describes: str, timeout_s: float) -> OrderForAll:
+        """To write what each node's own ranks hold."""
+        token = secrets.token_hex(TOKEN_BYTES)
+        self.for_all = OrderForAll(self.moment, str(self.folder), token, describes, timeout_s)
+        return self.for_all
+
+    def order(self, origin: str, *, copies: bool, describe: bool) -> WriteOrder:
+        """To write what ranks of `origin` hold: from their snapshots, or from the copies of them."""
+        repeats = self.for_all.token if self.for_all is not None and not copies else ""
+        token = secrets.token_hex(TOKEN_BYTES)
+        return WriteOrder(self.moment, origin, copies, str(self.folder), token, describe, repeats)
+
     def done(self, order: WriteOrder, written: Written) -> None:
         """An order was carried out."""
         self._written[order.origin] = written
 
+    def joined(self, joined: Joined) -> None:
+        """An order for all was, by some of the nodes."""
+        self._joined.append(joined)
+
     @property
     def complete(self) -> bool:
-        return self._written.keys() == set(self.nodes)
+        return {*self._written}.union(*(each.times for each in self._joined)) == set(self.nodes)
 
-    def index(self) -> Index:
-        """Of the complete checkpoint. Raises CheckpointError where nodes hold different things."""
-        first, digests = self._written[self.nodes[0]], dict[int, tuple[str, str]]()
-        for node, written in self._written.items():
-            for stage, digest in written.tensors_sha256.items():
+    def files_of(self, origin: str) -> Any:
+        """What was written of an origin's: its files, or those of many nodes, or where the runtime finds these."""
+        found = next((each.files for each in self._joined if origin in each.times), None)
+        return self._written[origin].files if found is None else found
+
+    @property
+    def index_order(self) -> "IndexOrder":
+        """To put together what nodes have written, every origin once: the checkpoint is complete."""
+        joined = {origin for each in self._joined for origin in each.times}
+        rest = {node: self._written[node] for node in self.nodes if node not in joined}
+        pieces = [*self._joined, *([Joined.of(rest)] if rest else [])]
+        return IndexOrder(self.moment, str(self.folder), self.run_id, tuple(pieces))
+
+
+@dataclass(frozen=True)
+class IndexOrder:
+    """Write the metadata file of a checkpoint whose parts are there."""
+
+    moment: Version
+    folder: str
+    run_id: str
+    pieces: tuple[Joined, ...]
+
+    def carry_out(self, fetch: Fetch) -> Published:
+        """Raises CheckpointError where nodes hold different things, and OSError."""
+        whole = Joined.together([replace(each, files=fetch(each.files)) for each in self.pieces])
+        pointer = write_index(Storage.at(self.folder), self._index(whole), whole.files)
+        return Published(whole.files.num_bytes, pointer)
+
+    def _index(self, whole: Joined) -> Index:
+        first, digests = whole.states[0][1], dict[int, tuple[str, str]]()
+        for node, state in whole.states:
+            for stage, digest in state.tensors_sha256.items():
                 known, of_known = digests.setdefault(stage, (node, digest))
-                if (written.scalars, digest) != (first.scalars, of_known):
+                if (state.scalars, digest) != (first.scalars, of_known):
                     raise CheckpointError(f"node {node[:12]} holds another state than {known[:12]}")
-        stages = {stage: each for written in self._written.values() for stage, each in written.tensors.items()}
-        assert stages.keys() == digests.keys(), f"{stages.keys()=} {digests.keys()=}"
-        tensors = {name: each[name] for each in stages.values() for name in each}
-        files = tuple(file for written in self._written.values() for file in written.files)
-        have = sum(file.num_bytes - file.header_bytes for file in files)
+        assert whole.tensors.keys() == digests.keys(), f"{whole.tensors.keys()=} {digests.keys()=}"
+        tensors = {name: each[name] for each in whole.tensors.values() for name in each}
+        have = whole.files.tensor_bytes
         need = sum(prod(shape) * ITEM_BYTES[dtype] for dtype, shape in tensors.values())
         if have != need:
             raise CheckpointError(f"the nodes hold {have:,} of the {need:,} bytes of the state")
-        num_ranks = sum(written.num_ranks for written in self._written.values())
         return Index(
             run_id=self.run_id,
             generation=self.moment.generation,
             step=self.moment.step,
             scalars=first.scalars,
             tensors={name: tensors[name] for name in sorted(tensors)},
-            files=files,
-            information={"world_size": num_ranks, "written_at": time.time()},
+            files=(),
+            information={"world_size": whole.num_ranks, "written_at": time.time()},
         )
 
-    def order(self, origin: str, *, copies: bool, describe: bool) -> WriteOrder:
-        """To write what ranks of `origin` hold: from their snapshots, or from the copies of them."""
-        return WriteOrder(self.moment, origin, copies, str(self.folder), secrets.token_hex(4), describe)
 
-
-def write_index(folder: Storage, index: Index) -> bytes:
+def write_index(folder: Storage, index: Index, files: PackedFiles) -> bytes:
     """Write the metadata file of a checkpoint whose files are there; what COMMIT is to hold.
 
     Raises CheckpointError where the files do not hold every element once.
     """
-    head, rest = encode(index)
+    head, rest = encode(index, files)
     name = f"g{index.generation:06d}-{secrets.token_hex(4)}.metadata"
     folder.write_chunks(name, [head, rest])
     return json.dumps({"index": name, "bytes": len(head), "sha256": hashlib.sha256(head).hexdigest()}).encode()
