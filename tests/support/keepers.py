@@ -155,7 +155,7 @@ def write_checkpoint(nodes: list[Node], checkpoints: Storage, step: int, generat
     keepers = {report.node: node.keeper for node in nodes for report in node.reports if report.version == moment}
     folder = checkpoints / step_folder(step)
     upload = Upload(moment, tuple(keepers), folder, RUN)
-    files = []
+    files = list[DataFile]()
     for node, order in upload.orders():
         written = keepers[node].write(order)
         upload.done(order, written)
