@@ -31,7 +31,7 @@ from regrow.control.states import (
     Waiting,
 )
 from regrow.control.too_few import YIELD_S
-from regrow.control.troubles import MAX_FAILED_GENERATIONS
+from regrow.control.troubles import ERROR, LOSS, MAX_FAILED_GENERATIONS
 from regrow.control.values import NEVER, PartTimes, Peer, Version
 from regrow.plan.mesh import ALONE
 from regrow.record.events import Cause, Checkpoint, from_row
@@ -957,6 +957,21 @@ def test_a_last_step_that_is_newer_than_what_keepers_know_is_waited_for_by_the_n
     assert orders(again) == [("a", "a", 1)]
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_hosts_that_die_one_after_the_other_before_a_step_end_a_run_later_than_errors_do(is_restarted: bool) -> None:
+    """A soak lost a process of another host to each of three groups in a row, 0.1 s after they had formed."""
+    told, pids = Told(max_workers=2), [1, 2]
+    most = MAX_FAILED_GENERATIONS * ERROR // LOSS - ERROR // LOSS + 1
+    for number in range(most):
+        told.form(*(one(pid, f"node {pid}") for pid in pids))
+        assert told.control.ending is None, number
+        told(e.Died(((f"node {pids[0]}", pids[0]),), 1, "worker_died", "gone"))
+        pids = [pids[1], pids[1] + 1]
+    told = restarted(told) if is_restarted else told
+    told.join(*(one(pid, f"node {pid}") for pid in pids))
+    assert "failed before finishing a step; last failure: " in told.ask(f"m{pids[0]}", told.control.generation).given_up
+
+
 def test_groups_that_fail_in_a_row_are_counted_on_by_the_next_coordinator() -> None:
     """A coordinator that dies with each of them would let them fail for ever."""
     told = Told()
@@ -975,7 +990,7 @@ def test_a_group_that_has_done_a_step_has_not_failed_for_the_next_coordinator_ei
         told.form(one(1))
         told.begin(["node"], step)
     past = Past.of(log_of(told), generation=3, logged=1, stored=-1, restarted=True)
-    assert past.failed_groups == 1, "the newest, which goes on from step 1"
+    assert past.failed_groups == ERROR, "the newest, which goes on from step 1"
     told.row(2)
     assert Past.of(log_of(told), generation=3, logged=2, stored=-1, restarted=True).failed_groups == 0
 

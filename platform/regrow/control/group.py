@@ -19,7 +19,6 @@ from regrow.control.states import (
     Training,
     Waiting,
 )
-from regrow.control.troubles import MAX_FAILED_GENERATIONS
 from regrow.record.events import Cause
 
 FORM_POLL_S = 0.02  # at which a worker asks for its generation
@@ -135,8 +134,7 @@ class Group(Losses):
         members = frozenset(member.id for member in formation.members)
         if not self.first_steps.formed(members, frozenset(membership.held_back), now):
             self.give_up(
-                f"{MAX_FAILED_GENERATIONS} groups in a row failed before finishing a step; last failure: "
-                f"{self.last_failure or 'unknown'}"
+                f"group after group failed before finishing a step; last failure: {self.last_failure or 'unknown'}"
             )
         self.formation = formation
         self.too_few.formed()

@@ -153,6 +153,8 @@ class Losses:
         self.num_failures += 1
         gpus = {node: [str(each) for each in self.health.gpus[node]] for node in nodes if node in self.health.gpus}
         broken = self.generation if generation is None else generation
+        if broken == self.generation:
+            self.first_steps.broke(cause)
         fields = {"cause": cause, "detail": detail, "ranks": list(ranks), "generation": broken}
         slow = {each.node for each in self.health.suspects.found.values() if each.kind is Kind.slow_link}
         kind = kind_of(cause, detail, nodes, is_dead=self.keepers.is_dead, failures=self.nodes, slow_links=slow)

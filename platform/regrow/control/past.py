@@ -6,6 +6,7 @@ from typing import Any
 
 from regrow.control.events import Restarted
 from regrow.control.membership import Member
+from regrow.control.troubles import ERROR, LOSS, LOSSES
 from regrow.control.values import NOTHING
 from regrow.record.events import Cause
 
@@ -42,7 +43,7 @@ class Past:
     limit: int | None = None  # the newest step that may be restored, where a corruption was found and no group followed
     rollbacks: Rollbacks = field(default_factory=Rollbacks)
     spares: Mapping[str, int] = field(default_factory=dict)  # by node, ranks that were told of
-    failed_groups: int = 0  # in a row, without a step; see `troubles.FirstSteps`
+    failed_groups: int = 0  # in a row, without a step; see `troubles.FirstSteps.failed`
 
     @staticmethod
     def of(events: Sequence[Row], *, generation: int, logged: int, stored: int, restarted: bool) -> "Past":
@@ -93,13 +94,15 @@ def group_of(events: Sequence[Row], generation: int) -> Restarted:
 
 
 def _failed_in_a_row(events: Sequence[Row], logged: int) -> int:
-    """Groups without a step, the newest included, of other members than fewer of those before."""
-    count, counted, members, start = 0, 0, frozenset[str](), 0
+    """What groups without a step count for, the newest included."""
+    count, counted, members, start, generation = 0, 0, frozenset[str](), 0, NOTHING
     for event in events:
         if event["event"] == "forming":
             before, members = members, frozenset(member["id"] for member in event["members"])
-            counted = int(not members < before)
+            counted, generation = 0 if members < before else ERROR, event["generation"]
             count += counted
+        elif event["event"] == "failure" and event["generation"] == generation and event["cause"] in LOSSES:
+            count, counted = (count - ERROR + LOSS, LOSS) if counted == ERROR else (count, counted)
         elif event["event"] == "generation":
             count = counted if event["start_step"] > start else count
             start = event["start_step"]

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 
 from regrow.control.events import Trouble
 from regrow.control.membership import Membership
+from regrow.record.events import Cause
 
 OTHERS_S = 10.0  # for the other ranks of a group to say whether they have an error too, or to come again
 LEAST_FIRST_STEP_S, FIRST_STEPS = 60.0, 4.0  # a group with newcomers may take so long, or so many times the longest
 MAX_FAILED_GENERATIONS = 3  # in a row, without finishing a step, before the run is given up
+LOSSES = (Cause.worker_died, Cause.worker_hung, Cause.node_silent)  # which hosts cause, too: three count as one error
+ERROR, LOSS = 3, 1
 
 
 @dataclass
@@ -51,20 +54,27 @@ class FirstSteps:
     """Groups that break before they have done a step, and newcomers that may be why."""
 
     timeout_s: float  # of a collective
-    failed_in_a_row: int = 0  # groups of other members than fewer of those before
+    failed: int = 0  # ERROR or LOSS of each group in a row, but for those of fewer members of the one before
     proven: frozenset[str] = frozenset()  # members that have done a step together
     new: frozenset[str] = frozenset()  # the newest group's others, where it has proven ones
     _members: frozenset[str] = frozenset()  # of the newest group
     _held_back: frozenset[str] = frozenset()  # the newest group was formed without them
+    _counts: int = 0  # how much it does, unless it does a step
     _since: float | None = None  # when it was formed; None: it has done a step, or there is none
     _longest_s: float | None = None  # that a group took to its first step
 
     def formed(self, members: frozenset[str], held_back: frozenset[str], now: float) -> bool:
         """A group tries; False where too many have failed in a row."""
-        self.failed_in_a_row += not members < self._members
+        self._counts = 0 if members < self._members else ERROR
+        self.failed += self._counts
         self.new = members - self.proven if members & self.proven else frozenset()
         self._members, self._held_back, self._since = members, held_back - members, now
-        return self.failed_in_a_row <= MAX_FAILED_GENERATIONS
+        return self.failed <= MAX_FAILED_GENERATIONS * ERROR
+
+    def broke(self, cause: str) -> None:
+        """The newest group has, whether it had done a step or not."""
+        if self._since is not None and self._counts == ERROR and cause in LOSSES:
+            self.failed, self._counts = self.failed - ERROR + LOSS, LOSS
 
     def stepped(self, now: float) -> frozenset[str]:
         """The newest group has done a step; those that it was formed without, and that had broken the one before."""
@@ -72,7 +82,7 @@ class FirstSteps:
             return frozenset()
         self._longest_s, self._since = max(self._longest_s or 0.0, now - self._since), None
         without, self._held_back = self._held_back, frozenset()
-        self.failed_in_a_row, self.proven, self.new = 0, self._members, frozenset()
+        self.failed, self.proven, self.new = 0, self._members, frozenset()
         return without
 
     def held_back(self, *, lost: bool) -> frozenset[str]:
