@@ -2,8 +2,8 @@
 
     python benchmarks/soaks.py RUN_FOLDER [RUN_FOLDER ...] --out benchmarks/results/FILE.json
 
-Broken verdicts are kept with their details, and what was run: seed, plan, commit, versions; of what had to be found,
-after how many seconds it was.
+Broken verdicts are kept with their details, and what was run: seed, plan, commit, versions; seconds by state; of what
+had to be found, after how many seconds it was.
 """
 
 import argparse
@@ -28,7 +28,9 @@ from regrow.storage import Storage  # noqa: E402
 
 def read(folder: Path) -> dict[str, Any]:
     """One drill: what it was, and every verdict."""
-    verdict, plan = (json.loads((folder / name).read_bytes()) for name in ("verdict.json", "plan.json"))
+    verdict, plan, report = (
+        json.loads((folder / name).read_bytes()) for name in ("verdict.json", "plan.json", "report.json")
+    )
     events, rows = read_events(Storage.at(str(folder))), read_metrics(Storage.at(str(folder)))
     begun = [event for event in events if event["event"] == "submitted"]
     records = Record(folder).read()
@@ -43,6 +45,7 @@ def read(folder: Path) -> dict[str, Any]:
             for each in verdict["verdicts"]
         ],
         "found": [asdict(find(each, records, events, rows, verify_every)) for each in to_find],
+        "time_s": report["time_s"],
         "plan": plan["plan"],
         "commits": sorted({event["git"] for event in begun}),
     }
