@@ -92,6 +92,14 @@ def test_where_one_says_nothing_all_whose_answers_may_wait_for_it_are_asked_them
     assert (asked(told), len(told.of(c.PublishIndex))) == ([], 1)
 
 
+def test_what_a_node_of_another_group_answers_does_not_count() -> None:
+    """Keepers pass orders on by their own places, which may be newer than control's were."""
+    told = uploading()
+    spoken(told, "a", [*OF_A, "y"], "x")
+    spoken(told, "b", OF_B)
+    assert (asked(told), len(told.of(c.PublishIndex))) == ([], 1)
+
+
 def test_the_coordinator_puts_together_what_a_keeper_that_is_gone_does_not() -> None:
     for is_told in (True, False):
         told = uploading()

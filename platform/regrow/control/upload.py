@@ -76,6 +76,8 @@ class Upload:
     def spoken(self, event: Spoken, now: float, *, at_last: bool) -> str:
         """What nodes came to, of which one has told; those that are left out are asked themselves."""
         for answer in event.answers:
+            if answer.origin not in self.peers:
+                continue  # a group has formed since
             if isinstance(answer, Written):  # it waited for others'
                 self._wrote(answer, answer.times.check_s + answer.times.write_s)
             elif isinstance(answer, WriteFailed) and (problem := self.write_failed(answer, at_last=at_last)):
