@@ -101,14 +101,14 @@ def coordinator_main(member: Member) -> None:
     from regrow.control.membership import Member as Worker
     from regrow.runtime import actor as coordinator
     from regrow.runtime import publisher, shell
-    from regrow.state.disk import catalog
+    from regrow.state.disk import catalog, upload
 
     checkpoints.RETRY_S, shell.TICK_S = 0.0, 0.005
     troubles.MAX_FAILED_GENERATIONS = 10**9
     beacon.mark(coordinator.Coordinator, "start_training", "begin")
     beacon.mark(coordinator.Coordinator, "snapshots_sealed", "commit")
     beacon.mark(publisher.Publisher, "_commit", "COMMIT")
-    beacon.mark(publisher, "write_index", "index")
+    beacon.mark(upload, "write_index", "index")
     beacon.mark(catalog, "retain", "retain")
     server = Server(member.address, 1)
 

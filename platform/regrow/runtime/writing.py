@@ -114,7 +114,7 @@ class Writing:
 
 def fetch(files: Any) -> PackedFiles:
     """What many nodes have told of their files, from where the one that speaks for them holds it."""
-    return cast(PackedFiles, ray.get(files, timeout=FETCH_S) if isinstance(files, ray.ObjectRef) else files)
+    return files if isinstance(files, PackedFiles) else cast(PackedFiles, ray.get(files, timeout=FETCH_S))
 
 
 def _wrong(folder: str, files: Sequence[DataFile]) -> str:
