@@ -153,7 +153,7 @@ def test_a_step_that_all_report_is_committed_and_all_hear_of_it(folder: Path) ->
 def test_a_checkpoint_is_written_through_the_tree_whichever_keeper_of_it_dies(
     folder: Path, killed: tuple[str, ...]
 ) -> None:
-    """node-0 speaks for 2, 3 and 6, node-2 for 6: whom they spoke for are asked themselves, and their own parts come
+    """node-0 speaks for 2, 3 and 6, node-2 for 6: the nodes they spoke for are asked themselves; their own parts come
     from their copies; each part is written once."""
     root, handles, _ = start_keepers(folder)
     entries = [entries_of(rank, len(NODES)) for rank in range(len(NODES))]
