@@ -225,6 +225,52 @@ def with_a_slow_node(told: Told, steps: int, comes: dict[int, str]) -> str:
     return reason
 
 
+def test_a_check_up_that_a_node_answers_late_is_waited_for() -> None:
+    """Behind a slow link answers took longer than the next check-up, which was asked in their place."""
+    told = Told(max_workers=3)
+    three_nodes(told)
+
+    def asked() -> int:
+        return len([each for each in told.of(c.Ask) if each.question is c.Question.HEARTBEATS])
+
+    for step, (passed_s, expected) in enumerate([(10.0, 1), (10.0, 1), (10.0, 1), (20.0, 2)], 1):
+        told.now += passed_s
+        told.row(step)
+        assert asked() == expected, step
+    newest = told.of(c.Ask)[-1]
+    for node in newest.nodes:
+        told(e.Answered(newest.number, node, []))
+    told.now += 10.0
+    told.row(5)
+    assert asked() == 3
+
+
+@pytest.mark.parametrize(("answer", "named"), [((0, 2, 3), ["node 1"]), ((0,), [])])
+def test_links_that_are_not_measured_in_time_are_judged_by_the_others_where_these_tell(
+    answer: tuple[int, ...], named: list[str]
+) -> None:
+    told = Told(max_workers=4)
+    members = [one(rank, f"node {rank}") for rank in range(4)]
+    told.form(*members)
+    told.begin([member.node for member in members])
+    rates = {0: {"node 2": 1e9}, 2: {"node 3": 1e9, "node 1": 1e6}, 3: {"node 0": 1e9}}
+    began, last, links = told.now, 0, list[c.Ask]()
+    for step, at, spent in World(0, 4, 1.0, 0.02, comm_s=8.0, comm_from=100).readings(130):
+        told.now = began + at
+        for each in range(last + 1, step + 1):
+            told.row(each)
+        last = step
+        for asked in [each for each in told.of(c.Ask) if each.question is c.Question.HEARTBEATS]:
+            for (node, pid), each in spent.items():
+                told(e.Answered(asked.number, node, [Pulse(pid, 1, step, 0.0, 0.0, "R", spent=each)]))
+        links += [each for each in told.of(c.Ask) if each.question is c.Question.LINKS]
+        told.commands = [each for each in told.commands if not isinstance(each, c.Ask)]
+        for rank in answer if len(links) == 1 else ():
+            told(e.Answered(links[0].number, f"node {rank}", rates[rank]))
+    assert len(links) == 1 if named else len(links) > 1, "measured again where none is named"
+    assert [each["node"] for each in told.records("suspected")] == named
+
+
 def three_nodes(told: Told) -> list[Member]:
     members = [one(rank, f"node {rank}") for rank in range(3)]
     told.form(*members)

@@ -366,7 +366,8 @@ class Health:
     def _finish_links(self, asked: _Asked, now: float) -> None:
         """With what was answered: the nodes at its other ends tell of a link whose own node cannot."""
         self._links = None
-        self.suspects.linked({node: rates or {} for node, rates in asked.answers.items()}, now)
+        found = {node: rates or {} for node, rates in asked.answers.items()}
+        self.suspects.linked(found, now, all_told=not asked.waiting)
 
     def _begin_look(self, now: float, nodes: Sequence[str]) -> None:
         first = {suspect.member.node for suspect in self._suspects if not suspect.dark}

@@ -58,8 +58,9 @@ class Suspects:
         named = any(each.kind is Kind.slow_link for each in self.found.values())
         self._measure = self.collectives.sum.found and not named and now - self._measured_at > LINKS_AGAIN_S
 
-    def linked(self, links: Mapping[str, Mapping[str, float]], now: float) -> None:
-        """Keepers have measured their links to others: bytes/s by both ends."""
+    def linked(self, links: Mapping[str, Mapping[str, float]], now: float, *, all_told: bool = True) -> None:
+        """Keepers have measured their links to others: bytes/s by both ends. Where not all have told and these name no
+        node, links are measured again."""
         self._measure, self._measured_at = False, now
         rates: dict[str, float] = {}  # the best of each node's
         for one, rate_of in links.items():
@@ -68,8 +69,10 @@ class Suspects:
                     rates[node] = max(rate, rates.get(node, 0.0))
         if not self.collectives.sum.found:
             return
-        longer = f"collectives take {self.collectives.excess:.0%} of a step longer than they did"
         node = slow_node(rates)
+        if not node and not all_told:
+            return
+        longer = f"collectives take {self.collectives.excess:.0%} of a step longer than they did"
         if node:
             others = median(rate for other, rate in rates.items() if other != node)
             detail = f"{longer}; its links carry {rates[node] / 1e9:.2g} GB/s, the others' {others / 1e9:.2g}"
