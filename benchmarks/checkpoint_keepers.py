@@ -130,7 +130,7 @@ class Keepers:
         assert not isinstance(outcome, str), outcome
         upload.done(order, outcome)
         if upload.complete:
-            upload.folder.write_bytes(COMMIT, upload.index_order.carry_out(lambda files: files).commit)
+            upload.folder.write_bytes(COMMIT, upload.index_order.carry_out(upload.folder, lambda files: files).commit)
             self._upload = None
             assert self._board.newest is not None
             self._tell(self._board.newest.version)

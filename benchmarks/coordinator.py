@@ -148,8 +148,9 @@ class Keepers:
 
     async def put_together(self, order: Any) -> Any:
         from regrow.runtime.writing import fetch
+        from regrow.storage import Storage
 
-        return order.carry_out(fetch)
+        return order.carry_out(Storage.at(order.folder), fetch)
 
     def _written(self, order: Any) -> Any:
         import numpy as np

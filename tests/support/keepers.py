@@ -160,5 +160,5 @@ def write_checkpoint(nodes: list[Node], checkpoints: Storage, step: int, generat
         written = keepers[node].write(order)
         upload.done(order, written)
         files += written.files
-    folder.write_bytes(COMMIT, upload.index_order.carry_out(lambda files: files).commit)
+    folder.write_bytes(COMMIT, upload.index_order.carry_out(folder, lambda files: files).commit)
     return files

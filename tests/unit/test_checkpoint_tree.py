@@ -179,7 +179,7 @@ def test_a_checkpoint_is_put_together_of_what_was_joined_and_what_came_by_itself
         assert bool(order.repeats) == (node != "d")
         upload.done(order, written(number))
     assert upload.complete
-    published = upload.index_order.carry_out(lambda files: files)
+    published = upload.index_order.carry_out(upload.folder, lambda files: files)
     assert published.num_bytes == 4 * 8
     (folder / step_folder(3)).write_bytes(COMMIT, published.commit)
     assert [file.name for file in open_checkpoint(folder, 3).files] == [f"file-{number}" for number in range(4)]
@@ -189,4 +189,4 @@ def test_nodes_of_different_states_are_named(tmp_path: str) -> None:
     upload = Upload(Version(1, 3), ("a", "b"), Storage.at(str(tmp_path)), "0123456789abcdef")
     upload.joined(Joined.together([Joined.of({"a": written(0)}), Joined.of({"b": written(1, step=4)})]))
     with pytest.raises(CheckpointError, match="node b holds another state than a"):
-        upload.index_order.carry_out(lambda files: files)
+        upload.index_order.carry_out(upload.folder, lambda files: files)

@@ -89,11 +89,11 @@ class Publisher:
             self._published[number] = published
 
     def publish_index(self, command: PublishIndex) -> None:
-        order = self.index_order(command)
+        order, target = self.index_order(command), self._uploads[command.upload].folder
 
         def publish() -> e.Event:
             try:
-                self.index_written(command.upload, order.carry_out(self._fetch))
+                self.index_written(command.upload, order.carry_out(target, self._fetch))
             except Exception as error:  # of nodes that hold different things; storage raises many kinds
                 return e.PublishFailed(command.upload, first_line(error))
             return e.IndexWritten(command.upload)

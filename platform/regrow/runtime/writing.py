@@ -109,7 +109,7 @@ class Writing:
     @on_threads_of(OF_ALL)
     def put_together(self, order: IndexOrder) -> Published:
         """Write the metadata file of a checkpoint."""
-        return order.carry_out(fetch)
+        return order.carry_out(Storage.at(order.folder), fetch)
 
 
 def fetch(files: Any) -> PackedFiles:

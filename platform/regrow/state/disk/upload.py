@@ -287,10 +287,10 @@ class IndexOrder:
     run_id: str
     pieces: tuple[Joined, ...]
 
-    def carry_out(self, fetch: Fetch) -> Published:
-        """Raises CheckpointError where nodes hold different things, and OSError."""
+    def carry_out(self, target: Storage, fetch: Fetch) -> Published:
+        """`target`: the folder, in storage. Raises CheckpointError where nodes hold different things, and OSError."""
         whole = Joined.together([replace(each, files=fetch(each.files)) for each in self.pieces])
-        pointer = write_index(Storage.at(self.folder), self._index(whole), whole.files)
+        pointer = write_index(target, self._index(whole), whole.files)
         return Published(whole.files.num_bytes, pointer)
 
     def _index(self, whole: Joined) -> Index:
