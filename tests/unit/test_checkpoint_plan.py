@@ -8,11 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regrow.errors import CheckpointError
-from regrow.plan.boxes import Box, Piece, chunk, common_runs, covers
+from regrow.plan.boxes import Box, Piece, chunk, common_runs
 from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.plan.placement import TABLE, is_whole, num_copies, placed, that_hold
 from regrow.state.checksums import CHUNK_BYTES
 from regrow.state.reshard import Source, plan_reads, share, windows
+from support.covering import covers
 
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=4).map(tuple)
 MESHES = st.builds(MeshShape, st.integers(1, 3), st.integers(1, 5), st.integers(1, 3))

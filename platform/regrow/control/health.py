@@ -32,6 +32,7 @@ LOOK_S = 1.5  # for keepers to say where each rank is
 KNOCK_S = 30.0  # after a connection has ended: a kernel closes a killed process' files once it has its memory back
 LATE_S = 30.0  # for a check-up, before another one is asked for
 LINKS_S = 15.0  # for links to be measured: a node behind a slow one may not come to tell
+AT_ONCE = 1024  # nodes that are asked in one call, where nothing waits for the answers: it takes 60 ms
 LOOKED_AT = 64  # nodes, at most: stacks are read by people
 
 
@@ -202,6 +203,7 @@ class Health:
         self._gpus_read_in = 0  # the newest generation
         self.gpus: dict[str, list[GpuReading]] = {}  # by node, what they told when they were asked last
         self._out, self._number = out, 0
+        self._to_ask: deque[Ask] = deque()  # the rest of questions that nothing waits for
         self._read_at, self._read_in = 0.0, NOTHING  # what ranks spend their time on: when next, of which generation
         self._members: tuple[Member, ...] = ()  # its ranks
         self._links: _Asked | None = None
@@ -224,6 +226,7 @@ class Health:
         """
         if generation != self._read_in:
             self._read_in, self._check_up, self._links = generation, None, None
+            self._to_ask.clear()
             self.suspects.begin()
         if self._links is not None and now - self._links.at > LINKS_S:
             self._finish_links(self._links, now)
@@ -233,11 +236,11 @@ class Health:
         due = bool(nodes) and now >= self._read_at and not awaits
         if due:
             self._read_at = now + max(READ_S, len(nodes) / READ_PER_S)
-            self._check_up = self._ask(Question.HEARTBEATS, nodes, now)
+            self._check_up = self._ask(Question.HEARTBEATS, nodes, now, at_once=AT_ONCE)
             self._members = tuple(members)
         if self._on_gpus and (due or probed or self._gpus_read_in != generation):
             self._gpus_read_in = generation
-            self._hardware = self._ask(Question.GPUS, nodes, now)
+            self._hardware = self._ask(Question.GPUS, nodes, now, at_once=AT_ONCE)
 
     def answered(self, number: int, node: str, answer: Any, now: float) -> None:
         """A keeper has answered; one that was asked something else meanwhile is late."""
@@ -267,6 +270,8 @@ class Health:
 
         Without keepers nothing can be asked, and no member is given up.
         """
+        if self._to_ask:
+            self._out.append(self._to_ask.popleft())
         if not nodes or not self.stalls.stalled_s(now):
             self._pulses, self._stacks, self._suspects = None, None, []
             self._where.clear()
@@ -287,9 +292,13 @@ class Health:
                 self._begin_look(now, nodes)
         return []
 
-    def _ask(self, question: Question, nodes: Sequence[str], now: float) -> _Asked:
+    def _ask(self, question: Question, nodes: Sequence[str], now: float, *, at_once: int = 0) -> _Asked:
+        """`at_once`: so many of them, and the others bit by bit; 0: all."""
         self._number += 1
-        self._out.append(Ask(self._number, question, tuple(nodes)))
+        every = at_once or max(1, len(nodes))
+        parts = [Ask(self._number, question, tuple(nodes[at : at + every])) for at in range(0, len(nodes), every)]
+        self._out.extend(parts[:1])
+        self._to_ask.extend(parts[1:])
         return _Asked(self._number, question, set(nodes), now)
 
     def _found(self, asked: _Asked, now: float, members: list[Member]) -> list[Suspect]:
@@ -356,10 +365,9 @@ class Health:
         self.usual.learn(pulse.longest_s for pulse in pulses.values())
         ranks = {(each.node, each.pid): rank for rank, each in enumerate(self._members)}
         if ranks and ranks.keys() <= pulses.keys():
-            gpus = {(each.node, each.pid): each.gpu for each in self._members}
             pp = self._pipelines.get(len(ranks), 1)
             self.suspects.read({worker: pulses[worker].spent for worker in ranks}, ranks, now, pp=pp)
-            self.suspects.show(self.gpus, gpus)
+            self.suspects.show(self.gpus, self._members)
             if self.suspects.wants_links and self._links is None:
                 self._links = self._ask(Question.LINKS, sorted({node for node, _ in ranks}), now)
 

@@ -1,7 +1,7 @@
 """Node exclusions: nodes that a group does without, because they are draining or their host is quarantined. Pure."""
 
-from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from regrow.control.commands import Kill, Outbox
@@ -100,17 +100,17 @@ class NodeFailures:
 
     def corrupt(self, node: str, now: float) -> list[Member]:
         """Quarantine a node's host at once, for it computed wrong; its members, which are to end."""
-        host = self._host(node)
+        host_of = self._hosts()
+        host = host_of(node)
         self.exclusions.quarantined_until[host] = now + self.exclusions.quarantine_s
         self.exclusions.corrupt.add(host)
         self.out.record("quarantine", node=node, host=host, seconds=self.exclusions.quarantine_s, reason="corrupt")
-        members = [*self.membership.survivors, *self.membership.waiting.values()]
-        return [member for member in members if self._host(member.node) == host]
+        return [member for member in self._used() if host_of(member.node) == host]
 
     def unfit(self, event: Unfit, now: float) -> None:
         self.out.record("unfit", node=event.node, pid=event.pid, detail=event.detail)
         self.machines.setdefault(event.node, event.machine or event.node)
-        host = self._host(event.node)
+        host = self._hosts()(event.node)
         if now - self._unfit_at.get(host, now - TOGETHER_S) >= TOGETHER_S:
             self._unfit_at[host] = now
             self.failed(event.node, now)
@@ -125,7 +125,7 @@ class NodeFailures:
     def slow(self, node: str, now: float) -> None:
         """Leave a slow node, as one that is to be taken away, if spares wait for the places of its ranks."""
         quarantined = self.exclusions.quarantined(now)
-        host, excluded = self._host(node), self.excluded(now)
+        host, excluded = self._hosts()(node), self.excluded(now)
         going = [member for member in self.membership.survivors if member.node == node]
         spares = [each for each in self.membership.spares if each.node not in {node, *excluded}]
         if host not in quarantined and going and len(spares) >= len(going):
@@ -143,17 +143,29 @@ class NodeFailures:
             return
         self._failed_in[node] = generation
         self.machines.setdefault(node, node)
-        survivors, host = self.membership.survivors, self._host(node)
-        others = [member for member in survivors if self._host(member.node) != host]
+        host_of = self._hosts()
+        host = host_of(node)
+        others = [member for member in self.membership.survivors if host_of(member.node) != host]
         if len(others) < min(self.membership.sizes) or not self.exclusions.failed(host, now):
             return
         self.out.record("quarantine", node=node, host=host, seconds=self.exclusions.quarantine_s)
-        for member in [*survivors, *self.membership.waiting.values()]:
-            if self._host(member.node) == host:
+        for member in self._used():
+            if host_of(member.node) == host:
                 self.out.append(Kill(member.node, member.pid, member.started))  # it is started elsewhere, given room
 
-    def _host(self, node: str) -> str:
-        """What a node's failures are counted by; the node itself where others of its machine are in use beside it."""
-        machine = self.machines.get(node, node)
-        used = {each.node for each in [*self.membership.survivors, *self.membership.waiting.values()]} - {node}
-        return node if any(self.machines.get(each) == machine for each in used) else machine
+    def _used(self) -> list[Member]:
+        return [*self.membership.survivors, *self.membership.waiting.values()]
+
+    def _hosts(self) -> Callable[[str], str]:
+        """What a node's failures are counted by: its machine, or itself where others of that are in use beside it.
+
+        Made once for all nodes: of thousands, looked for one by one, it takes seconds.
+        """
+        used = {each.node for each in self._used()}
+        sharing = Counter(self.machines.get(node, node) for node in used)  # nodes of each machine
+
+        def host_of(node: str) -> str:
+            machine = self.machines.get(node, node)
+            return node if sharing[machine] > (node in used) else machine
+
+        return host_of

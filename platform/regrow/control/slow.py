@@ -8,12 +8,16 @@ measure links.
 """
 
 from collections import deque
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from statistics import fmean, median
+from itertools import chain
+from operator import attrgetter
+from statistics import median
 
-READ_S, READ_PER_S = 5.0, 200.0  # between readings, and more where there are more keepers
+import numpy as np
+
+READ_S, READ_PER_S = 5.0, 750.0  # between readings, and more where there are more keepers: seven are two minutes
 DRIFT = 0.075  # of a step: half of the slowdown that is to be named
 MOST, LEAST = 0.15, -0.3  # that one reading counts for: a single one proves nothing
 LEAST_SUM = 5 * DRIFT  # five readings of a slowdown by 15%
@@ -63,12 +67,12 @@ class Spent:
     def compute_s(self) -> float:
         return max(0.0, self.own_s - self.data_s - self.copy_s)
 
-    def since(self, before: "Spent") -> "Spent":
-        """A step's mean of what came after `before`."""
-        steps = max(1, self.steps - before.steps)
-        parts = ("step_s", "data_s", "copy_s", "shard_s", "replicate_s", "all_s")
-        means = {part: (getattr(self, part) - getattr(before, part)) / steps for part in parts}
-        return replace(self, steps=self.steps - before.steps, **means)
+
+FIELDS = tuple(each.name for each in fields(Spent))
+VALUES = attrgetter(*FIELDS)
+STEPS, STEP = FIELDS.index("steps"), FIELDS.index("step_s")  # columns of all FIELDS
+TIMES, WAITS = slice(STEP, FIELDS.index("all_s") + 1), slice(FIELDS.index("shard_s"), FIELDS.index("all_s") + 1)
+NOWHERE = -1
 
 
 @dataclass(frozen=True)
@@ -89,118 +93,179 @@ class Suspicion:
 
 
 @dataclass
-class Sum:
-    """How much of something there is beyond what is to be expected; one reading after the other."""
+class Sums:
+    """Of some things, how much of each there is beyond what is to be expected; one reading after the other."""
 
-    value: float = 0.0
-    since: float = 0.0  # of the present rise
-    readings: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
-    noise: float = 0.0  # sum of the squares of half the differences between readings: what lasts does not count
-    found: bool = False
+    value: np.ndarray
+    since: np.ndarray  # of the present rise
+    noise: np.ndarray  # sum of the squares of half the differences between readings: what lasts does not count
+    found: np.ndarray
+    taken: np.ndarray  # readings so far
+    readings: np.ndarray  # [n, KEPT], the newest ones, each in the place of one that is KEPT older
 
-    def add(self, excess: float, at: float, most: float = MOST) -> None:
-        excess = min(most, max(LEAST, excess))
-        if self.value <= 0.0:
-            self.since = at
-        if len(self.readings) == KEPT:
-            self.noise = max(0.0, self.noise - (self.readings[1] - self.readings[0]) ** 2 / 2)
-        if self.readings:
-            self.noise += (excess - self.readings[-1]) ** 2 / 2
-        self.readings.append(excess)
-        self.value = max(0.0, self.value + excess - DRIFT)
+    @staticmethod
+    def of(count: int) -> "Sums":
+        """With no reading."""
+        return Sums(
+            value=np.zeros(count),
+            since=np.zeros(count),
+            noise=np.zeros(count),
+            found=np.zeros(count, bool),
+            taken=np.zeros(count, int),
+            readings=np.zeros((count, KEPT)),
+        )
 
-    def judge(self, variance: float) -> bool:
-        """Whether this changes what is found: beyond chance, or back at nothing."""
-        limit = max(LEAST_SUM, SURE * variance / DRIFT)
-        self.value = min(self.value, 1.5 * limit)  # that what has passed is forgotten soon
-        found = self.value > 0.0 if self.found else self.value >= limit
-        changed, self.found = found != self.found, found
+    def taken_over(self, before: Sequence[int]) -> "Sums":
+        """Of other things, for which those at these places are known; below 0: not."""
+        made, places = Sums.of(len(before)), np.array(before, int)
+        known = places >= 0
+        for name in ("value", "since", "noise", "found", "taken", "readings"):
+            getattr(made, name)[known] = getattr(self, name)[places[known]]
+        return made
+
+    def add(self, excess: np.ndarray, at: float, most: float = MOST) -> None:
+        excess = np.clip(excess, LEAST, most)
+        self.since[self.value <= 0.0] = at
+        each, place = np.arange(len(excess)), self.taken % KEPT
+        full, begun = self.taken >= KEPT, self.taken > 0
+        oldest = self.readings[each, (place + 1) % KEPT] - self.readings[each, place]
+        self.noise = np.where(full, np.maximum(0.0, self.noise - oldest**2 / 2), self.noise)
+        self.noise += np.where(begun, (excess - self.readings[each, place - 1]) ** 2 / 2, 0.0)
+        self.readings[each, place] = excess
+        self.taken += 1
+        self.value = np.maximum(0.0, self.value + excess - DRIFT)
+
+    def judge(self) -> np.ndarray:
+        """Where this changes what is found: beyond chance, or back at nothing. Places."""
+        limit = max(LEAST_SUM, SURE * self._variance() / DRIFT)
+        self.value = np.minimum(self.value, 1.5 * limit)  # that what has passed is forgotten soon
+        found = np.where(self.found, self.value > 0.0, self.value >= limit)
+        changed = np.flatnonzero(found != self.found)
+        self.found = found
         return changed
 
+    def _variance(self) -> float:
+        """Of a reading, by all of them; much while there are few."""
+        differences = int(np.clip(self.taken - 1, 0, KEPT - 1).sum())
+        return float(self.noise.sum()) / differences if differences >= 3 else 1.0
 
-def variance_of(sums: Collection[Sum]) -> float:
-    """Of a reading, by all of them; much while there are few."""
-    differences = sum(len(each.readings) - 1 for each in sums)
-    return sum(each.noise for each in sums) / differences if differences >= 3 else 1.0
+
+@dataclass
+class Means:
+    """What ranks spent a step's time on, of one reading: seconds."""
+
+    workers: Sequence[Worker] = ()
+    parts: np.ndarray = field(default_factory=lambda: np.zeros((0, len(FIELDS))))  # FIELDS of each; steps are a number
+
+    @property
+    def step_s(self) -> np.ndarray:
+        return self.parts[:, STEP]
+
+    @property
+    def wait_s(self) -> np.ndarray:
+        return self.parts[:, WAITS].sum(axis=1)
+
+    @property
+    def own_s(self) -> np.ndarray:
+        return self.step_s - self.wait_s
+
+    def of(self, place: int) -> Spent:
+        """A step's mean of the rank at this place."""
+        steps, *seconds = self.parts[place].tolist()
+        return Spent(int(steps), *seconds)
+
+    def slowest(self, count: int) -> list[tuple[Worker, Spent]]:
+        """So many that take longest by themselves, the slowest first."""
+        return [(self.workers[each], self.of(each)) for each in np.argsort(-self.own_s, kind="stable")[:count]]
 
 
 class SlowRanks:
     """Which ranks of the group are slow. What is known of survivors is carried over from one generation to the next."""
 
     def __init__(self) -> None:
-        self._sums: dict[Worker, Sum] = {}
-        self._spent: dict[Worker, Spent] = {}
-        self._stages: Mapping[Worker, int] = {}
-        self.means: dict[Worker, Spent] = {}  # of the newest reading
+        self._places: dict[Worker, int] = {}
+        self._workers: tuple[Worker, ...] = ()
+        self._sums = Sums.of(0)
+        self._spent: np.ndarray | None = None  # FIELDS of each, totals; None: of this generation nothing
+        self._stages = np.zeros(0, int)
+        self.means = Means()  # of the newest reading
 
     def begin(self) -> None:
         """Another generation: totals begin anew."""
-        self._spent, self.means = {}, {}
+        self._spent, self.means = None, Means()
 
     def read(self, spent: Mapping[Worker, Spent], now: float, stages: Mapping[Worker, int] | None = None) -> bool:
         """Take a reading, of all ranks; whether it counts: each has done a step since the one before.
 
         Ranks of one of the `stages` of a pipeline are compared with one another: others have more or fewer blocks.
         """
-        self._stages = stages or dict.fromkeys(spent, 0)
-        self._sums = {worker: each for worker, each in self._sums.items() if worker in spent}
-        if self._spent.keys() != spent.keys() or any(each.steps < 1 for each in spent.values()):
-            self._spent = dict(spent)
+        if self._places.keys() != spent.keys():
+            self._take_over(tuple(spent))
+        each = (spent[worker] for worker in self._workers)
+        totals = np.fromiter(chain.from_iterable(map(VALUES, each)), float, len(spent) * len(FIELDS))
+        totals, before = totals.reshape(len(spent), len(FIELDS)), self._spent
+        if before is None or (totals[:, STEPS] < 1).any():
+            self._spent = totals
             return False
-        if any(each.steps <= self._spent[worker].steps for worker, each in spent.items()):
+        steps = totals[:, STEPS] - before[:, STEPS]
+        if (steps <= 0).any():
             return False
-        self.means = {worker: each.since(self._spent[worker]) for worker, each in spent.items()}
-        self._spent = dict(spent)
-        step_s = fmean(mean.step_s for mean in self.means.values())
-        for stage in set(self._stages.values()):
-            self._add({worker: mean.own_s for worker, mean in self._of(stage).items()}, step_s, now)
+        self._spent, parts = totals, totals.copy()
+        parts[:, TIMES] = (totals[:, TIMES] - before[:, TIMES]) / steps[:, None]
+        parts[:, STEPS] = steps
+        self.means = Means(self._workers, parts)
+        self._stages = np.array([stages[worker] for worker in self._workers] if stages else [0] * len(spent))
+        self._sums.add(self._excess(), now)
         return True
 
-    def _of(self, stage: int) -> dict[Worker, Spent]:
-        return {worker: mean for worker, mean in self.means.items() if self._stages[worker] == stage}
+    def _take_over(self, workers: tuple[Worker, ...]) -> None:
+        self._sums = self._sums.taken_over([self._places.get(worker, NOWHERE) for worker in workers])
+        self._workers, self._places = workers, {worker: place for place, worker in enumerate(workers)}
+        self._spent = None
 
-    def _add(self, own: Mapping[Worker, float], step_s: float, now: float) -> None:
-        """How long some ranks, which have the same to do, take by themselves."""
-        usual = median(own.values())
-        near = {worker: min(MOST * step_s, max(LEAST * step_s, each - usual)) for worker, each in own.items()}
-        total = sum(near.values())
-        for worker, each in own.items():
-            late_s = each - usual - (total - near[worker]) / max(1, len(own) - 1)  # than the others' mean
-            self._sums.setdefault(worker, Sum()).add(late_s / max(step_s - max(0.0, late_s), 1e-9), now)
+    def _excess(self) -> np.ndarray:
+        """By how much of a step each takes longer by itself than the others, which have the same to do."""
+        own_s, step_s = self.means.own_s, float(self.means.step_s.mean())
+        late_s = np.zeros(len(own_s))
+        for stage in np.unique(self._stages):
+            of_stage = self._stages == stage
+            more = own_s[of_stage] - np.median(own_s[of_stage])
+            near = np.clip(more, LEAST * step_s, MOST * step_s)
+            late_s[of_stage] = more - (near.sum() - near) / max(1, len(near) - 1)  # than the others' mean
+        return late_s / np.maximum(step_s - np.maximum(0.0, late_s), 1e-9)
 
     def judge(self) -> list[Worker]:
         """Workers of which it has changed whether they are slow."""
-        variance = variance_of(self._sums.values())
-        return [worker for worker, found in self._sums.items() if found.judge(variance)]
+        return [self._workers[place] for place in self._sums.judge()]
 
     def is_slow(self, worker: Worker) -> bool:
-        return worker in self._sums and self._sums[worker].found
+        return worker in self._places and bool(self._sums.found[self._places[worker]])
 
     @property
     def found(self) -> list[Worker]:
-        return [worker for worker, each in self._sums.items() if each.found]
+        return [self._workers[place] for place in np.flatnonzero(self._sums.found)]
 
     def suspicion(self, worker: Worker, rank: int | None) -> Suspicion:
         """What it is suspected of, by what it spends more on than the others."""
-        mean, found = self.means[worker], self._sums[worker]
-        others = [each for other, each in self._of(self._stages[worker]).items() if other != worker]
+        place, means = self._places[worker], self.means
+        mean, others = means.of(place), self._stages == self._stages[place]
+        others[place] = False
+        data_s, copy_s = (means.parts[others, FIELDS.index(name)] for name in ("data_s", "copy_s"))
+        own_s = means.own_s[others]
         more = {
-            kind: getattr(mean, part) - median(getattr(each, part) for each in others)
-            for kind, part in (
-                (Kind.slow_compute, "compute_s"),
-                (Kind.slow_data, "data_s"),
-                (Kind.slow_copy, "copy_s"),
-            )
+            Kind.slow_compute: mean.compute_s - float(np.median(np.maximum(0.0, own_s - data_s - copy_s))),
+            Kind.slow_data: mean.data_s - float(np.median(data_s)),
+            Kind.slow_copy: mean.copy_s - float(np.median(copy_s)),
         }
         kind = max(more, key=lambda each: more[each])
-        own, usual = mean.own_s, median(each.own_s for each in others)
+        own, usual = mean.own_s, float(np.median(own_s))
         doing = {Kind.slow_compute: "computes", Kind.slow_data: "waits for data", Kind.slow_copy: "waits for snapshots"}
         detail = (
             f"{doing[kind]} {more[kind]:.3g} s a step longer than the others; its own time is {own:.3g} s a step, "
             f"theirs {usual:.3g} s; it waits for others {mean.wait_s:.3g} s"
         )
         factor = mean.step_s / max(mean.step_s - max(0.0, own - usual), 1e-9)
-        return Suspicion(kind, worker[0], worker[1], rank, found.since, factor, detail)
+        return Suspicion(kind, worker[0], worker[1], rank, float(self._sums.since[place]), factor, detail)
 
 
 class SlowCollectives:
@@ -212,15 +277,25 @@ class SlowCollectives:
 
     def begin(self) -> None:
         """Another generation."""
-        self.sum, self._newest = Sum(), deque[float](maxlen=LEARNED)
+        self._sum, self._newest = Sums.of(1), deque[float](maxlen=LEARNED)
         self._read, self._began_at = 0, 0.0  # readings, when the first one was taken
         self.excess = 0.0
 
-    def read(self, means: Mapping[Worker, Spent], now: float) -> bool:
+    @property
+    def are_slow(self) -> bool:
+        return bool(self._sum.found[0])
+
+    @property
+    def since(self) -> float:
+        """When they began to take longer."""
+        return float(self._sum.since[0])
+
+    def read(self, means: Means, now: float) -> bool:
         """After a reading; whether it has changed that collectives are slow. A slow rank waits for no other."""
-        group = len(means), len({node for node, _ in means}) > 1
-        step_s = fmean(mean.step_s for mean in means.values())
-        taken_s = min(mean.wait_s for mean in means.values())  # by the one that waits least
+        (first, _), *_ = means.workers
+        group = len(means.workers), any(node != first for node, _ in means.workers)
+        step_s = float(means.step_s.mean())
+        taken_s = float(means.wait_s.min())  # by the one that waits least
         self._read += 1
         self._began_at = now if self._read == 1 else self._began_at
         self._learn(self._seen.setdefault(group, deque(maxlen=KEPT)), taken_s)
@@ -229,14 +304,14 @@ class SlowCollectives:
             return False
         more_s = taken_s - usual_s
         self.excess = more_s / max(step_s - max(0.0, more_s), 1e-9)
-        self.sum.add(self.excess, now, most=2 * MOST if self.excess > 1.0 else MOST)
+        self._sum.add(np.array([self.excess]), now, most=2 * MOST if self.excess > 1.0 else MOST)
         # a process that starts beside it slows its first ones
         settled = self._read >= LEARNED or now - self._began_at >= LEARNED * READ_S
-        return settled and self.sum.judge(variance_of([self.sum]))
+        return settled and len(self._sum.judge()) > 0
 
     def _learn(self, seen: deque[float], taken_s: float) -> None:
         """What is read while nothing seems to rise; and far less, whenever: what slowed that is over."""
-        if self.sum.value <= 2 * DRIFT:
+        if self._sum.value[0] <= 2 * DRIFT:
             seen.append(taken_s)
         self._newest.append(taken_s)
         if len(self._newest) == LEARNED and median(self._newest) < median(seen) / 2:

@@ -1,12 +1,14 @@
 """Which ranks and nodes are suspected of slowing the group down, or of having hung, since when and why. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from regrow.control.commands import Outbox, ShowRanks
+from regrow.control.membership import Member
 from regrow.control.slow import Kind, SlowCollectives, SlowRanks, Spent, Suspicion, Worker, slow_node
+from regrow.control.values import GpuReading
 
 SHOWN_WHOLE, SHOWN = 128, 8  # ranks up to which all are shown; above it, so many of the slowest
 OF_RANKS = (Kind.slow_compute, Kind.slow_data, Kind.slow_copy)
@@ -44,7 +46,8 @@ class Suspects:
         for suspicion in list(self.found.values()):
             if suspicion.kind in OF_RANKS and (suspicion.node, suspicion.pid) not in ranks:
                 self._clear(suspicion, recovered=False)
-        if not self.ranks.read(spent, now, {worker: rank * pp // len(ranks) for worker, rank in ranks.items()}):
+        stages = {worker: rank * pp // len(ranks) for worker, rank in ranks.items()} if pp > 1 else None
+        if not self.ranks.read(spent, now, stages):
             return
         for worker in self.ranks.judge():
             for suspicion in [each for each in self.found.values() if (each.node, each.pid) == worker]:
@@ -52,11 +55,11 @@ class Suspects:
                     self._clear(suspicion)
             if self.ranks.is_slow(worker):
                 self._suspect(self.ranks.suspicion(worker, ranks.get(worker)))
-        if self.collectives.read(self.ranks.means, now) and not self.collectives.sum.found:
+        if self.collectives.read(self.ranks.means, now) and not self.collectives.are_slow:
             for suspicion in [each for each in self.found.values() if each.kind is Kind.slow_link]:
                 self._clear(suspicion)
         named = any(each.kind is Kind.slow_link for each in self.found.values())
-        self._measure = self.collectives.sum.found and not named and now - self._measured_at > LINKS_AGAIN_S
+        self._measure = self.collectives.are_slow and not named and now - self._measured_at > LINKS_AGAIN_S
 
     def linked(self, links: Mapping[str, Mapping[str, float]], now: float, *, all_told: bool = True) -> None:
         """Keepers have measured their links to others: bytes/s by both ends. Where not all have told and these name no
@@ -67,7 +70,7 @@ class Suspects:
             for other, rate in rate_of.items():
                 for node in (one, other):
                     rates[node] = max(rate, rates.get(node, 0.0))
-        if not self.collectives.sum.found:
+        if not self.collectives.are_slow:
             return
         node = slow_node(rates)
         if not node and not all_told:
@@ -79,7 +82,7 @@ class Suspects:
         else:
             told = ", ".join(f"{each[:12]} {rate / 1e9:.2g}" for each, rate in sorted(rates.items())[:SHOWN])
             detail = f"{longer}; no node's links stand out (GB/s: {told or 'none answered'})"
-        since, factor = self.collectives.sum.since, 1.0 + self.collectives.excess
+        since, factor = self.collectives.since, 1.0 + self.collectives.excess
         self._suspect(Suspicion(Kind.slow_link, node, 0, None, since, factor, detail))
 
     def slow_nodes(self, now: float, after_s: float) -> list[str]:
@@ -102,22 +105,22 @@ class Suspects:
             if suspicion.node == node and suspicion.kind in (Kind.corrupt, Kind.differing):
                 self._clear(suspicion)
 
-    def show(self, gpus: Mapping[str, Iterable[Any]], places: Mapping[Worker, int]) -> None:
-        """For people: what ranks spend a step on. `gpus` is what those of each node told, `places` a rank's there."""
-        means = sorted(self.ranks.means.items(), key=lambda each: -each[1].own_s)
-        shown = means if len(means) <= SHOWN_WHOLE else means[:SHOWN]
-        ranks = tuple(self._row(worker, mean, gpus, places) for worker, mean in shown if worker in self._numbers)
+    def show(self, gpus: Mapping[str, Sequence[GpuReading]], members: Sequence[Member]) -> None:
+        """For people: what ranks spend a step on. `gpus` is what those of each node told, `members` are all ranks."""
+        means = self.ranks.means
+        shown = means.slowest(len(means.workers) if len(means.workers) <= SHOWN_WHOLE else SHOWN)
+        ranks = tuple(self._row(worker, mean, gpus, members) for worker, mean in shown if worker in self._numbers)
         self._out.append(ShowRanks(ranks, tuple(_told(each) for each in self.found.values())))
 
     def _row(
-        self, worker: Worker, mean: Spent, gpus: Mapping[str, Iterable[Any]], places: Mapping[Worker, int]
+        self, worker: Worker, mean: Spent, gpus: Mapping[str, Sequence[GpuReading]], members: Sequence[Member]
     ) -> dict[str, Any]:
         node, pid = worker
-        there = list(gpus.get(node, ()))
-        place = places.get(worker, 0)
+        there, rank = gpus.get(node, ()), self._numbers[worker]
+        place = members[rank].gpu if rank < len(members) else 0
         gpu = there[place] if place < len(there) else None
         return {
-            "rank": self._numbers[worker],
+            "rank": rank,
             "node": node,
             "pid": pid,
             "step_s": mean.step_s,

@@ -3,7 +3,7 @@
 Offsets and sizes as in `ChunkStorageMetadata` of torch.distributed.checkpoint; elements in row-major order.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from operator import add, sub
@@ -153,17 +153,6 @@ def common_runs(source: Piece, target: Piece) -> Runs:
     begin = np.maximum(0, np.maximum(source.start - a, target.start - b))
     end = np.minimum(length, np.minimum(source.stop - a, target.stop - b))
     return Runs(a + begin - source.start, b + begin, end - begin)[end > begin]
-
-
-def covers(boxes: Iterable[Box], shape: tuple[int, ...]) -> bool:
-    """Whether boxes, which may overlap, hold every element of a tensor of this shape."""
-    held = {(box.offsets, tuple(map(sum, zip(box.offsets, box.sizes, strict=True)))) for box in boxes}
-    borders = [sorted({0, size, *(end[dim] for ends in held for end in ends)}) for dim, size in enumerate(shape)]
-    cell = [{border: number for number, border in enumerate(each)} for each in borders]
-    cells = np.zeros([len(each) - 1 for each in borders], bool)
-    for first, last in held:
-        cells[tuple(slice(of[a], of[b]) for of, a, b in zip(cell, first, last, strict=True))] = True
-    return bool(cells.all())
 
 
 def _first_elements(box: Box, common: Box, inner: int) -> Ints:

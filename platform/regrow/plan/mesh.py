@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -71,6 +72,18 @@ class MeshShape:
         pipeline_rank, unit = divmod(rank // (self.tp * self.cp), self.num_units)
         return unit * self.pp + pipeline_rank
 
+    def stride(self, axis: str) -> tuple[int, int]:
+        """How far apart the ranks are that are next to each other along an axis, and its size; (1, 1) for none of its.
+
+        >>> MeshShape(dp_replicate=2, dp_shard=3, tp=2).stride("dp_shard")
+        (2, 3)
+        """
+        axes = self.axes
+        if axis not in axes:
+            return 1, 1
+        names = list(axes)
+        return prod(axes[name] for name in names[names.index(axis) + 1 :]), axes[axis]
+
     def ranks_along(self, axis: str, rank: int) -> list[int]:
         """The ranks that differ from one along an axis alone, itself included, in their order; `cp` is none of the
         mesh's, and part of `dp_shard`.
@@ -79,9 +92,7 @@ class MeshShape:
         >>> [mesh.ranks_along(axis, 13) for axis in ("pp", "dp_shard", "cp", "tp")]
         [[5, 13], [9, 11, 13, 15], [13, 15], [12, 13]]
         """
-        axes = list(self.axes)
-        inner = self.tp if axis == "cp" else prod(self.axes[name] for name in axes[axes.index(axis) + 1 :])
-        size = self.cp if axis == "cp" else self.axes[axis]
+        inner, size = (self.tp, self.cp) if axis == "cp" else self.stride(axis)
         first = rank - rank // inner % size * inner
         return list(range(first, first + size * inner, inner))
 
@@ -103,12 +114,8 @@ class Coordinates:
         >>> Coordinates(MeshShape(dp_replicate=2, dp_shard=3, tp=2), rank=8).along("dp_shard")
         (1, 3)
         """
-        axes = list(self.mesh.axes.items())
-        at = next((number for number, (name, _) in enumerate(axes) if name == axis), None)
-        if at is None:
-            return 0, 1
-        size = axes[at][1]
-        return self.rank // prod(size for _, size in axes[at + 1 :]) % size, size
+        inner, size = self.mesh.stride(axis)
+        return self.rank // inner % size, size
 
     def to_plain(self) -> list[Any]:
         """What JSON can hold."""
@@ -118,8 +125,13 @@ class Coordinates:
     def of_plain(plain: Sequence[Any]) -> "Coordinates":
         """What `to_plain` gave, or an earlier version's, which knew fewer axes."""
         *mesh, rank = plain
-        mesh = [tuple(each) if isinstance(each, list) else each for each in mesh]
-        return Coordinates(MeshShape(*mesh), rank)
+        return Coordinates(_mesh_of(tuple(tuple(each) if isinstance(each, list) else each for each in mesh)), rank)
+
+
+@cache
+def _mesh_of(sizes: tuple[Any, ...]) -> MeshShape:
+    """One for all ranks of it: thousands of them are pickled together."""
+    return MeshShape(*sizes)
 
 
 ALONE = Coordinates(MeshShape(1, 1))

@@ -9,7 +9,9 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import NamedTuple
 
-from regrow.plan.boxes import Box, chunk, covers
+import numpy as np
+
+from regrow.plan.boxes import Box, chunk
 from regrow.plan.mesh import Coordinates, MeshShape
 
 Dims = Mapping[str, int]  # mesh axis -> the dimension that it splits; outer splits first
@@ -95,11 +97,17 @@ def that_hold(box: Box, mesh: MeshShape) -> list[dict[str, int]]:
 
 def is_whole(ranks: Iterable[Coordinates]) -> bool:
     """Whether these ranks of a mesh hold between them every element of every parameter that the table places."""
-    ranks = set(ranks)
-    pp = next(iter(ranks)).mesh.pp if ranks else 1
-    placements = {tuple(row.dims.items()): row.dims for row in TABLE}.values()
-    stages = ([at for at in ranks if at.along("pp")[0] == stage] for stage in range(pp))
-    return all(of_stage and all(_covers(of_stage, dims) for dims in placements) for of_stage in stages)
+    ranks = list(ranks)
+    if not ranks:
+        return False
+    mesh, numbers = ranks[0].mesh, np.array([at.rank for at in ranks])
+    for axes in {("pp", *row.dims) for row in TABLE}:  # all places along these have to be there
+        place, count = np.zeros_like(numbers), 1
+        for inner, size in map(mesh.stride, axes):
+            place, count = place * size + numbers // inner % size, count * size
+        if len(np.unique(place)) < count:
+            return False
+    return True
 
 
 def num_copies(name: str, at: Coordinates) -> tuple[int, int]:
@@ -137,12 +145,3 @@ def _touching(held: Box, dim: int, count: int, box: Box) -> range:
     most = -(-held.sizes[dim] // count)
     first, last = (at - held.offsets[dim] for at in (box.offsets[dim], box.offsets[dim] + box.sizes[dim]))
     return range(max(0, first // most), min(count, -(-last // most))) if most else range(0)
-
-
-def _covers(ranks: Iterable[Coordinates], dims: Dims) -> bool:
-    """Of a tensor with an element for each of their boxes."""
-    shape = [1] * (max(dims.values(), default=-1) + 1)
-    for axis, dim in dims.items():
-        shape[dim] *= next(iter(ranks)).mesh.axes.get(axis, 1)
-    whole = Box.whole("", tuple(shape))
-    return covers((_split(whole, dims, at) for at in ranks), whole.shape)

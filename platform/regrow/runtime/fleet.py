@@ -6,8 +6,9 @@ Nothing here waits but `adopt`, `greet` and `holders`, which are not called with
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
+from concurrent.futures import Future, as_completed, wait
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import ray
@@ -38,7 +39,6 @@ from regrow.state.memory.held import Holder, is_whole
 from regrow.state.memory.slots import Committed
 
 ANSWER_S = 10.0  # for keepers to answer a small question
-ENOUGH_S = 0.05  # between looks whether those that have are enough
 
 Then = Callable[["Future[Any]"], e.Event | None]  # of an answer, what control is told
 
@@ -86,16 +86,25 @@ class Fleet:
         """What nodes hold of this version and later ones: a group's nodes, and others until it is whole; or all."""
         known = list(self._known.items())
         calls = {client.holdings(since): info for node, (client, info) in known if can_ask(node)}
+        left = {info.node for info in calls.values() if group is not None and info.node in group}
+        done, num_left = SimpleQueue[Future[Any]](), len(calls)
+        for call in calls:
+            call.add_done_callback(done.put)
         holders: list[Holder] = []
         give_up_at = time.monotonic() + ANSWER_S
-        while calls and time.monotonic() < give_up_at:
-            waiting = {info.node for info in calls.values()}
-            if group is not None and waiting.isdisjoint(group) and is_whole(since, [each.held for each in holders]):
+        while num_left:
+            try:
+                call = done.get(timeout=max(0.0, give_up_at - time.monotonic()))
+            except Empty:
+                break
+            info, num_left = calls[call], num_left - 1
+            left.discard(info.node)
+            with contextlib.suppress(ray.exceptions.RayError):
+                holders += [Holder(info.node, info.address, held) for held in call.result()]
+            if group is None or left or not done.empty():
+                continue
+            if is_whole(since, [each.held for each in holders]):
                 break  # a node that has just died, which Ray may not know, is not waited for if it need not be
-            for call in wait(calls, timeout=ENOUGH_S, return_when=FIRST_COMPLETED).done:
-                info = calls.pop(call)
-                with contextlib.suppress(ray.exceptions.RayError):
-                    holders += [Holder(info.node, info.address, held) for held in call.result()]
         return holders
 
     # what control wants

@@ -132,10 +132,10 @@ class MemoryTier:
         step, problem = 0, ""
         for ask in (self.coordinator.newest_snapshot, self.coordinator.committed_snapshot):
             newest = ask() if dist.get_rank() == 0 else None
-            found = from_rank_0((newest[0], [each.to_plain() for each in newest[1]]) if newest is not None else None)
+            found = from_rank_0((newest[0], Holder.all_to_plain(newest[1])) if newest is not None else None)
             if found is None or found[0] < at_least:
                 return None
-            step, holders = found[0], [Holder.of_plain(each) for each in found[1]]
+            step, holders = found[0], Holder.all_of_plain(found[1])
             restored, mine = self._read(entries, place, holders)
             problem = next(filter(None, gather(mine)), "")
             if restored is not None and not problem:

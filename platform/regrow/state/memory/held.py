@@ -67,18 +67,32 @@ class Holder:
     def name(self) -> str:
         return f"{self.node[:12]}/{self.held.file}"
 
-    def to_plain(self) -> list[Any]:
-        """What JSON can hold."""
-        held, moment, place = self.held, self.held.moment, self.held.coordinates.to_plain()
-        what = [held.file, [moment.generation, moment.step], place, held.writers, held.header_sha256]
-        return [self.node, list(self.address), what]
+    @staticmethod
+    def all_to_plain(holders: Sequence["Holder"]) -> list[Any]:
+        """Of one moment, what JSON can hold: what they share is there once, for all ranks are told of all of them."""
+        if not holders:
+            return []
+        moment, mesh = holders[0].held.moment, holders[0].held.coordinates.mesh
+        nodes: dict[tuple[str, Address], list[list[Any]]] = {}
+        for each in holders:
+            held = each.held
+            assert (held.moment, held.coordinates.mesh) == (moment, mesh), f"{each.name} is of another moment"
+            files = nodes.setdefault((each.node, each.address), [])
+            files.append([held.file, held.coordinates.rank, held.writers, held.header_sha256])
+        shared = [[moment.generation, moment.step], Coordinates(mesh).to_plain()]
+        return [*shared, [[node, *address, files] for (node, address), files in nodes.items()]]
 
     @staticmethod
-    def of_plain(plain: Sequence[Any]) -> "Holder":
-        """What `to_plain` gave."""
-        node, (host, port), (file, moment, place, writers, header_sha256) = plain
-        held = Held(file, Version(*moment), Coordinates.of_plain(place), writers, header_sha256)
-        return Holder(node, (host, port), held)
+    def all_of_plain(plain: Sequence[Any]) -> list["Holder"]:
+        """What `all_to_plain` gave."""
+        if not plain:
+            return []
+        moment, mesh = Version(*plain[0]), Coordinates.of_plain(plain[1]).mesh
+        return [
+            Holder(node, (host, port), Held(file, moment, Coordinates(mesh, rank), writers, header_sha256))
+            for node, host, port, files in plain[2]
+            for file, rank, writers, header_sha256 in files
+        ]
 
 
 @dataclass(frozen=True)

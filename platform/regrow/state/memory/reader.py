@@ -16,7 +16,7 @@ import numpy as np
 
 from regrow.control.values import Scalar
 from regrow.errors import CheckpointError
-from regrow.plan.boxes import Piece
+from regrow.plan.boxes import Box, Piece
 from regrow.plan.mesh import ALONE, Coordinates
 from regrow.plan.placement import placed, stage_of, that_hold
 from regrow.state.checksums import CHUNK_BYTES, checksums
@@ -69,7 +69,7 @@ def restore_snapshot(
     problems: list[str] = []
     while True:
         try:
-            by_holder = _plan(entries, left, node, reader)
+            by_holder = plan_from([entry.box for entry in entries], left, node, reader)
         except CheckpointError as error:
             raise Unrestorable("; ".join([str(error), *problems])) from error
         restored = Restored({}, problems=tuple(problems))
@@ -87,8 +87,8 @@ def restore_snapshot(
             return restored
 
 
-def _plan(entries: Sequence[Entry], holders: Sequence[Holder], node: str, reader: int) -> dict[Holder, list[Read]]:
-    """What to read from which node. Raises CheckpointError where elements are missing."""
+def plan_from(boxes: Sequence[Box], holders: Sequence[Holder], node: str, reader: int) -> dict[Holder, list[Read]]:
+    """What of these boxes to read from which node. Raises CheckpointError where elements are missing."""
     if not holders:
         raise CheckpointError("no snapshot can be read: no node holds one")
     mesh = holders[0].held.coordinates.mesh
@@ -97,24 +97,26 @@ def _plan(entries: Sequence[Entry], holders: Sequence[Holder], node: str, reader
     @cache
     def by_coordinates(axes: tuple[str, ...]) -> dict[tuple[int, ...], list[Holder]]:
         found: dict[tuple[int, ...], list[Holder]] = defaultdict(list)
+        strides = [mesh.stride(axis) for axis in axes]
         for holder in by_name.values():
-            found[tuple(holder.held.coordinates.along(axis)[0] for axis in axes)].append(holder)
+            rank = holder.held.coordinates.rank
+            found[tuple(rank // inner % size for inner, size in strides)].append(holder)
         return found
 
     taken: dict[tuple[tuple[str, int], ...], Holder] = {}
     sources = []
-    for entry in entries:
-        for place in that_hold(entry.box, mesh):
+    for wanted in boxes:
+        for place in that_hold(wanted, mesh):
             key = tuple(place.items())
             same = by_coordinates(tuple(place)).get(tuple(place.values()), [])
             if key not in taken and same:  # nearest: of this node, then those that are read anyway
                 far = [2 * (holder.node != node) + (holder not in taken.values()) for holder in same]
                 taken[key] = nearest(list(zip(far, same, strict=True)), reader=reader + place["dp_shard"])
             if key in taken:
-                box = placed(entry.box, taken[key].held.coordinates)
+                box = placed(wanted, taken[key].held.coordinates)
                 sources.append(Source(taken[key].name, Piece.all_of(box)))
     by_holder: dict[Holder, list[Read]] = defaultdict(list)
-    for read in plan_reads(sources, [Piece.all_of(entry.box) for entry in entries]):
+    for read in plan_reads(sources, [Piece.all_of(box) for box in boxes]):
         by_holder[by_name[read.source.file]].append(read)
     if not by_holder:  # this rank holds nothing; the scalars are for it too
         by_holder[min(by_name.values(), key=lambda holder: holder.node != node)] = []

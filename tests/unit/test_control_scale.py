@@ -1,0 +1,114 @@
+"""What control does for one event grows with the number of ranks as that does, and not with its square.
+
+Counted are the interpreter's instructions, in groups of which one is twice as large: the same on any machine.
+"""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from regrow.control import events as e
+from regrow.control.membership import Member
+from regrow.control.values import SnapshotAck, Version
+from support.told import Told
+
+RANKS_PER_NODE = 4
+SMALL, LARGE = 256, 512
+MOST = 2.5  # times as many instructions in the large group: 2 are in proportion, and what is sorted takes some more
+FEW = 2_000  # that are not compared
+
+
+def instructions(run: Callable[[], Any]) -> int:
+    """How many the interpreter executes meanwhile."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def life(size: int) -> dict[str, int]:
+    """Of each event, or each sort of event that comes from all ranks, in the life of a group that loses nodes."""
+    nodes = [f"node{number}" for number in range(size // RANKS_PER_NODE)]
+    members = [
+        Member(
+            f"m{rank}",
+            nodes[rank // RANKS_PER_NODE],
+            f"host{rank // RANKS_PER_NODE}",
+            1,
+            rank,
+            machine=f"machine{rank // RANKS_PER_NODE}",
+        )
+        for rank in range(size)
+    ]
+    told, found = Told(min_workers=2, max_workers=size, wait_for_workers_s=600), dict[str, int]()
+
+    def count(what: str, run: Callable[[], Any]) -> None:
+        found[what] = instructions(run)
+
+    def begin(step: int) -> None:
+        used = list(dict.fromkeys(member.node for member in alive))
+        told.begin(used, step)
+
+    def train(step: int) -> None:
+        told.now += 1.0
+        count(f"row {step}", lambda: told.row(step, step_s=1.0))
+        peers, version = told.peers, Version(told.control.generation, step)
+        acks = [SnapshotAck(node, version, peers[node]) for node in peers]
+        count(f"sealed {step}", lambda: told(e.Sealed(acks)))
+        count(f"tick {step}", told)
+
+    alive = members
+    count("joined", lambda: told.join(*members))
+    count("forms", lambda: told.ask(members[0].id))
+    count("asked", lambda: [told(e.Asked(member.id, 0)) for member in members])
+    count("begins", lambda: begin(0))
+    for step in (1, 2, 3):
+        train(step)
+    for lost, how in ((1, "gone"), (2, "died"), (3, "unfit")):
+        those = [member for member in members if member.node == nodes[lost]]
+        generation, processes = told.control.generation, tuple((each.node, each.pid) for each in those)
+        alive = [member for member in alive if member.node != nodes[lost]]
+        if how == "gone":
+            count(how, lambda: [told(e.Gone(*each)) for each in processes])  # noqa: B023
+        elif how == "died":
+            count(how, lambda: told(e.Died(processes, len(alive), "worker_died", "")))  # noqa: B023
+        else:
+            count(how, lambda: told(e.Unfit(nodes[3], those[0].pid, "")))  # noqa: B023
+            told(e.Died(processes, len(alive), "worker_died", ""))
+        count(f"{how}: broke", lambda: [told(e.Broke(generation, "")) for _ in alive])  # noqa: B023
+        count(f"{how}: joined", lambda: [told(e.Joined(member, size)) for member in alive])  # noqa: B023
+        count(f"{how}: tick", told)
+        count(f"{how}: forms", lambda: told.ask(alive[0].id, generation))  # noqa: B023
+        assert told.control.generation == generation + 1
+        count(f"{how}: begins", lambda: begin(3))
+    count("corrupt", lambda: told.control.group.nodes.corrupt(nodes[5], told.now))
+    return found
+
+
+@pytest.fixture(scope="module")
+def counts() -> tuple[dict[str, int], dict[str, int]]:
+    return life(SMALL), life(LARGE)
+
+
+def test_no_event_takes_more_than_in_proportion_to_the_number_of_ranks(
+    counts: tuple[dict[str, int], dict[str, int]],
+) -> None:
+    small, large = counts
+    assert small.keys() == large.keys()
+    times = {what: large[what] / small[what] for what in small if large[what] > FEW}
+    assert {what: round(each, 2) for what, each in times.items() if each > MOST} == {}
+    assert len(times) > 15
