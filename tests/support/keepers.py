@@ -16,8 +16,11 @@ from regrow.state.disk.catalog import step_folder
 from regrow.state.disk.format import COMMIT, DataFile
 from regrow.state.disk.upload import Upload
 from regrow.state.entries import Entry
+from regrow.state.memory import held
 from regrow.state.memory.held import Holder
 from regrow.state.memory.node import KeeperNode
+from regrow.state.memory.slots import Committed
+from regrow.state.memory.transport import Transport
 from regrow.state.memory.writer import Snapshots
 from regrow.storage import Storage
 
@@ -68,7 +71,9 @@ def peers_of(nodes: Sequence[Node], number: int, copies: int = 1) -> tuple[Peer,
 
 
 @contextmanager
-def cluster(folder: Path, num_nodes: int, copies: int = 1) -> Iterator[list[Node]]:
+def cluster(
+    folder: Path, num_nodes: int, copies: int = 1, transport: Callable[[str], Transport | None] = lambda node: None
+) -> Iterator[list[Node]]:
     """Keepers of some nodes, the next ones being each one's peers."""
     nodes: list[Node] = []
     try:
@@ -81,6 +86,7 @@ def cluster(folder: Path, num_nodes: int, copies: int = 1) -> Iterator[list[Node
                 secret=SECRET,
                 run_id=RUN,
                 report=reports.append,
+                transport=transport(f"node-{number}"),
             )
             nodes.append(Node(keeper, reports))
         for number, node in enumerate(nodes):
@@ -162,3 +168,48 @@ def write_checkpoint(nodes: list[Node], checkpoints: Storage, step: int, generat
         files += written.files
     folder.write_bytes(COMMIT, upload.index_order.carry_out(folder, lambda files: files).commit)
     return files
+
+
+def large_slots(node: Node, *, num_ranks: int, elements: int) -> list[Snapshots]:
+    """Of ranks of one node, sealed at the same time."""
+    made = []
+    for rank in range(num_ranks):
+        box = Box("model/w", (num_ranks * elements,), (rank * elements,), (elements,), "float32")
+        memory = torch.randn(elements)
+        place = Coordinates(MeshShape(1, num_ranks), rank)
+        made.append(
+            Snapshots(
+                node.keeper.folder,
+                [Entry(box, memory)],
+                coordinates=place,
+                run_id=RUN,
+                generation=1,
+                writers=num_ranks,
+                num_slots=2,
+            )
+        )
+    return made
+
+
+def assert_copies_arrive(nodes: Sequence[Node], *, num_ranks: int, elements: int) -> None:
+    """Ranks of the first node take three snapshots; after each one all other nodes have copies whose checksums hold."""
+    ranks = large_slots(nodes[0], num_ranks=num_ranks, elements=elements)
+    for step in (1, 2, 3):
+        for each in ranks:
+            assert each.begin(step, scalars_of(step))
+            each.wait()
+        for each in ranks:
+            each.confirm(step)
+        reported = Version(1, step)
+        wait_until(lambda want=reported: nodes[0].reports and nodes[0].reports[-1].version == want)  # type: ignore[misc]
+        for node in nodes[1:]:
+            copies = [each for each in held.holdings(node.keeper.folder, RUN) if each.moment == Version(1, step)]
+            assert len(copies) == num_ranks
+            for copy in copies:
+                snapshot = held.open_snapshot(node.keeper.folder / copy.file)
+                assert snapshot is not None
+                snapshot.check()
+        for node in nodes:
+            node.keeper.committed(Committed.of_plain({"number": step, "newest": [1, step], "pinned": [-1, -1]}))
+    for each in ranks:
+        each.close()

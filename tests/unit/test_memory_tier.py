@@ -13,8 +13,9 @@ from regrow.control.values import Version
 from regrow.runtime import memory_tier
 from regrow.runtime.abort import Breaker
 from regrow.runtime.keeper import KeeperInfo
-from regrow.runtime.memory_tier import MemoryTier
+from regrow.runtime.memory_tier import MemoryTier, cannot_serve
 from regrow.state.memory.control_word import ControlWord
+from regrow.state.memory.transport import TransportError
 from support.keepers import wait_until
 
 NODE, GENERATION = "node0", 5
@@ -48,3 +49,10 @@ def test_a_newcomer_is_told_that_its_first_generation_is_over(newcomer: MemoryTi
     ControlWord(over=GENERATION).write(tmp_path)
     wait_until(lambda: breaker.begun)
     breaker.left()
+
+
+def test_a_keeper_that_cannot_work_is_said_with_what_to_set() -> None:
+    folder = cannot_serve("node" * 8, "/mem", PermissionError(13, "Permission denied"))
+    assert folder.startswith("snapshot.folder=/mem cannot hold snapshots on node nodenodenode ([Errno 13] Permission")
+    transport = cannot_serve("node" * 8, "/mem", TransportError("no device; set snapshot.transport=tcp"))
+    assert transport == "node nodenodenode: no device; set snapshot.transport=tcp"

@@ -259,6 +259,7 @@ def test_what_is_filled_in_is_not_refused() -> None:
         ("submit.redis_secret=redis", "submit.redis_secret=redis must name a Secret and its key: SECRET/KEY"),
         ("submit.redis_secret=redis/key", "submit.redis_secret=redis/key has no Redis; set submit.redis_address"),
         ("submit.volume_claim=runs", "which must be an absolute path, not s3://llama/runs"),
+        ("snapshot.transport=nixl", "no device for RDMA in pods of submit.network=plain; set efa or infiniband there"),
         ("submit.topology_key='a b'", "submit.topology_key='a b' is no key of a label"),
         ("submit.network_resource=rdma", "submit.network_resource=rdma must be the device plugin's full name"),
         ("submit.env_secret=Bad_Name", "submit.env_secret='Bad_Name' is no name of a Kubernetes object"),

@@ -1,7 +1,6 @@
 """Copies by several flows, memory that comes in, and threads that nothing waits for."""
 
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,21 +8,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
-from regrow.control.values import Version
 from regrow.errors import CheckpointError
-from regrow.plan.boxes import Box
-from regrow.plan.mesh import Coordinates, MeshShape
-from regrow.state.entries import Entry
-from regrow.state.memory import held, link, transport
+from regrow.state.memory import link, transport
 from regrow.state.memory.incoming import Incomings
 from regrow.state.memory.ranges import BLOCK, Connection, RangeServer
 from regrow.state.memory.slots import MAGIC
 from regrow.state.memory.threads import Threads
 from regrow.state.memory.transport import FILL, TcpSession, TcpTransport
-from regrow.state.memory.writer import Snapshots
-from support.keepers import RUN, SECRET, Node, cluster, peers_of, scalars_of, wait_until
+from support.keepers import SECRET, assert_copies_arrive, cluster, large_slots, peers_of, scalars_of, wait_until
+from support.sockets import connected_sockets
 
 MANY = 3 * BLOCK + 12345
 
@@ -36,12 +30,6 @@ def serving(answer: Callable[..., None]) -> Iterator[RangeServer]:
         yield server
     finally:
         server.close()
-
-
-def connected_sockets() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        ours = socket.create_connection(server.getsockname())
-        return ours, server.accept()[0]
 
 
 @pytest.mark.parametrize("size", [1, 100, BLOCK - 1, BLOCK, BLOCK + 1, MANY])
@@ -74,8 +62,7 @@ def test_a_file_is_put_by_several_flows_at_once_into_the_peers_memory(
     def answer(request: dict[str, int], connection: Connection) -> None:
         assert request["op"] == FILL
         used.add(connection)
-        incomings.find(str(request["into"])).fill(request["at"], request["bytes"], connection)
-        connection.send({"ok": True})
+        incomings.fill(request, connection)
 
     with serving(answer) as server, incomings.open(tmp_path / "copy", len(data)) as incoming:
         session = TcpSession(server.address, SECRET, lambda peer, secret: 3)
@@ -96,7 +83,7 @@ def test_memory_that_is_given_up_takes_nothing_more(tmp_path: Path) -> None:
 
         def fill() -> None:
             try:
-                old.fill(len(MAGIC), 2 * BLOCK, Connection(theirs))
+                old.fill({"at": len(MAGIC), "bytes": 2 * BLOCK}, Connection(theirs))
             except OSError:
                 failed.set()
 
@@ -107,7 +94,7 @@ def test_memory_that_is_given_up_takes_nothing_more(tmp_path: Path) -> None:
             wait_until(failed.is_set)
             filling.join()
             with pytest.raises(ConnectionError, match="no such range"):
-                old.fill(len(MAGIC), 1, Connection(ours))
+                old.fill({"at": len(MAGIC), "bytes": 1}, Connection(ours))
             assert "takes its place" in old.seal(b"", "")
             assert (tmp_path / "copy").exists()
             assert incomings.find(new.token) is new
@@ -121,28 +108,7 @@ def test_a_range_that_is_not_of_the_copy_is_refused(tmp_path: Path, at: int, siz
     with ours, theirs, Incomings(TcpTransport()).open(tmp_path / "copy", 4 * BLOCK) as incoming:
         connection = Connection(ours)
         with pytest.raises(ConnectionError, match="no such range"):
-            incoming.fill(at, size, connection)
-
-
-def large_slots(node: Node, *, num_ranks: int, elements: int) -> list[Snapshots]:
-    """Of ranks of one node, sealed at the same time."""
-    made = []
-    for rank in range(num_ranks):
-        box = Box("model/w", (num_ranks * elements,), (rank * elements,), (elements,), "float32")
-        memory = torch.randn(elements)
-        place = Coordinates(MeshShape(1, num_ranks), rank)
-        made.append(
-            Snapshots(
-                node.keeper.folder,
-                [Entry(box, memory)],
-                coordinates=place,
-                run_id=RUN,
-                generation=1,
-                writers=num_ranks,
-                num_slots=2,
-            )
-        )
-    return made
+            incoming.fill({"at": at, "bytes": size}, connection)
 
 
 def test_slots_of_all_ranks_are_copied_side_by_side_and_checked_there(
@@ -151,28 +117,7 @@ def test_slots_of_all_ranks_are_copied_side_by_side_and_checked_there(
     """More than a piece each, so that what fills the link is measured; flows are few on any machine."""
     monkeypatch.setattr(transport, "PIECE", BLOCK)
     with cluster(tmp_path, 3, copies=2) as nodes:
-        ranks = large_slots(nodes[0], num_ranks=4, elements=(3 * BLOCK + 4096) // 4)
-        for step in (1, 2, 3):
-            for each in ranks:
-                assert each.begin(step, scalars_of(step))
-                each.wait()
-            for each in ranks:
-                each.confirm(step)
-            reported = Version(1, step)
-            wait_until(lambda want=reported: nodes[0].reports and nodes[0].reports[-1].version == want)  # type: ignore[misc]
-            for node in nodes[1:]:
-                copies = [each for each in held.holdings(node.keeper.folder, RUN) if each.moment == Version(1, step)]
-                assert len(copies) == 4
-                for copy in copies:
-                    snapshot = held.open_snapshot(node.keeper.folder / copy.file)
-                    assert snapshot is not None
-                    snapshot.check()
-            for node in nodes:
-                node.keeper.committed(
-                    nodes[0].keeper._heard.of_plain({"number": step, "newest": [1, step], "pinned": [-1, -1]})
-                )
-        for each in ranks:
-            each.close()
+        assert_copies_arrive(nodes, num_ranks=4, elements=(3 * BLOCK + 4096) // 4)
 
 
 def test_what_fills_a_link_is_measured_and_is_at_least_one_flow(tmp_path: Path) -> None:

@@ -55,6 +55,13 @@ class PipelineSchedule(StrEnum):
     interleaved = "interleaved"  # 1F1B, with several: a smaller bubble for more messages
 
 
+class SnapshotTransport(StrEnum):
+    """What carries the copies of snapshots from node to node."""
+
+    tcp = "tcp"
+    nixl = "nixl"  # by RDMA; needs regrow[rdma], and InfiniBand, RoCE or EFA on every node
+
+
 class SubmitAction(StrEnum):
     render = "render"  # the manifests, on stdout
     diff = "diff"  # against what the cluster has
@@ -284,6 +291,7 @@ class SnapshotConfig:
     most_steps_lost: int = 16  # auto: that a lost node may cost, as far as the links between nodes keep up
     slots: int = 3  # of each rank, at least 2; with 2, there are no snapshots while a checkpoint is being written
     copies: int = 1  # of each node's snapshots on other nodes: so many nodes may be lost at once
+    transport: SnapshotTransport = SnapshotTransport.tcp  # of these copies; nixl: RDMA
     folder: str = "/dev/shm"  # on every node, a file system in memory
     domain_label: str | None = "rack"  # Ray's label of nodes that fail together; a node without it fails by itself
     abandon_after_s: float = 600.0  # without a driver, snapshots are kept for this long

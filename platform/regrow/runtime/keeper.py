@@ -20,6 +20,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from regrow.config.schema import SnapshotTransport
 from regrow.control.health import Pulse
 from regrow.control.values import NOTHING, GpuReading, Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError
@@ -35,6 +36,7 @@ from regrow.state.memory.held import Held, claim, is_mine
 from regrow.state.memory.link import Damaged, Link, measure
 from regrow.state.memory.node import KeeperNode, delete_run, is_served, last_used, take_over_leftovers
 from regrow.state.memory.ranges import Address
+from regrow.state.memory.rdma import NixlTransport
 from regrow.state.memory.slots import Committed
 
 NAMESPACE = "regrow"
@@ -73,8 +75,17 @@ class Place:
 class Keeper(Writing):
     """The actor. Starts its node's keeper in `folder`, or takes up what an earlier one left there."""
 
-    def __init__(self, run_id: str, node: str, folder: str, domain_label: str | None, abandon_after_s: float) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        node: str,
+        folder: str,
+        domain_label: str | None,
+        abandon_after_s: float,
+        transport: SnapshotTransport,
+    ) -> None:
         self.run_id, self.node_id, self.abandon_after_s = run_id, node, abandon_after_s
+        self.transport = transport
         labels: dict[str, str] = ray.get_runtime_context().get_node_labels() or {}  # type: ignore[assignment]
         self.domain = labels.get(domain_label or "", node)
         self.folder = Path(folder)
@@ -97,7 +108,10 @@ class Keeper(Writing):
         self.lifeline = Lifeline(ray.util.get_node_ip_address())
 
     def serve(self, coordinator: Any, secret: bytes) -> KeeperInfo:
-        """Work for this coordinator from now on; the same again, or another one after the first was lost."""
+        """Work for this coordinator from now on; the same again, or another one after the first was lost.
+
+        Raises TransportError where the node has not what its transport needs.
+        """
         with self.lock:  # every rank of the node asks
             take_over_leftovers(self.folder, f"regrow-{self.run_id}-*", _nodes_alive)
             if self.keeper is None:
@@ -115,6 +129,7 @@ class Keeper(Writing):
                     run_id=self.run_id,
                     report=lambda sealed: self.relay([sealed]),
                     complain=lambda *what: CoordinatorClient(self.coordinator).complaint(self.node_id, *what),
+                    transport=NixlTransport(self.node_id) if self.transport is SnapshotTransport.nixl else None,
                 )
                 self.keeper.start()
             self.keeper.secret = secret
@@ -331,7 +346,13 @@ def delete_abandoned(mine: Path, abandon_after_s: float) -> None:
 
 
 def start_keeper(
-    run_id: str, node: str, *, memory_folder: str, domain_label: str | None, abandon_after_s: float
+    run_id: str,
+    node: str,
+    *,
+    memory_folder: str,
+    domain_label: str | None,
+    abandon_after_s: float,
+    transport: SnapshotTransport = SnapshotTransport.tcp,
 ) -> Any:
     """The keeper of a node; started where there is none. Returns at once."""
     there = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -346,7 +367,7 @@ def start_keeper(
         scheduling_strategy=there,
         max_restarts=-1,
         max_concurrency=8,
-    ).remote(run_id, node, folder, domain_label, abandon_after_s)
+    ).remote(run_id, node, folder, domain_label, abandon_after_s, transport)
 
 
 def end_keepers(handles: Iterable[Any]) -> None:

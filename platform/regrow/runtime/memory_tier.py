@@ -27,6 +27,7 @@ from regrow.state.entries import Entry, Progress, restored_progress
 from regrow.state.memory.arenas import Arenas
 from regrow.state.memory.held import bytes_held
 from regrow.state.memory.reader import Holder, Restored, restore_snapshot
+from regrow.state.memory.transport import TransportError
 from regrow.state.memory.writer import Snapshots
 
 ROOM_S, LOOK_S = 20.0, 0.5  # that a group waits for room in the memory of some of its nodes; between looks
@@ -38,6 +39,16 @@ def may_wait(problems: Sequence[str], known: Sequence[bool], waited_s: float) ->
     snapshots before: what has taken a newcomer's room will not go."""
     full = [has_held for problem, has_held in zip(problems, known, strict=True) if problem]
     return all(full) and waited_s <= (NO_ROOM_S if len(full) == len(problems) else ROOM_S)
+
+
+def cannot_serve(node: str, folder: str, error: Exception) -> str:
+    """What to do where a node's keeper cannot work, for this."""
+    if isinstance(error, TransportError):
+        return f"node {node[:12]}: {first_line(error)}"
+    return (
+        f"snapshot.folder={folder} cannot hold snapshots on node {node[:12]} ({first_line(error)}); name a folder in "
+        "every node's memory, or take no snapshots: snapshot.every_steps=0"
+    )
 
 
 def _heartbeat_of(folder: Path, job: Job) -> Heartbeat:
@@ -57,6 +68,7 @@ class MemoryTier:
             memory_folder=self.config.folder,
             domain_label=self.config.domain_label,
             abandon_after_s=self.config.abandon_after_s,
+            transport=self.config.transport,
         )
         self.coordinator = CoordinatorClient(job.coordinator)
         self._store_bytes = 0  # that Ray's object store may take of the folder's file system; 0: once told of
@@ -236,11 +248,7 @@ class MemoryTier:
         try:
             return cast(KeeperInfo, ray.get(serving, timeout=CALL_TIMEOUT_S))
         except ray.exceptions.RayTaskError as error:
-            raise CheckpointError(
-                f"snapshot.folder={self.config.folder} cannot hold snapshots on node {self.node[:12]} "
-                f"({first_line(error.cause or error)}); name a folder in every node's memory, or take no snapshots: "
-                "snapshot.every_steps=0"
-            ) from error
+            raise CheckpointError(cannot_serve(self.node, self.config.folder, error.cause or error)) from error
 
     def _serve(self) -> Any:
         self.secret = self.coordinator.secret()  # anew each time: a coordinator that finds no keeper makes another

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from regrow.config.schema import Queue, SubmitConfig, SubmitJobConfig
+from regrow.config.schema import Network, Queue, SnapshotTransport, SubmitConfig, SubmitJobConfig
 from regrow.errors import ConfigError
 from regrow.submit.pods import GIB, HEADERS, LEAVE_S, Sizes, grace_s, longest_restart_s, sizes
 from regrow.submit.render import MAX_NAME, Code, autoscales, image_of, job_name
@@ -84,6 +84,11 @@ def check_submit(config: SubmitJobConfig) -> None:
         raise ConfigError(
             f"submit.volume_claim={submit.volume_claim} cannot be mounted at run.storage_path="
             f"{config.run.storage_path}, where the pods have something else; name another folder"
+        )
+    if config.snapshot.transport is SnapshotTransport.nixl and submit.network is Network.plain:
+        raise ConfigError(
+            "snapshot.transport=nixl finds no device for RDMA in pods of submit.network=plain; set efa or infiniband "
+            "there, or snapshot.transport=tcp"
         )
     _check_names(submit)
     _check_tolerations(submit)

@@ -20,7 +20,7 @@ from regrow.errors import CheckpointError, first_line
 from regrow.state.memory import held as files
 from regrow.state.memory.ranges import TIMEOUT_S, Connection
 from regrow.state.memory.slots import MAGIC, open_slot
-from regrow.state.memory.transport import Place, Transport
+from regrow.state.memory.transport import Place, Transport, TransportError
 
 LOOK_S = 1.0  # between two looks at whether a copy still comes
 _CLOSE_S = 2 * TIMEOUT_S  # for flows to leave memory that is given up
@@ -48,21 +48,26 @@ class Incoming:
             raise CheckpointError(f"no room for a copy of {size:,} bytes ({first_line(error)})") from error
         finally:
             os.close(descriptor)
-        self.registered = transport.register(memoryview(self._map), self.token)
+        try:
+            self.registered = transport.register(memoryview(self._map), self.token)
+        except CheckpointError:
+            files.remove(path)
+            raise
 
     @property
     def place(self) -> Place:
         return self.registered.place
 
-    def fill(self, at: int, size: int, connection: Connection) -> None:
+    def fill(self, request: dict[str, Any], connection: Connection) -> None:
         """Receive a range. Raises ConnectionError where the copy was given up, or the range is not of it."""
+        at, size = request["at"], request["bytes"]
         with self._changed:
             if self._given_up or at < len(MAGIC) or size < 0 or at + size > self.size:
                 raise ConnectionError("no such range of a copy is wanted")
             self._filling.add(connection)
         try:
             with memoryview(self._map) as memory, memory[at : at + size] as target:
-                connection.receive_all(target)
+                self.registered.receive(target, request, connection)
             self.heard_at = time.monotonic()
         finally:
             with self._changed:
@@ -139,6 +144,15 @@ class Incomings:
         if found is None:
             raise ConnectionError("no such copy is wanted")
         return found
+
+    def fill(self, request: dict[str, Any], connection: Connection) -> None:
+        """Receive a range of one of them, and say so."""
+        try:
+            self.find(request["into"]).fill(request, connection)
+        except TransportError as error:
+            connection.send({"error": first_line(error)})
+            return
+        connection.send({"ok": True})
 
     def receive(self, path: Path, request: dict[str, Any], connection: Connection) -> None:
         """Take a copy, as a request says, into a file: visible only once all of it is there and its checksums hold."""

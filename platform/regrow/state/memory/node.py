@@ -163,7 +163,7 @@ class KeeperNode:
             for moment in [moment for moment in self._ready if moment <= state.newest]:
                 del self._ready[moment]
         _drop_older_generations(self.folder, state)
-        remove_abandoned(self.folder)
+        _give_back(self.folder, self._transport)
 
     def write(self, order: WriteOrder) -> Written:
         """Write this node's part of a committed snapshot to storage. Takes as long as that does; CheckpointError."""
@@ -188,7 +188,7 @@ class KeeperNode:
             try:
                 data = self._notices.recv(4096)
             except TimeoutError:
-                remove_abandoned(self.folder)
+                _give_back(self.folder, self._transport)
                 if self._failed:
                     self._look_again()
                 continue
@@ -306,8 +306,7 @@ class KeeperNode:
             connection.send(self._heard.to_plain())
             return
         if request["op"] == FILL:
-            self._incoming.find(request["into"]).fill(request["at"], request["bytes"], connection)
-            connection.send({"ok": True})
+            self._incoming.fill(request, connection)
             return
         path = self.folder / Path(request["file"]).name
         if request["op"] == "put":
@@ -326,6 +325,12 @@ def _drop_older_generations(folder: Path, state: Committed) -> None:
         generation = files.generation_of(path.name)
         if generation < state.newest.generation and generation not in needed:
             path.unlink(missing_ok=True)
+
+
+def _give_back(folder: Path, transport: Transport) -> None:
+    """Memory that nothing will use again."""
+    remove_abandoned(folder)
+    transport.forget_deleted()
 
 
 def _times_of(ready: Sequence[_Ready]) -> CopyTimes:

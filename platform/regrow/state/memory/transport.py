@@ -8,11 +8,12 @@ need not be trusted with order, wholeness or damage.
     connect    a session with a peer's keeper, for as long as that is a peer
     register   memory that bytes are put into; what the other side needs to know to do so
     put        a range of a file into the peer's registered memory
+    receive    what is put there
     get        ranges of a file that the peer has
     close      a session, or registered memory
 
-TCP has as many flows as fill the link when two keepers meet: one flow is bounded by its congestion window, and in some
-clouds by a rate of its own. Slots share them, piece by piece.
+`snapshot.transport` names one: TCP, or `rdma`. TCP has as many flows as fill the link when two keepers meet: one flow
+is bounded by its congestion window, and in some clouds by a rate of its own. Slots share them, piece by piece.
 """
 
 import contextlib
@@ -28,17 +29,27 @@ from regrow.state.memory import link
 from regrow.state.memory.ranges import TIMEOUT_S, Address, Connection, Ranges, connected
 from regrow.state.memory.threads import Threads
 
-FILL = "fill"  # a request: raw bytes follow, for memory that the keeper has registered
+FILL = "fill"  # a request: bytes for memory that the keeper has registered; TCP's follow it
 PIECE = 16 << 20  # bytes of a request: flows take turns with those of all slots
 IDLE_S = TIMEOUT_S / 4  # after which a flow is not used again: the other side will close it
 
 Place = Mapping[str, Any]  # of registered memory, as JSON has it
 
 
+class TransportError(CheckpointError):
+    """A transport does not work here, or has failed."""
+
+
 class Registered(Protocol):
     """Memory that a peer may put bytes into."""
 
     place: Place
+
+    def receive(self, target: memoryview, request: Mapping[str, Any], connection: Connection) -> None:
+        """Have the bytes of a `FILL` come into their part of it; returns once they are there.
+
+        Raises OSError where they do not come, TransportError where something else can.
+        """
 
     def close(self) -> None:
         """Nothing is put there any more."""
@@ -67,6 +78,9 @@ class Transport(Protocol):
     def register(self, memory: memoryview, token: str) -> Registered:
         """Memory of this keeper; the token names it."""
 
+    def forget_deleted(self) -> None:
+        """Hold nothing of files that were deleted: it is memory."""
+
     def close(self) -> None: ...
 
 
@@ -75,6 +89,9 @@ class _Named:
 
     def __init__(self, token: str) -> None:
         self.place: Place = {"into": token}
+
+    def receive(self, target: memoryview, request: Mapping[str, Any], connection: Connection) -> None:
+        connection.receive_all(target)
 
     def close(self) -> None: ...
 
@@ -100,6 +117,8 @@ class TcpTransport:
 
     def register(self, memory: memoryview, token: str) -> Registered:
         return _Named(token)
+
+    def forget_deleted(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -155,10 +174,13 @@ class TcpSession:
     def _send(self, file: BinaryIO, at: int, size: int, place: Place) -> None:
         with self._flow() as connection:
             connection.send({"op": FILL, "at": at, "bytes": size, **place})
-            connection.send_file(file, [(at, size)])
+            self._send_bytes(connection, file, at, size)
             answer = connection.receive()
             if "ok" not in answer:
                 raise CheckpointError(f"the peer refused it: {answer.get('error', 'it is gone')}")
+
+    def _send_bytes(self, connection: Connection, file: BinaryIO, at: int, size: int) -> None:
+        connection.send_file(file, [(at, size)])
 
     @contextlib.contextmanager
     def _flow(self) -> Iterator[Connection]:
