@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ class Run(Told):
         peers, rows = self.peers, []
         for number in range(step + 1, step + 4):
             self.now += 5.0
-            rows.append(cpu_ms(lambda number=number: self.row(number, step_s=5.0))[0])
+            rows.append(cpu_ms(partial(self.row, number, step_s=5.0))[0])
             version = Version(self.control.generation, number)
             self(e.Sealed([SnapshotAck(node, version, peers[node]) for node in used]))
         self.clear()
@@ -152,7 +153,7 @@ def of_losses(result: Result, size: int, config: PretrainConfig) -> None:
         rows += run.train(members, step)
         step += 3
         victim = dice.choice(members).node
-        lost.append(cpu_ms(lambda victim=victim: run.lose(victim))[0])
+        lost.append(cpu_ms(partial(run.lose, victim))[0])
         took, members = cpu_ms(lambda: run.form_of_all(broke=True))
         again.append(took)
     result.add(f"lost_ms_{size}_ranks", lost)

@@ -10,8 +10,8 @@ leader's figure, a real Keeper at the top of the tree.
 Stand-ins: a process for each keeper at the top of the tree, which plays all those below it too, so nothing is trained,
 copied or written but the index, COMMIT and the logs; an answer to an order comes after up to WRITE_S seconds and names
 8 files of each node, a row of one stack each. All runs on one machine: no network. One worker joins for all, but where
-forming is what is measured: there FORM_PROCESSES processes play NUM_MEMBERS members, each of which joins and asks until
-its generation is there, as `runtime.rendezvous` does; no group of torch's is made.
+forming is what is measured: there FORM_PROCESSES processes play the keepers of NUM_MEMBERS members, each of which joins
+for those of its node and asks until their generation is there, as `runtime.joining` does; no group of torch's is made.
 
 Figures are CPU time, user and system, of all threads of the one process, less what the same process uses when nothing
 is asked of it. `..._ms_per_step_...` is for a step a second, with all that a second brings besides;
@@ -54,7 +54,7 @@ NUM_NODES = 2048
 RANKS_PER_NODE = 8
 STEP_S = 1.0
 TICK_S = 0.2  # as the driver's
-NUM_MEMBERS, FORM_PROCESSES = 2048, 4
+NUM_MEMBERS, FORM_PROCESSES = 16_384, 4
 WRITE_S = 5.0
 NUM_TENSORS = 900  # of a model of 300 parameters
 ROW_ELEMENTS = 82_500  # of each that a rank has: 297 MB in all, as of 405B on 16,384 ranks; checksums alone are sent
@@ -410,29 +410,27 @@ def leader_side(windows: int, num_steps: int, folder: Path) -> dict[str, Any]:
 
 
 class Members:
-    """Plays processes that join a generation. An actor."""
+    """Plays keepers whose workers join a generation, a list of members each. An actor."""
 
-    def __init__(self, coordinator: Any, members: list[Any], expected: int) -> None:
-        self.coordinator, self.members, self.expected = coordinator, members, expected
+    def __init__(self, coordinator: Any, nodes: list[list[Any]], expected: int) -> None:
+        self.coordinator, self.nodes, self.expected = coordinator, nodes, expected
 
     async def form(self, after: int) -> tuple[int, int, float]:
         """The generation, how often they asked for it, and the seconds until the last one had it."""
         begun, asked = time.perf_counter(), 0
 
-        async def one(member: Any) -> int:
+        async def one(members: list[Any]) -> int:
             nonlocal asked
-            await self.coordinator.join.remote(member, self.expected)
+            await self.coordinator.join_all.remote([(member, self.expected) for member in members])
             while True:
                 asked += 1
-                answer = await self.coordinator.formation.remote(member.id, after)
-                if answer.seat is not None:
-                    return answer.seat.generation
-                assert not answer.given_up
-                if answer.join_again:
-                    await self.coordinator.join.remote(member, self.expected)
-                await asyncio.sleep(answer.wait_s)
+                answers = await self.coordinator.formations.remote([(member.id, after) for member in members])
+                if all(answer.seat is not None for answer in answers):
+                    return int(answers[0].seat.generation)
+                assert not any(answer.given_up or answer.join_again for answer in answers)
+                await asyncio.sleep(max(answer.wait_s for answer in answers) / len(members))
 
-        (generation,) = set(await asyncio.gather(*(one(each) for each in self.members)))
+        (generation,) = set(await asyncio.gather(*map(one, self.nodes)))
         return generation, asked, time.perf_counter() - begun
 
 
@@ -465,7 +463,7 @@ def forming_side(num_members: int, rounds: int, folder: Path) -> dict[str, Any]:
         RUN_ID,
         checkpoints="checkpoints",
         config=PretrainConfig(
-            cluster=ClusterConfig(min_workers=num_members // 2, max_workers=num_members),
+            cluster=ClusterConfig(min_workers=num_members - RANKS_PER_NODE, max_workers=num_members),
             optim=OptimConfig(global_batch_seqs=num_members, num_slices=num_members),
             checkpoint=CheckpointConfig(every_steps=None),
         ),
@@ -473,8 +471,9 @@ def forming_side(num_members: int, rounds: int, folder: Path) -> dict[str, Any]:
     )
     actor: Any = ray.remote(Members)
     pid, actor = process_called("ray::Coordinator"), actor.options(num_cpus=0, max_concurrency=num_members)
+    on_nodes = [members[at : at + RANKS_PER_NODE] for at in range(0, num_members, RANKS_PER_NODE)]
     some: list[Any] = [
-        actor.remote(coordinator, members[at::FORM_PROCESSES], num_members) for at in range(FORM_PROCESSES)
+        actor.remote(coordinator, on_nodes[at::FORM_PROCESSES], num_members) for at in range(FORM_PROCESSES)
     ]
     ray.get([each.__ray_ready__.remote() for each in some], timeout=300)
     form_cpu_s, form_s, asks, generation = [], [], [], 0

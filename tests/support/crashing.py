@@ -308,9 +308,9 @@ def _restore(
     checkpoints = Storage.at(member.world / "run" / "checkpoints")
     steps = from_rank_0(committed_steps(checkpoints))
     found = get(coordinator.newest_snapshot.remote()) if rank == 0 else None
-    newest = from_rank_0((found[0], [each.to_plain() for each in found[1]]) if found is not None else None)
+    newest = from_rank_0((found[0], Holder.all_to_plain(found[1])) if found is not None else None)
     if newest is not None and (not steps or newest[0] >= steps[0]):
-        holders = [Holder.of_plain(each) for each in newest[1]]
+        holders = Holder.all_of_plain(newest[1])
         problem = ""
         try:
             restored = restore_snapshot(entries, holders, node=member.node, folder=folder, secret=secret, reader=rank)

@@ -1,5 +1,6 @@
 """Copies on other nodes: whole after so many losses, one right after the other, and what a node cannot copy moves."""
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from itertools import combinations
@@ -15,6 +16,7 @@ from regrow.state.disk.catalog import step_folder
 from regrow.state.disk.upload import WriteOrder
 from regrow.state.entries import Progress
 from regrow.state.memory import held
+from regrow.state.memory.held import Holder
 from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.slots import MAGIC, Committed
@@ -238,3 +240,14 @@ def test_a_node_that_does_not_hear_the_coordinator_hears_of_commits_from_those_w
         wait_until(lambda: Committed.read(deaf.folder) == Committed(Version(1, STEP), Version(1, STEP - 1)))
         deaf.committed(Committed(Version(1, STEP - 1), number=6))  # sent before, and late
         assert Committed.read(deaf.folder).newest == Version(1, STEP)
+
+
+def test_what_all_ranks_are_told_of_a_snapshot_is_all_that_was_found_and_the_mesh_once(tmp_path: Path) -> None:
+    with cluster(tmp_path, 3) as nodes:
+        snapshot(nodes, STEP, 3)
+        found = [each for each in holders(nodes, STEP) if each.held.moment == Version(1, STEP)]
+        plain = json.loads(json.dumps(Holder.all_to_plain(found)))
+        assert len(found) == 6
+        assert sorted(Holder.all_of_plain(plain), key=str) == sorted(found, key=str)
+        assert len({id(each.held.coordinates.mesh) for each in Holder.all_of_plain(plain)}) == 1
+    assert Holder.all_of_plain(Holder.all_to_plain([])) == []

@@ -17,10 +17,9 @@ from ray.util import metrics as ray_metrics
 from regrow.config.schema import PretrainConfig
 from regrow.control import events as e
 from regrow.control.drains import Maintenance
-from regrow.control.group import WAITING_POLL_S
 from regrow.control.membership import Member
 from regrow.control.past import Past, group_of
-from regrow.control.states import Answer, GivenUp, RowAnswer, Settling
+from regrow.control.states import GivenUp, RowAnswer, Settling
 from regrow.control.values import NOTHING, Peer, SnapshotAck
 from regrow.control.verification import Outcome
 from regrow.errors import ResumeError, first_line
@@ -31,6 +30,7 @@ from regrow.runtime.calls import CoordinatorCalls, Death, Snapshot
 from regrow.runtime.fleet import secret_of_keepers
 from regrow.runtime.hardware.gpus import HARDWARE_XIDS
 from regrow.runtime.keeper import COORDINATOR, NAMESPACE, KeeperInfo
+from regrow.runtime.seats import Seats
 from regrow.runtime.shell import Shell, Update
 from regrow.state.disk.catalog import committed_steps
 from regrow.storage import Storage
@@ -80,7 +80,7 @@ class Verified:
         return self.shell.control.corruptions.limit
 
 
-class Coordinator(Drained, Verified):
+class Coordinator(Seats, Drained, Verified):
     """An actor; every method is quick but `__init__`, which may wait for the lock, and those that ask keepers."""
 
     def __init__(
@@ -176,15 +176,6 @@ class Coordinator(Drained, Verified):
         return self.shell.close()
 
     # workers
-
-    def join(self, member: Member, expected: int) -> None:
-        """A worker is ready for the next generation; see `Membership.join`."""
-        self.shell.tell(e.Joined(member, expected))
-
-    def formation(self, member_id: str, after: int) -> Answer:
-        """A worker's seat in the generation that it is in, the first one after `after`; asked until it is there."""
-        answer = cast(Answer, self.shell.tell(e.Asked(member_id, after)))
-        return _seated(answer, member_id, self.shell, self._secret)
 
     def next_step(self) -> int:
         """The step, counted from 1, that has no row yet."""
@@ -331,15 +322,6 @@ class Coordinator(Drained, Verified):
 
 
 _offers: type[CoordinatorCalls] = Coordinator  # mypy holds it to that
-
-
-def _seated(answer: Answer, member_id: str, shell: Shell, secret: bytes) -> Answer:
-    """What a member is told: of a generation its seat, once storage and keepers know the number."""
-    formation = answer.formation
-    rank = formation.rank_of(member_id) if formation is not None else None
-    if formation is None or rank is None:
-        return answer
-    return Answer(seat=formation.seat_of(rank, secret)) if shell.is_formed() else Answer(wait_s=WAITING_POLL_S)
 
 
 def start_coordinator(folder: Storage, run_id: str, **options: Any) -> Any:

@@ -26,6 +26,7 @@ from regrow.control.values import NOTHING, GpuReading, Peer, SnapshotAck, Versio
 from regrow.errors import CheckpointError
 from regrow.runtime.calls import CoordinatorClient, KeeperCalls
 from regrow.runtime.hardware.gpus import XidWatch, read_gpus
+from regrow.runtime.joining import Joins, Speaking
 from regrow.runtime.liveness.deaths import Deaths
 from regrow.runtime.liveness.probe import Lifeline
 from regrow.runtime.liveness.pulse import look, read_pulses, started_at, where
@@ -72,7 +73,7 @@ class Place:
     num_nodes: int = 1  # itself, its members, theirs and so on
 
 
-class Keeper(Writing):
+class Keeper(Speaking, Writing):
     """The actor. Starts its node's keeper in `folder`, or takes up what an earlier one left there."""
 
     def __init__(
@@ -82,7 +83,7 @@ class Keeper(Writing):
         folder: str,
         domain_label: str | None,
         abandon_after_s: float,
-        transport: SnapshotTransport,
+        transport: SnapshotTransport = SnapshotTransport.tcp,
     ) -> None:
         self.run_id, self.node_id, self.abandon_after_s = run_id, node, abandon_after_s
         self.transport = transport
@@ -104,6 +105,8 @@ class Keeper(Writing):
         restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
         threading.Thread(target=self._watch, args=(0.0 if restarted else PING_S,), name="watch", daemon=True).start()
         self.xids = XidWatch(self._tell_xid)
+        self.joins = Joins(lambda: CoordinatorClient(self.coordinator))
+        self.broken = NOTHING  # the newest generation of which a worker of this node has said that it broke
         self.deaths = Deaths(self.folder, self._tell_gone)
         self.lifeline = Lifeline(ray.util.get_node_ip_address())
 
@@ -249,6 +252,7 @@ class Keeper(Writing):
         with self.lock:
             self.word = replace(self.word, newest=max(generation, self.word.newest))
             self.word.write(self.folder)
+        self.joins.formed()
 
     def over(self, generation: int) -> None:
         """Tell the workers of this node that a generation is over, also those that wait in one of its collectives."""

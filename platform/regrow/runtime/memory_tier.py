@@ -121,17 +121,20 @@ class MemoryTier:
         if self._heartbeat is not None:
             self._heartbeat.enter(generation, breaker)
 
-    def join(self, generation: int, gloo: set[Address], breaker: Breaker) -> None:
+    def join(self, generation: int, gloo: set[Address], breaker: Breaker, *, speaks: bool) -> None:
         """Wait for the keepers of all nodes to be up and known to the coordinator.
 
-        `gloo` is where this rank's gloo listens. Raises CheckpointError where a keeper cannot work on its node.
+        `gloo` is where this rank's gloo listens; one of a node `speaks`. Raises CheckpointError where no keeper works.
         """
-        serving, self._serving = self._serving or self._serve(), None  # anew each time: it may have been restarted
-        info = self._info(serving)
-        self.folder, self.domain, self._store_bytes = Path(info.folder), info.domain, info.object_store_bytes
+        serving, self._serving = self._serving or (self._serve() if speaks else None), None  # it may be another one
+        if serving is not None:
+            info = self._info(serving)
+            self.folder, self.domain, self._store_bytes = Path(info.folder), info.domain, info.object_store_bytes
+            self.coordinator.register_keeper(self.keeper, info)
+        breaker.watch(set().union(*gather(list(gloo))))  # all keepers serve by then
+        if serving is None:
+            self.secret = ray.get(self.keeper.secret.remote(), timeout=CALL_TIMEOUT_S)
         self._arenas = self._arenas or Arenas(self.folder)
-        self.coordinator.register_keeper(self.keeper, info)
-        breaker.watch(set().union(*gather(list(gloo))))
         self._heartbeat = self._heartbeat or _heartbeat_of(self.folder, self.job)
         self._heartbeat.enter(generation, breaker)
 

@@ -12,14 +12,15 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from typing import NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, cast
 
 import ray
 import ray.util
 import torch.distributed as dist
 
 from regrow.control.membership import NODE_NAME, Formation, Member, Seat
+from regrow.control.states import Answer
 from regrow.parallel.fsdp import let_go_of_meshes
 from regrow.parallel.tree import Tree
 from regrow.parallel.world import init_members
@@ -31,6 +32,8 @@ from regrow.runtime.liveness.pulse import started_at
 from regrow.state.collective import gather
 
 STORE_S = 30.0  # for a connection to a store, which waits for no rank: less than a process has to leave a generation
+KEEPER_S = 2.0  # for this node's keeper to say what it knows
+KEEPER_POLL_S, SOON_S, PARKED_POLL_S = 0.02, 10.0, 0.1  # between questions to it; after a while, fewer
 FORM_S, FORM_S_PER_RANK = 60.0, 0.05  # for all to come to it, and to each other
 
 Waiting = Callable[[int, Breaker], None]  # this process is about to wait for the others of a generation
@@ -51,6 +54,12 @@ class Joined:
     @property
     def world_size(self) -> int:
         return len(self.formation.members)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this is the first rank of its node."""
+        members = self.formation.members
+        return not any(member.node == members[self.rank].node for member in members[: self.rank])
 
     @property
     def on_my_host(self) -> int:
@@ -112,29 +121,49 @@ def join_generation(
     timeout_s: float,
     breaker: Breaker,
     waiting: Waiting,
+    keeper: Any = None,
 ) -> Joined | None:
     """Form the default process group of the next generation after `after`; None where the run is over.
 
     Collective. `expected` are the processes that started together. Every later collective fails after `timeout_s`.
-    `waiting` and what is raised: as for `form_group`. A process that the others do without ends here.
+    `waiting` and what is raised: as for `form_group`. A process that the others do without ends here. `keeper`, this
+    node's, speaks with the coordinator for its workers: thousands of these would keep that busy for seconds.
     """
     doors = Doors.at(me.host)
     member = doors.of(me)
-    coordinator.join(member, expected)
-    while True:
-        answer = coordinator.formation(me.id, after)
-        if answer.over or answer.given_up:
-            return None
-        if answer.unfit:
-            expelled()
-        if answer.seat is not None:
-            break
-        if answer.join_again:
-            coordinator.join(member, expected)
-        time.sleep(answer.wait_s)
+    answer = _asked_of_keeper(keeper, member, expected, after) if keeper is not None else None
+    answer = answer or _asked(coordinator, member, expected, after)
+    if answer.unfit:
+        expelled()
+    if answer.seat is None:
+        return None
     listened = frozenset(listening())
     formation = form_group(answer.seat, doors, backend=backend, timeout_s=timeout_s, breaker=breaker, waiting=waiting)
     return Joined(formation, answer.seat.rank, listened)
+
+
+def _asked(coordinator: CoordinatorClient, member: Member, expected: int, after: int) -> Answer:
+    """The coordinator's answer, once there is one."""
+    coordinator.join(member, expected)
+    while True:
+        answer = coordinator.formation(member.id, after)
+        if answer.over or answer.given_up or answer.unfit or answer.seat is not None:
+            return answer
+        if answer.join_again:
+            coordinator.join(member, expected)
+        time.sleep(answer.wait_s)
+
+
+def _asked_of_keeper(keeper: Any, member: Member, expected: int, after: int) -> Answer | None:
+    """The same by way of this node's keeper; None where that does not answer."""
+    begun = time.monotonic()
+    try:
+        while (answer := ray.get(keeper.seat.remote(member, expected, after), timeout=KEEPER_S)) is None:
+            waited_s = time.monotonic() - begun
+            time.sleep(KEEPER_POLL_S if waited_s < SOON_S else PARKED_POLL_S)
+    except ray.exceptions.RayError:
+        return None
+    return cast(Answer, answer)
 
 
 def await_verdict(coordinator: CoordinatorClient, *, generation: int, me: Member, expected: int, message: str) -> None:
@@ -174,7 +203,7 @@ def form_group(
     waiting(seat.generation, breaker)
     try:
         tree.connect(seat.parent, is_over=lambda: breaker.begun)
-        told = json.dumps([asdict(member) for member in seat.members]).encode()
+        told = json.dumps([vars(member) for member in seat.members]).encode()
         members = tuple(Member(**each) for each in json.loads(tree.broadcast(told)))
     except BaseException:
         tree.close()

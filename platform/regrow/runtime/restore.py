@@ -59,7 +59,7 @@ def build_and_restore(process: Process, joined: Joined, mesh: DeviceMesh, breake
     step, entries = built(expected)
     built_at = time.time()
     if process.memory is not None:
-        process.memory.join(generation, listening() - joined.listened, breaker)
+        process.memory.join(generation, listening() - joined.listened, breaker, speaks=joined.speaks)
         process.rows.keep_in(process.memory.folder)
     keeper_at = time.time()
     progress, source = filled()

@@ -7,7 +7,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from regrow.config.schema import PretrainConfig
@@ -235,7 +235,7 @@ class Shell:
         return reply
 
     def _form(self, command: c.Form) -> None:
-        fields = {"generation": command.generation, "members": [asdict(each) for each in command.members]}
+        fields = {"generation": command.generation, "members": [dict(vars(each)) for each in command.members]}
         self.record("forming", fields)
         logged = self._writer.put((lambda: None) if self._folder.is_local else self._log.flush)  # there an event is
         keepers = self.fleet.remember(command.generation, dict.fromkeys(member.node for member in command.members))

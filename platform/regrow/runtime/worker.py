@@ -45,6 +45,7 @@ from regrow.runtime.memory_tier import MemoryTier
 from regrow.runtime.process import Process
 from regrow.runtime.ready import check_here
 from regrow.runtime.rendezvous import (
+    KEEPER_S,
     Joined,
     await_verdict,
     join_generation,
@@ -126,6 +127,7 @@ def _train_generations(process: Process, me: Member, *, backend: str, entered: f
                 timeout_s=config.train.collective_timeout_s,
                 breaker=breaker,
                 waiting=memory.waiting if memory is not None else _until_the_deadline,
+                keeper=memory.keeper if memory is not None else None,
             )
             if joined is None:
                 broken = False
@@ -137,14 +139,14 @@ def _train_generations(process: Process, me: Member, *, backend: str, entered: f
                 return
         except RegrowError as error:
             trouble = error
-            _report(job, joined, error)  # the others are not to wait until this process has left
+            _report(job, memory, joined, error)  # the others are not to wait until this process has left
             traceback.clear_frames(error.__traceback__)  # they hold the model
         except Unfit as error:
             end_process(job, str(error))
         except Exception as error:
             if not config.cluster.in_place:
                 raise
-            _report(job, joined, error)
+            _report(job, memory, joined, error)
             traceback.clear_frames(error.__traceback__)  # they hold the model
         finally:
             if broken:  # on every way out: what reads results is told before anything is aborted
@@ -231,13 +233,20 @@ def _await_verdict(job: Job, me: Member, generation: int, error: RegrowError) ->
     await_verdict(coordinator, generation=generation, me=me, expected=expected, message=str(error))
 
 
-def _report(job: Job, joined: Joined | None, error: Exception) -> None:
-    """Tell the coordinator what ended the generation here, and the worker's log all of it."""
+def _report(job: Job, memory: MemoryTier | None, joined: Joined | None, error: Exception) -> None:
+    """Tell the coordinator what ended the generation here, by way of the keeper, and the worker's log all of it."""
     traceback.print_exception(error)
-    if joined is not None:
-        with contextlib.suppress(ray.exceptions.RayError):
-            detail = f"rank {joined.rank}: {type(error).__name__}: {first_line(error)}"
-            CoordinatorClient(job.coordinator, joined.generation).broke(detail[:500])
+    if joined is None:
+        return
+    detail = f"rank {joined.rank}: {type(error).__name__}: {first_line(error)}"[:500]
+    try:
+        if memory is not None:
+            ray.get(memory.keeper.broke.remote(joined.generation, detail), timeout=KEEPER_S)
+            return
+    except ray.exceptions.RayError:
+        pass  # it is gone, or stopped
+    with contextlib.suppress(ray.exceptions.RayError):
+        CoordinatorClient(job.coordinator, joined.generation).broke(detail)
 
 
 def device_of(config: PretrainConfig) -> torch.device:

@@ -1,0 +1,133 @@
+"""A keeper that speaks for its node's workers: how often the coordinator is called, and for which of them."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import ray
+
+from regrow.control.membership import Member, Seat
+from regrow.control.states import Answer
+from regrow.runtime import joining
+from regrow.runtime.joining import Joins
+from support.keepers import wait_until
+
+WORKERS = [Member(f"m{number}", "node", "127.0.0.1", 1, number) for number in range(8)]
+
+
+class Coordinator:
+    """Gives seats once a generation is formed."""
+
+    def __init__(self) -> None:
+        self.joins: list[list[str]] = []
+        self.asks: list[list[str]] = []
+        self.known: set[str] = set()
+        self.generation, self.fails, self.wait_s = 0, 0, 0.0
+
+    def join_all(self, told: Sequence[tuple[Member, int]]) -> None:
+        if self.fails:
+            self.fails -= 1
+            raise ray.exceptions.ActorUnavailableError("it is restarted", b"0" * 16)
+        self.joins.append([member.id for member, _ in told])
+        self.known |= {member.id for member, _ in told}
+
+    def formations(self, asking: Sequence[tuple[str, int]]) -> list[Answer]:
+        self.asks.append([name for name, _ in asking])
+        return [self._answer(name, after) for name, after in asking]
+
+    def _answer(self, name: str, after: int) -> Answer:
+        if name not in self.known:
+            return Answer(join_again=True)
+        if self.generation <= after:
+            return Answer(wait_s=self.wait_s)
+        return Answer(seat=Seat(self.generation, int(name[1:]), len(WORKERS), b"", None))
+
+
+@pytest.fixture
+def coordinator() -> Coordinator:
+    return Coordinator()
+
+
+@pytest.fixture
+def joins(coordinator: Coordinator) -> Joins:
+    return Joins(lambda: cast(Any, coordinator))
+
+
+def seat_of(joins: Joins, worker: Member, after: int = 0) -> Answer:
+    """As a worker asks."""
+    found: list[Answer] = []
+
+    def asked() -> bool:
+        if (answer := joins.seat(worker, len(WORKERS), after)) is not None:
+            found.append(answer)
+        return bool(found)
+
+    wait_until(asked)
+    return found[0]
+
+
+def test_all_workers_of_a_node_are_one_call_and_each_gets_its_own_seat(
+    joins: Joins, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "GATHER_S", 0.3)
+    coordinator.generation = 1
+    seats: dict[str, Answer] = {}
+
+    def ask(worker: Member) -> None:
+        seats[worker.id] = seat_of(joins, worker)
+
+    threads = [threading.Thread(target=ask, args=(worker,)) for worker in WORKERS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {name: answer.seat.rank for name, answer in seats.items() if answer.seat} == {
+        worker.id: worker.pid for worker in WORKERS
+    }
+    assert [sorted(each) for each in coordinator.joins] == [[worker.id for worker in WORKERS]]
+    assert [sorted(each) for each in coordinator.asks] == [[worker.id for worker in WORKERS]]
+
+
+def test_workers_wait_for_a_generation_and_hear_of_it_as_the_keeper_does(
+    joins: Joins, coordinator: Coordinator
+) -> None:
+    coordinator.wait_s = 60.0
+    worker = WORKERS[0]
+    assert joins.seat(worker, 8, 0) is None
+    wait_until(lambda: coordinator.asks)
+    assert joins.seat(worker, 8, 0) is None
+    coordinator.generation = 1
+    joins.formed()
+    assert seat_of(joins, worker).seat is not None
+    assert len(coordinator.joins) == 1
+    coordinator.wait_s = 0.0
+    assert joins.seat(worker, 8, 1) is None, "it wants the next one"
+    coordinator.generation = 2
+    assert seat_of(joins, worker, after=1).seat is not None
+    assert len(coordinator.joins) == 2
+
+
+def test_a_worker_that_asks_no_more_is_not_joined_again(
+    joins: Joins, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator holds it for dead, and it is: nothing but its own question says that it lives."""
+    monkeypatch.setattr(joining, "SPOKEN_FOR_S", 0.5)
+    coordinator.wait_s = 0.01
+    joins.seat(WORKERS[0], 8, 0)
+    wait_until(lambda: coordinator.asks)
+    coordinator.known.clear()
+    wait_until(lambda: not joins._running)
+    assert coordinator.joins == [["m0"]]
+    coordinator.generation = 1
+    assert seat_of(joins, WORKERS[0]).seat is not None, "it had only been slow"
+    assert coordinator.joins == [["m0"], ["m0"]]
+
+
+def test_a_coordinator_that_is_restarted_is_told_again(
+    joins: Joins, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "AGAIN_S", 0.01)
+    coordinator.fails, coordinator.generation = 2, 1
+    assert seat_of(joins, WORKERS[1]).seat is not None
+    assert coordinator.joins == [["m1"]]
