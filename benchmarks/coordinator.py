@@ -470,7 +470,7 @@ def forming_side(num_members: int, rounds: int, folder: Path) -> dict[str, Any]:
         submitted={},
     )
     actor: Any = ray.remote(Members)
-    pid, actor = process_called("ray::Coordinator"), actor.options(num_cpus=0, max_concurrency=num_members)
+    pid, actor = process_called("ray::Coordinator"), actor.options(num_cpus=0)
     on_nodes = [members[at : at + RANKS_PER_NODE] for at in range(0, num_members, RANKS_PER_NODE)]
     some: list[Any] = [
         actor.remote(coordinator, on_nodes[at::FORM_PROCESSES], num_members) for at in range(FORM_PROCESSES)

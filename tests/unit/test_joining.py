@@ -24,8 +24,11 @@ class Coordinator:
         self.asks: list[list[str]] = []
         self.known: set[str] = set()
         self.generation, self.fails, self.wait_s = 0, 0, 0.0
+        self.is_dead, self.handle = False, object()
 
     def join_all(self, told: Sequence[tuple[Member, int]]) -> None:
+        if self.is_dead:
+            raise ray.exceptions.ActorDiedError()
         if self.fails:
             self.fails -= 1
             raise ray.exceptions.ActorUnavailableError("it is restarted", b"0" * 16)
@@ -131,3 +134,13 @@ def test_a_coordinator_that_is_restarted_is_told_again(
     coordinator.fails, coordinator.generation = 2, 1
     assert seat_of(joins, WORKERS[1]).seat is not None
     assert coordinator.joins == [["m1"]]
+
+
+def test_workers_are_sent_to_a_coordinator_that_is_dead_themselves_and_asked_for_at_the_next_one(
+    joins: Joins, coordinator: Coordinator
+) -> None:
+    coordinator.is_dead = True
+    with pytest.raises(RuntimeError, match="dead"):
+        seat_of(joins, WORKERS[0])
+    coordinator.is_dead, coordinator.handle, coordinator.generation = False, object(), 1
+    assert seat_of(joins, WORKERS[0]).seat is not None

@@ -44,10 +44,16 @@ class Joins:
         self._asking: dict[str, _Asking] = {}  # by the member's id
         self._lock, self._wake = threading.Lock(), threading.Event()
         self._running = False
+        self._dead: Any = None  # a coordinator that does not come back
 
     def seat(self, member: Member, expected: int, after: int) -> Answer | None:
-        """The answer to a worker that is ready for the first generation after `after`, once there is one; at once."""
+        """The answer to a worker that is ready for the first generation after `after`, once there is one; at once.
+
+        Raises RuntimeError where the coordinator is dead, which the worker finds, too, once it asks itself.
+        """
         with self._lock:
+            if self._dead is not None and self._dead == self._coordinator().handle:
+                raise RuntimeError("the coordinator is dead")
             known, now = self._asking.get(member.id), time.monotonic()
             if known is None or (known.member, known.after) != (member, after):
                 known = self._asking[member.id] = _Asking(member, expected, after, now)
@@ -70,6 +76,10 @@ class Joins:
             self._wake.clear()
             try:
                 wait_s = self._speak(asking)
+            except ray.exceptions.ActorDiedError:
+                with self._lock:
+                    self._asking, self._running, self._dead = {}, False, self._coordinator().handle
+                return
             except ray.exceptions.RayError:
                 wait_s = AGAIN_S
             self._wake.wait(wait_s)
