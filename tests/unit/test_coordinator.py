@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -843,3 +844,14 @@ def test_what_ray_train_shows_of_a_jobs_settings_holds_no_secret(
     assert "0123456789abcdef" in shown
     assert "abcdefgh" in beside  # what is handed to workers it does show
     assert [form for form in ("abcdefgh", secret.hex()) if form in shown] == []
+
+
+def test_a_coordinator_may_open_as_many_files_as_there_may_be_nodes(tmp_path: Path) -> None:
+    """It holds a connection to each; Ray's processes begin with the limit of the shell that has started Ray."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limit[1]))
+    try:
+        make(tmp_path).shell.close()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == limit[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)

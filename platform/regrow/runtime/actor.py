@@ -29,6 +29,7 @@ from regrow.record.log import newest_step, next_generation, read_events
 from regrow.runtime.calls import CoordinatorCalls, Death, Snapshot
 from regrow.runtime.fleet import secret_of_keepers
 from regrow.runtime.hardware.gpus import HARDWARE_XIDS
+from regrow.runtime.hardware.settings import allow_descriptors
 from regrow.runtime.keeper import COORDINATOR, NAMESPACE, KeeperInfo
 from regrow.runtime.seats import Seats
 from regrow.runtime.shell import Shell, Update
@@ -97,6 +98,7 @@ class Coordinator(Seats, Drained, Verified):
 
         `job`: the driver's; an actor that is started again writes on only if no other job has begun to.
         """
+        allow_descriptors()
         storage, restarted = Storage.at(folder), is_restarted()
         notes: list[str] = []
         self.lock = _once_there(lambda: lock_run(storage, notes.append), storage, patient=restarted)

@@ -26,6 +26,7 @@ from regrow.control.values import NOTHING, GpuReading, Peer, SnapshotAck, Versio
 from regrow.errors import CheckpointError
 from regrow.runtime.calls import CoordinatorClient, KeeperCalls
 from regrow.runtime.hardware.gpus import XidWatch, read_gpus
+from regrow.runtime.hardware.settings import allow_descriptors
 from regrow.runtime.joining import Joins, Speaking
 from regrow.runtime.liveness.deaths import Deaths
 from regrow.runtime.liveness.probe import Lifeline
@@ -85,6 +86,7 @@ class Keeper(Speaking, Writing):
         abandon_after_s: float,
         transport: SnapshotTransport = SnapshotTransport.tcp,
     ) -> None:
+        allow_descriptors()
         self.run_id, self.node_id, self.abandon_after_s = run_id, node, abandon_after_s
         self.transport = transport
         labels: dict[str, str] = ray.get_runtime_context().get_node_labels() or {}  # type: ignore[assignment]

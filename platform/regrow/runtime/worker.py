@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import resource
 import threading
 import time
 import traceback
@@ -38,7 +37,7 @@ from regrow.runtime.generation import train_generation
 from regrow.runtime.hardware.gpus import cpus_near, number_of
 from regrow.runtime.hardware.interfaces import meet_at
 from regrow.runtime.hardware.probe import Prober, Unfit, check_gpu
-from regrow.runtime.hardware.settings import apply_device_settings
+from regrow.runtime.hardware.settings import allow_descriptors, apply_device_settings
 from regrow.runtime.job import Job
 from regrow.runtime.liveness.probe import Lifeline
 from regrow.runtime.memory_tier import MemoryTier
@@ -86,7 +85,7 @@ def _prepare(job: Job) -> tuple[Process, str, float]:
     Raises RegrowError for what this process would meet in a group: the others are not to stand still for it.
     """
     config, expected = job.config, ray.train.get_context().get_world_size()
-    _allow_descriptors()
+    allow_descriptors()
     if config.cluster.gpus_per_worker or config.cluster.backend is Backend.asynchronous:
         # by a heartbeat, which breaks groups off
         watched = config.cluster.in_place and takes_snapshots(config.snapshot)
@@ -276,13 +275,6 @@ def _backend(config: PretrainConfig, device: torch.device) -> tuple[str, Stream]
 
         return asynchronous.NAME, asynchronous.default_stream()
     return BACKENDS[device.type], stream_of(device)
-
-
-def _allow_descriptors() -> None:
-    """As many open files as the system lets this user have: gloo and NCCL hold connections to every other rank."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _name_thread(name: str) -> None:

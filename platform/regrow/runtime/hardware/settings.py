@@ -1,4 +1,4 @@
-"""What the environment tells torch and NCCL in a process that is to outlive its groups.
+"""What the environment tells torch and NCCL in a process that is to outlive its groups; how many files it may open.
 
 Read by them when the first group, the first allocation or the first compilation is made: set before. Sources are
 pytorch's `ProcessGroupNCCL.cpp` (`WorkNCCL`, `Watchdog`, `HeartbeatMonitor`) and `distributed_c10d.py`
@@ -7,6 +7,7 @@ pytorch#109074 for launches that hold the interpreter. Read, not run: no NCCL wa
 """
 
 import logging
+import resource
 from collections.abc import MutableMapping
 
 log = logging.getLogger(__name__)
@@ -45,3 +46,12 @@ def apply_device_settings(environment: MutableMapping[str, str], *, in_place: bo
         environment[name] = value
     for name, value in (DEFAULTS | {"TORCHINDUCTOR_COMPILE_THREADS": str(compile_threads)}).items():
         environment.setdefault(name, value)
+
+
+def allow_descriptors() -> None:
+    """As many open files as the system lets this user have: gloo and NCCL hold connections to other ranks, the
+    coordinator one to each node. Ray's processes begin with the limit of the shell that has started Ray, 1,024 for many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
