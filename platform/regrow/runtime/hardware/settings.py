@@ -50,7 +50,7 @@ def apply_device_settings(environment: MutableMapping[str, str], *, in_place: bo
 
 def allow_descriptors() -> None:
     """As many open files as the system lets this user have: gloo and NCCL hold connections to other ranks, the
-    coordinator one to each node. Ray's processes begin with the limit of the shell that has started Ray, 1,024 for many.
+    coordinator one to each node. Ray's processes begin with the limit of the shell that has started Ray, often 1,024.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
