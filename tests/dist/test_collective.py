@@ -39,7 +39,7 @@ HOLDERS = (
     Holder(
         "a" * 56, ("10.0.0.1", 4), Held("g1-0.slot", Version(1, 9), Coordinates(MeshShape(2, 3, 4), 5), 8, "ab" * 32)
     ),
-    Holder("n", ("::1", 65535), Held("g1-0.slot.copy", Version(1, 9), Coordinates(MeshShape(1, 1), 0), 1, "")),
+    Holder("n", ("::1", 65535), Held("g1-0.slot.copy", Version(1, 9), Coordinates(MeshShape(2, 3, 4), 0), 1, "")),
 )
 CORPORA = (
     Corpora(("",), ("/data/a",), "/tmp/cache", 10**12),
@@ -73,9 +73,9 @@ def test_values_of_different_sizes_come_in_rank_order() -> None:
 
 
 def holders_and_corpora() -> tuple[list[Holder], list[Corpora]]:
-    holders = from_rank_0([each.to_plain() for each in HOLDERS])
+    holders = from_rank_0(Holder.all_to_plain(HOLDERS))
     corpora = on_first_rank(lambda: [each.to_plain() for each in CORPORA])
-    return [Holder.of_plain(each) for each in holders], [Corpora.of_plain(each) for each in corpora]
+    return Holder.all_of_plain(holders), [Corpora.of_plain(each) for each in corpora]
 
 
 def test_where_snapshots_and_corpora_are_arrives_whole() -> None:
