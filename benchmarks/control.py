@@ -212,9 +212,8 @@ def of_holders(result: Result, size: int, config: PretrainConfig) -> None:
             return plan_from(mine, Holder.all_of_plain(json.loads(told)), "newcomer", me.rank)
 
         seconds, reads = cpu_ms(plan)
-        assert {read.want for each in reads.values() for read in each} == {
-            n for n, box in enumerate(mine) if box.num_elements
-        }
+        wanted = {number for number, box in enumerate(mine) if box.num_elements}
+        assert {read.want for each in reads.values() for read in each} == wanted
         planned.append(seconds)
     result.add(f"holders_ms_{size}_ranks", took)
     result.add(f"plan_ms_{size}_ranks", planned)
