@@ -2,15 +2,19 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import ray
 
-from regrow.control.membership import Member, Seat
+from regrow.control.membership import Formation, Member, Seat
 from regrow.control.states import Answer
-from regrow.runtime import joining
-from regrow.runtime.joining import Joins
+from regrow.control.values import NOTHING
+from regrow.runtime import joining, rendezvous
+from regrow.runtime.joining import Joins, Speaking
+from regrow.state.memory.control_word import ControlWord
 from support.keepers import wait_until
 
 WORKERS = [Member(f"m{number}", "node", "127.0.0.1", 1, number) for number in range(8)]
@@ -144,3 +148,29 @@ def test_workers_are_sent_to_a_coordinator_that_is_dead_themselves_and_asked_for
         seat_of(joins, WORKERS[0])
     coordinator.is_dead, coordinator.handle, coordinator.generation = False, object(), 1
     assert seat_of(joins, WORKERS[0]).seat is not None
+
+
+def test_the_first_word_of_a_node_that_a_generation_broke_is_passed_on_and_none_once_that_is_known() -> None:
+    passed: list[int] = []
+    keeper = Speaking()
+    keeper.lock, keeper.word, keeper.broken = threading.Lock(), ControlWord(over=3), NOTHING
+    broke = SimpleNamespace(remote=lambda generation, detail: passed.append(generation))
+    keeper.coordinator = SimpleNamespace(broke=broke)
+    for generation in (3, 4, 4, 3, 5):
+        keeper.broke(generation, "a peer is gone")
+    assert passed == [4, 5]
+
+
+def test_a_worker_whose_keeper_is_gone_or_silent_is_sent_to_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(reference: object, timeout: float) -> None:
+        raise ray.exceptions.GetTimeoutError(f"not within {timeout} s")
+
+    monkeypatch.setattr(rendezvous.ray, "get", get)
+    keeper = SimpleNamespace(seat=SimpleNamespace(remote=lambda *of: None))
+    assert rendezvous._asked_of_keeper(keeper, WORKERS[0], 8, 0) is None
+
+
+def test_one_rank_of_each_node_speaks_for_it() -> None:
+    members = tuple(replace(worker, node=f"node-{worker.pid // 3}") for worker in WORKERS)
+    joined = [rendezvous.Joined(Formation(1, members), rank, frozenset()) for rank in range(len(members))]
+    assert [each.rank for each in joined if each.speaks] == [0, 3, 6]

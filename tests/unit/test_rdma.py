@@ -135,6 +135,8 @@ def test_memory_that_is_given_up_while_it_is_read_into_is_not_given_back_before_
         closing = threading.Thread(target=incoming.close)
         closing.start()
         time.sleep(0.5)
+        assert closing.is_alive()
+        assert str(tmp_path / "copy") in Path("/proc/self/maps").read_text(), "the read may yet write there"
         process.send_signal(signal.SIGCONT)
         thread.join()
         closing.join()

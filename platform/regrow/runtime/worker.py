@@ -238,12 +238,10 @@ def _report(job: Job, memory: MemoryTier | None, joined: Joined | None, error: E
     if joined is None:
         return
     detail = f"rank {joined.rank}: {type(error).__name__}: {first_line(error)}"[:500]
-    try:
-        if memory is not None:
+    if memory is not None:
+        with contextlib.suppress(ray.exceptions.RayError):  # it is gone, or stopped
             ray.get(memory.keeper.broke.remote(joined.generation, detail), timeout=KEEPER_S)
             return
-    except ray.exceptions.RayError:
-        pass  # it is gone, or stopped
     with contextlib.suppress(ray.exceptions.RayError):
         CoordinatorClient(job.coordinator, joined.generation).broke(detail)
 

@@ -184,7 +184,7 @@ class _Remotes:
         self._agent = agent
         self._by_name: dict[str, _Remote] = {}
         self._reads = Counter[str]()  # on their way
-        self.stuck: list[_Landing] = []  # with reads that do not end
+        self.stuck: list[tuple[_Landing, Any]] = []  # reads that do not end, and what they may yet write to
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
@@ -230,7 +230,6 @@ class _Landing:
         self._agent, self._remotes, self._memory = agent, remotes, memory
         self._at = _address_of(memory)
         self._registered = _register(agent, self._at, len(memory))
-        self._is_stuck = False
 
     def receive(self, target: memoryview, request: Mapping[str, Any], connection: Connection) -> None:
         source = request["source"]
@@ -245,7 +244,7 @@ class _Landing:
             raise TransportError(f"NIXL: {first_line(error) or type(error).__name__}") from error
 
     def close(self) -> None:
-        if self._is_stuck:  # all of it stays, for what may yet be written there
+        if any(landing is self for landing, _ in self._remotes.stuck):
             return
         self._agent.deregister_memory(self._registered)
         self._memory.release()
@@ -267,17 +266,22 @@ class _Landing:
             self._release(read)
 
     def _release(self, read: Any) -> None:
-        """Once it has ended: one that is on its way can be cancelled, but not by every device."""
+        """Once it has ended. NIXL would cancel it before, and what comes all the same then crashes this process: UCX's
+        reads cannot be taken back."""
         give_up_at = time.monotonic() + READ_S
-        while True:
-            with contextlib.suppress(Exception):
-                self._agent.release_xfer_handle(read)
-                return
+        while self._is_on_its_way(read):
             if time.monotonic() > give_up_at:
-                self._is_stuck = True
-                self._remotes.stuck.append(self)
+                self._remotes.stuck.append((self, read))
                 return
             time.sleep(POLL_S)
+        with contextlib.suppress(Exception):  # of an agent that is gone
+            self._agent.release_xfer_handle(read)
+
+    def _is_on_its_way(self, read: Any) -> bool:
+        try:
+            return bool(self._agent.check_xfer_state(read) == "PROC")
+        except Exception:  # it has failed, each time in a class of its own
+            return False
 
 
 def _register(agent: Any, at: int, size: int) -> Any:
