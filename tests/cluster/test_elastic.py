@@ -23,9 +23,9 @@ from support.hold import held, thread_named
 
 pytestmark = pytest.mark.timeout(600)  # a step of a third of a second, on machines that do other things too
 STEPS, COMPARED = 160, 100  # losses are compared over so many: beyond, the order of additions tells
-CLOSE, APART = 1e-5, 2e-3  # that they may differ by in the first half, and then: a spike of a corpus tells it sooner
 SLOW = ["model.dim=256", "model.ffn_dim=704", "data.seq_len=128"]  # a step of a third of a second
-BASE = [*SMALL, *SLOW, "snapshot.every_steps=1", "checkpoint.every_steps=1000", "cluster.cpus_per_worker=2"]
+CALM = ["optim.lr=3e-4"]  # at the default a spike, as with the corpus of another Python, tells that order sooner
+BASE = [*SMALL, *SLOW, *CALM, "snapshot.every_steps=1", "checkpoint.every_steps=1000", "cluster.cpus_per_worker=2"]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def assert_same_run(job: Job, undisturbed: Job, *, steps: int = STEPS) -> None:
     assert len(expected) == COMPARED
     for row, other in zip(rows, expected, strict=False):
         assert row["batch_digest"] == other["batch_digest"], row["step"]
-        assert abs(row["loss"] - other["loss"]) <= (CLOSE if row["step"] <= COMPARED // 2 else APART), row["step"]
+        assert abs(row["loss"] - other["loss"]) <= 1e-5, row["step"]
     assert job.memory() == []
 
 
