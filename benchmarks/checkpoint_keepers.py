@@ -17,7 +17,8 @@ from regrow.control.values import Peer, SnapshotAck, Version
 from regrow.state.disk.catalog import step_folder
 from regrow.state.disk.format import COMMIT
 from regrow.state.disk.upload import Upload, WriteOrder
-from regrow.state.memory.held import Holder, holdings, is_whole
+from regrow.state.memory.held import holdings, is_whole
+from regrow.state.memory.holders import Holder
 from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.ranges import Address
 from regrow.state.memory.slots import Committed

@@ -24,7 +24,7 @@ from regrow.state.collective import gather
 from regrow.state.disk import catalog, store
 from regrow.state.disk.format import COMMIT
 from regrow.state.entries import Entry, training_entries
-from regrow.state.memory.held import Holder
+from regrow.state.memory.holders import Holder, Holders
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.slots import Committed
 from regrow.state.memory.writer import Snapshots
@@ -243,7 +243,7 @@ def restore(side: str, model: str, folder: Path, holders: Sequence[Holder], plac
 
     def from_memory(node: str) -> None:
         done = restore_snapshot(
-            state.entries, holders, node=node, folder=place.folder, secret=SECRET, reader=dist.get_rank()
+            state.entries, Holders.of(holders), node=node, folder=place.folder, secret=SECRET, reader=dist.get_rank()
         )
         assert not done.problems, done.problems
         assert (done.peer_bytes if node == place.node else done.own_bytes) == 0, done

@@ -9,8 +9,9 @@ themselves, so nothing is trained, sent or restored, and Ray's own part of each 
 that at 2,048 nodes). One process; CPU time of all its threads.
 
 lost_ms_*        A node's eight workers are gone, say its keeper's eight events, until others are told that it is over.
-again_ms_*       All survivors say that it broke, join, and ask for the next group, which forms.
-holders_ms_*     All keepers answer what they hold, one after the other, until the newest whole snapshot is known.
+again_ms_*       All nodes left say that it broke; all survivors join and ask for the next group, which forms.
+log_ms_*         Writing the two events that name all ranks of that group; log_kb_* is how long they are.
+holders_ms_*     All keepers answer what they hold, one after the other, until rank 0 knows the newest whole snapshot.
 told_mb_*        What rank 0 is told of it, and passes on to all ranks, as JSON.
 plan_ms_*        What a rank makes of that: what to read from which node. All ranks do so at once, eight on a host.
 row_ms_*         A step's row.
@@ -26,6 +27,7 @@ import pickle
 import random
 import secrets
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -59,11 +61,15 @@ from regrow.model.size import parameter_shapes  # noqa: E402
 from regrow.plan.boxes import Box  # noqa: E402
 from regrow.plan.mesh import Coordinates  # noqa: E402
 from regrow.plan.placement import placed, stage_of  # noqa: E402
+from regrow.record.events import Forming, Generation  # noqa: E402
+from regrow.record.log import EVENTS, RunLog  # noqa: E402
 from regrow.runtime.fleet import Fleet  # noqa: E402
 from regrow.runtime.keeper import KeeperInfo  # noqa: E402
-from regrow.state.memory.held import Held, Holder, copy_name, is_whole  # noqa: E402
+from regrow.state.memory.held import Held, copy_name, is_whole  # noqa: E402
+from regrow.state.memory.holders import Holders, Holding  # noqa: E402
 from regrow.state.memory.reader import plan_from  # noqa: E402
 from regrow.state.memory.slots import SLOT  # noqa: E402
+from regrow.storage import Storage  # noqa: E402
 from support.told import Told  # noqa: E402
 
 CLUSTERS = {16_384: "h100x16384", 98_304: "h100x98304"}
@@ -108,7 +114,7 @@ class Run(Told):
         """The members of the group that is formed."""
         generation = self.control.generation
         if broke:
-            for _ in self.alive:
+            for _ in dict.fromkeys(member.node for member in self.alive):  # keepers pass the first word on
                 self.tell(e.Broke(generation, "a peer is gone"))
         for member in self.alive:
             self.tell(e.Joined(member, len(self.alive)))
@@ -148,27 +154,45 @@ class Run(Told):
 def of_losses(result: Result, size: int, config: PretrainConfig) -> None:
     run, dice = Run(config), random.Random(0)
     members, step = run.form_of_all(broke=False), 0
-    lost, again, rows = [], [], []
-    for _ in range(ROUNDS):
-        rows += run.train(members, step)
-        step += 3
-        victim = dice.choice(members).node
-        lost.append(cpu_ms(partial(run.lose, victim))[0])
-        took, members = cpu_ms(lambda: run.form_of_all(broke=True))
-        again.append(took)
+    lost, again, rows, logged = [], [], [], []
+    with tempfile.TemporaryDirectory() as folder, RunLog(Storage.at(folder)) as log:
+        write_group(log, 1, members)
+        before = Path(folder, EVENTS).stat().st_size
+        for number in range(2, ROUNDS + 2):
+            rows += run.train(members, step)
+            step += 3
+            victim = dice.choice(members).node
+            lost.append(cpu_ms(partial(run.lose, victim))[0])
+            took, members = cpu_ms(lambda: run.form_of_all(broke=True))
+            again.append(took)
+            logged.append(cpu_ms(partial(write_group, log, number, members))[0])
+        result.figures[f"log_kb_{size}_ranks"] = (Path(folder, EVENTS).stat().st_size - before) / 1e3 / ROUNDS
     result.add(f"lost_ms_{size}_ranks", lost)
+    result.add(f"log_ms_{size}_ranks", logged)
     result.add(f"again_ms_{size}_ranks", again)
     result.add(f"row_ms_{size}_ranks", rows)
+
+
+def write_group(log: RunLog, generation: int, members: list[Member]) -> None:
+    """The two events that have all ranks of a group."""
+    rows = [dict(vars(each)) for each in members]
+    log.event(Forming(generation=generation, members=rows))
+    of_workers = {"device": "NVIDIA H100 80GB HBM3", "graphs": 2, "lowered": 4}
+    workers = [{"host": each.machine, "node": each.node, "pid": each.pid, **of_workers} for each in members]
+    begun = Generation(
+        generation=generation, world_size=len(members), start_step=1, cause="worker_died", workers=workers
+    )
+    log.event(begun)
 
 
 class Answering:
     """Keepers that answer what they hold, one after the other."""
 
     def __init__(self, answers: list[bytes]) -> None:
-        self._answers, self._asked = iter(answers), list[Future[list[Held]]]()
+        self._answers, self._asked = iter(answers), list[Future[list[Holding]]]()
         self._count = len(answers)
 
-    def holdings(self, since: Version) -> Future[list[Held]]:
+    def holdings(self, since: Version) -> Future[list[Holding]]:
         self._asked.append(Future())
         if len(self._asked) == self._count:
             threading.Thread(target=self._answer, daemon=True).start()
@@ -189,27 +213,25 @@ def of_holders(result: Result, size: int, config: PretrainConfig) -> None:
     took, planned = list[float](), list[float]()
     for number in range(ROUNDS):
         fleet = Fleet("run", b"", None)  # type: ignore[arg-type]
-        keepers: Any = Answering([pickle.dumps(held, 5) for held in _held(mesh, nodes)])
+        keepers: Any = Answering([pickle.dumps(Holding.all_of(held), 5) for held in _held(mesh, nodes)])
         for node in nodes:
             fleet._known[node] = keepers, KeeperInfo(node, node, "/dev/shm", ("10.0.0.1", 1), Version(), ())
         since = Version(1, 1)
 
-        def ask(fleet: Fleet = fleet, since: Version = since) -> list[Holder]:
-            holders = fleet.holders(since, lambda node: True, set(nodes))
-            held = [holder.held for holder in holders]
-            newest = max(each for each in {each.moment for each in held} if is_whole(each, held))
-            return [holder for holder in holders if holder.held.moment == newest]
+        def ask(fleet: Fleet = fleet, since: Version = since) -> str:
+            found = fleet.holders(since, lambda node: True, set(nodes))
+            newest = found[max(moment for moment, holders in found.items() if holders.is_whole)]
+            assert len(newest) == 2 * mesh.world_size
+            return json.dumps(pickle.loads(pickle.dumps(newest, 5)).to_json())  # by Ray to rank 0, and on
 
-        seconds, found = cpu_ms(ask)
-        assert len(found) == 2 * mesh.world_size
+        seconds, told = cpu_ms(ask)
         took.append(seconds)
-        told = json.dumps(Holder.all_to_plain(found))
         result.figures[f"told_mb_{size}_ranks"] = len(told) / 1e6
         me = Coordinates(mesh, random.Random(number).randrange(mesh.world_size))
         mine = [placed(box, me) for box in wholes if stage_of(box.name, mesh) == me.along("pp")[0]]
 
         def plan(told: str = told, mine: list[Box] = mine, me: Coordinates = me) -> Any:
-            return plan_from(mine, Holder.all_of_plain(json.loads(told)), "newcomer", me.rank)
+            return plan_from(mine, Holders.of_json(json.loads(told)), "newcomer", me.rank)
 
         seconds, reads = cpu_ms(plan)
         wanted = {number for number, box in enumerate(mine) if box.num_elements}

@@ -2,7 +2,7 @@
 
     python benchmarks/live_prediction.py --out benchmarks/results/FILE.json [--quick]
 
-Drills are `+drill=live` on raylets of this machine: 64 faults, one every 20 to 40 s where it is quiet, each with a seed
+Drills are `+drill=live` on raylets of this machine: 64 faults, one every 15 to 30 s where it is quiet, each with a seed
 of its own; B's also have other weights of the kinds and other gaps than A. A's run folder makes profile.json. Each
 prediction is written, with its time, to a file of its own before its drill starts: the plan of B, its configuration and
 the profile go through regrow's own Control in virtual time (`simulate.replay.predict`), and what comes out through the
@@ -43,7 +43,7 @@ JUDGED = ("goodput", "effective", "capacity_goodput")
 A_SEED, B_SEEDS = 1, (101, 102, 103)
 OTHER = [  # of drills B: other weights, other gaps
     *("drill.kinds.kill_worker=3", "drill.kinds.kill_node=4", "drill.kinds.stop_worker=3"),
-    "drill.every_steps=[100,160]",
+    "drill.every_steps=[70,140]",
 ]
 
 

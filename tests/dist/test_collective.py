@@ -22,7 +22,8 @@ from regrow.errors import CheckpointError, RegrowError, ResumeError
 from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.state.collective import from_rank_0, gather, on_first_rank
 from regrow.state.disk import store
-from regrow.state.memory.held import Held, Holder
+from regrow.state.memory.held import Held
+from regrow.state.memory.holders import Holder, Holders
 from regrow.state.memory.reader import Unrestorable
 from regrow.storage import Storage
 from support.gloo import RankError, run_ranks
@@ -73,9 +74,9 @@ def test_values_of_different_sizes_come_in_rank_order() -> None:
 
 
 def holders_and_corpora() -> tuple[list[Holder], list[Corpora]]:
-    holders = from_rank_0(Holder.all_to_plain(HOLDERS))
+    holders = Holders.of_json(from_rank_0(Holders.of(HOLDERS).to_json()))
     corpora = on_first_rank(lambda: [each.to_plain() for each in CORPORA])
-    return Holder.all_of_plain(holders), [Corpora.of_plain(each) for each in corpora]
+    return list(holders), [Corpora.of_plain(each) for each in corpora]
 
 
 def test_where_snapshots_and_corpora_are_arrives_whole() -> None:

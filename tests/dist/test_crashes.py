@@ -29,6 +29,7 @@ from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.record.log import read_metrics
 from regrow.state.disk import store
 from regrow.state.disk.catalog import committed_steps, open_checkpoint, verify
+from regrow.state.memory.holders import Holders
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.slots import Committed
 from regrow.state.memory.writer import Snapshots
@@ -260,9 +261,9 @@ def check_memory(made: World, floor: Version, *, without: str = "") -> None:
     if floor == Version() and found is None:
         return
     assert found is not None, f"nothing is left of {floor}"
-    step, holders = found
-    holders = [holder for holder in holders if holder.node != without]
-    assert all(holder.held.moment >= floor for holder in holders), f"gone back from {floor} to {step}"
+    step = found.moment.step
+    assert found.moment >= floor, f"gone back from {floor} to {step}"
+    holders = Holders.of([holder for holder in found if holder.node != without])
     secret, num_shards = get(made.actor.secret.remote()), made.rng.choice([1, 2, 3])
     for shard in range(num_shards):
         entries = make_entries(shard, num_shards)

@@ -1,6 +1,5 @@
 """A pipeline's state through the nodes' memory alone, from layout to layout: boxes move between stages, moments too."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,8 @@ from regrow.plan.mesh import Coordinates
 from regrow.state.disk.catalog import open_checkpoint
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.entries import Entry, training_entries
-from regrow.state.memory.held import Holder, is_whole
+from regrow.state.memory.held import is_whole
+from regrow.state.memory.holders import Holder, Holders
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.writer import Snapshots
 from regrow.storage import Storage
@@ -50,7 +50,9 @@ def take(folders: list[str], generation: int, training: Training, holders: list[
     place, folder, read = Coordinates(topology_of(training).mesh, rank), Path(folders[rank % len(folders)]), (0, 0)
     if holders:
         node = f"node-{folder.name[1:]}"
-        found = restore_snapshot(entries, holders, node=node, folder=folder, secret=SECRET, reader=rank, place=place)
+        found = restore_snapshot(
+            entries, Holders.of(holders), node=node, folder=folder, secret=SECRET, reader=rank, place=place
+        )
         assert found.scalars == {"step": 2}
         assert not found.problems
         read = found.own_bytes, found.peer_bytes
@@ -115,7 +117,7 @@ def test_state_moves_between_stages_from_memory_with_a_node_lost_each_time_and_t
 
 def again(holders: list[Holder]) -> list[Holder]:
     """As they come to a rank, by JSON."""
-    return Holder.all_of_plain(json.loads(json.dumps(Holder.all_to_plain(holders))))
+    return list(Holders.of_json(Holders.of(holders).to_json()))
 
 
 def whole(ranks: list[list[Entry]]) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from regrow.control.replicas import Replicas, Unequal
 from regrow.control.values import Version
-from regrow.state.memory.held import Holder
+from regrow.state.memory.holders import Holder, Holders
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.writer import Snapshots
 from support.gloo import run_ranks
@@ -29,7 +29,7 @@ def take(
     folder = Path(folders[rank % len(folders)])
     if holders:
         result = restore_snapshot(
-            entries, holders, node=f"node-{folder.name[1:]}", folder=folder, secret=SECRET, reader=rank
+            entries, Holders.of(holders), node=f"node-{folder.name[1:]}", folder=folder, secret=SECRET, reader=rank
         )
         assert result.scalars == {"step": 2}
         assert not result.problems

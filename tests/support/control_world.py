@@ -796,7 +796,7 @@ class World:
             held = [
                 shard for node in self.nodes.values() if node.alive and node.up and not node.dark for shard in node.held
             ]
-            version = self.control.newest_whole(held)
+            version = self.control.newest_of(each for each in {shard.moment for shard in held} if is_whole(each, held))
             if is_whole(version, held) and version.step >= step:
                 states = {shard.state for shard in held if shard.moment == version}
                 if len(states) != 1:

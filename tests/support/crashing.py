@@ -302,23 +302,23 @@ def _restore(
     from regrow.state.collective import from_rank_0, gather
     from regrow.state.disk import store
     from regrow.state.disk.catalog import committed_steps, open_checkpoint
-    from regrow.state.memory.held import Holder
+    from regrow.state.memory.holders import Holders
     from regrow.state.memory.reader import Unrestorable, restore_snapshot
 
     checkpoints = Storage.at(member.world / "run" / "checkpoints")
     steps = from_rank_0(committed_steps(checkpoints))
     found = get(coordinator.newest_snapshot.remote()) if rank == 0 else None
-    newest = from_rank_0((found[0], Holder.all_to_plain(found[1])) if found is not None else None)
-    if newest is not None and (not steps or newest[0] >= steps[0]):
-        holders = Holder.all_of_plain(newest[1])
+    newest = from_rank_0(found.to_json() if found is not None else None)
+    holders = Holders.of_json(newest) if newest is not None else None
+    if holders is not None and (not steps or holders.moment.step >= steps[0]):
         problem = ""
         try:
             restored = restore_snapshot(entries, holders, node=member.node, folder=folder, secret=secret, reader=rank)
-            assert_state(entries, restored.scalars, newest[0])
+            assert_state(entries, restored.scalars, holders.moment.step)
         except Unrestorable as error:
             problem = str(error)
         if not any(gather(problem)):
-            return int(newest[0])
+            return holders.moment.step
         (member.world / "unrestorable").write_text(problem)
     if not steps:
         fill(entries, 0)

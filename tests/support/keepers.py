@@ -17,7 +17,7 @@ from regrow.state.disk.format import COMMIT, DataFile
 from regrow.state.disk.upload import Upload
 from regrow.state.entries import Entry
 from regrow.state.memory import held
-from regrow.state.memory.held import Holder
+from regrow.state.memory.holders import Holder
 from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.slots import Committed
 from regrow.state.memory.transport import Transport

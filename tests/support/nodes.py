@@ -5,7 +5,7 @@ from pathlib import Path
 
 from regrow.control.peers import plan_peers
 from regrow.control.values import Peer, SnapshotAck
-from regrow.state.memory.held import Holder
+from regrow.state.memory.holders import Holder
 from regrow.state.memory.node import KeeperNode
 from support.keepers import RUN, SECRET
 

@@ -23,7 +23,8 @@ from regrow.state.disk.upload import WriteOrder, write_parts
 from regrow.state.entries import Entry
 from regrow.state.memory import reader as memory
 from regrow.state.memory.arenas import MOST_WASTE, Arena, Arenas
-from regrow.state.memory.held import Holder, bytes_held, open_snapshot
+from regrow.state.memory.held import bytes_held, open_snapshot
+from regrow.state.memory.holders import Holder, Holders
 from regrow.state.memory.node import KeeperNode, Peer
 from regrow.state.memory.ranges import Connection
 from regrow.state.memory.reader import restore_snapshot
@@ -90,7 +91,7 @@ class Worker:
 
 def restored(nodes: list[Node], known: list[Holder]) -> list[Entry]:
     entries, where = entries_of(0, 1), nodes[0].keeper
-    restore_snapshot(entries, known, node=where.node, folder=where.folder, secret=SECRET)
+    restore_snapshot(entries, Holders.of(known), node=where.node, folder=where.folder, secret=SECRET)
     return entries
 
 

@@ -39,7 +39,7 @@ from regrow.record.log import METRIC_KEYS
 from regrow.runtime.abort import LEAVE_S
 from regrow.state.memory.held import Held, copy_name
 from regrow.state.memory.node import RETRY_S as RETRY_S_OF_KEEPERS
-from support.control_world import Shard
+from support.control_world import Shard, is_whole
 from support.told import Told, one
 
 
@@ -1307,9 +1307,12 @@ def test_a_step_that_survivors_have_all_of_needs_no_commit() -> None:
             told.seal(Version(1, 10), {"a": "b", "b": "c", "c": "a"})
     held = [Shard(Version(1, step), node, 3, 0) for step in (10, 11, 13) for node in nodes]
     held += [Shard(Version(1, 12), "a", 3, 0), Shard(Version(1, 14), "a", 1, 0)]  # torn; and without a row
-    assert told.control.newest_whole(held) == Version(1, 13)
-    assert told.control.newest_whole(held[:6]) == Version(1, 11)
-    assert told.control.newest_whole([]) == Version(1, 10)
+    whole = {version for version in {shard.moment for shard in held} if is_whole(version, held)}
+    assert whole == {Version(1, step) for step in (10, 11, 13, 14)}
+    assert told.control.newest_of(whole) == Version(1, 13)
+    assert told.control.newest_of({Version(1, 10), Version(1, 11)}) == Version(1, 11)
+    assert told.control.newest_of([Version(2, 13)]) == Version(1, 10), "of a generation that has not begun"
+    assert told.control.newest_of([]) == Version(1, 10)
 
 
 def test_a_newcomer_is_given_nodes_that_train_else_those_that_came_before_it() -> None:

@@ -1,6 +1,5 @@
 """Copies on other nodes: whole after so many losses, one right after the other, and what a node cannot copy moves."""
 
-import json
 import threading
 from collections.abc import Callable, Sequence
 from itertools import combinations
@@ -16,7 +15,7 @@ from regrow.state.disk.catalog import step_folder
 from regrow.state.disk.upload import WriteOrder
 from regrow.state.entries import Progress
 from regrow.state.memory import held
-from regrow.state.memory.held import Holder
+from regrow.state.memory.holders import Holders
 from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.slots import MAGIC, Committed
@@ -48,7 +47,9 @@ def restored_by(nodes: Sequence[Node], generation: int) -> list[Snapshots]:
     known, made = holders(list(nodes), STEP), []
     for rank, node in enumerate(nodes):
         entries, keeper = entries_of(rank, len(nodes)), node.keeper
-        found = restore_snapshot(entries, known, node=keeper.node, folder=keeper.folder, secret=SECRET, reader=rank)
+        found = restore_snapshot(
+            entries, Holders.of(known), node=keeper.node, folder=keeper.folder, secret=SECRET, reader=rank
+        )
         snapshots = Snapshots(
             keeper.folder,
             entries,
@@ -73,7 +74,7 @@ def lose(nodes: list[Node], number: int) -> None:
 def assert_whole(nodes: list[Node], generation: int) -> None:
     where, entries = nodes[0].keeper, entries_of(0, 1)
     known = [each for each in holders(nodes, STEP) if each.held.moment == Version(generation, STEP)]
-    restore_snapshot(entries, known, node=where.node, folder=where.folder, secret=SECRET)
+    restore_snapshot(entries, Holders.of(known), node=where.node, folder=where.folder, secret=SECRET)
     assert_state(entries, STEP)
 
 
@@ -246,8 +247,16 @@ def test_what_all_ranks_are_told_of_a_snapshot_is_all_that_was_found_and_the_mes
     with cluster(tmp_path, 3) as nodes:
         snapshot(nodes, STEP, 3)
         found = [each for each in holders(nodes, STEP) if each.held.moment == Version(1, STEP)]
-        plain = json.loads(json.dumps(Holder.all_to_plain(found)))
         assert len(found) == 6
-        assert sorted(Holder.all_of_plain(plain), key=str) == sorted(found, key=str)
-        assert len({id(each.held.coordinates.mesh) for each in Holder.all_of_plain(plain)}) == 1
-    assert Holder.all_of_plain(Holder.all_to_plain([])) == []
+        told = Holders.of(found)
+        assert list(told) == [told[at] for at in range(len(told))] == found
+        again = Holders.of_json(told.to_json())
+        assert again == told
+        assert len({id(each.held.coordinates.mesh) for each in again}) == 1
+        assert [list(told.without(each)) for each in found] == [[o for o in found if o != each] for each in found]
+    nothing = Holders(Version(1, STEP))
+    assert Holders.of_json(nothing.to_json()) == nothing
+    assert not nothing
+    assert not nothing.is_whole
+    with pytest.raises(IndexError):
+        nothing[0]

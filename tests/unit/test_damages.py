@@ -21,7 +21,8 @@ from regrow.state.disk import catalog, store
 from regrow.state.disk import catalog as tools
 from regrow.state.disk.format import COMMIT
 from regrow.state.disk.gather import read_back
-from regrow.state.memory.held import CHECKSUMS, COPY, Holder
+from regrow.state.memory.held import CHECKSUMS, COPY
+from regrow.state.memory.holders import Holder, Holders
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.slots import MAGIC, SLOT, open_slot
 from regrow.storage import LocalStorage, Storage
@@ -124,7 +125,7 @@ class Memory:
         entries = entries_of(shard, num_shards)
         try:
             found = restore_snapshot(
-                entries, known, node=where, folder=self.folders[where], secret=SECRET, reader=reader
+                entries, Holders.of(known), node=where, folder=self.folders[where], secret=SECRET, reader=reader
             )
         except CheckpointError as error:
             return (), str(error)
@@ -186,7 +187,7 @@ def read_whole(memory: Memory, step: int, spoiled: set[Path], rng: Rng) -> bool:
             assert all(any(name in each for name in touched) for each in left_out)
             if problem:
                 assert len(good) < 3, f"a sound copy of everything is there, but: {problem}"
-                assert "no file holds elements" in problem or "nobody holds one" in problem
+                assert "no file holds elements" in problem or "no node holds one" in problem
                 assert known is not memory.holders[step] or any(holder.name in problem for holder in bad), problem
                 works = False
     return works

@@ -21,7 +21,8 @@ from regrow.runtime.keeper import KeeperInfo
 from regrow.runtime.publisher import Publisher
 from regrow.state.disk.format import DataFile
 from regrow.state.disk.upload import Written
-from regrow.state.memory.held import Held, Holder
+from regrow.state.memory.held import Held
+from regrow.state.memory.holders import Holders, Holding
 from regrow.storage import Storage
 from support.actors import Handle
 
@@ -45,9 +46,9 @@ class Keeper:
         self.node, self.held, self.asked = node, list[Held](), 0
         self.error: Exception | None = None
 
-    def holdings(self, since: Version) -> list[Held]:
+    def holdings(self, since: Version) -> list[Holding]:
         self.asked += 1
-        return [held for held in self.held if held.moment >= since]
+        return Holding.all_of(held for held in self.held if held.moment >= since)
 
     def write(self, order: Any) -> Any:
         if self.error is not None:
@@ -80,7 +81,9 @@ class Nodes:
             for each in (shard, (shard - 1) % 3) if copies else (shard,):
                 keeper.held.append(Held(f"{keeper.node}{each}", version, Coordinates(MeshShape(1, 3), each), 1, ""))
 
-    def holders(self, version: Version, can_ask: Sequence[str] = "abc", group: list[str] | None = None) -> list[Holder]:
+    def holders(
+        self, version: Version, can_ask: Sequence[str] = "abc", group: list[str] | None = None
+    ) -> dict[Version, Holders]:
         return self.fleet.holders(version, lambda node: node in can_ask, group)
 
 
@@ -89,21 +92,20 @@ def test_all_that_can_be_asked_are_and_answer_for_this_version_and_later_ones(tm
     for step in (9, 10, 11):
         nodes.hold(Version(1, step), copies=step == 10)
     found = nodes.holders(Version(1, 10))
-    assert {holder.held.moment.step for holder in found} == {10, 11}
-    shards = sorted(holder.held.coordinates.rank for holder in found if holder.held.moment.step == 10)
-    assert shards == [0, 0, 1, 1, 2, 2]
-    assert {holder.node for holder in nodes.holders(Version(1, 10), can_ask="ac")} == {"a", "c"}
+    assert found.keys() == {Version(1, 10), Version(1, 11)}
+    assert sorted(holder.held.coordinates.rank for holder in found[Version(1, 10)]) == [0, 0, 1, 1, 2, 2]
+    assert {holder.node for holder in nodes.holders(Version(1, 10), can_ask="ac")[Version(1, 10)]} == {"a", "c"}
 
 
 def test_those_who_ask_and_enough_others_are_waited_for_and_no_more(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path)
     nodes.hold(Version(1, 10), copies=True)
-    silent: Future[list[Held]] = Future()  # a node that has just died, which Ray may not know
+    silent: Future[list[Holding]] = Future()  # a node that has just died, which Ray may not know
     nodes.keepers["c"].holdings = lambda since: silent  # type: ignore[method-assign, assignment, return-value]
     begun = time.monotonic()
     found = nodes.holders(Version(1, 10), group=["a"])
     assert time.monotonic() - begun < 5.0
-    assert {holder.node for holder in found} == {"a", "b"}
+    assert {holder.node for holder in found[Version(1, 10)]} == {"a", "b"}
 
 
 def test_answers_become_events_and_a_keeper_that_is_gone_answers_none(tmp_path: Path) -> None:

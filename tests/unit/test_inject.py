@@ -22,6 +22,7 @@ from regrow.drill.inject_apart import InjectorApart
 from regrow.drill.processes import is_alive, wait_until_gone
 from regrow.errors import CheckpointError
 from regrow.state.memory.held import open_snapshot
+from regrow.state.memory.holders import Holders
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.slots import Committed
 from regrow.train.flips import BitFlipper
@@ -188,7 +189,12 @@ def test_damage_hits_the_newest_committed_snapshots_which_are_restored_from_othe
         for shard in range(2):
             entries = entries_of(shard, 2)
             restored = restore_snapshot(
-                entries, holders(nodes, 5), node=first.node, folder=first.folder, secret=SECRET, reader=shard
+                entries,
+                Holders.of(holders(nodes, 5)),
+                node=first.node,
+                folder=first.folder,
+                secret=SECRET,
+                reader=shard,
             )
             assert_state(entries, 5)
             assert restored.problems

@@ -25,6 +25,7 @@ from regrow.state.entries import Entry
 from regrow.state.memory import writer as writer_module
 from regrow.state.memory.control_word import ControlWord
 from regrow.state.memory.held import Held
+from regrow.state.memory.holders import Holders
 from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.ranges import TIMEOUT_S
 from regrow.state.memory.reader import restore_snapshot
@@ -50,7 +51,7 @@ def restored(nodes: list[Node], where: Node, step: int, shard: int, num_shards: 
     entries = entries_of(shard, num_shards)
     result = restore_snapshot(
         entries,
-        holders(nodes, step),
+        Holders.of(holders(nodes, step)),
         node=where.keeper.node,
         folder=where.keeper.folder,
         secret=SECRET,
@@ -97,7 +98,7 @@ def test_a_holder_that_vanishes_or_is_damaged_is_replaced_by_its_copy(tmp_path: 
         for shard, reader in itertools.product(range(2), range(2)):
             entries, where = entries_of(shard, 2), nodes[2 * shard].keeper
             result = restore_snapshot(
-                entries, known, node=where.node, folder=where.folder, secret=SECRET, reader=reader
+                entries, Holders.of(known), node=where.node, folder=where.folder, secret=SECRET, reader=reader
             )
             assert_state(entries, 7)
             problems += result.problems
@@ -105,7 +106,7 @@ def test_a_holder_that_vanishes_or_is_damaged_is_replaced_by_its_copy(tmp_path: 
         nodes[2].keeper.close(delete=True)
         where = nodes[0].keeper
         with pytest.raises(CheckpointError, match=r"no file holds elements .*node-"):
-            restore_snapshot(entries_of(0, 1), known, node=where.node, folder=where.folder, secret=SECRET)
+            restore_snapshot(entries_of(0, 1), Holders.of(known), node=where.node, folder=where.folder, secret=SECRET)
 
 
 def test_own_memory_is_read_before_that_of_peers(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_own_memory_is_read_before_that_of_peers(tmp_path: Path) -> None:
         needed = sum(entry.memory.nbytes for entry in entries_of(0, 3))
         where = nodes[0].keeper
         result = restore_snapshot(
-            entries_of(0, 3), holders(nodes, 7), node=where.node, folder=where.folder, secret=SECRET
+            entries_of(0, 3), Holders.of(holders(nodes, 7)), node=where.node, folder=where.folder, secret=SECRET
         )
         assert (result.peer_bytes, result.own_bytes >= needed) == (0, True)
 
@@ -246,7 +247,7 @@ def test_snapshots_larger_than_any_socket_buffer_travel_whole(tmp_path: Path) ->
         target = [Entry(box, torch.zeros(12_000_000))]
         copies = [holder for holder in holders(nodes, 4) if holder.held.is_copy]
         where = nodes[0].keeper
-        result = restore_snapshot(target, copies, node=where.node, folder=where.folder, secret=SECRET)
+        result = restore_snapshot(target, Holders.of(copies), node=where.node, folder=where.folder, secret=SECRET)
         assert (result.own_bytes, result.peer_bytes) == (0, 48_000_000)
         assert torch.equal(target[0].memory, whole)
 
@@ -256,7 +257,7 @@ def test_a_new_secret_is_obeyed(tmp_path: Path) -> None:
         snapshot(nodes, 9, 2)
         for node in nodes:
             node.keeper.secret = b"of the next driver"
-        theirs = [holder for holder in holders(nodes, 9) if holder.node == "node-1"]
+        theirs = Holders.of([holder for holder in holders(nodes, 9) if holder.node == "node-1"])
         where = nodes[0].keeper
         entries = entries_of(0, 1)
         with pytest.raises(CheckpointError):
@@ -323,7 +324,9 @@ def test_a_stranger_is_shown_nothing(tmp_path: Path) -> None:
         where = nodes[0].keeper
         theirs = [holder for holder in holders(nodes, 9) if holder.node == "node-1"]
         with pytest.raises(CheckpointError, match=r"no file holds elements .*does not prove that it is this keeper"):
-            restore_snapshot(entries_of(0, 1), theirs, node=where.node, folder=where.folder, secret=b"guessed")
+            restore_snapshot(
+                entries_of(0, 1), Holders.of(theirs), node=where.node, folder=where.folder, secret=b"guessed"
+            )
 
 
 def test_a_missing_or_reshaped_tensor_is_named(tmp_path: Path) -> None:
@@ -332,7 +335,7 @@ def test_a_missing_or_reshaped_tensor_is_named(tmp_path: Path) -> None:
         where = nodes[0].keeper
         fewer = entries_of(0, 1)[1:]
         with pytest.raises(CheckpointError, match="model/embed"):
-            restore_snapshot(fewer, holders(nodes, 9), node=where.node, folder=where.folder, secret=SECRET)
+            restore_snapshot(fewer, Holders.of(holders(nodes, 9)), node=where.node, folder=where.folder, secret=SECRET)
 
 
 def test_no_room_in_memory_is_said_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,6 +249,18 @@ def test_a_broken_promise_is_found_by_its_own_rule(change: Change, claim: str, c
     assert case in " ".join([found[0].figures, *found[0].details])
 
 
+def test_a_rank_of_a_quarantined_node_may_leave_for_another_one() -> None:
+    changed = events_with("generation", 1, workers=workers(101, 999))(evidence())
+    events = list(changed.events)
+    first, second, *_ = (number for number, event in enumerate(events) if event["event"] == "generation")
+    left = next(worker for worker in events[first]["workers"] if worker["pid"] == 103)
+    events.insert(
+        second, {"event": "quarantine", "node": left["node"], "seconds": 3600.0, "time": events[second]["time"]}
+    )
+    details = [each for verdict in judge(replace(changed, events=events)) for each in verdict.details]
+    assert not any("pid 103, is gone" in each for each in details), details
+
+
 def test_losses_beyond_what_reduction_order_allows_are_reported_and_not_judged() -> None:
     verdicts = judge(rows_with(58, loss=1.05)(evidence()))
     assert broken(verdicts) == []

@@ -21,6 +21,8 @@ from regrow.accept.claims import NotTested, Report
 from regrow.accept.runner import last_line
 from regrow.config.schema import PretrainConfig
 from regrow.config.store import pretrain_config
+from regrow.record.log import METRICS, Tail, read_events
+from regrow.storage import Storage
 
 ROOT = Path(__file__).parents[3]
 STEPS = {True: 400, False: 60}  # on GPUs, and without
@@ -70,10 +72,10 @@ class Job:
 
     def rows(self) -> dict[int, dict[str, Any]]:
         """The newest row of each step."""
-        return {row["step"]: row for row in _lines(self.folder / "metrics.jsonl") if "step" in row}
+        return {row["step"]: row for row in Tail(self.folder / METRICS).read()[0] if "step" in row}
 
     def groups(self) -> list[dict[str, Any]]:
-        return [event for event in _lines(self.folder / "events.jsonl") if event.get("event") == "generation"]
+        return [event for event in read_events(Storage.at(self.folder)) if event["event"] == "generation"]
 
     def wait_for_step(self, step: int, timeout_s: float) -> None:
         """Raises RuntimeError where the job does not come to it."""
@@ -242,18 +244,3 @@ def _connect(config: PretrainConfig) -> None:
     if not ray.is_initialized():
         ray.init(address=config.cluster.address, log_to_driver=False, include_dashboard=False)
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # nodes need no regrow for what is asked here
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """Whole lines of a log that is being written."""
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return []
-    found = []
-    for line in data[: data.rfind(b"\n") + 1].splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:  # torn by a crash
-            continue
-    return found

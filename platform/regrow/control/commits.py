@@ -108,21 +108,17 @@ class CommitTracker:
         """Whether a step, or a later one, is committed."""
         return self.newest is not None and self.newest.version.step >= step
 
-    def newest_whole(self, held: Iterable[Replica], logged: int) -> Version:
-        """The newest step that is whole in what is held. Raises AssertionError where nothing was committed.
+    def newest_of(self, whole: Iterable[Version], logged: int) -> Version:
+        """The newest step of those that are held whole. Raises AssertionError where nothing was committed.
 
         The committed one, or a later one of the newest generation that not all of its nodes have reported: ranks seal a
         step once all its collectives have succeeded, so where they have all of it between them, as a replica has that
         survived, it is as good. Not after `logged`, the last step that has a row.
         """
         assert self.newest is not None
-        committed, held = self.newest.version, list(held)
-        later = {
-            each.moment
-            for each in held
-            if each.moment > committed and each.moment.generation == self._generation and each.moment.step <= logged
-        }
-        return max((version for version in later if self._is_whole(version, held)), default=committed)
+        committed, generation = self.newest.version, self._generation
+        later = (each for each in whole if each.generation == generation and each.step <= logged)
+        return max([committed, *later])
 
     def rebuild(self, known: Iterable[tuple[str, Version, Iterable[Replica]]]) -> None:
         """After the coordinator was lost: from each keeper's (node, newest commit it knows, what it holds).

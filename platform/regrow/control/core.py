@@ -7,7 +7,7 @@ No clock, thread, file, network or random number is in here: the coordinator's a
 and a simulator run the same class. `now` is in seconds that never go back, on the clock of nodes' deadlines.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from regrow.config.check import topologies, world_sizes
@@ -179,9 +179,9 @@ class Control:
         if generation != self.generation:
             raise Fenced(f"generation {generation} is over; {self.generation} is current")
 
-    def newest_whole(self, held: Sequence[Any]) -> Version:
-        """What a group that forms should begin from, of what keepers hold; see `CommitTracker.newest_whole`."""
-        return self.snapshots.commits.newest_whole(held, self.next_step - 1)
+    def newest_of(self, whole: Iterable[Version]) -> Version:
+        """What a group that forms should begin from, of what keepers hold whole; see `CommitTracker.newest_of`."""
+        return self.snapshots.commits.newest_of(whole, self.next_step - 1)
 
     def excluded_nodes(self, now: float) -> set[str]:
         """Where no worker is to be started."""

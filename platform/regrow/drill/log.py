@@ -7,6 +7,7 @@ from typing import Any
 
 from regrow.record.events import Row
 from regrow.record.log import EVENTS, METRICS, Tail, encode
+from regrow.record.relative import RelativeLists
 
 RECORD = "drill.jsonl"
 
@@ -19,6 +20,7 @@ class RunFollower:
         self.rows: list[Row] = []
         self.events: list[Row] = []
         self.num_rows_read = 0
+        self._lists = RelativeLists()
 
     def poll(self) -> None:
         rows, anew = self._metrics.read()
@@ -30,7 +32,7 @@ class RunFollower:
                     self.rows.pop()
                 self.rows.append(row)
         self.num_rows_read += len(rows)
-        self.events += self._events.read()[0]
+        self.events += map(self._lists.whole, self._events.read()[0])
 
     @property
     def step(self) -> int:

@@ -4,12 +4,14 @@ AdamW's moments lie where their parameters do. What an axis does not split, all 
 one stage do.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from regrow.plan.boxes import Box, chunk
 from regrow.plan.mesh import Coordinates, MeshShape
@@ -95,19 +97,32 @@ def that_hold(box: Box, mesh: MeshShape) -> list[dict[str, int]]:
     return [at for at, held in found if held.intersection(box)]
 
 
-def is_whole(ranks: Iterable[Coordinates]) -> bool:
+def is_whole(mesh: MeshShape, ranks: NDArray[np.int64]) -> bool:
     """Whether these ranks of a mesh hold between them every element of every parameter that the table places."""
-    ranks = list(ranks)
-    if not ranks:
-        return False
-    mesh, numbers = ranks[0].mesh, np.array([at.rank for at in ranks])
-    for axes in {("pp", *row.dims) for row in TABLE}:  # all places along these have to be there
-        place, count = np.zeros_like(numbers), 1
-        for inner, size in map(mesh.stride, axes):
-            place, count = place * size + numbers // inner % size, count * size
-        if len(np.unique(place)) < count:
-            return False
-    return True
+    return all(  # all places along these axes have to be there
+        len(np.unique(places(mesh, ranks, axes))) == prod(mesh.stride(axis)[1] for axis in axes)
+        for axes in {("pp", *row.dims) for row in TABLE}
+    )
+
+
+def places(mesh: MeshShape, ranks: NDArray[np.int64], axes: Sequence[str]) -> NDArray[np.int64]:
+    """Where ranks are along some axes of their mesh, as one number each, the last axis counting fastest.
+
+    >>> places(MeshShape(dp_replicate=2, dp_shard=3, tp=2), np.arange(12), ("tp", "dp_shard")).tolist()
+    [0, 3, 1, 4, 2, 5, 0, 3, 1, 4, 2, 5]
+    """
+    found = np.zeros_like(ranks)
+    for inner, size in map(mesh.stride, axes):
+        found = found * size + ranks // inner % size
+    return found
+
+
+def place_number(mesh: MeshShape, place: Mapping[str, int]) -> int:
+    """What `places` gives for ranks with these coordinates along these axes."""
+    found = 0
+    for axis, index in place.items():
+        found = found * mesh.stride(axis)[1] + index
+    return found
 
 
 def num_copies(name: str, at: Coordinates) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from typing import Any
 
 from regrow.record.claim import LOOK_EVERY_S, Claim
 from regrow.record.events import Event, Rollback, Row
+from regrow.record.relative import RelativeLists
 from regrow.storage import Storage
 
 METRIC_KEYS = (
@@ -62,6 +63,7 @@ class RunLog:
         self.generation: int | None = None
         self._next_step = 1
         self._taken_back: list[Row] | None = None  # by a `begin` that storage has not taken whole yet
+        self._lists = RelativeLists()
         self._lock = threading.RLock()
         begun = f"w{claim.number:06d}" if claim else f"{time.time_ns() // 1_000_000:013d}"
         self._session = f"{begun}-{secrets.token_hex(2)}"
@@ -126,8 +128,10 @@ class RunLog:
     def event(self, event: Event) -> Event:
         """Append one event, stamped with the time now where it has none, and make it durable; it is returned."""
         stamped = event if event.time else replace(event, time=time.time())
+        row = stamped.to_row()
         with self._lock:
-            self._append(EVENTS, encode(stamped.to_row()), durable=True)
+            self._append(EVENTS, encode(self._lists.shorten(row)), durable=True)
+            self._lists.keep(row)
         return stamped
 
     def flush(self) -> None:
@@ -349,7 +353,8 @@ class LogReader:
 
     def events(self) -> list[Row]:
         """As `read_events`."""
-        return [row for row in self._lines(EVENTS) if "event" in row and "time" in row]
+        lists = RelativeLists()
+        return [lists.whole(row) for row in self._lines(EVENTS) if "event" in row and "time" in row]
 
     def _lines(self, name: str) -> Iterator[Row]:
         files = _files(self._storage, name)

@@ -26,7 +26,7 @@ from regrow.errors import ResumeError, first_line
 from regrow.record.claim import Claim
 from regrow.record.lock import LOCK_WAIT_S, lock_run
 from regrow.record.log import newest_step, next_generation, read_events
-from regrow.runtime.calls import CoordinatorCalls, Death, Snapshot
+from regrow.runtime.calls import CoordinatorCalls, Death
 from regrow.runtime.fleet import secret_of_keepers
 from regrow.runtime.hardware.gpus import HARDWARE_XIDS
 from regrow.runtime.hardware.settings import allow_descriptors
@@ -34,6 +34,7 @@ from regrow.runtime.keeper import COORDINATOR, NAMESPACE, KeeperInfo
 from regrow.runtime.seats import Seats
 from regrow.runtime.shell import Shell, Update
 from regrow.state.disk.catalog import committed_steps
+from regrow.state.memory.holders import Holders
 from regrow.storage import Storage
 
 ADOPT_S = 30.0  # for the keepers of an earlier coordinator
@@ -249,12 +250,12 @@ class Coordinator(Seats, Drained, Verified):
         """A process met an error that it would meet again: is it the run's? It asks `formation` what came of it."""
         self.shell.tell(e.Trouble(generation, member, expected, message))
 
-    def newest_snapshot(self) -> Snapshot | None:
+    def newest_snapshot(self) -> Holders | None:
         """What the group that forms should begin from: the newest step that is whole in memory, and where its files
         are; None where nothing was committed. The group's nodes answer soon; copies on them are nearest."""
         return _newest_whole(self.shell)
 
-    def committed_snapshot(self) -> Snapshot | None:
+    def committed_snapshot(self) -> Holders | None:
         """The newest committed step, and all its files that any node has, where what the other call gave is damaged."""
         return _newest_committed(self.shell)
 
@@ -365,27 +366,27 @@ def _look_for_nodes(shell: Shell) -> None:
         shell.tell(e.NodesAlive(alive))
 
 
-def _newest_whole(shell: Shell) -> Snapshot | None:
+def _newest_whole(shell: Shell) -> Holders | None:
     control = shell.control
     newest = control.newest_snapshot
     if newest is None:
         return None
     _look_for_nodes(shell)
-    holders = shell.fleet.holders(newest, control.can_ask, control.group_nodes)
+    found = shell.fleet.holders(newest, control.can_ask, control.group_nodes)
+    whole = [moment for moment, holders in found.items() if holders.is_whole]
     with shell.lock:
         if control.newest_snapshot is None:
             return None
-        version = control.newest_whole([holder.held for holder in holders])
-    return version.step, [holder for holder in holders if holder.held.moment == version]
+        version = control.newest_of(whole)
+    return found.get(version) or Holders(version)
 
 
-def _newest_committed(shell: Shell) -> Snapshot | None:
+def _newest_committed(shell: Shell) -> Holders | None:
     newest = shell.control.newest_snapshot
     if newest is None:
         return None
     _look_for_nodes(shell)
-    holders = shell.fleet.holders(newest, shell.control.can_ask)
-    return newest.step, [holder for holder in holders if holder.held.moment == newest]
+    return shell.fleet.holders(newest, shell.control.can_ask).get(newest) or Holders(newest)
 
 
 def _read(folder: Storage, checkpoints: str, *, restarted: bool) -> tuple[list[dict[str, Any]], Past]:

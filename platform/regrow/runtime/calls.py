@@ -19,7 +19,7 @@ from regrow.control.verification import Outcome
 from regrow.state.disk.format import DataFile
 from regrow.state.disk.packed import PackedFiles
 from regrow.state.disk.upload import IndexOrder, Joined, OrderForAll, Published, WriteOrder, Written
-from regrow.state.memory.held import Held, Holder
+from regrow.state.memory.holders import Holders, Holding
 from regrow.state.memory.slots import Committed
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 CALL_TIMEOUT_S = 120.0  # of a call to the coordinator
 
 Value = TypeVar("Value")
-Snapshot = tuple[int, list[Holder]]  # a step, and where its files are
 Death = tuple[str, int, str, str]  # of a process, by node and pid: the cause, and a sentence
 
 
@@ -58,8 +57,8 @@ class CoordinatorCalls(Protocol):
     def broke(self, generation: int, detail: str) -> None: ...
     def unfit(self, node: str, pid: int, detail: str, machine: str) -> None: ...
     def trouble(self, generation: int, member: Member, expected: int, message: str) -> None: ...
-    def newest_snapshot(self) -> Snapshot | None: ...
-    def committed_snapshot(self) -> Snapshot | None: ...
+    def newest_snapshot(self) -> Holders | None: ...
+    def committed_snapshot(self) -> Holders | None: ...
     def register_keeper(self, handle: Any, info: "KeeperInfo") -> None: ...
     def neighbours(self, info: "KeeperInfo") -> list[Peer]: ...
     def greet(self, node: str, handle: Any) -> None: ...
@@ -87,7 +86,7 @@ class KeeperCalls(Protocol):
     def take_place(self, place: "Place") -> None: ...
     def relay(self, reports: Sequence[SnapshotAck]) -> None: ...
     def committed(self, state: Committed) -> None: ...
-    def holdings(self, since: Version) -> list[Held]: ...
+    def holdings(self, since: Version) -> list[Holding]: ...
     def write(self, order: WriteOrder) -> Written: ...
     def write_all(self, order: OrderForAll) -> Joined: ...
     def read_back(self, folder: str, files: Sequence[DataFile] | PackedFiles, origin: str) -> str: ...
@@ -117,7 +116,7 @@ class KeeperClient:
     def secret(self) -> Future[bytes]:
         return _future(self.handle.secret.remote())
 
-    def holdings(self, since: Version) -> Future[list[Held]]:
+    def holdings(self, since: Version) -> Future[list[Holding]]:
         return _future(self.handle.holdings.remote(since))
 
     def write(self, order: WriteOrder) -> Future[Written]:
@@ -209,11 +208,11 @@ class CoordinatorClient:
         """That keepers and their clients prove to each other."""
         return bytes(_wait(self.handle.secret.remote()))
 
-    def newest_snapshot(self) -> Snapshot | None:
-        return cast("Snapshot | None", _wait(self.handle.newest_snapshot.remote()))
+    def newest_snapshot(self) -> Holders | None:
+        return cast("Holders | None", _wait(self.handle.newest_snapshot.remote()))
 
-    def committed_snapshot(self) -> Snapshot | None:
-        return cast("Snapshot | None", _wait(self.handle.committed_snapshot.remote()))
+    def committed_snapshot(self) -> Holders | None:
+        return cast("Holders | None", _wait(self.handle.committed_snapshot.remote()))
 
     def register_keeper(self, keeper: Any, info: "KeeperInfo") -> None:
         _wait(self.handle.register_keeper.remote(keeper, info))

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, as_completed, wait
 from functools import partial
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -35,7 +36,8 @@ from regrow.runtime.keeper import KeeperInfo, Place, end_keepers, running_keeper
 from regrow.runtime.liveness.connections import HeldConnections
 from regrow.runtime.publisher import Publisher
 from regrow.state.disk.upload import Joined, Published, Written
-from regrow.state.memory.held import Holder, is_whole
+from regrow.state.memory.holders import Holders, Holding
+from regrow.state.memory.ranges import Address
 from regrow.state.memory.slots import Committed
 
 ANSWER_S = 10.0  # for keepers to answer a small question
@@ -82,7 +84,7 @@ class Fleet:
         since: Version,
         can_ask: Callable[[str], bool],
         group: Collection[str] | None = None,
-    ) -> list[Holder]:
+    ) -> dict[Version, Holders]:
         """What nodes hold of this version and later ones: a group's nodes, and others until it is whole; or all."""
         known = list(self._known.items())
         calls = {client.holdings(since): info for node, (client, info) in known if can_ask(node)}
@@ -90,7 +92,7 @@ class Fleet:
         done, num_left = SimpleQueue[Future[Any]](), len(calls)
         for call in calls:
             call.add_done_callback(done.put)
-        holders: list[Holder] = []
+        answers: list[tuple[str, Address, list[Holding]]] = []
         give_up_at = time.monotonic() + ANSWER_S
         while num_left:
             try:
@@ -100,12 +102,12 @@ class Fleet:
             info, num_left = calls[call], num_left - 1
             left.discard(info.node)
             with contextlib.suppress(ray.exceptions.RayError):
-                holders += [Holder(info.node, info.address, held) for held in call.result()]
+                answers.append((info.node, info.address, call.result()))
             if group is None or left or not done.empty():
                 continue
-            if is_whole(since, [each.held for each in holders]):
+            if since in (found := Holders.by_moment(answers)) and found[since].is_whole:
                 break  # a node that has just died, which Ray may not know, is not waited for if it need not be
-        return holders
+        return Holders.by_moment(answers)
 
     # what control wants
 
@@ -149,7 +151,10 @@ class Fleet:
 
             def then(answer: "Future[Any]", node: str = node) -> e.Event:
                 gone = answer.exception() is not None  # its node is, which shows by itself
-                return e.Answered(command.number, node, None if gone else answer.result())
+                found = None if gone else answer.result()
+                if found is not None and command.question is Question.HOLDINGS:
+                    found = list(chain.from_iterable(found))
+                return e.Answered(command.number, node, found)
 
             self._pending[questions[command.question]()] = then
 

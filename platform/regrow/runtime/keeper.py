@@ -35,6 +35,7 @@ from regrow.runtime.writing import DEVICES, GROUPS, Own, Writing, on_threads_of
 from regrow.state.memory.arenas import remove_abandoned
 from regrow.state.memory.control_word import ControlWord
 from regrow.state.memory.held import Held, claim, is_mine
+from regrow.state.memory.holders import Holding
 from regrow.state.memory.link import Damaged, Link, measure
 from regrow.state.memory.node import KeeperNode, delete_run, is_served, last_used, take_over_leftovers
 from regrow.state.memory.ranges import Address
@@ -192,9 +193,9 @@ class Keeper(Speaking, Writing):
                 member.committed.remote(state)
             self._keeper.committed(state)
 
-    def holdings(self, since: Version) -> list[Held]:
+    def holdings(self, since: Version) -> list[Holding]:
         """What this keeper holds of a step and of later ones."""
-        return [held for held in self._keeper.holdings() if held.moment >= since]
+        return Holding.all_of(held for held in self._keeper.holdings() if held.moment >= since)
 
     def pulses(self) -> list[Pulse]:
         """Of the workers of this node."""

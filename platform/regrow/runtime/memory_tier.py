@@ -26,7 +26,8 @@ from regrow.state.collective import PeerError, from_rank_0, gather
 from regrow.state.entries import Entry, Progress, restored_progress
 from regrow.state.memory.arenas import Arenas
 from regrow.state.memory.held import bytes_held
-from regrow.state.memory.reader import Holder, Restored, restore_snapshot
+from regrow.state.memory.holders import Holders
+from regrow.state.memory.reader import Restored, restore_snapshot
 from regrow.state.memory.transport import TransportError
 from regrow.state.memory.writer import Snapshots
 
@@ -147,10 +148,10 @@ class MemoryTier:
         step, problem = 0, ""
         for ask in (self.coordinator.newest_snapshot, self.coordinator.committed_snapshot):
             newest = ask() if dist.get_rank() == 0 else None
-            found = from_rank_0((newest[0], Holder.all_to_plain(newest[1])) if newest is not None else None)
-            if found is None or found[0] < at_least:
+            found = from_rank_0(newest.to_json() if newest is not None else None)
+            if found is None or (holders := Holders.of_json(found)).moment.step < at_least:
                 return None
-            step, holders = found[0], Holder.all_of_plain(found[1])
+            step = holders.moment.step
             restored, mine = self._read(entries, place, holders)
             problem = next(filter(None, gather(mine)), "")
             if restored is not None and not problem:
@@ -160,7 +161,7 @@ class MemoryTier:
         self._note({"step": step, "detail": problem})
         return None
 
-    def _read(self, entries: Sequence[Entry], place: Coordinates, holders: list[Holder]) -> tuple[Restored | None, str]:
+    def _read(self, entries: Sequence[Entry], place: Coordinates, holders: Holders) -> tuple[Restored | None, str]:
         """What this rank needs, or why it cannot be had. Local."""
         try:
             restored = restore_snapshot(

@@ -18,6 +18,7 @@ from regrow.control.past import Past
 from regrow.record.claim import Claim
 from regrow.record.events import from_row
 from regrow.record.log import RANKS, RunLog, encode
+from regrow.record.relative import without_lists
 from regrow.runtime.board import Board
 from regrow.runtime.fleet import Fleet
 from regrow.runtime.liveness.probe import RollCall
@@ -166,7 +167,7 @@ class Shell:
             typed = from_row({"time": time.time(), "event": event, **fields})
             self._writer.put(lambda: self._log.event(typed))
             self.metrics.event(typed)
-            self._update("event", typed.to_row())
+            self._update("event", without_lists(typed.to_row()))
 
     def reported(self, report: Mapping[str, Any]) -> None:
         """The driver has written a report."""

@@ -10,10 +10,10 @@ import logging
 import os
 import stat
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from regrow.errors import CheckpointError
 from regrow.plan import placement
 from regrow.plan.mesh import Coordinates
 from regrow.state.checksums import Crc, checksums
-from regrow.state.memory.ranges import Address
 from regrow.state.memory.slots import SLOT, SlotHeader, open_slot, read_header, reading
 
 COPY, CHECKSUMS = ".copy", ".crc"
@@ -53,46 +52,6 @@ class Held:
     def is_of(self, node: str, *, copy: bool) -> bool:
         """Whether it is what this node's ranks wrote, or a copy of that."""
         return self.is_copy == copy and (not copy or self.file == copy_name(self.file.partition(SLOT)[0] + SLOT, node))
-
-
-@dataclass(frozen=True)
-class Holder:
-    """A snapshot file of a committed step, and where it is."""
-
-    node: str
-    address: Address  # of the node's keeper
-    held: Held
-
-    @property
-    def name(self) -> str:
-        return f"{self.node[:12]}/{self.held.file}"
-
-    @staticmethod
-    def all_to_plain(holders: Sequence["Holder"]) -> list[Any]:
-        """Of one moment, what JSON can hold: what they share is there once, for all ranks are told of all of them."""
-        if not holders:
-            return []
-        moment, mesh = holders[0].held.moment, holders[0].held.coordinates.mesh
-        nodes: dict[tuple[str, Address], list[list[Any]]] = {}
-        for each in holders:
-            held = each.held
-            assert (held.moment, held.coordinates.mesh) == (moment, mesh), f"{each.name} is of another moment"
-            files = nodes.setdefault((each.node, each.address), [])
-            files.append([held.file, held.coordinates.rank, held.writers, held.header_sha256])
-        shared = [[moment.generation, moment.step], Coordinates(mesh).to_plain()]
-        return [*shared, [[node, *address, files] for (node, address), files in nodes.items()]]
-
-    @staticmethod
-    def all_of_plain(plain: Sequence[Any]) -> list["Holder"]:
-        """What `all_to_plain` gave."""
-        if not plain:
-            return []
-        moment, mesh = Version(*plain[0]), Coordinates.of_plain(plain[1]).mesh
-        return [
-            Holder(node, (host, port), Held(file, moment, Coordinates(mesh, rank), writers, header_sha256))
-            for node, host, port, files in plain[2]
-            for file, rank, writers, header_sha256 in files
-        ]
 
 
 @dataclass(frozen=True)
@@ -219,7 +178,8 @@ def holdings(folder: Path, run_id: str) -> list[Held]:
 
 def is_whole(version: Version, held: Iterable[Held]) -> bool:
     """Whether the ranks whose state of a version is held have every element of it."""
-    return placement.is_whole(each.coordinates for each in held if each.moment == version)
+    ranks = [each.coordinates for each in held if each.moment == version]
+    return bool(ranks) and placement.is_whole(ranks[0].mesh, np.array([each.rank for each in ranks]))
 
 
 def generation_of(name: str) -> int:

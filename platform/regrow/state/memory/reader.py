@@ -13,15 +13,17 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from regrow.control.values import Scalar
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import Box, Piece
 from regrow.plan.mesh import ALONE, Coordinates
-from regrow.plan.placement import placed, stage_of, that_hold
+from regrow.plan.placement import place_number, placed, stage_of, that_hold
 from regrow.state.checksums import CHUNK_BYTES, checksums
 from regrow.state.entries import Entry, fill
-from regrow.state.memory.held import Holder, Snapshot, open_snapshot
+from regrow.state.memory.held import Snapshot, open_snapshot
+from regrow.state.memory.holders import Holder, Holders
 from regrow.state.memory.ranges import Connection, connected
 from regrow.state.memory.slots import SlotHeader
 from regrow.state.memory.transport import TcpTransport, Transport
@@ -47,7 +49,7 @@ class Unrestorable(CheckpointError):
 
 def restore_snapshot(
     entries: Sequence[Entry],
-    holders: Sequence[Holder],
+    holders: Holders,
     *,
     node: str,
     folder: Path,
@@ -65,7 +67,7 @@ def restore_snapshot(
     entry is an Unrestorable that names it, and so is an element that no holder gives. Entries may hold parts of it
     then.
     """
-    left, by = list(holders), transport or TcpTransport()
+    left, by = holders, transport or TcpTransport()
     problems: list[str] = []
     while True:
         try:
@@ -78,7 +80,7 @@ def restore_snapshot(
                 taken = _take(holder, reads, entries, node, folder, secret=secret, place=place, transport=by)
             except CheckpointError as error:
                 problems.append(f"{holder.name}: {error}")
-                left.remove(holder)
+                left = left.without(holder)
                 break
             restored.scalars = taken.scalars
             restored.own_bytes += taken.own_bytes
@@ -87,39 +89,43 @@ def restore_snapshot(
             return restored
 
 
-def plan_from(boxes: Sequence[Box], holders: Sequence[Holder], node: str, reader: int) -> dict[Holder, list[Read]]:
+def plan_from(boxes: Sequence[Box], holders: Holders, node: str, reader: int) -> dict[Holder, list[Read]]:
     """What of these boxes to read from which node. Raises CheckpointError where elements are missing."""
     if not holders:
         raise CheckpointError("no snapshot can be read: no node holds one")
-    mesh = holders[0].held.coordinates.mesh
-    by_name = {holder.name: holder for holder in sorted(holders, key=lambda holder: holder.name)}
+    mesh = holders.mesh
 
     @cache
-    def by_coordinates(axes: tuple[str, ...]) -> dict[tuple[int, ...], list[Holder]]:
-        found: dict[tuple[int, ...], list[Holder]] = defaultdict(list)
-        strides = [mesh.stride(axis) for axis in axes]
-        for holder in by_name.values():
-            rank = holder.held.coordinates.rank
-            found[tuple(rank // inner % size for inner, size in strides)].append(holder)
-        return found
+    def by_place(axes: tuple[str, ...]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The places along these axes of all files, in order, and which files these are."""
+        found = holders.places(axes)
+        order = np.argsort(found, kind="stable")
+        return found[order], order
 
     taken: dict[tuple[tuple[str, int], ...], Holder] = {}
+    read_anyway: set[Holder] = set()
     sources = []
     for wanted in boxes:
         for place in that_hold(wanted, mesh):
             key = tuple(place.items())
-            same = by_coordinates(tuple(place)).get(tuple(place.values()), [])
-            if key not in taken and same:  # nearest: of this node, then those that are read anyway
-                far = [2 * (holder.node != node) + (holder not in taken.values()) for holder in same]
-                taken[key] = nearest(list(zip(far, same, strict=True)), reader=reader + place["dp_shard"])
+            if key not in taken:
+                found, order = by_place(tuple(place))
+                at = place_number(mesh, place)
+                first, last = np.searchsorted(found, [at, at + 1])
+                same = [holders[int(each)] for each in order[first:last]]
+                if same:  # nearest: of this node, then those that are read anyway
+                    far = [2 * (holder.node != node) + (holder not in read_anyway) for holder in same]
+                    taken[key] = nearest(list(zip(far, same, strict=True)), reader=reader + place["dp_shard"])
+                    read_anyway.add(taken[key])
             if key in taken:
                 box = placed(wanted, taken[key].held.coordinates)
                 sources.append(Source(taken[key].name, Piece.all_of(box)))
+    by_name = {holder.name: holder for holder in read_anyway}
     by_holder: dict[Holder, list[Read]] = defaultdict(list)
     for read in plan_reads(sources, [Piece.all_of(box) for box in boxes]):
         by_holder[by_name[read.source.file]].append(read)
     if not by_holder:  # this rank holds nothing; the scalars are for it too
-        by_holder[min(by_name.values(), key=lambda holder: holder.node != node)] = []
+        by_holder[min(holders, key=lambda holder: holder.node != node)] = []
     return by_holder
 
 
