@@ -4,7 +4,9 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +18,7 @@ from regrow.control import events as e
 from regrow.control.values import Version
 from regrow.errors import CheckpointError
 from regrow.plan.mesh import Coordinates, MeshShape
+from regrow.runtime import fleet
 from regrow.runtime.fleet import Fleet
 from regrow.runtime.keeper import KeeperInfo
 from regrow.runtime.publisher import Publisher
@@ -106,6 +109,39 @@ def test_those_who_ask_and_enough_others_are_waited_for_and_no_more(tmp_path: Pa
     found = nodes.holders(Version(1, 10), group=["a"])
     assert time.monotonic() - begun < 5.0
     assert {holder.node for holder in found[Version(1, 10)]} == {"a", "b"}
+
+
+class Answer(Future[list[Holding]]):
+    """A keeper's; once it is read, `then`."""
+
+    then: Callable[[], None] = staticmethod(lambda: None)
+
+    def result(self, timeout: float | None = None) -> list[Holding]:
+        found = super().result(timeout)
+        self.then()
+        return found
+
+
+@pytest.mark.parametrize(("seconds", "all_answer"), [(9.0, True), (61.0, False)])
+def test_many_answers_may_take_longer_than_one(
+    seconds: float, all_answer: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 12,288 keepers the last one is heard long after the first: the group would go back to storage without it."""
+    nodes, now, answers = Nodes(tmp_path), [0.0], [Answer() for _ in "abc"]
+    nodes.hold(Version(1, 10), copies=False)
+    keepers = list(nodes.keepers.values())
+
+    def next_answer(number: int) -> None:
+        now[0] += seconds
+        if number < len(answers):
+            Timer(0.2, lambda: answers[number].set_result(Holding.all_of(keepers[number].held))).start()
+
+    for number, (keeper, answer) in enumerate(zip(keepers, answers, strict=True)):
+        keeper.holdings = lambda since, answer=answer: answer  # type: ignore[method-assign, assignment, misc]
+        answer.then = partial(next_answer, number + 1)  # type: ignore[method-assign]
+    monkeypatch.setattr(fleet, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    answers[0].set_result(Holding.all_of(keepers[0].held))
+    assert nodes.holders(Version(1, 10), group=[*"abc"])[Version(1, 10)].is_whole == all_answer
 
 
 def test_answers_become_events_and_a_keeper_that_is_gone_answers_none(tmp_path: Path) -> None:

@@ -40,7 +40,8 @@ from regrow.state.memory.holders import Holders, Holding
 from regrow.state.memory.ranges import Address
 from regrow.state.memory.slots import Committed
 
-ANSWER_S = 10.0  # for keepers to answer a small question
+ANSWER_S = 10.0  # for keepers to answer a small question; where many are asked, from one answer to the next
+ALL_ANSWER_S = 60.0  # for all of them
 
 Then = Callable[["Future[Any]"], e.Event | None]  # of an answer, what control is told
 
@@ -93,12 +94,14 @@ class Fleet:
         for call in calls:
             call.add_done_callback(done.put)
         answers: list[tuple[str, Address, list[Holding]]] = []
-        give_up_at = time.monotonic() + ANSWER_S
+        begun = time.monotonic()
+        give_up_at = begun + ANSWER_S
         while num_left:
             try:
                 call = done.get(timeout=max(0.0, give_up_at - time.monotonic()))
             except Empty:
                 break
+            give_up_at = min(time.monotonic() + ANSWER_S, begun + ALL_ANSWER_S)
             info, num_left = calls[call], num_left - 1
             left.discard(info.node)
             with contextlib.suppress(ray.exceptions.RayError):

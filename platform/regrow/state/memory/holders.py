@@ -19,9 +19,8 @@ from regrow.plan.mesh import ALONE, Coordinates, MeshShape
 from regrow.state.memory.held import Held
 from regrow.state.memory.ranges import Address
 
-File = tuple[
-    str, int, int, str
-]  # its name, the rank that wrote it, ranks that did on the same node, its header's sha256
+# a snapshot file: its name, the rank that wrote it, how many ranks of that node wrote one, the sha256 of its header
+File = tuple[str, int, int, str]
 Files = tuple[File, ...]
 
 
