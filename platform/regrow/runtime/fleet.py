@@ -5,8 +5,8 @@ Nothing here waits but `adopt`, `greet` and `holders`, which are not called with
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from concurrent.futures import Future, as_completed, wait
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, as_completed
 from functools import partial
 from itertools import chain
 from queue import Empty, SimpleQueue
@@ -66,12 +66,10 @@ class Fleet:
         """Keepers that outlived an earlier coordinator of this run hold what it had committed."""
         handles = running_keepers(self._run_id).values()
         calls = {KeeperClient(handle).serve(me, self._secret): handle for handle in handles}
-        wait(calls, timeout=ANSWER_S)
         found: list[e.Event] = []
-        for call, handle in calls.items():
-            if call.done():
-                with contextlib.suppress(ray.exceptions.RayError):  # its node is gone
-                    found.append(self.register(handle, call.result()))
+        for call, _ in _as_answered(calls):
+            with contextlib.suppress(ray.exceptions.RayError):  # its node is gone
+                found.append(self.register(calls[call], call.result()))
         infos = [info for _, info in self._known.values()]
         known = tuple((info.node, info.newest, info.held) for info in infos)
         return [*found, e.KeepersFound(known, max((info.newest_generation for info in infos), default=NOTHING))]
@@ -90,23 +88,13 @@ class Fleet:
         known = list(self._known.items())
         calls = {client.holdings(since): info for node, (client, info) in known if can_ask(node)}
         left = {info.node for info in calls.values() if group is not None and info.node in group}
-        done, num_left = SimpleQueue[Future[Any]](), len(calls)
-        for call in calls:
-            call.add_done_callback(done.put)
         answers: list[tuple[str, Address, list[Holding]]] = []
-        begun = time.monotonic()
-        give_up_at = begun + ANSWER_S
-        while num_left:
-            try:
-                call = done.get(timeout=max(0.0, give_up_at - time.monotonic()))
-            except Empty:
-                break
-            give_up_at = min(time.monotonic() + ANSWER_S, begun + ALL_ANSWER_S)
-            info, num_left = calls[call], num_left - 1
+        for call, more in _as_answered(calls):
+            info = calls[call]
             left.discard(info.node)
             with contextlib.suppress(ray.exceptions.RayError):
                 answers.append((info.node, info.address, call.result()))
-            if group is None or left or not done.empty():
+            if group is None or left or more:
                 continue
             if since in (found := Holders.by_moment(answers)) and found[since].is_whole:
                 break  # a node that has just died, which Ray may not know, is not waited for if it need not be
@@ -239,6 +227,22 @@ class Fleet:
 
     def _clients(self, nodes: Iterable[str] | Sequence[str]) -> list[KeeperClient]:
         return [self._known[node][0] for node in nodes if node in self._known]
+
+
+def _as_answered(calls: Collection["Future[Any]"]) -> Iterator[tuple["Future[Any]", bool]]:
+    """Calls as they are answered, each with whether there are more answers already; what is late is left out."""
+    done = SimpleQueue[Future[Any]]()
+    for call in calls:
+        call.add_done_callback(done.put)
+    begun = time.monotonic()
+    give_up_at = begun + ANSWER_S
+    for _ in calls:
+        try:
+            call = done.get(timeout=max(0.0, give_up_at - time.monotonic()))
+        except Empty:
+            return
+        give_up_at = min(time.monotonic() + ANSWER_S, begun + ALL_ANSWER_S)
+        yield call, not done.empty()
 
 
 def secret_of_keepers(run_id: str) -> bytes | None:
