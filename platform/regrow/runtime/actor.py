@@ -37,7 +37,7 @@ from regrow.state.disk.catalog import committed_steps
 from regrow.state.memory.holders import Holders
 from regrow.storage import Storage
 
-ADOPT_S = 90.0  # for the keepers of an earlier coordinator: longer than all of them have to answer
+ADOPT_S = 60.0  # for the keepers of an earlier coordinator: longer than all of them have to answer
 READ_AGAIN_S = 2.0  # where storage is away
 SECRET_BYTES = 32
 

@@ -41,7 +41,7 @@ from regrow.state.memory.ranges import Address
 from regrow.state.memory.slots import Committed
 
 ANSWER_S = 10.0  # for keepers to answer a small question; where many are asked, from one answer to the next
-ALL_ANSWER_S = 60.0  # for all of them
+ALL_ANSWER_S = 20.0  # for all of them: the rank that asked is not taken for hung meanwhile (`control.phases`)
 
 Then = Callable[["Future[Any]"], e.Event | None]  # of an answer, what control is told
 
