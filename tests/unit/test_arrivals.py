@@ -95,6 +95,20 @@ def test_newcomers_are_told_of_once_when_they_are_ready_with_what_their_start_to
     assert len(told.records("ready")) == 1
 
 
+def test_a_node_has_come_when_it_did_not_when_ray_was_asked_again() -> None:
+    """As a drill had it: 0.5 s for newcomers that took 14, as Ray is asked about nodes once a keeper is up."""
+    told = training("a", "b")
+    told.now += 60.0
+    told(e.NodesAlive(frozenset("abd")))
+    told(e.KeeperUp("d", "d", ("d", 1), node_up_s=13.0))
+    told(e.KeeperUp("b", "b", ("b", 1), restarted=True, node_up_s=500.0))  # before this run
+    told.now += 1.0
+    told.join(one(7, "d"), expected=1)
+    told.join(one(8, "b"), expected=1)
+    told.row(1)
+    assert {each["node"]: each["start_s"] for each in told.records("ready")} == {"d": 14.0, "b": None}
+
+
 def test_a_worker_that_is_started_anew_is_told_of_with_the_time_since_its_death() -> None:
     told = training("a", "b", "c")
     died(told, 2, "b")

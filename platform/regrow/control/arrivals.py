@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from regrow.control.commands import Outbox
-from regrow.control.events import NodesAlive
+from regrow.control.events import KeeperUp, NodesAlive
 from regrow.control.membership import Member, Membership
 from regrow.control.nodes import NodeFailures
 from regrow.record.events import Cause, FaultKind
@@ -25,6 +25,7 @@ class Arrivals:
     membership: Membership
     nodes: NodeFailures
     out: Outbox
+    began: float  # when this control did: of nodes that were there before it is not told how long they took to start
     _alive: frozenset[str] | None = None  # as Ray said last
     _up_at: dict[str, float] = field(default_factory=dict)  # of nodes that came since
     _lost_at: dict[str, float] = field(default_factory=dict)  # when they last lost a worker
@@ -48,6 +49,11 @@ class Arrivals:
         for node in gone:
             self._up_at.pop(node, None)
             self._lost_at.pop(node, None)
+
+    def keeper_up(self, event: KeeperUp, now: float) -> None:
+        """A node that Ray may not have been asked about since it came."""
+        if event.node_up_s is not None and (at := now - event.node_up_s) > self.began:
+            self._up_at[event.node] = min(at, self._up_at.get(event.node, at))
 
     def lost(self, members: Iterable[Member], now: float) -> None:
         """They ended: others start in their places."""

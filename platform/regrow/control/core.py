@@ -84,7 +84,7 @@ class Control:
             fan_out=fan_out,
             now=now,
         )
-        self.group = _group(config, self.snapshots, self._out, past)
+        self.group = _group(config, self.snapshots, self._out, past, now)
         self.health = self.group.health
         self.drains = Drains(self.group, self.snapshots, config)
         self.corruptions = Corruptions(config, self.group, self.snapshots, self._out, past.limit)
@@ -316,6 +316,10 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         group.arrivals.alive(event, now)
         snapshots.nodes_alive(event, now)
 
+    def keeper_up(event: e.KeeperUp, now: float) -> None:
+        group.arrivals.keeper_up(event, now)
+        snapshots.keeper_up(event, now)
+
     return {
         e.Joined: group.join,
         e.Asked: control._asked,
@@ -343,7 +347,7 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.Placed: group.placed,
         e.Notice: group.nodes.notice,
         e.NodesAlive: nodes_alive,
-        e.KeeperUp: snapshots.keeper_up,
+        e.KeeperUp: keeper_up,
         e.NeighboursAsked: snapshots.neighbours,
         e.KeepersFound: control._keepers_found,
         e.Sealed: control._sealed,
@@ -407,7 +411,7 @@ def _cadence(config: PretrainConfig, now: float) -> Cadence:
     )
 
 
-def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past) -> Group:
+def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past, now: float) -> Group:
     cluster, table = config.cluster, topologies(config)
     sizes = world_sizes(config, table)
     membership = Membership(
@@ -441,6 +445,6 @@ def _group(config: PretrainConfig, snapshots: Snapshots, out: Outbox, past: Past
         too_few=TooFew(min(sizes), cluster.wait_for_workers_s, out),
         cause=Cause.resume if past.generation else Cause.start,
         first_steps=FirstSteps(config.train.collective_timeout_s, past.failed_groups),
-        arrivals=Arrivals(membership, nodes, out),
+        arrivals=Arrivals(membership, nodes, out, began=now),
         told_spares=past.spares,
     )

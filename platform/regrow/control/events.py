@@ -241,6 +241,7 @@ class KeeperUp:
     domain: str  # that fails as one
     address: Address
     restarted: bool = False
+    node_up_s: float | None = None  # since the node came up, where that is known
 
 
 @dataclass(frozen=True)

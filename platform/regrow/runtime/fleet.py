@@ -60,7 +60,7 @@ class Fleet:
         self._known[info.node] = KeeperClient(handle), info
         if info.lifeline:
             self._connections.hold(info.node, (info.address[0], info.lifeline))
-        return e.KeeperUp(info.node, info.domain, info.address, restarted)
+        return e.KeeperUp(info.node, info.domain, info.address, restarted, info.node_up_s)
 
     def adopt(self, me: Any) -> list[e.Event]:
         """Keepers that outlived an earlier coordinator of this run hold what it had committed."""

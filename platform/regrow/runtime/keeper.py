@@ -63,6 +63,7 @@ class KeeperInfo:
     lifeline: int = 0  # the port at which it listens while its process lives; 0: nowhere
     newest_generation: int = NOTHING  # of which it has heard
     object_store_bytes: int = 0  # that Ray's object store may take of the folder's file system
+    node_up_s: float | None = None  # since its node's raylet began; None: not known
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,7 @@ class Keeper(Speaking, Writing):
             self.lifeline.port,
             heard_of,
             self.object_store_bytes,
+            _node_up_s(),
         )
 
     def secret(self) -> bytes:
@@ -350,6 +352,16 @@ def delete_abandoned(mine: Path, abandon_after_s: float) -> None:
                 continue
             if time.time() - last_used(folder) > abandon_after_s:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+def _node_up_s() -> float | None:
+    """How long this process' raylet, whose child it is, has been there."""
+    raylet = os.getppid()
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{raylet}/comm").read_text().strip() == "raylet":
+            began_s = started_at(raylet) / os.sysconf("SC_CLK_TCK")
+            return time.clock_gettime(time.CLOCK_BOOTTIME) - began_s
+    return None
 
 
 def start_keeper(
