@@ -95,12 +95,14 @@ def test_newcomers_are_told_of_once_when_they_are_ready_with_what_their_start_to
     assert len(told.records("ready")) == 1
 
 
-def test_a_node_has_come_when_it_did_not_when_ray_was_asked_again() -> None:
+@pytest.mark.parametrize("keeper_first", [True, False])
+def test_a_node_has_come_when_it_did_not_when_ray_was_asked_again(keeper_first: bool) -> None:
     """As a drill had it: 0.5 s for newcomers that took 14, as Ray is asked about nodes once a keeper is up."""
     told = training("a", "b")
     told.now += 60.0
-    told(e.NodesAlive(frozenset("abd")))
-    told(e.KeeperUp("d", "d", ("d", 1), node_up_s=13.0))
+    up, asked = e.KeeperUp("d", "d", ("d", 1), node_up_s=13.0), e.NodesAlive(frozenset("abd"))
+    for event in (up, asked) if keeper_first else (asked, up):
+        told(event)
     told(e.KeeperUp("b", "b", ("b", 1), restarted=True, node_up_s=500.0))  # before this run
     told.now += 1.0
     told.join(one(7, "d"), expected=1)

@@ -36,7 +36,7 @@ class Arrivals:
         before, self._alive = self._alive, event.nodes
         if before is None:
             return
-        self._up_at |= dict.fromkeys(event.nodes - before, now)
+        self._up_at = dict.fromkeys(event.nodes - before, now) | self._up_at
         gone = before - event.nodes
         for node in sorted(gone & self.nodes.machines.keys()):
             self.out.record(
