@@ -55,6 +55,7 @@ def bytes_part(result: Result, settings: Settings) -> None:
     for name, (before, after, dp_replicate) in LAYOUTS.items():
         layout = {"before": before, "after": after, "dp_replicate": dp_replicate}
         read = run_part("count", settings, **layout, disk=settings.disk)
+        assert min(read["ours"], read["dcp"]) >= read["ideal"], f"not all bytes were counted: {read}"
         result.figures[f"bytes_over_ideal_{name}"] = read["ours"] / read["ideal"]
         result.peers[f"dcp_bytes_over_ideal_{name}"] = read["dcp"] / read["ideal"]
         result.runs["bytes"][name] = read

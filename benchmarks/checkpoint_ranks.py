@@ -275,22 +275,27 @@ def check(state: State, model: str, dp_replicate: int = 1) -> None:
 class CountingStorage(LocalStorage):
     """Counts the bytes that are read through it and the folders below it."""
 
-    def __init__(self, root: Path, count: list[int] | None = None) -> None:
+    def __init__(self, root: Path, counted: list[int] | None = None) -> None:
         super().__init__(root)
-        self.count = [0] if count is None else count
+        self.counted = [] if counted is None else counted  # of each read, by whichever thread
 
     def join(self, *names: str) -> "CountingStorage":
-        return CountingStorage(self.root.joinpath(*names), self.count)
+        return CountingStorage(self.root.joinpath(*names), self.counted)
 
     def read_bytes(self, name: str) -> bytes:
         data = super().read_bytes(name)
-        self.count[0] += len(data)
+        self.counted.append(len(data))
         return data
 
     def read_range(self, name: str, offset: int, num_bytes: int) -> bytes:
         data = super().read_range(name, offset, num_bytes)
-        self.count[0] += len(data)
+        self.counted.append(len(data))
         return data
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        num_bytes = super().read_into(name, offset, buffer)
+        self.counted.append(num_bytes)
+        return num_bytes
 
 
 def count_bytes(model: str, folder: Path, dp_replicate: int) -> dict[str, int]:
@@ -300,7 +305,7 @@ def count_bytes(model: str, folder: Path, dp_replicate: int) -> dict[str, int]:
     from_storage(state, storage)
     check(state, model, dp_replicate)
     theirs = peer.load_counted(state.tensors, folder / "dcp")
-    return {"needed": state.num_bytes, "ours": storage.count[0], "dcp": theirs}
+    return {"needed": state.num_bytes, "ours": sum(storage.counted), "dcp": theirs}
 
 
 def durable(side: str, model: str, places: Sequence[Place], folder: Path, num_saves: int) -> dict[str, Any]:
