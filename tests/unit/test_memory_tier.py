@@ -1,5 +1,7 @@
 """A rank's dealings with its keeper, before it was in any group."""
 
+import subprocess
+import sys
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,3 +58,14 @@ def test_a_keeper_that_cannot_work_is_said_with_what_to_set() -> None:
     assert folder.startswith("snapshot.folder=/mem cannot hold snapshots on node nodenodenode ([Errno 13] Permission")
     transport = cannot_serve("node" * 8, "/mem", TransportError("no device; set snapshot.transport=tcp"))
     assert transport == "node nodenodenode: no device; set snapshot.transport=tcp"
+
+
+def test_how_long_a_node_has_been_up_is_known_of_a_child_of_its_raylet_alone() -> None:
+    says = "from regrow.runtime.keeper import _node_up_s; print(_node_up_s())"
+    as_raylet = f"open('/proc/self/comm', 'w').write('raylet'); subprocess.run([sys.executable, '-c', {says!r}])"
+    found = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
+        for code in (f"import subprocess, sys; {as_raylet}", says)
+    ]
+    assert 0.0 < float(found[0]) < 120.0, "its parent began with this test"
+    assert found[1].strip() == "None"

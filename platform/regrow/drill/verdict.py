@@ -220,14 +220,14 @@ def _committed_is_whole(evidence: Evidence) -> Verdict:
 def _survivors_stay(evidence: Evidence) -> Verdict:
     befallen = {process for fault in _named(evidence.records, "fault") for process in _processes(fault)}
     went = {note["node"]: note["time"] for note in reversed(_notes(evidence.records, "node gone"))}  # its first
-    quarantined = set()  # nodes, whose ranks leave as soon as others take their places
+    quarantined_until = dict[str, float]()  # by node, whose ranks leave as soon as others take their places
     wrong, kept, changes = [], 0, 0
     before: Row | None = None
     for event in evidence.events:
         if event["event"] == "submitted":
             before = None
         elif event["event"] == "quarantine":
-            quarantined.add(event["node"])
+            quarantined_until[event["node"]] = event["time"] + event["seconds"]
         elif event["event"] == "generation":
             if before is not None:
                 changes += 1
@@ -235,7 +235,9 @@ def _survivors_stay(evidence: Evidence) -> Verdict:
                 for rank, worker in enumerate(before["workers"]):
                     if (worker["node"], worker["pid"]) in here:
                         kept += 1
-                    elif (worker["node"], worker["pid"]) in befallen or worker["node"] in quarantined:
+                    elif (worker["node"], worker["pid"]) in befallen or event["time"] <= quarantined_until.get(
+                        worker["node"], -math.inf
+                    ):
                         continue
                     elif went.get(worker["node"], event["time"]) >= event["time"]:
                         wrong.append(

@@ -1,6 +1,6 @@
 """Lists with an entry for each rank, in events: written as what has changed since the event of the same kind before.
 
-Of 16,384 ranks such a list has some 4 MB, and a node that dies takes eight entries. So a writer that has written one
+Of 16,384 ranks such a list has some 3 MB, and a node that dies takes eight entries. So a writer that has written one
 writes of the next, where it has at least 128 entries, which ranges of the earlier one are in it again:
 
     "members": {"since": 41, "entries": [[0, 8000], [8008, 16384], {"id": ...}]}
