@@ -37,7 +37,8 @@ def test_bytes_are_counted_where_storage_is_read_in_folders_below_too(ranks: Mod
     (storage / "step").write_bytes("file", bytes(1000))
     assert (storage / "step").read_bytes("file") == bytes(1000)
     assert storage.read_range("step/file", 900, 500) == bytes(100)
-    assert storage.count == [1100]
+    assert (storage / "step").read_into("file", 0, memoryview(bytearray(10))) == 10
+    assert storage.counted == [1000, 100, 10]
 
 
 def test_the_peers_bytes_are_counted_below_its_buffers(ranks: ModuleType, tmp_path: Path) -> None:
