@@ -87,7 +87,13 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
 
 
 def write_result(
-    path: Path, figures: dict[str, float], *, spread: dict[str, Any], peers: dict[str, Any], **more: Any
+    path: Path,
+    figures: dict[str, float],
+    *,
+    spread: dict[str, Any],
+    peers: dict[str, Any],
+    show: bool = True,
+    **more: Any,
 ) -> None:
     """Write a benchmark's JSON and print its figures."""
     from regrow.record.provenance import git_sha, hardware, versions
@@ -102,4 +108,5 @@ def write_result(
         "git": git_sha(),
     }
     path.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(figures))
+    if show:
+        print(json.dumps(figures))

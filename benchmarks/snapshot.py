@@ -1,6 +1,6 @@
 """What snapshots add to training, with everything that competes in it: real steps, real links, the job's own waits.
 
-    python benchmarks/snapshot.py --out benchmarks/results/FILE.json [--quick]
+    python benchmarks/snapshot.py --out benchmarks/results/FILE.json [--quick] [--resume]
 
 Four ranks train by the job's own loop (`train.loop`) on gloo, FSDP2, float32, AdamW: forward and backward of as many
 passes as a step of 0.5, 2 or 8 s has, on all cores. Their snapshots go by way of two keepers on hosts apart, network
@@ -22,7 +22,9 @@ link_use_25gbit           Bytes/s of commits, the trainer idle, over the smaller
                           checksums, sends, receives, checksums and keeps, one flow each way, on the same cores.
 until_committed_s         From the end of a step to the commit of its snapshot: the largest of the cells' medians.
 
-Needs root, `ip` and `tc`. Figures of a machine that does other things are those of both: `load` is what it did.
+Parts (the link; a cell of ours; one of DCP's) are kept in FILE as they come, with the load and the commit of each; with
+--resume, on the same kind of machine, those that are there count. All take some three hours: a cell of 2 or 8 s takes a
+quarter of one. Needs root, `ip` and `tc`. Figures of a machine that does other things are those of both.
 """
 
 import argparse
@@ -30,6 +32,8 @@ import json
 import os
 import statistics
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +42,14 @@ sys.path[:0] = [str(ROOT / "platform"), str(ROOT / "tests"), str(ROOT)]
 
 from benchmarks.measure import Result, run_side, summary, write_result  # noqa: E402
 
+from regrow.record.provenance import git_sha, hardware  # noqa: E402
+
 SIDES = str(Path(__file__).parent / "snapshot_sides.py")
+LINKS_GBIT, STEPS_S, LINK_GBIT = (1, 10, 25), (0.5, 2.0, 8.0), 25
 WORLD_SIZE = 4
 MTBF_S = 1860.0
 MOST_STEPS_LOST = 16  # the default
+OURS = "ours"
 DCP = ("dcp_async_process", "dcp_async_thread")
 MODEL = {"name": "12m", "dim": 384, "num_layers": 6, "num_heads": 6, "num_kv_heads": 3, "ffn_dim": 1024}
 SEQ_LEN = 64
@@ -50,96 +58,148 @@ LEAST_S = 1e-3  # added to a step: less is not told from nothing
 TIMEOUT_S = 7200
 
 
-def measure_cells(result: Result, options: argparse.Namespace) -> None:
-    links, steps = ([1, 10], [0.5, 2.0]) if options.quick else ([1, 10, 25], [0.5, 2.0, 8.0])
-    shares, waits = dict[str, float](), dict[str, float]()
-    cells, infeasible = result.runs.setdefault("cells", {}), []
-    for step_s in options.steps or steps:
-        for gbit in options.links or links:
-            name = f"{step_s:g}s_{gbit:g}gbit"
-            done = cells[name] = part("cell", options, side="ours", gbit=gbit, step_s=step_s)
-            added = [pair["added_s"] / pair["plain_s"] for pair in done["pairs"]]
-            every = done["pairs"][-1]["every"]
-            of_one = statistics.median(pair["added_s"] * pair["every"] for pair in done["pairs"])
-            print(f"{name}: K={every} added={added} load={done['load_before']:.1f}", flush=True)
-            if of_one / MOST_K > FEASIBLE_SHARE * step_s:
-                infeasible.append(name)
-            else:
-                shares[name] = statistics.median(added)
-                result.spread[f"added_step_fraction_{name}"] = [min(added), max(added)]
-            cpu = [pair["added_cpu_s"] / pair["plain_cpu_s"] for pair in done["pairs"]]
-            result.add(f"added_cpu_fraction_{name}", cpu)
-            waits[name] = done["choices"][-1]["commit_s"]
-        compare(result, options, step_s, cells)
-    result.figures |= {f"added_step_fraction_{name}": share for name, share in shares.items()}
-    result.figures |= {f"every_steps_{name}": done["pairs"][-1]["every"] for name, done in cells.items()}
-    if shares:
-        result.figures["added_step_fraction_max"] = max(shares.values())
-    result.figures["until_committed_s"] = max(waits.values())
-    result.runs["infeasible"] = infeasible
+@dataclass
+class Kept:
+    """The parts, in the file as they come: with `--resume` those that are there count."""
+
+    path: Path
+    settings: dict[str, Any]
+    parts: list[dict[str, Any]] = field(default_factory=list)
+
+    def resume(self) -> None:
+        if not self.path.exists():
+            return
+        before = json.loads(self.path.read_text())
+        for name, mine in (("settings", self.settings), ("hardware", hardware())):
+            if before[name] != mine:
+                sys.exit(f"{self.path} has {name} {before[name]}, these are {mine}: give another --out")
+        self.parts = before["parts"]
+
+    def part(self, name: str, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
+        """What a part measured, now or before."""
+        wanted = {"part": name, **more}
+        for each in self.parts:
+            if each["wanted"] == wanted:
+                return each
+        load = os.getloadavg()[0]
+        done = run(name, options, **more)
+        done = {"wanted": wanted, **done, "load_before": load, "load_after": os.getloadavg()[0], "git": git_sha()}
+        self.parts.append(done)
+        self.write()
+        print(told(done), flush=True)
+        return done
+
+    def write(self) -> None:
+        result = summarize(self.parts)
+        more = {"infeasible": result.runs["infeasible"], "parts": self.parts, "settings": self.settings}
+        write_result(self.path, result.figures, spread=result.spread, peers=result.peers, show=False, **more)
 
 
-def compare(result: Result, options: argparse.Namespace, step_s: float, cells: dict[str, Any]) -> None:
-    """DCP at the K of the fastest link."""
-    ours = [done for name, done in cells.items() if name.startswith(f"{step_s:g}s_")][-1]
-    every = ours["pairs"][-1]["every"]
-    sides = DCP[:1] if options.quick else DCP
-    runs = {side: part("cell", options, side=side, gbit=0, step_s=step_s, every_steps=every) for side in sides}
-    result.runs.setdefault("dcp", {})[f"{step_s:g}s"] = runs
-    added = {side: [pair["added_s"] for pair in done["pairs"]] for side, done in runs.items()}
-    best = min(added, key=lambda side: statistics.median(added[side]))
-    mine = statistics.median(pair["added_s"] for pair in ours["pairs"])
-    result.peers[f"dcp_added_s_{step_s:g}s"] = {**summary(added[best]), "side": best, "every_steps": every}
-    theirs = statistics.median(added[best])
-    print(f"{step_s:g} s, K={every}: ours adds {mine:.4f} s, {best} {theirs:.4f} s", flush=True)
-    if theirs > LEAST_S:
-        ratio = max(mine, 0.0) / theirs
-        result.figures["blocked_vs_tuned_dcp"] = max(ratio, result.figures.get("blocked_vs_tuned_dcp", 0.0))
-
-
-def measure_link(result: Result, options: argparse.Namespace) -> None:
+def run(name: str, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
     shared = {"world_size": WORLD_SIZE, "memory": options.memory_folder}
-    more = {"gbit": 25, "model": "150m", "num_commits": 3 if options.quick else 8}
-    done = result.runs["link"] = run_side(SIDES, "link", json.dumps(shared | more), timeout_s=TIMEOUT_S)
+    if name == "cell":
+        more |= {"pairs": options.pairs, "most_steps_lost": MOST_STEPS_LOST, "mtbf_s": MTBF_S}
+        more |= {"model": MODEL, "seq_len": SEQ_LEN}
+    return run_side(SIDES, name, json.dumps(shared | more), timeout_s=TIMEOUT_S)
+
+
+def told(done: dict[str, Any]) -> str:
+    """A part, in a line."""
+    wanted, load = done["wanted"], f"load {done['load_before']:.1f}"
+    if wanted["part"] == "link":
+        return f"link: {[round(done['bytes'] / seconds / 1e9, 2) for seconds in done['seconds']]} GB/s, {load}"
+    added = [f"{pair['added_s'] / pair['plain_s']:+.3f}" for pair in done["pairs"]]
+    at = f"{wanted['step_s']:g} s" + (f", {wanted['gbit']:g} Gbit/s" if wanted["side"] == OURS else "")
+    return f"{wanted['side']}, {at}: K={done['pairs'][-1]['every']}, adds {' '.join(added)} of a step, {load}"
+
+
+def measure(kept: Kept, options: argparse.Namespace) -> None:
+    """Run what is chosen and not there; DCP's sides last of a step length, at the K of the fastest link."""
+    if "link" in options.only:
+        more = {"gbit": LINK_GBIT, "model": "150m", "num_commits": 3 if options.quick else 8}
+        kept.part("link", options, **more)
+    if "cells" not in options.only:
+        return
+    for step_s in options.steps or ([0.5, 2.0] if options.quick else STEPS_S):
+        for gbit in options.links or ([1, 10] if options.quick else LINKS_GBIT):
+            done = kept.part("cell", options, side=OURS, gbit=gbit, step_s=step_s)
+        every = done["pairs"][-1]["every"]
+        for side in DCP[:1] if options.quick else DCP:
+            kept.part("cell", options, side=side, gbit=0, step_s=step_s, every_steps=every)
+
+
+def summarize(parts: Sequence[dict[str, Any]]) -> Result:
+    """The figures, of the parts that are there."""
+    result = Result()
+    result.runs["infeasible"] = []
+    for part in parts:
+        if part["wanted"]["part"] == "link":
+            add_link(result, part)
+    cells = [part for part in parts if part["wanted"]["part"] == "cell"]
+    ours = [cell for cell in cells if cell["wanted"]["side"] == OURS]
+    for cell in ours:
+        add_cell(result, cell)
+    for step_s in sorted({cell["wanted"]["step_s"] for cell in cells}):
+        theirs = [cell for cell in cells if cell["wanted"]["step_s"] == step_s and cell not in ours]
+        if theirs:
+            every = theirs[0]["wanted"]["every_steps"]
+            of_step = [cell for cell in ours if cell["wanted"]["step_s"] == step_s]
+            fastest = max(of_step, key=lambda cell: cell["wanted"]["gbit"])
+            compare(result, f"{step_s:g}s", every, fastest, theirs)
+    return result
+
+
+def add_link(result: Result, done: dict[str, Any]) -> None:
     limit = min(done["link_bytes_per_s"], statistics.median(done["bare_bytes_per_s"]))
     result.add("link_use_25gbit", [done["bytes"] / seconds / limit for seconds in done["seconds"]])
     result.add("commit_bytes_per_s_25gbit", [done["bytes"] / seconds for seconds in done["seconds"]])
     result.peers["bare_bytes_per_s"] = summary(done["bare_bytes_per_s"])
-    print(f"link: {result.figures['link_use_25gbit']:.2f} of {limit / 1e9:.2f} GB/s", flush=True)
 
 
-def part(name: str, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    shared = {"world_size": WORLD_SIZE, "memory": options.memory_folder, "model": MODEL, "seq_len": SEQ_LEN}
-    cell = {"pairs": options.pairs or (2 if options.quick else 5), "most_steps_lost": MOST_STEPS_LOST, "mtbf_s": MTBF_S}
-    load = os.getloadavg()[0]
-    done = run_side(SIDES, name, json.dumps({**shared, **cell, **more}), timeout_s=TIMEOUT_S)
-    return {**done, "load_before": load, "load_after": os.getloadavg()[0]}
+def add_cell(result: Result, done: dict[str, Any]) -> None:
+    step_s, pairs, figures = done["wanted"]["step_s"], done["pairs"], result.figures
+    name = f"{step_s:g}s_{done['wanted']['gbit']:g}gbit"
+    of_one = statistics.median(pair["added_s"] * pair["every"] for pair in pairs)
+    if of_one / MOST_K > FEASIBLE_SHARE * step_s:
+        result.runs["infeasible"].append(name)
+    else:
+        result.add(f"added_step_fraction_{name}", [pair["added_s"] / pair["plain_s"] for pair in pairs])
+        share = figures[f"added_step_fraction_{name}"]
+        figures["added_step_fraction_max"] = max(share, figures.get("added_step_fraction_max", share))
+    result.add(f"added_cpu_fraction_{name}", [pair["added_cpu_s"] / pair["plain_cpu_s"] for pair in pairs])
+    figures[f"every_steps_{name}"] = pairs[-1]["every"]
+    figures["until_committed_s"] = max(done["choices"][-1]["commit_s"], figures.get("until_committed_s", 0.0))
+
+
+def compare(result: Result, name: str, every: int, ours: dict[str, Any], theirs: list[dict[str, Any]]) -> None:
+    """With DCP's faster way, at the same K."""
+    added = {cell["wanted"]["side"]: [pair["added_s"] for pair in cell["pairs"]] for cell in theirs}
+    best = min(added, key=lambda side: statistics.median(added[side]))
+    mine, dcp = statistics.median(pair["added_s"] for pair in ours["pairs"]), statistics.median(added[best])
+    result.peers[f"dcp_added_s_{name}"] = {**summary(added[best]), "side": best, "every_steps": every}
+    if dcp > LEAST_S:
+        ratio = max(mine, 0.0) / dcp
+        result.figures["blocked_vs_tuned_dcp"] = max(ratio, result.figures.get("blocked_vs_tuned_dcp", 0.0))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="where to write the JSON")
-    parser.add_argument("--quick", action="store_true", help="steps of 0.5 and 2 s at 1 and 10 Gbit/s: ten minutes")
+    parser.add_argument("--resume", action="store_true", help="the parts that are in --out count")
+    parser.add_argument("--quick", action="store_true", help="two pairs, 0.5 and 2 s, 1 and 10 Gbit/s: half an hour")
     parser.add_argument("--memory-folder", default="/dev/shm")
     parser.add_argument("--links", type=float, nargs="*", help="Gbit/s")
     parser.add_argument("--steps", type=float, nargs="*", help="seconds")
     parser.add_argument("--pairs", type=int, help="of windows with and without, in each cell")
     parser.add_argument("--only", nargs="+", choices=("cells", "link"), default=["cells", "link"])
     options = parser.parse_args()
-    result = Result()
-    if "link" in options.only:
-        measure_link(result, options)
-    if "cells" in options.only:
-        measure_cells(result, options)
-    write_result(
-        options.out,
-        result.figures,
-        spread=result.spread,
-        peers=result.peers,
-        runs=result.runs,
-        infeasible=result.runs.get("infeasible", []),
-        settings={"model": MODEL, "seq_len": SEQ_LEN, "mtbf_s": MTBF_S, "most_steps_lost": MOST_STEPS_LOST},
-    )
+    options.pairs = options.pairs or (2 if options.quick else 5)
+    of_cells = {"model": MODEL, "seq_len": SEQ_LEN, "pairs": options.pairs}
+    kept = Kept(options.out, {**of_cells, "mtbf_s": MTBF_S, "most_steps_lost": MOST_STEPS_LOST})
+    if options.resume:
+        kept.resume()
+    measure(kept, options)
+    print(json.dumps(summarize(kept.parts).figures))
 
 
 if __name__ == "__main__":

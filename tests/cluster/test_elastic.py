@@ -12,7 +12,7 @@ import pytest
 
 from regrow.drill.nodes import LocalNodes, local_nodes
 from regrow.record.run_folder import checkpoints_of
-from regrow.runtime.liveness.pulse import read_pulses
+from regrow.runtime.liveness.pulse import read_pulses, started_at
 from regrow.runtime.worker import THREAD_NAME
 from regrow.state.disk.catalog import choose
 from regrow.state.entries import Progress
@@ -56,6 +56,11 @@ def pids(generation: dict[str, Any]) -> set[int]:
     return {worker["pid"] for worker in generation["workers"]}
 
 
+def began_at(pid: int) -> float:
+    """Unix time, within the kernel's tick."""
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + started_at(pid) / os.sysconf("SC_CLK_TCK")
+
+
 def assert_same_run(job: Job, undisturbed: Job, *, steps: int = STEPS) -> None:
     rows, expected = job.metrics(), undisturbed.metrics()
     assert [row["step"] for row in rows] == list(range(1, steps + 1))
@@ -83,6 +88,10 @@ def test_three_nodes_lose_one_with_its_memory_and_get_one_back(undisturbed: Job,
         (newcomer,) = {worker["node"] for worker in third["workers"]} - {worker["node"] for worker in first["workers"]}
         links = {link["node"]: link for link in job.events("link")}
         assert min(links[newcomer][way] for way in ("sent", "received")) > 1e6
+        (ready,) = (event for event in job.events("ready") if event["node"] == newcomer)
+        (worker,) = pids(third) - pids(first)
+        raylet, up_at = nodes.pids(2)[0], ready["time"] - ready["start_s"]
+        assert began_at(raylet) - 0.1 <= up_at < began_at(worker)  # not when Ray was asked about nodes next
         assert pids(second) < pids(third)
         job.wait_for(lambda: job.last_step() >= third["start_step"] + 10, 240)
         job.interrupt()

@@ -153,7 +153,7 @@ Meanwhile = Callable[[], None]
 
 
 def read_by_mapping(nodes: list[Node], meanwhile: Meanwhile, monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
-    before(monkeypatch, memory.PieceOfSnapshot, "put", meanwhile)
+    before(monkeypatch, memory.PieceOfSnapshot, "check", meanwhile)
     return restored(nodes, [holder for holder in holders(nodes, 2) if not holder.held.is_copy])
 
 

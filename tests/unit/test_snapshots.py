@@ -24,11 +24,11 @@ from regrow.plan.mesh import ALONE, Coordinates, MeshShape
 from regrow.state.entries import Entry
 from regrow.state.memory import writer as writer_module
 from regrow.state.memory.control_word import ControlWord
-from regrow.state.memory.held import Held
+from regrow.state.memory.held import Held, open_snapshot
 from regrow.state.memory.holders import Holders
 from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.ranges import TIMEOUT_S
-from regrow.state.memory.reader import restore_snapshot
+from regrow.state.memory.reader import PIECE_BYTES, restore_snapshot
 from regrow.state.memory.slots import HELD_BY_ALL, SLOT, Committed
 from regrow.state.memory.writer import UNCOMMITTED_S, Snapshots
 from support.keepers import (
@@ -250,6 +250,43 @@ def test_snapshots_larger_than_any_socket_buffer_travel_whole(tmp_path: Path) ->
         result = restore_snapshot(target, Holders.of(copies), node=where.node, folder=where.folder, secret=SECRET)
         assert (result.own_bytes, result.peer_bytes) == (0, 48_000_000)
         assert torch.equal(target[0].memory, whole)
+
+
+LARGE = 1_500_007  # elements: five pieces of 64 chunks, and what is left
+
+
+@pytest.mark.parametrize("byte", [0, PIECE_BYTES - 1, PIECE_BYTES, 3 * PIECE_BYTES + 70_000, 4 * LARGE - 1])
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_one_bit_anywhere_in_a_large_snapshot_is_found_where_it_is_read(
+    tmp_path: Path, is_copy: bool, byte: int
+) -> None:
+    with cluster(tmp_path, 2) as nodes:
+        box, where = Box.whole("model/w", (LARGE,)), nodes[0].keeper
+        memory = torch.arange(LARGE, dtype=torch.float32)
+        writer = Snapshots(where.folder, [Entry(box, memory)], coordinates=ALONE, run_id=RUN, generation=1, num_slots=1)
+        assert take(writer, 4)
+        wait_until(lambda: bool(nodes[0].reports))
+        (holder,) = [holder for holder in holders(nodes, 4) if holder.held.is_copy == is_copy]
+        target = [Entry(box, torch.zeros(LARGE))]
+
+        def restore() -> None:
+            restore_snapshot(target, Holders.of([holder]), node=where.node, folder=where.folder, secret=SECRET)
+
+        restore()
+        assert torch.equal(target[0].memory, memory)
+        path = nodes[is_copy].keeper.folder / holder.held.file
+        found = open_snapshot(path)
+        assert found is not None
+        with open(path, "r+b") as file:
+            file.seek(found.header.offsets[0] + byte)
+            (was,) = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([was ^ 16]))
+        with pytest.raises(CheckpointError, match="model/w fails its checksum"):
+            restore()
+        with pytest.raises(CheckpointError, match="fails its checksums"):
+            found.check()
+        writer.close()
 
 
 def test_a_new_secret_is_obeyed(tmp_path: Path) -> None:

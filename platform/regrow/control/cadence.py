@@ -78,7 +78,7 @@ class Cadence:
         (self._beside_s if writing else self._alone_s).append(seconds)
 
     def failed(self) -> None:
-        """Training was interrupted, not at anyone's wish. Counts where memory survived it, too: it may not the next."""
+        """Training was interrupted, and not asked to be. Counts where memory survived it, too: it may not the next."""
         self._failures += 1
 
     def begun(self, step: int, now: float) -> None:

@@ -309,7 +309,7 @@ class Control:
 
 
 def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
-    """Who is told of an event, by its class."""
+    """What is called for an event, by its class."""
     group, snapshots, checkpoints = control.group, control.snapshots, control.snapshots.checkpoints
 
     def nodes_alive(event: e.NodesAlive, now: float) -> None:

@@ -1,4 +1,4 @@
-"""What a process' first step takes long for, once and before anyone waits for it: imports, compiling, first calls."""
+"""What a process' first step takes long for, once and before a group waits for it: imports, compiling, first calls."""
 
 import contextlib
 from dataclasses import replace

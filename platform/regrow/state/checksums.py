@@ -4,11 +4,15 @@ Chunks are counted from a box's first byte, so that a box keeps its checksums fr
 storage.
 """
 
+from functools import cache
+
 import numpy as np
 from isal import isal_zlib  # the same crc32 as zlib's, three times as fast, and seven where threads share a process
 from numpy.typing import NDArray
 
 CHUNK_BYTES = 16 << 10  # that one checksum covers: what a read at any offset may read too much
+GROUP = 64  # chunks that are checked by one call: for one of them, the call is most of what it costs
+FEW_GROUPS = 4  # below so many, their checksums are not worth putting together
 
 Crc = NDArray[np.uint32]
 
@@ -17,6 +21,48 @@ def checksums(data: memoryview, chunk_bytes: int = CHUNK_BYTES) -> Crc:
     """crc32 of each `chunk_bytes` of `data`, whose items are bytes."""
     starts = range(0, len(data), chunk_bytes)
     return np.array([isal_zlib.crc32(data[at : at + chunk_bytes]) for at in starts], "<u4")
+
+
+def hold(data: memoryview, crc: Crc, chunk_bytes: int = CHUNK_BYTES) -> bool:
+    """Whether these are the checksums of the chunks of `data`, all of them."""
+    if len(crc) != -(-len(data) // chunk_bytes):
+        return False
+    group_bytes = GROUP * chunk_bytes
+    num_groups = len(data) // group_bytes
+    if num_groups < FEW_GROUPS:
+        return np.array_equal(checksums(data, chunk_bytes), crc)
+    of_groups, rest = np.split(crc, [num_groups * GROUP])
+    at = num_groups * group_bytes
+    return np.array_equal(
+        checksums(data[:at], group_bytes), together(of_groups.reshape(-1, GROUP), chunk_bytes)
+    ) and np.array_equal(checksums(data[at:], chunk_bytes), rest)
+
+
+def together(crc: Crc, chunk_bytes: int = CHUNK_BYTES) -> Crc:
+    """The crc32 of all bytes of each row of chunks, from the chunks' own: [n, a power of 2] -> [n].
+
+    A crc32 is linear: that of two parts is the first one's, as zeros in the place of the second make it, plus the
+    second one's, modulo 2.
+    """
+    while crc.shape[1] > 1:
+        crc = _followed(crc[:, 0::2], chunk_bytes) ^ crc[:, 1::2]
+        chunk_bytes *= 2
+    return crc[:, 0]
+
+
+def _followed(crc: Crc, num_bytes: int) -> Crc:
+    """What checksums become where so many zeros follow, but for what those alone add."""
+    of_byte = _tables(num_bytes)
+    return of_byte[0][crc & 255] ^ of_byte[1][crc >> 8 & 255] ^ of_byte[2][crc >> 16 & 255] ^ of_byte[3][crc >> 24]
+
+
+@cache
+def _tables(num_bytes: int) -> Crc:
+    """The same of each value of each of the four bytes of a checksum: [4, 256]."""
+    values = [
+        [isal_zlib.crc32_combine(value << shift, 0, num_bytes) for value in range(256)] for shift in (0, 8, 16, 24)
+    ]
+    return np.array(values, "<u4")
 
 
 def num_chunks(num_bytes: int) -> int:

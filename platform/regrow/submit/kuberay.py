@@ -263,7 +263,7 @@ class KubeRay:
         namespace = self.kubectl.namespace
         try:
             known = self.kubectl.get("namespaces", namespace) is not None
-        except ClusterError:  # not everybody may look
+        except ClusterError:  # not every user may look
             known = True
         if not known:
             raise ClusterError(f"there is no namespace {namespace}; name another, or make it as k8s/README.md does")

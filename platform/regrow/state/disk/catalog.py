@@ -11,11 +11,9 @@ import time
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from regrow.errors import CheckpointError, first_line
 from regrow.plan.boxes import ITEM_BYTES, Box, Piece
-from regrow.state.checksums import CHUNK_BYTES, checksums
+from regrow.state.checksums import CHUNK_BYTES, hold
 from regrow.state.disk.format import (
     COMMIT,
     DAMAGED,
@@ -201,9 +199,7 @@ def read_chunks(source: Storage, file: str, stored: Stored, begin: int, end: int
     except FileNotFoundError as error:
         raise CheckpointError(f"{source}/{file}: it was there, and is not any more") from error
     first = begin // CHUNK_BYTES
-    if data.nbytes != end - begin or not np.array_equal(
-        checksums(data), stored.crc[first : first - (begin - end) // CHUNK_BYTES]
-    ):
+    if data.nbytes != end - begin or not hold(data, stored.crc[first : first - (begin - end) // CHUNK_BYTES]):
         raise CheckpointError(f"{source}/{file}: {stored.piece.box.name} fails its checksum; the file is damaged")
     return data
 

@@ -16,13 +16,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from regrow.control.values import PartTimes, Scalar, Version
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import ITEM_BYTES
 from regrow.plan.placement import is_first_of_stage
-from regrow.state.checksums import checksums, whole_chunks
+from regrow.state.checksums import hold, whole_chunks
 from regrow.state.disk.format import DataFile, Index
 from regrow.state.disk.gather import write_parts as write_stacks
 from regrow.state.disk.metadata import encode
@@ -209,7 +207,7 @@ def _check(snapshot: Snapshot, payload: memoryview, parts: Sequence[Part]) -> No
             row = box.num_bytes // len(part.rows)
             begin, end, chunks = whole_chunks((first - at) * row, (last - at) * row, box.num_bytes)
             crc = snapshot.crc[first_chunks[number] :][chunks]
-            if not np.array_equal(checksums(payload[offsets[number] + begin : offsets[number] + end]), crc):
+            if not hold(payload[offsets[number] + begin : offsets[number] + end], crc):
                 raise CheckpointError(f"{snapshot.path.name}: {box.name} fails its checksum")
 
 

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from regrow.errors import CheckpointError, first_line
 from regrow.state.memory import held as files
 from regrow.state.memory.ranges import TIMEOUT_S, Connection
@@ -94,7 +92,7 @@ class Incoming:
             return "it is not the snapshot that it is said to be"
         crc = files.checksums_in(beside, header, self.path)
         with memoryview(self._map) as memory:
-            if not np.array_equal(files.checksums_of(memory, header), crc):
+            if not files.all_hold(memory, header, crc):
                 return f"{self.path}: fails its checksums"
         files.write_beside(self.path, beside)
         return ""

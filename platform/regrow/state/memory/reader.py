@@ -6,9 +6,9 @@ sealed. A holder that is gone or whose bytes are damaged is left out, and what i
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -20,8 +20,8 @@ from regrow.errors import CheckpointError
 from regrow.plan.boxes import Box, Piece
 from regrow.plan.mesh import ALONE, Coordinates
 from regrow.plan.placement import place_number, placed, stage_of, that_hold
-from regrow.state.checksums import CHUNK_BYTES, checksums
-from regrow.state.entries import Entry, fill
+from regrow.state.checksums import CHUNK_BYTES, GROUP, checksums, together
+from regrow.state.entries import Entry, fill, filled_by
 from regrow.state.memory.held import Snapshot, open_snapshot
 from regrow.state.memory.holders import Holder, Holders
 from regrow.state.memory.ranges import Connection, connected
@@ -30,7 +30,7 @@ from regrow.state.memory.transport import TcpTransport, Transport
 from regrow.state.reshard import Read, Source, Window, nearest, plan_reads, windows
 
 OWN, PEER = 0, 1  # distances
-PIECE_BYTES = 64 * CHUNK_BYTES  # that are checked, then copied
+PIECE_BYTES = GROUP * CHUNK_BYTES  # that are checked, then copied
 
 
 @dataclass
@@ -146,21 +146,28 @@ def _take(
         if snapshot is None:
             raise CheckpointError("it is not there any more")
         _check(snapshot, holder, entries, place)
-        pieces = list(_pieces(snapshot, reads))
+        pieces = _pieces(snapshot, reads)
         with snapshot.payload() as payload:
             for piece in pieces:
-                piece.put(payload[piece.begin : piece.end], entries)
+                data = payload[piece.begin : piece.end]
+                piece.check(data)
+                fill(entries[piece.read.want].memory, piece.window.runs, data)
         return Restored(snapshot.header.scalars, own_bytes=sum(piece.num_bytes for piece in pieces))
     with connected(holder.address, secret) as connection:
         snapshot = _describe(connection, holder)
         _check(snapshot, holder, entries, place)
-        pieces = list(_pieces(snapshot, reads))
+        pieces = _pieces(snapshot, reads)
     with closing(transport.connect(holder.address, secret)) as session:
         buffer: memoryview = np.empty(max((piece.num_bytes for piece in pieces), default=0), np.uint8).data
         with session.get(holder.held.file, _joined(pieces)) as receive_into:
             for piece in pieces:
-                receive_into(buffer[: piece.num_bytes])
-                piece.put(buffer[: piece.num_bytes], entries)
+                memory, runs = entries[piece.read.want].memory, piece.window.runs
+                target = filled_by(memory, runs, piece.num_bytes)
+                data = buffer[: piece.num_bytes] if target is None else target
+                receive_into(data)
+                piece.check(data)
+                if target is None:
+                    fill(memory, runs, data)
     return Restored(snapshot.header.scalars, peer_bytes=sum(piece.num_bytes for piece in pieces))
 
 
@@ -171,6 +178,7 @@ class PieceOfSnapshot:
     read: Read
     window: Window
     begin: int  # byte in the file
+    chunk_bytes: int  # that a checksum covers
     crc: bytes
 
     @property
@@ -181,11 +189,10 @@ class PieceOfSnapshot:
     def end(self) -> int:
         return self.begin + self.num_bytes
 
-    def put(self, chunks: memoryview, entries: Sequence[Entry]) -> None:
-        """Check the chunks, and copy what is wanted of them."""
-        if checksums(chunks).tobytes() != self.crc:
+    def check(self, chunks: memoryview) -> None:
+        """Raises CheckpointError where these are not its bytes."""
+        if checksums(chunks, self.chunk_bytes).tobytes() != self.crc:
             raise CheckpointError(f"{self.read.source.piece.box.name} fails its checksum")
-        fill(entries[self.read.want].memory, self.window.runs, chunks)
 
 
 def _joined(pieces: Sequence[PieceOfSnapshot]) -> list[tuple[int, int]]:
@@ -199,16 +206,25 @@ def _joined(pieces: Sequence[PieceOfSnapshot]) -> list[tuple[int, int]]:
     return joined
 
 
-def _pieces(snapshot: Snapshot, reads: Sequence[Read]) -> Iterator[PieceOfSnapshot]:
+def _pieces(snapshot: Snapshot, reads: Sequence[Read]) -> list[PieceOfSnapshot]:
     """Reads in pieces that a processor's cache holds: they are copied right after they were checked."""
     header = snapshot.header
     where = zip(header.offsets, header.first_chunks, strict=True)
     places = {box.name: place for box, place in zip(header.boxes, where, strict=False)}
+    found: list[PieceOfSnapshot] = []
+    firsts: list[int] = []  # chunks of theirs
     for read in reads:
         offset, first = places[read.source.piece.box.name]
         for window in windows(read, PIECE_BYTES):
-            crc = snapshot.crc[first + window.chunks.start : first + window.chunks.stop]
-            yield PieceOfSnapshot(read, window, offset + window.begin, crc.tobytes())
+            first_chunk, last = first + window.chunks.start, first + window.chunks.stop
+            crc = snapshot.crc[first_chunk:last]
+            found.append(PieceOfSnapshot(read, window, offset + window.begin, CHUNK_BYTES, crc.tobytes()))
+            firsts.append(first_chunk)
+    full = [number for number, piece in enumerate(found) if piece.num_bytes == PIECE_BYTES]
+    of_chunks = snapshot.crc[np.array([firsts[number] for number in full], int)[:, None] + np.arange(GROUP)]
+    for number, crc in zip(full, together(of_chunks), strict=True):
+        found[number] = replace(found[number], chunk_bytes=PIECE_BYTES, crc=crc.tobytes())
+    return found
 
 
 def _describe(connection: Connection, holder: Holder) -> Snapshot:
