@@ -10,8 +10,8 @@ bytes     Bytes read from storage over those needed, over all ranks: 4 -> 3 rank
           where the whole state once is needed. Headers and indexes count. Ours are counted where storage is read,
           DCP's below its reader's streams, as what is asked of the operating system.
 restore   DCP's seconds over ours, 4 -> 3 ranks, in fresh processes, all of it from memory: DCP's files are in the page
-          cache; ours are the node's own snapshots by mmap, peers' over sockets (every byte), and the files of our
-          own checkpoint.
+          cache; ours are the node's own snapshots, which its memory has, peers' over sockets (every byte), and the
+          files of our own checkpoint.
 durable   Seconds from the beginning of the copy until a checkpoint is whole on disk, fsync and all, over those of
           `async_save` until its future resolves. Ours include checksums and copies to the peer.
 """
@@ -68,7 +68,7 @@ def restore_part(result: Result, settings: Settings) -> None:
     seconds = done["seconds"]
     print(f"restore: {seconds}", flush=True)
     result.runs["restore"] = done
-    for side in ("mmap", "peers", "storage"):
+    for side in ("own", "peers", "storage"):
         result.add(f"restore_speedup_{side}", ratios(seconds["dcp"], seconds[side]))
         result.add(f"restore_{side}_s", seconds[side])
     result.peers["dcp_restore_s"] = summary(seconds["dcp"])

@@ -249,7 +249,7 @@ def restore(side: str, model: str, folder: Path, holders: Sequence[Holder], plac
         assert (done.peer_bytes if node == place.node else done.own_bytes) == 0, done
 
     actions: dict[str, Callable[[], None]] = {
-        "mmap": lambda: from_memory(place.node),
+        "own": lambda: from_memory(place.node),
         "peers": lambda: from_memory("a node that holds nothing"),
         "storage": lambda: from_storage(state, LocalStorage(folder / "ours")),
         "dcp": lambda: peer.load(state.tensors, folder / "dcp"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regrow.state.checksums import FEW_GROUPS, GROUP, checksums, hold, together
+from regrow.state.checksums import CHUNK_BYTES, FEW_GROUPS, GROUP, checksums, crc_of_runs, hold, together
 
 CHUNK = 8
 GROUP_BYTES = GROUP * CHUNK
@@ -27,6 +27,19 @@ def test_what_chunks_have_together_is_the_crc32_of_their_bytes(data: st.DataObje
     expected = [zlib.crc32(content[at : at + row_bytes]) for at in range(0, len(content), row_bytes)]
     of_chunks = checksums(memoryview(content), chunk_bytes).reshape(rows, chunks)
     assert together(of_chunks, chunk_bytes).tolist() == expected
+
+
+@given(st.data())
+def test_the_crc32_of_runs_of_chunks_follows_from_theirs_the_last_one_being_short_or_not(data: st.DataObject) -> None:
+    size = data.draw(st.integers(0, 9 * CHUNK_BYTES))
+    content = memoryview(bytes(some_bytes(size, data.draw(st.integers(0, 99)))))
+    crc = checksums(content)
+    ends = st.integers(0, len(crc))
+    chunks = [
+        tuple(sorted(each)) for each in data.draw(st.lists(st.tuples(ends, ends).filter(lambda at: at[0] != at[1])))
+    ]
+    runs = [content[first * CHUNK_BYTES : last * CHUNK_BYTES] for first, last in chunks]
+    assert crc_of_runs(crc, chunks, [len(run) for run in runs]) == [zlib.crc32(run) for run in runs]
 
 
 SIZES = [0, 1, CHUNK, GROUP_BYTES, FEW_GROUPS * GROUP_BYTES, FEW_GROUPS * GROUP_BYTES + 3, 7 * GROUP_BYTES - 5]

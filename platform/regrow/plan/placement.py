@@ -6,7 +6,7 @@ one stage do.
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from regrow.plan.boxes import Box, chunk
 from regrow.plan.mesh import Coordinates, MeshShape
 
 Dims = Mapping[str, int]  # mesh axis -> the dimension that it splits; outer splits first
+MOST_KEPT = 1024  # of what is worked out once: blocks of a model are alike
 
 
 class Row(NamedTuple):
@@ -50,7 +51,8 @@ def placed(whole: Box, at: Coordinates) -> Box:
     >>> str(placed(Box.whole("layers.0.ffn.w2.weight", (5, 10)), Coordinates(mesh, rank=5)))
     'layers.0.ffn.w2.weight[4:5,5:10]'
     """
-    return _split(Box.whole(whole.name, whole.shape, whole.dtype), dims_of(whole.name), at)
+    offsets, sizes = _placed(whole.shape, tuple(dims_of(whole.name).items()), at)
+    return Box(whole.name, whole.shape, offsets, sizes, whole.dtype)
 
 
 def stage_of(name: str, mesh: MeshShape) -> int | None:
@@ -86,15 +88,8 @@ def that_hold(box: Box, mesh: MeshShape) -> list[dict[str, int]]:
     if (stage := stage_of(box.name, mesh)) is None:
         return []
     place = {"pp": stage} if mesh.pp > 1 else {}
-    found: list[tuple[dict[str, int], Box]] = [(place, Box.whole(box.name, box.shape, box.dtype))]
-    for axis, dim in dims_of(box.name).items():
-        size = mesh.axes.get(axis, 1)
-        found = [
-            ({**at, axis: index}, held.narrow(dim, chunk(held.sizes[dim], index, size)))
-            for at, held in found
-            for index in _touching(held, dim, size, box)
-        ]
-    return [at for at, held in found if held.intersection(box)]
+    dims = tuple(dims_of(box.name).items())
+    return [{**place, **at} for at in _that_hold(box.shape, box.offsets, box.sizes, dims, mesh)]
 
 
 def is_whole(mesh: MeshShape, ranks: NDArray[np.int64]) -> bool:
@@ -149,10 +144,36 @@ def is_first_of_stage(at: Coordinates) -> bool:
     return not any(at.along(axis)[0] for axis in at.mesh.axes if axis != "pp")
 
 
-def _split(box: Box, dims: Dims, at: Coordinates) -> Box:
-    for axis, dim in dims.items():
+@lru_cache(MOST_KEPT)
+def _placed(
+    shape: tuple[int, ...], dims: tuple[tuple[str, int], ...], at: Coordinates
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes of what a rank holds of a tensor."""
+    box = Box.whole("", shape)
+    for axis, dim in dims:
         box = box.narrow(dim, chunk(box.sizes[dim], *at.along(axis)))
-    return box
+    return box.offsets, box.sizes
+
+
+@lru_cache(MOST_KEPT)
+def _that_hold(
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    dims: tuple[tuple[str, int], ...],
+    mesh: MeshShape,
+) -> list[dict[str, int]]:
+    """Coordinates along the axes that split a tensor, of ranks that hold elements of this box of it."""
+    box = Box("", shape, offsets, sizes)
+    found: list[tuple[dict[str, int], Box]] = [({}, Box.whole("", shape))]
+    for axis, dim in dims:
+        size = mesh.axes.get(axis, 1)
+        found = [
+            ({**at, axis: index}, held.narrow(dim, chunk(held.sizes[dim], index, size)))
+            for at, held in found
+            for index in _touching(held, dim, size, box)
+        ]
+    return [at for at, held in found if held.intersection(box)]
 
 
 def _touching(held: Box, dim: int, count: int, box: Box) -> range:

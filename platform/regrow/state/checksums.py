@@ -4,10 +4,14 @@ Chunks are counted from a box's first byte, so that a box keeps its checksums fr
 storage.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
-from isal import isal_zlib  # the same crc32 as zlib's, three times as fast, and seven where threads share a process
+from isal.isal_zlib import (  # the same as zlib's, three times as fast, and seven where threads share a process
+    crc32,
+    crc32_combine,
+)
 from numpy.typing import NDArray
 
 CHUNK_BYTES = 16 << 10  # that one checksum covers: what a read at any offset may read too much
@@ -20,7 +24,7 @@ Crc = NDArray[np.uint32]
 def checksums(data: memoryview, chunk_bytes: int = CHUNK_BYTES) -> Crc:
     """crc32 of each `chunk_bytes` of `data`, whose items are bytes."""
     starts = range(0, len(data), chunk_bytes)
-    return np.array([isal_zlib.crc32(data[at : at + chunk_bytes]) for at in starts], "<u4")
+    return np.array([crc32(data[at : at + chunk_bytes]) for at in starts], "<u4")
 
 
 def hold(data: memoryview, crc: Crc, chunk_bytes: int = CHUNK_BYTES) -> bool:
@@ -50,6 +54,20 @@ def together(crc: Crc, chunk_bytes: int = CHUNK_BYTES) -> Crc:
     return crc[:, 0]
 
 
+def crc_of_runs(crc: Crc, chunks: Sequence[tuple[int, int]], sizes: Sequence[int]) -> list[int]:
+    """The crc32 of all bytes of runs of chunks, [first, last) with so many bytes each: the last one may be short."""
+    first, last = np.array(chunks, int).reshape(-1, 2).T
+    num_full = np.array(sizes, int) // CHUNK_BYTES
+    width = 1 << (max(num_full.tolist(), default=1) - 1).bit_length()
+    number = (first + num_full)[:, None] + np.arange(-width, 0)  # those before the first count as nothing
+    of_full = together(np.where(number >= first[:, None], crc[np.maximum(number, 0)], 0)).tolist()
+    short = [size % CHUNK_BYTES for size in sizes]
+    return [
+        crc32_combine(full, int(crc[end - 1]), rest) if rest else full
+        for full, end, rest in zip(of_full, last.tolist(), short, strict=True)
+    ]
+
+
 def _followed(crc: Crc, num_bytes: int) -> Crc:
     """What checksums become where so many zeros follow, but for what those alone add."""
     of_byte = _tables(num_bytes)
@@ -59,9 +77,7 @@ def _followed(crc: Crc, num_bytes: int) -> Crc:
 @cache
 def _tables(num_bytes: int) -> Crc:
     """The same of each value of each of the four bytes of a checksum: [4, 256]."""
-    values = [
-        [isal_zlib.crc32_combine(value << shift, 0, num_bytes) for value in range(256)] for shift in (0, 8, 16, 24)
-    ]
+    values = [[crc32_combine(value << shift, 0, num_bytes) for value in range(256)] for shift in (0, 8, 16, 24)]
     return np.array(values, "<u4")
 
 

@@ -46,11 +46,15 @@ def plan_reads(have: Iterable[Source], want: Sequence[Piece]) -> list[Read]:
         if source.piece.num_elements:
             by_name[source.piece.box.name].append(source)
     tables = {name: _Table(sources) for name, sources in by_name.items()}
+    known = dict[tuple[object, ...], Runs]()  # blocks of a model are alike, and moments as their parameters
     reads = []
     for index, piece in enumerate(want):
         missing = piece.num_elements
         for source in tables[piece.box.name].near(piece.box) if missing and piece.box.name in tables else ():
-            runs = common_runs(source.piece, piece)
+            key = (*_place_of(source.piece), *_place_of(piece))
+            runs = known.get(key)
+            if runs is None:
+                runs = known[key] = common_runs(source.piece, piece)
             if len(runs.length):
                 reads.append(Read(source, index, runs))
                 missing -= runs.num_elements
@@ -59,6 +63,11 @@ def plan_reads(have: Iterable[Source], want: Sequence[Piece]) -> list[Read]:
                 f"no file holds elements of {piece.box}: {missing:,} of {piece.num_elements:,} are missing"
             )
     return reads
+
+
+def _place_of(piece: Piece) -> tuple[object, ...]:
+    """Where a piece lies in its tensor."""
+    return piece.box.offsets, piece.box.sizes, piece.start, piece.stop
 
 
 class _Table:

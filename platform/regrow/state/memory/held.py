@@ -75,13 +75,22 @@ class Snapshot:
         return self.header.offsets[-1] - self.header.payload_offset
 
     @contextlib.contextmanager
-    def payload(self) -> Iterator[memoryview]:
-        """The whole file's bytes, mapped; they become no other snapshot's meanwhile. Raises CheckpointError."""
+    def opened(self) -> Iterator[BinaryIO]:
+        """The file, whose bytes become no other snapshot's meanwhile. Raises CheckpointError."""
         with contextlib.ExitStack() as stack:
             try:
                 file = stack.enter_context(reading(self.path))
                 if read_header(file) != self.header:
                     raise CheckpointError(f"{self.path}: holds another snapshot by now")
+            except OSError as error:
+                raise CheckpointError(f"{self.path}: cannot be read: {error}") from error
+            yield file
+
+    @contextlib.contextmanager
+    def payload(self) -> Iterator[memoryview]:
+        """The whole file's bytes, mapped. Raises CheckpointError."""
+        with self.opened() as file:
+            try:
                 memory = _mapped(file, self.header)
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"{self.path}: cannot be mapped: {error}") from error

@@ -1,16 +1,18 @@
-"""Restoring from snapshots: this node's by memory map, other nodes' from their keepers, exactly the ranges needed.
+"""Restoring from snapshots: this node's from its memory, other nodes' from their keepers, exactly the ranges needed.
 
 Which rank of the old layout holds which boxes follows from the placement table, so that only those files are opened
 that have something to give. Every byte is checked against the checksums that a keeper made when the snapshot was
 sealed. A holder that is gone or whose bytes are damaged is left out, and what it was to give comes from another copy.
 """
 
+import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +22,7 @@ from regrow.errors import CheckpointError
 from regrow.plan.boxes import Box, Piece
 from regrow.plan.mesh import ALONE, Coordinates
 from regrow.plan.placement import place_number, placed, stage_of, that_hold
-from regrow.state.checksums import CHUNK_BYTES, GROUP, checksums, together
+from regrow.state.checksums import CHUNK_BYTES, GROUP, crc32, crc_of_runs
 from regrow.state.entries import Entry, fill, filled_by
 from regrow.state.memory.held import Snapshot, open_snapshot
 from regrow.state.memory.holders import Holder, Holders
@@ -146,29 +148,49 @@ def _take(
         if snapshot is None:
             raise CheckpointError("it is not there any more")
         _check(snapshot, holder, entries, place)
-        pieces = _pieces(snapshot, reads)
-        with snapshot.payload() as payload:
-            for piece in pieces:
-                data = payload[piece.begin : piece.end]
-                piece.check(data)
-                fill(entries[piece.read.want].memory, piece.window.runs, data)
-        return Restored(snapshot.header.scalars, own_bytes=sum(piece.num_bytes for piece in pieces))
+        with snapshot.opened() as file:
+            num_bytes = _fill(entries, _pieces(snapshot, reads), lambda piece, data: _read(file, piece.begin, data))
+        return Restored(snapshot.header.scalars, own_bytes=num_bytes)
     with connected(holder.address, secret) as connection:
         snapshot = _describe(connection, holder)
         _check(snapshot, holder, entries, place)
-        pieces = _pieces(snapshot, reads)
-    with closing(transport.connect(holder.address, secret)) as session:
-        buffer: memoryview = np.empty(max((piece.num_bytes for piece in pieces), default=0), np.uint8).data
-        with session.get(holder.held.file, _joined(pieces)) as receive_into:
-            for piece in pieces:
-                memory, runs = entries[piece.read.want].memory, piece.window.runs
-                target = filled_by(memory, runs, piece.num_bytes)
-                data = buffer[: piece.num_bytes] if target is None else target
-                receive_into(data)
-                piece.check(data)
-                if target is None:
-                    fill(memory, runs, data)
-    return Restored(snapshot.header.scalars, peer_bytes=sum(piece.num_bytes for piece in pieces))
+    pieces = _pieces(snapshot, reads)
+    with (
+        closing(transport.connect(holder.address, secret)) as session,
+        session.get(holder.held.file, _joined(pieces)) as receive_into,
+    ):
+        num_bytes = _fill(entries, pieces, lambda _, data: receive_into(data))
+    return Restored(snapshot.header.scalars, peer_bytes=num_bytes)
+
+
+def _fill(
+    entries: Sequence[Entry],
+    pieces: Sequence["PieceOfSnapshot"],
+    read: Callable[["PieceOfSnapshot", memoryview], None],
+) -> int:
+    """Read pieces one after another, each checked while a processor's cache has it, to where they are wanted: right
+    there where all of a piece is. Returns the bytes read."""
+    buffer: memoryview = np.empty(max((piece.num_bytes for piece in pieces), default=0), np.uint8).data
+    for piece in pieces:
+        memory, runs = entries[piece.read.want].memory, piece.window.runs
+        target = filled_by(memory, runs, piece.num_bytes)
+        data = buffer[: piece.num_bytes] if target is None else target
+        read(piece, data)
+        piece.check(data)
+        if target is None:
+            fill(memory, runs, data)
+    return sum(piece.num_bytes for piece in pieces)
+
+
+def _read(file: BinaryIO, at: int, data: memoryview) -> None:
+    """Bytes of a file from `at` on."""
+    got = 0
+    while got < len(data):
+        with data[got:] as rest:
+            now = os.preadv(file.fileno(), [rest], at + got)
+        if not now:
+            raise CheckpointError(f"{file.name}: is cut short")
+        got += now
 
 
 @dataclass(frozen=True)
@@ -178,8 +200,7 @@ class PieceOfSnapshot:
     read: Read
     window: Window
     begin: int  # byte in the file
-    chunk_bytes: int  # that a checksum covers
-    crc: bytes
+    crc: int  # of all its bytes
 
     @property
     def num_bytes(self) -> int:
@@ -191,7 +212,7 @@ class PieceOfSnapshot:
 
     def check(self, chunks: memoryview) -> None:
         """Raises CheckpointError where these are not its bytes."""
-        if checksums(chunks, self.chunk_bytes).tobytes() != self.crc:
+        if crc32(chunks) != self.crc:
             raise CheckpointError(f"{self.read.source.piece.box.name} fails its checksum")
 
 
@@ -207,24 +228,20 @@ def _joined(pieces: Sequence[PieceOfSnapshot]) -> list[tuple[int, int]]:
 
 
 def _pieces(snapshot: Snapshot, reads: Sequence[Read]) -> list[PieceOfSnapshot]:
-    """Reads in pieces that a processor's cache holds: they are copied right after they were checked."""
+    """Reads in pieces that a processor's cache holds."""
     header = snapshot.header
     where = zip(header.offsets, header.first_chunks, strict=True)
     places = {box.name: place for box, place in zip(header.boxes, where, strict=False)}
-    found: list[PieceOfSnapshot] = []
-    firsts: list[int] = []  # chunks of theirs
+    found: list[tuple[Read, Window, int]] = []
+    chunks: list[tuple[int, int]] = []  # first and last of each
     for read in reads:
         offset, first = places[read.source.piece.box.name]
         for window in windows(read, PIECE_BYTES):
-            first_chunk, last = first + window.chunks.start, first + window.chunks.stop
-            crc = snapshot.crc[first_chunk:last]
-            found.append(PieceOfSnapshot(read, window, offset + window.begin, CHUNK_BYTES, crc.tobytes()))
-            firsts.append(first_chunk)
-    full = [number for number, piece in enumerate(found) if piece.num_bytes == PIECE_BYTES]
-    of_chunks = snapshot.crc[np.array([firsts[number] for number in full], int)[:, None] + np.arange(GROUP)]
-    for number, crc in zip(full, together(of_chunks), strict=True):
-        found[number] = replace(found[number], chunk_bytes=PIECE_BYTES, crc=crc.tobytes())
-    return found
+            found.append((read, window, offset + window.begin))
+            chunks.append((first + window.chunks.start, first + window.chunks.stop))
+    sizes = [window.end - window.begin for _, window, _ in found]
+    crc = crc_of_runs(snapshot.crc, chunks, sizes)
+    return [PieceOfSnapshot(*each, of_it) for each, of_it in zip(found, crc, strict=True)]
 
 
 def _describe(connection: Connection, holder: Holder) -> Snapshot:

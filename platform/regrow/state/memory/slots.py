@@ -17,7 +17,8 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -70,14 +71,14 @@ class SlotHeader:
             at.append(at[-1] + num_chunks(box.num_bytes))
         return at
 
-    @property
+    @cached_property
     def sha256(self) -> str:
         """Names the snapshot."""
         return hashlib.sha256(self.encode()).hexdigest()
 
     def encode(self) -> bytes:
         content: dict[str, Any] = {
-            **vars(self),
+            **{each.name: getattr(self, each.name) for each in fields(self)},
             "coordinates": self.coordinates.to_plain(),
             "boxes": [list(vars(box).values()) for box in self.boxes],
         }
