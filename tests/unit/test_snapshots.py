@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -107,6 +108,26 @@ def test_a_holder_that_vanishes_or_is_damaged_is_replaced_by_its_copy(tmp_path: 
         where = nodes[0].keeper
         with pytest.raises(CheckpointError, match=r"no file holds elements .*node-"):
             restore_snapshot(entries_of(0, 1), Holders.of(known), node=where.node, folder=where.folder, secret=SECRET)
+
+
+@pytest.mark.parametrize("found", [OSError(errno.EIO, "Input/output error"), 0], ids=["a bad page", "cut short"])
+def test_own_memory_that_cannot_be_read_is_replaced_by_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: OSError | int
+) -> None:
+    def preadv(*of: Any) -> int:
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    with cluster(tmp_path, 2) as nodes:
+        snapshot(nodes, 7, 1)
+        monkeypatch.setattr("regrow.state.memory.reader.os.preadv", preadv)
+        entries, where = entries_of(0, 1), nodes[0].keeper
+        known = Holders.of(holders(nodes, 7))
+        result = restore_snapshot(entries, known, node=where.node, folder=where.folder, secret=SECRET)
+        assert_state(entries, 7)
+        assert (result.own_bytes, len(result.problems)) == (0, 1)
+        assert "node-0" in result.problems[0]
 
 
 def test_own_memory_is_read_before_that_of_peers(tmp_path: Path) -> None:

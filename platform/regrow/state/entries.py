@@ -130,15 +130,10 @@ def fill(target: Tensor, runs: Runs, data: memoryview) -> None:
             place.copy_(_elements(run, target.dtype))
 
 
-def filled_by(target: Tensor, runs: Runs, num_bytes: int) -> memoryview | None:
-    """The bytes of a flat tensor that data of so many bytes fills, all of it and in one run; None where there are none,
-    as on a device."""
-    item = target.element_size()
-    if not target.is_cpu or len(runs.length) != 1 or int(runs.length[0]) * item != num_bytes:
-        return None
-    at = int(runs.target[0])
-    place: memoryview = target[at : at + num_bytes // item].view(torch.uint8).numpy().data
-    return place
+def bytes_of(tensor: Tensor) -> memoryview | None:
+    """Of a flat tensor; None where the host does not have them."""
+    memory: memoryview | None = tensor.view(torch.uint8).numpy().data if tensor.is_cpu else None
+    return memory
 
 
 def _elements(data: memoryview, dtype: torch.dtype) -> Tensor:

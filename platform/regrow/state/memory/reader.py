@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from regrow.control.values import Scalar
 from regrow.errors import CheckpointError
-from regrow.plan.boxes import Box, Piece
+from regrow.plan.boxes import ITEM_BYTES, Box, Piece
 from regrow.plan.mesh import ALONE, Coordinates
 from regrow.plan.placement import place_number, placed, stage_of, that_hold
 from regrow.state.checksums import CHUNK_BYTES, GROUP, crc32, crc_of_runs
-from regrow.state.entries import Entry, fill, filled_by
+from regrow.state.entries import Entry, bytes_of, fill
 from regrow.state.memory.held import Snapshot, open_snapshot
 from regrow.state.memory.holders import Holder, Holders
 from regrow.state.memory.ranges import Connection, connected
@@ -171,23 +171,26 @@ def _fill(
     """Read pieces one after another, each checked while a processor's cache has it, to where they are wanted: right
     there where all of a piece is. Returns the bytes read."""
     buffer: memoryview = np.empty(max((piece.num_bytes for piece in pieces), default=0), np.uint8).data
+    targets = {want: bytes_of(entries[want].memory) for want in {piece.read.want for piece in pieces}}
     for piece in pieces:
-        memory, runs = entries[piece.read.want].memory, piece.window.runs
-        target = filled_by(memory, runs, piece.num_bytes)
-        data = buffer[: piece.num_bytes] if target is None else target
+        place, target = piece.place, targets[piece.read.want]
+        data = buffer[: piece.num_bytes] if place is None or target is None else target[place]
         read(piece, data)
         piece.check(data)
-        if target is None:
-            fill(memory, runs, data)
+        if place is None or target is None:
+            fill(entries[piece.read.want].memory, piece.window.runs, data)
     return sum(piece.num_bytes for piece in pieces)
 
 
 def _read(file: BinaryIO, at: int, data: memoryview) -> None:
-    """Bytes of a file from `at` on."""
+    """Bytes of a file from `at` on. Raises CheckpointError, also where the hardware has given up a page of them."""
     got = 0
     while got < len(data):
-        with data[got:] as rest:
-            now = os.preadv(file.fileno(), [rest], at + got)
+        try:
+            with data[got:] as rest:
+                now = os.preadv(file.fileno(), [rest], at + got)
+        except OSError as error:
+            raise CheckpointError(f"{file.name}: cannot be read: {error.strerror}") from error
         if not now:
             raise CheckpointError(f"{file.name}: is cut short")
         got += now
@@ -209,6 +212,15 @@ class PieceOfSnapshot:
     @property
     def end(self) -> int:
         return self.begin + self.num_bytes
+
+    @property
+    def place(self) -> slice | None:
+        """The bytes of the wanted box that all of the piece is; None where parts of it are wanted, or apart."""
+        item, runs = ITEM_BYTES[self.read.source.piece.box.dtype], self.window.runs
+        if len(runs.length) != 1 or int(runs.length[0]) * item != self.num_bytes:
+            return None
+        at = int(runs.target[0]) * item
+        return slice(at, at + self.num_bytes)
 
     def check(self, chunks: memoryview) -> None:
         """Raises CheckpointError where these are not its bytes."""
