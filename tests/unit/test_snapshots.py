@@ -130,6 +130,22 @@ def test_own_memory_that_cannot_be_read_is_replaced_by_its_copy(
         assert "node-0" in result.problems[0]
 
 
+def test_a_keeper_that_has_too_few_checksums_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def describe(path: Path, connection: Any) -> None:
+        found = open_snapshot(path)
+        assert found is not None
+        data = found.header.encode()
+        connection.send({"header": len(data)}, data + found.crc.tobytes()[:-4])
+
+    with cluster(tmp_path, 2) as nodes:
+        snapshot(nodes, 7, 1)
+        monkeypatch.setattr("regrow.state.memory.node._describe", describe)
+        copies = Holders.of([holder for holder in holders(nodes, 7) if holder.held.is_copy])
+        where = nodes[0].keeper
+        with pytest.raises(CheckpointError, match=r"its keeper has \d+ checksums of \d+"):
+            restore_snapshot(entries_of(0, 1), copies, node=where.node, folder=where.folder, secret=SECRET)
+
+
 def test_own_memory_is_read_before_that_of_peers(tmp_path: Path) -> None:
     with cluster(tmp_path, 3) as nodes:
         snapshot(nodes, 7, 3)

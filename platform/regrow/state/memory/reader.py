@@ -263,6 +263,8 @@ def _describe(connection: Connection, holder: Holder) -> Snapshot:
         raise CheckpointError(answer.get("error", "its keeper is gone"))
     header = SlotHeader.decode(connection.body[: answer["header"]])
     crc = np.frombuffer(connection.body[answer["header"] :], "<u4")
+    if len(crc) != header.first_chunks[-1]:
+        raise CheckpointError(f"its keeper has {len(crc)} checksums of {header.first_chunks[-1]}")
     return Snapshot(Path(holder.held.file), header, crc)
 
 
