@@ -23,8 +23,8 @@ link_use_25gbit           Bytes/s of commits, the trainer idle, over the smaller
 until_committed_s         From the end of a step to the commit of its snapshot: the largest of the cells' medians.
 
 Parts (the link; a cell of ours; one of DCP's) are kept in FILE as they come, with the load and the commit of each; with
---resume, on the same kind of machine, those that are there count. All take some three hours: a cell of 2 or 8 s takes a
-quarter of one. Needs root, `ip` and `tc`. Figures of a machine that does other things are those of both.
+--resume, on the same kind of machine, those that are there count. The link and all of 0.5 s took 17 minutes; longer
+steps take longer. Needs root, `ip` and `tc`. Figures of a machine that does other things are those of both.
 """
 
 import argparse
@@ -186,7 +186,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="where to write the JSON")
     parser.add_argument("--resume", action="store_true", help="the parts that are in --out count")
-    parser.add_argument("--quick", action="store_true", help="two pairs, 0.5 and 2 s, 1 and 10 Gbit/s: half an hour")
+    parser.add_argument("--quick", action="store_true", help="two pairs, 0.5 and 2 s, 1 and 10 Gbit/s")
     parser.add_argument("--memory-folder", default="/dev/shm")
     parser.add_argument("--links", type=float, nargs="*", help="Gbit/s")
     parser.add_argument("--steps", type=float, nargs="*", help="seconds")

@@ -32,7 +32,7 @@ from regrow.state.memory.transport import TcpTransport, Transport
 from regrow.state.reshard import Read, Source, Window, nearest, plan_reads, windows
 
 OWN, PEER = 0, 1  # distances
-PIECE_BYTES = GROUP * CHUNK_BYTES  # that are checked, then copied
+PIECE_BYTES = GROUP * CHUNK_BYTES  # read and checked at once
 
 
 @dataclass
