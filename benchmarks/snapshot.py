@@ -5,14 +5,16 @@
 Four ranks train by the job's own loop (`train.loop`) on gloo, FSDP2, float32, AdamW: forward and backward of as many
 passes as a step of 0.5, 2 or 8 s has, on all cores. Their snapshots go by way of two keepers on hosts apart, network
 namespaces whose links `tc` shapes to 1, 10 or 25 Gbit/s (`regrow.drill.hosts`); the ranks' own collectives do not
-cross them. `snapshot.every_steps=auto`: K comes from the same code as in a job, is told by the same all-reduce, and
-changes while it runs. Windows with and without snapshots take turns, each of at least three commits; means of steps.
-Failures are expected as often as 98,304 GPUs have them at Llama 3's rate, one in half an hour, so that K is not just
-the most that is allowed.
+cross them. Steps beside a snapshot, from its copy to the step after its commit, and as many without one take turns;
+each snapshot is compared with the mean of the plain steps before and after it, so that what a shared machine does
+within minutes is in both. What one adds is divided by K, which the job's own code (`snapshot.every_steps=auto`) makes
+of the same steps. Failures are expected as often as 98,304 GPUs have them at Llama 3's rate, one in half an hour, so
+that K is not just the most that is allowed.
 
-added_step_fraction_max   The largest of the cells' medians of (step with snapshots / step without - 1). `infeasible`
-                          are cells in which one snapshot adds so much that not even K=100 would bring it below 2%; they
+added_step_fraction_max   The largest of the cells' medians of what a snapshot adds over K plain steps. `infeasible` are
+                          cells in which one snapshot adds so much that not even K=100 would bring it below 2%; they
                           are left out.
+added_steps_*             What one snapshot adds, in plain steps, whatever K is.
 added_cpu_fraction_*      The same of CPU seconds, of ranks and keepers together: what a step grows by where all cores
                           are at work, also on a machine whose cores others take meanwhile.
 blocked_vs_tuned_dcp      Seconds that ours adds to a step over those that DCP's `async_save` adds at the same K, with
@@ -98,7 +100,7 @@ class Kept:
 def run(name: str, options: argparse.Namespace, **more: Any) -> dict[str, Any]:
     shared = {"world_size": WORLD_SIZE, "memory": options.memory_folder}
     if name == "cell":
-        more |= {"pairs": options.pairs, "most_steps_lost": MOST_STEPS_LOST, "mtbf_s": MTBF_S}
+        more |= {"snapshots": options.snapshots, "most_steps_lost": MOST_STEPS_LOST, "mtbf_s": MTBF_S}
         more |= {"model": MODEL, "seq_len": SEQ_LEN}
     return run_side(SIDES, name, json.dumps(shared | more), timeout_s=TIMEOUT_S)
 
@@ -108,13 +110,19 @@ def told(done: dict[str, Any]) -> str:
     wanted, load = done["wanted"], f"load {done['load_before']:.1f}"
     if wanted["part"] == "link":
         return f"link: {[round(done['bytes'] / seconds / 1e9, 2) for seconds in done['seconds']]} GB/s, {load}"
-    added = [f"{pair['added_s'] / pair['plain_s']:+.3f}" for pair in done["pairs"]]
+    added = " ".join(f"{steps:+.2f}" for steps in added_steps(done))
     at = f"{wanted['step_s']:g} s" + (f", {wanted['gbit']:g} Gbit/s" if wanted["side"] == OURS else "")
-    return f"{wanted['side']}, {at}: K={done['pairs'][-1]['every']}, adds {' '.join(added)} of a step, {load}"
+    chosen = f", K={done['every_steps']}" if wanted["side"] == OURS else ""
+    return f"{wanted['side']}, {at}: snapshots add {added} steps{chosen}, {load}"
+
+
+def added_steps(cell: dict[str, Any]) -> list[float]:
+    """What each of its snapshots adds, in plain steps."""
+    return [one["added_s"] / one["plain_s"] for one in cell["snapshots"]]
 
 
 def measure(kept: Kept, options: argparse.Namespace) -> None:
-    """Run what is chosen and not there; DCP's sides last of a step length, at the K of the fastest link."""
+    """Run what is chosen and not there."""
     if "link" in options.only:
         more = {"gbit": LINK_GBIT, "model": "150m", "num_commits": 3 if options.quick else 8}
         kept.part("link", options, **more)
@@ -122,10 +130,9 @@ def measure(kept: Kept, options: argparse.Namespace) -> None:
         return
     for step_s in options.steps or ([0.5, 2.0] if options.quick else STEPS_S):
         for gbit in options.links or ([1, 10] if options.quick else LINKS_GBIT):
-            done = kept.part("cell", options, side=OURS, gbit=gbit, step_s=step_s)
-        every = done["pairs"][-1]["every"]
+            kept.part("cell", options, side=OURS, gbit=gbit, step_s=step_s)
         for side in DCP[:1] if options.quick else DCP:
-            kept.part("cell", options, side=side, gbit=0, step_s=step_s, every_steps=every)
+            kept.part("cell", options, side=side, gbit=0, step_s=step_s)
 
 
 def summarize(parts: Sequence[dict[str, Any]]) -> Result:
@@ -140,12 +147,11 @@ def summarize(parts: Sequence[dict[str, Any]]) -> Result:
     for cell in ours:
         add_cell(result, cell)
     for step_s in sorted({cell["wanted"]["step_s"] for cell in cells}):
-        theirs = [cell for cell in cells if cell["wanted"]["step_s"] == step_s and cell not in ours]
-        if theirs:
-            every = theirs[0]["wanted"]["every_steps"]
-            of_step = [cell for cell in ours if cell["wanted"]["step_s"] == step_s]
-            fastest = max(of_step, key=lambda cell: cell["wanted"]["gbit"])
-            compare(result, f"{step_s:g}s", every, fastest, theirs)
+        of_step = [cell for cell in cells if cell["wanted"]["step_s"] == step_s]
+        theirs = [cell for cell in of_step if cell not in ours]
+        mine = [cell for cell in of_step if cell in ours]
+        if theirs and mine:
+            compare(result, f"{step_s:g}s", max(mine, key=lambda cell: cell["wanted"]["gbit"]), theirs)
     return result
 
 
@@ -157,44 +163,53 @@ def add_link(result: Result, done: dict[str, Any]) -> None:
 
 
 def add_cell(result: Result, done: dict[str, Any]) -> None:
-    step_s, pairs, figures = done["wanted"]["step_s"], done["pairs"], result.figures
-    name = f"{step_s:g}s_{done['wanted']['gbit']:g}gbit"
-    of_one = statistics.median(pair["added_s"] * pair["every"] for pair in pairs)
-    if of_one / MOST_K > FEASIBLE_SHARE * step_s:
+    every_steps, figures, wanted = done["every_steps"], result.figures, done["wanted"]
+    name = f"{wanted['step_s']:g}s_{wanted['gbit']:g}gbit"
+    result.add(f"added_steps_{name}", added_steps(done))
+    if figures[f"added_steps_{name}"] / MOST_K > FEASIBLE_SHARE:
         result.runs["infeasible"].append(name)
     else:
-        result.add(f"added_step_fraction_{name}", [pair["added_s"] / pair["plain_s"] for pair in pairs])
+        result.add(f"added_step_fraction_{name}", [steps / every_steps for steps in added_steps(done)])
         share = figures[f"added_step_fraction_{name}"]
         figures["added_step_fraction_max"] = max(share, figures.get("added_step_fraction_max", share))
-    result.add(f"added_cpu_fraction_{name}", [pair["added_cpu_s"] / pair["plain_cpu_s"] for pair in pairs])
-    figures[f"every_steps_{name}"] = pairs[-1]["every"]
+    cpu = [one["added_cpu_s"] / one["plain_cpu_s"] / every_steps for one in done["snapshots"]]
+    result.add(f"added_cpu_fraction_{name}", cpu)
+    figures[f"every_steps_{name}"] = every_steps
     figures["until_committed_s"] = max(done["choices"][-1]["commit_s"], figures.get("until_committed_s", 0.0))
 
 
-def compare(result: Result, name: str, every: int, ours: dict[str, Any], theirs: list[dict[str, Any]]) -> None:
-    """With DCP's faster way, at the same K."""
-    added = {cell["wanted"]["side"]: [pair["added_s"] for pair in cell["pairs"]] for cell in theirs}
-    best = min(added, key=lambda side: statistics.median(added[side]))
-    mine, dcp = statistics.median(pair["added_s"] for pair in ours["pairs"]), statistics.median(added[best])
-    result.peers[f"dcp_added_s_{name}"] = {**summary(added[best]), "side": best, "every_steps": every}
-    if dcp > LEAST_S:
-        ratio = max(mine, 0.0) / dcp
+def compare(result: Result, name: str, ours: dict[str, Any], theirs: list[dict[str, Any]]) -> None:
+    """With DCP's faster way, at our K by the fastest link."""
+    every_steps = ours["every_steps"]
+    added = {cell["wanted"]["side"]: added_s(cell, every_steps) for cell in theirs}
+    steps = {cell["wanted"]["side"]: added_steps(cell) for cell in theirs}
+    best = min(steps, key=lambda side: statistics.median(steps[side]))
+    result.peers[f"dcp_added_steps_{name}"] = {**summary(steps[best]), "side": best}
+    share = [each / every_steps for each in steps[best]]
+    result.peers[f"dcp_added_step_fraction_{name}"] = {**summary(share), "side": best, "every_steps": every_steps}
+    if (dcp := statistics.median(added[best])) > LEAST_S:
+        ratio = max(statistics.median(added_s(ours, every_steps)), 0.0) / dcp
         result.figures["blocked_vs_tuned_dcp"] = max(ratio, result.figures.get("blocked_vs_tuned_dcp", 0.0))
+
+
+def added_s(cell: dict[str, Any], every_steps: int) -> list[float]:
+    """Seconds a step, by each snapshot."""
+    return [one["added_s"] / every_steps for one in cell["snapshots"]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="where to write the JSON")
     parser.add_argument("--resume", action="store_true", help="the parts that are in --out count")
-    parser.add_argument("--quick", action="store_true", help="two pairs, 0.5 and 2 s, 1 and 10 Gbit/s")
+    parser.add_argument("--quick", action="store_true", help="3 snapshots, 0.5 and 2 s, 1 and 10 Gbit/s")
     parser.add_argument("--memory-folder", default="/dev/shm")
     parser.add_argument("--links", type=float, nargs="*", help="Gbit/s")
     parser.add_argument("--steps", type=float, nargs="*", help="seconds")
-    parser.add_argument("--pairs", type=int, help="of windows with and without, in each cell")
+    parser.add_argument("--snapshots", type=int, help="that count, in each cell (11)")
     parser.add_argument("--only", nargs="+", choices=("cells", "link"), default=["cells", "link"])
     options = parser.parse_args()
-    options.pairs = options.pairs or (2 if options.quick else 5)
-    of_cells = {"model": MODEL, "seq_len": SEQ_LEN, "pairs": options.pairs}
+    options.snapshots = options.snapshots or (3 if options.quick else 11)
+    of_cells = {"model": MODEL, "seq_len": SEQ_LEN, "snapshots": options.snapshots}
     kept = Kept(options.out, {**of_cells, "mtbf_s": MTBF_S, "most_steps_lost": MOST_STEPS_LOST})
     if options.resume:
         kept.resume()

@@ -1,4 +1,4 @@
-"""What ranks of `snapshot.py` run: the job's own loop over real steps, in windows with and without saving."""
+"""What ranks of `snapshot.py` run: the job's own loop over real steps, some beside a snapshot."""
 
 import itertools
 import statistics
@@ -37,11 +37,9 @@ from regrow.train.step import TrainStep
 
 OURS = "ours"
 SLOTS = 3  # as snapshot.slots
-NEVER = 1 << 30  # a distance that no window is as long as
-COMMITS = 3  # of a window, at least
-LEAST_PLAIN = 8  # steps of a window without saving
-SETTLED, MOST_SETTLING = 24, 120  # steps until K is chosen: at least, at most
-MOST_OF_WINDOW = 300
+NEVER = 1 << 30  # no snapshot is that far from the one before
+SETTLED = SLOTS  # snapshots before those that count: each slot's memory has been touched
+AFTER = 1  # steps after the one in which a snapshot is committed that count as beside it
 LOOK_S = 0.005
 TRIED = (1, 3)  # passes that are timed, to know how many make a step
 
@@ -51,85 +49,84 @@ class Cell:
     """One link and step length."""
 
     step_s: float
-    pairs: int  # windows with and without saving, beside each other
+    snapshots: int  # that count
     most_steps_lost: int
     mtbf_s: float
-    every_steps: int = 0  # 0: measured, as the job does
+
+
+@dataclass
+class Steps:
+    """The steps of one snapshot: those beside it, then as many without one."""
+
+    beside: list[tuple[float, float]] = field(default_factory=list)  # of each step: seconds, CPU seconds
+    plain: list[tuple[float, float]] = field(default_factory=list)
+
+
+def compare(before: Steps, one: Steps) -> dict[str, float]:
+    """What a snapshot adds to the steps beside it, were these as long as the mean of the plain ones around them."""
+    plain = before.plain + one.plain
+    plain_s, plain_cpu_s = (statistics.mean(values) for values in zip(*plain, strict=True))
+    seconds, cpu_s = (sum(values) for values in zip(*one.beside, strict=True))
+    steps = len(one.beside)
+    added = {"added_s": seconds - steps * plain_s, "added_cpu_s": cpu_s - steps * plain_cpu_s}
+    return {**added, "plain_s": plain_s, "plain_cpu_s": plain_cpu_s, "steps_beside": steps, "steps_plain": len(plain)}
 
 
 @dataclass
 class Windows:
-    """Rank 0's: what is saved when, told to all ranks by the job's own way, with the step's reduction."""
+    """Rank 0's: steps beside a snapshot and as many without one, in turn.
+
+    So that there are both, snapshots are twice as far apart as any before had steps beside it. `spacing`, as in a job,
+    makes of the same steps the K that the job would have.
+    """
 
     cell: Cell
     saver: Any
     spacing: Spacing
     root: int  # the process that all others descend from, keepers included
     choices: list[Choice] = field(default_factory=list)
-    commits: int = 0  # of this window
-    pairs: list[dict[str, Any]] = field(default_factory=list)
     done: bool = False
-    _rows: list[float] = field(default_factory=list)  # of this window
-    _plain: tuple[float, float] = (0.0, 0.0)  # means of a step: seconds, CPU seconds
-    _cpu_s: float = 0.0  # of all processes, when the window began
-    _saves: bool = True
-    _settling: bool = True
+    _all: list[Steps] = field(default_factory=list)  # of each snapshot
+    _begun: int = 0  # the step of the newest
+    _left: int = 0  # steps that count as beside it yet, once it is committed
+    _cpu_s: float = 0.0  # of all processes, when the step began
+    _every: int = FIRST  # steps between snapshots
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
-    def every_steps(self) -> int:
-        return self.cell.every_steps or self.spacing.every_steps or FIRST
+    def compared(self) -> list[dict[str, float]]:
+        """Of each snapshot that counts."""
+        counting = self._all[SETTLED:]
+        return [compare(before, one) for before, one in itertools.pairwise(counting[: self.cell.snapshots + 1])]
 
     def wish(self) -> int:
-        return self.every_steps if self._saves else NEVER
+        """Steps between snapshots."""
+        return self._every
 
     def committed(self, step: int) -> None:
         with self._lock:
-            self.commits += 1
-            if self._saves:
-                self.spacing.committed(step, time.monotonic())
+            self.spacing.committed(step, time.monotonic())
 
     def log(self, row: dict[str, Any]) -> None:
         with self._lock:
             self._take(row["step"], row["step_s"] - row["data_wait_s"])
 
     def _take(self, step: int, seconds: float) -> None:
-        if not self._saves and self.saver.on_its_way():
-            return  # of the window before
-        self._rows.append(seconds)
-        if len(self._rows) == 1:  # a step later all ranks know
-            self._cpu_s = family_cpu_s(self.root)
-        if self._settling or self._saves:
-            self.spacing.stepped(step, seconds, time.monotonic())
-            if choice := self.spacing.choose(self.cell.mtbf_s):
-                self.choices.append(choice)
-        taken = len(self._rows)
-        if self._settling:
-            measured = bool(self.choices) and self.choices[-1].added_s is not None
-            if taken >= SETTLED and (measured or self.cell.every_steps or taken >= MOST_SETTLING):
-                self._settling = False
-                self._turn(saves=False)
-        elif not self._saves:
-            if taken > max(LEAST_PLAIN, COMMITS * self.every_steps // 2):
-                self._plain = self._means()
-                self._turn(saves=True)
-        elif (taken > COMMITS * self.every_steps and self.commits >= COMMITS) or taken >= MOST_OF_WINDOW:
-            self._pair()
-            self._turn(saves=False)
-            self.done = len(self.pairs) == self.cell.pairs
-
-    def _turn(self, *, saves: bool) -> None:
-        self._saves, self._rows, self.commits = saves, [], 0
-
-    def _means(self) -> tuple[float, float]:
-        seconds = self._rows[1:]
-        return statistics.mean(seconds), (family_cpu_s(self.root) - self._cpu_s) / len(seconds)
-
-    def _pair(self) -> None:
-        (plain_s, plain_cpu_s), (saving_s, saving_cpu_s) = self._plain, self._means()
-        measured = {"plain_s": plain_s, "added_s": saving_s - plain_s, "steps": len(self._rows) - 1}
-        cpu = {"plain_cpu_s": plain_cpu_s, "added_cpu_s": saving_cpu_s - plain_cpu_s}
-        self.pairs.append({**measured, **cpu, "every": self.every_steps, "commits": self.commits})
+        cpu_s = family_cpu_s(self.root)
+        took, self._cpu_s = (seconds, cpu_s - self._cpu_s), cpu_s
+        if self.saver.begun != self._begun:  # after the step before
+            self._begun, self._left = self.saver.begun, AFTER
+            self._every = max([FIRST, *(2 * len(each.beside) for each in self._all)])
+            self._all.append(Steps())
+        busy = self.saver.on_its_way()
+        if self._all:
+            one = self._all[-1]
+            (one.beside if busy or self._left >= 0 else one.plain).append(took)
+        self._left -= not busy
+        self.spacing.stepped(step, seconds, time.monotonic())
+        if choice := self.spacing.choose(self.cell.mtbf_s):
+            self.choices.append(choice)
+        self.done = len(self._all) > SETTLED + self.cell.snapshots + 1
 
 
 @dataclass
@@ -154,7 +151,11 @@ class Hooks:
 
 
 class OurSaver(SnapshotSaver):
-    """The job's, and what a window asks of it."""
+    """The job's, and what is asked of it here."""
+
+    @property
+    def begun(self) -> int:
+        return self._snapshots.begun
 
     def on_its_way(self) -> bool:
         return not self._snapshots.is_committed(self._snapshots.begun)
@@ -163,9 +164,9 @@ class OurSaver(SnapshotSaver):
 class PeerSaver:
     """DCP's `async_save` by the same loop, every so many steps as rank 0 says."""
 
-    def __init__(self, dcp: peer.DcpSaver, told: Any, saved: Any) -> None:
-        self._dcp, self._told, self._saved = dcp, told, saved
-        self._every, self._begun = FIRST, 0
+    def __init__(self, dcp: peer.DcpSaver, told: Any) -> None:
+        self._dcp, self._told = dcp, told
+        self._every, self.begun = FIRST, 0
 
     def has_room(self, step: int) -> bool:
         return True
@@ -194,10 +195,9 @@ class PeerSaver:
 
     def after_step(self, progress: Progress, *, blocked: bool, read: bool) -> float:
         begun = time.perf_counter()
-        if progress.step - self._begun >= self._every:
+        if progress.step - self.begun >= self._every:
             self._dcp.begin(progress.step)  # waits for the one before
-            self._begun = progress.step
-            self._saved(progress.step)
+            self.begun = progress.step
         return time.perf_counter() - begun
 
     def finish(self, progress: Progress, *, blocked: bool) -> float:
@@ -211,7 +211,7 @@ class PeerSaver:
 def run(
     side: str, model: ModelConfig, seq_len: int, places: list[Place], folder: Path, cell: Cell, root: int
 ) -> dict[str, Any]:
-    """Windows of one cell, as rank 0 sees them. `root` is the process that started all of them."""
+    """What snapshots of one cell add, as rank 0 sees it. `root` is the process that started all of them."""
     mesh, world_size = build_mesh(plan_mesh(dist.get_world_size(), 1), "cpu"), dist.get_world_size()
     parallel = ParallelConfig(reshard_after_forward=False)
     step = build_step(model, parallel, OptimConfig(lr=1e-4), mesh=mesh, device=torch.device("cpu"), seed=0)
@@ -239,7 +239,7 @@ def run(
         )
     else:
         dcp = peer.DcpSaver(side, _tensors(step), folder, sync_files=False)
-        saver = PeerSaver(dcp, told, lambda number: windows.committed(number) if windows is not None else None)
+        saver = PeerSaver(dcp, told)
     if first:
         windows = Windows(cell, saver, spacing, root)
     watching = _watch(windows, places[0].folder) if snapshots is not None and windows is not None else None
@@ -269,7 +269,14 @@ def run(
     if windows is None:
         return {}
     chosen = [vars(each) for each in windows.choices]
-    return {"pairs": windows.pairs, "choices": chosen, "passes": passes, "state_bytes": num_bytes}
+    every_steps = spacing.every_steps  # 0: the peer's, of which nothing is chosen
+    return {
+        "snapshots": windows.compared,
+        "every_steps": every_steps,
+        "choices": chosen,
+        "passes": passes,
+        "state_bytes": num_bytes,
+    }
 
 
 def _watch(windows: Windows, folder: Path) -> threading.Event:

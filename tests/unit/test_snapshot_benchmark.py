@@ -1,4 +1,4 @@
-"""benchmarks/snapshot.py: which windows follow one another, and what is made of them, without the minutes it takes."""
+"""benchmarks/snapshot.py: which steps are beside a snapshot, and what is made of them, without the minutes it takes."""
 
 import json
 import sys
@@ -12,59 +12,65 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import snapshot, snapshot_ranks  # noqa: E402
-from benchmarks.snapshot_ranks import NEVER, Cell, Windows  # noqa: E402
+from benchmarks.snapshot_ranks import Cell, Steps, Windows, compare  # noqa: E402
 
 from regrow.control.spacing import Spacing  # noqa: E402
 
 PLAIN_S, ADDED_S = 1.0, 0.4
 
 
-def run(monkeypatch: pytest.MonkeyPatch, cell: Cell, *, commit_steps: int = 1) -> Windows:
-    """Steps of a second, those with a copy beside them longer, in virtual time; a wish is heard a step later."""
+def run(monkeypatch: pytest.MonkeyPatch, cell: Cell, *, commit_steps: int = 1, slower: float = 0.0) -> Windows:
+    """Steps of a second, each `slower` than the one before, those with a copy beside them longer, in virtual time; a
+    wish is heard a step later."""
     now, cpu = [0.0], [0.0]
     monkeypatch.setattr(snapshot_ranks, "time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(snapshot_ranks, "family_cpu_s", lambda root: cpu[0])
-    begun, left = 0, 0
-    saver = SimpleNamespace(on_its_way=lambda: left > 0)
+    left = 0
+    saver = SimpleNamespace(begun=0, on_its_way=lambda: left > 0)
     windows = Windows(cell, saver, Spacing(cell.most_steps_lost), 1)
     every = windows.wish()
     for step in range(1, 3000):
-        took = PLAIN_S + (ADDED_S / commit_steps if left else 0.0)
+        took = PLAIN_S + slower * step + (ADDED_S / commit_steps if left else 0.0)
         if left:
             left -= 1
             if not left:
                 now[0] += took / 2
-                windows.committed(begun)
+                windows.committed(saver.begun)
                 now[0] -= took / 2
         now[0] += took
         cpu[0] += 2 * took
         windows.log({"step": step, "step_s": took, "data_wait_s": 0.0})
         if windows.done:
             return windows
-        if step - begun >= every:
-            begun, left = step, commit_steps
+        if step - saver.begun >= every:
+            saver.begun, left = step, commit_steps
         every = windows.wish()
     raise AssertionError("it never ends")
 
 
-@pytest.mark.parametrize("commit_steps", [1, 3])
-def test_windows_with_and_without_take_turns_and_give_what_one_snapshot_adds(
-    monkeypatch: pytest.MonkeyPatch, commit_steps: int
+@pytest.mark.parametrize("slower", [0.0, 0.001], ids=["steady", "slowing"])
+@pytest.mark.parametrize("commit_steps", [1, 3, 6])
+def test_each_snapshot_is_compared_with_the_plain_steps_around_it(
+    monkeypatch: pytest.MonkeyPatch, commit_steps: int, slower: float
 ) -> None:
-    windows = run(monkeypatch, Cell(PLAIN_S, pairs=3, most_steps_lost=16, mtbf_s=60.0), commit_steps=commit_steps)
-    assert len(windows.pairs) == 3
-    for pair in windows.pairs:
-        assert pair["commits"] >= 3
-        assert pair["plain_s"] == pytest.approx(PLAIN_S)
-        assert pair["added_s"] * pair["every"] == pytest.approx(ADDED_S, rel=0.35)
-        assert pair["added_cpu_s"] == pytest.approx(2 * pair["added_s"])
-    assert windows.choices[-1].added_s == pytest.approx(ADDED_S)
+    cell = Cell(PLAIN_S, snapshots=3, most_steps_lost=16, mtbf_s=60.0)
+    windows = run(monkeypatch, cell, commit_steps=commit_steps, slower=slower)
+    assert len(windows.compared) == 3
+    for one in windows.compared:
+        assert one["added_s"] == pytest.approx(ADDED_S)
+        assert one["added_cpu_s"] == pytest.approx(2 * ADDED_S)
+        assert one["steps_plain"] >= 2 * one["steps_beside"] >= 2 * (commit_steps + 1)
+    if not slower:
+        assert [one["plain_s"] for one in windows.compared] == pytest.approx([PLAIN_S] * 3)
+        assert windows.choices[-1].added_s == pytest.approx(ADDED_S)
+    assert windows.spacing.every_steps == windows.choices[-1].every_steps >= commit_steps
 
 
-def test_the_peer_saves_at_the_distance_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    windows = run(monkeypatch, Cell(PLAIN_S, pairs=2, most_steps_lost=16, mtbf_s=60.0, every_steps=5))
-    assert {pair["every"] for pair in windows.pairs} == {5}
-    assert windows.wish() in (5, NEVER)
+def test_what_a_snapshot_adds_is_a_sum_over_the_steps_beside_it() -> None:
+    before, one = Steps(plain=[(1.0, 2.0)] * 2), Steps(beside=[(1.5, 2.5), (1.25, 2.0)], plain=[(1.1, 2.2)] * 2)
+    assert compare(before, one) == pytest.approx(
+        {"added_s": 0.65, "added_cpu_s": 0.3, "plain_s": 1.05, "plain_cpu_s": 2.1, "steps_beside": 2, "steps_plain": 4}
+    )
 
 
 LINKS, STEPS = [1.0, 10.0], [2.0]
@@ -77,8 +83,8 @@ def measured(wanted: dict[str, Any]) -> dict[str, Any]:
     seconds = {("ours", 1.0): 5.0, ("ours", 10.0): 0.1, ("dcp_async_thread", 0): 0.3}.get(
         (wanted["side"], wanted["gbit"]), 0.2
     )
-    pair = {"plain_s": 2.0, "added_s": seconds, "plain_cpu_s": 4.0, "added_cpu_s": seconds, "every": 10}
-    return {"pairs": [pair] * 3, "choices": [{"commit_s": 1.5}]}
+    one = {"plain_s": 2.0, "added_s": 10 * seconds, "plain_cpu_s": 4.0, "added_cpu_s": 10 * seconds}
+    return {"snapshots": [one] * 3, "every_steps": 10, "choices": [{"commit_s": 1.5}]}
 
 
 @pytest.fixture
@@ -94,9 +100,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return done
 
 
-def measure(path: Path, *, pairs: int = 3, resume: bool = False) -> dict[str, Any]:
+def measure(path: Path, *, snapshots: int = 3, resume: bool = False) -> dict[str, Any]:
     options = SimpleNamespace(quick=False, steps=STEPS, links=LINKS, only=["cells", "link"])
-    kept = snapshot.Kept(path, {"pairs": pairs})
+    kept = snapshot.Kept(path, {"snapshots": snapshots})
     if resume:
         kept.resume()
     snapshot.measure(kept, options)  # type: ignore[arg-type]
@@ -116,8 +122,10 @@ def test_the_peers_faster_way_is_compared_at_the_distance_of_the_fastest_link(
     ran: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     result = measure(tmp_path / "result.json")
-    assert [each["every_steps"] for each in ran if each.get("side", "ours") != "ours"] == [10, 10]
-    assert result["peers"]["dcp_added_s_2s"]["side"] == "dcp_async_process"
+    assert result["peers"]["dcp_added_steps_2s"]["side"] == "dcp_async_process"
+    assert result["peers"]["dcp_added_steps_2s"]["median"] == pytest.approx(1.0)
+    assert result["peers"]["dcp_added_step_fraction_2s"]["median"] == pytest.approx(0.1)
+    assert result["peers"]["dcp_added_step_fraction_2s"]["every_steps"] == 10
     assert result["figures"]["blocked_vs_tuned_dcp"] == pytest.approx(0.5)
 
 
@@ -134,5 +142,5 @@ def test_parts_that_are_there_count_and_what_is_missing_is_run(ran: list[dict[st
 
 def test_parts_that_were_measured_otherwise_are_refused(ran: list[dict[str, Any]], tmp_path: Path) -> None:
     measure(tmp_path / "result.json")
-    with pytest.raises(SystemExit, match=r"has settings \{'pairs': 3\}, these are \{'pairs': 5\}"):
-        measure(tmp_path / "result.json", pairs=5, resume=True)
+    with pytest.raises(SystemExit, match=r"has settings \{'snapshots': 3\}, these are \{'snapshots': 5\}"):
+        measure(tmp_path / "result.json", snapshots=5, resume=True)
