@@ -41,7 +41,8 @@ NEVER = 1 << 30  # no snapshot is that far from the one before
 SETTLED = SLOTS  # snapshots before those that count: each slot's memory has been touched
 AFTER = 1  # steps after the one in which a snapshot is committed that count as beside it
 LOOK_S = 0.005
-TRIED = (1, 3)  # passes that are timed, to know how many make a step
+TRIED = (1, 17)  # passes that are timed, to know how many make a step
+TRIES = 3  # of each
 
 
 @dataclass(frozen=True)
@@ -297,15 +298,18 @@ def _watch(windows: Windows, folder: Path) -> threading.Event:
 def _passes(step: TrainStep, model: ModelConfig, seq_len: int, step_s: float) -> int:
     """How many forward and backward passes a step of this length has. Collective."""
     rows = torch.randint(model.vocab_size, (1, seq_len + 1))
-    seconds: dict[int, float] = {}
-    for passes in (TRIED[0], *TRIED):  # the first touches memory
+
+    def seconds(passes: int) -> float:
         dist.barrier()
         begun = time.perf_counter()
         step.run([rows] * passes, num_micro_batches=passes, lr=0.0).resolve()
-        seconds[passes] = time.perf_counter() - begun
+        return time.perf_counter() - begun
+
     few, many = TRIED
-    pass_s = (seconds[many] - seconds[few]) / (many - few)
-    update_s = seconds[few] - few * pass_s
+    seconds(few)  # touches memory
+    few_s, many_s = (statistics.median(seconds(passes) for _ in range(TRIES)) for passes in TRIED)
+    pass_s = (many_s - few_s) / (many - few)
+    update_s = few_s - few * pass_s
     return int(from_rank_0(max(1, round((step_s - update_s) / max(pass_s, 1e-3)))))
 
 

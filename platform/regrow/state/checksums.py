@@ -76,9 +76,10 @@ def _followed(crc: Crc, num_bytes: int) -> Crc:
 
 @cache
 def _tables(num_bytes: int) -> Crc:
-    """The same of each value of each of the four bytes of a checksum: [4, 256]."""
-    values = [[crc32_combine(value << shift, 0, num_bytes) for value in range(256)] for shift in (0, 8, 16, 24)]
-    return np.array(values, "<u4")
+    """The same of each value of each of the four bytes of a checksum, which follows from its bits: [4, 256]."""
+    of_bit = np.array([crc32_combine(1 << bit, 0, num_bytes) for bit in range(32)], "<u4").reshape(4, 1, 8)
+    is_set = np.arange(256)[:, None] >> np.arange(8) & 1
+    return np.bitwise_xor.reduce(np.where(is_set, of_bit, np.uint32(0)), axis=2).astype("<u4")
 
 
 def num_chunks(num_bytes: int) -> int:

@@ -75,14 +75,19 @@ class _Table:
 
     def __init__(self, sources: list[Source]) -> None:
         self.sources = sorted(sources, key=lambda source: (source.piece.box.offsets, source.piece.start))
-        rows = [(*source.piece.box.slices, slice(0, 1))[0] for source in self.sources]
-        self.first = [each.start for each in rows]
-        self.last = list(accumulate((each.stop for each in rows), max))
+        rows = [_rows(source.piece.box) for source in self.sources]
+        self.first = [first for first, _ in rows]
+        self.last = list(accumulate((last for _, last in rows), max))
 
     def near(self, box: Box) -> list[Source]:
         """Those that may have rows in common with a box, and few others."""
-        rows = (*box.slices, slice(0, 1))[0]
-        return self.sources[bisect_right(self.last, rows.start) : bisect_left(self.first, rows.stop)]
+        first, last = _rows(box)
+        return self.sources[bisect_right(self.last, first) : bisect_left(self.first, last)]
+
+
+def _rows(box: Box) -> tuple[int, int]:
+    """The first row of a box, and the one after its last; a scalar is one row."""
+    return (box.offsets[0], box.offsets[0] + box.sizes[0]) if box.sizes else (0, 1)
 
 
 class Window(NamedTuple):

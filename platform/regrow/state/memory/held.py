@@ -6,6 +6,7 @@
 """
 
 import contextlib
+import hashlib
 import logging
 import os
 import stat
@@ -23,7 +24,7 @@ from regrow.errors import CheckpointError
 from regrow.plan import placement
 from regrow.plan.mesh import Coordinates
 from regrow.state.checksums import Crc, checksums, hold
-from regrow.state.memory.slots import SLOT, SlotHeader, open_slot, read_header, reading
+from regrow.state.memory.slots import SLOT, SlotHeader, has_header, open_slot, read_encoded, read_header, reading
 
 COPY, CHECKSUMS = ".copy", ".crc"
 _SHA256 = 64  # hexadecimal digits
@@ -80,7 +81,7 @@ class Snapshot:
         with contextlib.ExitStack() as stack:
             try:
                 file = stack.enter_context(reading(self.path))
-                if read_header(file) != self.header:
+                if not has_header(file, self.header.sha256):
                     raise CheckpointError(f"{self.path}: holds another snapshot by now")
             except OSError as error:
                 raise CheckpointError(f"{self.path}: cannot be read: {error}") from error
@@ -147,6 +148,21 @@ def open_snapshot(path: Path) -> Snapshot | None:
     if header is None or data[:_SHA256] != header.sha256.encode():
         return None
     return Snapshot(path, header, checksums_in(data, header, path))
+
+
+def encoded(path: Path) -> tuple[bytes, bytes] | None:
+    """What `open_snapshot` finds, as it lies there: the header, and the checksums. Raises as that does."""
+    try:
+        with reading(path) as file:
+            header = read_encoded(file)
+        data = _beside(path).read_bytes()
+    except FileNotFoundError:
+        return None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if header is None or data[:_SHA256] != hashlib.sha256(header).hexdigest().encode():
+        return None
+    return header, data[_SHA256:]
 
 
 def checksums_in(beside: bytes, header: SlotHeader, path: Path) -> Crc:

@@ -26,7 +26,7 @@ from regrow.state.disk.upload import WriteOrder, Written, write_parts
 from regrow.state.memory import held as files
 from regrow.state.memory import link
 from regrow.state.memory.arenas import remove_abandoned
-from regrow.state.memory.held import Held, open_snapshot
+from regrow.state.memory.held import Held
 from regrow.state.memory.incoming import Incomings
 from regrow.state.memory.outgoing import Outgoing
 from regrow.state.memory.ranges import Address, Connection, RangeServer, connected
@@ -345,15 +345,15 @@ def _times_of(ready: Sequence[_Ready]) -> CopyTimes:
 
 def _describe(path: Path, connection: Connection) -> None:
     try:
-        snapshot = open_snapshot(path)
+        found = files.encoded(path)
     except CheckpointError as error:
         connection.send({"error": str(error)})
         return
-    if snapshot is None:
+    if found is None:
         connection.send({"error": f"{path.name} is not here"})
         return
-    data = snapshot.header.encode()
-    connection.send({"header": len(data)}, data + snapshot.crc.tobytes())
+    header, crc = found  # the client counts the checksums
+    connection.send({"header": len(header)}, header + crc)
 
 
 def _what_is_committed(peer: Peer, secret: bytes) -> Committed:

@@ -92,7 +92,9 @@ class SlotHeader:
             Box(name, tuple(shape), tuple(offsets), tuple(sizes), dtype)
             for name, shape, offsets, sizes, dtype in content["boxes"]
         )
-        return SlotHeader(**content)
+        header = SlotHeader(**content)
+        vars(header)["sha256"] = hashlib.sha256(data).hexdigest()  # of the very bytes
+        return header
 
 
 class SlotFile:
@@ -183,6 +185,12 @@ def open_slot(path: Path) -> SlotHeader | None:
 
 def read_header(file: BinaryIO) -> SlotHeader | None:
     """The same of an open file."""
+    content = read_encoded(file)
+    return None if content is None else SlotHeader.decode(content)
+
+
+def read_encoded(file: BinaryIO) -> bytes | None:
+    """The bytes of that header."""
     prefix = file.read(_PREFIX)
     if prefix[: len(MAGIC)] != MAGIC:
         return None
@@ -190,7 +198,13 @@ def read_header(file: BinaryIO) -> SlotHeader | None:
     content = file.read(length) if length < os.fstat(file.fileno()).st_size else b""
     if hashlib.sha256(content).digest() != prefix[len(MAGIC) + 8 :]:
         raise CheckpointError("the header of the snapshot is damaged")
-    return SlotHeader.decode(content)
+    return content
+
+
+def has_header(file: BinaryIO, sha256: str) -> bool:
+    """Whether an open file is the slot with that header, by what names it: the header itself is not read."""
+    prefix = file.read(_PREFIX)
+    return prefix[: len(MAGIC)] == MAGIC and prefix[len(MAGIC) + 8 :].hex() == sha256
 
 
 @dataclass(frozen=True)
