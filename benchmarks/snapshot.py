@@ -25,8 +25,8 @@ link_use_25gbit           Bytes/s of commits, the trainer idle, over the smaller
 until_committed_s         From the end of a step to the commit of its snapshot: the largest of the cells' medians.
 
 Parts (the link; a cell of ours; one of DCP's) are kept in FILE as they come, with the load and the commit of each; with
---resume, on the same kind of machine, those that are there count. The link and all of 0.5 s took 17 minutes, all of
-2 s some 50. Needs root, `ip` and `tc`. Figures of a machine that does other things are those of both.
+--resume, on the same kind of machine, those that are there count. All of it takes about an hour. Needs root, `ip` and
+`tc`. Figures of a machine that does other things are those of both.
 """
 
 import argparse
