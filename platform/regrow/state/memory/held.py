@@ -24,10 +24,10 @@ from regrow.errors import CheckpointError
 from regrow.plan import placement
 from regrow.plan.mesh import Coordinates
 from regrow.state.checksums import Crc, checksums, hold
-from regrow.state.memory.slots import SLOT, SlotHeader, has_header, open_slot, read_encoded, read_header, reading
+from regrow.state.memory.slots import SLOT, SlotHeader, has_header, read_encoded, read_header, reading
 
 COPY, CHECKSUMS = ".copy", ".crc"
-_SHA256 = 64  # hexadecimal digits
+SHA256_DIGITS = 64  # hexadecimal, that a checksum file begins with
 
 log = logging.getLogger(__name__)
 
@@ -140,35 +140,32 @@ def is_mine(folder: Path) -> bool:
 
 def open_snapshot(path: Path) -> Snapshot | None:
     """A sealed file with its checksums; None where there is none. Raises CheckpointError for a damaged one."""
-    header = open_slot(path)
-    try:
-        data = _beside(path).read_bytes()
-    except FileNotFoundError:
+    found = encoded(path)
+    if found is None:
         return None
-    if header is None or data[:_SHA256] != header.sha256.encode():
-        return None
-    return Snapshot(path, header, checksums_in(data, header, path))
+    header = SlotHeader.decode(found[0])
+    return Snapshot(path, header, checksums_in(found[1], header, path))
 
 
 def encoded(path: Path) -> tuple[bytes, bytes] | None:
-    """What `open_snapshot` finds, as it lies there: the header, and the checksums. Raises as that does."""
+    """The same as it lies there: the header, and the checksum file, which may be cut short."""
     try:
         with reading(path) as file:
             header = read_encoded(file)
-        data = _beside(path).read_bytes()
+        beside = read_beside(path)
     except FileNotFoundError:
         return None
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    if header is None or data[:_SHA256] != hashlib.sha256(header).hexdigest().encode():
+    if header is None or beside[:SHA256_DIGITS] != hashlib.sha256(header).hexdigest().encode():
         return None
-    return header, data[_SHA256:]
+    return header, beside
 
 
 def checksums_in(beside: bytes, header: SlotHeader, path: Path) -> Crc:
     """What a checksum file has. Raises CheckpointError where that is not of this header, or not all."""
-    crc = beside[_SHA256:]
-    if beside[:_SHA256] != header.sha256.encode() or len(crc) != 4 * header.first_chunks[-1]:
+    crc = beside[SHA256_DIGITS:]
+    if beside[:SHA256_DIGITS] != header.sha256.encode() or len(crc) != 4 * header.first_chunks[-1]:
         raise CheckpointError(f"{path}: its checksums are cut short, or another snapshot's")
     return np.frombuffer(crc, "<u4")
 

@@ -352,8 +352,8 @@ def _describe(path: Path, connection: Connection) -> None:
     if found is None:
         connection.send({"error": f"{path.name} is not here"})
         return
-    header, crc = found  # the client counts the checksums
-    connection.send({"header": len(header)}, header + crc)
+    header, beside = found  # the client counts the checksums
+    connection.send({"header": len(header)}, header + beside[files.SHA256_DIGITS :])
 
 
 def _what_is_committed(peer: Peer, secret: bytes) -> Committed:
