@@ -55,10 +55,13 @@ def count_connections() -> int:
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # the folder's own
             mine.add(os.readlink(entry.path))
-    found = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    ends = [(words[1][-4:], words[2][-4:]) for words in found if words[3] == "01" and f"socket:[{words[9]}]" in mine]
+    ends = {}  # by socket: while other processes' come and go, the file shows some twice
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, state, *_, inode = line.split()[:10]
+        if state == "01" and f"socket:[{inode}]" in mine:
+            ends[inode] = {local[-4:], remote[-4:]}
     gather(None)  # no rank leaves before all have counted
-    return sum(not ports.isdisjoint(pair) for pair in ends)
+    return sum(not ports.isdisjoint(pair) for pair in ends.values())
 
 
 def test_ranks_on_gpus_connect_to_a_few_others_and_not_to_all() -> None:

@@ -16,12 +16,10 @@ import datetime
 import faulthandler
 import os
 import socket
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,7 +34,6 @@ HELD_S = 3.0  # that connections are held open for peers, which are told, too
 LOOK_S = 0.5  # between looks for groups that were made meanwhile
 STDERR = 2  # sys.stderr may be no file
 
-_LISTENING = "0A"  # in /proc/net/tcp
 _ABORTABLE = {"nccl": "cuda", "asynchronous": "cpu"}  # backends, and their devices
 
 
@@ -125,20 +122,15 @@ class Breaker:
 
 
 def listening() -> set[Address]:
-    """Where this process listens for TCP connections."""
-    mine = set()
-    for entry in os.scandir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile
-            kind, _, inode = os.readlink(entry.path).partition(":")
-            if kind == "socket":
-                mine.add(inode.strip("[]"))
+    """Where this process listens for TCP connections.
+
+    Its own sockets are asked: /proc/net/tcp is read in parts, and sockets that come and go meanwhile shift the rest.
+    """
     found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            if state == _LISTENING and inode in mine:
-                host, _, port = local.partition(":")
-                found.add((_host(host), int(port, 16)))
+    for _, mine in _sockets():
+        with mine:
+            if mine.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                found.add(mine.getsockname()[:2])
     return found
 
 
@@ -159,22 +151,30 @@ def _shut_down_all(listeners: set[Address], how: int, held: dict[str, socket.soc
     for connection in held.values():
         with contextlib.suppress(OSError):  # its peer's end was first
             connection.shutdown(how)
+    for name, connection in _sockets():
+        if name in held or not _joins(connection, ends):
+            connection.close()
+            continue
+        held[name] = connection
+        with contextlib.suppress(OSError):  # its peer has gone meanwhile
+            connection.shutdown(how)
+
+
+def _sockets() -> Iterator[tuple[str, socket.socket]]:
+    """This process' TCP sockets by the kernel's name, a duplicate of each, which the caller is to close."""
     for entry in os.scandir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed meanwhile, or no connection
+        with contextlib.suppress(OSError):  # closed meanwhile
             name = os.readlink(entry.path)
-            if name.startswith("socket:") and name not in held:
-                connection = socket.socket(fileno=os.dup(int(entry.name)))
-                if _joins(connection, ends):
-                    held[name] = connection
-                    connection.shutdown(how)
+            if name.startswith("socket:"):
+                mine = socket.socket(fileno=os.dup(int(entry.name)))
+                if mine.family in (socket.AF_INET, socket.AF_INET6) and mine.type == socket.SOCK_STREAM:
+                    yield name, mine
                 else:
-                    connection.close()
+                    mine.close()
 
 
 def _joins(connection: socket.socket, listeners: set[Address]) -> bool:
     """Whether it is a connection that one of these took, or was asked for."""
-    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
-        return False
     try:
         ends = {_plain(*connection.getsockname()[:2]), _plain(*connection.getpeername()[:2])}
     except OSError:  # it listens, or its peer has gone
@@ -185,9 +185,3 @@ def _joins(connection: socket.socket, listeners: set[Address]) -> bool:
 def _plain(host: str, port: int) -> Address:
     """A socket for both of IPv6 and IPv4 shows the latter's addresses within the former's."""
     return host.removeprefix("::ffff:"), port
-
-
-def _host(words: str) -> str:
-    """An address as /proc has it, 32-bit words in this machine's order, as sockets have it."""
-    packed = b"".join(struct.pack("=I", int(words[at : at + 8], 16)) for at in range(0, len(words), 8))
-    return socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
