@@ -1,8 +1,8 @@
-"""kill -9 at random instants of everything that holds or writes snapshots and checkpoints; and a zombie.
+"""kill -9 at random instants of everything that holds or writes snapshots and checkpoints, whole racks too; a zombie.
 
 Real keepers, a real coordinator and trainers that take real snapshots, each a process (`support.crashing`).
 Instants come two ways: a random time after a victim was seen in a phase, and a random line of Python within it.
-`CRASH_KILLS` says how many (12), `CRASH_SEED` which; 200 take some minutes.
+`CRASH_KILLS` says how many in each setting (12), `CRASH_SEED` which; 200 take some minutes.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -71,7 +71,20 @@ TRACED = {
     "keeper": ["take", "push", "receive", "told", "place", "upload"],
     "coordinator": ["begin", "commit", "commit", "index", "COMMIT", "COMMIT", "retain"],
 }
-LAYOUTS = [(2, 1), (3, 1), (2, 2)]  # ranks, replicas
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Of a world. As many racks as there are copies are lost at once, and a group is in all of them."""
+
+    copies: int
+    racks: int
+    nodes: int  # in each rack
+    layouts: tuple[tuple[int, int], ...]  # ranks, replicas
+
+
+ONE_COPY = Setting(1, racks=2, nodes=1, layouts=((2, 1), (3, 1), (2, 2)))
+TWO_COPIES = Setting(2, racks=3, nodes=2, layouts=((6, 1), (6, 2), (6, 3)))
 
 
 @dataclass(frozen=True)
@@ -116,10 +129,12 @@ class Process:
 
 @dataclass
 class World:
-    """Two nodes, a coordinator, and the trainers of the moment. A context manager: nothing outlives it."""
+    """Nodes, a coordinator, and the trainers of the moment. A context manager: nothing outlives it."""
 
     folder: Path
     rng: random.Random
+    setting: Setting
+    racks: dict[str, str] = field(default_factory=dict)  # by node
     keepers: dict[str, Process] = field(default_factory=dict)
     trainers: list[Process] = field(default_factory=list)
     coordinator: Process | None = None
@@ -141,7 +156,8 @@ class World:
             each.process.join(DEADLINE_S)
 
     def start(self, main: Callable[..., None], node: str, address: str, *args: Any, restarted: bool = False) -> Process:
-        member = Member(self.folder, node, address, self.folder / f"beacon-{next(self.num)}", restarted)
+        beacon_file = self.folder / f"beacon-{next(self.num)}"
+        member = Member(self.folder, node, address, beacon_file, restarted, self.racks.get(node, ""))
         beacon = Beacon(member.beacon, create=True)
         process = self.context.Process(target=main, args=(member, *args), daemon=True)
         made = Process(process, beacon, node)
@@ -152,14 +168,21 @@ class World:
     def start_coordinator(self) -> None:
         address = str(self.folder / f"coordinator-{next(self.num)}")
         restarted = self.coordinator is not None
-        self.coordinator = self.start(coordinator_main, "head", address, restarted=restarted)
+        self.coordinator = self.start(coordinator_main, "head", address, self.setting.copies, restarted=restarted)
         self.actor = Handle(address)
         wait_for_actor(self.actor)
         call_it(self.folder, f"{RUN}:coordinator", address)
         get(self.actor.adopt_keepers.remote())
 
-    def start_keeper(self, node: str) -> None:
+    def start_nodes(self) -> None:
+        """All of the setting, each with its keeper."""
+        for rack in range(self.setting.racks):
+            for number in range(self.setting.nodes):
+                self.start_keeper(f"node-{rack}-{number}", rack=f"rack-{rack}")
+
+    def start_keeper(self, node: str, *, rack: str = "") -> None:
         """A node's first keeper, or another one in the place of one that died."""
+        self.racks.setdefault(node, rack)
         address = str(self.folder / f"keeper-{node}")
         (self.folder / NODES / node).touch()
         self.keepers[node] = self.start(keeper_main, node, address, restarted=node in self.keepers)
@@ -167,7 +190,7 @@ class World:
         call_it(self.folder, f"{RUN}:{node}", address)
 
     def start_group(self, num_ranks: int, num_replicas: int, *, stubborn: bool = False) -> None:
-        names = self.rng.sample(sorted(self.keepers), len(self.keepers))
+        names = self._in_turn()
         nodes = tuple(names[rank % len(names)] for rank in range(num_ranks))
         group = Group(nodes, num_replicas, self.folder / f"store-{next(self.num)}", stubborn)
         self.trainers = [self.start(trainer_main, node, "", group, rank) for rank, node in enumerate(nodes)]
@@ -186,13 +209,34 @@ class World:
             keeper = Handle(str(self.folder / f"keeper-{node}"))
             get(self.actor.register_keeper.remote(keeper, get(keeper.serve.remote(self.actor, secret))))
 
-    def lose_node(self, node: str) -> None:
-        """All of it: the keeper, its trainers, the memory. Another one comes in its place."""
-        self.keepers.pop(node).kill()
-        (self.folder / NODES / node).unlink()
-        (self.folder / NAMES / f"{RUN}:{node}").unlink()
-        shutil.rmtree(self.memory(node))
-        self.start_keeper(f"node-{next(self.num)}")
+    def lose_racks(self, node: str) -> None:
+        """A node's rack and as many others as there are more copies, at once: keepers, trainers, memory. Others come in
+        the place of their nodes."""
+        racks = sorted({self.racks[each] for each in self.keepers} - {self.racks[node]})
+        lost = {self.racks[node], *self.rng.sample(racks, self.setting.copies - 1)}
+        nodes = [each for each in self.keepers if self.racks[each] in lost]
+        for each in nodes:
+            self.keepers[each].process.kill()
+        for each in nodes:
+            self.keepers.pop(each).kill()
+            (self.folder / NODES / each).unlink()
+            (self.folder / NAMES / f"{RUN}:{each}").unlink()
+            shutil.rmtree(self.memory(each))
+        for each in nodes:
+            self.start_keeper(f"node-{next(self.num)}", rack=self.racks[each])
+
+    def losable(self) -> list[set[str]]:
+        """All nodes of as many racks as there are copies, for each choice of these."""
+        racks = sorted({self.racks[each] for each in self.keepers})
+        chosen = itertools.combinations(racks, self.setting.copies)
+        return [{each for each in self.keepers if self.racks[each] in some} for some in chosen]
+
+    def _in_turn(self) -> list[str]:
+        """Nodes in random order, one of each rack before the next of any."""
+        by_rack: dict[str, list[str]] = {}
+        for each in self.rng.sample(sorted(self.keepers), len(self.keepers)):
+            by_rack.setdefault(self.racks[each], []).append(each)
+        return [each for some in itertools.zip_longest(*by_rack.values()) for each in some if each is not None]
 
     def memory(self, node: str) -> Path:
         return self.folder / f"regrow-{RUN}-{node}"
@@ -211,10 +255,10 @@ class World:
 
 
 @contextlib.contextmanager
-def world(seed: int) -> Iterator[World]:
+def world(seed: int, setting: Setting = ONE_COPY) -> Iterator[World]:
     with tempfile.TemporaryDirectory(prefix="crashes-", dir="/dev/shm", ignore_cleanup_errors=True) as folder:
         try:
-            with World(Path(folder), random.Random(seed)) as made:
+            with World(Path(folder), random.Random(seed), setting) as made:
                 yield made
         except BaseException:
             log = Path(folder, "log")
@@ -254,8 +298,8 @@ def strike(made: World, kill: Kill, victim: Process) -> set[str]:
     return victim.beacon.doing()
 
 
-def check_memory(made: World, floor: Version, *, without: str = "") -> None:
-    """The newest snapshot is whole, of one step, not before `floor`, in another layout."""
+def check_memory(made: World, floor: Version, *, without: Collection[str] = ()) -> None:
+    """The newest snapshot is whole, of one step, not before `floor`, in another layout, also without some nodes."""
     get(made.actor.begin_generation.remote())  # as the next group does: late reports of the one before count no more
     found = get(made.actor.committed_snapshot.remote())
     if floor == Version() and found is None:
@@ -263,11 +307,11 @@ def check_memory(made: World, floor: Version, *, without: str = "") -> None:
     assert found is not None, f"nothing is left of {floor}"
     step = found.moment.step
     assert found.moment >= floor, f"gone back from {floor} to {step}"
-    holders = Holders.of([holder for holder in found if holder.node != without])
+    holders = Holders.of([holder for holder in found if holder.node not in without])
     secret, num_shards = get(made.actor.secret.remote()), made.rng.choice([1, 2, 3])
     for shard in range(num_shards):
         entries = make_entries(shard, num_shards)
-        where = made.rng.choice(sorted(made.keepers.keys() - {without}))
+        where = made.rng.choice(sorted(made.keepers.keys() - set(without)))
         restored = restore_snapshot(
             entries, holders, node=where, folder=made.memory(where), secret=secret, reader=shard
         )
@@ -322,28 +366,28 @@ def prepare(made: World, kill: Kill) -> Process:
     """A group that trains, or begins to where that is when the victim is to die; the victim, which knows how."""
     before = made.known()
     if not made.trainers and (kill.phase not in ONCE or made.rng.random() < 0.5):
-        made.start_group(*made.rng.choice(LAYOUTS))
+        made.start_group(*made.rng.choice(made.setting.layouts))
         wait_for_commit(made, before)
     if kill.phase in ONCE:
         made.kill_group()
     if kill.role == "trainer" and not made.trainers:
-        made.start_group(*made.rng.choice(LAYOUTS))
+        made.start_group(*made.rng.choice(made.setting.layouts))
     victim = made.rng.choice(made.victims(kill.role))
     if kill.lines:
         victim.beacon.arm(kill.phase, kill.lines)
     if not made.trainers:
-        made.start_group(*made.rng.choice(LAYOUTS))
+        made.start_group(*made.rng.choice(made.setting.layouts))
     return victim
 
 
 def clean_up_after(made: World, kill: Kill, victim: Process, redundant: bool) -> bool:
-    """Deal with a death as Ray and the driver would; whether a node was lost with its memory."""
+    """Deal with a death as Ray and the driver would; whether nodes were lost with their memory."""
     rng, floor = made.rng, made.known()
     if kill.role == "keeper":
         lost = redundant and rng.random() < 0.3
         if lost:
             made.kill_group()
-            made.lose_node(victim.node)
+            made.lose_racks(victim.node)
             check_memory(made, floor)
             return True
         made.start_keeper(victim.node)
@@ -355,24 +399,24 @@ def clean_up_after(made: World, kill: Kill, victim: Process, redundant: bool) ->
     made.kill_group()
     lost = kill.role == "coordinator" and redundant and rng.random() < 0.3  # it was on one of the nodes
     if lost:
-        made.lose_node(rng.choice(sorted(made.keepers)))
+        made.lose_racks(rng.choice(sorted(made.keepers)))
     floor = made.known()
     if kill.role == "coordinator":
         made.start_coordinator()
     made.join_keepers()
-    check_memory(made, floor, without=rng.choice(["", *made.keepers]) if redundant and not lost else "")
+    check_memory(made, floor, without=rng.choice([set(), *made.losable()]) if redundant and not lost else ())
     return lost
 
 
-@pytest.mark.timeout(1200)
-def test_whatever_dies_whenever_the_newest_committed_state_loads_whole() -> None:
-    begun, lost_at = time.monotonic(), Version()
+@pytest.mark.timeout(max(1200, 6 * NUM_KILLS))
+@pytest.mark.parametrize("setting", [ONE_COPY, TWO_COPIES], ids=["one copy", "two copies"])
+def test_whatever_dies_whenever_the_newest_committed_state_loads_whole(setting: Setting) -> None:
+    begun, lost_at, num_lost = time.monotonic(), Version(), 0
     hits: Counter[str] = Counter()
-    with world(SEED) as made:
+    with world(SEED, setting) as made:
         print(f"{NUM_KILLS} kills, CRASH_SEED={SEED}")
         made.start_coordinator()
-        for node in ("node-a", "node-b"):
-            made.start_keeper(node)
+        made.start_nodes()
         plan, again, number = kills(made.rng, NUM_KILLS), NUM_KILLS // 3, 0
         while plan:
             kill, number = plan.pop(0), number + 1
@@ -384,13 +428,14 @@ def test_whatever_dies_whenever_the_newest_committed_state_loads_whole() -> None
                 plan.append(replace(kill, lines=1 + kill.lines // 2))
                 again -= 1
             if clean_up_after(made, kill, victim, redundant=made.known() > lost_at):
-                lost_at = made.known()
+                lost_at, num_lost = made.known(), num_lost + 1
             if not made.trainers and made.rng.random() < 0.5:
                 settle(made)
             check_storage(made)
             check_errors(made)
         end(made)
     print(f"{number} kills in {time.monotonic() - begun:.0f} s, CRASH_SEED={SEED}: {dict(hits.most_common())}")
+    print(f"{setting.copies} of {setting.racks} racks were lost at once {num_lost} times")
     for phase in PHASES:
         assert hits[phase] >= NUM_KILLS // 30, phase
 
@@ -438,8 +483,7 @@ def test_what_a_coordinator_died_deleting_is_deleted_though_no_checkpoint_follow
 def test_what_was_stopped_and_goes_on_after_its_generation_writes_nothing(stopped: str) -> None:
     with world(SEED) as made:
         made.start_coordinator()
-        for node in ("node-a", "node-b"):
-            made.start_keeper(node)
+        made.start_nodes()
         made.start_group(3, 1, stubborn=True)
         wait_until(lambda: committed_steps(made.checkpoints))
         zombies = made.trainers

@@ -39,6 +39,7 @@ class Member:
     address: str  # of its socket; trainers have none
     beacon: Path
     restarted: bool  # in the place of one that died
+    rack: str  # that fails as one; empty: the node fails by itself
 
     def enter(self) -> Beacon:
         """What every process does first. It does not outlive the process that it was forked from."""
@@ -46,7 +47,9 @@ class Member:
         log = os.open(self.world / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        install(self.world, self.node, Handle(self.address) if self.address else None, restarted=self.restarted)
+        labels = {"rack": self.rack} if self.rack else {}
+        me = Handle(self.address) if self.address else None
+        install(self.world, self.node, me, labels=labels, restarted=self.restarted)
         regrow.storage.LocalStorage = _SlowStorage  # type: ignore[misc]
         return Beacon(self.beacon)
 
@@ -91,12 +94,12 @@ def keeper_main(member: Member) -> None:
     _rest_before(held, "checksums_of")
     server = Server(member.address, 8)
     folder = member.world / f"regrow-{RUN}-{member.node}"
-    server.serve(keeper.Keeper(RUN, member.node, str(folder), None, 600.0))
+    server.serve(keeper.Keeper(RUN, member.node, str(folder), "rack", 600.0))
 
 
-def coordinator_main(member: Member) -> None:
+def coordinator_main(member: Member, copies: int) -> None:
     beacon = member.enter()
-    from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig
+    from regrow.config.schema import CheckpointConfig, ClusterConfig, ObserveConfig, PretrainConfig, SnapshotConfig
     from regrow.control import checkpoints, troubles
     from regrow.control.membership import Member as Worker
     from regrow.runtime import actor as coordinator
@@ -130,7 +133,8 @@ def coordinator_main(member: Member) -> None:
         checkpoints="checkpoints",
         config=PretrainConfig(
             checkpoint=CheckpointConfig(every_steps=EVERY_STEPS, keep=KEEP, timeout_s=60.0),
-            cluster=ClusterConfig(max_workers=3),
+            cluster=ClusterConfig(max_workers=6),
+            snapshot=SnapshotConfig(copies=copies),
             observe=ObserveConfig(tensorboard=False, metrics=False),
         ),
         submitted={},

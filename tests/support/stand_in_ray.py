@@ -131,11 +131,12 @@ def _wait(calls: list[Reference], num_returns: int, timeout: float) -> tuple[lis
     return [call for call in calls if call.done()], [call for call in calls if not call.done()]
 
 
-def install(world: Path, node: str, me: Handle | None, *, restarted: bool) -> None:
-    """Put in Ray's place what the coordinator and keepers ask of it. `restarted`: in place of an actor that died."""
+def install(world: Path, node: str, me: Handle | None, *, labels: dict[str, str], restarted: bool) -> None:
+    """Put in Ray's place what the coordinator and keepers ask of it. `labels` are the node's; `restarted`: in place of
+    an actor that died."""
     assert "ray" not in sys.modules
     context = types.SimpleNamespace(
-        get_node_labels=dict,
+        get_node_labels=lambda: labels,
         get_node_id=lambda: node,
         current_actor=me,
         was_current_actor_reconstructed=restarted,
