@@ -11,9 +11,11 @@ bytes     Bytes read from storage over those needed, over all ranks: 4 -> 3 rank
           DCP's below its reader's streams, as what is asked of the operating system.
 restore   DCP's seconds over ours, 4 -> 3 ranks, in fresh processes, all of it from memory: DCP's files are in the page
           cache; ours are the node's own snapshots, which its memory has, peers' over sockets (every byte), and the
-          files of our own checkpoint.
+          files of our own checkpoint. Beside it a bare loop: the same bytes over the same sockets, checksummed, with
+          no plan, header or place of theirs.
 durable   Seconds from the beginning of the copy until a checkpoint is whole on disk, fsync and all, over those of
-          `async_save` until its future resolves. Ours include checksums and copies to the peer.
+          `async_save` until its future resolves. Ours include checksums and copies to the peer. Beside it the disk
+          alone: the same bytes by the same writes, from where they lie.
 """
 
 import argparse
@@ -71,11 +73,13 @@ def restore_part(result: Result, settings: Settings) -> None:
     for side in ("own", "peers", "storage"):
         result.add(f"restore_speedup_{side}", ratios(seconds["dcp"], seconds[side]))
         result.add(f"restore_{side}_s", seconds[side])
+    result.add("restore_peers_over_bare", ratios(seconds["peers"], seconds["bare"]))
+    result.peers["bare_restore_s"] = summary(seconds["bare"])
     result.peers["dcp_restore_s"] = summary(seconds["dcp"])
 
 
 def durable_part(result: Result, settings: Settings) -> None:
-    sides = ("ours", *ASYNC)
+    sides = ("ours", *ASYNC, "bare")
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for _ in range(settings.rounds):
         for side in sides:
@@ -88,8 +92,9 @@ def durable_part(result: Result, settings: Settings) -> None:
     tuned = best(seconds, ASYNC)
     result.add("durable_save_vs_dcp", ratios(seconds["ours"], seconds[tuned]))
     result.add("durable_save_s", seconds["ours"])
+    result.add("durable_save_over_bare", ratios(seconds["ours"], seconds["bare"]))
     result.peers["durable_dcp"] = tuned
-    for side in ASYNC:
+    for side in (*ASYNC, "bare"):
         result.peers[f"{side}_durable_s"] = summary(seconds[side])
 
 

@@ -20,11 +20,13 @@ from regrow.parallel.apply import build_model
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh, coordinates_of, replica_group
 from regrow.plan.mesh import Coordinates, plan_mesh
+from regrow.state.checksums import crc32
 from regrow.state.collective import gather
 from regrow.state.disk import catalog, store
 from regrow.state.disk.format import COMMIT
 from regrow.state.entries import Entry, training_entries
 from regrow.state.memory.holders import Holder, Holders
+from regrow.state.memory.ranges import BLOCK, connected
 from regrow.state.memory.reader import restore_snapshot
 from regrow.state.memory.slots import Committed
 from regrow.state.memory.writer import Snapshots
@@ -139,6 +141,25 @@ class OurSaver:
         return self.snapshots.skipped
 
 
+class BareSaver:
+    """What a disk alone takes: this rank's bytes as they lie, by the writes of our files, with nothing else."""
+
+    num_skipped = 0
+
+    def __init__(self, state: State, folder: Path) -> None:
+        self.storage = LocalStorage(folder)
+        self.memory = [entry.memory.view(torch.uint8).numpy().data for entry in state.entries]
+
+    def begin(self, step: int) -> None:
+        self.storage.write_chunks(f"step-{step}-rank-{dist.get_rank()}", self.memory)
+
+    def wait(self) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + COMMIT_S
     while not condition():
@@ -149,6 +170,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def make_saver(side: str, state: State, places: Sequence[Place], folder: Path, *, sync_files: bool) -> Saver:
     if side == "ours":
         return OurSaver(state, places)
+    if side == "bare":
+        return BareSaver(state, folder)
     return peer.DcpSaver(side, state.tensors, folder, sync_files=sync_files)
 
 
@@ -238,8 +261,13 @@ def write_checkpoints(model: str, folder: Path) -> int:
 
 
 def restore(side: str, model: str, folder: Path, holders: Sequence[Holder], place: Place) -> float:
-    """Seconds to restore this layout for the first time, as a new process does; what was restored is checked."""
+    """Seconds to restore this layout for the first time, as a new process does; what was restored is checked.
+
+    `bare` is what sockets alone take: as many bytes as the rank needs, each mebibyte checksummed, from wherever.
+    """
     state = build(model, seed=OTHER_SEED)
+    if side == "bare":
+        return timed(bare_loop(state, holders))
 
     def from_memory(node: str) -> None:
         done = restore_snapshot(
@@ -257,6 +285,33 @@ def restore(side: str, model: str, folder: Path, holders: Sequence[Holder], plac
     seconds = timed(actions[side])
     check(state, model)
     return seconds
+
+
+def bare_loop(state: State, holders: Sequence[Holder]) -> Callable[[], None]:
+    """Fills a rank's memory with its share of the bytes that the files of a snapshot have, one after another."""
+    sizes = gather(state.num_bytes)
+    files = [each for each in holders if not each.held.is_copy]
+    of_file = sum(sizes) // len(files)  # a header's bytes are as good as a tensor's
+    begin = sum(sizes[: dist.get_rank()])
+    memory = torch.cat([entry.memory.view(torch.uint8) for entry in state.entries]).numpy().data
+
+    def run() -> None:
+        at = 0
+        while at < len(memory):
+            number, offset = divmod(begin + at, of_file)
+            size = min(of_file - offset, len(memory) - at) if number < len(files) else 0
+            if not size:  # what does not divide
+                break
+            holder = files[number]
+            with connected(holder.address, SECRET) as connection:
+                connection.send({"op": "get", "file": holder.held.file, "ranges": [(offset, size)]})
+                for first in range(at, at + size, BLOCK):
+                    part = memory[first : min(first + BLOCK, at + size)]
+                    connection.receive_into(part)
+                    crc32(part)
+            at += size
+
+    return run
 
 
 def from_storage(state: State, storage: LocalStorage) -> None:

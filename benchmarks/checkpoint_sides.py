@@ -20,7 +20,7 @@ from support.gloo import run_ranks
 
 NUM_NODES = 2
 DEADLINE_S = 1200.0
-RESTORES = ("dcp", "own", "peers", "storage")
+RESTORES = ("dcp", "own", "peers", "bare", "storage")
 
 
 def steps(side: str, *, model: str, world_size: int, memory: str, step_s: float, num_steps: int) -> dict[str, Any]:

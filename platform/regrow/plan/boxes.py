@@ -125,6 +125,11 @@ class Runs:
         return Runs(*np.array([[source], [target], [length]]))
 
     @property
+    def first(self) -> tuple[int, int, int]:
+        """Source, target and length of the first one."""
+        return int(self.source[0]), int(self.target[0]), int(self.length[0])
+
+    @property
     def num_elements(self) -> int:
         return int(self.length.sum())
 

@@ -4,11 +4,11 @@ AdamW's moments lie where their parameters do. What an axis does not split, all 
 one stage do.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,23 @@ def placed(whole: Box, at: Coordinates) -> Box:
     """
     offsets, sizes = _placed(whole.shape, tuple(dims_of(whole.name).items()), at)
     return Box(whole.name, whole.shape, offsets, sizes, whole.dtype)
+
+
+def placed_all(wholes: Iterable[Box], at: Coordinates) -> list[Box]:
+    """The same of many tensors, most of which are like others."""
+    known: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    found = []
+    for whole in wholes:
+        key = whole.shape, tuple(dims_of(whole.name).items())
+        if key not in known:
+            known[key] = _placed(*key, at)
+        found.append(Box(whole.name, whole.shape, *known[key], whole.dtype))
+    return found
+
+
+def kind_of(box: Box, mesh: MeshShape) -> Hashable:
+    """Equal for boxes of which the same ranks of a mesh hold the same elements."""
+    return box.shape, box.offsets, box.sizes, tuple(dims_of(box.name).items()), stage_of(box.name, mesh)
 
 
 def stage_of(name: str, mesh: MeshShape) -> int | None:

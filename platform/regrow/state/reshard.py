@@ -6,7 +6,7 @@ Each wanted element is read exactly once, whatever layout the sources were writt
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple, TypeVar
 
@@ -91,41 +91,45 @@ def _rows(box: Box) -> tuple[int, int]:
 
 
 class Window(NamedTuple):
-    """Whole chunks of a source that are read at once, and what is wanted of them."""
+    """Whole chunks of a source that are read at once, and what is wanted of them: one run, as most have, or several."""
 
     begin: int  # bytes from the source's first
     end: int
-    chunks: slice  # of the source
-    runs: Runs  # counted from `begin`
+    run: tuple[int, int, int]  # source, target, length of the first one; elements, counted from `begin` in the source
+    several: Runs | None = None  # all of them
+
+    @property
+    def runs(self) -> Runs:
+        return Runs.one(*self.run) if self.several is None else self.several
 
 
 def windows(read: Read, most_bytes: int) -> Iterator[Window]:
     """A read as windows of about so many bytes, at whose borders no chunk is read twice unless a run begins there."""
     runs, item = read.runs, ITEM_BYTES[read.source.piece.box.dtype]
+    num_bytes = read.source.piece.num_bytes
     if len(runs.length) == 1:
-        yield from _windows_of_one(read, most_bytes)
+        yield from _windows_of_one(runs, item, num_bytes, most_bytes)
         return
     first, last = runs.source * item, (runs.source + runs.length) * item
     apart = (first[1:] - last[:-1] >= CHUNK_BYTES) | (first[1:] // most_bytes != first[:-1] // most_bytes)
     for a, b in pairwise([0, *(np.flatnonzero(apart) + 1).tolist(), len(first)]):
         some = runs[a:b]
         if b - a == 1:
-            yield from _windows_of_one(replace(read, runs=some), most_bytes)
+            yield from _windows_of_one(some, item, num_bytes, most_bytes)
             continue
-        begin, aligned_end, chunks = whole_chunks(int(first[a]), int(last[b - 1]), read.source.piece.num_bytes)
-        yield Window(begin, aligned_end, chunks, Runs(some.source - begin // item, some.target, some.length))
+        begin, end, _ = whole_chunks(int(first[a]), int(last[b - 1]), num_bytes)
+        several = Runs(some.source - begin // item, some.target, some.length)
+        yield Window(begin, end, several.first, several)
 
 
-def _windows_of_one(read: Read, most_bytes: int) -> Iterator[Window]:
-    """Of a read of one run."""
-    item, num_bytes = ITEM_BYTES[read.source.piece.box.dtype], read.source.piece.num_bytes
-    source, target, length = (int(each[0]) for each in (read.runs.source, read.runs.target, read.runs.length))
+def _windows_of_one(runs: Runs, item: int, num_bytes: int, most_bytes: int) -> Iterator[Window]:
+    """Of one run in a source of so many bytes."""
+    source, target, length = runs.first
     at, end = source * item, (source + length) * item
     while at < end:
         stop = min(end, (at // most_bytes + 1) * most_bytes)
-        begin, aligned_end, chunks = whole_chunks(at, stop, num_bytes)
-        runs = Runs.one((at - begin) // item, target + at // item - source, (stop - at) // item)
-        yield Window(begin, aligned_end, chunks, runs)
+        begin, aligned_end, _ = whole_chunks(at, stop, num_bytes)
+        yield Window(begin, aligned_end, ((at - begin) // item, target + at // item - source, (stop - at) // item))
         at = stop
 
 

@@ -7,12 +7,12 @@ sealed. A holder that is gone or whose bytes are damaged is left out, and what i
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +21,8 @@ from regrow.control.values import Scalar
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import ITEM_BYTES, Box, Piece
 from regrow.plan.mesh import ALONE, Coordinates
-from regrow.plan.placement import place_number, placed, stage_of, that_hold
-from regrow.state.checksums import CHUNK_BYTES, GROUP, crc32, crc_of_runs
+from regrow.plan.placement import kind_of, place_number, placed, placed_all, stage_of, that_hold
+from regrow.state.checksums import CHUNK_BYTES, GROUP, crc32, crc_of_runs, num_chunks
 from regrow.state.entries import Entry, bytes_of, fill
 from regrow.state.memory.held import Snapshot, open_snapshot
 from regrow.state.memory.holders import Holder, Holders
@@ -106,8 +106,8 @@ def plan_from(boxes: Sequence[Box], holders: Holders, node: str, reader: int) ->
 
     taken: dict[tuple[tuple[str, int], ...], Holder] = {}
     read_anyway: set[Holder] = set()
-    sources = []
-    for wanted in boxes:
+
+    def sources_of(wanted: Box) -> Iterator[Source]:
         for place in that_hold(wanted, mesh):
             key = tuple(place.items())
             if key not in taken:
@@ -121,14 +121,28 @@ def plan_from(boxes: Sequence[Box], holders: Holders, node: str, reader: int) ->
                     read_anyway.add(taken[key])
             if key in taken:
                 box = placed(wanted, taken[key].held.coordinates)
-                sources.append(Source(taken[key].name, Piece.all_of(box)))
+                yield Source(taken[key].name, Piece.all_of(box))
+
+    planned: dict[Hashable, list[Read]] = {}  # once for each kind: blocks of a model are alike
+    by_file: dict[str, list[Read]] = defaultdict(list)
+    for want, box in enumerate(boxes):
+        kind = kind_of(box, mesh)
+        if kind not in planned:
+            planned[kind] = plan_reads(sources_of(box), [Piece.all_of(box)])
+        for read in planned[kind]:
+            by_file[read.source.file].append(_like(read, box, want))
     by_name = {holder.name: holder for holder in read_anyway}
-    by_holder: dict[Holder, list[Read]] = defaultdict(list)
-    for read in plan_reads(sources, [Piece.all_of(box) for box in boxes]):
-        by_holder[by_name[read.source.file]].append(read)
+    by_holder = {by_name[file]: reads for file, reads in by_file.items()}
     if not by_holder:  # this rank holds nothing; the scalars are for it too
         by_holder[min(holders, key=lambda holder: holder.node != node)] = []
     return by_holder
+
+
+def _like(read: Read, box: Box, want: int) -> Read:
+    """The same read for another box of its kind."""
+    source = read.source.piece
+    its = Box(box.name, box.shape, source.box.offsets, source.box.sizes, box.dtype)
+    return Read(Source(read.source.file, Piece(its, source.start, source.stop)), want, read.runs)
 
 
 def _take(
@@ -171,14 +185,14 @@ def _fill(
     """Read pieces one after another, each checked while a processor's cache has it, to where they are wanted: right
     there where all of a piece is. Returns the bytes read."""
     buffer: memoryview = np.empty(max((piece.num_bytes for piece in pieces), default=0), np.uint8).data
-    targets = {want: bytes_of(entries[want].memory) for want in {piece.read.want for piece in pieces}}
+    targets = {want: bytes_of(entries[want].memory) for want in {piece.want for piece in pieces}}
     for piece in pieces:
-        place, target = piece.place, targets[piece.read.want]
+        place, target = piece.place, targets[piece.want]
         data = buffer[: piece.num_bytes] if place is None or target is None else target[place]
         read(piece, data)
         piece.check(data)
         if place is None or target is None:
-            fill(entries[piece.read.want].memory, piece.window.runs, data)
+            fill(entries[piece.want].memory, piece.window.runs, data)
     return sum(piece.num_bytes for piece in pieces)
 
 
@@ -196,36 +210,21 @@ def _read(file: BinaryIO, at: int, data: memoryview) -> None:
         got += now
 
 
-@dataclass(frozen=True)
-class PieceOfSnapshot:
+class PieceOfSnapshot(NamedTuple):
     """A window of a read, where its chunks lie in the file, and what checks them."""
 
-    read: Read
+    name: str  # of its tensor
+    want: int  # index of the wanted box
     window: Window
     begin: int  # byte in the file
+    num_bytes: int
+    place: slice | None  # the bytes of the wanted box that all of it is; None where parts of it are wanted, or apart
     crc: int  # of all its bytes
-
-    @property
-    def num_bytes(self) -> int:
-        return self.window.end - self.window.begin
-
-    @property
-    def end(self) -> int:
-        return self.begin + self.num_bytes
-
-    @property
-    def place(self) -> slice | None:
-        """The bytes of the wanted box that all of the piece is; None where parts of it are wanted, or apart."""
-        item, runs = ITEM_BYTES[self.read.source.piece.box.dtype], self.window.runs
-        if len(runs.length) != 1 or int(runs.length[0]) * item != self.num_bytes:
-            return None
-        at = int(runs.target[0]) * item
-        return slice(at, at + self.num_bytes)
 
     def check(self, chunks: memoryview) -> None:
         """Raises CheckpointError where these are not its bytes."""
         if crc32(chunks) != self.crc:
-            raise CheckpointError(f"{self.read.source.piece.box.name} fails its checksum")
+            raise CheckpointError(f"{self.name} fails its checksum")
 
 
 def _joined(pieces: Sequence[PieceOfSnapshot]) -> list[tuple[int, int]]:
@@ -244,15 +243,18 @@ def _pieces(snapshot: Snapshot, reads: Sequence[Read]) -> list[PieceOfSnapshot]:
     header = snapshot.header
     where = zip(header.offsets, header.first_chunks, strict=True)
     places = {box.name: place for box, place in zip(header.boxes, where, strict=False)}
-    found: list[tuple[Read, Window, int]] = []
+    found: list[tuple[str, int, Window, int, int, slice | None]] = []
     chunks: list[tuple[int, int]] = []  # first and last of each
     for read in reads:
-        offset, first = places[read.source.piece.box.name]
+        box = read.source.piece.box
+        (offset, first), item = places[box.name], ITEM_BYTES[box.dtype]
         for window in windows(read, PIECE_BYTES):
-            found.append((read, window, offset + window.begin))
-            chunks.append((first + window.chunks.start, first + window.chunks.stop))
-    sizes = [window.end - window.begin for _, window, _ in found]
-    crc = crc_of_runs(snapshot.crc, chunks, sizes)
+            begin, end, (_, target, length), several = window
+            is_all = several is None and length * item == end - begin
+            place = slice(target * item, (target + length) * item) if is_all else None
+            found.append((box.name, read.want, window, offset + begin, end - begin, place))
+            chunks.append((first + begin // CHUNK_BYTES, first + num_chunks(end)))
+    crc = crc_of_runs(snapshot.crc, chunks, [num_bytes for *_, num_bytes, _ in found])
     return [PieceOfSnapshot(*each, of_it) for each, of_it in zip(found, crc, strict=True)]
 
 
@@ -277,8 +279,10 @@ def _check(snapshot: Snapshot, holder: Holder, entries: Sequence[Entry], place: 
     if snapshot.held != holder.held:
         raise CheckpointError("it is not the snapshot that was committed")
     there = holder.held.coordinates
-    have = {box.name: box for box in snapshot.header.boxes}
-    want = {entry.box.name: placed(entry.box, there) for entry in entries}
+    expected = placed_all((entry.box for entry in entries), there)
+    if list(snapshot.header.boxes) == expected:
+        return
+    have, want = ({box.name: box for box in boxes} for boxes in (snapshot.header.boxes, expected))
     for name in sorted(have.keys() | want.keys()):
         if name not in want and stage_of(name, place.mesh) not in (None, place.along("pp")[0]):
             continue
