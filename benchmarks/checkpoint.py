@@ -14,8 +14,9 @@ restore   DCP's seconds over ours, 4 -> 3 ranks, in fresh processes, all of it f
           files of our own checkpoint. Beside it a bare loop: the same bytes over the same sockets, checksummed, with
           no plan, header or place of theirs.
 durable   Seconds from the beginning of the copy until a checkpoint is whole on disk, fsync and all, over those of
-          `async_save` until its future resolves. Ours include checksums and copies to the peer. Beside it the disk
-          alone: the same bytes by the same writes, from where they lie.
+          `async_save` until its future resolves. Ours include checksums and copies to the peer; beside it without
+          these copies, of which DCP makes none, and the disk alone: the same bytes by the same writes, from where they
+          lie.
 """
 
 import argparse
@@ -79,7 +80,7 @@ def restore_part(result: Result, settings: Settings) -> None:
 
 
 def durable_part(result: Result, settings: Settings) -> None:
-    sides = ("ours", *ASYNC, "bare")
+    sides = ("ours", "ours_without_copies", *ASYNC, "bare")
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for _ in range(settings.rounds):
         for side in sides:
@@ -92,6 +93,9 @@ def durable_part(result: Result, settings: Settings) -> None:
     tuned = best(seconds, ASYNC)
     result.add("durable_save_vs_dcp", ratios(seconds["ours"], seconds[tuned]))
     result.add("durable_save_s", seconds["ours"])
+    alone = seconds["ours_without_copies"]
+    result.add("durable_save_without_copies_vs_dcp", ratios(alone, seconds[tuned]))
+    result.add("durable_save_without_copies_s", alone)
     result.add("durable_save_over_bare", ratios(seconds["ours"], seconds["bare"]))
     result.peers["durable_dcp"] = tuned
     for side in (*ASYNC, "bare"):

@@ -48,14 +48,20 @@ Start = Callable[[Place], tuple[Connection, Ended]]
 
 
 class Keepers:
-    """A keeper process a node, each the next one's peer; a thread here is their coordinator, without Ray.
+    """A keeper process a node, each the next one's peer, where there are to be copies; a thread here is their
+    coordinator, without Ray.
 
     It commits what all of them have reported. With `checkpoints`, it has every step that is committed while none is on
     its way written there. `start` makes the processes; without it they are this machine's.
     """
 
     def __init__(
-        self, folder: Path, num_nodes: int, checkpoints: Path | None = None, start: Start | None = None
+        self,
+        folder: Path,
+        num_nodes: int,
+        checkpoints: Path | None = None,
+        start: Start | None = None,
+        copies: bool = True,
     ) -> None:
         start = start or _spawn
         self.places = [Place(f"node-{number}", folder / f"node-{number}") for number in range(num_nodes)]
@@ -71,7 +77,7 @@ class Keepers:
         peers: dict[str, tuple[str, ...]] = {}
         for number, place in enumerate(self.places):
             peer = self.places[(number + 1) % num_nodes].node
-            peers[place.node] = (peer,) if num_nodes > 1 else ()
+            peers[place.node] = (peer,) if copies and num_nodes > 1 else ()
             self._pipes[place.node].send(
                 ("peers", tuple(Peer(each, self._addresses[each]) for each in peers[place.node]))
             )
@@ -152,13 +158,17 @@ def _spawn(place: Place) -> tuple[Connection, "Ended"]:
 
 @contextlib.contextmanager
 def keepers(
-    memory_folder: str, num_nodes: int, checkpoints: Path | None = None, start: Start | None = None
+    memory_folder: str,
+    num_nodes: int,
+    checkpoints: Path | None = None,
+    start: Start | None = None,
+    copies: bool = True,
 ) -> Iterator[Keepers]:
     """Keepers for a while, in a folder of their own below `memory_folder`."""
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-bench-", dir=memory_folder))
     started = None
     try:
-        started = Keepers(folder, num_nodes, checkpoints, start)
+        started = Keepers(folder, num_nodes, checkpoints, start, copies)
         yield started
     finally:
         if started is not None:

@@ -168,7 +168,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def make_saver(side: str, state: State, places: Sequence[Place], folder: Path, *, sync_files: bool) -> Saver:
-    if side == "ours":
+    if places:
         return OurSaver(state, places)
     if side == "bare":
         return BareSaver(state, folder)
@@ -376,7 +376,7 @@ def durable(side: str, model: str, places: Sequence[Place], folder: Path, num_sa
         def save(step: int = step) -> None:
             saver.begin(step)
             saver.finish()
-            if side == "ours":  # keepers write what was committed
+            if places:  # keepers write what was committed
                 wait_until((folder / catalog.step_folder(step) / COMMIT).exists)
 
         seconds.append(timed(save))

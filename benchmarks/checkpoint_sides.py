@@ -20,6 +20,7 @@ from support.gloo import run_ranks
 
 NUM_NODES = 2
 DEADLINE_S = 1200.0
+OURS = ("ours", "ours_without_copies")
 RESTORES = ("dcp", "own", "peers", "bare", "storage")
 
 
@@ -63,10 +64,10 @@ def run(fn: Any, world_size: int, *arguments: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def places_for(side: str, memory: str, checkpoints: Path | None = None) -> Iterator[list[Place]]:
-    if side != "ours":
+    if side not in OURS:
         yield []
         return
-    with keepers(memory, NUM_NODES, checkpoints) as kept:
+    with keepers(memory, NUM_NODES, checkpoints, copies=side == "ours") as kept:
         yield kept.places
 
 

@@ -55,7 +55,7 @@ class SlotHeader:
     boxes: tuple[Box, ...]  # in the order of the payload
     payload_offset: int
 
-    @property
+    @cached_property
     def offsets(self) -> list[int]:
         """Where each box begins in the file, and where the payload ends."""
         at = [self.payload_offset]
@@ -63,7 +63,7 @@ class SlotHeader:
             at.append(-(-(at[-1] + box.num_bytes) // _ALIGNED) * _ALIGNED)
         return at
 
-    @property
+    @cached_property
     def first_chunks(self) -> list[int]:
         """The number of each box's first chunk among the checksums of the slot, and how many there are in all."""
         at = [0]
