@@ -1,6 +1,8 @@
 """A rank that waits in a collective for one that never comes is broken off from another thread; nothing else is."""
 
+import contextlib
 import datetime
+import os
 import random
 import socket
 import threading
@@ -44,6 +46,7 @@ def wait_for_one_that_never_comes(folder: str) -> str:
         client.sendall(b"still connected")
         said = server.recv(100).decode()
         left.with_name(f"left-{dist.get_rank()}").touch()
+        breaker.settle()
         breaker.left()
         return said
     return "the collective came to an end"
@@ -78,8 +81,35 @@ def break_off_again_and_again(times: int) -> int:
                 group.allreduce([data]).wait()
             except RuntimeError:
                 break
+        breaker.settle()
         breaker.left()
     return times
+
+
+def settle_at_once() -> tuple[int, bool]:
+    """How many connections gloo has closed itself by then, and whether they are held open all the same."""
+
+    def sockets() -> dict[str, str]:
+        found = {}
+        for entry in os.scandir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):  # the folder's own
+                found[entry.name] = os.readlink(entry.path)
+        return {number: name for number, name in found.items() if name.startswith("socket:")}
+
+    breaker = Breaker()
+    breaker.watch(set().union(*gather(list(listening()))))
+    dist.barrier()
+    before = sockets()
+    breaker.start()
+    breaker.settle()
+    after = sockets()
+    closed = [name for number, name in before.items() if after.get(number) != name]
+    breaker.left()
+    return len(closed), set(closed) <= set(after.values())
+
+
+def test_gloo_has_let_go_of_what_was_shut_down_once_that_has_settled() -> None:
+    assert run_ranks(settle_at_once, 3, deadline_s=60.0) == [(2, True)] * 3
 
 
 def test_no_rank_stays_in_a_collective_that_it_was_about_to_send_for() -> None:
@@ -103,6 +133,7 @@ def wait_in_a_pipeline(folder: str) -> str:
     try:
         step.run(mine, num_micro_batches=num_micro_batches, lr=0.0)
     except RuntimeError as error:
+        breaker.settle()
         breaker.left()
         (Path(folder) / f"left-{dist.get_rank()}").touch()
         return error.__notes__[0]

@@ -196,6 +196,7 @@ def train_through(
         breaker.start()
         assert member.stream.drain(60.0)
         member.say("over")
+        breaker.settle()
         leave_generation()
         breaker.left()
     return hooks.confirmed, hooks.logged, said

@@ -303,6 +303,7 @@ class Generation:
                 return
 
     def _leave(self) -> None:
+        self.breaker.settle()
         with contextlib.suppress(Exception):  # it may be broken
             if dist.is_initialized():
                 dist.destroy_process_group()

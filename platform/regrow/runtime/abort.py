@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ ABORT_S = 10.0  # for a communicator to be aborted, and for a process to come ou
 LEAVE_S = 45.0  # for a process to come out of a generation that was broken off
 HELD_S = 3.0  # that connections are held open for peers, which are told, too
 LOOK_S = 0.5  # between looks for groups that were made meanwhile
+SETTLE_S = 1.0  # for gloo to let go of connections that were shut down
+POLL_S = 0.002
 STDERR = 2  # sys.stderr may be no file
 
 _ABORTABLE = {"nccl": "cuda", "asynchronous": "cpu"}  # backends, and their devices
@@ -45,7 +48,8 @@ class Breaker:
         self._first: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._begun = False
-        self._left = threading.Event()
+        self._held: dict[str, socket.socket] = {}  # that were shut down, by the kernel's name
+        self._shut, self._left = threading.Event(), threading.Event()
         self._is_connecting = False
 
     @property
@@ -89,18 +93,27 @@ class Breaker:
                 tell()
         threading.Thread(target=self._run, name="break-off", daemon=True).start()
 
+    def settle(self) -> None:
+        """Where it has begun, wait until gloo has let go of what was shut down, SETTLE_S at most. Before groups are
+        destroyed: a connection that is closed just as gloo is told of its end ends the process (`state_ <= CONNECTED`
+        in its pair.cc)."""
+        if self._begun and self._shut.wait(SETTLE_S):
+            deadline = time.monotonic() + SETTLE_S
+            while _watched().intersection(list(self._held)) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+
     def left(self) -> None:
         """This process has come out of the generation: nothing of it is left to break off."""
         self._left.set()
 
     def _run(self) -> None:
-        begun_at, held = time.monotonic(), dict[str, socket.socket]()
-        self._break_off(begun_at, held)
+        begun_at = time.monotonic()
+        self._break_off(begun_at)
         time.sleep(max(0.0, begun_at + HELD_S - time.monotonic()))  # peers may be about to write
-        for connection in held.values():
+        for connection in self._held.values():
             connection.close()
 
-    def _break_off(self, begun_at: float, held: dict[str, socket.socket]) -> None:
+    def _break_off(self, begun_at: float) -> None:
         known = set[int]()
         while True:
             for group in list(distributed_c10d._world.pg_map):
@@ -109,7 +122,8 @@ class Breaker:
                     # side by side: an abort may wait for a kernel that another group's abort ends (pytorch#119797)
                     threading.Thread(target=_abort, args=(group,), name="abort", daemon=True).start()
             how = socket.SHUT_RD if time.monotonic() - begun_at < HELD_S else socket.SHUT_RDWR
-            _shut_down_all(self._listeners, how, held)
+            _shut_down_all(self._listeners, how, self._held)
+            self._shut.set()
             if self._left.wait(LOOK_S):
                 return
             waited_s, connecting = time.monotonic() - begun_at, self._is_connecting
@@ -171,6 +185,18 @@ def _sockets() -> Iterator[tuple[str, socket.socket]]:
                     yield name, mine
                 else:
                     mine.close()
+
+
+def _watched() -> set[str]:
+    """This process' sockets that something waits for by epoll, as gloo does, by the kernel's name."""
+    found = set()
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if os.readlink(entry.path) == "anon_inode:[eventpoll]":
+                for line in Path(f"/proc/self/fdinfo/{entry.name}").read_text().splitlines():
+                    if line.startswith("tfd:"):
+                        found.add(os.readlink(f"/proc/self/fd/{line.split()[1]}"))
+    return found
 
 
 def _joins(connection: socket.socket, listeners: set[Address]) -> bool:

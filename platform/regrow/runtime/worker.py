@@ -154,6 +154,7 @@ def _train_generations(process: Process, me: Member, *, backend: str, entered: f
                     end_process(job, f"{device} does not come to rest after its group was broken off")
             if memory is not None:
                 memory.close_snapshots()
+            breaker.settle()
             leave_generation()
             breaker.left()
             if memory is not None:
