@@ -56,6 +56,7 @@ NUM_KILLS = int(os.environ.get("CRASH_KILLS", "12"))
 SEED = int(os.environ.get("CRASH_SEED", "1"))
 DEADLINE_S = 120.0  # a machine may be ten times slower for a while
 LATER_S = (0.001, 0.005, 0.03)  # at most one of these, from when a phase is seen to the kill
+MOST_TRIES = 3  # to read checkpoints while a group trains
 MOST_LINES = 400  # of Python, from a phase's begin to the kill
 PATIENCE_S = 3.0  # with a phase that does not come, or ends too soon
 ANYTIME = "anytime"
@@ -202,6 +203,18 @@ class World:
             each.kill()
         self.trainers = []
 
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """No trainer goes on meanwhile."""
+        stopped = [each for each in self.trainers if each.alive]
+        for each in stopped:
+            os.kill(each.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for each in stopped:
+                os.kill(each.pid, signal.SIGCONT)
+
     def join_keepers(self) -> None:
         """As the ranks of the next group do before they restore."""
         secret = get(self.actor.secret.remote())
@@ -320,15 +333,18 @@ def check_memory(made: World, floor: Version, *, without: Collection[str] = ()) 
 
 def check_storage(made: World) -> None:
     """The newest checkpoint is whole, of one step, not older than before; so is the one before it."""
-    while True:
-        steps = committed_steps(made.checkpoints)
-        try:
-            for step in steps[:KEEP]:
-                check_checkpoint(made, step)
-            break
-        except (CheckpointError, FileNotFoundError):
-            if committed_steps(made.checkpoints)[:1] == steps[:1]:  # else the last of them is retired by now
-                raise
+    with contextlib.ExitStack() as stack:
+        for tries in itertools.count():
+            if tries == MOST_TRIES:  # checkpoints are retired as quickly as they are read
+                stack.enter_context(made.standing_still())
+            steps = committed_steps(made.checkpoints)
+            try:
+                for step in steps[:KEEP]:
+                    check_checkpoint(made, step)
+                break
+            except (CheckpointError, FileNotFoundError):
+                if committed_steps(made.checkpoints)[:1] == steps[:1]:  # else the last of them is retired by now
+                    raise
     assert max(steps, default=0) >= max(made.seen, default=0), f"gone back from {max(made.seen)} to {steps}"
     made.seen.update(steps)
     assert len(steps) >= min(KEEP, len(made.seen))
