@@ -56,7 +56,7 @@ def placed(whole: Box, at: Coordinates) -> Box:
 
 
 def placed_all(wholes: Iterable[Box], at: Coordinates) -> list[Box]:
-    """The same of many tensors, most of which are like others."""
+    """`placed` of many tensors: what is alike is worked out once, as blocks of a model are."""
     known: dict[tuple[Any, ...], tuple[tuple[int, ...], tuple[int, ...]]] = {}
     found = []
     for whole in wholes:
