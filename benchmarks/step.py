@@ -132,7 +132,7 @@ class Timings:
 
 def main() -> None:
     options = parse_options()
-    device = torch.device(options.device)
+    device = torch.device(options.device, 0)
     began = time.monotonic()
     torch.manual_seed(0)
     report = Report(options, device)
@@ -275,7 +275,8 @@ def their_step(case: Case, batches: Sequence[Tensor], device: torch.device) -> R
         compile_backend=case.compile_backend,
         activation_checkpoint=case.activation_checkpoint,
     )
-    return lambda number: run(batches[number % len(batches)])
+    hosts = [batch.cpu().pin_memory() if batch.is_cuda else batch for batch in batches]  # as its data loader's are
+    return lambda number: run(hosts[number % len(hosts)])
 
 
 class Report:

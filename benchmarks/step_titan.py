@@ -9,6 +9,7 @@ with both, from the same weights.
     python -m venv titan && titan/bin/pip install -e '.[benchmark]'  # its own: it wants older datasets than ours
 """
 
+import importlib
 import importlib.util
 import logging
 import os
@@ -26,7 +27,7 @@ from regrow.model.size import num_params
 NAME = "torchtitan"
 HOW_TO_GET_IT = "torchtitan is not installed: in an environment of its own, pip install -e '.[benchmark]'"
 
-Run = Callable[[Tensor], None]  # a step on this rank's rows [m, T+1]
+Run = Callable[[Tensor], None]  # a step on this rank's rows [m, T+1], which are on the host
 
 
 def is_installed() -> bool:
@@ -85,6 +86,7 @@ def build_trainer(
     """Its Trainer; `settings` are more of its configuration's. Raises AssertionError where the models' sizes differ."""
     if device.type == "cpu":
         stand_in_for_cuda()
+    name_what_is_new()
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.loss import CrossEntropyLoss
@@ -193,6 +195,13 @@ def model_spec(model: ModelConfig, seq_len: int) -> Any:
 def built_as(thing: object) -> Any:
     """A configuration that builds this, whatever it is told."""
     return types.SimpleNamespace(build=lambda **_: thing)
+
+
+def name_what_is_new() -> None:
+    """Let torchtitan be imported with torch 2.11, which lacks a name that it annotates with and does not use here."""
+    fsdp: Any = importlib.import_module("torch.distributed.fsdp")
+    if not hasattr(fsdp, "DataParallelMeshDims"):
+        fsdp.DataParallelMeshDims = object
 
 
 def stand_in_for_cuda() -> None:

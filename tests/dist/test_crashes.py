@@ -163,7 +163,7 @@ class World:
         process = self.context.Process(target=main, args=(member, *args), daemon=True)
         made = Process(process, beacon, node)
         process.start()
-        self.started = [*(each for each in self.started if each.alive), made]  # one that ended would keep its files open
+        self.started = [*(each for each in self.started if each.alive), made]  # the others keep files open
         return made
 
     def start_coordinator(self) -> None:

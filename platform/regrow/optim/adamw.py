@@ -94,7 +94,8 @@ def step_unless(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     found = skip.float()
     optimizer.found_inf = found  # type: ignore[attr-defined]  # fused AdamW looks for it, as GradScaler's
     optimizer.step()
-    torch._foreach_add_([state["step"] for state in optimizer.state.values()], found)
+    counts = [state["step"] for state in optimizer.state.values()]
+    torch._foreach_add_(counts, [found] * len(counts))  # one tensor for all would be read on the host, which waits
 
 
 @torch.no_grad()

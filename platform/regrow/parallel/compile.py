@@ -5,6 +5,7 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,9 @@ from regrow.config.schema import CompileMode, Float8, ParallelConfig
 from regrow.errors import RegrowError, first_line
 from regrow.model.llama import Llama
 from regrow.storage import Storage
+
+if TYPE_CHECKING:  # torch 2.11 has it in no namespace before something is compiled
+    from torch.compiler._cache import CacheInfo
 
 # CUDA graphs are not among them: FSDP gathers parameters to new places, and each would be recorded again
 MODES = {CompileMode.default: None, CompileMode.max_autotune: "max-autotune-no-cudagraphs"}
@@ -101,7 +105,7 @@ class CompileCache:
         return len(keys)
 
 
-def _keys(found: torch.compiler._cache.CacheInfo) -> set[str]:
+def _keys(found: "CacheInfo") -> set[str]:
     return {f"{kind}/{key}" for kind, keys in found.artifacts.items() for key in keys}
 
 

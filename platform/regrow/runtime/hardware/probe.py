@@ -13,6 +13,7 @@ from regrow.runtime.hardware.gpus import problem, read_gpus
 
 SIZE = {"cpu": 384, "cuda": 4096}  # on CUDA, the most whose sums bfloat16 still holds
 TRIES = 3
+REPEATS = {"cpu": 1, "cuda": 10}  # of a product in a try: one alone takes 0.2 ms on an H100, and launching it varies
 ROWS = 512  # of a product, that are checked at a time: in float64, and in what training leaves of the memory
 CHECKS = 16  # vectors: one wrong element is overseen with probability 2 ** -CHECKS
 LEAST_FREE = 0.9  # of a GPU's memory, where this process has nothing yet but its context
@@ -52,7 +53,7 @@ class Prober:
 
     def __init__(self, device: torch.device) -> None:
         self.device, size = device, SIZE[device.type]
-        self._seconds = 0.0
+        self._seconds, self._repeats = 0.0, REPEATS[device.type]
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
         generator = torch.Generator().manual_seed(0)
         # a third of them zero: every sum is an integer that the dtype holds exactly, in whatever order it is taken
@@ -72,9 +73,10 @@ class Prober:
             for _ in range(TRIES):
                 self._wait()
                 begun = time.perf_counter()
-                product = self.left @ self.right
+                for _ in range(self._repeats):
+                    product = self.left @ self.right
                 self._wait()
-                seconds = min(seconds, time.perf_counter() - begun)
+                seconds = min(seconds, (time.perf_counter() - begun) / self._repeats)
             self.check(product)
         except torch.OutOfMemoryError:  # nothing is wrong with the device, and the next step needs less than it had
             return self._seconds

@@ -23,6 +23,7 @@ from pathlib import Path
 from regrow.control.values import Version
 from regrow.errors import CheckpointError
 from regrow.state.memory import held
+from regrow.state.memory.mapping import address_of, map_all
 from regrow.state.memory.slots import Committed, open_slot, void
 
 MOST_WASTE = 1.5  # of an arena's size to its slot's: groups of 4 and 3 nodes take turns in the same memory
@@ -41,7 +42,7 @@ class Arena:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, self.num_bytes)
-            self.memory = mmap.mmap(descriptor, self.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self.memory = map_all(descriptor, self.num_bytes)
         except OSError as error:
             path.unlink(missing_ok=True)
             raise CheckpointError(
@@ -57,7 +58,7 @@ class Arena:
 
         if self._address:
             return
-        address = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+        address = address_of(self.memory)
         outcome = int(torch.cuda.cudart().cudaHostRegister(address, self.num_bytes, 0))
         if outcome:
             raise CheckpointError(

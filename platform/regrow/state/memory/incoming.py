@@ -5,7 +5,6 @@ so that what the kernel receives goes where it stays.
 """
 
 import contextlib
-import mmap
 import os
 import secrets
 import threading
@@ -16,6 +15,7 @@ from typing import Any
 
 from regrow.errors import CheckpointError, first_line
 from regrow.state.memory import held as files
+from regrow.state.memory.mapping import map_all
 from regrow.state.memory.ranges import TIMEOUT_S, Connection
 from regrow.state.memory.slots import MAGIC, open_slot
 from regrow.state.memory.transport import Place, Transport, TransportError
@@ -40,7 +40,7 @@ class Incoming:
             os.pwrite(descriptor, bytes(len(MAGIC)), 0)
             os.ftruncate(descriptor, size)
             os.posix_fallocate(descriptor, 0, size)  # or a page that is not there would kill this process
-            self._map = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self._map = map_all(descriptor, size)
         except (OSError, ValueError) as error:
             files.remove(path)
             raise CheckpointError(f"no room for a copy of {size:,} bytes ({first_line(error)})") from error

@@ -10,7 +10,6 @@ its process. So UCX gets no TCP unless UCX_TLS says so, and a node without a dev
 
 import base64
 import contextlib
-import ctypes
 import importlib
 import mmap
 import os
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from regrow.errors import first_line
+from regrow.state.memory.mapping import address_of, map_all
 from regrow.state.memory.ranges import TIMEOUT_S, Address, Connection
 from regrow.state.memory.transport import Place, Registered, Session, TcpSession, TransportError
 
@@ -150,8 +150,8 @@ def offer_of(agent: Any, file: BinaryIO, size: int) -> Offer:
     """Raises TransportError where it cannot be registered."""
     descriptor = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR)  # registered memory is writable
     try:
-        mapped = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        at = _address_of(mapped)
+        mapped = map_all(descriptor, size)
+        at = address_of(mapped)
         registered = _register(agent, at, size)
     except BaseException:
         os.close(descriptor)
@@ -228,7 +228,7 @@ class _Landing:
     def __init__(self, agent: Any, remotes: _Remotes, memory: memoryview, token: str) -> None:
         self.place: Place = {"into": token}
         self._agent, self._remotes, self._memory = agent, remotes, memory
-        self._at = _address_of(memory)
+        self._at = address_of(memory)
         self._registered = _register(agent, self._at, len(memory))
 
     def receive(self, target: memoryview, request: Mapping[str, Any], connection: Connection) -> None:
@@ -291,7 +291,3 @@ def _register(agent: Any, at: int, size: int) -> Any:
         raise TransportError(
             f"NIXL cannot register {size:,} bytes ({first_line(error)}): let keepers lock memory (ulimit -l)"
         ) from error
-
-
-def _address_of(memory: mmap.mmap | memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
