@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import ProfilerActivity
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "platform"), str(ROOT / "tests"), str(ROOT)]
@@ -44,6 +46,7 @@ from benchmarks.step_ranks import measure_ranks  # noqa: E402
 from benchmarks.step_titan import HOW_TO_GET_IT, is_installed, titan_step  # noqa: E402
 from benchmarks.step_titan import NAME as TORCHTITAN  # noqa: E402
 
+from regrow.accept.timing import Load  # noqa: E402
 from regrow.config import plain  # noqa: E402
 from regrow.config.schema import (  # noqa: E402
     ActivationCheckpoint,
@@ -58,12 +61,15 @@ from regrow.model.size import flops_per_token, num_params  # noqa: E402
 from regrow.parallel.fsdp import BACKENDS, build_mesh  # noqa: E402
 from regrow.plan.mesh import plan_mesh  # noqa: E402
 from regrow.runtime.hardware.peak import Peak, peak_flops  # noqa: E402
+from regrow.runtime.hardware.settings import apply_device_settings  # noqa: E402
 from regrow.train.build import build_step  # noqa: E402
+from regrow.train.profile import kind_of, spent  # noqa: E402
 
 GIB = 2**30
 LR = 1e-4
 COMPILED = "+compile"
 PEERS = ("bare", TORCHTITAN)
+MOST_KERNELS = 20  # of a profile, that are named
 DEFAULTS: dict[str, dict[str, list[str]]] = {
     "cpu": {"models": ["debug"], "recipes": ["bare", "float32"], "rank_models": ["debug", "150m"]},
     "cuda": {
@@ -128,12 +134,15 @@ class Timings:
     step_s: list[float] = field(default_factory=list)
     peak_bytes: int = 0
     warmup_s: float = 0.0  # building, compiling and the first steps, of the slowest round
+    profile: dict[str, Any] = field(default_factory=dict)  # of the last round
 
 
 def main() -> None:
     options = parse_options()
     device = torch.device(options.device, 0)
     began = time.monotonic()
+    if device.type == "cuda":  # as a worker has it
+        apply_device_settings(os.environ, in_place=True, compile_threads=os.cpu_count() or 1)
     torch.manual_seed(0)
     report = Report(options, device)
     with process_group(device):
@@ -159,7 +168,11 @@ def main() -> None:
 def measure(case: Case, options: argparse.Namespace, device: torch.device, report: "Report") -> None:
     """Build one case, time its steps, free it; a case that cannot run is reported with the reason."""
     try:
-        timings = time_case(case, device, num_warmup=options.warmup, num_steps=options.steps)
+        if device.type == "cuda" and case.recipe.endswith(COMPILED):
+            launch_as_it_comes(case.recipe.startswith(PEERS))
+        timings = time_case(
+            case, device, num_warmup=options.warmup, num_steps=options.steps, num_profiled=options.profile
+        )
     except Exception as error:  # out of memory, no torchao, no kernel: the other cases still count
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         print(f"{case.name}: skipped, {reason}", flush=True)
@@ -179,7 +192,17 @@ def measure(case: Case, options: argparse.Namespace, device: torch.device, repor
             torch.cuda.empty_cache()
 
 
-def time_case(case: Case, device: torch.device, *, num_warmup: int, num_steps: int) -> Timings:
+def launch_as_it_comes(static: bool) -> None:
+    """Launch kernels as torch does by default, which is faster and can hold the interpreter; a worker's own way if not.
+
+    All cases share a process, so that the environment of a worker is the peers', too.
+    """
+    import torch._inductor.config
+
+    torch._inductor.config.use_static_cuda_launcher = static
+
+
+def time_case(case: Case, device: torch.device, *, num_warmup: int, num_steps: int, num_profiled: int = 0) -> Timings:
     began = time.perf_counter()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -193,7 +216,31 @@ def time_case(case: Case, device: torch.device, *, num_warmup: int, num_steps: i
     timings.step_s = clock(run, num_steps, device)
     if device.type == "cuda":
         timings.peak_bytes = torch.cuda.max_memory_allocated(device)
+    if num_profiled:
+        timings.profile = profile_steps(run, num_profiled, device)
     return timings
+
+
+def profile_steps(run: RunStep, num_steps: int, device: torch.device) -> dict[str, Any]:
+    """Where a step's time goes: milliseconds by kind of kernel, on a CPU of operator, and of those that take most."""
+    activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU  # alone: noting both takes time
+    synchronize(device)
+    with torch.profiler.profile(activities=[activity]) as running:
+        for number in range(num_steps):
+            run(number)
+        synchronize(device)
+    found = spent(running.key_averages(), device.type)
+    kinds: Counter[str] = Counter()
+    for each in found:
+        kinds[kind_of(each.name)] += each.seconds  # type: ignore[assignment]
+    return {
+        "ms_by_kind": {kind: round(1e3 * seconds / num_steps, 3) for kind, seconds in kinds.most_common()},
+        "calls": sum(each.calls for each in found) / num_steps,
+        "most": [
+            {"name": each.name[:120], "ms": round(1e3 * each.seconds / num_steps, 3), "calls": each.calls / num_steps}
+            for each in found[:MOST_KERNELS]
+        ],
+    }
 
 
 def clock(run: RunStep, num_steps: int, device: torch.device) -> list[float]:
@@ -299,6 +346,7 @@ class Report:
         sofar.step_s += timings.step_s
         sofar.peak_bytes = max(sofar.peak_bytes, timings.peak_bytes)
         sofar.warmup_s = max(sofar.warmup_s, timings.warmup_s)
+        sofar.profile = timings.profile
         self.write()
 
     def add_part(self, name: str, part: Part) -> None:
@@ -338,6 +386,8 @@ class Report:
             target[f"{key}/mfu"] = case.tokens / median * flops_per_token(case.model, case.seq_len) / self.peak.flops
             if timings.peak_bytes:
                 target[f"{key}/peak_bytes"] = timings.peak_bytes
+                if target is figures:
+                    target[f"{key}/forecast_bytes"] = forecast_bytes(case)
             target[f"{key}/warmup_s"] = timings.warmup_s
         for model_name in dict.fromkeys(timings.case.model.name for timings in self.timings.values()):
             figures.update(self.ratios(model_name))
@@ -353,6 +403,7 @@ class Report:
             "spread": spread,
             "peers": peers,
             "skipped": self.skipped,
+            "profiles": {name: each.profile for name, each in self.timings.items() if each.profile},
             "settings": self.settings(),
             "versions": versions(),
             "hardware": hardware(self.device),
@@ -427,6 +478,12 @@ def cases_of(model_name: str, options: argparse.Namespace, device: torch.device)
 
 def default_dtype(device: torch.device) -> Dtype:
     return Dtype.bfloat16 if device.type == "cuda" else Dtype.float32
+
+
+def forecast_bytes(case: Case) -> int:
+    """What `jobs.plan` says that our step allocates at most."""
+    load = Load(case.model, case.parallel, case.micro_batch_seqs, case.seq_len, case.num_micro_batches)
+    return load.forecast_bytes()
 
 
 def batch_shape(model: ModelConfig, options: argparse.Namespace, device: torch.device) -> tuple[int, int]:
@@ -545,6 +602,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--activation-checkpoint", choices=list(ActivationCheckpoint.__members__), default="none")
     parser.add_argument("--compile-backend", default="inductor")
     parser.add_argument("--loss", action=argparse.BooleanOptionalAction, default=True, help="measure the chunked loss")
+    parser.add_argument("--profile", type=int, default=0, metavar="STEPS", help="profile so many steps of each case")
     parser.add_argument("--rank-models", nargs="*", help="models to run on two ranks of a CPU; may be none")
     parser.add_argument("--rank-dtypes", nargs="+", choices=list(Dtype.__members__), default=["float32"])
     parser.add_argument("--rank-rounds", type=int, default=5, help="times each side of these is built and timed")

@@ -84,9 +84,9 @@ def build_trainer(
     **settings: Any,
 ) -> Any:
     """Its Trainer; `settings` are more of its configuration's. Raises AssertionError where the models' sizes differ."""
+    name_what_is_new()
     if device.type == "cpu":
         stand_in_for_cuda()
-    name_what_is_new()
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     from torchtitan.components.checkpoint import CheckpointManager
     from torchtitan.components.loss import CrossEntropyLoss

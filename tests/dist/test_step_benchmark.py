@@ -51,7 +51,7 @@ def test_the_benchmark_runs_where_only_torch_is_installed_and_writes_what_it_mea
     out = tmp_path / "results" / "step.json"
     small = ["--models", "debug-layers1", "--seq-len", "32", "--micro-batch-seqs", "2", "--warmup", "1", "--quick"]
     recipes = ["--recipes", "bare", "float32", "bfloat16", "tensorwise", "--device", "cpu", "--no-loss"]
-    recipes += ["--rank-models"]  # none
+    recipes += ["--rank-models", "--profile", "1"]  # none
     subprocess.run(
         [sys.executable, "-c", RUN_WITHOUT, str(ROOT / "benchmarks" / "step.py"), "--out", str(out), *small, *recipes],
         check=True,
@@ -66,6 +66,9 @@ def test_the_benchmark_runs_where_only_torch_is_installed_and_writes_what_it_mea
             assert figures[f"cpu/debug-layers1/{recipe}/{figure}"] > 0
         fast, slow = result["spread"][f"cpu/debug-layers1/{recipe}/step_s"]
         assert fast <= figures[f"cpu/debug-layers1/{recipe}/step_s"] <= slow
+        profile = result["profiles"][f"debug-layers1/{recipe}"]
+        assert {"matrix products", "optimizer and clipping"} < profile["ms_by_kind"].keys()
+        assert profile["most"][0]["ms"] >= profile["most"][-1]["ms"] > 0
     assert figures["tokens_per_s_ratio_bare"] > 0
     assert figures["cpu/debug-layers1/tensorwise/float8_speedup"] > 0
     assert result["peers"]["cpu/debug-layers1/bare/tokens_per_s"] > 0

@@ -25,7 +25,7 @@ KINDS = (  # the first that matches an operator's or a kernel's name
     ("attention", r"attention|flash|fmha|sdpa|flex"),
     ("matrix products", r"\bmm\b|addmm|bmm|matmul|linear|gemm|_scaled_mm|cutlass|xmma|nvjet"),
     ("optimizer and clipping", r"adamw?|foreach|multi_tensor"),
-    ("copies and casts", r"copy|memcpy|memset|\bto\b|_to_copy|\bcat\b|split|clone|fill"),
+    ("copies and casts", r"copy|memcpy|memset|\bto\b|_to_copy|\bcat\b|chunk_cat|split|clone|fill"),
     ("fused by torch.compile", r"triton|compiled|cpp_fused"),
 )
 REST = "everything else"
