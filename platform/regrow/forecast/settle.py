@@ -15,7 +15,7 @@ from regrow.forecast.cost import Network
 from regrow.forecast.devices import GIB, Device
 from regrow.forecast.estimate import forecast, gpu_of, network_of
 
-ROOM_SHARE = 0.85  # of what is usable, that larger passes may fill: what compiled blocks keep on a GPU is an assumption
+ROOM_SHARE = 0.85  # of what is usable, that larger passes may fill: torch reserves 1.1 to 1.2 of what it allocates
 MOST_SIZES = 9  # of the group, that are looked at
 
 C = TypeVar("C", bound=PretrainConfig)
