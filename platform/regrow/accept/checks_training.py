@@ -4,6 +4,7 @@ import gc
 import importlib
 import os
 import time
+import traceback
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -95,7 +96,8 @@ def no_sync(report: Report, loaded: Loaded) -> None:
         ]
         found = ""
     except RuntimeError as error:
-        found, stats = str(error).splitlines()[0], []
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        found, stats = f"{str(error).splitlines()[0]}, at {Path(at.filename).name}:{at.lineno}: {at.line}", []
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for each in stats:
