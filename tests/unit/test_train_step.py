@@ -1,11 +1,8 @@
-import re
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from regrow.accept.tiny import count_up_rows, tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig
@@ -16,6 +13,7 @@ from regrow.parallel.apply import build_model
 from regrow.train.certificate import BrokenStep, Certificate
 from regrow.train.metrics import InFlight
 from regrow.train.step import IGNORE_INDEX, StepResult, TrainStep, evaluate, sum_cross_entropy, whole_loss
+from support.operators import Operators
 
 torch.set_num_threads(1)  # threads that wait for each other cost tiny models more than they save
 
@@ -78,30 +76,13 @@ def test_a_batch_without_any_valid_target_gives_zero_and_not_nan():
         assert torch.equal(parameter, before[name]), name
 
 
-class Operators(TorchDispatchMode):
-    """Notes what is called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-# for a device, of which a number or how much there is has to be read; a tensor given as a number is read so, too
-WAITS = re.compile(r"aten\.(_local_scalar_dense|item|is_nonzero|equal|nonzero|masked_select|_?unique\w*)\b")
-
-
 def test_a_step_asks_for_no_number_before_it_is_resolved():
     step = make_step()
     with Operators() as operators:
         for number in range(2):
             stats = step.run(list(ROWS.split(3)), num_micro_batches=3, lr=1e-3, digest=1, number=number)
-    waiting = {name for name in operators.names if WAITS.match(name)}
     assert "aten._fused_adamw_.default" in operators.names
-    assert not waiting
+    assert not operators.waiting
     assert stats.resolve().loss > 0
 
 
