@@ -144,6 +144,8 @@ def test_a_part_whose_minutes_are_over_begins_nothing_more(checks: type) -> None
     outcome = run(checks.of("time.sleep(600)"), checks.of("pass"), minutes=0.1)
     assert outcome.findings[0].reason == "did not end within 6 s"
     assert "accept.only=first runs it" in outcome.findings[2].reason
+    assert (outcome.findings[0].check_s or 0) >= 6
+    assert outcome.findings[2].check_s is None
 
 
 def test_a_session_that_has_ended_has_no_members() -> None:
@@ -234,6 +236,7 @@ def test_accept_json_has_the_form_that_others_rely_on(tmp_path: Path) -> None:
         assert {"name", "claim", "state", "figure", "expected"} <= each.keys()
         assert each["state"] in ("proved", "refused", "not_tested")
     assert [each["figure"] for each in content["checks"]] == ["2 s", None]
+    assert [each["check_s"] for each in content["checks"]] == [None, None]
     assert content["counts"] == {"proved": 1, "not_tested": 1}
     assert content["versions"]["python"]
 

@@ -64,6 +64,7 @@ class Finding:
     reason: str = ""  # for which it was refused or not tested
     advice: str = ""
     part: str = ""
+    check_s: float | None = None  # that its check took, with all its claims; None: it was not begun
 
     @staticmethod
     def of(check: Check, claim: Claim, state: State, figure: str | None = None, reason: str = "") -> "Finding":

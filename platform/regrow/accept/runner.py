@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,9 @@ def run_checks(
                 tell(f"{check.claims[0].claim} ...", [])
                 began = time.monotonic()
                 found, broke = run_check(check, min(check.deadline_s, left_s[check.part]), environment)
-                left_s[check.part] -= time.monotonic() - began
+                took_s = time.monotonic() - began
+                left_s[check.part] -= took_s
+                found = [replace(each, check_s=round(took_s, 1)) for each in found]
                 outcome.broke += [f"{check.claims[0].name}: {broke}"] if broke else []
                 outcome.interrupted |= any(each.reason == "interrupted" for each in found)
             outcome.findings += found
