@@ -118,6 +118,17 @@ def test_state_is_twelve_bytes_a_parameter_shared_by_the_ranks_that_shard_it():
     assert kinds["parameters"] + kinds["optimizer"] == pytest.approx(12 * num_params(EIGHT.model) / 8, rel=1e-3)
 
 
+def test_memory_is_forecast_for_the_tail_in_bfloat16_where_a_run_in_float8_has_one():
+    def kinds(recipe: Float8, tail: float = 0.0) -> dict[str, int]:
+        none = ActivationCheckpoint.none
+        config = with_parallel(EIGHT, float8=recipe, bfloat16_tail=tail, compile=True, activation_checkpoint=none)
+        return at(config, 64).memory.kinds
+
+    plain = kinds(Float8.none)
+    assert kinds(Float8.tensorwise_all_gather)["activations"] < 0.8 * plain["activations"]
+    assert kinds(Float8.tensorwise_all_gather, tail=0.1) == plain
+
+
 def test_ranks_of_a_unit_share_state_activations_and_arithmetic_and_wait_for_each_other():
     shared = with_parallel(EIGHT, tp=4)
     alone, unit = at(EIGHT, 32), at(shared, 32)

@@ -126,7 +126,7 @@ def run_check(
         with open(output, "wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "regrow.accept.child", check.function, str(report), str(error)],
-                env=_environment(folder, environment, on_gpu=check.num_gpus > 0),
+                env=_environment(folder, environment, trains=check.part is Part.one_process),
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -218,11 +218,11 @@ def last_line(path: Path) -> str:
     return lines[-1] if lines else ""
 
 
-def _environment(folder: str, more: Mapping[str, str] | None, *, on_gpu: bool) -> dict[str, str]:
-    """That of a worker of a job, where the check is about GPUs."""
+def _environment(folder: str, more: Mapping[str, str] | None, *, trains: bool) -> dict[str, str]:
+    """That of a worker of a job, where the process of the check is one; ranks that it starts have their own."""
     paths = [str(PLATFORM), str(PLATFORM.parent), os.environ.get("PYTHONPATH", "")]
     found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), FOLDER: folder, **(more or {})}
-    if on_gpu:
+    if trains:
         apply_device_settings(found, in_place=True, compile_threads=os.cpu_count() or 1)
     return found
 
