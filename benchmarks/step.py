@@ -24,7 +24,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,7 +62,7 @@ from regrow.plan.mesh import plan_mesh  # noqa: E402
 from regrow.runtime.hardware.peak import Peak, peak_flops  # noqa: E402
 from regrow.runtime.hardware.settings import apply_device_settings  # noqa: E402
 from regrow.train.build import build_step  # noqa: E402
-from regrow.train.profile import kind_of, spent  # noqa: E402
+from regrow.train.profile import by_kind, spent  # noqa: E402
 
 GIB = 2**30
 LR = 1e-4
@@ -230,11 +229,8 @@ def profile_steps(run: RunStep, num_steps: int, device: torch.device) -> dict[st
             run(number)
         synchronize(device)
     found = spent(running.key_averages(), device.type)
-    kinds: Counter[str] = Counter()
-    for each in found:
-        kinds[kind_of(each.name)] += each.seconds  # type: ignore[assignment]
     return {
-        "ms_by_kind": {kind: round(1e3 * seconds / num_steps, 3) for kind, seconds in kinds.most_common()},
+        "ms_by_kind": {kind: round(1e3 * seconds / num_steps, 3) for kind, seconds in by_kind(found).most_common()},
         "calls": sum(each.calls for each in found) / num_steps,
         "most": [
             {"name": each.name[:120], "ms": round(1e3 * each.seconds / num_steps, 3), "calls": each.calls / num_steps}

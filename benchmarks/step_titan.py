@@ -9,7 +9,6 @@ with both, from the same weights.
     python -m venv titan && titan/bin/pip install -e '.[benchmark]'  # its own: it wants older datasets than ours
 """
 
-import importlib
 import importlib.util
 import logging
 import os

@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,15 @@ def test_a_part_whose_minutes_are_over_begins_nothing_more(checks: type) -> None
     assert "accept.only=first runs it" in outcome.findings[2].reason
     assert (outcome.findings[0].check_s or 0) >= 6
     assert outcome.findings[2].check_s is None
+
+
+def test_a_check_of_one_gpu_runs_as_a_worker_does(checks: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    told = 'report.found("first", True, os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]); '
+    check = checks.of(told + 'report.found("second", True, os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "none"))')
+    for part, wanted in ((Part.one_process, ["0", str(os.cpu_count())]), (Part.one_node, ["1", "none"])):
+        found, _ = run_check(replace(check, part=part), 60.0)
+        assert [each.figure for each in found] == wanted
 
 
 def test_a_session_that_has_ended_has_no_members() -> None:

@@ -118,6 +118,32 @@ def test_state_is_twelve_bytes_a_parameter_shared_by_the_ranks_that_shard_it():
     assert kinds["parameters"] + kinds["optimizer"] == pytest.approx(12 * num_params(EIGHT.model) / 8, rel=1e-3)
 
 
+# of the steps that an H100 had room for, alone
+H100_ALONE = json.loads((ROOT / "benchmarks" / "results" / "2026-11-27-h100x1-diagnosis.json").read_text())
+TIMED = [each for each in H100_ALONE["cases"] if "step_ms" in each and "static_launcher" not in each]
+
+
+@pytest.mark.parametrize("case", TIMED, ids=lambda each: f"{each['recipe']}-{each['rows']}")
+def test_a_forecast_for_one_gpu_is_near_what_an_h100_took(case: dict[str, Any]) -> None:
+    """Memory; speed is forecast lower, but where that GPU waited for its host."""
+    recipe, rows, seq_len = case["recipe"].removesuffix("+compile"), case["rows"], H100_ALONE["seq_len"]
+    config = config_of(
+        "+cluster=h100x64",
+        f"model={H100_ALONE['model']}",
+        f"data.seq_len={seq_len}",
+        f"optim.global_batch_seqs={rows}",
+        "optim.num_slices=1",
+        "parallel.compile=true",
+        f"parallel.float8={'none' if recipe == 'bfloat16' else recipe}",
+        "parallel.activation_checkpoint=none",
+        "parallel.reshard_after_forward=false",
+    )
+    found = at(config, 1)
+    assert found.memory.total / GIB == pytest.approx(case["allocated_gib"], rel=0.02)
+    if case["busy"] > 0.9:
+        assert found.tokens_per_s / case["tokens_per_s"] == pytest.approx(0.75, abs=0.02)
+
+
 def test_memory_is_forecast_for_the_tail_in_bfloat16_where_a_run_in_float8_has_one():
     def kinds(recipe: Float8, tail: float = 0.0) -> dict[str, int]:
         none = ActivationCheckpoint.none

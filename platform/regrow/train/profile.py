@@ -111,14 +111,19 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), REST)
 
 
-def summary(found: list[Spent], *, title: str, num_steps: int) -> str:
-    """One page, Markdown: time by kind and by operator, milliseconds of a step."""
-    total = sum(each.seconds for each in found) or 1.0
+def by_kind(found: Iterable[Spent]) -> Counter[str]:
+    """Seconds of each kind."""
     kinds: Counter[str] = Counter()
     for each in found:
         kinds[kind_of(each.name)] += each.seconds  # type: ignore[assignment]
+    return kinds
+
+
+def summary(found: list[Spent], *, title: str, num_steps: int) -> str:
+    """One page, Markdown: time by kind and by operator, milliseconds of a step."""
+    total = sum(each.seconds for each in found) or 1.0
     lines = [f"# {title}", "", "| kind | ms a step | share |", "|---|---:|---:|"]
-    for kind, seconds in kinds.most_common():
+    for kind, seconds in by_kind(found).most_common():
         lines.append(f"| {kind} | {1e3 * seconds / num_steps:,.2f} | {seconds / total:.1%} |")
     lines.append(f"| all | {1e3 * total / num_steps:,.2f} | |")
     lines += ["", "| by itself | kind | ms a step | share | calls a step |", "|---|---|---:|---:|---:|"]

@@ -3,8 +3,8 @@
 Read by them when the first group, the first allocation or the first compilation is made: set before. Sources are
 pytorch's `ProcessGroupNCCL.cpp` (`WorkNCCL`, `Watchdog`, `HeartbeatMonitor`) and `distributed_c10d.py`
 (`_abort_process_group`, which asks for 0), nvidia-resiliency-ext's guide for restarts within a process, and
-pytorch#109074 for launches that hold the interpreter. On an H100 torch read all of them, and launches into a full queue
-held nothing (decision 54); between GPUs they were never tried.
+pytorch#109074 for launches that hold the interpreter. On an H100 torch read those that it logs, and launches into a
+full queue held nothing (decision 54); between GPUs they were never tried.
 """
 
 import logging

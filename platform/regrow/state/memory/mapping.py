@@ -1,4 +1,4 @@
-"""Maps files of memory, every page at once: cold ones would cost whoever touches them first more than a copy."""
+"""Maps files of memory, every page at once: the process that touches a cold one first pays more than a copy takes."""
 
 import ctypes
 import errno
@@ -26,11 +26,8 @@ def map_all(descriptor: int, num_bytes: int) -> mmap.mmap:
         failed = madvise(address + start, min(AT_ONCE, num_bytes - start), MADV_POPULATE_WRITE)
         return ctypes.get_errno() if failed else 0
 
-    if len(starts) == 1:
-        found = {populate(0)}
-    else:
-        with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), "populate") as threads:
-            found = set(threads.map(populate, starts))
+    with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0))), "populate") as threads:
+        found = set(threads.map(populate, starts))
     for number in found - {0, errno.EINVAL}:
         memory.close()
         raise OSError(number, f"pages cannot be mapped: {os.strerror(number)}")
