@@ -217,8 +217,8 @@ class RemoteStorage(Storage):
         return self.uri
 
     def join(self, *names: str) -> "RemoteStorage":
-        tail = "/".join(names)
-        return RemoteStorage(self.fs, f"{self.root}/{tail}", f"{self.uri}/{tail}")
+        tail, (path, mark, options) = "/".join(names), self.uri.partition("?")
+        return RemoteStorage(self.fs, f"{self.root}/{tail}", f"{path.rstrip('/')}/{tail}{mark}{options}")
 
     def read_bytes(self, name: str) -> bytes:
         return self._retry(name, lambda path: self.open_file(path).read())
@@ -283,7 +283,8 @@ class RemoteStorage(Storage):
         def is_there() -> bool:
             return bool(self.fs.get_file_info(path).is_file)
 
-        if self.fs.type_name == "s3" and find_spec("boto3") is not None:
+        own = "?" in self.uri or "@" in self.uri  # endpoint or credentials, which boto3 takes from the environment
+        if self.fs.type_name == "s3" and not own and find_spec("boto3") is not None:
             created = _create_in_s3(path, data, is_there)
             if created is not None:
                 return created
@@ -357,10 +358,10 @@ def _place_new(temporary: Path, path: Path) -> None:
 
 
 def _create_in_s3(path: str, data: bytes, is_there: Callable[[], bool]) -> bool | None:
-    """Arrow has no conditional writes; boto3 takes endpoint and credentials from where Arrow does.
+    """Arrow has no conditional writes; boto3 takes endpoint and credentials from the environment, as Arrow does.
 
-    None where it finds no credentials, as those in a URI, and where the store has no such writes, or ignores the
-    condition: that shows where what was just created can be created again. Until then it is looked at first.
+    None where it finds no credentials, and where the store has no such writes, or ignores the condition: that shows
+    where what was just created can be created again. Until then it is looked at first.
     """
     from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
 

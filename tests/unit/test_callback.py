@@ -75,7 +75,7 @@ def test_a_snapshot_is_sealed_with_the_state_of_its_step_though_it_was_begun_bef
     entries = [Entry(Box.whole("model/w", (4,)), torch.ones(4))]
     snapshots = Snapshots(tmp_path, entries, coordinates=Coordinates(MeshShape(1, 1)), run_id="r", generation=1)
     largest = {"user.text": "x" * (MOST_BYTES - len('{"user.text": ""}'))}
-    snapshots.begin(5, Progress(5, 10**15, 10**18, {"text": "before"}).to_dict())
+    snapshots.begin(5, Progress(5, 10**15, 10**18, {"text": "before", "gone": 1}).to_dict())
     snapshots.wait()
     snapshots.confirm(5, largest)
     (slot,) = [found for path in tmp_path.glob("*.slot") if (found := open_slot(path)) is not None]

@@ -1,6 +1,7 @@
 """Storage, sources and corpora in S3, spoken to through pyarrow.fs at a server on this machine."""
 
 import json
+import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -153,6 +154,17 @@ def test_two_jobs_may_prepare_the_same_one_there(bucket: str, tmp_path: Path) ->
     assert prepare(CONFIG, WordRecipe(num_pieces=3), place, progress=other_job) == finished[0]
     assert not place.exists("plan.json")
     list(verify(str(place)))
+
+
+def test_a_file_is_created_where_the_uri_says_and_not_where_the_environment_does(
+    bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = os.environ["AWS_ENDPOINT_URL"].removeprefix("http://")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # where nothing answers
+    folder = Storage.at(f"{bucket}/options?endpoint_override={place}&scheme=http&region=us-east-1") / "run"
+    assert folder.create("run.json", b"1")
+    assert not folder.create("run.json", b"2")
+    assert Storage.at(str(folder)).read_bytes("run.json") == b"1"
 
 
 def test_a_run_with_its_storage_there_prepares_and_reads_its_corpus_there(bucket: str, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from regrow.state.memory.holders import Holders
 from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.ranges import TIMEOUT_S
 from regrow.state.memory.reader import PIECE_BYTES, restore_snapshot
-from regrow.state.memory.slots import HELD_BY_ALL, SLOT, Committed
+from regrow.state.memory.slots import HELD_BY_ALL, NOTICES, SLOT, Committed
 from regrow.state.memory.writer import UNCOMMITTED_S, Snapshots
 from support.keepers import (
     RUN,
@@ -551,6 +551,25 @@ def test_ranks_go_by_what_nodes_hold_only_once_nothing_was_committed_for_a_while
     now += UNCOMMITTED_S
     writer.held_by_all(1)
     assert told == [f"{HELD_BY_ALL}1 1"]
+
+
+def test_a_keeper_that_fails_at_one_notice_heeds_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where memory is full when it is to note what ranks hold."""
+    with cluster(tmp_path, 1) as nodes:
+        complaints: list[str] = []
+        nodes[0].keeper.complain = lambda text, peer, tried_s: complaints.append(text)
+
+        def full(state: Committed, folder: Path) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Committed, "write", full)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notices:
+                notices.sendto(f"{HELD_BY_ALL}1 1".encode(), str(nodes[0].keeper.folder / NOTICES))
+            wait_until(lambda: complaints)
+        assert "No space left on device" in complaints[0]
+        snapshot(nodes, 1, 1)
+        wait_until(lambda: nodes[0].reports)
 
 
 def test_a_step_that_was_left_out_is_not_one_whose_commit_is_waited_for(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from regrow.storage import LocalStorage, Storage, StorageError
+from regrow.storage import LocalStorage, RemoteStorage, Storage, StorageError
 
 
 @pytest.fixture(params=["local", "remote"])
@@ -88,6 +88,12 @@ def test_locations_are_paths_or_uris(tmp_path: Path) -> None:
         Storage.at("nope://x")
     with pytest.raises(StorageError, match="not a local folder"):
         _ = Storage.at("memory://x").local_path
+
+
+def test_the_options_of_a_uri_stay_behind_what_is_joined_to_it() -> None:
+    folder = RemoteStorage(None, "b/x", "s3://b/x/?region=us-east-1&scheme=http") / "y" / "z"
+    assert (folder.root, str(folder)) == ("b/x/y/z", "s3://b/x/y/z?region=us-east-1&scheme=http")
+    assert str(RemoteStorage(None, "b", "gs://b") / "y") == "gs://b/y"
 
 
 def test_what_is_sent_again_is_made_again_and_never_held_whole(monkeypatch: pytest.MonkeyPatch) -> None:

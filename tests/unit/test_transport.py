@@ -4,13 +4,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from regrow.errors import CheckpointError
-from regrow.state.memory import link, transport
+from regrow.state.memory import incoming, link, transport
 from regrow.state.memory.incoming import Incomings
 from regrow.state.memory.ranges import BLOCK, Connection, RangeServer
 from regrow.state.memory.slots import MAGIC
@@ -30,6 +32,15 @@ def serving(answer: Callable[..., None]) -> Iterator[RangeServer]:
         yield server
     finally:
         server.close()
+
+
+@contextmanager
+def threads_of(most: int) -> Iterator[Threads]:
+    threads = Threads(most, "test")
+    try:
+        yield threads
+    finally:
+        threads.close()
 
 
 @pytest.mark.parametrize("size", [1, 100, BLOCK - 1, BLOCK, BLOCK + 1, MANY])
@@ -73,6 +84,92 @@ def test_a_file_is_put_by_several_flows_at_once_into_the_peers_memory(
         assert 1 < len(used) <= 3
         with pytest.raises(CheckpointError, match="no peer any more"), open(source, "rb") as file:
             session.put(file, len(MAGIC), len(data), incoming.place)
+
+
+def test_files_that_are_put_at_once_take_turns_on_the_flows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "PIECE", BLOCK)
+    (source := tmp_path / "source").write_bytes(bytes(16 * BLOCK))
+    begun, go_on, order = threading.Event(), threading.Event(), list[str]()
+
+    def answer(request: dict[str, Any], connection: Connection) -> None:
+        begun.set()
+        go_on.wait(20)
+        order.append(request["into"])
+        connection.receive_all(memoryview(bytearray(request["bytes"])))
+        connection.send({"ok": True})
+
+    with serving(answer) as server, open(source, "rb") as file, threads_of(2) as threads:
+        session = TcpSession(server.address, SECRET, lambda peer, secret: 1)
+        puts = [threads.submit(session.put, file, 0, 16 * BLOCK, {"into": "first"})]
+        assert begun.wait(20)
+        puts += [threads.submit(session.put, file, 0, 16 * BLOCK, {"into": "second"})]
+        wait_until(lambda: session._threads is not None and session._threads._tasks.qsize() >= 3)
+        go_on.set()
+        for each in puts:
+            each.result(20)
+        session.close()
+    assert order.count("first") == order.count("second") == 16
+    assert order.index("second") < 4
+    assert "first" in order[-4:]
+
+
+def test_a_put_whose_peers_change_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "PIECE", BLOCK)
+    (source := tmp_path / "source").write_bytes(bytes(8 * BLOCK))
+    begun, go_on = threading.Event(), threading.Event()
+
+    def answer(request: dict[str, Any], connection: Connection) -> None:
+        begun.set()
+        go_on.wait(20)
+        connection.receive_all(memoryview(bytearray(request["bytes"])))
+        connection.send({"ok": True})
+
+    with serving(answer) as server, open(source, "rb") as file, threads_of(1) as threads:
+        session = TcpSession(server.address, SECRET, lambda peer, secret: 1)
+        put = threads.submit(session.put, file, 0, 8 * BLOCK, {})
+        assert begun.wait(20)
+        session.close()
+        go_on.set()
+        with pytest.raises(CheckpointError, match="no peer any more"):
+            put.result(20)
+
+
+def test_a_copy_whose_turn_has_not_come_is_not_given_up_while_others_of_its_host_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incoming, "TIMEOUT_S", 0.2)
+    monkeypatch.setattr(incoming, "LOOK_S", 0.02)
+    incomings = Incomings(TcpTransport())
+    looked = 0
+
+    def answer(request: dict[str, Any], connection: Connection) -> None:
+        if request["op"] == FILL:
+            incomings.fill(request, connection)
+        else:
+            incomings.receive(tmp_path / request["file"], request, connection)
+
+    def is_silent(self: Incomings, host: str, since: float) -> bool:
+        nonlocal looked
+        looked += time.monotonic() - since > 3 * incoming.TIMEOUT_S
+        return silent(self, host, since)
+
+    silent = Incomings._is_silent
+    monkeypatch.setattr(Incomings, "_is_silent", is_silent)
+    put = {"op": "put", "bytes": 2 * BLOCK, "by": "tcp", "header_sha256": ""}
+    with serving(answer) as server:
+        first, second, flow = (Connection.to(server.address, SECRET) for _ in range(3))
+        first.send(put | {"file": "first"})
+        second.send(put | {"file": "second"})
+        place, _ = first.receive()["place"], second.receive()
+        flow.send({"op": FILL, "at": len(MAGIC), "bytes": BLOCK, **place})
+        wait_until(lambda: looked)
+        flow.send_bytes(bytes(BLOCK))
+        assert flow.receive() == {"ok": True}
+        second.send({"op": "seal"})
+        assert "error" in second.receive()  # it is no snapshot; but it was waited for
+        assert first.receive() == {}  # nothing comes of any any more
+        for each in (first, second, flow):
+            each.close()
 
 
 def test_memory_that_is_given_up_takes_nothing_more(tmp_path: Path) -> None:
@@ -157,3 +254,20 @@ def test_threads_do_all_of_it_on_at_most_so_many_and_nothing_once_they_are_close
     assert len(seen) == 3
     threads.close()
     assert threads.submit(work, 1).cancelled()
+
+
+def test_what_waits_for_a_task_is_told_that_it_is_never_done() -> None:
+    threads, begun, go_on = Threads(1, "some"), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        go_on.wait(20)
+
+    first, second = threads.submit(work), threads.submit(work)
+    assert begun.wait(20)
+    threads.close()
+    assert wait([second], 20).done == {second}
+    assert second.cancelled()
+    go_on.set()
+    first.result(20)
+    assert wait([threads.submit(work)], 20).not_done == set()

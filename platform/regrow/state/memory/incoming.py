@@ -9,6 +9,7 @@ import os
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ class Incoming:
     def __init__(self, path: Path, size: int, transport: Transport) -> None:
         """Raises CheckpointError where memory does not hold it."""
         self.path, self.size, self.token = path, size, secrets.token_hex(16)
-        self.heard_at = time.monotonic()
         self._given_up = False
         self._filling: set[Connection] = set()
         self._changed = threading.Condition()
@@ -66,7 +66,6 @@ class Incoming:
         try:
             with memoryview(self._map) as memory, memory[at : at + size] as target:
                 self.registered.receive(target, request, connection)
-            self.heard_at = time.monotonic()
         finally:
             with self._changed:
                 self._filling.discard(connection)
@@ -116,6 +115,8 @@ class Incomings:
         self._transport = transport
         self._by_token: dict[str, Incoming] = {}
         self._lock, self._opening = threading.Lock(), threading.Lock()
+        self._filling: Counter[str] = Counter()  # ranges that are on their way, by host
+        self._heard_at: dict[str, float] = {}  # when the newest of a host came
 
     @contextlib.contextmanager
     def open(self, path: Path, size: int) -> Iterator[Incoming]:
@@ -146,11 +147,28 @@ class Incomings:
     def fill(self, request: dict[str, Any], connection: Connection) -> None:
         """Receive a range of one of them, and say so."""
         try:
-            self.find(request["into"]).fill(request, connection)
+            with self._hearing(connection.host):
+                self.find(request["into"]).fill(request, connection)
         except TransportError as error:
             connection.send({"error": first_line(error)})
             return
         connection.send({"ok": True})
+
+    @contextlib.contextmanager
+    def _hearing(self, host: str) -> Iterator[None]:
+        with self._lock:
+            self._filling[host] += 1
+        try:
+            yield
+            self._heard_at[host] = time.monotonic()
+        finally:
+            with self._lock:
+                self._filling[host] -= 1
+
+    def _is_silent(self, host: str, since: float) -> bool:
+        """Whether nothing came from a host for long: of any copy, as those of many slots take turns on its flows."""
+        silent_s = time.monotonic() - max(since, self._heard_at.get(host, since))
+        return silent_s > TIMEOUT_S and not self._filling[host]
 
     def receive(self, path: Path, request: dict[str, Any], connection: Connection) -> None:
         """Take a copy, as a request says, into a file: visible only once all of it is there and its checksums hold."""
@@ -162,8 +180,9 @@ class Incomings:
         try:
             with self.open(path, int(request["bytes"])) as incoming:
                 connection.send({"place": dict(incoming.place)})
+                begun = time.monotonic()
                 while not connection.readable(LOOK_S):
-                    if time.monotonic() - incoming.heard_at > TIMEOUT_S:
+                    if self._is_silent(connection.host, begun):
                         raise ConnectionError("nothing comes of a copy")
                 if connection.receive().get("op") != "seal":
                     raise ConnectionError("a copy that was given up")

@@ -184,22 +184,22 @@ class KeeperNode:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _listen(self) -> None:
-        while True:
+        while (notice := _received(self._notices)) is not None:
             try:
-                data = self._notices.recv(4096)
-            except TimeoutError:
-                _give_back(self.folder, self._transport)
-                if self._failed:
-                    self._look_again()
-                continue
-            except OSError:
-                return
-            if not data:
-                return
-            if data.startswith(HELD_BY_ALL.encode()):
-                self.held_by_all(Version(*map(int, data.split()[-2:])))
-            else:
-                self._put(data.decode())
+                self._heed(notice)
+            except Exception as error:  # of one notice, as where memory is full; the keeper goes on listening
+                self._failed = True
+                self.complain(f"node {self.node[:12]} is told of a snapshot in vain: {first_line(error)}", "", 0.0)
+
+    def _heed(self, notice: bytes) -> None:
+        if not notice:
+            _give_back(self.folder, self._transport)
+            if self._failed:
+                self._look_again()
+        elif notice.startswith(HELD_BY_ALL.encode()):
+            self.held_by_all(Version(*map(int, notice.split()[-2:])))
+        else:
+            self._put(notice.decode())
 
     def _look_again(self) -> None:
         """Take up what is sealed, not ready and not committed, as if it had been sealed just now."""
@@ -316,6 +316,16 @@ class KeeperNode:
         elif request["op"] == "get":
             with reading(path) as file:  # the client has the checksums of what it asked for
                 connection.send_file(file, [(offset, size) for offset, size in request["ranges"]])
+
+
+def _received(notices: socket.socket) -> bytes | None:
+    """What a rank says; empty where none says anything for a while, None once this is closed."""
+    try:
+        return notices.recv(4096) or None
+    except TimeoutError:
+        return b""
+    except OSError:
+        return None
 
 
 def _drop_older_generations(folder: Path, state: Committed) -> None:

@@ -16,6 +16,8 @@ from regrow.state.memory.slots import MAGIC, open_slot, reading
 from regrow.state.memory.threads import Threads
 from regrow.state.memory.transport import Session, Transport
 
+MAP_S = 60.0  # for a peer to map the memory of all slots of a node, one after another
+
 
 class Outgoing:
     """Of one keeper."""
@@ -70,6 +72,8 @@ class Outgoing:
                 return
             put = {"op": "put", "file": name, "bytes": size, "header_sha256": snapshot.held.header_sha256}
             connection.send(put | {"by": self._transport.name}, beside)
+            if not connection.readable(MAP_S):
+                raise CheckpointError(f"the peer has no memory for it after {MAP_S:.0f} s")
             place = _unless_refused(connection.receive())
             self._session(peer).put(file, len(MAGIC), size, place["place"])
             connection.send({"op": "seal"})

@@ -100,6 +100,7 @@ class Connection:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * DARK_S))
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(TIMEOUT_S), 0))
         self._socket, self._least = connected, 1
+        self.host = (connected.getpeername() or ("",))[0]  # of the other side
         self._sent: _Direction | None = None  # None: the other side has proved nothing yet
         self._received: _Direction | None = None
         self.body = b""  # of the newest frame that was received

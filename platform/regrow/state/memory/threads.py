@@ -1,5 +1,6 @@
 """A few threads that keep no process from ending: one that waits for a host which went dark is not waited for."""
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ class Threads:
     """At most so many, which are started when there is something to do."""
 
     def __init__(self, most: int, name: str) -> None:
-        self._most, self._name = most, name
+        self.most, self._name = most, name
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._lock, self._started, self._closed = threading.Lock(), 0, False
         self._free = 0  # threads that wait for a task, less those tasks that wait for one
@@ -24,10 +25,10 @@ class Threads:
         future: Future[Result] = Future()
         with self._lock:
             if self._closed:
-                future.cancel()
+                _cancel(future)
                 return future
             self._free -= 1
-            if self._free < 0 and self._started < self._most:
+            if self._free < 0 and self._started < self.most:
                 self._started += 1
                 self._free += 1
                 threading.Thread(target=self._run, name=f"{self._name}-{self._started}", daemon=True).start()
@@ -35,9 +36,12 @@ class Threads:
         return future
 
     def close(self) -> None:
-        """Begin nothing more. What has begun goes on; waits for nothing."""
+        """Begin nothing more: what waits is cancelled, what has begun goes on. Waits for nothing."""
         with self._lock:
             self._closed = True
+            with contextlib.suppress(queue.Empty):
+                while task := self._tasks.get_nowait():
+                    _cancel(task[0])
             for _ in range(self._started):
                 self._tasks.put(None)
 
@@ -45,7 +49,7 @@ class Threads:
         while (task := self._tasks.get()) is not None:
             future, fn, arguments = task
             if self._closed:
-                future.cancel()
+                _cancel(future)
             elif future.set_running_or_notify_cancel():
                 try:
                     future.set_result(fn(*arguments))
@@ -53,3 +57,9 @@ class Threads:
                     future.set_exception(error)
             with self._lock:
                 self._free += 1
+
+
+def _cancel(future: "Future[Any]") -> None:
+    """What waits for it is told: `cancel` alone tells nothing to `concurrent.futures.wait`."""
+    if future.cancel():
+        future.set_running_or_notify_cancel()

@@ -20,7 +20,8 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, CancelledError, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from itertools import islice
 from queue import Empty, LifoQueue
 from typing import Any, BinaryIO, Protocol
 
@@ -136,17 +137,22 @@ class TcpSession:
         if end - begin <= PIECE:
             self._send(file, begin, end - begin, place)
             return
-        threads = self._flows()
-        sending = [threads.submit(self._send, file, at, min(PIECE, end - at), place) for at in range(begin, end, PIECE)]
-        done, left = wait(sending, return_when=FIRST_EXCEPTION)
-        for each in left:
-            each.cancel()
-        wait(left)  # those that have begun: the file is not to be closed before
+        threads, pieces = self._flows(), iter(range(begin, end, PIECE))
+
+        def some(most: int) -> set[Future[None]]:
+            return {threads.submit(self._send, file, at, min(PIECE, end - at), place) for at in islice(pieces, most)}
+
+        sending = some(threads.most + 1)  # no more of one slot at a time: other slots are to have their turns
         try:
-            for each in done:
-                each.result()
+            while sending:
+                done, sending = wait(sending, return_when=FIRST_COMPLETED)
+                for each in done:
+                    each.result()
+                sending |= some(len(done))
         except CancelledError as error:
             raise CheckpointError("it is no peer any more") from error
+        finally:
+            wait([each for each in sending if not each.cancel()])  # the file is not to be closed before
 
     @contextlib.contextmanager
     def get(self, file: str, ranges: Ranges) -> Iterator[Callable[[memoryview], None]]:

@@ -25,7 +25,7 @@ import torch
 from regrow.control.values import NOTHING, Scalar
 from regrow.errors import CheckpointError
 from regrow.plan.mesh import Coordinates
-from regrow.state.entries import Entry
+from regrow.state.entries import USER, Entry
 from regrow.state.memory.arenas import Arena, Arenas
 from regrow.state.memory.control_word import ControlWord
 from regrow.state.memory.slots import (
@@ -198,10 +198,11 @@ class Snapshots:
 
     def confirm(self, step: int, scalars: Mapping[str, Scalar] | None = None) -> None:
         """The host has seen that every collective of `step` succeeded: its snapshot may become visible, with these
-        scalars as they are now."""
+        scalars of a callback in place of those that it was begun with."""
         pending = self._pending  # the copying thread may seal it, and take it away
         if pending is not None and pending.slot.step == step:
-            pending.scalars.update(scalars or {})
+            if scalars is not None:
+                pending.scalars = {k: v for k, v in pending.scalars.items() if not k.startswith(USER)} | dict(scalars)
             self.copier.poll()
             self._seal(pending, confirmed=True)
 
