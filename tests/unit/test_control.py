@@ -13,12 +13,12 @@ from regrow.control.checkpoints import ARRIVE_WANTED_S, ASK_AGAIN_S, IN_VAIN, RE
 from regrow.control.core import DEVICE_PATIENCE_S, Fenced
 from regrow.control.group import FORM_POLL_S, LEAVING_S
 from regrow.control.health import KNOCK_S, LOOK_S, WHERE_AGAIN_S, Pulse
-from regrow.control.links import AGAIN_S, REFUSED_S
+from regrow.control.links import AGAIN_S, AT_MOST_S, REFUSED_S, Links
 from regrow.control.membership import Member
 from regrow.control.past import Past, Rollbacks, group_of
 from regrow.control.phases import BEYOND_S, FACTOR, Phase
 from regrow.control.silent import DARK_S, HAIL_S, HANGS, LATE_S
-from regrow.control.snapshots import COPIES, SILENT_S, UNHEARD_S
+from regrow.control.snapshots import COPIES, SILENT_S, UNHEARD_S, UNSAFE_S
 from regrow.control.states import (
     Answer,
     Finished,
@@ -202,6 +202,35 @@ def test_a_run_that_waits_for_workers_says_what_it_waits_for() -> None:
     assert note["text"].endswith("; Ray starts none on nodes that drain: b")
 
 
+def test_a_process_that_dies_at_the_start_leaves_those_that_start_with_it() -> None:
+    told = Told(min_workers=2)
+    told.join(one(1), expected=3)
+    told(e.Died((("c", 9),), 2, "worker_died", "gone"))
+    told.now += YIELD_S + 1.0
+    told()
+    assert told.records("note") == []
+    told(e.Died((("b", 8),), 1, "worker_died", "gone"))
+    told.now += YIELD_S + 1.0
+    told()
+    assert [note["text"].partition(":")[0] for note in told.records("note")] == [
+        "1 of cluster.min_workers=2 workers are left"
+    ]
+
+
+def test_no_process_hangs_that_ends_as_the_run_is_given_up() -> None:
+    told = training("ab")
+    for step in range(1, 4):
+        told.now += 0.1
+        told.row(step, step_s=0.1)
+    told(e.Superseded("another process writes this run"))
+    told.clear()
+    for _ in range(40):
+        told.now += 0.5
+        told()
+        answering(told, {node: lambda pid=pid: [Pulse(pid, 1, 3, 1.0, 0.0, "")] for pid, node in enumerate("ab")})
+    assert told.records("stalled") == told.records("failure") == []
+
+
 def test_rows_may_be_missing_only_where_the_coordinator_was_restarted() -> None:
     told = Told()
     told.form(one(1))
@@ -237,6 +266,15 @@ def test_rows_that_died_with_a_coordinator_are_logged_once_the_next_group_sends_
     assert [(row.row["generation"], row.row["step"]) for row in told.of(c.LogRow)] == [(1, 3), (1, 4), (1, 5), (2, 6)]
     assert told.records("note") == []
     assert told.records("generation")[-1]["recomputed_steps"] == 0
+
+
+def test_the_last_row_of_a_group_that_is_gone_is_logged_where_nothing_is_left_to_train() -> None:
+    told = Told(Past(1, 2, restarted=True))
+    told(e.Restarted((one(1), one(2)), 0, ("node",), (1,), 0.0))
+    told.form(one(1))
+    told.begin(["node"], step=3)
+    told(e.Row(2, told.metrics(3, generation=1)))
+    assert [(row.row["step"], row.is_late) for row in told.of(c.LogRow)] == [(3, True)]
 
 
 def test_rows_that_rank_0_could_not_send_before_it_was_lost_are_sent_by_another_rank() -> None:
@@ -911,6 +949,28 @@ def test_a_coordinator_that_was_restarted_knows_that_the_last_step_is_trained() 
     assert again.control.settling.busy, "step 1 is to be in storage"
 
 
+def test_a_keeper_that_is_late_for_a_coordinator_that_was_restarted_takes_its_place_once_it_is_there() -> None:
+    """Without it nothing would be committed until the group changes, and no line would say so."""
+    told = training("abc")
+    events = log_of(told)
+    again = Told(Past.of(events, generation=1, logged=0, stored=-1, restarted=True))
+    again.now = told.now
+    for node in "ac":
+        again(e.KeeperUp(node, node, (node, 1)))
+    again(e.KeepersFound((), 1))
+    again(group_of(events, 1))
+    assert again.peers == {}
+    again.now += UNSAFE_S + 1.0
+    again.row(1)
+    assert "no snapshot has been committed" in again.records("snapshot_failed")[0]["detail"]
+    again()
+    assert again.of(c.RestartKeeper) == [c.RestartKeeper("b")]
+    again(e.KeeperUp("b", "b", ("b", 2), restarted=True))
+    assert again.peers == told.peers
+    again.seal(Version(1, 5), again.peers)
+    assert again.control.newest_snapshot == Version(1, 5)
+
+
 def test_a_last_checkpoint_that_a_coordinator_died_over_is_written_by_the_next_one() -> None:
     told = Told()
     told.form(one(1, "a"))
@@ -1195,6 +1255,14 @@ def test_steps_commit_without_the_copies_of_a_node_that_no_other_takes_and_one_i
     told.now += AGAIN_S
     told()
     assert told.peers == {"a": ("b",), "b": ("a",)}
+
+
+def test_a_link_may_be_given_up_any_number_of_times() -> None:
+    links, now = Links(), 0.0
+    for _ in range(1100):
+        assert links.refused("a", "b", REFUSED_S, now)
+        now += AT_MOST_S + 1.0
+        assert links.try_again(now)
 
 
 def test_links_that_are_given_up_together_move_all_copies_once() -> None:

@@ -12,7 +12,8 @@ import pytest
 
 from regrow.control import events as e
 from regrow.control.membership import Member
-from regrow.control.values import SnapshotAck, Version
+from regrow.control.replicas import Replicas
+from regrow.control.values import Digest, SnapshotAck, Version
 from support.told import Told
 
 RANKS_PER_NODE = 4
@@ -112,3 +113,16 @@ def test_no_event_takes_more_than_in_proportion_to_the_number_of_ranks(
     times = {what: large[what] / small[what] for what in small if large[what] > FEW}
     assert {what: round(each, 2) for what, each in times.items() if each > MOST} == {}
     assert len(times) > 15
+
+
+def test_comparing_replicas_takes_no_more_than_in_proportion_to_the_number_of_ranks() -> None:
+    def compared(size: int) -> int:
+        def digest(rank: int) -> Digest:
+            return Digest(rank, f"shard {rank % (size // 2)}", 2, 0)
+
+        firsts = range(0, size, RANKS_PER_NODE)
+        digests = [tuple(digest(rank) for rank in range(first, first + RANKS_PER_NODE)) for first in firsts]
+        acks = [SnapshotAck(f"node{at}", Version(1, 1), (), digests=each) for at, each in enumerate(digests)]
+        return instructions(lambda: Replicas().take(acks))
+
+    assert compared(LARGE) < MOST * compared(SMALL)

@@ -372,6 +372,31 @@ def test_a_group_that_only_keepers_know_of_is_over_when_the_coordinator_is_resta
     again.shell.close()
 
 
+def test_a_keeper_that_answers_a_restarted_coordinator_late_has_its_place_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late: Future[KeeperInfo] = Future()
+
+    class Late(Keeper):
+        def serve(self, coordinator: Any, secret: bytes) -> Any:
+            return late
+
+    away(tmp_path, monkeypatch)
+    first, keeper = make(tmp_path), Late("node")
+    train(first, keeper)
+    until(lambda: [each for each in read_events(LocalStorage(tmp_path)) if each["event"] == "generation"])
+    first.shell.close()
+    keepers_found(monkeypatch, keeper)
+    monkeypatch.setattr(module, "is_restarted", lambda: True)
+    monkeypatch.setattr(fleet, "ANSWER_S", 0.1)
+    del keeper.place
+    again = make(tmp_path)
+    assert not hasattr(keeper, "place")
+    late.set_result(keeper.info)
+    until(lambda: hasattr(keeper, "place"))
+    again.shell.close()
+
+
 # storage: one writer
 
 

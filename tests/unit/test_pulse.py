@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import regrow
-from regrow.runtime.liveness.pulse import SIZE, read_pulses
+from regrow.runtime.kept_rows import ROWS
+from regrow.runtime.liveness.pulse import SIZE, STACKS, read_pulses
 
 BEAT = """
 import sys
@@ -40,3 +41,17 @@ def test_a_pulse_that_is_just_being_made_says_nothing(tmp_path: Path) -> None:
     """A file of zeros would say that its process has stood still since the machine was started."""
     (tmp_path / f"pulse-{os.getpid()}").write_bytes(bytes(SIZE))
     assert read_pulses(tmp_path) == []
+
+
+def test_of_a_process_that_is_gone_only_its_rows_stay(tmp_path: Path) -> None:
+    """Another process of the node is to have them."""
+    path = str(Path(regrow.__file__).parents[1])
+    command = [sys.executable, "-c", BEAT, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env={"PYTHONPATH": path}) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.kill()
+    for name in (STACKS, ROWS.removesuffix("-")):
+        (tmp_path / f"{name}-{process.pid}").write_text("")
+    assert [each.state for each in read_pulses(tmp_path)] == [""]
+    assert [each.name for each in tmp_path.iterdir()] == [f"{ROWS}{process.pid}"]

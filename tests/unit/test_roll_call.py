@@ -14,6 +14,7 @@ import regrow
 from regrow.config.schema import ClusterConfig, ObserveConfig, PretrainConfig
 from regrow.control.membership import Member
 from regrow.runtime.actor import Coordinator
+from regrow.runtime.liveness import probe
 from regrow.runtime.liveness.probe import ANSWER_S, RollCall
 
 HOST = "127.0.0.1"
@@ -138,3 +139,16 @@ def test_a_group_forms_without_the_dead_before_anybody_says_that_they_are(
     failures = [update.content for update in made.updates(0)[0] if update.content.get("event") == "failure"]
     assert [(failure["cause"], failure["ranks"]) for failure in failures] == [("worker_died", [2])]
     made.shell.close()
+
+
+def test_what_a_node_answered_long_ago_is_no_answer(processes: list[Process], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "OLD_S", 0.5)
+    roll_call = roll_call_of([each.member for each in processes])
+    assert roll_call.running({"node of a"}) == set()
+    roll_call.thread.submit(int).result(10)
+    processes[0].process.send_signal(19)  # SIGSTOP, and nothing was asked for some time
+    time.sleep(1.0)
+    assert roll_call.running({"node of a"}) == set()
+    roll_call.thread.submit(int).result(10)
+    assert roll_call.running({"node of a"}) == set()
+    roll_call.close()

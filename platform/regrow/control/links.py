@@ -1,7 +1,5 @@
 """Which node cannot copy its snapshots to which other one, as its keeper complains. Pure."""
 
-from collections import Counter
-
 REFUSED_S = 5.0  # without a copy that arrived: another node is to hold them
 AGAIN_S, AT_MOST_S = 30.0, 480.0  # after which a link is tried again: twice as long each time, but no longer
 CUT_OFF = 3  # nodes to which one cannot copy: it is itself what fails, and no others are tried
@@ -13,15 +11,15 @@ class Links:
     def __init__(self) -> None:
         self._refused_since: dict[tuple[str, str], float] = {}
         self._broken: dict[tuple[str, str], float] = {}  # and until when
-        self._times: Counter[tuple[str, str]] = Counter()  # that a link was given up
+        self._again_s: dict[tuple[str, str], float] = {}  # for how long it is given up the next time
 
     def refused(self, node: str, peer: str, tried_s: float, now: float) -> bool:
         """A copy did not arrive, for so long already; whether that is to be the last one for now."""
         since = self._refused_since.setdefault((node, peer), now - tried_s)
         if now - since < REFUSED_S:
             return False
-        self._broken[node, peer] = now + min(AGAIN_S * 2 ** self._times[node, peer], AT_MOST_S)
-        self._times[node, peer] += 1
+        self._broken[node, peer] = now + (again_s := self._again_s.get((node, peer), AGAIN_S))
+        self._again_s[node, peer] = min(2 * again_s, AT_MOST_S)
         del self._refused_since[node, peer]
         return True
 
@@ -47,7 +45,7 @@ class Links:
         over = [link for link in self._broken if node in link]
         for link in over:
             del self._broken[link]
-            self._times[link] -= 1
+            self._again_s[link] = max(self._again_s[link] / 2, AGAIN_S)
         self._refused_since = {link: at for link, at in self._refused_since.items() if node not in link}
         return bool(over)
 

@@ -61,6 +61,7 @@ class Losses:
         """End the run for a reason that another attempt would meet again."""
         if not isinstance(self.ending, GivenUp):
             self.ending = GivenUp(message)
+            self.health.stalls.end()  # its processes end, as they are told
             self.out.append(GiveUp(message))
 
     def died(self, event: Died, now: float) -> None:
@@ -172,8 +173,7 @@ class Losses:
             self.out.extend(kill(member) for member in late)
             detail = f"no first step within {self.first_steps.patience_s:.0f} s of a group with newcomers, ended"
             self._lose((member.id for member in late), Cause.worker_hung, detail, now)
-        left, going = len(self.membership.survivors), self.nodes.exclusions.going
-        if why := self.too_few.tick(left, going, now):
+        if why := self.too_few.tick(self.membership.num_left, self.nodes.exclusions.going, now):
             self.give_up(why)
 
     def _lose(
@@ -252,7 +252,7 @@ class Losses:
     def count_left(self, now: float) -> None:
         """Where all restart, Ray Train counts."""
         if self.in_place:
-            self.too_few.count(len(self.membership.survivors), now, deciding=self.membership.least)
+            self.too_few.count(self.membership.num_left, now, deciding=self.membership.least)
 
     def _tell_over(self) -> None:
         nodes = self.keepers.known_of(member.node for member in self.membership.current)

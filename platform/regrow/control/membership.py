@@ -156,6 +156,11 @@ class Membership:
         return [member for member in self.current if member.id not in self.dead]
 
     @property
+    def num_left(self) -> int:
+        """Of the current group; before there is one, of those that start."""
+        return len(self.survivors) if self.current else self.expected
+
+    @property
     def is_breaking(self) -> bool:
         """Whether the current group is over for some of it; without one, whether a process waits for the next."""
         survivors = self.survivors

@@ -120,6 +120,7 @@ class KeeperRegistry:
         self.peers: dict[str, tuple[str, ...]] = {}  # of the current generation's nodes: those that hold its copies
         self.outside: set[str] = set()  # nodes outside the group that hold its copies
         self.drained: Collection[str] = ()  # nodes that hold none for a group without them
+        self._lacking: tuple[str, ...] = ()  # the current generation's nodes, where not all their keepers are known
         self._fan_out, self._copies = fan_out, copies
         self._apart: frozenset[str] = frozenset()  # nodes outside the tree of reports
         self._alive: frozenset[str] | None = None  # as Ray said last
@@ -177,9 +178,22 @@ class KeeperRegistry:
         return (*leaders, *sorted(self._apart), *sorted(self.outside))
 
     def begin(self, nodes: Sequence[str]) -> None:
-        """A generation trains on these nodes. Without all their keepers nothing of it is committed."""
+        """A generation trains on these nodes. Until all their keepers are known nothing of it is committed."""
         self._apart = frozenset()
-        self._plan(list(nodes) if self.known.keys() >= set(nodes) else [])
+        self._lacking = () if self.known.keys() >= set(nodes) else tuple(nodes)
+        self._plan([] if self._lacking else list(nodes))
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The current generation's nodes whose keepers are not known, where any is: without snapshots none."""
+        return tuple(node for node in self._lacking if node not in self.known) if self.known else ()
+
+    def completes(self) -> bool:
+        """Whether the last keeper is known that the current generation lacked: it has its places from here on."""
+        if not self._lacking or not self.known.keys() >= set(self._lacking):
+            return False
+        self.begin(self._lacking)
+        return not self._lacking
 
     @property
     def has_lost_holders(self) -> bool:

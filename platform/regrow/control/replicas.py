@@ -1,10 +1,10 @@
 """Whether HSDP's replicas hold the same state: each snapshot's checksums, compared before it is committed. Pure."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from regrow.control.values import Digest, SnapshotAck, Version
+from regrow.control.values import SnapshotAck, Version
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Replicas:
     """Of one generation after another: what its ranks' snapshots add up to."""
 
     def __init__(self) -> None:
-        self._digests: dict[Version, dict[int, Digest]] = {}  # by rank
+        self._digests: dict[Version, dict[str, dict[int, int]]] = {}  # by shard, then by rank
 
     def begin(self) -> None:
         self._digests.clear()
@@ -28,11 +28,11 @@ class Replicas:
     def take(self, acks: Iterable[SnapshotAck]) -> Unequal | None:
         """Take nodes' reports; the first shard of which all replicas have reported, and some hold something else."""
         for ack in acks:
-            known = self._digests.setdefault(ack.version, {})
-            known.update({digest.rank: digest for digest in ack.digests})
-            for shard in {(digest.shard, digest.replicas) for digest in ack.digests}:
-                values = {rank: each.value for rank, each in known.items() if each.shard == shard[0]}
-                if len(values) == shard[1] and (found := _unequal(ack.version, values)):
+            known = self._digests.setdefault(ack.version, defaultdict(dict))
+            for digest in ack.digests:
+                known[digest.shard][digest.rank] = digest.value
+            for shard, replicas in {(digest.shard, digest.replicas) for digest in ack.digests}:
+                if len(known[shard]) == replicas and (found := _unequal(ack.version, known[shard])):
                     return found
         return None
 

@@ -45,7 +45,8 @@ class Rows:
             return newest, None
         if self._may_lack_some_before(event.row["step"]):
             return None, self.next_step
-        return event.row if self._log(event.row) else None, None
+        is_late = event.row["generation"] != event.generation  # of a group that had nothing left to train
+        return event.row if self._log(event.row, is_late=is_late) else None, None
 
     def _may_lack_some_before(self, step: int) -> bool:
         """Whether rows before that of this step, which is trained, may have gone with a coordinator or a rank 0."""

@@ -45,6 +45,11 @@ class SilentKeepers:
             if now - at > SURE_S:
                 self._start_anew([node for node in silent if node not in hanging], " and reports nothing", now)
 
+    def unknown(self, nodes: Collection[str], since: float, now: float) -> None:
+        """These train since then, and their keepers have not told a coordinator that was restarted what they hold."""
+        if now - since > SURE_S:
+            self._start_anew(sorted(nodes), "", now)
+
     def answered(self, node: str, now: float) -> None:
         """It is late for another reason."""
         self._answered_at[node] = now

@@ -59,7 +59,7 @@ class Snapshots:
         self.awaited = AwaitedNodes(self.commits, self.keepers, self.checkpoints, out)
         self._out, self._message = out, first_message
         self._announced: tuple[Version, Version, tuple[Version, ...]] = (NEVER, NEVER, ())  # see `_to_announce`
-        self._safe_at = now  # when a snapshot last committed
+        self._begun_at = self._safe_at = now  # when a group began to train, and a snapshot last committed
         self._complaints: set[str] = set()  # in this generation
         self._given_up: dict[str, str] = {}  # nodes, and to which other one each cannot copy
         self._unreported = NEVER, now  # a version that some nodes have not reported, and since when
@@ -95,7 +95,7 @@ class Snapshots:
         self._complaints.clear()
         self._by_way.clear()
         self._given_up.clear()
-        self._safe_at = now
+        self._safe_at = self._begun_at = now
         self._times.begin(nodes)
         self.keepers.begin(nodes)
         self.commits.begin(generation, start_step, self.keepers.peers)
@@ -146,7 +146,10 @@ class Snapshots:
         self.silent.is_back(event.node)
         if event.restarted and self.keepers.links.is_back(event.node) and self.keepers.replan():
             self.commits.replan(self.keepers.peers)
-        if event.restarted and event.node in {*self.keepers.peers, *self.keepers.outside}:
+        if self.keepers.completes():
+            self._send_places()
+            self._announce()
+        elif event.restarted and event.node in {*self.keepers.peers, *self.keepers.outside}:
             self._out.append(SendPlaces(self.keepers.places()))
             self._announce()
 
@@ -182,7 +185,7 @@ class Snapshots:
 
     def complain_if_unsafe(self, now: float) -> None:
         """A group trains on, and nothing of it is committed."""
-        if self.keepers.peers and now - self._safe_at > UNSAFE_S:
+        if (self.keepers.peers or self.keepers.missing) and now - self._safe_at > UNSAFE_S:
             text = f"no snapshot has been committed for {UNSAFE_S:.0f} s; a lost node would cost as much"
             self.complain(Complaint("", text), now)
 
@@ -241,6 +244,7 @@ class Snapshots:
                 {peer for node in nodes for peer in self.keepers.peers[node] if self.keepers.is_there(peer)}
             )
             self._out.append(Ask(COPIES, Question.HOLDINGS, tuple(holders), since=version))
+        self.silent.unknown(self.keepers.missing, self._begun_at, now)
         by_way = {node for node, unheard_since in self._by_way.items() if now - unheard_since > SILENT_S}
         late_s = now - since
         is_late = late_s > LATE_S and (len(nodes) <= MOST_UNHEARD or late_s > SILENT_S)

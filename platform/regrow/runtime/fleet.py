@@ -52,24 +52,34 @@ class Fleet:
     def __init__(self, run_id: str, secret: bytes, publisher: Publisher) -> None:
         self._run_id, self._secret, self._publisher = run_id, secret, publisher
         self._known: dict[str, tuple[KeeperClient, KeeperInfo]] = {}
+        self._unheard: dict[str, Any] = {}  # keepers by node that have not said yet what they hold
         self._pending: dict[Future[Any], Then] = {}
         self._connections = HeldConnections()
 
     def register(self, handle: Any, info: KeeperInfo, *, restarted: bool = False) -> e.KeeperUp:
         """A node's keeper is up, or is up again."""
         self._known[info.node] = KeeperClient(handle), info
+        self._unheard.pop(info.node, None)
         if info.lifeline:
             self._connections.hold(info.node, (info.address[0], info.lifeline))
         return e.KeeperUp(info.node, info.domain, info.address, restarted, info.node_up_s)
 
     def adopt(self, me: Any) -> list[e.Event]:
-        """Keepers that outlived an earlier coordinator of this run hold what it had committed."""
-        handles = running_keepers(self._run_id).values()
-        calls = {KeeperClient(handle).serve(me, self._secret): handle for handle in handles}
+        """Keepers that outlived an earlier coordinator of this run hold what it had committed. Those that answer late
+        are told of then."""
+        self._unheard = running_keepers(self._run_id)
+        calls = {KeeperClient(handle).serve(me, self._secret): handle for handle in self._unheard.values()}
         found: list[e.Event] = []
+        late = dict(calls)
         for call, _ in _as_answered(calls):
+            handle = late.pop(call)
             with contextlib.suppress(ray.exceptions.RayError):  # its node is gone
-                found.append(self.register(calls[call], call.result()))
+                found.append(self.register(handle, call.result()))
+
+        def then(answer: "Future[KeeperInfo]", handle: Any) -> e.Event | None:
+            return None if answer.exception() is not None else self.register(handle, answer.result(), restarted=True)
+
+        self._pending |= {call: partial(then, handle=handle) for call, handle in late.items()}
         infos = [info for _, info in self._known.values()]
         known = tuple((info.node, info.newest, info.held) for info in infos)
         return [*found, e.KeepersFound(known, max((info.newest_generation for info in infos), default=NOTHING))]
@@ -125,8 +135,10 @@ class Fleet:
             client.committed(Committed(command.newest, command.pinned, command.number, command.kept))
 
     def restart(self, command: RestartKeeper) -> None:
-        for client in self._clients([command.node]):
-            ray.kill(client.handle, no_restart=False)
+        known = self._known.get(command.node)
+        handle = known[0].handle if known is not None else self._unheard.get(command.node)
+        if handle is not None:
+            ray.kill(handle, no_restart=False)
 
     def ask(self, command: Ask) -> None:
         for node in command.nodes:
@@ -215,7 +227,7 @@ class Fleet:
 
     def answers(self) -> list[e.Event]:
         """What keepers have answered since the last call, and whose connections have ended."""
-        done = [call for call in self._pending if call.done()]
+        done = [call for call in list(self._pending) if call.done()]
         answers = [event for call in done if (event := self._pending.pop(call)(call)) is not None]
         return [*answers, *(e.ConnectionLost(node) for node in self._connections.lost())]
 

@@ -21,6 +21,7 @@ from regrow.control.membership import Member
 AT_ONCE = 512  # connections
 ANSWER_S = 0.5  # for a host to take or refuse one
 ASK_AGAIN_S, ASKED_PER_S = 0.1, 4000.0  # between roll calls, and more where many are asked
+OLD_S = 5.0  # an answer that was not taken by then is of another time
 MOST_HELD = 64  # connections to one process
 RUNS = b"\x01"  # said to what connects
 
@@ -68,7 +69,7 @@ class RollCall:
         self.reached: dict[str, Member] = {}  # by id: a member that was never reached cannot be missed
         self.asked: Future[set[str]] | None = None
         self.ask_at = 0.0
-        self.hailed: Future[set[str]] | None = None
+        self.hailed: tuple[float, Future[set[str]]] | None = None  # and when
 
     def meet(self, members: Iterable[Member]) -> None:
         """A group trains: see whether its members can be reached."""
@@ -94,16 +95,16 @@ class RollCall:
 
     def running(self, nodes: Collection[str]) -> set[str]:
         """Those of the nodes asked last on which some member said that it runs. Call often, as for `gone`."""
-        hailed = self.hailed
-        if hailed is None:
+        hailed, self.hailed = self.hailed, None
+        if hailed is None or (hailed[1].done() and time.monotonic() - hailed[0] > OLD_S):
             known = [member for member in self.reached.values() if member.node in nodes]
             if known:
-                self.hailed = self.thread.submit(_running, known)
+                self.hailed = time.monotonic(), self.thread.submit(_running, known)
             return set()
-        if not hailed.done():
-            return set()
-        self.hailed = None
-        return hailed.result()
+        if hailed[1].done():
+            return hailed[1].result()
+        self.hailed = hailed
+        return set()
 
     def close(self) -> None:
         self.thread.shutdown(wait=False, cancel_futures=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from regrow.control.health import NOTHING, Pulse
 from regrow.control.phases import PHASES, Phase
 from regrow.control.slow import Spent
+from regrow.runtime.kept_rows import ROWS
 
 STACKS, TRACE = "stacks", "collectives"  # what a worker leaves when it is asked where it is
 STACKS_SIGNAL = signal.SIGUSR2  # has it write down where each of its threads is
@@ -98,7 +99,8 @@ def read_pulses(folder: Path) -> list[Pulse]:
             )
             if not pulses[-1].state:
                 for each in folder.glob(f"*-{pid}"):
-                    each.unlink(missing_ok=True)
+                    if not each.name.startswith(ROWS):  # which another process of this node is to have
+                        each.unlink(missing_ok=True)
     return pulses
 
 
