@@ -1,6 +1,7 @@
 """Pretrain a Llama without Ray or Hydra, under torchrun or in one process; the page to read first.
 
-  torchrun --nproc-per-node 8 -m jobs.pretrain_torchrun model=8b data=fineweb_edu parallel.dtype=bfloat16
+  torchrun --nproc-per-node 8 -m jobs.pretrain_torchrun model=8b data=fineweb_edu parallel.dtype=bfloat16 \
+      optim.num_slices=512 optim.global_batch_seqs=512
   python -m jobs.pretrain_torchrun run.name=alone train.steps=100
 
 Step, data order, batches, checkpoints and run folder are those of `python -m jobs.pretrain`, which goes on with such a
@@ -19,7 +20,7 @@ from regrow.config.schema import PretrainConfig
 from regrow.data.read.batch import direct_batches, layout_of
 from regrow.data.read.corpora import order_of
 from regrow.errors import ConfigError, RegrowError
-from regrow.model.linears import phase_after
+from regrow.model.linears import phase_end
 from regrow.parallel.fsdp import build_mesh
 from regrow.plan.topology import ranks_of_unit
 from regrow.runtime.hardware.peak import peak_flops
@@ -42,12 +43,13 @@ def train_phase(config: PretrainConfig, run: TorchrunRun, device: torch.device) 
         raise ConfigError(f"{world_size} workers are not whole units of {unit_of}")
     mesh, stages = build_mesh(topology.mesh, device.type), topology.stages
 
-    recipe, until = phase_after(parallel, config.train.steps, run.newest_step())
-    until = min(until, config.train.stop_at_step or until)
     eot_id = corpora.eot_id if config.model.document_attention else None
     build = partial(build_step, eot_id=eot_id, stages=stages, verified=verified_rows(config, topology.batch))
-    step = build(config.model, recipe, optim, mesh=mesh, device=device, seed=seed)
-    progress = run.restore(step, mesh)
+    step, progress = run.restore(
+        lambda recipe: build(config.model, recipe, optim, mesh=mesh, device=device, seed=seed), mesh
+    )
+    until = phase_end(parallel, config.train.steps, progress.step)
+    until = min(until, config.train.stop_at_step or until)
 
     order, reader, slices = order_of(config, corpora), run.train_rows(), topology.slices_of(rank)
     batches = direct_batches(order, reader, layout, slices=slices, start_step=progress.step, stop_step=until)

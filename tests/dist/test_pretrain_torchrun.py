@@ -6,12 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from jobs import pretrain_torchrun
 
 from regrow.config.plain import pretrain_config
 from regrow.errors import ResumeError
@@ -21,6 +24,8 @@ from regrow.runtime.torchrun import TorchrunRun, for_this_group
 from regrow.show.console import Console
 from regrow.state.disk.catalog import committed_steps, open_checkpoint
 from regrow.storage import Storage
+from regrow.train.build import build_step
+from regrow.train.step import TrainStep
 from support.corpus import write_corpus
 from support.gloo import run_ranks
 from support.s3 import s3_server
@@ -174,9 +179,54 @@ def test_a_run_with_float8_goes_on_in_bfloat16_for_its_last_steps(
     assert begun == [0, 6]
 
 
+def test_a_run_that_goes_back_to_before_the_end_of_float8_trains_those_steps_in_float8(
+    environment: dict[str, str], tmp_path: Path, corpus: Path
+) -> None:
+    float8 = ["parallel.float8=tensorwise", "parallel.bfloat16_tail=0.5", "parallel.dtype=bfloat16"]
+    settings = [f"data.corpora.rows={corpus}", "checkpoint.every_steps=3", *float8]
+    succeed(environment, tmp_path, "back", *settings, "train.stop_at_step=6")
+    (data, *_) = (tmp_path / "back/checkpoints/step-00000006").glob("*.safetensors")
+    content = bytearray(data.read_bytes())
+    content[-100] ^= 1
+    data.write_bytes(content)
+    succeed(environment, tmp_path, "back", *settings)
+    begun = [e["start_step"] for e in read_events(Storage.at(tmp_path / "back")) if e["event"] == "generation"]
+    assert begun == [0, 3, 6]
+
+
+def test_a_phase_is_let_go_of_before_the_next_one_is_built(tmp_path: Path, corpus: Path) -> None:
+    assert run_ranks(phases, 1, [*SMALL, f"run.storage_path={tmp_path}", f"data.corpora.rows={corpus}"]) == [[0, 0]]
+
+
+def phases(arguments: list[str]) -> list[int]:
+    """How many steps of earlier phases there are when each phase's is built."""
+    built: list[weakref.ref[TrainStep]] = []
+    found = []
+
+    def counted(*args: Any, **kwargs: Any) -> TrainStep:
+        found.append(sum(each() is not None for each in built))
+        step = build_step(*args, **kwargs)
+        built.append(weakref.ref(step))
+        return step
+
+    pretrain_torchrun.build_step = counted
+    float8 = ["parallel.float8=tensorwise", "parallel.bfloat16_tail=0.5", "parallel.dtype=bfloat16"]
+    config = for_this_group(pretrain_config([*arguments, *float8]), torch.device("cpu"))
+    with Console(sys.stderr) as console:
+        run = TorchrunRun(config, console)
+        while not run.is_over(progress := pretrain_torchrun.train_phase(config, run, torch.device("cpu"))):
+            pass
+        run.close(progress)
+    return found
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        (
+            ["checkpoint.every_minutes=30"],
+            "checkpoint.every_minutes=30: without Ray checkpoints come by steps alone; leave it out, and set",
+        ),
         (["train.stesp=3"], "unknown setting 'train.stesp'; did you mean 'train.steps'?"),
         pytest.param(["data.corpora.rows=/nowhere"], "/nowhere holds no finished corpus", marks=pytest.mark.long),
         pytest.param(

@@ -1,5 +1,6 @@
 """Configurations without Hydra are those that Hydra composes."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,8 +8,10 @@ import pytest
 from regrow.config import plain
 from regrow.config.store import pretrain_config
 from regrow.errors import ConfigError
+from regrow.forecast.settle import settled
 
-CONF = Path(__file__).parents[2] / "conf"
+ROOT = Path(__file__).parents[2]
+CONF = ROOT / "conf"
 
 
 def names(group: str) -> list[str]:
@@ -69,3 +72,16 @@ def test_models_that_are_sizes_alone_are_read_by_name() -> None:
     assert plain.read_model("150m").tied
     assert "debug" not in plain.models()
     assert plain.read_model("debug").name == "debug"
+
+
+def test_every_command_of_torchrun_that_is_shown_trains() -> None:
+    shown = [(ROOT / name).read_text().replace("\\\n", " ") for name in ("README.md", "jobs/pretrain_torchrun.py")]
+    command = re.compile(r"torchrun --nproc-per-node (\d+) -m jobs\.pretrain_torchrun ((?:[\w.]+=\S+ *)*)")
+    found = [match for text in shown for match in command.findall(text)]
+    assert len(found) == 2
+    for ranks, arguments in found:
+        config = plain.pretrain_config(arguments.split())
+        config.cluster.min_workers = config.cluster.max_workers = int(ranks)
+        for gpus in (0, 1):
+            config.cluster.gpus_per_worker = gpus
+            settled(config)

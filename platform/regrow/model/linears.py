@@ -61,7 +61,7 @@ def recipe_after(parallel: ParallelConfig, num_steps: int, step: int) -> Paralle
     return parallel if in_float8 else replace(parallel, float8=Float8.none)
 
 
-def phase_after(parallel: ParallelConfig, steps: int, step: int) -> tuple[ParallelConfig, int]:
-    """What the steps after this one are trained with, and the last one of `steps` for which that is so."""
-    end_of_float8 = float8_steps(parallel, steps)
-    return recipe_after(parallel, steps, step), end_of_float8 if step < end_of_float8 else steps
+def phase_end(parallel: ParallelConfig, num_steps: int, step: int) -> int:
+    """The last step that is trained as the one after `step` is."""
+    end_of_float8 = float8_steps(parallel, num_steps)
+    return end_of_float8 if step < end_of_float8 else num_steps

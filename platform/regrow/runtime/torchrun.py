@@ -2,13 +2,14 @@
 
 import contextlib
 import datetime
+import gc
 import os
 import shlex
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import FrameType
 from typing import Any, NoReturn, TextIO
@@ -17,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from regrow.config.schema import PretrainConfig
+from regrow.config.schema import ParallelConfig, PretrainConfig
 from regrow.control.verification import Outcome, named
 from regrow.data.read.corpora import Corpora, find_corpora
 from regrow.data.read.outage import Patience, PatientReader
-from regrow.errors import NotWrittenError
+from regrow.errors import ConfigError, NotWrittenError
 from regrow.forecast.settle import settled
+from regrow.model.linears import recipe_after
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import BACKENDS, coordinates_of, replica_group
 from regrow.parallel.stream import stream_of
@@ -73,8 +75,18 @@ def end_process() -> NoReturn:
 
 
 def for_this_group(config: PretrainConfig, device: torch.device) -> PretrainConfig:
-    """The configuration of a run whose group has this size from its first step to its last, on such a device."""
-    world_size = dist.get_world_size()
+    """The configuration of a run whose group has this size from its first step to its last, on such a device.
+
+    Raises ConfigError.
+    """
+    checkpoint, world_size = config.checkpoint, dist.get_world_size()
+    if checkpoint.automatic or checkpoint.every_minutes is not None:
+        minutes = checkpoint.every_minutes
+        by_time = "automatic=true" if minutes is None else f"every_minutes={minutes:g}"
+        raise ConfigError(
+            f"checkpoint.{by_time}: without Ray checkpoints come by steps alone; leave it out, and set "
+            "checkpoint.every_steps"
+        )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else config.cluster.name
     gpus = int(device.type == "cuda")
     cluster = replace(config.cluster, name=name, min_workers=world_size, max_workers=world_size, gpus_per_worker=gpus)
@@ -96,6 +108,8 @@ class TorchrunRun:
         self.checkpoints = self.run.folder / CHECKPOINTS
         self.generation = on_first_rank(lambda: next_generation(read_events(self.run.folder)))
         self._log = RunLog(self.run.folder, claim=self._claim) if self.rank == 0 else None
+        self._step: TrainStep | None = None  # that the group trains
+        self._validation: Validation | None = None
         self.asked_to_stop = False
         self.patience = Patience(config.data.storage_timeout_s, on_wait=self._waits)
         world_size = dist.get_world_size()
@@ -122,15 +136,34 @@ class TorchrunRun:
         run = open_run(self.config, manifest_sha256=self.corpora.sha256)
         return run.run_id, run.resumed_step
 
-    def newest_step(self) -> int:
+    def _newest_step(self) -> int:
         """Of the committed checkpoints; 0 where there is none. Collective."""
         return on_first_rank(lambda: max(catalog.committed_steps(self.checkpoints), default=0))
 
-    def restore(self, step: TrainStep, mesh: DeviceMesh) -> Progress:
-        """Fill the step with the newest checkpoint that is sound; it is as initialised where there is none. Collective.
+    def restore(self, build: Callable[[ParallelConfig], TrainStep], mesh: DeviceMesh) -> tuple[TrainStep, Progress]:
+        """A step, filled with the newest checkpoint that is sound; as initialised where there is none. Collective.
 
-        Raises CheckpointError where there are some and none is sound.
+        `build` is told what the steps after it are trained with, which float8's end makes another; the step before is
+        let go of first, as two do not fit. Raises CheckpointError where there are some and none is sound.
         """
+        parallel, num_steps = self.config.parallel, self.config.train.steps
+        recipe = recipe_after(parallel, num_steps, self._newest_step())
+        while True:
+            self._let_go()
+            step = build(recipe)
+            progress = self._fill(step, mesh)
+            built, recipe = recipe, recipe_after(parallel, num_steps, progress.step)
+            if recipe == built:
+                return step, progress
+            del step  # a damaged checkpoint was passed over, and the one before it is from before float8's end
+
+    def _let_go(self) -> None:
+        self._step = self._validation = None
+        gc.collect()  # hooks of FSDP's refer to what they are hooks of
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _fill(self, step: TrainStep, mesh: DeviceMesh) -> Progress:
         entries = training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
         steps = on_first_rank(
             lambda: [*catalog.committed_steps(self.checkpoints), *catalog.damaged_steps(self.checkpoints)]
@@ -214,6 +247,8 @@ class TorchrunRun:
         return self.asked_to_stop
 
     def validate(self, step: int) -> float:
+        assert self._step is not None
+        assert self._validation is not None
         begun = time.perf_counter()
         loss = self._validation.loss(self._step, self._stream, step)
         self.event(events.Validation(step=step, loss=loss, seconds=time.perf_counter() - begun))
@@ -221,6 +256,7 @@ class TorchrunRun:
 
     def write(self, progress: Progress) -> None:
         """Write and commit a checkpoint. Collective; raises as `store.save`."""
+        assert self._step is not None
         begun = time.perf_counter()
         entries = training_entries(self._step.model, self._step.optimizer, inner_tensor=inner_tensor)
         if self._log is not None:
