@@ -108,8 +108,8 @@ def test_sigterm_stays_the_drills_own_while_nodes_are_added() -> None:
 
 def test_a_mistake_is_one_line_before_anything_starts(storage: Path) -> None:
     for arguments, says in (
-        ([], "nothing to do; choose a plan with +drill=NAME: black_hole, blink_node"),
-        (["+drill=kill_wroker"], "no drill called 'kill_wroker'; available: black_hole"),
+        ([], "nothing to do; choose a plan with +drill=NAME: auto_spacing, black_hole"),
+        (["+drill=kill_wroker"], "no drill called 'kill_wroker'; available: auto_spacing, black_hole"),
         (["+drill=kill_worker", "drill.plan=['at step 5: kill_noed']"], "did you mean kill_node?"),
         (["+drill=kill_worker", "train.stop_at_step=20"], "would never be due: the run ends with step 20"),
         (["+drill=soak", "train.steps=500"], "set train.steps="),

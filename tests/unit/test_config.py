@@ -259,6 +259,16 @@ def test_attention_within_documents_has_a_kernel_of_its_own() -> None:
         check(config)
 
 
+@pytest.mark.parametrize("kernel", [AttentionKernel.flash, AttentionKernel.cudnn])
+def test_attention_of_gpus_in_float32_is_refused_where_its_kernel_has_none(kernel: AttentionKernel) -> None:
+    config = PretrainConfig()
+    config.cluster.gpus_per_worker, config.parallel.attention = 1, kernel
+    with pytest.raises(ConfigError, match=r"takes bfloat16 on a GPU, and parallel\.dtype=float32: set parallel\.dtype"):
+        check(config)
+    config.parallel.dtype = Dtype.bfloat16
+    check(config)
+
+
 def test_ranks_that_share_their_arithmetic_divide_what_they_share() -> None:
     config = PretrainConfig()
     config.parallel.tp, config.cluster.min_workers, config.cluster.max_workers = 4, 4, 8

@@ -38,6 +38,7 @@ def test_the_plans_that_the_documentation_promises_are_there() -> None:
     named = (
         "kill_worker kill_node grow_shrink pair_nodes stop_worker zombie drain black_hole kill_keeper kill_coordinator"
     )
+    named += " auto_spacing"
     named += " one_after_another kill_controller kill_driver corrupt_snapshot fill_memory slow_worker two_at_once soak"
     named += (
         " stopped_actors notices partition_node partition_head partition_peer blink_node slow_link storage newcomers"
@@ -60,7 +61,7 @@ def test_a_plan_that_is_shipped_fits_its_cluster_and_its_run(name: str) -> None:
     check_plan(plan, nodes=config.drill.nodes, max_workers=config.cluster.max_workers, last_step=last_step, apart=apart)
     assert config.drill.name == name
     assert config.run.name == f"drill-{name}"
-    assert config.snapshot.every_steps == 1
+    assert config.snapshot.every_steps == ("auto" if name == "auto_spacing" else 1)
     assert most_workers(config.cluster) >= config.drill.nodes * config.drill.workers_on_node
 
 
@@ -83,7 +84,7 @@ def test_corpora_and_mixtures_reach_the_job() -> None:
 
 
 def test_one_of_three_ways_to_say_what_is_to_happen(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothing to do; choose a plan with \+drill=NAME: black_hole"):
+    with pytest.raises(ConfigError, match=r"nothing to do; choose a plan with \+drill=NAME: auto_spacing, black_hole"):
         plan_of(composed())
     with pytest.raises(ConfigError, match=r"only one of drill\.plan and drill\.faults"):
         plan_of(composed("+drill=kill_worker", "drill.faults=3"))

@@ -240,6 +240,17 @@ def test_a_damaged_source_file_is_named_and_nothing_of_it_is_used(seed: int, tmp
     assert manifest.counts["documents"] == 60
 
 
+def test_a_damaged_source_file_is_named_where_the_tokenizer_is_trained_here_too(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "in" / f"{number}.txt").write_text(text)
+    (tmp_path / "in" / "package.json").write_text('{\n "name": 1\n}\n')
+    config = replace(CONFIG, recipe="text_files", source=str(tmp_path / "in"))
+    manifest = prepare(config, load_recipe("text_files"), tmp_path / "out", progress=quiet)
+    assert [name.partition("[")[0] for name in manifest.damaged] == ["package.json"]
+    assert manifest.counts["documents"] == len(TEXTS)
+
+
 def test_storage_that_fails_for_a_while_is_asked_again_and_then_said_so(
     tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

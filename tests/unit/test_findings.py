@@ -125,7 +125,7 @@ def evidence(records: list[Row], events: list[Row]) -> Evidence:
         records=records,
         num_faults=1,
         last_step=40,
-        snapshot_every=1,
+        most_lost=1,
         seqs_per_step=1,
         tokens_per_step=1,
         verify_every=EVERY,

@@ -368,7 +368,7 @@ def test_a_restarted_coordinator_knows_from_the_log_what_alerts_ask_for() -> Non
     ]
     figures = make_figures(before)
     assert value(figures, "last_checkpoint_timestamp_seconds") == T0 - 300
-    assert value(figures, "last_step_timestamp_seconds") == T0 - 900  # until the next step, which is soon
+    assert value(figures, "last_step_timestamp_seconds") == T0 - 800  # until the next step, which is soon
     assert value(figures, "world_size") == 3
     assert value(figures, "generation") == 4
     assert value(figures, "checkpoints_total", "committed") == 0  # counted by the process before
@@ -382,6 +382,21 @@ def test_a_run_that_is_resumed_after_a_week_has_no_old_checkpoint() -> None:
     figures = make_figures([event("submitted", time=T0 - week), event("checkpoint", time=T0 - week, step=10)])
     figures.event(event("submitted", time=T0), T0)
     assert value(figures, "last_checkpoint_timestamp_seconds") == T0
+
+
+def test_a_job_that_first_prepared_its_corpus_for_hours_is_late_with_nothing() -> None:
+    hours = 6 * 3600.0
+    figures = make_figures([])
+    figures.event(event("submitted", time=T0 - hours), T0)
+    figures.tick(T0 + 1)
+    assert value(figures, "submitted_timestamp_seconds") == T0 - hours
+    assert value(figures, "state_seconds_total", "init") <= 1.0
+    for name in ("last_step", "last_checkpoint"):
+        assert value(figures, f"{name}_timestamp_seconds") == T0
+    figures.event(generation(1, time=T0 + 60), T0 + 60)
+    figures.event(generation(2, cause="worker_died", time=T0 + 90), T0 + 90)
+    for name in ("last_step", "last_checkpoint"):
+        assert value(figures, f"{name}_timestamp_seconds") == T0 + 60
 
 
 # handing them to Ray

@@ -96,6 +96,23 @@ def test_faults_of_drills_are_the_simulators_kinds_and_those_that_take_no_rank_a
     assert plan_of_drill(tmp_path / "none") == []
 
 
+def test_faults_of_drills_are_played_with_what_they_say_or_by_what_came_of_them(tmp_path: Path) -> None:
+    lines = [
+        {"record": "fault", "kind": kind, "step": 7, "number": 0} for kind in ("hang_validation", "partition_node")
+    ]
+    notice = "drain_node rank=1 deadline_s=60"
+    lines.append({"record": "fault", "kind": "drain_node", "what": notice, "step": 9, "number": 2})
+    (tmp_path / "drill.jsonl").write_bytes(b"".join(map(encode, lines)))
+    assert plan_of_drill(tmp_path) == [
+        Planned(7, "hang"),
+        Planned(7, "network"),
+        Planned(9, "drain", deadline_s=60.0),
+    ]
+    lines.append({"record": "fault", "kind": "drain_all", "what": "drain_all", "step": 11, "number": 3})
+    (tmp_path / "drill.jsonl").write_bytes(b"".join(map(encode, lines)))
+    assert plan_of_drill(tmp_path) == []
+
+
 def with_config(folder: Path) -> str:
     (folder / "config.yaml").write_text(to_yaml(config()))
     return str(folder)

@@ -339,6 +339,17 @@ def test_idle_passes_are_counted_in_units_also_where_an_earlier_group_was_smalle
         assert report["capacity_goodput"] == pytest.approx(share)
 
 
+def test_idle_passes_of_pipelines_are_counted_in_units_of_as_many_stages_as_the_group_had() -> None:
+    in_stages = config(max_workers=6, num_slices=9)
+    in_stages.parallel.pp = 2
+    for axes, share in (({"pp": 2}, 9 / 9), ({"pp": 1}, 9 / 12)):
+        begun = generation(1, 0, world_size=6, start_step=0, cause="start", axes=axes)
+        events = [event("submitted", 0), begun, event("stopped", 10, step=1, reason="finished")]
+        metrics = [make_row(1, T0 + 10, 10.0, world_size=6)]
+        report = build_report(metrics, events, now=T0, config=in_stages)
+        assert report["capacity_goodput"] == pytest.approx(share)
+
+
 @dataclass
 class Simulation:
     """A run that notes beside its logs what each second was, through the real writer."""

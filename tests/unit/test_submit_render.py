@@ -8,10 +8,11 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import hydra
 import pytest
@@ -343,3 +344,24 @@ def test_a_commit_that_looks_like_a_number_stays_a_string() -> None:
         *_, manifest = render(compose([]), replace(CODE, git_sha=sha), [])
         (line,) = [line for line in to_yaml([manifest]).splitlines() if "regrow/git-sha" in line]
         assert line.strip() == f"regrow/git-sha: '{sha}'"
+
+
+@pytest.mark.parametrize("silence_s", [5.0, 10.0, 30.0, 60.0])
+def test_ray_takes_a_silent_node_for_dead_after_about_as_long_as_is_asked_for(silence_s: float) -> None:
+    """A check that fails takes its timeout, the next one comes a period later."""
+    *_, manifest = render(compose([*CASES["h100x64"], f"submit.host_silence_s={silence_s}"]), CODE, [])
+    pod = manifest["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    env = {each["name"]: each.get("value") for each in pod["containers"][0]["env"]}
+    assert _dead_after_s(env) == pytest.approx(silence_s, rel=0.3)
+
+
+def test_the_page_for_bare_ray_has_such_settings_too() -> None:
+    text = (ROOT / "docs/bare-ray.md").read_text()
+    assert _dead_after_s(dict(re.findall(r"(RAY_health_check_\w+)=(\d+)", text))) == pytest.approx(10.0, rel=0.3)
+
+
+def _dead_after_s(env: Mapping[str, Any]) -> float:
+    period, timeout, threshold = (
+        int(env[f"RAY_health_check_{name}"]) for name in ("period_ms", "timeout_ms", "failure_threshold")
+    )
+    return (threshold * timeout + (threshold - 1) * period) / 1000

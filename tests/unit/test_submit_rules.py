@@ -74,6 +74,8 @@ def test_no_fix_names_a_setting_that_does_not_exist() -> None:
     [
         f"submit.image='host:5000/regrow:{CODE.tag}@sha256:{'0' * 64}'",  # pinned beside its tag
         "+submit.env.RAY_AUTH_TOKEN_PATH=/mnt/token",
+        "+submit.env.TOKENIZERS_PARALLELISM=false",
+        "+submit.env.HF_TOKEN_PATH=/mnt/token",
         "submit.idle_timeout_s=60",  # of no autoscaler
     ],
 )

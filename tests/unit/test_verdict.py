@@ -82,7 +82,7 @@ def evidence() -> Evidence:
         ],
         num_faults=1,
         last_step=STEPS,
-        snapshot_every=1,
+        most_lost=1,
         seqs_per_step=12,
         tokens_per_step=1536,
         digests=[f"{step:016x}" for step in range(1, STEPS + 1)],

@@ -315,22 +315,8 @@ def _parallel(config: PretrainConfig) -> None:
         f"parallel.compile_mode={mode.value} is inductor's: it needs parallel.compile=true and "
         f"parallel.compile_backend=inductor, not {backend}",
     )
-    on_cpu, kernel = config.cluster.gpus_per_worker == 0, parallel.attention
-    _need(
-        kernel in (AttentionKernel.auto, AttentionKernel.flash) or not on_cpu,
-        f"parallel.attention={kernel.value} is a GPU's, and cluster.gpus_per_worker=0; set parallel.attention=auto",
-    )
-    _need(
-        kernel is AttentionKernel.auto or not config.model.document_attention,
-        f"parallel.attention={kernel.value} is for attention over whole rows, and model.document_attention=true: set "
-        "parallel.attention=auto",
-    )
-    model = config.model
-    _need(
-        kernel is not AttentionKernel.efficient or model.num_heads == model.num_kv_heads,
-        f"parallel.attention=efficient knows no grouped queries, and model.num_heads={model.num_heads} share "
-        f"model.num_kv_heads={model.num_kv_heads}; set parallel.attention=auto, cudnn or flash",
-    )
+    _attention(config)
+    on_cpu = config.cluster.gpus_per_worker == 0
     tokens = config.optim.global_batch_seqs // config.optim.num_slices * config.data.seq_len // parallel.cp
     _need(
         parallel.float8 is Float8.none or on_cpu or tokens % FLOAT8_MULTIPLE == 0,
@@ -345,6 +331,30 @@ def _parallel(config: PretrainConfig) -> None:
     _need(
         parallel.loss_chunk_tokens >= 0,
         f"parallel.loss_chunk_tokens={parallel.loss_chunk_tokens} must not be negative; 0 holds all logits of a pass",
+    )
+
+
+def _attention(config: PretrainConfig) -> None:
+    model, parallel = config.model, config.parallel
+    on_cpu, kernel = config.cluster.gpus_per_worker == 0, parallel.attention
+    _need(
+        kernel in (AttentionKernel.auto, AttentionKernel.flash) or not on_cpu,
+        f"parallel.attention={kernel.value} is a GPU's, and cluster.gpus_per_worker=0; set parallel.attention=auto",
+    )
+    _need(
+        on_cpu or kernel not in (AttentionKernel.flash, AttentionKernel.cudnn) or parallel.dtype is Dtype.bfloat16,
+        f"parallel.attention={kernel.value} takes bfloat16 on a GPU, and parallel.dtype={parallel.dtype.value}: set "
+        "parallel.dtype=bfloat16, or parallel.attention=auto",
+    )
+    _need(
+        kernel is AttentionKernel.auto or not model.document_attention,
+        f"parallel.attention={kernel.value} is for attention over whole rows, and model.document_attention=true: set "
+        "parallel.attention=auto",
+    )
+    _need(
+        kernel is not AttentionKernel.efficient or model.num_heads == model.num_kv_heads,
+        f"parallel.attention=efficient knows no grouped queries, and model.num_heads={model.num_heads} share "
+        f"model.num_kv_heads={model.num_kv_heads}; set parallel.attention=auto, cudnn or flash",
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from regrow.config.schema import DrillJobConfig
-from regrow.config.snapshots import most_steps_lost
+from regrow.config.snapshots import fixed_every_steps, most_steps_lost
 from regrow.data.read.batch import direct_batches, layout_of
 from regrow.data.read.corpora import find_corpora, order_of
 from regrow.drill.faults import LOOK, Fault
@@ -58,7 +58,8 @@ def gather(
         records=records,
         num_faults=len(plan),
         last_step=last_step,
-        snapshot_every=most_steps_lost(config.snapshot),
+        most_lost=most_steps_lost(config.snapshot),
+        bound="snapshot.most_steps_lost" if fixed_every_steps(config.snapshot) is None else "snapshot.every_steps",
         copies=config.snapshot.copies,
         verify_every=config.cluster.verify_every_steps,
         seqs_per_step=config.optim.global_batch_seqs,

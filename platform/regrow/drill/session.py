@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from regrow.config.ray_health import health_checks
 from regrow.config.schema import DrillHosts, DrillJobConfig
 from regrow.drill.faults import FLIPS, KINDS, Fault
 from regrow.drill.inject import Injector, NotNow
@@ -28,6 +29,7 @@ from regrow.show.console import Console
 POLL_S = 0.05
 NOT_NOW_S = 180.0  # for a fault to find its victim
 TAIL_STEPS = 40  # after the last fault, of a plan that has no step at which it ends
+INTERRUPTED = 130  # status of a job that was asked to stop, and has its newest step in storage
 LEAVE_S = 120.0  # for a job that is asked to stop to have its checkpoint
 MEMORY_MB = 1024  # /dev/shm of a host apart, where drill.memory_mb does not say
 LEFT_S = 30.0  # for what a job leaves behind to go away
@@ -148,14 +150,19 @@ class DrillSession:
         if status is None:
             return False
         if self.interrupted is not None:
-            self.record.write("job ended", status=status, unexpected=False, detail=self.interrupted.what)
+            expected = is_in_order(status, asked=True)
+            detail = self.interrupted.what if expected else self.job.last_words()
+            self.record.write("job ended", status=status, unexpected=not expected, detail=detail)
             self.restart_at = now + (self.interrupted.option("restart_after_s") or 0.0)
             self.interrupted = None
             return False
-        expected = bool(status == 0 or self.stopping)
-        detail = self.stopping or self.job.last_words()
+        expected = is_in_order(status, asked=bool(self.stopping))
+        detail = (self.stopping if expected else "") or self.job.last_words()
         self.record.write("job ended", status=status, unexpected=not expected, detail=detail)
         if expected:
+            return True
+        if self.stopping:
+            self.console.message(f"the job was asked to stop, and ended with status {status}: {detail}")
             return True
         self.console.message(f"the job ended by itself, status {status}: {detail}")
         if self.restarts > 0:
@@ -296,15 +303,15 @@ def _whom(victims: Sequence[Mapping[str, Any]]) -> str:
     return f"({'; '.join(parts)})"
 
 
+def is_in_order(status: int, *, asked: bool) -> bool:
+    """Whether a job has ended as it should: at its last step, or where it was asked to stop with all of it stored."""
+    return status == 0 or (asked and status == INTERRUPTED)
+
+
 def _start_nodes(config: DrillJobConfig, folder: Path, num_nodes: int) -> AbstractContextManager[Nodes]:
     drill, snapshot = config.drill, config.snapshot
     cpus = int(-(-drill.workers_on_node * config.cluster.cpus_per_worker // 1))
-    health = {  # a check that fails takes period and timeout
-        "health_check_initial_delay_ms": 5000,
-        "health_check_period_ms": 1000,
-        "health_check_timeout_ms": 2000,
-        "health_check_failure_threshold": max(1, round(drill.host_silence_s / 3.0)),
-    }
+    health = health_checks(drill.host_silence_s) | {"health_check_initial_delay_ms": 5000}
     if drill.hosts is DrillHosts.together:
         return local_nodes(num_nodes, cpus=cpus, memory_folder=snapshot.folder, system_config=health)
     return nodes_apart(

@@ -75,12 +75,13 @@ class Evidence:
     records: Sequence[Row]
     num_faults: int  # of the plan
     last_step: int  # at which the run was to end
-    snapshot_every: int
+    most_lost: int  # steps, by one failure
     seqs_per_step: int
     tokens_per_step: int
     digests: Sequence[str] = ()  # what they must be, of step 1, 2, ...
     reference: Sequence[Row] = ()  # rows of an undisturbed run
     compared_steps: int = 100
+    bound: str = "snapshot.every_steps"  # the setting that says so
     copies: int = 1  # snapshot.copies
     verify_every: int = 0  # cluster.verify_every_steps
     names: Sequence[str] = ()  # of every file in the run folder, and of every file in the nodes' memory
@@ -345,7 +346,7 @@ def _standstills_are_named(evidence: Evidence) -> Verdict:
 
 
 def _few_steps_lost(evidence: Evidence) -> Verdict:
-    claim = f"a failure costs at most snapshot.every_steps={evidence.snapshot_every} steps"
+    claim = f"a failure costs at most {evidence.bound}={evidence.most_lost} steps"
     faults = [fault for fault in _named(evidence.records, "fault") if fault["kind"] != LOOK]
     failed = _named(evidence.events, "failure", key="event")
     corrupted_at = [event["time"] for event in failed if event.get("cause") == "corrupted"]
@@ -362,7 +363,7 @@ def _few_steps_lost(evidence: Evidence) -> Verdict:
             wrong += [f"generation {event['generation']} took back {steps} steps"] * (
                 steps > 2 * evidence.verify_every + AGAIN
             )
-        elif lost_at_once <= copies and steps > evidence.snapshot_every * max(1, len(own)):
+        elif lost_at_once <= copies and steps > evidence.most_lost * max(1, len(own)):
             source = event.get("source", "?")
             wrong.append(f"generation {event['generation']} took back {steps} steps, its state from the {source}")
     return _verdict("", claim, wrong, f"{lost} steps lost over {len(failed)} failures, at most {most} at once")

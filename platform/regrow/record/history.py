@@ -137,7 +137,7 @@ class History:
     def _on_event(self, event: Event, now: float) -> None:
         self.events.append(event)
         if isinstance(event, Submitted):
-            self.clock = StateClock(event.time or now)
+            self.clock = StateClock(now)  # what the program did before, as preparing a corpus, is none of these seconds
         self.clock.event(event, now)
         match event:
             case Submitted():

@@ -30,8 +30,25 @@ class Work:
     paid: float | None = None  # the same, ranks that wait beyond the full size counted as lost
     full_step_s: float | None = None  # of the newest job: a step of its full size, undisturbed
     is_measured: bool = False  # by steps of this size; else by the batch plan, from steps of another one
+    capacity_goodput: float | None = None  # goodput, absent ranks and idle passes counted as lost
     useful_s: float = 0.0
     slower_s: Mapping[str, float] = field(default_factory=dict)  # shrunk, first_step, slow: productive, and not useful
+
+
+@dataclass(frozen=True)
+class Units:
+    """Ranks that share the same rows, and how many units of them a group has."""
+
+    axes: Mapping[str, int]  # of a unit: tp cp pp
+    other_pp: Mapping[int, int] = field(default_factory=dict)  # by world size, where groups had another one
+
+    def pp(self, size: int) -> int:
+        """Stages of a pipeline at this world size."""
+        return self.other_pp.get(size, self.axes["pp"])
+
+    def count(self, size: int) -> int:
+        """Units of a group of this size; one of fewer ranks than a unit's, under another configuration, counts as 1."""
+        return max(1, size // (self.axes["tp"] * self.axes["cp"] * self.pp(size)))
 
 
 @dataclass(frozen=True)
@@ -40,15 +57,12 @@ class StepTimes:
 
     measured: Mapping[int, float]  # medians, seconds
     num_slices: int
-    axes: Mapping[str, int]  # of a unit: tp cp pp
+    units: Units
     stages_per_rank: int = 1
-    other_pp: Mapping[int, int] = field(default_factory=dict)  # by world size, where groups had another one
 
     def cost(self, size: int) -> float:
         """How long a step takes by the plan, in the time of one slice through all blocks; see `Topology.step_cost`."""
-        pp = self.other_pp.get(size, self.axes["pp"])
-        units = max(1, size // (self.axes["tp"] * self.axes["cp"] * pp))
-        slices = math.ceil(self.num_slices / units)
+        pp, slices = self.units.pp(size), math.ceil(self.num_slices / self.units.count(size))
         return slices / pp / (1 - bubble_share(pp, self.stages_per_rank, slices)) if pp > 1 else float(slices)
 
     def seconds(self, size: int) -> float | None:
@@ -64,10 +78,11 @@ def work_of(ledger: Ledger, rows: Sequence[Row], events: Sequence[Event], config
     """The work of a run, by its ledger, and the rows that this is made of. `config` is nested, of any version."""
     wall_s = ledger.end - ledger.begin
     times = step_times(ledger, rows, events, config)
+    capacity_goodput = _capacity_goodput(ledger, rows, times.units, config)
     sizes = list(_full_sizes(rows, events, config))
     full_s = {size: times.seconds(size) for size in set(sizes)}
     if times.measured == {} or wall_s <= 0:
-        return Work()
+        return Work(capacity_goodput=capacity_goodput)
     useful, slower = 0.0, dict.fromkeys(("shrunk", "first_step", "slow"), 0.0)
     for row, size, is_first, spent in zip(rows, sizes, firsts(rows), ledger.productive_s.tolist(), strict=True):
         worth = full_s[size] or 0.0
@@ -77,7 +92,37 @@ def work_of(ledger: Ledger, rows: Sequence[Row], events: Sequence[Event], config
         slower["first_step" if is_first else "slow"] += spent - usual
     ranks, spares = sizes[-1], spare_ranks(config)
     effective = useful / wall_s
-    return Work(effective, effective * ranks / (ranks + spares), full_s[ranks], ranks in times.measured, useful, slower)
+    return Work(
+        effective=effective,
+        paid=effective * ranks / (ranks + spares),
+        full_step_s=full_s[ranks],
+        is_measured=ranks in times.measured,
+        capacity_goodput=capacity_goodput,
+        useful_s=useful,
+        slower_s=slower,
+    )
+
+
+def _capacity_goodput(ledger: Ledger, rows: Sequence[Row], units: Units, config: Mapping[str, Any]) -> float | None:
+    """Productive seconds weighted by the share of the ranks asked for that was there and not idle, over wall time."""
+    num_slices, wall_s = _group(config, "optim").get("num_slices"), ledger.end - ledger.begin
+    if num_slices is None or wall_s <= 0:
+        return None
+    world_sizes = [row["world_size"] for row in rows]
+    most = max([_group(config, "cluster").get("max_workers") or 1, *world_sizes])
+    share = {}
+    for size in set(world_sizes):
+        count = units.count(size)
+        share[size] = size / most * num_slices / (count * math.ceil(num_slices / count))
+    useful = math.fsum(s * share[size] for s, size in zip(ledger.productive_s.tolist(), world_sizes, strict=True))
+    return useful / wall_s
+
+
+def units_of(events: Sequence[Event], config: Mapping[str, Any]) -> Units:
+    """As the configuration has them, and the groups that trained."""
+    parallel = _group(config, "parallel")
+    axes = {axis: int(parallel.get(axis) or 1) for axis in ("tp", "cp", "pp")}
+    return Units(axes, {each.world_size: each.axes.get("pp", 1) for each in of_kind(events, Generation) if each.axes})
 
 
 def step_times(ledger: Ledger, rows: Sequence[Row], events: Sequence[Event], config: Mapping[str, Any]) -> StepTimes:
@@ -98,12 +143,10 @@ def step_times(ledger: Ledger, rows: Sequence[Row], events: Sequence[Event], con
     many = {size: each for size, each in found.items() if len(each) >= LEAST} or found
     measured = {size: middle for size, each in many.items() if (middle := median(each)) > 0}
     parallel, optim = _group(config, "parallel"), _group(config, "optim")
-    axes = {axis: int(parallel.get(axis) or 1) for axis in ("tp", "cp", "pp")}
-    others = {each.world_size: each.axes.get("pp", 1) for each in of_kind(events, Generation) if each.axes}
     interleaved = str(parallel.get("schedule") or "").endswith("interleaved")
     per_rank = int(parallel.get("stages_per_rank") or 1) if interleaved else 1
     slices = int(optim.get("num_slices") or max([1, *(row["world_size"] for row in rows)]))
-    return StepTimes(measured, slices, axes, per_rank, others)
+    return StepTimes(measured, slices, units_of(events, config), per_rank)
 
 
 def firsts(rows: Sequence[Row]) -> Iterator[bool]:

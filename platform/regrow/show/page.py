@@ -14,11 +14,12 @@ from typing import Any
 import jinja2
 
 from regrow.errors import BatchError, ConfigError
+from regrow.plan.batch import plan_batch
 from regrow.plan.mixture import UNIT, plan_mixture
-from regrow.plan.topology import plan_topology
 from regrow.record.events import Checkpoint, Generation, Spares, Submitted, cause_words, startup_line
 from regrow.record.history import History
 from regrow.record.ledger import SILENCE_S, STATES, Ledger
+from regrow.record.work import units_of
 from regrow.show.timeline import draw_timeline, marks_of
 from regrow.show.units import duration, or_dash, percent, si, size, when
 
@@ -453,11 +454,10 @@ def _geometry(config: Mapping[str, Any], history: History) -> Section:
         f"in {num_slices:,} slices."
     ]
     sizes = {row["world_size"] for row in history.rows} | {cluster.get("min_workers"), cluster.get("max_workers")}
-    rows, parallel = [], config.get("parallel") or {}
-    unit = {axis: parallel.get(axis, 1) for axis in ("tp", "cp")}
+    rows, units = [], units_of(history.events, config)
     for world_size in sorted(each for each in sizes if each):
         try:
-            plan = plan_topology(world_size, num_slices=num_slices, **unit).batch
+            plan = plan_batch(num_slices=num_slices, world_size=units.count(world_size))
         except BatchError:
             continue
         fewest, most = min(map(len, plan.ranges)), max(map(len, plan.ranges))

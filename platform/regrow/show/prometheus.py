@@ -82,7 +82,7 @@ FAMILIES = {
         Family("regrow_learning_rate", "of the newest step"),
         Family("regrow_tokens_per_second", "of the newest step, without waiting for snapshots"),
         Family("regrow_mfu_ratio", "FLOPs of the newest step over the devices' peak"),
-        Family("regrow_last_step_timestamp_seconds", "when the newest step ended; before it, when the job began"),
+        Family("regrow_last_step_timestamp_seconds", "when the newest step ended; before it, when a group formed"),
         # which ranks train
         Family("regrow_running", "1 while there is a job of this run, 0 when it has stopped"),
         Family("regrow_world_size", "ranks that train; 0 while no group does"),
@@ -133,7 +133,7 @@ FAMILIES = {
         Family("regrow_checkpoint_bytes_total", "written to storage"),
         Family("regrow_checkpoint_step", "the newest one's"),
         Family("regrow_checkpoint_interval_seconds", "expected between two, at the present pace"),
-        Family("regrow_last_checkpoint_timestamp_seconds", "when it was committed; before it, when the job began"),
+        Family("regrow_last_checkpoint_timestamp_seconds", "when it was committed; before it, when a group formed"),
         # what this costs
         Family("regrow_metrics_cpu_seconds_total", "CPU time of keeping and handing over these figures"),
     )
@@ -178,9 +178,10 @@ class Figures:
         self._set("regrow_target_world_size", world_sizes(config).get(cluster.max_workers, cluster.max_workers))
         self._set("regrow_spare_ranks", 0)
         self._set("regrow_min_world_size", cluster.min_workers)
+        self._has_trained = False  # since the newest job began
         for event in events:
             self._history.on(event)
-            self._see(event)
+            self._see(event, event.time)
         self._history.resume(now)
 
     def row(self, row: Row, now: float) -> None:
@@ -208,7 +209,7 @@ class Figures:
         """Something happened to the run, just now."""
         event = event if event.time else replace(event, time=now)
         self._history.on(event, now)
-        self._see(event)
+        self._see(event, now)
         match event:
             case Generation():
                 self._add("regrow_recomputed_steps_total", event.recomputed_steps or 0)
@@ -268,12 +269,15 @@ class Figures:
             self.values["regrow_state_seconds_total", state] = seconds
         self._set("regrow_checkpoint_interval_seconds", self._checkpoint_interval_s(now))
 
-    def _see(self, event: Event) -> None:
+    def _see(self, event: Event, now: float) -> None:
         """What an event tells of the present, whenever it is read."""
+        if isinstance(event, Submitted) or (isinstance(event, Generation) and not self._has_trained):
+            for name in ("last_step", "last_checkpoint"):  # nothing is late before there is a group to be
+                self._set(f"regrow_{name}_timestamp_seconds", now)
+            self._has_trained = isinstance(event, Generation)
         match event:
             case Submitted():
-                for name in ("submitted", "last_step", "last_checkpoint"):
-                    self._set(f"regrow_{name}_timestamp_seconds", event.time)
+                self._set("regrow_submitted_timestamp_seconds", event.time)
                 self.values.pop(("regrow_last_snapshot_timestamp_seconds", ""), None)
                 self._set("regrow_spare_ranks", 0)
             case Generation():

@@ -4,14 +4,12 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from regrow.config.schema import PretrainConfig
-from regrow.errors import BatchError
-from regrow.plan.topology import plan_topology
-from regrow.record.events import Cause, Checkpoint, DataFallback, Generation, Row
+from regrow.record.events import Cause, Checkpoint, DataFallback, Generation
 from regrow.record.history import History, recoveries
 from regrow.record.ledger import Ledger, lost_to
 from regrow.record.log import LogReader, is_number, positive
@@ -38,7 +36,7 @@ def build_report(history: History, ledger: Ledger, config: Config) -> dict[str, 
         "goodput": round(ledger.time_s["productive"] / wall_s, 6) if wall_s > 0 else None,
         "effective": _rounded(work.effective),
         "paid": _rounded(work.paid),
-        "capacity_goodput": _capacity_goodput(ledger, rows, as_mapping(config)),
+        "capacity_goodput": _rounded(work.capacity_goodput),
         "time_s": {state: round(seconds, 6) for state, seconds in ledger.time_s.items()},
         "work": {
             "full_step_s": _rounded(work.full_step_s),
@@ -99,26 +97,5 @@ def as_mapping(config: Config) -> dict[str, Any]:
     return asdict(config) if is_dataclass(config) else dict(config)
 
 
-def _capacity_goodput(ledger: Ledger, rows: Sequence[Row], config: Mapping[str, Any]) -> float | None:
-    """Productive seconds weighted by the share of the ranks asked for that was there and not idle, over wall time."""
-    num_slices, parallel = config.get("optim", {}).get("num_slices"), config.get("parallel", {})
-    tp, cp = parallel.get("tp", 1), parallel.get("cp", 1)
-    wall_s = ledger.end - ledger.begin
-    if num_slices is None or wall_s <= 0:
-        return None
-    world_sizes = [row["world_size"] for row in rows]
-    most = max([config.get("cluster", {}).get("max_workers") or 1, *world_sizes])
-    share = {size: size / most * _busy_share(num_slices, size, tp, cp) for size in set(world_sizes)}
-    useful = math.fsum(s * share[size] for s, size in zip(ledger.productive_s.tolist(), world_sizes, strict=True))
-    return round(useful / wall_s, 6)
-
-
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 6)
-
-
-def _busy_share(num_slices: int, world_size: int, tp: int, cp: int) -> float:
-    try:
-        return plan_topology(world_size, num_slices=num_slices, tp=tp, cp=cp).batch.busy_share
-    except BatchError:
-        return min(1.0, num_slices * tp * cp / world_size)  # no such topology: the configuration changed under the run

@@ -8,6 +8,7 @@ Pure, but for the seed, and for `replay`, which reads a run folder.
 
 import math
 import random
+import re
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -42,17 +43,24 @@ DRAWN = (  # figures that a Player asks for, and that are drawn here
 LEAST = 3  # samples of a cause and size that are drawn from; else those of the cause, else all
 FAR = 1e9  # seconds that a run does not last
 DRAIN_S = 15.0  # a drill's notice, where it says nothing else
+OPTION = re.compile(r"(\w+)=([\d.]+)")  # of a fault, as a drill's record has it
 OF_DRILL = {  # which of the simulator's kinds a drill's faults are; those that befall no rank are left out
     "kill_worker": "software",
     "corrupt_snapshot": "software",
     "hang_step": "hang",
+    "hang_first_step": "hang",
+    "hang_validation": "hang",
+    "hang_snapshot": "hang",
+    "dead_mount": "hang",
     "stop_worker": "hang",
     "kill_node": "host",
     "black_hole_node": "network",
+    "partition_node": "network",
     "drain_node": "drain",
     "flip_gradients": "sdc",
     "flip_activations": "sdc",
 }
+BY_ITS_EVENTS = ("drain_all", "restart_raylet")  # several faults each: a run with one of them is played by its events
 NODE_COMES = "return_node"
 
 
@@ -213,15 +221,18 @@ def replay(
 
 
 def plan_of_drill(folder: Path) -> list[Planned]:
-    """The faults of a drill's record, by the steps that they came at; none where the folder is no drill's."""
+    """The faults of a drill's record, by the steps that they came at; none where the folder is no drill's, or some of
+    them are not played one by one."""
     path = folder / "drill.jsonl"
-    if not path.exists():
+    faults = [line for line in Tail(path).read()[0] if line["record"] == "fault"] if path.exists() else []
+    if any(line["kind"] in BY_ITS_EVENTS for line in faults):
         return []
-    return [
-        made
-        for line in Tail(path).read()[0]
-        if line["record"] == "fault" and (made := planned(line["kind"], line["step"]))
+    options = [dict(OPTION.findall(line.get("what", ""))) for line in faults]
+    made = [
+        planned(line["kind"], line["step"], {key: float(value) for key, value in given.items()})
+        for line, given in zip(faults, options, strict=True)
     ]
+    return [each for each in made if each is not None]
 
 
 def planned(kind: str, step: int, options: Mapping[str, float | None] | None = None) -> Planned | None:

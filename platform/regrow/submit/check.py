@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from regrow.config.ray_health import LEAST_S
 from regrow.config.schema import Network, Queue, SnapshotTransport, SubmitConfig, SubmitJobConfig
 from regrow.errors import ConfigError
 from regrow.submit.pods import GIB, HEADERS, LEAVE_S, Sizes, grace_s, longest_restart_s, sizes
@@ -24,8 +25,10 @@ PLACEHOLDER = re.compile(r"example\.(com|org|net)|<[^>]*>|\bCHANGE_?ME\b", re.IG
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 TAKEN = ("/", "/tmp", "/dev", "/dev/shm")  # in a pod
 PULL_POLICIES = ("IfNotPresent", "Always", "Never")
-SECRET_NAME = re.compile(r"TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIAL|PRIVATE_KEY|ACCESS_KEY|API_KEY", re.IGNORECASE)
-NOT_SECRET = ("RAY_AUTH_TOKEN_PATH",)  # where one lies
+SECRET_NAME = re.compile(
+    r"(^|_)TOKENS?(_|$)|PASSWORD|PASSWD|SECRET|CREDENTIAL|PRIVATE_KEY|ACCESS_KEY|API_KEY", re.IGNORECASE
+)
+NOT_SECRET = ("RAY_AUTH_TOKEN_PATH", "HF_TOKEN_PATH", "HF_HUB_DISABLE_IMPLICIT_TOKEN")  # where one lies, if it is used
 SECRET_TEXT = re.compile(
     r"\bAKIA[0-9A-Z]{16}\b|://[^/\s:@]*:[^/\s@]+@|-----BEGIN [A-Z ]*PRIVATE KEY|\bhf_[A-Za-z0-9]{30,}"
 )
@@ -47,7 +50,7 @@ def check_submit(config: SubmitJobConfig) -> None:
         ("disk_gb", 1),
         ("drain_s", 20),
         ("stop_s", 1),
-        ("host_silence_s", 2),
+        ("host_silence_s", LEAST_S),
         ("object_store_gb", 0.1),
         ("memory_gb_per_worker", 0.1),
         ("head_cpus", 1),

@@ -5,6 +5,7 @@ from math import ceil
 from typing import Any
 
 from regrow.config.check import topologies
+from regrow.config.ray_health import health_checks
 from regrow.config.schema import Network, PretrainConfig, SubmitConfig, Toleration
 from regrow.config.spares import most_workers
 from regrow.control.membership import NODE_NAME
@@ -98,12 +99,8 @@ def longest_restart_s(config: PretrainConfig) -> float:
 
 def head_pod(config: PretrainConfig, submit: SubmitConfig, image: str, labels: dict[str, str]) -> Fields:
     """Pod template of the head. It has no logical CPUs: ranks and data tasks go to the workers."""
-    silence_ms = round(submit.host_silence_s * 1000)
     env = {
-        "RAY_health_check_initial_delay_ms": str(silence_ms),
-        "RAY_health_check_period_ms": "1000",
-        "RAY_health_check_timeout_ms": str(silence_ms // 2),
-        "RAY_health_check_failure_threshold": str(max(1, silence_ms // 2000)),
+        **{f"RAY_{name}": str(value) for name, value in health_checks(submit.host_silence_s).items()},
         "RAY_JOB_STOP_WAIT_TIME_S": str(submit.stop_s),
         **submit.env,
     }

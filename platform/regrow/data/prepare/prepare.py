@@ -6,6 +6,7 @@ Deterministic: the same source, settings and library versions give the same byte
 piece and every shard is there whole or not at all, so that a preparation that was killed goes on where it stopped.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -21,7 +22,7 @@ import numpy as np
 
 from regrow.config.schema import DataConfig
 from regrow.data.prepare.assemble import PLAN_FILE, Layout, assemble_shard, building_site, finished_shards, lay_out
-from regrow.data.prepare.documents import Document, Piece, Recipe, content_hash, load_recipe
+from regrow.data.prepare.documents import DamagedPiece, Document, Piece, Recipe, content_hash, load_recipe
 from regrow.data.prepare.files import SourceFiles
 from regrow.data.prepare.spool import Spool, Spooled
 from regrow.data.prepare.tokenizer import end_of_text_id, parse_tokenizer, train_tokenizer
@@ -275,13 +276,14 @@ def read_tokenizer(location: str) -> bytes:
 def _training_texts(plan: Plan) -> Iterator[str]:
     limit, num_chars = int(plan.config.validation_fraction * 2**64), 0
     for piece in plan.pieces:
-        for document in plan.recipe.documents(plan.config, piece):
-            if isinstance(document, Document):
-                if int.from_bytes(content_hash(document.text)[:8], "big") >= limit:
-                    yield document.text
-                    num_chars += len(document.text)
-                if num_chars >= TRAINING_CHARS:
-                    return
+        with contextlib.suppress(DamagedPiece):  # it is named once it is tokenized
+            for document in plan.recipe.documents(plan.config, piece):
+                if isinstance(document, Document):
+                    if int.from_bytes(content_hash(document.text)[:8], "big") >= limit:
+                        yield document.text
+                        num_chars += len(document.text)
+                    if num_chars >= TRAINING_CHARS:
+                        return
 
 
 def _tokenize(plan: Plan, tokenizer_sha256: str) -> list[Spooled]:
