@@ -196,7 +196,7 @@ def test_a_checkpoint_is_written_through_the_tree_whichever_keeper_of_it_dies(
         each.close()
 
 
-def wait_until(condition: Any, deadline_s: float = 30.0) -> None:
+def wait_until(condition: Any, deadline_s: float = 120.0) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end

@@ -1,6 +1,10 @@
 """Pipeline parallelism on gloo, with FSDP2, HSDP, tensor parallelism and float8: the same training as one process."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +21,9 @@ from regrow.config.schema import (
 )
 from regrow.config.stages import stages_of
 from regrow.parallel.compile import graphs_compiled
+from regrow.parallel.fsdp import build_mesh
 from regrow.plan.pipeline import Stages
+from regrow.train.build import build_step
 from support.gloo import RankError, run_ranks
 from support.training import (
     Training,
@@ -26,6 +32,7 @@ from support.training import (
     micro_batches,
     plain_losses,
     run_steps,
+    topology_of,
     train,
     validation,
     whole,
@@ -244,3 +251,40 @@ def test_a_message_of_another_shape_is_not_taken_and_the_receive_fails_at_its_de
     assert "waited for activations [3, 16, 32] of micro-batch 0 for stage 1, from rank 0 of the pipeline" in str(
         failed.value
     )
+
+
+def connected_within(parallel: ParallelConfig) -> tuple[int, int]:
+    """How often `connecting` was entered, and how many messages and sums were outside of it."""
+    depth, entered, outside = 0, 0, 0
+
+    @contextmanager
+    def connecting() -> Iterator[None]:
+        nonlocal depth, entered
+        depth, entered = depth + 1, entered + 1
+        yield
+        depth -= 1
+
+    def counted(what: Any, *arguments: Any, **more: Any) -> Any:
+        nonlocal outside
+        outside += not depth
+        return what(*arguments, **more)
+
+    training = Training(model=MODEL, parallel=parallel, optim=OPTIM)
+    topology = topology_of(training)
+    mesh = build_mesh(topology.mesh, "cpu")
+    for name in ("isend", "irecv", "all_reduce"):
+        setattr(dist, name, partial(counted, getattr(dist, name)))
+    device = torch.device("cpu")
+    made = {"device": device, "seed": 0, "stages": topology.stages, "connecting": connecting}
+    build_step(training.model, parallel, training.optim, mesh=mesh, **made)
+    return entered, outside
+
+
+@pytest.mark.parametrize(
+    ("parallel", "entered"),
+    [(ParallelConfig(pp=2), 1), (ParallelConfig(separate_reduce=True), 1), (ParallelConfig(), 0)],
+    ids=["pipeline", "separate reductions", "neither"],
+)
+def test_communicators_that_a_step_makes_are_made_while_that_is_known(parallel: ParallelConfig, entered: int) -> None:
+    """Nothing can break off a process that makes one: it has a deadline of its own for that."""
+    assert run_ranks(connected_within, 2, parallel) == [(entered, 0)] * 2

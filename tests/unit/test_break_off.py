@@ -183,3 +183,40 @@ def test_sums_over_16384_ranks_are_exact_in_any_order() -> None:
             certificate.check(step, total.item())
         with pytest.raises(BrokenStep):
             certificate.check(step, fields[1:].sum().item())
+
+
+def test_groups_that_are_destroyed_in_good_order_are_not_aborted(groups: list[Group]) -> None:
+    """As where another member dies while this one leaves: an abort frees what NCCL has freed by then."""
+    said, breaker = groups[0].said, Breaker()
+    assert breaker.stand_down()
+    breaker.start()
+    breaker.settle()
+    breaker.left()
+    assert breaker.begun
+    assert said == []
+    other = Breaker()
+    other.start()
+    assert not other.stand_down(), "it is broken off: that comes first"
+    other.settle()
+    other.left()
+    assert said.count("aborted") == 3
+
+
+def test_groups_are_destroyed_once_they_are_aborted(groups: list[Group]) -> None:
+    said, breaker, late = groups[0].said, Breaker(), groups.pop()
+    late.together = threading.Barrier(2)  # one of them hangs until this test comes
+    settled = threading.Event()
+
+    def settle() -> None:
+        breaker.settle()
+        settled.set()
+
+    for each in groups:
+        each.together = threading.Barrier(1)
+    breaker.start()
+    threading.Thread(target=settle, daemon=True).start()
+    assert not settled.wait(0.5)
+    late.together.wait(30)
+    assert settled.wait(30)
+    assert said.count("aborted") == 3
+    breaker.left()

@@ -1,5 +1,7 @@
 """The order in which the parallel techniques are applied; each is one file beside this one."""
 
+from contextlib import nullcontext
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend
@@ -11,6 +13,7 @@ from regrow.parallel.compile import apply_compile
 from regrow.parallel.context_parallel import apply_context_parallel
 from regrow.parallel.float8 import apply_float8, refresh_float8_scales
 from regrow.parallel.fsdp import (
+    Connecting,
     apply_fsdp,
     context_group,
     coordinates_of,
@@ -40,13 +43,15 @@ def build_model(
     seed: int | None,
     eot_id: int | None = None,
     stages: Stages | None = None,
+    connecting: Connecting = nullcontext,
 ) -> Llama:
     """A Llama on `device`, its weights drawn from `seed`, ready to train; no rank ever holds more than its shard.
 
     With `seed=None` its weights are what memory held, for a caller that loads all of them, and calls
     `refresh_float8_scales` then. Without a mesh: whole, on one device, every parameter and all compute in float32.
     `eot_id`, the end-of-text token, is given exactly if the model's attention keeps within documents. In a pipeline it
-    is the rank's `stages` of it. Local, but for float8 all-gather, which is collective.
+    is the rank's `stages` of it. Local, but for float8 all-gather and separate reductions, which are collective;
+    `connecting` is entered while the latter get a communicator.
     """
     place = coordinates_of(mesh)
     with torch.device("meta"):
@@ -78,7 +83,7 @@ def build_model(
             prefetch_blocks=parallel_config.prefetch_blocks,
         )
         if parallel_config.separate_reduce:
-            reduce_separately(model, mesh)
+            reduce_separately(model, mesh, connecting)
     offloads = mesh is not None and parallel_config.cpu_offload
     model.to_empty(device="cpu" if offloads else device)
     if seed is None:

@@ -273,6 +273,7 @@ class ProcessGroupAsynchronous(_ProcessGroup):
         self._connecting = threading.Lock()
         self._communicator: Communicator | None = None
         self._pairs: dict[int, tuple[Communicator, Stream]] = {}  # by peer
+        self._is_shut_down = False
         self._aborted_at: int | None = None  # submission; kernels up to it had been launched
         self._works: deque[Work] = deque()
         self._error = ErrorType.SUCCESS
@@ -319,6 +320,9 @@ class ProcessGroupAsynchronous(_ProcessGroup):
 
         It waits for kernels of other groups, too: abort them side by side. Raises DistBackendError after the timeout.
         """
+        if self._is_shut_down:
+            print(f"abort of {self} after its shutdown: NCCL frees twice", file=sys.stderr)
+            os.abort()
         if self._aborted_at is None:
             self._aborted_at = self._stream.position()
         self._terminated.set()
@@ -330,6 +334,7 @@ class ProcessGroupAsynchronous(_ProcessGroup):
 
     def shutdown(self) -> None:
         """Wait for the stream, at most for the timeout, and end the connections behind it."""
+        self._is_shut_down = self._aborted_at is None
         self._terminated.set()
         own = [(self._communicator, self._stream)] if self._communicator is not None else []
         for communicator, stream in [*list(self._pairs.values()), *own]:

@@ -2,6 +2,8 @@
 
 import datetime
 import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,6 +20,8 @@ from regrow.errors import ConfigError
 from regrow.model.llama import Llama
 from regrow.parallel.world import connect_side_by_side, meeting_at, members, new_group, new_groups
 from regrow.plan.mesh import ALONE, Coordinates, MeshShape
+
+Connecting = Callable[[], AbstractContextManager[None]]  # while communicators are made, which nothing can break off
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # by device type, for init_process_group
 CONTEXT = "regrow_context"  # attribute of a mesh: the group of neighbours along `dp_shard` that share rows
@@ -250,13 +254,14 @@ def let_go_of_meshes() -> None:
     gc.collect()
 
 
-def reduce_separately(model: nn.Module, mesh: DeviceMesh) -> None:
+def reduce_separately(model: nn.Module, mesh: DeviceMesh, connecting: Connecting = nullcontext) -> None:
     """Give the reductions of a model that FSDP has sharded over `dp_shard` a group of their own. Collective.
 
     One communicator runs one collective at a time: in backward, where the next block is gathered while the last one's
     gradients are reduced, each waits for the other. Whether two are faster is for the network to say: off by default.
 
     It is connected here, while the others of the group are waited for anyway, and fails after as long as the shards'.
+    `connecting` is entered for it.
     It is one of torch's groups like the others: `runtime.abort` finds it, and leaving gives it up. Raises
     ConfigError where torch does not know it yet.
     """
@@ -270,7 +275,8 @@ def reduce_separately(model: nn.Module, mesh: DeviceMesh) -> None:
     device = torch.device(mesh.device_type)
     deadline = shard_group(mesh)._get_backend(device).options._timeout
     distributed_c10d._set_pg_timeout(deadline, made)
-    dist.all_reduce(torch.zeros((), device=device), group=made)
+    with connecting():
+        dist.all_reduce(torch.zeros((), device=device), group=made)
 
 
 def reduce_groups(model: nn.Module) -> list[dist.ProcessGroup]:

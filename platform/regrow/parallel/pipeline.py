@@ -12,7 +12,7 @@ fails at its deadline.
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from regrow.model.llama import Llama
-from regrow.parallel.fsdp import BACKENDS, pipeline_group, tensor_group
+from regrow.parallel.fsdp import BACKENDS, Connecting, pipeline_group, tensor_group
 from regrow.parallel.waits import Waits
 from regrow.parallel.world import new_group
 from regrow.plan.pipeline import Action, Stages, forwards_of, orders_of, received_by
@@ -45,9 +45,17 @@ class Pipeline:
     """This rank's place among the stages of a model, and its connections to its neighbours. Collective to make."""
 
     def __init__(
-        self, model: Llama, stages: Stages, mesh: DeviceMesh, *, dtype: torch.dtype, waits: Waits | None = None
+        self,
+        model: Llama,
+        stages: Stages,
+        mesh: DeviceMesh,
+        *,
+        dtype: torch.dtype,
+        waits: Waits | None = None,
+        connecting: Connecting = nullcontext,
     ) -> None:
-        """`dtype` is that of the residual stream, which is what messages hold; `waits` times them."""
+        """`dtype` is that of the residual stream, which is what messages hold; `waits` times them; `connecting` is
+        entered while communicators are made."""
         group, tensor = pipeline_group(mesh), tensor_group(mesh)
         assert group is not None, "the mesh has no pipeline"
         assert group.size() == stages.pp, f"{group.size()=} {stages.pp=}"
@@ -68,7 +76,8 @@ class Pipeline:
             for way in range(ways)
         }
         self._tied = model.embed if model.config.tied else None  # of which both ends have a copy
-        self._connect()
+        with connecting():
+            self._connect()
 
     @property
     def counted_elsewhere(self) -> list[Tensor]:

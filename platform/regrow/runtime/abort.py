@@ -48,9 +48,10 @@ class Breaker:
         self._first: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._begun = False
+        self._aborts: dict[int, threading.Thread] = {}  # by group
         self._held: dict[str, socket.socket] = {}  # that were shut down, by the kernel's name
         self._shut, self._left = threading.Event(), threading.Event()
-        self._is_connecting = False
+        self._is_connecting = self._stands_down = False
 
     @property
     def begun(self) -> bool:
@@ -93,11 +94,22 @@ class Breaker:
                 tell()
         threading.Thread(target=self._run, name="break-off", daemon=True).start()
 
+    def stand_down(self) -> bool:
+        """Groups are destroyed from here on, in good order: nothing is broken off any more, as an abort frees what its
+        group has freed. Whether that is so: not where breaking off has begun. A process that stays ends still."""
+        with self._lock:
+            self._stands_down = not self._begun
+            return self._stands_down
+
     def settle(self) -> None:
-        """Where it has begun, wait until gloo has let go of what was shut down, SETTLE_S at most. Before groups are
-        destroyed: a connection that is closed just as gloo is told of its end ends the process (`state_ <= CONNECTED`
-        in its pair.cc)."""
+        """Where it has begun, wait until groups are aborted, ABORT_S at most, and gloo has let go of what was shut
+        down, SETTLE_S at most. Before groups are destroyed: NCCL frees twice what is aborted after that, and a
+        connection that is closed just as gloo is told of its end ends the process (`state_ <= CONNECTED` in its
+        pair.cc)."""
         if self._begun and self._shut.wait(SETTLE_S):
+            deadline = time.monotonic() + ABORT_S
+            for each in list(self._aborts.values()):
+                each.join(max(0.0, deadline - time.monotonic()))
             deadline = time.monotonic() + SETTLE_S
             while _watched().intersection(list(self._held)) and time.monotonic() < deadline:
                 time.sleep(POLL_S)
@@ -114,15 +126,11 @@ class Breaker:
             connection.close()
 
     def _break_off(self, begun_at: float) -> None:
-        known = set[int]()
         while True:
-            for group in list(distributed_c10d._world.pg_map):
-                if id(group) not in known:
-                    known.add(id(group))
-                    # side by side: an abort may wait for a kernel that another group's abort ends (pytorch#119797)
-                    threading.Thread(target=_abort, args=(group,), name="abort", daemon=True).start()
-            how = socket.SHUT_RD if time.monotonic() - begun_at < HELD_S else socket.SHUT_RDWR
-            _shut_down_all(self._listeners, how, self._held)
+            if not self._stands_down:
+                self._abort_all()
+                how = socket.SHUT_RD if time.monotonic() - begun_at < HELD_S else socket.SHUT_RDWR
+                _shut_down_all(self._listeners, how, self._held)
             self._shut.set()
             if self._left.wait(LOOK_S):
                 return
@@ -133,6 +141,14 @@ class Breaker:
                 with contextlib.suppress(OSError):
                     faulthandler.dump_traceback(STDERR, all_threads=True)
                 os._exit(1)
+
+    def _abort_all(self) -> None:
+        """Groups that were made meanwhile, too."""
+        for group in list(distributed_c10d._world.pg_map):
+            if id(group) not in self._aborts:
+                # side by side: an abort may wait for a kernel that another group's abort ends (pytorch#119797)
+                abort = self._aborts[id(group)] = threading.Thread(target=_abort, args=(group,), daemon=True)
+                abort.start()
 
 
 def listening() -> set[Address]:

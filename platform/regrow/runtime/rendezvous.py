@@ -227,11 +227,16 @@ def form_s(world_size: int, timeout_s: float) -> float:
     return min(timeout_s, FORM_S + FORM_S_PER_RANK * world_size)
 
 
-def leave_generation() -> None:
-    """Give up the process groups: peers that wait for this rank see its connections close."""
+def leave_generation() -> bool:
+    """Give up the process groups: peers that wait for this rank see its connections close.
+
+    Whether torch has let go of them; where one group's shutdown raises it keeps all, and none can be joined again.
+    """
     with contextlib.suppress(Exception):  # they may be broken already
         if (world := members_of_world()) is not None:
             world.close()
+    with contextlib.suppress(Exception):
         if dist.is_initialized():
             dist.destroy_process_group()
     let_go_of_meshes()
+    return not dist.is_initialized()

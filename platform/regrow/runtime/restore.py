@@ -14,7 +14,7 @@ from regrow.config.schema import ParallelConfig, PretrainConfig
 from regrow.model.linears import recipe_after
 from regrow.model.llama import Llama, init_weights
 from regrow.parallel.float8 import inner_tensor
-from regrow.parallel.fsdp import replica_group
+from regrow.parallel.fsdp import Connecting, replica_group
 from regrow.plan.mesh import Coordinates
 from regrow.plan.pipeline import Stages
 from regrow.runtime.abort import Breaker, listening
@@ -22,7 +22,7 @@ from regrow.runtime.calls import CALL_TIMEOUT_S, CoordinatorClient
 from regrow.runtime.job import Job
 from regrow.runtime.memory_tier import MemoryTier
 from regrow.runtime.process import Process
-from regrow.runtime.rendezvous import Joined
+from regrow.runtime.rendezvous import Joined, form_s
 from regrow.state.collective import from_rank_0, on_first_rank_or_each
 from regrow.state.disk import catalog, store
 from regrow.state.entries import Entry, Progress, reset_moments, training_entries
@@ -50,8 +50,11 @@ def build_and_restore(process: Process, joined: Joined, mesh: DeviceMesh, breake
     expected, topology = expected_step(job), job.topologies[joined.world_size]
     place = Coordinates(topology.mesh, joined.rank)
 
+    connect_s = form_s(joined.world_size, job.config.train.collective_timeout_s)
+    make = partial(build, job, mesh, process.device, topology.stages, connecting=partial(breaker.connecting, connect_s))
+
     def built(after: int) -> tuple[TrainStep, list[Entry]]:
-        return stream.submit(partial(build, job, mesh, process.device, topology.stages, after=after)).result()
+        return stream.submit(partial(make, after=after)).result()
 
     def filled() -> tuple[Progress, str]:
         return stream.submit(partial(restore, job, generation, step, entries, mesh, place, process.memory)).result()
@@ -85,7 +88,7 @@ def expected_step(job: Job) -> int:
 
 
 def build(
-    job: Job, mesh: DeviceMesh, device: torch.device, stages: Stages | None, *, after: int
+    job: Job, mesh: DeviceMesh, device: torch.device, stages: Stages | None, *, after: int, connecting: Connecting
 ) -> tuple[TrainStep, list[Entry]]:
     """A step, and what its state is made of, to go on after this one; nothing is filled yet. Collective."""
     config = job.config
@@ -101,6 +104,7 @@ def build(
         eot_id=eot_id,
         verified=verified_rows(config, job.topologies[dist.get_world_size()].batch),
         stages=stages,
+        connecting=connecting,
     )
     return step, training_entries(step.model, step.optimizer, inner_tensor=inner_tensor)
 

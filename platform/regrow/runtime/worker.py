@@ -150,12 +150,13 @@ def _train_generations(process: Process, me: Member, *, backend: str, entered: f
         finally:
             if broken:  # on every way out: what reads results is told before anything is aborted
                 breaker.start()
-                if not stream.drain(DRAIN_S):
-                    end_process(job, f"{device} does not come to rest after its group was broken off")
+            if not breaker.stand_down() and not stream.drain(DRAIN_S):
+                end_process(job, f"{device} does not come to rest after its group was broken off")
             if memory is not None:
                 memory.close_snapshots()
             breaker.settle()
-            leave_generation()
+            if not leave_generation():
+                end_process(job, "a process group cannot be destroyed")
             breaker.left()
             if memory is not None:
                 memory.leave()

@@ -1,5 +1,7 @@
 """What the loop needs, from the configuration: the step on this rank of a mesh, its numbers and its meter."""
 
+from contextlib import nullcontext
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -9,7 +11,7 @@ from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
 from regrow.parallel.checksums import GradientSums
 from regrow.parallel.context_parallel import time_gathers
-from regrow.parallel.fsdp import axis_groups, coordinates_of, replica_group, shard_group, tensor_group
+from regrow.parallel.fsdp import Connecting, axis_groups, coordinates_of, replica_group, shard_group, tensor_group
 from regrow.parallel.pipeline import Pipeline
 from regrow.parallel.waits import time_collectives
 from regrow.plan.batch import BatchPlan
@@ -32,12 +34,15 @@ def build_step(
     eot_id: int | None = None,
     stages: Stages | None = None,
     verified: VerifiedRows | None = None,
+    connecting: Connecting = nullcontext,
 ) -> TrainStep:
-    """Collective over the mesh. `seed`, `eot_id` and `stages` are as for `build_model`.
+    """Collective over the mesh. `seed`, `eot_id`, `stages` and `connecting` are as for `build_model`.
 
     `verified` is the micro-batch of verifications; None: there are none.
     """
-    built = build_model(model, parallel, mesh=mesh, device=device, seed=seed, eot_id=eot_id, stages=stages)
+    built = build_model(
+        model, parallel, mesh=mesh, device=device, seed=seed, eot_id=eot_id, stages=stages, connecting=connecting
+    )
     sums, check = GradientSums(), None
     waits = time_collectives(built, device, replicated=replica_group(mesh) is not None, sums=sums)
     if built.share.cp > 1 and not parallel.compile:
@@ -54,7 +59,9 @@ def build_step(
         groups=axis_groups(mesh),
         shard_group=shard_group(mesh),
         tensor_group=tensor_group(mesh),
-        pipeline=Pipeline(built, stages, mesh, dtype=dtype, waits=waits) if stages is not None else None,
+        pipeline=None
+        if stages is None
+        else Pipeline(built, stages, mesh, dtype=dtype, waits=waits, connecting=connecting),
         share=built.share,
         sync_every_micro_batch=bool(parallel.sync_every_micro_batch),
         keep_gathered=not parallel.reshard_after_forward,

@@ -142,7 +142,7 @@ class TcpSession:
         def some(most: int) -> set[Future[None]]:
             return {threads.submit(self._send, file, at, min(PIECE, end - at), place) for at in islice(pieces, most)}
 
-        sending = some(threads.most + 1)  # no more of one slot at a time: other slots are to have their turns
+        sending = some(2 * threads.most)  # no more of one slot at a time: other slots are to have their turns
         try:
             while sending:
                 done, sending = wait(sending, return_when=FIRST_COMPLETED)
