@@ -193,7 +193,7 @@ class KeeperRegistry:
         if not self._lacking or not self.known.keys() >= set(self._lacking):
             return False
         self.begin(self._lacking)
-        return not self._lacking
+        return True
 
     @property
     def has_lost_holders(self) -> bool:
