@@ -1,6 +1,6 @@
 """Pretrain a Llama without Ray or Hydra, under torchrun or in one process; the page to read first.
 
-  torchrun --nproc-per-node 8 -m jobs.pretrain_torchrun model=8b data=fineweb_edu parallel.dtype=bfloat16 \
+  torchrun --nproc-per-node 8 -m jobs.pretrain_torchrun model=8b data=fineweb_edu parallel.dtype=bfloat16 \\
       optim.num_slices=512 optim.global_batch_seqs=512
   python -m jobs.pretrain_torchrun run.name=alone train.steps=100
 

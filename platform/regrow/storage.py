@@ -17,6 +17,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from regrow.direct_file import DirectFile
 from regrow.errors import RegrowError
@@ -283,8 +284,7 @@ class RemoteStorage(Storage):
         def is_there() -> bool:
             return bool(self.fs.get_file_info(path).is_file)
 
-        own = "?" in self.uri or "@" in self.uri  # endpoint or credentials, which boto3 takes from the environment
-        if self.fs.type_name == "s3" and not own and find_spec("boto3") is not None:
+        if self.fs.type_name == "s3" and not _says_how(self.uri) and find_spec("boto3") is not None:
             created = _create_in_s3(path, data, is_there)
             if created is not None:
                 return created
@@ -355,6 +355,12 @@ def _place_new(temporary: Path, path: Path) -> None:
     except OSError:  # a file system without links
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
         os.replace(temporary, path)
+
+
+def _says_how(uri: str) -> bool:
+    """Whether endpoint or credentials are in a URI: boto3 takes them from the environment."""
+    parts = urlsplit(uri)
+    return bool(parts.query or parts.username)
 
 
 def _create_in_s3(path: str, data: bytes, is_there: Callable[[], bool]) -> bool | None:

@@ -75,7 +75,7 @@ def test_models_that_are_sizes_alone_are_read_by_name() -> None:
 
 
 def test_every_command_of_torchrun_that_is_shown_trains() -> None:
-    shown = [(ROOT / name).read_text().replace("\\\n", " ") for name in ("README.md", "jobs/pretrain_torchrun.py")]
+    shown = [(ROOT / name).read_text().replace("\\\\\n", " ") for name in ("README.md", "jobs/pretrain_torchrun.py")]
     command = re.compile(r"torchrun --nproc-per-node (\d+) -m jobs\.pretrain_torchrun ((?:[\w.]+=\S+ *)*)")
     found = [match for text in shown for match in command.findall(text)]
     assert len(found) == 2

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from botocore.exceptions import ClientError, NoCredentialsError
 
+from regrow import storage as storage_module
 from regrow.config.schema import DataConfig, PretrainConfig, RunConfig
 from regrow.data.preflight import check_corpus
 from regrow.data.prepare.documents import Document, Piece, load_recipe
@@ -154,6 +155,22 @@ def test_two_jobs_may_prepare_the_same_one_there(bucket: str, tmp_path: Path) ->
     assert prepare(CONFIG, WordRecipe(num_pieces=3), place, progress=other_job) == finished[0]
     assert not place.exists("plan.json")
     list(verify(str(place)))
+
+
+def test_an_at_in_a_folders_name_is_no_credential(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it were, files that must be new would be looked for and then written, which two jobs may do at once."""
+    conditions = list[str]()
+    create = storage_module._create_in_s3
+
+    def noted(path: str, *arguments: Any) -> bool | None:
+        conditions.append(path)
+        return create(path, *arguments)
+
+    monkeypatch.setattr(storage_module, "_create_in_s3", noted)
+    folder = Storage.at(f"{bucket}/me@example/runs")
+    assert folder.create("run.json", b"1")
+    assert not folder.create("run.json", b"2")
+    assert len(conditions) == 2
 
 
 def test_a_file_is_created_where_the_uri_says_and_not_where_the_environment_does(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from regrow.plan.batch import BatchPlan
 from regrow.plan.pipeline import bubble_share
 from regrow.record.events import Cleared, CoordinatorRestarted, Event, Generation, Row, Submitted, Suspected
 from regrow.record.ledger import Ledger, of_kind
@@ -110,10 +111,7 @@ def _capacity_goodput(ledger: Ledger, rows: Sequence[Row], units: Units, config:
         return None
     world_sizes = [row["world_size"] for row in rows]
     most = max([_group(config, "cluster").get("max_workers") or 1, *world_sizes])
-    share = {}
-    for size in set(world_sizes):
-        count = units.count(size)
-        share[size] = size / most * num_slices / (count * math.ceil(num_slices / count))
+    share = {size: size / most * BatchPlan(num_slices, units.count(size), 1).busy_share for size in set(world_sizes)}
     useful = math.fsum(s * share[size] for s, size in zip(ledger.productive_s.tolist(), world_sizes, strict=True))
     return useful / wall_s
 
