@@ -231,6 +231,21 @@ def test_no_process_hangs_that_ends_as_the_run_is_given_up() -> None:
     assert told.records("stalled") == told.records("failure") == []
 
 
+def test_no_process_hangs_of_a_group_that_was_one_too_many() -> None:
+    """Its members were given a number, hear that the run is given up, and end."""
+    told = training("ab")
+    for step in range(1, 4):
+        told.now += 0.1
+        told.row(step, step_s=0.1)
+    for _ in range(MAX_FAILED_GENERATIONS):
+        told.form(one(0, "a"), one(1, "b"))
+        told(e.Broke(told.control.generation, "a peer is gone"))
+    told.join(one(0, "a"), one(1, "b"))
+    assert told.ask("m0", told.control.generation).given_up
+    told.now += 60.0
+    assert told.control.health.stalls.stalled_s(told.now) == 0.0
+
+
 def test_rows_may_be_missing_only_where_the_coordinator_was_restarted() -> None:
     told = Told()
     told.form(one(1))
@@ -429,8 +444,18 @@ def test_a_group_that_could_not_be_formed_is_not_given_out_again() -> None:
     assert [member.id for member in answer.formation.members] == ["m1", "m2"]
     told.begin(["node"])  # it trains
     told.join(one(1), expected=2)
-    # one for the death; who trains finds out by itself
-    assert [command.generation for command in told.of(c.TellOver)] == [first, first]
+    # once, though one of it died then; who trains finds out by itself
+    assert [command.generation for command in told.of(c.TellOver)] == [first]
+
+
+def test_a_keeper_that_comes_after_a_group_was_over_hears_of_it() -> None:
+    told = training("ab")
+    told(e.Died((("b", 1),), 1, "worker_died", "gone"))
+    told.clear()
+    told(e.KeeperUp("c", "c", ("c", 1)))
+    assert told.of(c.TellOver) == []
+    told(e.KeeperUp("a", "a", ("a", 2), restarted=True))
+    assert told.of(c.TellOver) == [c.TellOver(1, ("a",))]
 
 
 def test_a_rank_that_fails_by_itself_has_the_others_told_once() -> None:
@@ -947,6 +972,22 @@ def test_a_coordinator_that_was_restarted_knows_that_the_last_step_is_trained() 
     again.join(one(9, "spare"))
     assert again.ask("m9").over
     assert again.control.settling.busy, "step 1 is to be in storage"
+
+
+def test_the_keeper_of_a_node_that_is_dead_is_not_started_anew() -> None:
+    """Once a minute, for as long as a run with too few workers waited."""
+    told = training("ab", min_workers=2)
+    told(e.Died((("b", 1),), 1, "worker_died", "gone"))
+    again = Told(Past.of(log_of(told), generation=1, logged=0, stored=-1, restarted=True), min_workers=2)
+    again.now = told.now
+    again(e.KeeperUp("a", "a", ("a", 1)))
+    again(e.KeepersFound((), 1))
+    again(e.NodesAlive(frozenset("a")))
+    again(group_of(log_of(told), 1))
+    for _ in range(5):
+        again.now += 61.0
+        again()
+    assert again.of(c.RestartKeeper) == again.records("keeper_restarted") == []
 
 
 def test_a_keeper_that_is_late_for_a_coordinator_that_was_restarted_takes_its_place_once_it_is_there() -> None:

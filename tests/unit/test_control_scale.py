@@ -13,6 +13,7 @@ import pytest
 from regrow.control import events as e
 from regrow.control.membership import Member
 from regrow.control.replicas import Replicas
+from regrow.control.states import GivenUp
 from regrow.control.values import Digest, SnapshotAck, Version
 from support.told import Told
 
@@ -20,6 +21,7 @@ RANKS_PER_NODE = 4
 SMALL, LARGE = 256, 512
 MOST = 2.5  # times as many instructions in the large group: 2 are in proportion, and what is sorted takes some more
 FEW = 2_000  # that are not compared
+MESSAGE_S = 50e-6  # from one message of a rank to the next
 
 
 def instructions(run: Callable[[], Any]) -> int:
@@ -72,6 +74,14 @@ def life(size: int) -> dict[str, int]:
         count(f"sealed {step}", lambda: told(e.Sealed(acks)))
         count(f"tick {step}", told)
 
+    def come(after: int) -> None:
+        """All ranks join and ask, node by node, as keepers speak for them."""
+        for first in range(0, len(alive), RANKS_PER_NODE):
+            for message in (lambda m: e.Joined(m, size), lambda m: e.Asked(m.id, after)):
+                for member in alive[first : first + RANKS_PER_NODE]:
+                    told.now += MESSAGE_S
+                    told(message(member))
+
     alive = members
     count("joined", lambda: told.join(*members))
     count("forms", lambda: told.ask(members[0].id))
@@ -96,8 +106,33 @@ def life(size: int) -> dict[str, int]:
         count(f"{how}: forms", lambda: told.ask(alive[0].id, generation))  # noqa: B023
         assert told.control.generation == generation + 1
         count(f"{how}: begins", lambda: begin(3))
+    for lost, going in ((6, ()), (7, (nodes[8],))):
+        generation, those = told.control.generation, [member for member in alive if member.node == nodes[lost]]
+        alive = [member for member in alive if member.node != nodes[lost]]
+        told(e.Notice(dict.fromkeys(going, told.now + 3600.0)))
+        told(e.Died(tuple((each.node, each.pid) for each in those), len(alive), "worker_died", ""))
+        count(f"come, {len(going)} of them to go", lambda: come(generation))  # noqa: B023
+        assert told.control.generation == generation + 1, "it forms once the last of them has come"
+        begin(3)
     count("corrupt", lambda: told.control.group.nodes.corrupt(nodes[5], told.now))
+    generation = told.control.generation
+    count("trouble", lambda: [told(e.Trouble(generation, member, size, "no such file")) for member in alive])
+    assert isinstance(told.control.ending, GivenUp)
     return found
+
+
+def test_a_group_forms_when_the_last_of_thousands_has_come_and_not_when_it_is_looked_next() -> None:
+    """Between looks, which take as long as there are workers, more time passes than this run has."""
+    told = Told(min_workers=2, max_workers=LARGE)
+    members = [Member(f"m{rank}", f"node{rank // 4}", "host", 1, rank) for rank in range(LARGE)]
+    told.join(*members)
+    assert told.ask(members[0].id).formation is not None
+    told(e.Broke(1, "a peer is gone"))
+    for member in members:
+        told(e.Joined(member, LARGE))
+        answer = told.ask(member.id, 1)
+    assert answer.formation is not None
+    assert answer.formation.generation == 2
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,14 @@ and a simulator run the same class. `now` is in seconds that never go back, on t
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from regrow.config.check import topologies, world_sizes
 from regrow.config.schema import Backend, PretrainConfig
 from regrow.control import events as e
 from regrow.control.arrivals import Arrivals
+from regrow.control.at_risk import AtRisk
 from regrow.control.cadence import Cadence
 from regrow.control.commands import Command, Delete, NoteDamaged, Outbox, Reply, TellOver
 from regrow.control.commits import IsWhole
@@ -34,7 +36,6 @@ from regrow.control.states import (
     Ending,
     Finished,
     Forming,
-    GivenUp,
     GroupState,
     LeavingGroup,
     RowAnswer,
@@ -92,7 +93,7 @@ class Control:
         self._rows = Rows(self._out, logged=past.logged, may_be_missing=past.generation > 0)
         self._is_restarted, self._rollbacks = past.restarted, past.rollbacks
         self._num_failures, self._restore_s = 0, 0.0
-        self._handlers = _handlers(self)
+        self._at_risk, self._handlers = AtRisk(self.group, self.snapshots), _handlers(self)
         if past.restarted and past.stored != NOTHING:
             self.cadence.resumed(past.stored, now)
         if past.trained is not None:
@@ -104,7 +105,7 @@ class Control:
         if isinstance(event, FENCED):
             self.fence(event.generation)
         self._handlers[type(event)](event, now)
-        return self._finish(now)
+        return self._finish(now, event)
 
     def tick(self, now: float) -> list[Command]:
         """Decide what time alone decides. Call it several times a second."""
@@ -196,9 +197,9 @@ class Control:
     def _asked(self, event: e.Asked, now: float) -> None:
         state = self.group.state
         safe = isinstance(state, LeavingGroup) and self.snapshots.commits.holds(state.step)
-        waits = isinstance(state, Waiting) and self._config.parallel.dp_replicate == 1
-        waits = waits and self.snapshots.awaited.wait(now, self.health.stalls.step_s)
-        self.group.ask(event, now, last_snapshot_is_safe=safe, may_form=not waits)
+        awaits = isinstance(state, Waiting) and self._config.parallel.dp_replicate == 1
+        must_wait = partial(self.snapshots.awaited.wait, now, self.health.stalls.step_s) if awaits else lambda: False
+        self.group.ask(event, now, last_snapshot_is_safe=safe, must_wait=must_wait)
 
     def _began(self, event: e.Began, now: float) -> None:
         """Later rows of earlier generations are taken back, and so are later snapshots and checkpoints."""
@@ -284,7 +285,8 @@ class Control:
         if not event.members:
             return  # no group was formed since the driver started
         group = self.group
-        group.formation, group.membership.current = Formation(self.generation, event.members), event.members
+        group.formation = Formation(self.generation, event.members)
+        group.membership.take_up(event.members)
         for member in event.members:
             group.nodes.met(member)
         if event.start_step is None:
@@ -298,12 +300,11 @@ class Control:
         group.train(now)
         group.take_up(group.state, event.lost, event.lost_at, now)
 
-    def _finish(self, now: float) -> list[Command]:
+    def _finish(self, now: float, event: e.Event | None = None) -> list[Command]:
         while self._num_failures < self.group.num_failures:
             self._num_failures += 1
             self.cadence.failed()
-        if reason := _why_memory_may_be_lost(self.group, self.snapshots):
-            self.snapshots.checkpoints.secure(reason, now)
+        self._at_risk.look(now, event)
         self.snapshots.announce_changes()
         return self._out.take()
 
@@ -317,7 +318,7 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         snapshots.nodes_alive(event, now)
 
     def keeper_up(event: e.KeeperUp, now: float) -> None:
-        group.arrivals.keeper_up(event, now)
+        group.keeper_up(event, now)
         snapshots.keeper_up(event, now)
 
     return {
@@ -370,20 +371,6 @@ def _handlers(control: Control) -> dict[type, Callable[[Any, float], None]]:
         e.Restarted: control._restarted,
         e.Closed: group.close,
     }
-
-
-def _why_memory_may_be_lost(group: Group, snapshots: Snapshots) -> str:
-    """Why what is in memory alone should be in storage now, or empty."""
-    if isinstance(group.ending, GivenUp) or group.is_over:
-        return "the run ends"
-    if group.too_few.since is not None:
-        return group.too_few.reason
-    going, newest = group.nodes.exclusions.going, snapshots.commits.newest
-    if going and not group.membership.could_form_without(going):
-        return "too few nodes stay"
-    if going and newest is not None and any({node, *peers} <= going for node, peers in newest.peers.items()):
-        return "a node is to be taken away, and those with its copies"
-    return ""
 
 
 def _is_on_device(config: PretrainConfig) -> bool:

@@ -1,11 +1,11 @@
 """The group of ranks that trains: its states, and what each event makes of them. Pure."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from regrow.control.commands import Form, Probe, Reply
-from regrow.control.events import Asked, Closed, Done, Failed, Joined, Leaving, Placed, StopAsked
+from regrow.control.commands import Form, Probe, Reply, TellOver
+from regrow.control.events import Asked, Closed, Done, Failed, Joined, KeeperUp, Leaving, Placed, StopAsked
 from regrow.control.losses import Losses, kill
 from regrow.control.membership import Formation
 from regrow.control.states import (
@@ -23,7 +23,7 @@ from regrow.record.events import Cause
 
 FORM_POLL_S = 0.02  # at which a worker asks for its generation
 FORM_POLLS_PER_S = 2000.0  # of all workers together
-LOOK_AT_S = 1e-6  # a worker that waits, to see whether a group can be formed: not at every poll of thousands
+LOOK_AT_S = 1e-5  # a worker, to see whether a group can be formed: not at every poll of thousands
 WAITING_POLL_S = 0.1  # while a group trains, at which workers that wait for a place in one ask
 LEAVING_S = 5.0  # for the last snapshot of a group that leaves in good order
 DRAINING_S = 60.0  # the same where nothing presses: no step is to be lost to maintenance
@@ -34,7 +34,8 @@ QUARANTINE_WITHIN_S = 3600.0  # failures of a node that count together
 class Group(Losses):
     """The run's workers, from one generation to the next."""
 
-    _form_at: float = 0.0  # to look again whether a group can be formed
+    _form_at: float = 0.0  # to look again whether a group can be formed, if no worker comes that it waited for
+    _must_wait: bool = True  # for such workers, when it was looked last
     told_spares: Mapping[str, int] = field(default_factory=dict)  # by node
 
     @property
@@ -77,14 +78,21 @@ class Group(Losses):
             self.enter(Waiting(), now)
             self._tell_over()
 
+    def keeper_up(self, event: KeeperUp, now: float) -> None:
+        """It may not have heard that the group is over."""
+        self.arrivals.keeper_up(event, now)
+        is_over = self._told_over == self.generation > 0
+        if is_over and any(member.node == event.node for member in self.membership.current):
+            self.out.append(TellOver(self.generation, (event.node,)))
+
     def placed(self, event: Placed, now: float) -> None:
         self.membership.placed = dict(event.workers)
 
-    def ask(self, event: Asked, now: float, *, last_snapshot_is_safe: bool, may_form: bool) -> None:
-        """Answer a worker, having formed the next group if it can be formed, and may be."""
-        self.out.append(Reply(self._answer(event, now, last_snapshot_is_safe, may_form)))
+    def ask(self, event: Asked, now: float, *, last_snapshot_is_safe: bool, must_wait: Callable[[], bool]) -> None:
+        """Answer a worker, having formed the next group if it can be formed, and need not wait for nodes."""
+        self.out.append(Reply(self._answer(event, now, last_snapshot_is_safe, must_wait)))
 
-    def _answer(self, event: Asked, now: float, last_snapshot_is_safe: bool, may_form: bool) -> Answer:
+    def _answer(self, event: Asked, now: float, last_snapshot_is_safe: bool, must_wait: Callable[[], bool]) -> Answer:
         if isinstance(self.ending, GivenUp):
             return Answer(given_up=self.ending.message)
         if self.ending is not None or event.member_id in self.turned_away:
@@ -98,7 +106,7 @@ class Group(Losses):
         if formation is None or formation.generation <= event.after or not is_in or waits:
             if isinstance(self.state, LeavingGroup) and now < self.state.until and not last_snapshot_is_safe:
                 return Answer(wait_s=FORM_POLL_S)
-            formation = self._form(now) if may_form and now >= self._form_at else None
+            formation = self._form(now) if self._is_time_to_form(now) and not must_wait() else None
         if isinstance(self.ending, GivenUp):
             return Answer(given_up=self.ending.message)
         if formation is not None and formation.rank_of(event.member_id) is not None:
@@ -109,12 +117,21 @@ class Group(Losses):
         poll_s = WAITING_POLL_S if isinstance(self.state, Training) else FORM_POLL_S
         return Answer(wait_s=max(poll_s, len(waiting) / FORM_POLLS_PER_S))
 
+    def _is_time_to_form(self, now: float) -> bool:
+        """Whether to look, which takes as long as there are workers: at once when all are there, else now and then."""
+        membership = self.membership
+        must_wait = membership.must_wait(now)
+        if now < self._form_at and (must_wait or not self._must_wait):
+            return False
+        self._must_wait = must_wait
+        self._form_at = now + (len(membership.current) + len(membership.waiting)) * LOOK_AT_S
+        return True
+
     def _form(self, now: float) -> Formation | None:
         """Number a new group if one can be formed; from here on older ones are fenced off."""
         membership = self.membership
-        ranks, before = {member.id: rank for rank, member in enumerate(membership.current)}, self.generation
+        before = Formation(self.generation, membership.current)
         membership.avoided = self.nodes.excluded(now)
-        self._form_at = now + len(membership.waiting) * LOOK_AT_S
         if membership.is_breaking:
             lost = len(membership.survivors) < len(membership.current)
             membership.held_back = set(self.first_steps.held_back(lost=lost))
@@ -125,11 +142,13 @@ class Group(Losses):
         for member in membership.left_out:
             self.out.append(kill(member))  # Ray Train finds it dead, and fills its place
             detail = f"{membership.patience_s:.0f} s without a word, ended"
-            self.failed(Cause.worker_hung, detail, [ranks[member.id]], [member.node], generation=before)
+            ranks = [rank for rank in [before.rank_of(member.id)] if rank is not None]
+            self.failed(Cause.worker_hung, detail, ranks, [member.node], generation=before.generation)
             self.nodes.failed(member.node, now, again=False)
         membership.left_out.clear()
         if formation is None:
             return None
+        self._must_wait = True
         self._tell_spares()
         members = frozenset(member.id for member in formation.members)
         if not self.first_steps.formed(members, frozenset(membership.held_back), now):

@@ -72,18 +72,20 @@ class Stalls:
     first_step_s: float = 0.0  # for a group with newcomers to form, to look which of them is to blame; 0: it has none
     _since: float | None = None  # the last progress; None: there is no group
     _looked: bool = False  # in this stall
+    _is_over: bool = False  # no process is looked at any more
 
     def begin(self, now: float, *, forming: bool = False) -> None:
         """A generation begins to train, or to form: while it forms only stopped processes count as hung."""
-        self._since, self._looked, self.forming = now, forming, forming
+        if not self._is_over:
+            self._since, self._looked, self.forming = now, forming, forming
 
     def stepped(self, step_s: float, now: float) -> None:
         self._step_s.append(step_s)
         self.begin(now)
 
-    def end(self) -> None:
-        """There is no group."""
-        self._since, self.forming = None, False
+    def end(self, *, for_good: bool = False) -> None:
+        """There is no group; `for_good`: nor will there be one."""
+        self._since, self.forming, self._is_over = None, False, self._is_over or for_good
 
     @property
     def training(self) -> bool:

@@ -61,7 +61,7 @@ class Losses:
         """End the run for a reason that another attempt would meet again."""
         if not isinstance(self.ending, GivenUp):
             self.ending = GivenUp(message)
-            self.health.stalls.end()  # its processes end, as they are told
+            self.health.stalls.end(for_good=True)  # its processes end, as they are told
             self.out.append(GiveUp(message))
 
     def died(self, event: Died, now: float) -> None:
@@ -113,7 +113,7 @@ class Losses:
         """What it says is kept for the case that all of them cannot go on."""
         if event.generation == self.generation:
             self.last_failure = event.detail
-            self._tell_over_once()
+            self._tell_over()
 
     def trouble(self, event: Trouble, now: float) -> None:
         """Whose it is, is known once the others of its group have come again, or said that they have it too."""
@@ -124,8 +124,9 @@ class Losses:
         self.troubles.add(event, now)
         self.last_failure = event.message
         if event.generation == self.generation:
-            self._tell_over_once()
-        self._judge(now)
+            self._tell_over()
+        if len(self.troubles.told) >= self.membership.num_missing:  # thousands may say so: the next tick judges, too
+            self._judge(now)
 
     def restarted_by_ray(self, event: GroupFailed, now: float) -> None:
         """All processes are ended, to be started anew."""
@@ -195,7 +196,8 @@ class Losses:
         self.count_left(now)
         if not lost:
             return
-        ranks = [rank for rank, member in enumerate(self.membership.current) if member in lost]
+        gone = {member.id for member in lost}
+        ranks = [rank for rank, member in enumerate(self.membership.current) if member.id in gone]
         nodes = list(dict.fromkeys(member.node for member in lost))
         self.failed(cause, detail, ranks, nodes)
         for node in nodes if counts else ():
@@ -219,7 +221,7 @@ class Losses:
         """The process ends once it hears of it; it is started anew, elsewhere if that happens again and again."""
         membership = self.membership
         self.expelled.add(member.id)
-        membership.waiting.pop(member.id, None)
+        membership.turn_away(member.id)
         if not membership.current:
             membership.expected = max(1, membership.expected - 1)
         self.nodes.unfit(Unfit(member.node, member.pid, why), now)
@@ -232,7 +234,7 @@ class Losses:
         going = {member.id: member for node in nodes for member in self.nodes.corrupt(node, now)}
         for member in going.values():
             self.expelled.add(member.id)
-            self.membership.waiting.pop(member.id, None)
+            self.membership.turn_away(member.id)
             self.out.append(kill(member))
         self._lose(going, Cause.corrupted, detail, now, counts=False)
 
@@ -242,12 +244,7 @@ class Losses:
         for member in [each for each in membership.waiting.values() if each.node in self.nodes.exclusions.asked]:
             self.expelled.add(member.id)
             self.going.add((member.node, member.pid))
-            del membership.waiting[member.id]
-
-    def _tell_over_once(self) -> None:
-        if self._told_over < self.generation:  # all of them say so in the end
-            self._told_over = self.generation
-            self._tell_over()
+            membership.turn_away(member.id)
 
     def count_left(self, now: float) -> None:
         """Where all restart, Ray Train counts."""
@@ -255,8 +252,11 @@ class Losses:
             self.too_few.count(self.membership.num_left, now, deciding=self.membership.least)
 
     def _tell_over(self) -> None:
-        nodes = self.keepers.known_of(member.node for member in self.membership.current)
-        self.out.append(TellOver(self.generation, nodes))
+        """Once a generation: all of its ranks say so in the end."""
+        if self._told_over < self.generation:
+            self._told_over = self.generation
+            nodes = self.keepers.known_of(member.node for member in self.membership.current)
+            self.out.append(TellOver(self.generation, nodes))
 
     def excluded_nodes(self, now: float) -> set[str]:
         """Where no worker is to be started: not on nodes that fail again and again, unless too few are left."""

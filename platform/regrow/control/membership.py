@@ -109,6 +109,8 @@ class Membership:
     spares: tuple[Member, ...] = ()  # that wait, as a group with them would take as long for a step, or be too large
     over_since: float | None = None  # when a coordinator found the group broken that another one had left
     left_out: list[Member] = field(default_factory=list)  # since this was last read: they live, and say nothing
+    _living: dict[str, Member] = field(default_factory=dict)  # members of the current group, in order of their ranks
+    _absent: dict[str, Member] = field(default_factory=dict)  # those of them that do not wait
     _first_at: float = 0.0  # of those waiting that the group is formed of: members of the current one, if any live
     _last_at: float = 0.0
     _broke: bool = False  # `is_breaking`, and since `_first_at`
@@ -123,8 +125,21 @@ class Membership:
         self._last_at = now
         self.announce(expected)
         self.waiting[member.id] = member
-        if not self._broke and self.is_breaking:  # thousands join: the others need not look again
+        self._absent.pop(member.id, None)
+        if not self._broke and self.is_breaking:
             self._broke, self._first_at = True, now
+
+    def turn_away(self, member_id: str) -> None:
+        """A process does not wait any more: it is to end, and has not yet."""
+        self.waiting.pop(member_id, None)
+        if member_id in self._living:
+            self._absent[member_id] = self._living[member_id]
+
+    def take_up(self, members: tuple[Member, ...]) -> None:
+        """These are the current group from here on."""
+        self.current = members
+        self._living = {member.id: member for member in members}
+        self._absent = {name: member for name, member in self._living.items() if name not in self.waiting}
 
     def announce(self, expected: int) -> None:
         """So many processes start together: a start from nothing waits for them, but for those that are lost since."""
@@ -138,33 +153,34 @@ class Membership:
         """
         gone = set(member_ids)
         self.expected = self.expected if left is None else left
-        lost = [member for member in self.current if member.id in gone - self.dead]
+        lost = [member for member_id, member in self._living.items() if member_id in gone]
         self.dead |= gone
         for member_id in gone:
-            self.waiting.pop(member_id, None)
+            for those in (self.waiting, self._living, self._absent):
+                those.pop(member_id, None)
         self._broke = self._broke and self.is_breaking
         return lost
 
     def dissolve(self) -> None:
         """All processes are ended, to be started anew: none is waited for."""
-        self.current, self._broke, self._announced, self.over_since = (), False, 0, None
+        self.take_up(())
+        self._broke, self._announced, self.over_since = False, 0, None
         self.waiting.clear()
         self.dead.clear()
 
     @property
     def survivors(self) -> list[Member]:
-        return [member for member in self.current if member.id not in self.dead]
+        return list(self._living.values())
 
     @property
     def num_left(self) -> int:
         """Of the current group; before there is one, of those that start."""
-        return len(self.survivors) if self.current else self.expected
+        return len(self._living) if self.current else self.expected
 
     @property
     def is_breaking(self) -> bool:
         """Whether the current group is over for some of it; without one, whether a process waits for the next."""
-        survivors = self.survivors
-        return any(member.id in self.waiting for member in survivors) if survivors else bool(self.waiting)
+        return len(self._absent) < len(self._living) if self._living else bool(self.waiting)
 
     @property
     def without_unit(self) -> list[Member]:
@@ -175,7 +191,21 @@ class Membership:
     @property
     def missing(self) -> list[Member]:
         """Members of the current group that are not known to be dead, while others of it wait for the next one."""
-        return [member for member in self.survivors if member.id not in self.waiting]
+        return list(self._absent.values())
+
+    @property
+    def num_missing(self) -> int:
+        return len(self._absent)
+
+    def must_wait(self, now: float) -> bool:
+        """Whether members of the group before, or others that were announced, may still come. Quick: thousands ask."""
+        if self._absent:
+            since = self._first_at if self.is_breaking else self.over_since
+            return since is None or now - since < self.patience_s
+        if not self._living and len(self.waiting) < self.expected and now - self._first_at < self.patience_s:
+            return True
+        # those that take the places of the dead come one after another
+        return bool(self.current) and not self._living and now - self._last_at < self.settle_s
 
     def wants_to_grow(self, now: float) -> bool:
         """Whether those that wait, and have stopped coming, make a larger and faster group than the current one."""
@@ -214,18 +244,13 @@ class Membership:
 
     def form(self, now: float) -> Formation | None:
         """The next generation, if it can be formed now."""
-        if not self.waiting:
+        if not self.waiting or self.must_wait(now):
             return None
         if missing := self.missing:
-            since = self._first_at if self.is_breaking else self.over_since
-            if since is None or now - since < self.patience_s:
-                return None
             self.left_out += missing
             self.died(member.id for member in missing)
-        if not self.survivors and len(self.waiting) < self.expected and now - self._first_at < self.patience_s:
-            return None
-        if self.current and not self.survivors and now - self._last_at < self.settle_s:
-            return None  # those that take the places of the dead come one after another
+            if self.must_wait(now):
+                return None
         candidates = self._in_order()
         welcome = self._welcome(candidates)
         candidates = welcome if self._size(welcome) else candidates
@@ -234,9 +259,9 @@ class Membership:
             return None
         chosen = self._in_units(candidates)[:size]
         self.generation += 1
-        self.current = tuple(_node_by_node(chosen))
-        for member in self.current:
+        for member in chosen:
             del self.waiting[member.id]
+        self.take_up(tuple(_node_by_node(chosen)))
         self._first_at, self._broke, self.over_since = now, False, None
         self._could_grow_at, self.spares = None, self._left_over()
         self.dead &= {member.id for member in self.current} | self.waiting.keys()

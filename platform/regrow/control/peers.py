@@ -186,7 +186,8 @@ class KeeperRegistry:
     @property
     def missing(self) -> tuple[str, ...]:
         """The current generation's nodes whose keepers are not known, where any is: without snapshots none."""
-        return tuple(node for node in self._lacking if node not in self.known) if self.known else ()
+        unknown = [node for node in self._lacking if node not in self.known and not self.is_dead(node)]
+        return tuple(unknown) if self.known else ()
 
     def completes(self) -> bool:
         """Whether the last keeper is known that the current generation lacked: it has its places from here on."""

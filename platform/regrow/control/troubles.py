@@ -39,7 +39,8 @@ class Troubles:
             all_have_it = len(told) >= membership.expected or waited_s > membership.patience_s
             return (self._most_told(told) if all_have_it else ""), []
         inside = [self.told[member.id] for member in survivors if member.id in self.told]
-        outside = [each for each in told if each not in inside]
+        ids = {each.member.id for each in inside}
+        outside = [each for each in told if each.member.id not in ids]
         if inside and len(inside) == len(membership.current):
             return self._most_told(inside), outside
         is_open = any(member.id not in self.told for member in membership.missing)

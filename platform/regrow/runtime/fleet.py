@@ -54,6 +54,7 @@ class Fleet:
         self._known: dict[str, tuple[KeeperClient, KeeperInfo]] = {}
         self._unheard: dict[str, Any] = {}  # keepers by node that have not said yet what they hold
         self._pending: dict[Future[Any], Then] = {}
+        self._has_late = False  # a keeper has answered late what it holds
         self._connections = HeldConnections()
 
     def register(self, handle: Any, info: KeeperInfo, *, restarted: bool = False) -> e.KeeperUp:
@@ -77,12 +78,19 @@ class Fleet:
                 found.append(self.register(handle, call.result()))
 
         def then(answer: "Future[KeeperInfo]", handle: Any) -> e.Event | None:
-            return None if answer.exception() is not None else self.register(handle, answer.result(), restarted=True)
+            if answer.exception() is not None:
+                return None
+            self._has_late = True
+            return self.register(handle, answer.result(), restarted=True)
 
         self._pending |= {call: partial(then, handle=handle) for call, handle in late.items()}
+        return [*found, self._found()]
+
+    def _found(self) -> e.KeepersFound:
+        """What the keepers that are known said when they were."""
         infos = [info for _, info in self._known.values()]
         known = tuple((info.node, info.newest, info.held) for info in infos)
-        return [*found, e.KeepersFound(known, max((info.newest_generation for info in infos), default=NOTHING))]
+        return e.KeepersFound(known, max((info.newest_generation for info in infos), default=NOTHING))
 
     def greet(self, handle: Any, me: Any) -> e.KeeperUp:
         """A keeper was restarted: it takes its old place."""
@@ -229,6 +237,9 @@ class Fleet:
         """What keepers have answered since the last call, and whose connections have ended."""
         done = [call for call in list(self._pending) if call.done()]
         answers = [event for call in done if (event := self._pending.pop(call)(call)) is not None]
+        if self._has_late:
+            self._has_late = False
+            answers.append(self._found())
         return [*answers, *(e.ConnectionLost(node) for node in self._connections.lost())]
 
     def close(self) -> None:

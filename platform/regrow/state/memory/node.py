@@ -148,8 +148,9 @@ class KeeperNode:
         """Every node of the group does, say the ranks: as good as a commit, where none comes."""
         with self._lock:
             if version > self._heard.newest:
-                self._agreed, self._heard = version, replace(self._heard, newest=version)
-                self._heard.write(self.folder)
+                heard = replace(self._heard, newest=version)
+                heard.write(self.folder)  # where memory is full, the next notice is to try again
+                self._agreed, self._heard = version, heard
 
     def committed(self, state: Committed) -> None:
         """The coordinator says what is committed: tell the trainers, drop the snapshots of older generations."""
@@ -158,8 +159,8 @@ class KeeperNode:
                 return
             said = state.newest
             state = replace(state, newest=max(said, self._agreed))  # it may have yet to hear what nodes hold by now
-            self._heard, self._agreed = state, NEVER if said == state.newest else self._agreed
             state.write(self.folder)
+            self._heard, self._agreed = state, NEVER if said == state.newest else self._agreed
             for moment in [moment for moment in self._ready if moment <= state.newest]:
                 del self._ready[moment]
         _drop_older_generations(self.folder, state)
