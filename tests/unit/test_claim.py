@@ -18,7 +18,7 @@ from regrow.errors import ResumeError
 from regrow.record import claim as module
 from regrow.record.claim import Claim, Superseded
 from regrow.record.events import Forming
-from regrow.record.lock import is_held, lock_run
+from regrow.record.lock import LOCK_FILE, is_held, lock_run
 from regrow.record.log import METRIC_KEYS, RunLog, read_events, read_metrics
 from regrow.runtime.publisher import Publisher
 from regrow.state.disk.catalog import committed_steps
@@ -234,8 +234,17 @@ def test_where_there_are_locks_the_second_job_is_refused_at_once(
     held = lock_run(Storage.at(tmp_path), said.append)
     with pytest.raises(ResumeError, match="in use by another process"):
         lock_run(Storage.at(tmp_path), said.append)
+    assert (tmp_path / LOCK_FILE).read_text() == str(os.getpid())  # the holder's, whoever asked since
     assert held is not None
     assert not said
+    held.close()
+
+
+def test_the_lock_names_its_newest_holder_alone(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).write_text("12345678901234567890")
+    held = lock_run(Storage.at(tmp_path))
+    assert held is not None
+    assert (tmp_path / LOCK_FILE).read_text() == str(os.getpid())
     held.close()
 
 

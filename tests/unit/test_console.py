@@ -201,11 +201,11 @@ def test_at_a_terminal_messages_stand_above_a_live_line(monkeypatch: pytest.Monk
 
     def each(console: Console, step: int) -> None:
         if step == 5:
-            console.message("checkpoint of step 5 [committed]")
+            console.message("checkpoint of step 5 [committed], model.py:100: error")  # no emoji of that name
 
     text = run(0.1, 9, Terminal(), each)
     assert "\x1b[" in text
-    assert "checkpoint of step 5 [committed]" in text
+    assert "checkpoint of step 5 [committed], model.py:100: error" in text
     assert re.search(r"step 9/9.*loss 5.0000", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text))
     assert text.endswith("\x1b[?25h")  # the cursor is back
 

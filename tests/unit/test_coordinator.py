@@ -28,6 +28,7 @@ from regrow.control.states import Answer, RowAnswer, Settling
 from regrow.control.values import NEVER, SnapshotAck, Version
 from regrow.data.read.corpora import Corpora
 from regrow.errors import RegrowError, ResumeError
+from regrow.plan.mesh import Coordinates, MeshShape
 from regrow.record.claim import Superseded
 from regrow.record.events import Forming
 from regrow.record.log import METRIC_KEYS, RunLog, read_events, read_metrics
@@ -45,6 +46,7 @@ from regrow.runtime.run_folder import Run
 from regrow.state.disk.catalog import committed_steps
 from regrow.state.disk.format import DataFile
 from regrow.state.disk.upload import WriteOrder, Written
+from regrow.state.memory.held import Held
 from regrow.state.memory.slots import Committed
 from regrow.storage import LocalStorage, Storage
 from support.actors import Handle
@@ -392,8 +394,12 @@ def test_a_keeper_that_answers_a_restarted_coordinator_late_has_its_place_then(
     del keeper.place
     again = make(tmp_path)
     assert not hasattr(keeper, "place")
-    late.set_result(keeper.info)
+    assert again.shell.control.newest_snapshot is None
+    generation, step = again.ready(), 5
+    held = Held("g-0-5", Version(generation, step), Coordinates(MeshShape(1, 1)), 1, "")
+    late.set_result(replace(keeper.info, newest=held.moment, held=(held,)))
     until(lambda: hasattr(keeper, "place"))
+    assert until(lambda: again.shell.control.newest_snapshot) == Version(generation, step)
     again.shell.close()
 
 
@@ -869,6 +875,27 @@ def test_what_ray_train_shows_of_a_jobs_settings_holds_no_secret(
     assert "0123456789abcdef" in shown
     assert "abcdefgh" in beside  # what is handed to workers it does show
     assert [form for form in ("abcdefgh", secret.hex()) if form in shown] == []
+
+
+def test_a_report_changes_no_figures_that_the_timer_is_handing_over(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dictionary that changed its size meanwhile ended the job's metrics."""
+    others = list[bool]()
+
+    def another() -> None:
+        others.append(coordinator.shell.lock.acquire(blocking=False))
+        if others[0]:
+            coordinator.shell.lock.release()
+
+    def reported(report: Any) -> None:
+        other = threading.Thread(target=another)
+        other.start()
+        other.join()
+
+    monkeypatch.setattr(coordinator.shell.metrics, "reported", reported)
+    coordinator.reported(dict.fromkeys(RATIOS, 0.5))
+    assert others == [False]
 
 
 def test_a_coordinator_may_open_as_many_files_as_there_may_be_nodes(tmp_path: Path) -> None:

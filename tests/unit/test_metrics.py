@@ -1,8 +1,10 @@
 """What a run's figures are made of, and that keeping them costs nothing and harms nobody."""
 
+import gc
 import math
 import re
 import warnings
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,11 +111,12 @@ def make_metrics(instruments: Any, notes: list[str] | None = None) -> RunMetrics
 
 
 class Clock:
-    """The time, as `time.time` tells it."""
+    """The time, as `time.time` tells it, which may be `set_back_s`, and `time.monotonic`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = T0
-        monkeypatch.setattr(module.time, "time", lambda: self.now)
+        self.now, self.set_back_s = T0, 0.0
+        monkeypatch.setattr(module.time, "time", lambda: self.now - self.set_back_s)
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
 
 
 @pytest.fixture
@@ -384,6 +387,66 @@ def test_a_run_that_is_resumed_after_a_week_has_no_old_checkpoint() -> None:
     assert value(figures, "last_checkpoint_timestamp_seconds") == T0
 
 
+def test_time_without_a_group_makes_no_snapshot_and_no_checkpoint_older() -> None:
+    """Nodes that came after 40 minutes set off alerts until the next checkpoint. A restarted coordinator knows, too."""
+
+    def trained_s(figures: Figures, name: str) -> float:
+        return value(figures, "last_step_timestamp_seconds") - value(figures, f"last_{name}_timestamp_seconds")
+
+    before = [
+        event("submitted", time=T0),
+        event("forming", time=T0 + 5, generation=1),
+        generation(1, time=T0 + 10),
+        event("checkpoint", time=T0 + 100, step=10, seconds=1.0, bytes=1),
+        event("failure", time=T0 + 600, cause="node_silent", generation=1),
+        event("forming", time=T0 + 900, generation=2),
+        event("forming", time=T0 + 2990, generation=3),
+        generation(3, 58, "node_silent", time=T0 + 3000),
+    ]
+    live, restarted = make_figures(), make_figures(before, T0 + 3000)
+    for each in before:
+        live.event(each, each.time)
+        if each.time == T0 + 100:
+            live.row(make_row(58), T0 + 598)
+            live.snapshot(50, T0 + 520)
+    for figures in (live, restarted):
+        figures.row(make_row(59), T0 + 3010)
+        assert trained_s(figures, "checkpoint") == pytest.approx(500 + 10)
+    assert trained_s(live, "snapshot") == pytest.approx(80 + 10)
+    live.event(generation(4, 59, "grow", time=T0 + 3020), T0 + 3020)  # with no time without a group before it
+    live.row(make_row(60), T0 + 3030)
+    assert trained_s(live, "checkpoint") == pytest.approx(500 + 30)
+    live.event(event("failure", time=T0 + 3030, cause="node_silent"), T0 + 3030)
+    live.event(event("checkpoint", time=T0 + 3060, step=60), T0 + 3060)  # of what was in memory, while none trained
+    live.event(generation(5, 60, "node_silent", time=T0 + 4000), T0 + 4000)
+    assert value(live, "last_checkpoint_timestamp_seconds") == T0 + 4000
+
+
+def test_what_each_rank_is_does_not_stay_in_memory() -> None:
+    """At 16,384 ranks that is some 20 MB a generation, in the coordinator."""
+
+    class Kept(dict[str, Any]):
+        """That a weak reference can be had of."""
+
+    def lines(number: int) -> list[Row]:
+        entries = [Kept(node="n", pid=pid) for pid in range(3)]
+        kept.extend(weakref.ref(each) for each in entries)
+        group = {"generation": number, "start_step": 0, "cause": "start", "world_size": 3, "workers": entries[1:]}
+        return [
+            {"event": "forming", "time": T0, "generation": number, "members": entries[:1]},
+            {"event": "generation", "time": T0, **group},
+        ]
+
+    kept: list[weakref.ref[Kept]] = []
+    made = RunMetrics(make_config(), make_cadence(), lines(1), instruments=Recorder(), note=pytest.fail)
+    made.tick()
+    for row in lines(2):
+        made.event(from_row(row))
+    row = None
+    gc.collect()
+    assert [each() for each in kept] == [None] * 6
+
+
 def test_a_job_that_first_prepared_its_corpus_for_hours_is_late_with_nothing() -> None:
     hours = 6 * 3600.0
     figures = make_figures([])
@@ -450,6 +513,19 @@ def test_what_does_not_change_is_told_again_and_again_but_for_counters(clock: Cl
     told = {name for name, *_ in kept.calls[calls:]}
     assert told >= {"regrow_running", "regrow_target_world_size", "regrow_last_step_timestamp_seconds"}
     assert {name for name in told if FAMILIES[name].is_counter} == {"regrow_metrics_cpu_seconds_total"}
+
+
+def test_a_clock_that_is_set_back_keeps_nothing_from_ray(clock: Clock) -> None:
+    """Ray had forgotten the gauges meanwhile, and `RegrowRunLost` fired."""
+    kept = Recorder()
+    made = make_metrics(kept)
+    made.event(event("submitted", time=T0))
+    for set_back_s in (3600.0, 0.0):
+        clock.set_back_s = set_back_s
+        clock.now += 1
+        calls = len(kept.calls)
+        made.tick()
+        assert "regrow_running" in {name for name, *_ in kept.calls[calls:]}
 
 
 def test_an_orderly_end_is_told_at_once(clock: Clock) -> None:

@@ -264,6 +264,45 @@ def test_a_run_that_ends_waits_for_its_last_checkpoint_until_that_is_in_storage_
         assert report["time_s"][state] == pytest.approx(7.5 - waited_s)
 
 
+def test_a_job_that_ends_before_its_first_step_waited_for_no_last_checkpoint_of_an_earlier_jobs_step() -> None:
+    """The time between the jobs was `snapshot`, and missing from what the first one's end had cost."""
+    events = [
+        event("submitted", 0),
+        generation(1, 0, 2, 0, "start", init_s=0.0, restore_s=0.0),
+        event("submitted", 300),
+        generation(2, 400, 2, 2, "resume"),
+        event("checkpoint", 410, step=2),
+        event("stopped", 411, step=2, reason="interrupted"),
+    ]
+    report = build_report([make_row(1, T0 + 2, 2.0), make_row(2, T0 + 4, 2.0)], events, now=T0, config=config())
+    assert_adds_up(report)
+    assert report["time_s"]["snapshot"] == 0.0
+    assert math.fsum(report["lost_s"].values()) == pytest.approx(407.0)
+
+
+def test_a_job_that_waited_for_the_one_before_it_begins_where_that_one_stopped() -> None:
+    """Its command is older than the first job's end, which was taken for its own."""
+    events = [
+        event("submitted", 0),
+        generation(1, 0, 2, 0, "start", init_s=0.0, restore_s=0.0),
+        event("stopped", 6, step=2, reason="interrupted"),
+        event("submitted", 3),
+        generation(2, 16, 2, 2, "resume", init_s=4.0, restore_s=1.0),
+    ]
+    metrics = [make_row(1, T0 + 2, 2.0), make_row(2, T0 + 4, 2.0), make_row(3, T0 + 18, 2.0, 2)]
+    history = History.of_logs(metrics, events)
+    first, second = history.ledger(T0 + 18).attempts
+    assert first.stopped is not None
+    assert second.stopped is None
+    assert second.begin == pytest.approx(T0 + 6)
+    report = build_report(metrics, events, now=T0 + 20, config=config())
+    assert_adds_up(report)
+    assert report["wall_s"] == 20.0
+    assert {state: seconds for state, seconds in report["time_s"].items() if seconds > 1e-3} == pytest.approx(
+        {"productive": 6.0, "other": 4.0, "init": 9.0, "restore": 1.0}, abs=1e-5
+    )
+
+
 def test_a_run_without_steps_is_starting_up_to_now() -> None:
     report = build_report([], [event("submitted", 0)], now=T0 + 12, config=config())
     assert_adds_up(report)

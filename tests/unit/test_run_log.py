@@ -145,6 +145,76 @@ def test_a_row_of_an_older_generation_is_refused(storage: Storage) -> None:
     assert steps_of(storage) == [(1, 1), (2, 2)]
 
 
+def test_a_late_row_counts_in_the_generation_that_writes_it(storage: Storage) -> None:
+    """In an object store every reader skipped it: a finished run lacked its last steps."""
+    with RunLog(storage) as log:
+        log.begin(1, 0)
+        log.row(make_row(1))
+        log.begin(2, 1)
+        assert log.row(make_row(2, 1), is_late=True)
+        log.flush()
+        assert newest_step(storage) == 2
+        assert [row["step"] for row in rows_past(storage, 1)] == [2]
+        log.row(make_row(3, 2))
+        assert log.begin(3, 2).steps == 1
+        assert log.row(make_row(3, 2), is_late=True)
+    assert steps_of(storage) == [(1, 1), (2, 1), (3, 2)]
+
+
+def test_a_run_that_moves_between_kinds_of_storage_is_read_in_the_order_in_which_it_was_written(
+    local: Storage, remote: Storage
+) -> None:
+    """From an object store to a local disk, back, and once more; a local disk's lines stood before all others."""
+
+    def copy(source: Storage, to: Storage) -> None:
+        for name in [
+            *(each for each in source.list() if "." in each),
+            *(f"writers/{n}" for n in source.list("writers")),
+        ]:
+            to.write_bytes(name, source.read_bytes(name))
+
+    def train(storage: Storage, number: int) -> None:
+        reader = LogReader(storage)
+        with RunLog(storage, claim=Claim.take(storage), upload_every_s=1000) as log:
+            assert log.begin(2 * number, number - 1).steps == 0
+            log.event(Forming(generation=2 * number, time=5.0))
+            assert log.row(make_row(number, 2 * number))
+            assert log.row(make_row(number + 1, 2 * number))
+            log.flush()
+            assert reader.metrics() == read_metrics(storage)
+            assert log.begin(2 * number + 1, number).steps == 1  # one a step, in the middle too
+            log.flush()
+            assert reader.metrics() == read_metrics(storage)
+
+    def check(storage: Storage, number: int) -> None:
+        assert steps_of(storage) == [(step, 2 * step) for step in range(1, number + 1)]
+        newest = read_metrics(storage, tail=True)
+        assert newest == read_metrics(storage)[-len(newest) :]
+        assert newest_step(storage) == number
+        forming = [each["generation"] for each in read_events(storage) if each["event"] == "forming"]
+        assert forming == [2 * step for step in range(1, number + 1)]
+
+    for number, storage, other in ((1, remote, local), (2, local, remote), (3, remote, local), (4, local, remote)):
+        train(storage, number)
+        check(storage, number)
+        copy(storage, other)
+        check(other, number)
+
+
+def test_a_run_that_began_on_a_local_disk_goes_on_in_an_object_store_and_comes_back(
+    local: Storage, remote: Storage
+) -> None:
+    for number, storage, other in ((1, local, remote), (2, remote, local), (3, local, remote)):
+        with RunLog(storage) as log:
+            log.begin(number, number - 1)
+            log.row(make_row(number, number))
+        for name in storage.list():
+            other.write_bytes(name, storage.read_bytes(name))
+        for each in (storage, other):
+            assert steps_of(each) == [(step, step) for step in range(1, number + 1)]
+            assert newest_step(each) == number
+
+
 def test_rows_must_come_one_a_step_and_whole(local: Storage) -> None:
     with RunLog(local) as log:
         with pytest.raises(AssertionError, match="begin"):
@@ -409,6 +479,37 @@ def test_a_report_reads_again_only_what_has_changed(long_log: Counting) -> None:
         assert requests <= 4
         assert num_bytes < 3 << 20
     assert reader.metrics() == read_metrics(long_log)
+
+
+def test_a_segment_that_grew_before_another_one_followed_is_read_to_its_end(remote: Storage) -> None:
+    """A report that is written again and again lost what came between two of its looks, for good."""
+    reader = LogReader(remote)
+    with RunLog(remote, upload_every_s=1000) as log:
+        log.begin(1, 0)
+        log.row(make_row(1))
+        log.flush()
+        assert len(reader.metrics()) == 1
+        log.row(make_row(2))
+        log.begin(2, 2)
+        log.row(make_row(3, 2))
+        log.flush()
+        assert reader.metrics() == read_metrics(remote)
+    assert steps_of(remote) == [(1, 1), (2, 1), (3, 2)]
+
+
+def test_events_of_a_segment_that_grew_before_another_one_followed_are_all_read(
+    remote: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of thousands of ranks nearly every `forming` fills a segment."""
+    monkeypatch.setattr(run_log, "SEGMENT_BYTES", 300)
+    reader = LogReader(remote)
+    with RunLog(remote, upload_every_s=1000) as log:
+        for number in range(1, 30):
+            log.event(Stopped(step=number, time=float(number)))
+            log.flush()
+            if number % 5 == 0:
+                assert reader.events() == read_events(remote)
+        assert len([name for name in remote.list() if name.startswith("events-")]) > 5
 
 
 def test_a_local_log_is_read_from_its_end_and_cut_there(local: Storage, monkeypatch: pytest.MonkeyPatch) -> None:

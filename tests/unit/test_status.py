@@ -20,8 +20,8 @@ from regrow.record import log as run_log
 from regrow.record.events import Cause, Generation, Submitted
 from regrow.record.history import History
 from regrow.record.lock import LOCK_FILE, is_held, lock_run
-from regrow.record.log import METRIC_KEYS, RunLog, encode, read_metrics
-from regrow.record.run_folder import read_status
+from regrow.record.log import METRIC_KEYS, RANKS, LogReader, RunLog, encode, read_metrics
+from regrow.record.run_folder import read_node_snapshots, read_ranks, read_status
 from regrow.record.status import State, Status, status_of
 from regrow.show.status import body, describe, heading, one_line
 from regrow.storage import Storage
@@ -159,6 +159,41 @@ def test_a_job_that_died_without_a_word_is_an_interruption_of_the_next_one() -> 
     (interruption,) = found.interruptions
     assert (interruption.cause, interruption.time, interruption.back_s) == (Cause.driver_died, T0 + 30, 90.0)
     assert found.attempts == 2
+
+
+def test_a_failure_that_ended_a_job_was_back_once_the_next_job_had_a_group() -> None:
+    """It stood as not yet back for ever. The time without a job counts, as after one that ended without a word."""
+    failed = event("stopped", 40, reason="failed", step=10)
+    found = status(ROWS, [*STARTED, FAILURE, failed, submitted(100), generation(2, 120, 3, "resume", 10)], 121)
+    (interruption,) = found.interruptions
+    assert (interruption.cause, interruption.time, interruption.back_s) == ("node_silent", T0 + 31, 89.0)
+    assert (interruption.ranks_before, interruption.ranks_after, interruption.source) == (4, 3, "snapshot")
+
+
+def test_a_job_that_waited_for_the_one_before_it_is_the_one_that_is_shown() -> None:
+    """The same command was started again while the first job's last checkpoint was still being written."""
+    stopped = event("stopped", 31, reason="interrupted", step=10)
+    waiting = [*STARTED, stopped, submitted(25)]
+    assert status(ROWS, waiting, 32).state is State.starting
+    found = status([*ROWS, row(11, 62, 2)], [*waiting, generation(2, 60, 4, "resume", 10)], 63)
+    assert (found.state, found.since) == (State.training, T0 + 60)
+    assert found.interruptions == []
+
+
+def test_a_drivers_clock_says_nothing_about_what_a_run_does() -> None:
+    for ahead_s in (-1000.0, 1000.0):
+        events = [*STARTED, submitted(100 + ahead_s), generation(2, 120, 4, "resume", 10)]
+        rows = [*ROWS, row(11, 122, 2)]
+        assert status(rows, events, 123).state is State.training
+        lost = event("failure", 123, cause="worker_died", generation=2)
+        assert status(rows, [*events, lost], 124).state is State.regrouping
+        assert status(rows, [*events, event("stopped", 124, reason="failed")], 125).state is State.failed
+
+
+def test_a_job_that_starts_has_nothing_to_say_of_failures_before_it() -> None:
+    events = [*STARTED, FAILURE, event("stopped", 40, reason="failed", step=10), submitted(100)]
+    found = status(ROWS, events, 101)
+    assert (found.state, found.since, found.detail) == (State.starting, T0 + 100, "")
 
 
 def test_an_orderly_stop_is_no_interruption() -> None:
@@ -331,6 +366,37 @@ def test_only_the_end_of_long_logs_is_read(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(run_log, "TAIL_BYTES", 60_000)
     assert 100 < len(read_metrics(storage, tail=True)) < 250
     assert read_status(storage, T0 + 810) == whole
+
+
+def test_when_a_dead_job_was_last_heard_is_known_without_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a long log only the end is read; the job's last event was taken, which may be days older."""
+    monkeypatch.setattr(run_log, "TAIL_BYTES", 2000)
+    storage = Storage.at(tmp_path)
+    for number, start, last, at in ((1, 0, 10, 0.0), (2, 8, 100, 100.0)):
+        with RunLog(storage) as log:
+            log.event(Submitted(host="elsewhere", time=T0 + at))
+            log.begin(number, start)
+            cause = "resume" if start else "start"
+            ready = T0 + at + 10
+            log.event(Generation(time=ready, generation=number, world_size=4, start_step=start, cause=cause))
+            for step in range(start + 1, last + 1):
+                log.row(row(step, at + 10 + 2 * (step - start), number))
+    assert read_metrics(storage, tail=True)[0]["step"] > 11
+    (interruption,) = read_status(storage, T0 + 301).interruptions
+    assert (interruption.cause, interruption.time, interruption.back_s) == (Cause.driver_died, T0 + 30, 80.0)
+    assert History.read(LogReader(storage)).interruptions == [interruption]
+
+
+def test_ranks_of_the_job_before_are_not_shown_as_those_of_now(tmp_path: Path) -> None:
+    storage = write(tmp_path / "mine", ROWS, [*STARTED, submitted(100)])
+    for at, shown in ((99, 0), (130, 1)):
+        ranks, nodes = [{"rank": 2, "node": "n1", "compute_s": 0.5}], [{"node": "n1", "seconds": 2.0}]
+        storage.write_bytes(RANKS, encode({"time": T0 + at, "ranks": ranks, "snapshots": nodes}))
+        assert len(read_status(storage, T0 + 131).ranks) == shown
+        since = T0 + 100
+        assert (len(read_ranks(storage, since)), len(read_node_snapshots(storage, since))) == (shown, shown)
 
 
 def test_of_an_object_store_the_newest_segments_are_read_and_what_was_rolled_back_does_not_count(

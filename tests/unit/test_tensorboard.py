@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from regrow.runtime.board import Board
+from regrow.runtime.log_writer import LogWriter
 from regrow.show.tensorboard import SCALARS, TensorBoard
 from regrow.storage import Storage
 
@@ -82,6 +84,19 @@ def test_where_storage_cannot_append_it_is_skipped_with_one_line() -> None:
     assert TensorBoard.open(Storage.at(f"memory://{uuid.uuid4().hex}/run"), start_step=0, note=notes.append) is None
     assert len(notes) == 1
     assert "\n" not in notes[0]
+
+
+def test_where_storage_cannot_append_one_line_is_enough_for_all_generations() -> None:
+    notes, wrong = list[str](), list[str]()
+    writer = LogWriter(wrong.append)
+    board = Board(Storage.at(f"memory://{uuid.uuid4().hex}/run"), writer, notes.append, wanted=True)
+    for start_step in (0, 1, 2):
+        board.begin(start_step)
+        board.row(make_row(start_step + 1))
+    board.close()
+    assert writer.close(60.0) == 0
+    assert len(notes) == 1
+    assert not wrong
 
 
 def test_writing_imports_neither_torch_nor_tensorflow(tmp_path: Path) -> None:

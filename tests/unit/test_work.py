@@ -49,6 +49,20 @@ def test_an_undisturbed_run_has_as_much_effective_time_as_productive_time() -> N
     }
 
 
+def test_steps_are_of_the_size_that_their_own_job_asked_for_though_the_next_one_already_waited() -> None:
+    events = [
+        event("submitted", 0, max_workers=2),
+        generation(1, 10, 2, 0, "start"),
+        event("stopped", 31, step=10, reason="interrupted"),
+        event("submitted", 15, max_workers=4),  # the time of its command
+        generation(2, 50, 4, 10, "resume"),
+        event("stopped", 60, step=20, reason="finished"),
+    ]
+    rows = [*steps(1, 10, 10, 2.0, 1, world_size=2), *steps(11, 20, 50, 1.0, 2, world_size=4)]
+    found = report(rows, events, config())
+    assert found["work"]["slower_s"] == pytest.approx({"shrunk": 0.0, "first_step": 0.0, "slow": 0.0})
+
+
 def test_shrunk_slow_first_and_repeated_steps_count_for_less() -> None:
     """4 ranks, 12 slices: ten steps of 3 s, the first of 8; then a slow rank makes ten of 4.5 s, a node goes with the
     last two of them, three ranks do twelve of 4 s, the first of 6. Two spares wait. 200 s in all."""

@@ -191,6 +191,7 @@ class Submitted(Event):
     versions: dict[str, str] | None = None  # of Python and libraries
     command: str | None = None  # as it was typed
     geometry: list[str] | None = None  # lines that say how the batch is split
+    heard_at: float | None = None  # time of the newest row before it, which the log fills in
 
 
 @dataclass(frozen=True, kw_only=True)

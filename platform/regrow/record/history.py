@@ -130,6 +130,11 @@ class History:
     def newest(self, kind: type[Kind]) -> Kind | None:
         return next((event for event in reversed(self.events) if isinstance(event, kind)), None)
 
+    def place(self, kind: type[Event]) -> int:
+        """Where its newest event of a kind stands among all, -1 where there is none. Clocks may differ."""
+        places = range(len(self.events) - 1, -1, -1)
+        return next((place for place in places if isinstance(self.events[place], kind)), -1)
+
     def ledger(self, now: float) -> Ledger:
         """Where all of its time went, by hindsight."""
         return account(list(self.rows), self.events, now)
@@ -142,13 +147,13 @@ class History:
         match event:
             case Submitted():
                 if self._is_submitted and not self._is_interrupted:  # the job before did not say that it stopped
-                    heard_at = max([self._heard_at, *(row["time"] for row in list(self.rows)[-1:])])
-                    self._interrupted(heard_at, Cause.driver_died)
+                    rows_at = [row["time"] for row in list(self.rows)[-1:]]
+                    self._interrupted(max(self._heard_at, event.heard_at or 0.0, *rows_at), Cause.driver_died)
                 self._is_submitted, self.num_spares = True, 0
             case Spares():
                 self.num_spares = event.count
-            case Stopped():
-                self._is_submitted = self._is_interrupted = False
+            case Stopped():  # of a failure that ended the job the next one's group is what came
+                self._is_submitted = False
             case Failure() if not self._is_interrupted:
                 self._interrupted(event.time, event.cause, event.detail)
             case Generation():

@@ -8,7 +8,7 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -79,7 +79,7 @@ class Ledger:
 
 def account(rows: Sequence[Row], events: Sequence[Event], now: float) -> Ledger:
     """Give every second between the submission and the end (`stopped`, else `now`) one state."""
-    events = sorted(events, key=lambda event: event.time)  # here time is what counts, not what was written first
+    events = by_time(events)  # here time is what counts, not what was written first
     begins, ends = _step_intervals(rows, events)
     undone = _undone(events)
     times = [event.time for event in events if not isinstance(event, Rollback)]
@@ -116,6 +116,20 @@ def account(rows: Sequence[Row], events: Sequence[Event], now: float) -> Ledger:
     time_s |= {"productive": float(productive.sum()), "data": float(data.sum())}
     bands = _bands(edges + begin, layers)
     return Ledger(begin, end, {state: time_s[state] for state in STATES}, productive, attempts, bands, undone)
+
+
+def by_time(events: Sequence[Event]) -> list[Event]:
+    """Events in the order of their times. A `submitted` has its command's, which may be older than what the job before
+    it has logged since: it counts from just behind that.
+    """
+    newest, found = -math.inf, list[Event]()
+    for event in events:
+        if isinstance(event, Submitted) and event.time <= newest:
+            event = replace(event, time=math.nextafter(newest, math.inf))
+        if not isinstance(event, Rollback):  # it tells of other times than its own
+            newest = max(newest, event.time)
+        found.append(event)
+    return sorted(found, key=lambda event: event.time)
 
 
 def lost_to(ledger: Ledger) -> dict[str, float]:
@@ -195,15 +209,16 @@ def _undone(events: Sequence[Event]) -> list[tuple[float, float, int]]:
 
 
 def _last_checkpoints(events: Sequence[Event], ends: Floats) -> list[tuple[float, float]]:
-    """Where a run ends: from its last step to when that was in storage, or was given up for the last time."""
-    found, tried = [], list[float]()
+    """Where a job ends: from its last step to when that was in storage, or was given up for the last time."""
+    found, tried, first = [], list[float](), 0
     for event in events:
         if isinstance(event, Submitted):
             tried.clear()
+            first = int(np.searchsorted(ends, event.time, side="right"))  # steps before are another job's
         elif isinstance(event, Checkpoint | CheckpointFailed):
             tried.append(event.time)
         elif isinstance(event, Stopped) and tried:
-            steps = ends[: np.searchsorted(ends, event.time, side="right")]
+            steps = ends[first : np.searchsorted(ends, event.time, side="right")]
             if len(steps) and steps[-1] < tried[-1]:
                 found.append((float(steps[-1]), tried[-1]))
     return found

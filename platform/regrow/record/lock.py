@@ -27,7 +27,7 @@ def lock_run(folder: Storage, tell: Callable[[str], object] = print) -> TextIO |
     if not folder.is_local:
         return None
     folder.local_path.mkdir(parents=True, exist_ok=True)
-    file = open(folder.local_path / LOCK_FILE, "w")  # noqa: SIM115 (held open for as long as the lock is)
+    file = open(folder.local_path / LOCK_FILE, "a")  # noqa: SIM115 (held open for as long as the lock is)
     give_up_at = time.monotonic() + LOCK_WAIT_S
     while True:
         try:
@@ -48,6 +48,7 @@ def lock_run(folder: Storage, tell: Callable[[str], object] = print) -> TextIO |
             file.close()
             return None
         with contextlib.suppress(OSError):  # for a person to read; a full disk takes nothing
+            os.ftruncate(file.fileno(), 0)  # the holder before is gone
             os.write(file.fileno(), str(os.getpid()).encode())
         return file
 

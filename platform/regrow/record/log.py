@@ -2,7 +2,8 @@
 
 `RunLog` is their single writer; `read_metrics` and `read_events` read them back, whatever a crash left behind. On
 local disk each line goes out with one `write` at once. Where storage cannot append, lines collect in memory and a
-thread uploads them as numbered segments: the training loop never waits for storage. See docs/file-formats.md.
+thread uploads them as numbered segments: the training loop never waits for storage. A run that has segments goes on in
+segments, wherever it moves to. See docs/file-formats.md.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from regrow.record.claim import LOOK_EVERY_S, Claim
-from regrow.record.events import Event, Rollback, Row
+from regrow.record.events import Event, Rollback, Row, Submitted
 from regrow.record.relative import RelativeLists
 from regrow.storage import Storage
 
@@ -41,6 +42,7 @@ METRIC_KEYS = (
     "batch_digest",
     "time",
 )
+LOGGED = "logged_generation"  # of a late row: the one that wrote it, which a reader fences it by
 METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
 RANKS = "ranks.json"  # what each rank spent its newest steps on, the slowest first; written anew now and then
 SEGMENT_BYTES = 1 << 20  # a segment is uploaded again as it grows to this; then the next number begins
@@ -48,7 +50,7 @@ UPLOAD_EVERY_S = 10.0
 TAIL_BYTES = 256 << 10  # of metrics.jsonl, read at a time from its end: some 700 steps
 SAME_BYTES = 4 << 10  # of what was read before, which show that a file has only grown since
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOLCK)  # of file systems without
-TAIL_SEGMENTS = 2  # of an object store, up to a megabyte each
+TAIL_SEGMENTS = 2  # up to a megabyte each
 
 
 class RunLog:
@@ -67,8 +69,11 @@ class RunLog:
         self._lock = threading.RLock()
         begun = f"w{claim.number:06d}" if claim else f"{time.time_ns() // 1_000_000:013d}"
         self._session = f"{begun}-{secrets.token_hex(2)}"
+        self._has_segments = not storage.is_local or any(_segments(storage, name) for name in (METRICS, EVENTS))
         self._files: _Appender | _Uploader = (
-            _Appender(storage) if storage.is_local else _Uploader(storage, upload_every_s, self._check)
+            _Appender(storage, in_segments=self._has_segments)
+            if storage.is_local
+            else _Uploader(storage, upload_every_s, self._check)
         )
         self._files.open(EVENTS, _segment_name(EVENTS, self._session))
 
@@ -85,11 +90,11 @@ class RunLog:
             if self._taken_back is None:
                 self._taken_back = rows_past(self.storage, start_step)
             taken_back = self._taken_back
-            if self.storage.is_local:
+            if not self._has_segments:
                 self._truncate_metrics(start_step)
             self.generation, self._next_step = generation, start_step + 1
             self._files.open(METRICS, _segment_name(METRICS, self._session, generation))
-            if not self.storage.is_local:  # the truncation itself: it stands before this generation's rows
+            if self._has_segments:  # the truncation itself: it stands before this generation's rows
                 self._files.append(METRICS, encode({"generation": generation, "start_step": start_step}))
                 self._files.flush()
             if not taken_back:
@@ -121,13 +126,20 @@ class RunLog:
             ordered = {key: row[key] for key in METRIC_KEYS} | dict(row)
             if isinstance(ordered["batch_digest"], int):
                 ordered["batch_digest"] = f"{ordered['batch_digest']:016x}"
+            if row["generation"] != self.generation:
+                ordered[LOGGED] = self.generation
             self._append(METRICS, encode(ordered))
             self._next_step += 1
             return True
 
     def event(self, event: Event) -> Event:
-        """Append one event, stamped with the time now where it has none, and make it durable; it is returned."""
+        """Append one event, stamped with the time now where it has none, and make it durable; it is returned.
+
+        A `submitted` says when the run was last heard: readers of the log's end do not have the rows before it.
+        """
         stamped = event if event.time else replace(event, time=time.time())
+        if isinstance(stamped, Submitted) and (newest := newest_row(self.storage)):
+            stamped = replace(stamped, heard_at=newest.get("time"))
         row = stamped.to_row()
         with self._lock:
             self._append(EVENTS, encode(self._lists.shorten(row)), durable=True)
@@ -191,14 +203,16 @@ def rollback_of(taken_back: Sequence[Row], generation: int, start_step: int) -> 
 class _Appender:
     """Lines at the end of local files, each with one `write` so that none is interleaved with another."""
 
-    def __init__(self, storage: Storage) -> None:
-        self._folder = storage.local_path
+    def __init__(self, storage: Storage, *, in_segments: bool) -> None:
+        """`in_segments`: of a run that has some from an object store, of which the newest ones sort last."""
+        self._folder, self._in_segments = storage.local_path, in_segments
         self._open: dict[str, int] = {}
 
     def open(self, name: str, segment: str) -> None:
         self.close(name)
         self._folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(self._folder / name, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        path = self._folder / (_Segment(segment).name if self._in_segments else name)
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         with _locked(file):
             num_bytes = os.fstat(file).st_size
             kept = _whole_lines(file, num_bytes)
@@ -346,6 +360,7 @@ class LogReader:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._known: dict[str, bytes] = {}
+        self._done: set[str] = set()  # segments that were read while another one stood behind them: they grow no more
 
     def metrics(self) -> list[Row]:
         """As `read_metrics`."""
@@ -359,9 +374,10 @@ class LogReader:
     def _lines(self, name: str) -> Iterator[Row]:
         files = _files(self._storage, name)
         for file in files:
-            if file not in self._known or file in (name, files[-1]):  # a segment is done once there is another one
+            if file not in self._done:
                 with contextlib.suppress(FileNotFoundError):
                     self._known[file] = self._read(file)
+                    self._done |= {file} - {name, files[-1]}
             yield from _decoded(self._known.get(file, b""))
 
     def _read(self, file: str) -> bytes:
@@ -390,7 +406,8 @@ def read_metrics(storage: Storage, *, tail: bool = False) -> list[Row]:
     """
     if not tail:
         return LogReader(storage).metrics()
-    pieces = list(itertools.islice(_pieces(storage, METRICS), 1 if storage.is_local else TAIL_SEGMENTS))
+    is_one = storage.is_local and not _segments(storage, METRICS)
+    pieces = list(itertools.islice(_pieces(storage, METRICS), 1 if is_one else TAIL_SEGMENTS))
     return _counted(itertools.chain.from_iterable(reversed(pieces)))
 
 
@@ -404,14 +421,20 @@ def rows_past(storage: Storage, step: int) -> list[Row]:
     return [row for row in _counted(lines) if row["step"] > step]
 
 
-def newest_step(storage: Storage) -> int:
-    """The last step that has a row, 0 where none has; reads the log's end."""
+def newest_row(storage: Storage) -> Row | None:
+    """The row of the last step that has one; reads the log's end."""
     lines: list[Row] = []
     for piece in _pieces(storage, METRICS):
         lines = piece + lines
         if rows := _counted(lines):
-            return int(rows[-1]["step"])
-    return 0
+            return rows[-1]
+    return None
+
+
+def newest_step(storage: Storage) -> int:
+    """The last step that has a row, 0 where none has; reads the log's end."""
+    row = newest_row(storage)
+    return int(row["step"]) if row else 0
 
 
 def read_events(storage: Storage) -> list[Row]:
@@ -426,7 +449,7 @@ def _counted(lines: Iterable[Row]) -> list[Row]:
     for row in lines:
         if "step" not in row and "start_step" not in row:
             continue
-        generation, step = row.get("generation", 0), _first_step(row)
+        generation, step = row.get(LOGGED, row.get("generation", 0)), _first_step(row)
         if newest is not None and generation < newest:
             continue
         newest = generation
@@ -501,9 +524,13 @@ def _decoded(lines: bytes) -> list[Row]:
 
 
 def _files(storage: Storage, name: str) -> list[str]:
-    """Where a log's lines are, in their order: the file that is appended to, then the segments."""
+    """Where a log's lines are, in their order: the file that is appended to as long as there are no segments, these."""
+    return [name, *_segments(storage, name)]
+
+
+def _segments(storage: Storage, name: str) -> list[str]:
     stem = name.removesuffix(".jsonl")
-    return [name, *(entry for entry in storage.list() if entry.startswith(f"{stem}-") and entry.endswith(".jsonl"))]
+    return [entry for entry in storage.list() if entry.startswith(f"{stem}-") and entry.endswith(".jsonl")]
 
 
 def _pieces(storage: Storage, name: str) -> Iterator[list[Row]]:

@@ -91,23 +91,33 @@ def read_status(storage: Storage, now: float | None = None) -> Status:
         now=time.time() if now is None else now,
         held=is_held(storage, history.newest(Submitted)),
         report=report if isinstance(report, dict) else None,
-        ranks=read_ranks(storage),
+        ranks=read_ranks(storage, begun_at(history)),
     )
 
 
-def read_ranks(storage: Storage) -> list[dict[str, Any]]:
-    """What ranks spent their newest steps on, the slowest first; empty where nothing is known."""
-    return [each for each in _shown(storage, "ranks") if isinstance(each.get("rank"), int)]
+def begun_at(history: History) -> float:
+    """When the newest job began, unix time."""
+    newest = history.newest(Submitted)
+    return newest.time if newest else 0.0
 
 
-def read_node_snapshots(storage: Storage) -> list[dict[str, Any]]:
-    """What nodes took to make their newest snapshots safe, the slowest first; empty where nothing is known."""
-    return [each for each in _shown(storage, "snapshots") if isinstance(each.get("node"), str)]
+def read_ranks(storage: Storage, since: float) -> list[dict[str, Any]]:
+    """What ranks spent their newest steps on, the slowest first; empty where nothing is known.
+
+    What was written before `since`, unix time, is of a job before.
+    """
+    return [each for each in _shown(storage, "ranks", since) if isinstance(each.get("rank"), int)]
 
 
-def _shown(storage: Storage, what: str) -> list[dict[str, Any]]:
+def read_node_snapshots(storage: Storage, since: float) -> list[dict[str, Any]]:
+    """The same of what nodes took to make their newest snapshots safe."""
+    return [each for each in _shown(storage, "snapshots", since) if isinstance(each.get("node"), str)]
+
+
+def _shown(storage: Storage, what: str, since: float) -> list[dict[str, Any]]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return [each for each in json.loads(storage.read_bytes(RANKS))[what] if isinstance(each, dict)]
+        content = json.loads(storage.read_bytes(RANKS))
+        return [each for each in content[what] if isinstance(each, dict) and content["time"] >= since]
     return []
 
 

@@ -32,7 +32,7 @@ from regrow.record.events import (
     Validation,
 )
 from regrow.record.history import History, Interruption
-from regrow.record.ledger import SILENCE_S
+from regrow.record.ledger import SILENCE_S, of_kind
 from regrow.record.log import encode, is_number, positive
 
 START_SILENCE_S = 600.0  # while a group starts or forms, which writes nothing: nodes may have to come first
@@ -232,16 +232,15 @@ def _state(
     if heard_at is None:
         return State.starting, None, "nothing is logged yet"
     ended, began = history.newest(Stopped), history.newest(Submitted)
-    begun_at = began.time if began else -math.inf
-    if ended and ended.time >= begun_at:
+    begun, formed = history.place(Submitted), history.place(Generation)
+    if ended and history.place(Stopped) > begun:
         state = State(ENDED_AS.get(ended.reason, "stopped"))
         said = STOPPED.get(ended.reason, ended.reason.replace("_", " ")) if state is State.stopped else ""
         return state, ended.time, ended.detail or said
 
     ready, forming = history.newest(Generation), history.newest(Forming)
-    ready_at = ready.time if ready else -math.inf
-    failures = [event for event in history.of(Failure) if event.time > ready_at]
-    if ready is None or ready_at < begun_at:
+    failures = of_kind(history.events[max(begun, formed) + 1 :], Failure)
+    if ready is None or formed < begun:
         state, since, detail = State.starting, began.time if began else heard_at, _said(failures)
     elif failures:
         state, since, detail = State.regrouping, failures[0].time, _said(failures)

@@ -24,6 +24,7 @@ class Board:
                 self._files.begin(start_step)
             else:
                 self._files = TensorBoard.open(self._folder, start_step=start_step, note=self._note)
+                self._draws = self._files is not None
 
         self._put(begin)
 

@@ -171,8 +171,9 @@ class Shell:
 
     def reported(self, report: Mapping[str, Any]) -> None:
         """The driver has written a report."""
-        self.metrics.reported(report)
-        self.board.report(report, step=self.control.next_step - 1)
+        with self.lock:
+            self.metrics.reported(report)
+            self.board.report(report, step=self.control.next_step - 1)
 
     def updates(self, after: int) -> list[Update]:
         """What happened after the update of this number, as far as it is still known."""

@@ -87,7 +87,7 @@ class Console:
     def message(self, text: str) -> None:
         """Show a line of text, above the live line where there is one."""
         if self._live is not None:
-            self._live.console.print(_clean(text), markup=False, highlight=False, soft_wrap=True)
+            self._live.console.print(_clean(text), markup=False, emoji=False, highlight=False, soft_wrap=True)
         else:
             self._print(text)
 

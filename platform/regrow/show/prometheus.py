@@ -41,6 +41,7 @@ from regrow.record.events import (
 from regrow.record.history import History
 from regrow.record.ledger import STATES
 from regrow.record.log import is_number
+from regrow.record.relative import without_lists
 from regrow.record.work import RATIOS
 
 PUBLISH_S = 1.0  # Ray collects every ten seconds, and never more often than this
@@ -122,7 +123,8 @@ FAMILIES = {
         # what is safe
         Family("regrow_snapshots_total", "steps that were committed in the nodes' memory"),
         Family("regrow_snapshot_step", "the newest of them"),
-        Family("regrow_last_snapshot_timestamp_seconds", "when it was committed; before it, when training began"),
+        Family("regrow_last_snapshot_timestamp_seconds",
+               "when it was committed, and later by what passed without a group; before it, when training began"),
         Family("regrow_node_snapshot_seconds", "from sealed to copied, a node's newest; of many the slowest", "node"),
         Family("regrow_node_snapshot_check_seconds", "what of it were checksums, by node", "node"),
         Family("regrow_node_snapshot_send_seconds", "what of it was sending to peers, by node", "node"),
@@ -133,7 +135,8 @@ FAMILIES = {
         Family("regrow_checkpoint_bytes_total", "written to storage"),
         Family("regrow_checkpoint_step", "the newest one's"),
         Family("regrow_checkpoint_interval_seconds", "expected between two, at the present pace"),
-        Family("regrow_last_checkpoint_timestamp_seconds", "when it was committed; before it, when a group formed"),
+        Family("regrow_last_checkpoint_timestamp_seconds",
+               "when it was committed, and later by what passed without a group; before it, when a group formed"),
         # what this costs
         Family("regrow_metrics_cpu_seconds_total", "CPU time of keeping and handing over these figures"),
     )
@@ -179,7 +182,8 @@ class Figures:
         self._set("regrow_spare_ranks", 0)
         self._set("regrow_min_world_size", cluster.min_workers)
         self._has_trained = False  # since the newest job began
-        for event in events:
+        self._idle_since: float | None = None  # no group trains since then
+        for event in map(_without_lists, events):
             self._history.on(event)
             self._see(event, event.time)
         self._history.resume(now)
@@ -207,7 +211,7 @@ class Figures:
 
     def event(self, event: Event, now: float) -> None:
         """Something happened to the run, just now."""
-        event = event if event.time else replace(event, time=now)
+        event = _without_lists(event if event.time else replace(event, time=now))
         self._history.on(event, now)
         self._see(event, now)
         match event:
@@ -275,6 +279,10 @@ class Figures:
             for name in ("last_step", "last_checkpoint"):  # nothing is late before there is a group to be
                 self._set(f"regrow_{name}_timestamp_seconds", now)
             self._has_trained = isinstance(event, Generation)
+        if isinstance(event, Generation) and self._idle_since is not None:
+            for name in ("last_checkpoint", "last_snapshot"):  # nor does it grow older while there is none
+                self._move_on(f"regrow_{name}_timestamp_seconds", now - self._idle_since, now)
+            self._idle_since = None
         match event:
             case Submitted():
                 self._set("regrow_submitted_timestamp_seconds", event.time)
@@ -289,6 +297,7 @@ class Figures:
                 self._set("regrow_spare_ranks", event.count)
             case Forming() | Failure() | Stopped():
                 self._set("regrow_world_size", 0)
+                self._idle_since = now if self._idle_since is None else self._idle_since
             case Checkpoint():
                 self._set("regrow_checkpoint_step", event.step)
                 self._set("regrow_last_checkpoint_timestamp_seconds", event.time)
@@ -299,12 +308,22 @@ class Figures:
         by_steps, by_time = (cadence.every_steps or 0) * self._step_s, (cadence.every_minutes or 0) * 60
         return min((way for way in (by_steps, by_time, cadence.interval_s(now)) if way), default=None)
 
+    def _move_on(self, name: str, seconds: float, now: float) -> None:
+        """A time, where there is one, but not past now."""
+        if (name, "") in self.values:
+            self._set(name, min(now, self.values[name, ""] + seconds))
+
     def _add(self, name: str, value: float, label: str = "") -> None:
         self.values[name, label] = self.values.get((name, label), 0.0) + value
 
     def _set(self, name: str, value: float | None) -> None:
         if value is not None:
             self.values[name, ""] = float(value)
+
+
+def _without_lists(event: Event) -> Event:
+    """For a history that is kept: of thousands of ranks they are 20 MB a generation."""
+    return from_row(without_lists(event.to_row()))
 
 
 class Instruments(Protocol):
@@ -328,15 +347,17 @@ class RunMetrics:
     ) -> None:
         """`instruments` is `ray.util.metrics`, None to do nothing; `note` is told if no more figures come."""
         self._run, self._instruments, self._note = config.run.name, instruments, note
-        self._begin = lambda now: Figures(config, cadence, [from_row(event) for event in events], now)
+        self._config, self._cadence = config, cadence
+        self._events = events if instruments is not None else ()  # until the figures are made of them
         self._made: dict[str, Any] = {}  # counters and gauges by name
         self._handed: dict[Key, float] = {}  # what Ray knows of counters
-        self._handed_at = -math.inf
+        self._handed_at = -math.inf  # of the monotonic clock
         self.cpu_s = 0.0  # that all of this took
 
     @cached_property
     def _figures(self) -> Figures:
-        return self._begin(time.time())
+        events, self._events = [from_row(event) for event in self._events], ()
+        return Figures(self._config, self._cadence, events, time.time())
 
     def row(self, row: Row) -> None:
         self._take(lambda figures, now: figures.row(row, now))
@@ -363,14 +384,14 @@ class RunMetrics:
     def _take(self, work: Callable[[Figures, float], None], *, at_once: bool = False) -> None:
         if self._instruments is None:
             return
-        begun, now = time.thread_time(), time.time()
+        begun, now, steady = time.thread_time(), time.time(), time.monotonic()  # a clock that is set back is no wait
         try:
             work(self._figures, now)
-            if at_once or now - self._handed_at >= PUBLISH_S:
+            if at_once or steady - self._handed_at >= PUBLISH_S:
                 self._figures.tick(now)
                 self._figures.values["regrow_metrics_cpu_seconds_total", ""] = self.cpu_s
                 self._hand_over(self._instruments)
-                self._handed_at = now
+                self._handed_at = steady
         except Exception as error:
             self._instruments = None
             self._note(f"no more metrics: {first_line(error)}")

@@ -13,7 +13,7 @@ from regrow.record.events import Cause, Checkpoint, DataFallback, Generation
 from regrow.record.history import History, recoveries
 from regrow.record.ledger import Ledger, lost_to
 from regrow.record.log import LogReader, is_number, positive
-from regrow.record.run_folder import read_node_snapshots, read_ranks
+from regrow.record.run_folder import begun_at, read_node_snapshots, read_ranks
 from regrow.record.work import work_of
 from regrow.show.page import run_page
 from regrow.storage import Storage
@@ -73,8 +73,8 @@ def make_report(
         ledger,
         as_mapping(config),
         now,
-        ranks=read_ranks(storage),
-        node_snapshots=read_node_snapshots(storage),
+        ranks=read_ranks(storage, begun_at(history)),
+        node_snapshots=read_node_snapshots(storage, begun_at(history)),
     )
     return report, {
         "report.json": json.dumps(report, indent=2, allow_nan=False).encode() + b"\n",
