@@ -25,11 +25,8 @@ def main(config: SimulateJobConfig, *, as_json: bool) -> None:
         found = replay(simulate.replay, of_run, simulate.runs, seed=simulate.seed)
         print(json.dumps(found.to_dict(), indent=2, allow_nan=False) if as_json else "\n".join(found.lines()))
         return
-    all_inputs = inputs_of(config)
-    if simulate.runs:
-        profile = Profile.read(simulate.runs)
-        all_inputs = [profile.applied(each) for each in all_inputs]
-    results = compare(all_inputs, replicas_of(simulate), simulate.seed)
+    profile = Profile.read(simulate.runs) if simulate.runs else None
+    results = compare(inputs_of(config, profile), replicas_of(simulate), simulate.seed)
     if as_json:
         print(json.dumps(figures_of(config, results), indent=2, allow_nan=False))
         return
@@ -37,7 +34,7 @@ def main(config: SimulateJobConfig, *, as_json: bool) -> None:
         print(line_of(result))
     folder = Path(simulate.out or "runs/simulate")
     sweep = write_page(folder, config, results)
-    if simulate.runs:
+    if profile is not None:
         own = inputs_of(config)[0]  # with what was published
         (folder / "profile.json").write_text(profile.to_json(own.figures, own.job.gpus))
     for line in goal_lines(sweep, results[0]) if sweep else ():

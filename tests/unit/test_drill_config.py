@@ -16,7 +16,7 @@ from regrow.drill.faults import KINDS, check_plan, parse_plan
 from regrow.drill.findings import SOUGHT
 from regrow.drill.job import undisturbed_run
 from regrow.drill.log import Record
-from regrow.drill.run import keep_plan, plan_of, with_end
+from regrow.drill.run import check_memory, keep_plan, plan_of, with_end
 from regrow.errors import ConfigError
 
 PLANS = sorted(path.stem for path in (CONF_DIR / "drill").glob("*.yaml"))
@@ -137,6 +137,41 @@ def test_a_soak_whose_faults_wait_for_what_was_found_ends_after_its_last_one_whe
     for step in (70, 90):  # of five faults, then of more
         record.write("plan over", step=step)
     assert record.ended_at() == 90
+
+
+@pytest.mark.parametrize("what", ["fault", "not injected"])
+def test_a_shorter_plan_s_end_is_not_the_end_of_a_longer_one(tmp_path: Path, what: str) -> None:
+    record = Record(tmp_path)
+    record.write("fault", number=0, kind="kill_worker")
+    record.write("plan over", step=70)
+    record.write("outcome", number=0)
+    assert record.ended_at() == 70
+    record.write(what, number=1, kind="kill_worker")  # of the longer one, which was interrupted behind it
+    assert record.ended_at() is None
+    record.write("plan over", step=130)
+    assert record.ended_at() == 130
+
+
+@pytest.mark.parametrize("hosts", ["together", "apart"])
+def test_memory_that_is_more_than_a_drill_fills_is_refused_before_anything_begins(hosts: str) -> None:
+    settings = ("+drill=fill_memory", f"drill.hosts={hosts}")
+    plan, _ = plan_of(composed(*settings))
+    check_memory(composed(*settings, "drill.memory_mb=4096"), plan)
+    with pytest.raises(ConfigError, match=r"drill\.memory_mb=5000 .* fills at most 4096; set drill\.memory_mb=256"):
+        check_memory(composed(*settings, "drill.memory_mb=5000"), plan)
+    check_memory(composed(*settings, "drill.memory_mb=5000"), parse_plan(["at step 5: kill_worker"]))
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("drill.first_step=0", r"drill\.first_step=0 must be 1 or more: steps count from 1"),
+        ("drill.faults=-5", r"drill\.faults=-5 must be 1 or more"),
+    ],
+)
+def test_a_random_plan_begins_with_a_step_and_has_a_fault(setting: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        plan_of(composed("+drill=soak", setting))
 
 
 def test_a_drill_may_be_repeated_without_its_plan_but_kinds_must_be_known() -> None:

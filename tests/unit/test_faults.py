@@ -96,9 +96,11 @@ def test_a_plan_reads_back_as_it_was_written(drawn: list[tuple[Fault, str]]) -> 
         ("at step 20: earthquake", "there are kill_worker, stop_worker"),
         ("at step 20: kill_worker node=1", "kill_worker takes rank, not 'node=1'"),
         ("at step 20: kill_coordinator rank=1", "kill_coordinator takes nothing, not 'rank=1'"),
-        ("at step 20: kill_worker rank=one", "rank=one is not a number"),
+        ("at step 20: kill_worker rank=one", "rank=one is not a finite number"),
         ("at step 20: kill_worker rank=1.5", "rank=1.5 must be a whole number"),
         ("at step 20: slow_worker for_s=-1", "for_s=-1 must be 0 or more"),
+        ("at step 20: slow_worker for_s=inf", "for_s=inf is not a finite number"),
+        ("at step 20: kill_worker rank=nan", "rank=nan is not a finite number"),
         ("at step 20: slow_worker share=1", "share=1 must be above 0 and below 1"),
         ("at step 20: kill_node rank=1 node=1", "give rank or node, not both"),
         ("at step 0: kill_worker", "steps count from 1"),
@@ -189,6 +191,18 @@ def test_a_fault_is_drawn_only_for_groups_that_it_is_for() -> None:
         assert fault.kind != "flip_gradients" or here >= 3
         here += KINDS[fault.kind].nodes
     assert {fault.kind for fault in drawn} == {"flip_weights", "flip_gradients", "return_node", "kill_node"}
+
+
+def test_a_fault_that_needs_another_node_is_not_drawn_for_the_last_one() -> None:
+    """Of three workers each, so that the group is never too small for it."""
+    for kind in ("corrupt_snapshot", "partition_peer", "hang_first_step", "dead_mount"):
+        kinds = {kind: 3, "return_node": 3, "kill_node": 3}
+        here, found = 3, False
+        for fault in draw_faults(random_faults(kinds=kinds, least_nodes=1, apart=True, workers_on_node=3)):
+            assert fault.kind != kind or here >= 2
+            found |= fault.kind == kind
+            here += KINDS[fault.kind].nodes
+        assert found
 
 
 @pytest.mark.parametrize(

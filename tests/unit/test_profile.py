@@ -1,5 +1,6 @@
 """What runs' own logs say of a simulation's figures, each with its provenance; by hand-made run folders."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from regrow.errors import ConfigError
 from regrow.simulate.inputs import KINDS, Figure, Inputs, Job, Origin, Policy
 from regrow.simulate.profile import MOST_SAMPLES, Profile, kept
 from regrow.simulate.run_logs import RunLogs, faults_of
-from support.rows import T0, event, make_row, run_with_losses, write
+from support.rows import T0, event, generation, make_row, run_with_losses, write
 
 DAY = 86400.0
 RATES = {f"rate_{kind}": Figure(0.002, Origin.published, "a paper", 100) for kind in KINDS}
@@ -129,6 +130,25 @@ def test_a_second_run_adds_to_the_first(tmp_path: Path) -> None:
     assert both.node_days == pytest.approx(Profile.read([one]).node_days + Profile.read([two]).node_days)
 
 
+def test_a_step_of_several_runs_is_weighted_by_their_steps_however_many_and_in_whatever_order(tmp_path: Path) -> None:
+    """More of them than samples are kept; a profile that was read from its file goes on as the one that wrote it."""
+    folders = [
+        write(
+            tmp_path / name,
+            [make_row(step, T0 + step * step_s, step_s) for step in range(1, count + 1)],
+            [event("submitted", 0), generation(1, 0, 4, 0, "start")],
+        )
+        for name, count, step_s in (("a", 1200, 1.0), ("b", 400, 2.0))
+    ]
+    for order in (folders, folders[::-1]):
+        assert Profile.read(order).usual_s == pytest.approx({4: 1.25})
+    again = Profile.of_json(Profile.read(folders).to_json())
+    assert again.rows == Profile.read(folders).rows == {4: 1600}
+    content = json.loads(again.to_json())
+    del content["rows"]  # as an earlier version wrote it
+    assert Profile.of_json(json.dumps(content)).rows == {4: MOST_SAMPLES}
+
+
 def test_run_folders_of_earlier_versions_are_read_by_their_causes(tmp_path: Path) -> None:
     found = Profile.read([run_with_losses(tmp_path / "a", losses=2, new=False)])
     assert found.counts["software"] == 2
@@ -177,6 +197,11 @@ def test_a_profile_is_a_file_and_keeps_at_most_256_samples_of_a_key(tmp_path: Pa
 def test_a_folder_without_a_step_ends_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no step in its log: give the folder of a run that trained"):
         Profile.read([write(tmp_path / "a", [], [event("submitted", 0)])])
+
+
+def test_a_folder_without_events_ends_in_one_line_that_names_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no event in its log: copy its events\.jsonl beside metrics\.jsonl"):
+        Profile.read([write(tmp_path / "a", [make_row(1, T0 + 1, 1.0)], [])])
 
 
 def test_a_profile_is_made_without_ray_and_torch() -> None:

@@ -2,17 +2,32 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs.simulate import main
 
 from regrow.config.plain import to_yaml
 from regrow.config.schema import PretrainConfig
+from regrow.drill.faults import KINDS
 from regrow.errors import ConfigError
 from regrow.record.log import encode
 from regrow.simulate.profile import Profile
-from regrow.simulate.replay import Compared, Outcome, Planned, Prediction, plan_of_drill, planned, predict, replay
-from support.rows import T0, event, generation, make_row, run_with_losses, write
+from regrow.simulate.replay import (
+    BY_ITS_EVENTS,
+    OF_DRILL,
+    Compared,
+    Outcome,
+    Planned,
+    Prediction,
+    plan_of_drill,
+    plan_of_run,
+    planned,
+    predict,
+    replay,
+)
+from regrow.simulate.run_logs import RunLogs
+from support.rows import T0, event, generation, make_row, run_with_losses, workers, write
 from support.simulating import configured
 
 
@@ -129,6 +144,83 @@ def test_a_finished_run_is_predicted_from_its_own_faults(tmp_path: Path) -> None
     assert any("goodput" in line for line in found.lines())
 
 
+def ready(at: float, node: str) -> dict[str, Any]:
+    return event("ready", at, node=node, host=node, ranks=1, start_s=8.0, generation=1)
+
+
+def test_a_run_that_waited_for_a_node_is_predicted_with_that_node(tmp_path: Path) -> None:
+    """Three nodes of four are lost in turn; each time the group waits 60 s for another one, too few without it."""
+    rows, now, nodes = [], 10.0, list("abcd")
+    events = [event("submitted", 0, min_workers=4), generation(1, now, 4, 0, "start", workers=workers(*nodes))]
+    for number in range(1, 5):
+        for step in range(20 * number - 19, 20 * number + 1):
+            now += 1.0
+            rows.append(make_row(step, T0 + now, 1.0, number))
+        if number == 4:
+            break
+        gone, nodes = nodes[0], [*nodes[1:], f"e{number}"]
+        failure = event("failure", now + 2, cause="worker_died", detail="", generation=number, ranks=[0], kind="host")
+        events += [failure | {"nodes": [gone]}, event("node_lost", now + 2.5, node=gone, host=gone, drained=False)]
+        events.append(ready(now + 62, nodes[-1]))
+        now += 64.0
+        details = {"init_s": 1.0, "restore_s": 1.0, "source": "snapshot", "recomputed_steps": 0}
+        events.append(generation(number + 1, now, 4, 20 * number, "worker_died", workers=workers(*nodes), **details))
+    events.append(event("stopped", now, step=80, reason="finished"))
+    of_run = config()
+    of_run.cluster.min_workers = 4
+    found = replay(write(tmp_path / "a", rows, events), of_run, plays=3)
+    assert found.predicted.mean.generations == found.was.generations == 4
+    assert found.predicted.mean.wall_s == pytest.approx(found.was.wall_s, rel=0.05)
+
+
+def test_a_run_that_started_small_and_grew_is_predicted_at_the_sizes_that_it_had(tmp_path: Path) -> None:
+    rows, nodes, now, step = [], list("ab"), 10.0, 0
+    events = [event("submitted", 0, min_workers=2), generation(1, now, 2, 0, "start", workers=workers(*nodes))]
+    for number in range(1, 4):
+        for _ in range(20):
+            step, now = step + 1, now + 4 / len(nodes)
+            rows.append(make_row(step, T0 + now, 4 / len(nodes), number, world_size=len(nodes)))
+        if number < 3:
+            nodes.append("cd"[number - 1])
+            events += [
+                ready(now - 1.0, nodes[-1]),
+                generation(
+                    number + 1, now, len(nodes), step, "grow", init_s=0.0, restore_s=0.0, workers=workers(*nodes)
+                ),
+            ]
+    failure = event(
+        "failure", now + 2, cause="worker_died", detail="", generation=3, ranks=[1], kind="sdc", nodes=["b"]
+    )
+    details = {"init_s": 1.0, "restore_s": 1.0, "source": "snapshot", "recomputed_steps": 0}
+    nodes.remove("b")
+    events += [failure, generation(4, now + 4, 3, step, "worker_died", workers=workers(*nodes), **details)]
+    events += [ready(now + 16, "e"), generation(5, now + 17.33, 4, step + 10, "grow", workers=workers(*nodes, "e"))]
+    for number, size in ((4, 3), (5, 4)):
+        now = events[-2 if number == 4 else -1]["time"] - T0 if number == 5 else now + 4
+        for _ in range(10):
+            step, now = step + 1, now + 4 / size
+            rows.append(make_row(step, T0 + now, 4 / size, number, world_size=size))
+    events.append(event("stopped", now, step=step, reason="finished"))
+    run = write(tmp_path / "a", rows, events)
+    plan = plan_of_run(RunLogs.read(run))
+    assert [each.what for each in plan] == ["return_node", "return_node", "sdc", "return_node"]
+    found = replay(run, config(), plays=5)
+    assert found.predicted.mean.generations == found.was.generations == 5
+    assert found.predicted.mean.wall_s == pytest.approx(found.was.wall_s, rel=0.1)
+
+
+def test_faults_that_leave_too_few_workers_for_good_are_one_line(tmp_path: Path) -> None:
+    plan = [Planned(20, "host"), Planned(22, "host"), Planned(24, "host")]
+    with pytest.raises(ConfigError, match=r"ends at step 2\d of 60: .*cluster\.min_workers=2.*return_node"):
+        predict(profile(), config(), plan, last_step=60, plays=1)
+
+
+def test_every_fault_that_takes_a_node_is_played() -> None:
+    takes = {name for name, kind in KINDS.items() if kind.nodes < 0}
+    assert takes <= {*OF_DRILL, *BY_ITS_EVENTS}
+    assert planned("partition_head", 5) == Planned(5, "network")
+
+
 def test_a_run_without_faults_is_refused_in_one_line(tmp_path: Path) -> None:
     rows = [make_row(step, T0 + 10 + step, 1.0) for step in range(1, 10)]
     write(tmp_path / "a", rows, [event("submitted", 0), generation(1, 10, 4, 0, "start")])
@@ -156,6 +248,16 @@ def test_the_command_takes_run_folders_and_says_what_is_measured(
     assert figures["form_base_s"]["provenance"] == "measured (12)"
     assert figures["rate_software"]["provenance"].startswith("measured")
     assert figures["notice_network_s"]["provenance"] == "published"
+    assert "effective" in capsys.readouterr().out
+
+
+def test_what_was_measured_once_is_swept_over_what_it_may_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_with_losses(tmp_path / "a", losses=1)
+    small = ["simulate.gpus=4", "simulate.gpus_per_node=1", "simulate.num_slices=12", "simulate.replicas=4"]
+    small += ["simulate.days=1", "simulate/policy=[in_place]", f"simulate.out={tmp_path}/out"]
+    main(configured(*small, f"simulate.runs=[{folder}]"), as_json=False)
     assert "effective" in capsys.readouterr().out
 
 

@@ -17,6 +17,7 @@ from regrow.plan.batch import plan_batch
 from regrow.simulate.estimate import IDLE, PARTS, Estimate, estimate, passes_of, speeds
 from regrow.simulate.faults import DAY
 from regrow.simulate.inputs import Figure, Inputs, Job, Origin, Policy, mixed, rate_of
+from regrow.simulate.profile import Profile
 from regrow.simulate.study import assumed_share, compare, interval, losses, spares_curve, to_json
 from regrow.simulate.world import inputs_of, job_of, replicas_of
 from support.simulating import AT_16K, AT_98K, bare, configured, inputs, rates
@@ -231,6 +232,14 @@ def test_units_that_save_no_pass_are_spares_as_in_a_run(settings: tuple[str, ...
     assert (job.units, job.spares) == (units, spares)
 
 
+def test_a_group_never_parks_below_its_fewest_workers() -> None:
+    job = job_of(configured("+cluster=h100x2048", "cluster.min_workers=2048"))
+    assert (job.gpus, job.spares, job.min_share) == (2048, 0, 1.0)
+    job = job_of(configured("+cluster=h100x16384", "cluster.min_workers=16200"))  # 126 units hold 16,128
+    assert (job.units, job.spares) == (127, 16)
+    assert job.min_share <= 1.0
+
+
 def test_spares_at_16384_gpus_are_worth_what_the_reference_found() -> None:
     """93.0, 95.8, 98.7 and 98.8% at 0, 8, 16 and 24 nodes, by a prototype of another hand."""
     curve = spares_curve(inputs(*AT_16K, "simulate/world=today"), [0, 8, 16, 24], 32, 0)
@@ -249,6 +258,36 @@ def test_every_input_says_where_it_is_from_and_what_is_assumed_has_its_share_of_
     known = inputs(*AT_16K).figures
     exact = {name: replace(figure, origin=Origin.published) for name, figure in known.items()}
     assert assumed_share(losses(estimate(inputs(*AT_16K).override(exact), 4))) == 0
+
+
+def test_a_figure_that_is_given_stands_whatever_the_settings_say_and_others_are_by_the_settings() -> None:
+    settings = ("cluster.verify_every_steps=10", "cluster.drain_slow_s=60", "cluster.stuck_s=0")
+    names = ("notice_hang_s", "slow_evict_s", "sdc_unnoticed_s", "verify_share")
+    by_settings = inputs(*AT_16K, *settings).figures
+    assert (by_settings["notice_hang_s"].value, by_settings["slow_evict_s"].value) == (600.0, 90.0)
+    assert by_settings["notice_hang_s"].source == "train.collective_timeout_s"
+    assert "cluster.stuck_s" in inputs(*AT_16K).figures["notice_hang_s"].source
+    for name in names:
+        given = f"simulate.policy.in_place.figures.{name}='0.5 (0.1 to 0.9) assumed: our clusters'"
+        found = inputs(*AT_16K, *settings, given if name == "notice_hang_s" else "+" + given).figures
+        assert found[name] == Figure(0.5, Origin.assumed, "our clusters", low=0.1, high=0.9)
+        assert {other: found[other] for other in names if other != name} == {
+            other: by_settings[other] for other in names if other != name
+        }
+    assert inputs(*AT_16K, *settings, "simulate.figures.sdc_unnoticed_s=77")["sdc_unnoticed_s"] == 77.0
+
+
+def test_what_if_is_asked_of_what_runs_have_measured_and_of_the_range_of_what_is_assumed() -> None:
+    asked = ("simulate.repair=3", "simulate.sdc=20")
+    profile = Profile(runs=["runs/a"])
+    profile.samples["away_short_s", "", 4] += [100.0] * 5
+    profile.samples["sdc_unnoticed_s", "corrupted", 4] += [500.0] * 5
+    of_runs, found = (inputs_of(configured(*AT_16K, *each), profile)[0] for each in ((), asked))
+    assert (of_runs["away_short_s"], of_runs["sdc_unnoticed_s"]) == (100.0, 500.0)
+    assert (found["away_short_s"], found["sdc_unnoticed_s"]) == (300.0, 20.0)
+    assert found.figures["away_short_s"].samples == (300.0,) * 5
+    before, after = (inputs(*AT_16K, *each).figures["away_long_s"] for each in ((), asked))
+    assert (after.value, after.low, after.high) == tuple(3 * each for each in (before.value, before.low, before.high))
 
 
 def test_what_is_lost_by_figure_adds_up_to_all_that_is_lost() -> None:
@@ -294,6 +333,11 @@ def test_the_interval_from_five_runs_covers_the_mean_of_others_and_shrinks_with_
         (("simulate.gpus=100", "simulate.unit_gpus=8", "simulate.gpus_per_node=4"), "set simulate.gpus=96"),
         (("simulate.gpus=12", "simulate.gpus_per_node=8"), "12 GPUs are not whole nodes of 8"),
         (("simulate.gpus=64", "simulate.num_slices=64", "simulate.spares=[9]"), "simulate.spares=9: 0 to 8"),
+        (("simulate.gpus=64", "simulate.num_slices=64", "simulate.spares=[8,-8]"), "simulate.spares=-8: 0 to 8"),
+        (
+            ("+cluster=h100x2048", "cluster.min_workers=2049"),
+            "cluster.min_workers=2049 is above cluster.max_workers=2048",
+        ),
         (("simulate.days=0",), "simulate.days=0.0 must be positive"),
         (("simulate.goal=98",), "simulate.goal=98.0 must be between 0 and 1, as 0.98"),
         (("simulate.figures.build_s=soon",), "simulate.figures.build_s='soon' is no figure; write a number"),

@@ -158,6 +158,18 @@ def test_a_slow_node_that_stays_is_left_and_comes_back_as_another_one() -> None:
     assert steps_s[-1][1] == pytest.approx(30.0)
 
 
+@pytest.mark.parametrize("others", [0.5, 0.7])
+def test_nodes_whose_notices_overlap_are_all_left_in_good_order(others: float) -> None:
+    """The same one, told of twice, or two."""
+    inputs, config = on_64_nodes(step_s=10.0, spares=0)
+    drains = [Fault(12.0, "drain", 0.5, away_s=1e6), Fault(13.0, "drain", others, away_s=1e6)]
+    played = play(inputs, config, drains, wall_s=300.0)
+    events = [event.to_row() for event in played.log.events]
+    groups = [(each["cause"], each["world_size"]) for each in events if each["event"] == "generation"]
+    assert groups == [("start", 64), ("drain", 63 if others == 0.5 else 62)]
+    assert not [each for each in events if each["event"] == "failure"]
+
+
 def test_the_page_holds_all_parts_in_one_file_that_fetches_nothing() -> None:
     config = configured(*AT_16K, "simulate.days=6", "simulate.replicas=4")
     results = compare(inputs_of(config), 4, 0)

@@ -132,6 +132,16 @@ def test_a_run_that_kept_every_promise_is_said_to_have() -> None:
     assert "4 times a rank kept its process" in figures
 
 
+def test_a_host_that_is_named_after_a_worker_breaks_no_promise() -> None:
+    """TensorBoard has the host's name in its files'; a folder of regrow's would still be found."""
+    for host, holds in (("worker-3", True), ("rank1.rack-2", True), ("here", True)):
+        given = evidence()
+        names = [*given.names, f"tensorboard/events.out.tfevents.1700000000.{host}.4711.0"]
+        assert [each.holds for each in judge(replace(given, names=names)) if each.promise == "3"] == [holds]
+    names = [*given.names, "tensorboard/rank-3/events.out.tfevents.1700000000.here.4711.0"]
+    assert [each.holds for each in judge(replace(given, names=names)) if each.promise == "3"] == [False]
+
+
 def test_what_came_of_a_fault_is_told() -> None:
     given = evidence()
     (outcome,) = outcomes(given.records, given.rows, given.events)

@@ -11,6 +11,7 @@ Where a line names no victim, one is drawn when it is due, from the plan's seed.
 """
 
 import json
+import math
 import random
 import re
 from bisect import bisect_right
@@ -46,6 +47,7 @@ class Kind:
     nodes: int = 0  # how many more nodes there are after it
     apart: bool = False  # it takes hosts apart
     ranks: int = 0  # fewest of the group that it may befall
+    least_nodes: int = 0  # fewest that it is drawn for
 
 
 KINDS: dict[str, Kind] = {
@@ -55,7 +57,9 @@ KINDS: dict[str, Kind] = {
         "a worker is stopped for a share of each period", WORKER, {"for_s": 10.0, "share": 0.5, "period_s": 0.4}
     ),
     "corrupt_snapshot": Kind(
-        "the newest snapshots on a worker's node are damaged, then another node's worker is killed", WORKER
+        "the newest snapshots on a worker's node are damaged, then another node's worker is killed",
+        WORKER,
+        least_nodes=2,
     ),
     FLIP_WEIGHTS: Kind("a bit of a worker's weights is flipped", WORKER, {"replicas": 1.0}),
     "flip_gradients": Kind(
@@ -75,7 +79,10 @@ KINDS: dict[str, Kind] = {
     SLOW_RANK: Kind("a worker's steps take longer, by a share", WORKER, {"share": 0.3, "for_s": 120.0}),
     "hang_step": Kind("a worker hangs in a step", WORKER, ranks=2),
     "hang_first_step": Kind(
-        "a worker hangs in the first step of the next group; another node's worker is killed", WORKER, ranks=3
+        "a worker hangs in the first step of the next group; another node's worker is killed",
+        WORKER,
+        ranks=3,
+        least_nodes=2,
     ),
     "hang_validation": Kind("a worker hangs in the next validation", WORKER, ranks=2),
     "hang_snapshot": Kind("a worker hangs where it begins a snapshot", WORKER, ranks=2),
@@ -124,6 +131,7 @@ KINDS: dict[str, Kind] = {
         NODE,
         {"for_s": 20.0, "one_way": 0.0},
         apart=True,
+        least_nodes=2,
     ),
     "blink_node": Kind(
         "a node is cut off from all others for less than Ray takes to give it up", NODE, {"for_s": 4.0}, apart=True
@@ -135,6 +143,7 @@ KINDS: dict[str, Kind] = {
         {"for_s": 120.0},
         apart=True,
         ranks=3,
+        least_nodes=2,
     ),
     SLOW_LINK: Kind("a node's link is slow for a while", NODE, {"rate_mbit": 20.0, "for_s": 20.0}, apart=True),
     "bad_link": Kind(
@@ -279,6 +288,9 @@ def draw_faults(wanted: RandomFaults) -> list[Fault]:
     choices = [each for each in named if wanted.apart or not any(KINDS[fault.kind].apart for fault in each[0])]
     if not choices or not all(weight > 0 for _, weight in choices):
         raise ConfigError(f"drill.kinds={dict(wanted.kinds)} must name faults, each with a weight above 0")
+    for name, number, why in (("faults", wanted.count, ""), ("first_step", wanted.first_step, ": steps count from 1")):
+        if number < 1:
+            raise ConfigError(f"drill.{name}={number} must be 1 or more{why}")
     low, high = wanted.every_steps
     if not 1 <= low <= high:
         raise ConfigError(f"drill.every_steps=[{low}, {high}] must be two numbers of steps, the smaller one first")
@@ -291,6 +303,7 @@ def draw_faults(wanted: RandomFaults) -> list[Fault]:
             for each, weight in choices
             if wanted.least_nodes <= here + _nodes(each) <= wanted.most_nodes
             and all(may_befall(fault, here * wanted.workers_on_node) for fault in each)
+            and all(here >= KINDS[fault.kind].least_nodes for fault in each)
         ]
         if not possible:
             raise ConfigError(
@@ -343,8 +356,10 @@ def _parse_fault(words: Sequence[str], text: str) -> Fault:
             raise ConfigError(f"fault {text!r}: {kind} takes {allowed}, not {word!r}")
         try:
             numbers[key] = float(value)
+            if not math.isfinite(numbers[key]):
+                raise ValueError
         except ValueError:
-            raise ConfigError(f"fault {text!r}: {key}={value} is not a number") from None
+            raise ConfigError(f"fault {text!r}: {key}={value} is not a finite number") from None
         if numbers[key] < 0 or (key in victims and numbers[key] % 1):
             raise ConfigError(
                 f"fault {text!r}: {key}={value} must be {'a whole number' if key in victims else '0 or more'}"

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -165,7 +165,7 @@ class HostsApart:
         self.carried = tuple(_below_private([*_python(), *carried]))
         self.folder = Path(tempfile.mkdtemp(prefix="rga", dir="/tmp"))
         self.hosts: dict[int, Host] = {}
-        self._next, self._network, self.cable = 1, "", ""
+        self._next, self._network, self._newest_address, self.cable = 1, "", "", ""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "regrow.drill.switch", str(theirs.fileno()), str(self.folder)]
         self.switch = subprocess.Popen(
@@ -188,12 +188,14 @@ class HostsApart:
     def add(self, name: str, *, shm_mb: int | None = None, memory_mb: int | None = None) -> Host:
         """Start one more. Raises RuntimeError."""
         number, self._next = self._next, self._next + 1
+        taken = [host.address for host in self.hosts.values()]
+        self._newest_address = free_address(self._newest_address, taken)
         tmp = self.folder / f"{number}"
         tmp.mkdir()
         tmp.chmod(0o1777)
         plan = HostPlan(
             name=name,
-            address=f"{self._network}.{number}/24",
+            address=f"{self._newest_address}/24",
             tmp=str(tmp),
             shm_mb=self.shm_mb if shm_mb is None else shm_mb,
             carried=self.carried,
@@ -271,6 +273,7 @@ class HostsApart:
         free = [number for number in range(256) if f" 10.213.{number}." not in taken]
         for number in sorted(free, key=lambda each: (each * 2654435761 + os.getpid()) % 997):
             self._network = f"10.213.{number}"
+            self._newest_address = f"{self._network}.0"
             self.cable, there = f"rg{secrets.token_hex(4)}", "outside0"
             peer = ["type", "veth", "peer", "name", there, "netns", str(self.switch.pid)]
             run(["ip", "link", "add", self.cable, *peer])
@@ -294,6 +297,17 @@ class HostsApart:
         if "error" in answer:
             raise RuntimeError(answer["error"])
         return answer.get("answer")
+
+
+def free_address(newest: str, taken: Collection[str]) -> str:
+    """The free one of a network that has been free for longest: they are given in turn. Raises RuntimeError."""
+    network, _, last = newest.rpartition(".")
+    most = OUTSIDE - 1
+    tries = (f"{network}.{(int(last) + beyond) % most + 1}" for beyond in range(most))
+    found = next((address for address in tries if address not in taken), None)
+    if found is None:
+        raise RuntimeError(f"{network}.0/24 has addresses for {most} hosts at once, and all are taken")
+    return found
 
 
 def control_groups(switch: int) -> list[str]:

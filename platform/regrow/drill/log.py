@@ -83,5 +83,7 @@ class Record:
         )
 
     def ended_at(self) -> int | None:
-        """The step at which its plan was over, where none was set beforehand."""
-        return next((line["step"] for line in reversed(self.read()) if line["record"] == "plan over"), None)
+        """The step at which its plan was over, where none was set beforehand. What stands behind that is of a longer
+        plan, which is not over."""
+        ends = (line for line in reversed(self.read()) if line["record"] in ("plan over", "fault", "not injected"))
+        return next((line["step"] if line["record"] == "plan over" else None for line in ends), None)

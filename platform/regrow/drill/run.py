@@ -42,7 +42,7 @@ def run_drill(config: DrillJobConfig) -> bool:
     check_plan(plan, nodes=config.drill.nodes, max_workers=config.cluster.max_workers, last_step=end, apart=apart)
     check_may_start(config)
     folder = run_folder(config).local_path
-    _check_memory(config, plan)
+    check_memory(config, plan)
     record = Record(folder)
     keep_plan(folder, plan, seed)
     with Console(sys.stderr) as console:
@@ -107,11 +107,20 @@ def with_end(config: DrillJobConfig, plan: list[Fault]) -> DrillJobConfig:
     return replace(config, train=replace(config.train, stop_at_step=end))
 
 
-def _check_memory(config: DrillJobConfig, plan: list[Fault]) -> None:
-    fills = [fault for fault in plan if fault.kind == "fill_memory" and config.drill.hosts is DrillHosts.together]
-    if fills and config.drill.memory_mb is None and free_bytes(config.snapshot.folder) > MOST_FILLED:
+def check_memory(config: DrillJobConfig, plan: list[Fault]) -> None:
+    """Raises ConfigError where a plan fills memory, and that is more than a drill fills."""
+    folder, memory_mb = config.snapshot.folder, config.drill.memory_mb
+    if not any(fault.kind == "fill_memory" for fault in plan):
+        return
+    if memory_mb is not None and memory_mb << 20 > MOST_FILLED:
         raise ConfigError(
-            f"{config.snapshot.folder} has {free_bytes(config.snapshot.folder) / 1e9:.1f} GB free, a drill fills at "
+            f"drill.memory_mb={memory_mb} is more than fill_memory may take: a drill fills at most "
+            f"{MOST_FILLED >> 20}; set drill.memory_mb=256"
+        )
+    is_machines = memory_mb is None and config.drill.hosts is DrillHosts.together
+    if is_machines and free_bytes(folder) > MOST_FILLED:
+        raise ConfigError(
+            f"{folder} has {free_bytes(folder) / 1e9:.1f} GB free, a drill fills at "
             f"most {MOST_FILLED / 1e9:.1f}; give the nodes a small memory of their own: drill.memory_mb=256, as root"
         )
 

@@ -64,7 +64,7 @@ class DrillSession:
         """Train until the run's end, until asked to stop, or until nothing happens any more."""
         drill, train = self.config.drill, self.config.train
         self.console.start([], steps=train.steps, stop_at_step=train.stop_at_step)
-        num_nodes = self._nodes_by_now()
+        num_nodes = nodes_by_now(drill.nodes, self.record.read())
         self.console.message(f"starting {num_nodes} nodes with room for {drill.workers_on_node} each")
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
         with _start_nodes(self.config, self.folder, num_nodes) as nodes:
@@ -84,10 +84,6 @@ class DrillSession:
                 self._keep_logs()
             self._look_for_leftovers()
         self.record.write("left", where="after the nodes' end", found=nodes.left())
-
-    def _nodes_by_now(self) -> int:
-        """As many as the faults so far have left."""
-        return self.config.drill.nodes + sum(KINDS[fault.kind].nodes for fault in self.plan[: self.next])
 
     def _go_on(self) -> None:
         self.began = self.heard_at = time.monotonic()
@@ -301,6 +297,11 @@ def _whom(victims: Sequence[Mapping[str, Any]]) -> str:
         node = f" {str(victim['node'])[:12]}" if "node" in victim and "pid" not in victim else ""
         parts.append(f"{name}{node}{pid}")
     return f"({'; '.join(parts)})"
+
+
+def nodes_by_now(at_first: int, records: Sequence[Mapping[str, Any]]) -> int:
+    """As many as the faults so far have left, of a drill's record; those that could not be have taken none."""
+    return at_first + sum(KINDS[line["kind"]].nodes for line in records if line["record"] == "fault")
 
 
 def is_in_order(status: int, *, asked: bool) -> bool:

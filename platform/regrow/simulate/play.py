@@ -130,6 +130,7 @@ class Player:
         self.dead: set[str] = set()  # members that no event has told of yet
         self.productive, self.lost, self.undone_s = 0.0, dict[str, float](), 0.0
         self.last_life, self.given_up = self.now, ""
+        self.deadlines: dict[str, float] = {}  # of nodes that are to be taken away
         self.asks_at, self.stops = 0.0, False  # the job, with the step under way
         self.job, self.stored, self.restart_s = 0, 0, 0.0  # its number, what it began from, what its start takes
         job = inputs.job
@@ -411,9 +412,19 @@ def _carry_out(player: Player, command: c.Command) -> None:
 
 
 def leave(player: Player, victims: list[_Node], gone: Fault, within_s: float = DEADLINE_S) -> None:
-    """The group is told that these nodes go, and they do."""
-    player.tell(e.Notice({node.name: player.now + within_s for node in victims}))
-    player.at(player.now + within_s, lambda: player.take(gone, [node for node in victims if node.is_up]))
+    """The group is told that these nodes go, beside others that it was told of, and they do."""
+    at = player.now + within_s
+    for node in victims:
+        player.deadlines[node.name] = min(at, player.deadlines.get(node.name, at))
+    up = {name for name, node in player.nodes.items() if node.is_up}
+    player.tell(e.Notice({name: deadline for name, deadline in player.deadlines.items() if name in up}))
+
+    def goes() -> None:
+        here = [node for node in victims if node.is_up]
+        if here:  # else it went before: by another notice, or a fault
+            player.take(gone, here)
+
+    player.at(at, goes)
 
 
 def _come_back(player: Player, fault: Fault, victims: Sequence[_Node]) -> None:

@@ -78,6 +78,7 @@ class Profile:
     steps: dict[int, list[tuple[float, float, float]]] = field(default_factory=lambda: defaultdict(list))
     # by world size: step_s, data_wait_s, snapshot_s of steps that are no group's first
     usual_s: dict[int, float] = field(default_factory=dict)  # by world size: an undisturbed step, without its waits
+    rows: Counter[int] = field(default_factory=Counter)  # by world size: steps that usual_s is the mean of
 
     @staticmethod
     def of(runs: Iterable[RunLogs]) -> "Profile":
@@ -141,6 +142,7 @@ class Profile:
             "samples": [[*key, kept(values)] for key, values in sorted(self.samples.items())],
             "steps": [[size, kept(values)] for size, values in sorted(self.steps.items())],
             "usual_s": [[size, seconds] for size, seconds in sorted(self.usual_s.items())],
+            "rows": sorted(self.rows.items()),
         }
         if prior is not None:
             figures = {**prior, **self.figures(prior, gpus)}
@@ -156,6 +158,8 @@ class Profile:
             made.samples.update({(name, cause, size): values for name, cause, size, values in content["samples"]})
             made.steps.update({size: [tuple(step) for step in steps] for size, steps in content["steps"]})
             made.usual_s.update(dict(content["usual_s"]))
+            of_steps = [(size, len(steps)) for size, steps in content["steps"]]  # of an earlier version, which kept few
+            made.rows.update(dict(content.get("rows", of_steps)))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"this is no profile.json ({error}); make one anew with simulate.runs=[...]") from None
         return made
@@ -199,9 +203,10 @@ class Profile:
         self.node_days += node_seconds(run) / DAY
         times = step_times(run.ledger, run.rows, run.history.events, run.config)
         for size, seconds in times.measured.items():
-            before, now = len(self.steps.get(size, ())), sum(row["world_size"] == size for row in run.rows)
+            before, now = self.rows[size], sum(row["world_size"] == size for row in run.rows)
             known = self.usual_s.get(size, seconds)
             self.usual_s[size] = (known * before + seconds * now) / (before + now)  # of several runs: by their steps
+            self.rows[size] += now
         for row, is_first in zip(run.rows, firsts(run.rows), strict=True):
             if not is_first:
                 step = (row["step_s"], positive(row["data_wait_s"]), positive(row["snapshot_s"]))

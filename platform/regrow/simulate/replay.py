@@ -33,7 +33,7 @@ from regrow.simulate.faults import Fault
 from regrow.simulate.inputs import Figure, Inputs, Job, Origin, Policy
 from regrow.simulate.play import Player, leave
 from regrow.simulate.profile import Profile
-from regrow.simulate.run_logs import RunLogs, faults_of
+from regrow.simulate.run_logs import RunLogs, arrivals, faults_of
 from regrow.simulate.world import verify_share
 
 DRAWN = (  # figures that a Player asks for, and that are drawn here
@@ -56,6 +56,7 @@ OF_DRILL = {  # which of the simulator's kinds a drill's faults are; those that 
     "kill_node": "host",
     "black_hole_node": "network",
     "partition_node": "network",
+    "partition_head": "network",
     "drain_node": "drain",
     "flip_gradients": "sdc",
     "flip_activations": "sdc",
@@ -72,6 +73,7 @@ class Planned:
     what: str  # a kind of the simulator, or return_node: another node comes
     where: float | None = None  # in [0, 1): which node of all; None: drawn
     deadline_s: float = DRAIN_S  # of a notice
+    after_s: float | None = None  # from then on; None: within a step, drawn
 
 
 @dataclass(frozen=True)
@@ -244,19 +246,17 @@ def planned(kind: str, step: int, options: Mapping[str, float | None] | None = N
 
 
 def plan_of_run(run: RunLogs) -> list[Planned]:
-    """What befell a run that was no drill: its failures, and a node for each time that it grew after a node's."""
+    """What befell a run that was no drill: its failures, and each node that came."""
     times = [row["time"] for row in run.rows]
     steps = [row["step"] for row in run.rows]
 
-    def step(time: float) -> int:
-        at = bisect_left(times, time)
-        return steps[max(0, at - 1)]
-
-    found = _times_of_faults(run)
-    ready = [(event.time, NODE_COMES) for event in of_kind(run.history.events, Generation) if event.cause == Cause.grow]
-    takes = [time for time, kind in found if kind in ("host", "gpu", "network", "drain")]
-    comes = [each for each in ready if any(time < each[0] for time in takes)][: len(takes)]
-    return [Planned(step(time), kind) for time, kind in sorted(found + comes)]
+    comes = [(time, NODE_COMES) for time in arrivals(run.history.events, _first_nodes(run))]
+    found = []
+    for time, kind in sorted(_times_of_faults(run) + comes):
+        at = max(0, bisect_left(times, time) - 1)
+        after_s = max(0.0, time - times[at]) if kind == NODE_COMES else None  # a group that waits for it does no step
+        found.append(Planned(steps[at], kind, after_s=after_s))
+    return found
 
 
 class PlanPlayer(Player):
@@ -284,7 +284,15 @@ class PlanPlayer(Player):
         self.cold_s = self._draw("cold_start_s", "", 0)
 
     def outcome(self) -> Outcome:
-        self.play(())
+        """Raises ConfigError where what befalls it ends it before its last step."""
+        played = self.play(())
+        if played.steps < self.last_step:
+            least = self.config.cluster.min_workers
+            raise ConfigError(
+                f"played again, the run ends at step {played.steps} of {self.last_step}: "
+                f"{played.ended or 'too few workers are left'}, cluster.min_workers={least}; give one whose events say "
+                f"which nodes came, or a plan with {NODE_COMES}"
+            )
         history = History.of_logs(self.log.rows, self.log.events)
         return Outcome.of(build_report(history, history.ledger(self.end), as_mapping(self.config)))
 
@@ -358,7 +366,8 @@ class PlanPlayer(Player):
             self.end = self.now
         while self.plan and event.row["step"] >= self.plan[0].step:
             fault = self.plan.popleft()
-            self.at(self.now + self.dice.random() * run.step_s, lambda fault=fault: self._befall(fault))  # type: ignore[misc]
+            after_s = self.dice.random() * run.step_s if fault.after_s is None else fault.after_s
+            self.at(self.now + after_s, lambda fault=fault: self._befall(fault))  # type: ignore[misc]
         return reply
 
     def _befall(self, planned: Planned) -> None:
@@ -426,10 +435,19 @@ def _nodes_at_first(run: RunLogs) -> tuple[int, int]:
     first = next(iter(of_kind(run.history.events, Generation)), None)
     if first is None:
         return 1, 1
-    nodes = len({worker.get("node") for worker in first.workers or []}) or first.world_size
+    in_group = len({worker.get("node") for worker in first.workers or []}) or first.world_size
+    return len(_first_nodes(run)), max(1, first.world_size // in_group)
+
+
+def _first_nodes(run: RunLogs) -> set[str]:
+    """By their ids, or by numbers where the first group's event does not say."""
+    first = next(iter(of_kind(run.history.events, Generation)), None)
+    if first is None:
+        return set()
+    nodes = {str(worker.get("node")) for worker in first.workers or []} or set(map(str, range(first.world_size)))
     until = next((time for time, _ in _times_of_faults(run)), math.inf)
     beside = [event for event in of_kind(run.history.events, Spares) if event.time < until]
-    return nodes + len(beside[-1].nodes if beside else ()), max(1, first.world_size // nodes)
+    return nodes | set(beside[-1].nodes if beside else ())
 
 
 def _times_of_faults(run: RunLogs) -> list[tuple[float, str]]:

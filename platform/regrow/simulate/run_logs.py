@@ -26,6 +26,7 @@ from regrow.record.history import History
 from regrow.record.ledger import Ledger, of_kind
 from regrow.record.log import LogReader
 from regrow.record.run_folder import find_run, run_config
+from regrow.simulate.inputs import TAKES_NODE
 
 NODE_FOUND_S = 60.0  # after a process' end, within which its node's explains it
 KIND_OF = {  # what failed by cause alone, where an event does not say
@@ -55,6 +56,8 @@ class RunLogs:
         history = History.read(LogReader(storage))
         if not history.rows:
             raise ConfigError(f"{folder} has no step in its log: give the folder of a run that trained")
+        if not history.events:
+            raise ConfigError(f"{folder} has no event in its log: copy its events.jsonl beside metrics.jsonl")
         end = max(history.rows[-1]["time"], *(event.time for event in history.events))
         return RunLogs(folder, run_config(storage), history, history.ledger(end))
 
@@ -66,7 +69,7 @@ class RunLogs:
 def faults_of(events: Sequence[Event]) -> list[tuple[Event, str]]:
     """What failed, and which of the simulator's kinds it was: by the event, a node's death soon after, its cause."""
     lost = [(event.time, event.node) for event in of_kind(events, NodeLost)]
-    workers = {event.generation: event.workers or [] for event in of_kind(events, Generation)}
+    workers = workers_of(events)
     found: list[tuple[Event, str]] = []
     known = set[tuple[int | None, tuple[int, ...]]]()
     for event in events:
@@ -80,12 +83,43 @@ def faults_of(events: Sequence[Event]) -> list[tuple[Event, str]]:
         known.add(key)
         by_cause = KIND_OF[Cause(event.cause)] if event.cause in FAILURES else FaultKind.software
         kind = event.kind or str(by_cause)
-        of_group = workers.get(event.generation or 0, [])
-        nodes = event.nodes or [str(of_group[rank].get("node")) for rank in event.ranks or [] if rank < len(of_group)]
+        nodes = nodes_of(event, workers)
         soon = {node for time, node in lost if event.time - NODE_FOUND_S <= time <= event.time + NODE_FOUND_S}
         if kind == FaultKind.software and soon.intersection(nodes):
             kind = FaultKind.host
         found.append((event, str(kind)))
+    return found
+
+
+def workers_of(events: Sequence[Event]) -> dict[int, list[Row]]:
+    """By generation, of each rank."""
+    return {event.generation: event.workers or [] for event in of_kind(events, Generation)}
+
+
+def nodes_of(event: Event, workers: Mapping[int, Sequence[Row]]) -> list[str]:
+    """That a failure or a drain has befallen, as it says, or by its ranks."""
+    if isinstance(event, Drain):
+        return [event.node]
+    assert isinstance(event, Failure)
+    of_group = workers.get(event.generation or 0, ())
+    return event.nodes or [str(of_group[rank].get("node")) for rank in event.ranks or [] if rank < len(of_group)]
+
+
+def arrivals(events: Sequence[Event], first: Collection[str]) -> list[float]:
+    """When each node came beside the first ones, whatever its group was formed for; one that a fault took, too."""
+    workers, here, before = workers_of(events), set(first), set(first)
+    taken = {id(event): nodes_of(event, workers) for event, kind in faults_of(events) if kind in TAKES_NODE}
+    found = []
+    for event in events:
+        here -= set(taken.get(id(event), ()))
+        if isinstance(event, Ready) and event.node not in here:
+            found.append(event.time - (event.start_s or 0.0))
+            here.add(event.node)
+        if isinstance(event, Generation):
+            group = {str(worker.get("node")) for worker in workers[event.generation]}
+            new = group - here - before  # of a version that does not say when one is ready
+            found += [event.time] * len(new)
+            here, before = here | new, group
     return found
 
 

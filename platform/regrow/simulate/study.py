@@ -257,10 +257,7 @@ def range_of(figure: Figure) -> tuple[float, float]:
         return figure.low, figure.high
     if figure.origin == Origin.assumed or figure.n <= 0 or not math.isfinite(figure.value):
         return figure.value, figure.value
-    spread = Z_90 / math.sqrt(figure.n)  # of a count; a mean of durations has a spread of its own
-    if len(figure.samples) > 1:
-        mean = figure.value
-        spread = Z_90 * math.sqrt(sum((each - mean) ** 2 for each in figure.samples) / (figure.n - 1) / figure.n) / mean
+    spread = Z_90 * _unknown(figure)
     return figure.value * max(0.0, 1 - spread), figure.value * (1 + spread)
 
 

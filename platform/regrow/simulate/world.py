@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from regrow.config.plain import CONF_DIR, parse_yaml
 from regrow.config.schema import PolicyConfig, PretrainConfig, SimulateConfig, SimulateJobConfig
 from regrow.config.spares import num_beyond, parks
 from regrow.config.stages import stages_per_rank
@@ -14,6 +15,7 @@ from regrow.errors import ConfigError, RegrowError
 from regrow.forecast.estimate import forecast, gpu_of, network_of
 from regrow.forecast.settle import settled
 from regrow.simulate.inputs import KINDS, Figure, Inputs, Job, Origin, Policy, parse_figure
+from regrow.simulate.profile import Profile
 
 OWN = "in_place"  # the policy that is regrow's
 SUSPECT_S = 30.0  # until a slow node is named, before cluster.drain_slow_s counts: assumed
@@ -23,8 +25,10 @@ DAY = 86400.0
 SINGLE_EVENTS = 200_000  # failures of all runs together, of closed forms
 
 
-def inputs_of(config: SimulateJobConfig) -> list[Inputs]:
-    """One for each policy that is compared, in their order. Raises ConfigError for what cannot be, with the fix."""
+def inputs_of(config: SimulateJobConfig, profile: Profile | None = None) -> list[Inputs]:
+    """One for each policy that is compared, in their order, with what a profile of runs has measured. Raises
+    ConfigError for what cannot be, with the fix.
+    """
     simulate = config.simulate
     _check(simulate)
     job = job_of(config)
@@ -36,24 +40,24 @@ def inputs_of(config: SimulateJobConfig) -> list[Inputs]:
         figures = base | _figures(policy.figures, f"simulate.policy.{name}.figures")
         copies = policy.copies_lost_at
         if name == OWN:
-            figures |= _of_settings(config, job, figures)
+            decided, given = _of_settings(config, job, figures), _given(simulate)
+            figures |= {each: figure for each, figure in decided.items() if each not in given}
             copies = config.snapshot.copies + 1
             if simulate.domains if simulate.domains is not None else config.snapshot.domain_label is not None:
                 copies = max(copies, int(figures["nodes_pod"].value))
             figures |= _figures(simulate.own, "simulate.own")
             copies = simulate.own_copies_lost_at or copies
-            figures |= _asked(simulate, figures)
         made = _policy(name, policy, job, copies)
         if name == OWN and config.cluster.verify_every_steps > 0 and not simulate.own:
             made = replace(made, expels_corrupt=True)
-        for each in ("away_short_s", "away_long_s"):
-            figures[each] = figures[each].with_value(figures[each].value * simulate.repair)
         inputs = Inputs(job, made, figures, simulate.days)
+        inputs = profile.applied(inputs) if profile is not None else inputs
+        inputs = inputs.override(_asked(simulate, inputs))
         found.append(_single(inputs, simulate) if simulate.faults.single else inputs)
     return found
 
 
-def job_of(config: SimulateJobConfig, spares: int | None = None) -> Job:
+def job_of(config: SimulateJobConfig) -> Job:
     """The job's size. Raises ConfigError for units that do not divide it, and spares that there cannot be."""
     simulate, cluster, parallel = config.simulate, config.cluster, config.parallel
     gpus = simulate.gpus or cluster.max_workers
@@ -70,19 +74,24 @@ def job_of(config: SimulateJobConfig, spares: int | None = None) -> Job:
         raise ConfigError(f"{gpus} GPUs are not whole units of {unit}; set simulate.gpus={max(1, gpus // unit) * unit}")
     if slices < gpus // unit:
         raise ConfigError(f"{slices} slices for {gpus // unit} units; set simulate.num_slices={gpus // unit} or more")
+    if simulate.gpus is None and cluster.min_workers > gpus:
+        raise ConfigError(
+            f"cluster.min_workers={cluster.min_workers} is above cluster.max_workers={gpus}: no group trains; "
+            f"set cluster.min_workers={gpus} or fewer"
+        )
     beyond = num_beyond(cluster)
     if simulate.gpus is None and parks(cluster):
         passes = -(-slices // (gpus // unit))
-        in_use = -(-slices // passes) * unit  # the fewest units that take as many
+        units = max(-(-slices // passes), -(-cluster.min_workers // unit))  # the fewest that take as many
+        in_use = units * unit
         if not (gpus - in_use) % per_node:
             gpus, beyond = in_use, beyond + gpus - in_use
-    if spares is None:
-        spares = simulate.spares[0] if simulate.spares else beyond // per_node
-    if not 0 <= spares <= gpus // per_node:
-        nodes = gpus // per_node
-        raise ConfigError(f"simulate.spares={spares}: 0 to {nodes}, the job's nodes")
+    counts, nodes = simulate.spares or [beyond // per_node], gpus // per_node
+    for count in counts:
+        if not 0 <= count <= nodes:
+            raise ConfigError(f"simulate.spares={count}: 0 to {nodes}, the job's nodes")
     least = cluster.min_workers / gpus if simulate.gpus is None and cluster.min_workers > 1 else 0.5
-    return Job(gpus, unit, slices, per_node, least, spares=spares, name=f"{config.model.name} on {gpus:,} GPUs")
+    return Job(gpus, unit, slices, per_node, least, spares=counts[0], name=f"{config.model.name} on {gpus:,} GPUs")
 
 
 def replicas_of(simulate: SimulateConfig) -> int:
@@ -149,12 +158,24 @@ def _step(config: SimulateJobConfig) -> Figure:
     return Figure(STEP_S, Origin.assumed, "no forecast for this cluster", low=1.0, high=20.0)
 
 
+def _given(simulate: SimulateConfig) -> list[str]:
+    """Figures of regrow's own policy that are not those of conf/ any more."""
+    shipped = parse_yaml((CONF_DIR / "simulate.yaml").read_text())["simulate"]["figures"]
+    shipped = shipped | parse_yaml((CONF_DIR / "simulate" / "policy" / f"{OWN}.yaml").read_text())["figures"]
+    return [
+        name for name, text in (simulate.figures | simulate.policy[OWN].figures).items() if shipped.get(name) != text
+    ]
+
+
 def _of_settings(config: SimulateJobConfig, job: Job, figures: Mapping[str, Figure]) -> dict[str, Figure]:
     """What the run's own settings decide of regrow's figures."""
     cluster, found = config.cluster, {}
-    hang, timeout_s = figures["notice_hang_s"], config.train.collective_timeout_s
+    timeout_s = config.train.collective_timeout_s
     learned_s = FACTOR * figures["step_s"].value + BEYOND_S + WHERE_AGAIN_S
-    found["notice_hang_s"] = replace(hang, value=min(learned_s, timeout_s) if cluster.stuck_s else timeout_s)
+    hang_s, source = timeout_s, "train.collective_timeout_s"
+    if cluster.stuck_s and learned_s < timeout_s:
+        hang_s, source = learned_s, "cluster.stuck_s: beyond what phases took so far, by step_s; on gloo 26 to 52 s"
+    found["notice_hang_s"] = replace(figures["notice_hang_s"], value=hang_s, origin=Origin.assumed, source=source)
     if cluster.drain_slow_s > 0:
         source = f"cluster.drain_slow_s, and {SUSPECT_S:.0f} s until a slow node is named"
         found["slow_evict_s"] = Figure(cluster.drain_slow_s + SUSPECT_S, Origin.assumed, source, low=30.0, high=600.0)
@@ -175,12 +196,17 @@ def verify_share(config: PretrainConfig, job: Job) -> float:
     return 1 / (every_steps * (passes + filling)) if every_steps else 0.0
 
 
-def _asked(simulate: SimulateConfig, figures: Mapping[str, Figure]) -> dict[str, Figure]:
-    """What simulate.evict and simulate.sdc say."""
+def _asked(simulate: SimulateConfig, inputs: Inputs) -> dict[str, Figure]:
+    """What simulate.repair, evict and sdc say, whatever was measured."""
     found = {}
-    if simulate.evict is not None:
+    for name in ("away_short_s", "away_long_s"):
+        figure, times = inputs.figures[name], simulate.repair
+        low, high = (None if each is None else each * times for each in (figure.low, figure.high))
+        found[name] = replace(figure.with_value(figure.value * times), low=low, high=high)
+    is_own = inputs.policy.name == OWN
+    if is_own and simulate.evict is not None:
         found["slow_evict_s"] = Figure(simulate.evict or float("inf"), Origin.assumed, "simulate.evict")
-    if simulate.sdc is not None:
+    if is_own and simulate.sdc is not None:
         found["sdc_unnoticed_s"] = Figure(simulate.sdc, Origin.assumed, "simulate.sdc")
     return found
 
