@@ -1,6 +1,7 @@
 """The folder `platform/` must never shadow the standard library's module of that name."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+TOPS = ("platform", "jobs", "data", "tests", "benchmarks")
 
 
 def test_platform_is_a_namespace_folder_with_regrow_alone() -> None:
@@ -18,6 +20,20 @@ def test_platform_is_a_namespace_folder_with_regrow_alone() -> None:
 
 def test_no_init_file_below_tests() -> None:
     assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_every_file_that_the_documents_name_exists() -> None:
+    """Paths below platform/, and *.py by their path or the end of it."""
+    modules = [f"/{path.relative_to(ROOT).as_posix()}" for top in TOPS for path in (ROOT / top).rglob("*.py")]
+    missing = []
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "k8s/README.md", *(ROOT / "docs").rglob("*.md")):
+        text = page.read_text()
+        named = [each for each in re.findall(r"\bplatform/[\w./-]*\w", text) if not (ROOT / each).exists()]
+        named += [
+            each for each in re.findall(r"[\w./-]*\w\.py\b", text) if not any(m.endswith(f"/{each}") for m in modules)
+        ]
+        missing += [f"{page.relative_to(ROOT)}: {each}" for each in named]
+    assert missing == []
 
 
 def test_no_function_is_longer_than_70_lines_and_no_class_than_250() -> None:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from regrow.config.check import check
-from regrow.config.schema import PretrainConfig, SubmitAction, SubmitConfig
+from regrow.config.schema import Network, PretrainConfig, SubmitAction, SubmitConfig
 from regrow.submit.check import broken_rules, check_submit
 from regrow.submit.pods import GROUP, USER
 from regrow.submit.render import Code
@@ -65,15 +65,17 @@ def test_submitters_may_do_what_kubectl_is_asked_and_read_no_secrets() -> None:
     assert not [resource for resource, _ in allowed if resource == "secrets"]
 
 
-def test_pods_on_a_plain_network_are_made_for_the_restricted_policy() -> None:
+@pytest.mark.parametrize("network", [f"submit.network={each.value}" for each in Network] + ["+site=eks_p5"])
+def test_pods_are_made_for_the_restricted_policy_on_every_network(network: str) -> None:
     """Kubernetes' Pod Security Standards, as far as they concern what is rendered."""
-    *_, manifest = rendered(["+cluster=h100x64", "run.storage_path=/mnt/runs", "submit.volume_claim=runs"])[1]
+    *_, manifest = rendered(["+cluster=h100x64", network, "run.storage_path=/mnt/runs", "submit.volume_claim=runs"])[1]
     contexts = [manifest["spec"]["rayClusterSpec"]["autoscalerOptions"]["securityContext"]]
+    allowed = {"emptyDir", "persistentVolumeClaim", "projected"}
     for pod in pods(manifest):
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-        assert all({"emptyDir", "persistentVolumeClaim"} & volume.keys() for volume in pod.get("volumes", []))
-        contexts += [container["securityContext"] for container in pod["containers"]]
+        assert all(allowed & volume.keys() for volume in pod.get("volumes", []))
+        contexts += [each["securityContext"] for each in (*pod["containers"], *pod.get("initContainers", []))]
     for context in contexts:
         assert context == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 

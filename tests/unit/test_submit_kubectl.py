@@ -150,6 +150,41 @@ def test_stop_of_a_job_that_waits_for_its_cluster_deletes_it(cluster: Cluster) -
     assert cluster.verbs == ["delete rayjobs.ray.io"]
 
 
+@pytest.mark.parametrize("ray", ["STOPPED", "SUCCEEDED"])
+def test_stop_of_a_job_that_ends_already_waits_and_deletes_nothing(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str], ray: str
+) -> None:
+    """Ray's job has ended, and its submitter not yet: another terminal's logs are to see how."""
+    ending = RUNNING | {"jobStatus": ray}
+    cluster.has_job(ending, ending, SUCCEEDED)
+    assert act("stop") == 0
+    assert cluster.verbs == []
+    shown = capfd.readouterr().err
+    assert f"RayJob llama8b ends already: it is Running ({ray})" in shown
+    assert "has ended; submit.action=apply goes on with the run" in shown
+    cluster.has_job(ending)
+    assert act("stop", "submit.follow=false") == 0
+    assert cluster.verbs == []
+    assert cluster.job is not None
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        RUNNING | {"jobStatus": "FAILED"},  # and is retried
+        {"jobDeploymentStatus": "Retrying", "failed": 1},
+        {"jobDeploymentStatus": "Suspended"},
+    ],
+)
+def test_stop_of_a_job_between_two_attempts_deletes_it_and_does_not_say_that_it_never_trained(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str], status: dict[str, Any]
+) -> None:
+    cluster.has_job(status)
+    assert act("stop") == 0
+    assert cluster.verbs == ["delete rayjobs.ray.io"]
+    assert "RayJob llama8b is not training now, and is deleted" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("status", [None, SUCCEEDED])
 def test_stop_of_a_job_that_does_not_run_does_nothing(cluster: Cluster, status: dict[str, Any] | None) -> None:
     if status:

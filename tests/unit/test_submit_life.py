@@ -16,7 +16,8 @@ import pytest
 
 from regrow.errors import ClusterError
 from regrow.submit import kuberay, waiting
-from regrow.submit.kubectl import Kubectl
+from regrow.submit.kubectl import Kubectl, PodLogs, Unreachable
+from regrow.submit.reasons import Around, reasons
 from support.kubernetes import (
     CLUSTER,
     FAILED,
@@ -210,6 +211,33 @@ def test_a_refusal_just_after_the_server_was_away_is_not_believed(
     assert "is forbidden; the job runs on, unseen from here" in capfd.readouterr().err
 
 
+def test_a_refusal_just_after_a_call_that_hung_is_not_believed(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The minute begins when the call that hung is given up, not when it was made."""
+    clock = [0.0]
+    monkeypatch.setattr(kuberay.time, "monotonic", lambda: clock[0])
+    look = Kubectl.get
+    answers: list[tuple[float, ClusterError | None]] = [
+        (0.0, None),
+        (60.0, Unreachable("kubectl get has not answered for 60 s")),
+        (2.0, ClusterError("kubectl get: Error from server (Forbidden): rayjobs.ray.io is forbidden")),
+        (3.0, None),
+    ]
+
+    def get(self: Kubectl, kind: str, name: str) -> Any:
+        took_s, error = answers.pop(0) if answers else (0.0, None)
+        clock[0] += took_s
+        if error is not None:
+            raise error
+        return look(self, kind, name)
+
+    monkeypatch.setattr(Kubectl, "get", get)
+    cluster.has_job(RUNNING, SUCCEEDED)
+    assert act("logs") == 0
+    assert "Kubernetes answers again, after 1 min 5 s" in capfd.readouterr().err
+
+
 def test_a_deletion_that_waits_says_for_what_and_goes_on(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
     held = {"finalizers": ["ray.io/rayjob-finalizer"]}
     cluster.has_job(STOPPED, {}, {}, GONE, **held)
@@ -302,6 +330,22 @@ def test_an_interrupt_says_what_goes_on_without_us_and_waiting_is_never_silent(
     assert "Traceback" not in "\n".join(lines)
 
 
+@pytest.mark.parametrize("length", [40, 43, 44, 45, 46, 47])
+def test_events_of_pods_are_a_jobs_own_however_long_its_name_is(length: int) -> None:
+    """KubeRay's names of pods: 50 characters of the cluster and its group, the kind of node, five letters."""
+    job = "x" * length
+    cluster = f"{job}-ab1cd"
+    pods = [f"{prefix[:50]}-{kind}" for prefix, kind in ((cluster, "head"), (f"{cluster}-workers", "worker-k2x9z"))]
+    others = [f"{job[:-1]}y-ab1cd"[:50] + "-head", f"{job[:40]}-head"]
+    events = [
+        {"involvedObject": {"kind": "Pod", "name": name}, "reason": "FailedScheduling", "message": f"no node of {name}"}
+        for name in pods + others
+    ]
+    status = {"jobDeploymentStatus": "Initializing", "rayClusterName": cluster}
+    found = reasons({"metadata": {"name": job}, "spec": {}, "status": status}, Around(events), now=0.0)
+    assert {each.text.rpartition(" ")[2] for each in found} == set(pods)
+
+
 def test_pods_that_are_not_made_say_why_once(cluster: Cluster, capfd: pytest.CaptureFixture[str]) -> None:
     failure = {
         "type": "ReplicaFailure",
@@ -389,6 +433,36 @@ def test_log_lines_come_once_and_where_they_stopped(cluster: Cluster, capfd: pyt
     assert shown.err.count("kubectl logs: the kubelet is away; asking again") == 1
     asked = [each for call in cluster.calls for each in call["arguments"] if each.startswith("--since-time")]
     assert asked == ["--since-time=2026-01-01T00:00:00.2Z"] * 2 + ["--since-time=2026-01-01T00:00:00.25Z"]
+
+
+def test_no_line_is_lost_when_the_clock_goes_back_from_summer_time() -> None:
+    """Times have the offset of the node's zone. Digits that say no more are not there in all of them."""
+    times = [
+        "2026-10-25T02:59:59.999999998+02:00",
+        "2026-10-25T02:59:59.999999999+02:00",
+        "2026-10-25T02:00:00+01:00",
+        "2026-10-25T01:00:00.000000001Z",
+        "2026-10-25T02:00:00.5+01:00",
+        "2026-10-25T03:00:00.25+01:00",
+    ]
+    shown: list[bytes] = []
+    lines = PodLogs(shown.append)
+    for after in range(len(times) + 1):  # the connection breaks after each, and the lines of all times come again
+        lines.reconnect()
+        for number, time_ in enumerate(times[:after]):
+            lines.take(f"{time_} line {number}\n".encode())
+    assert shown == [f"line {number}\n".encode() for number in range(len(times))]
+    assert lines.since == times[-1]
+
+
+def test_a_line_without_a_time_is_passed_on_and_keeps_no_other_back() -> None:
+    shown: list[bytes] = []
+    lines = PodLogs(shown.append)
+    given = [b"2026-01-01T00:00:01Z a\n", b"unable to retrieve container logs\n", b"2026-01-01T00:00:02Z b\n"]
+    for line in given:
+        lines.take(line)
+    assert shown == [b"a\n", given[1], b"b\n"]
+    assert lines.since == "2026-01-01T00:00:02Z"
 
 
 @pytest.mark.parametrize(

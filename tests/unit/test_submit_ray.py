@@ -1,12 +1,15 @@
 """The same run as a job of a running Ray cluster. What needs a cluster is in tests/cluster."""
 
 import io
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
+from ray.job_submission import JobStatus
 
 from regrow.errors import ClusterError, ConfigError
 from regrow.submit.ray_jobs import CHECKOUT, LEFT_OUT, RayJobs, job_spec
@@ -71,7 +74,7 @@ class NotReady:
         return "raysubmit_1"
 
 
-def jobs_of(client: NotReady, monkeypatch: pytest.MonkeyPatch) -> RayJobs:
+def jobs_of(client: object, monkeypatch: pytest.MonkeyPatch) -> RayJobs:
     monkeypatch.setattr("regrow.submit.ray_jobs.JobSubmissionClient", lambda address: client)
     monkeypatch.setattr("regrow.submit.ray_jobs.POLL_S", 0.01)
     return RayJobs("http://head:8265", "mine")
@@ -91,6 +94,73 @@ def test_a_job_that_the_cluster_refuses_is_one_line(monkeypatch: pytest.MonkeyPa
     ) as caught:
         jobs_of(NotReady("no room"), monkeypatch).apply({"entrypoint": "true"})
     assert "\n" not in str(caught.value)
+
+
+class Breaks:
+    """Ray's client, of a cluster that goes away at one of these calls."""
+
+    def __init__(self, at: str, error: Exception) -> None:
+        self.at, self.error = at, error
+
+    def _answer(self, call: str, answer: Any) -> Any:
+        if call == self.at:
+            raise self.error
+        return answer
+
+    def list_jobs(self) -> list[Any]:
+        job = SimpleNamespace(
+            submission_id="raysubmit_1", status=JobStatus.RUNNING, metadata={"regrow_run": "mine"}, start_time=1
+        )
+        return cast(list[Any], self._answer("list_jobs", [job]))
+
+    def stop_job(self, job: str) -> bool:
+        return cast(bool, self._answer("stop_job", True))
+
+    def get_job_status(self, job: str) -> JobStatus:
+        return cast(JobStatus, self._answer("get_job_status", JobStatus.RUNNING))
+
+
+GONE = [ConnectionError("Failed to connect to Ray\nat head"), RuntimeError("Request failed with status code 502\nx")]
+
+
+@pytest.mark.parametrize("error", GONE, ids=["connection", "status"])
+@pytest.mark.parametrize(
+    ("at", "line"),
+    [
+        ("stop_job", r"raysubmit_1 could not be asked to end \(.*\); it may run on: try submit.action=stop again"),
+        ("get_job_status", r"lost sight of raysubmit_1 \(.*\); it was asked to end, and does so by itself"),
+    ],
+)
+def test_a_cluster_that_goes_away_while_a_job_is_stopped_is_one_line(
+    at: str, line: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = jobs_of(Breaks(at, error), monkeypatch)
+    with pytest.raises(ClusterError, match=line) as caught:
+        jobs.stop(wait_s=5)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", GONE, ids=["connection", "status"])
+def test_a_job_that_is_lost_sight_of_has_a_status_of_its_own(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("regrow.submit.ray_jobs.JobSubmissionClient", lambda address: Breaks("get_job_status", error))
+    arguments = [*RAY, "submit.action=logs"]
+    assert submit(compose(arguments), arguments) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: lost sight of raysubmit_1 (")
+    assert line.endswith("it may well run on: submit.action=logs")
+
+
+@pytest.mark.parametrize("act", [RayJobs.describe, RayJobs.newest, RayJobs.follow])
+def test_a_cluster_that_goes_away_before_it_is_asked_for_its_jobs_is_one_line(
+    act: Callable[[RayJobs], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = Breaks("", GONE[0])
+    jobs = jobs_of(client, monkeypatch)
+    client.at = "list_jobs"
+    with pytest.raises(ClusterError, match=r"^the Ray cluster does not say which jobs it has \(Failed to connect"):
+        act(jobs)
 
 
 def test_a_cluster_that_is_not_there_is_one_line() -> None:

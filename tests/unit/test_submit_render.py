@@ -312,12 +312,54 @@ def test_networks_ask_for_their_devices_and_the_users_environment_wins() -> None
         env = {each["name"]: each.get("value") for each in container["env"]}
         assert env["NCCL_DEBUG"] == "INFO"
         found[network] = {key: value for key, value in limits.items() if key not in ("cpu", "memory", "nvidia.com/gpu")}
-        assert ("add" in container["securityContext"]["capabilities"]) is (network is not Network.plain)
     assert found == {
         Network.plain: {},
         Network.efa: {"vpc.amazonaws.com/efa": "32", "hugepages-2Mi": "5Gi"},
         Network.infiniband: {"rdma/hca_shared_devices_a": "1"},
     }
+
+
+@pytest.mark.parametrize("network", [Network.efa, Network.infiniband])
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_worker_on_a_fast_network_locks_all_the_memory_its_host_allows_or_says_what_the_host_lacks(
+    network: Network, refused: bool
+) -> None:
+    """The real shell line, in front of `ray start` as KubeRay puts it there."""
+    *_, manifest = rendered(["+cluster=h100x64", f"submit.network={network.value}"])[1]
+    container = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
+    pasted = "".join(f" {word} " for word in container["command"])
+    generous = "ulimit() { echo asked for: $*; }"
+    limited = 'ulimit() { case "$*" in "-l unlimited") return 1;; -l) echo 8192;; esac; }'
+    line = f"{limited if refused else generous}; {pasted} && ulimit -n 65536; echo ray starts"
+    done = subprocess.run(["/bin/bash", "-c", "--", line], capture_output=True, text=True, check=True, timeout=30)
+    said = done.stdout.splitlines()
+    assert done.stderr == ""
+    assert said[-1] == "ray starts"
+    if not refused:
+        assert said[:-1] == ["asked for: -l unlimited", "asked for: -n 65536"]
+        return
+    (warning,) = said[:-1]
+    assert warning.startswith("warning: 8192 KiB of memory may be locked here")
+    assert "LimitMEMLOCK=infinity" in warning
+    assert "LimitMEMLOCK=infinity" in (ROOT / "k8s" / "README.md").read_text()
+
+
+def test_a_worker_on_a_plain_network_locks_no_memory_and_has_no_command_of_ours() -> None:
+    *_, manifest = rendered(["+cluster=h100x64"])[1]
+    (container,) = manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"]
+    assert "command" not in container
+
+
+@pytest.mark.parametrize("case", IDS)
+def test_a_worker_may_be_evicted_before_its_node_ends_and_the_head_may_not(case: str) -> None:
+    """Karpenter drains a node that is to be interrupted, and evicts no pod that is not to be disrupted."""
+    cluster = rendered(CASES[case])[1][-1]["spec"]["rayClusterSpec"]
+    head, worker = (
+        each["template"]["metadata"].get("annotations", {})
+        for each in (cluster["headGroupSpec"], cluster["workerGroupSpecs"][0])
+    )
+    assert worker == {}
+    assert head["karpenter.sh/do-not-disrupt"] == "true"
 
 
 def test_the_config_hash_is_the_runs_and_not_the_sites() -> None:

@@ -12,6 +12,7 @@ from support.crd import CRD, NEEDS_CRD, rayjob_schema
 from support.submission import CODE, compose, rendered
 
 PLAIN = ("+cluster=h100x64", "+site=eks_p5", "run.name=rules")
+WIDE = ("+cluster=h100x2048", "run.name=rules")  # parallel.tp=4
 KUEUE = (*PLAIN, "submit.queue=kueue")
 VOLCANO = (*PLAIN, "submit.queue=volcano")
 REDIS = (*PLAIN, "submit.redis_secret=redis/password")
@@ -34,6 +35,8 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     ((*VOLCANO, "submit.queue_name=q"), f"submit.priority_class={'p' * 64}", "priority_class='p{64}' is no value"),
     (PLAIN, "submit.cpus_per_node=60", "submit.cpus_per_node=60 is too few for 8 workers.*set submit.cpus_per_node="),
     (PLAIN, "data.stream_cpus=900", "and one of data.stream_cpus=900; set submit.cpus_per_node="),
+    (WIDE, "submit.workers_per_node=2", "workers_per_node=2 puts 2 ranks .*parallel.tp=4, .*submit.workers_per_node=4"),
+    (WIDE, "submit.workers_per_node=6", "puts 6 ranks into a pod, .* parallel.tp=4, .*set submit.workers_per_node=4"),
     (PLAIN, "submit.shm_gb=200", "shm_gb=200.0 is too little: .* cluster.min_workers=32 .* lower snapshot.slots"),
     (PLAIN, "snapshot.copies=8", "snapshot.copies=8 has 7 other nodes of 8; lower it, raise cluster.max_workers"),
     (PLAIN, "submit.grace_s=60", "submit.grace_s=60 ends before .* after 70 s; set submit.grace_s=105 or more"),
@@ -42,6 +45,13 @@ BROKEN: list[tuple[tuple[str, ...], str, str]] = [
     (PLAIN, "+submit.env.RAY_enable_autoscaler_v2=1", "use submit.autoscale"),
     (PLAIN, "+submit.env.AWS_SECRET_ACCESS_KEY=x", "AWS_SECRET_ACCESS_KEY is given as text; put it into a Secret"),
     (PLAIN, "+submit.env.RAY_AUTH_TOKEN=x", "submit.env.RAY_AUTH_TOKEN is given as text"),
+    (PLAIN, "+submit.env.GITHUBTOKEN=x", "submit.env.GITHUBTOKEN is given as text"),
+    (PLAIN, "+submit.env.HFTOKEN=x", "submit.env.HFTOKEN is given as text"),
+    (PLAIN, "+submit.env.authToken=x", "submit.env.authToken is given as text"),
+    (PLAIN, "+submit.env.accessTokenValue=x", "submit.env.accessTokenValue is given as text"),
+    (PLAIN, "+submit.env.HF_TOKENS=x", "submit.env.HF_TOKENS is given as text"),
+    (PLAIN, "+submit.env.HF_TOKEN_PATH=aBcDeF123", "submit.env.HF_TOKEN_PATH is given as text"),
+    (PLAIN, "+submit.env.GOOGLE_APPLICATION_CREDENTIALS='{\"type\":1}'", "APPLICATION_CREDENTIALS is given as text"),
     (PLAIN, "+submit.env.WHO=AKIA" + "ABCDEFGHIJKLMNOP", "submit.env.WHO holds what looks like a secret"),
     (REDIS, "submit.redis_address=redis://me:word@redis:6379", "submit.redis_address holds what looks like a secret"),
     (PLAIN, "run.storage_path=s3://me:word@bucket/x", "an argument holds what looks like a secret"),
@@ -75,7 +85,12 @@ def test_no_fix_names_a_setting_that_does_not_exist() -> None:
         f"submit.image='host:5000/regrow:{CODE.tag}@sha256:{'0' * 64}'",  # pinned beside its tag
         "+submit.env.RAY_AUTH_TOKEN_PATH=/mnt/token",
         "+submit.env.TOKENIZERS_PARALLELISM=false",
+        "+submit.env.TOKENIZER_FILE=web.json",
         "+submit.env.HF_TOKEN_PATH=/mnt/token",
+        "+submit.env.HF_HUB_DISABLE_IMPLICIT_TOKEN=1",
+        "+submit.env.GOOGLE_APPLICATION_CREDENTIALS=/mnt/runs/key.json",
+        "+submit.env.AWS_SHARED_CREDENTIALS_FILE=/mnt/runs/credentials",
+        "+submit.env.AWS_WEB_IDENTITY_TOKEN_FILE=/var/run/secrets/eks.amazonaws.com/serviceaccount/token",
         "submit.idle_timeout_s=60",  # of no autoscaler
     ],
 )

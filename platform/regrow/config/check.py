@@ -210,6 +210,8 @@ def _cluster(config: PretrainConfig) -> None:
 
 def _model(config: PretrainConfig) -> None:
     model = config.model
+    for name in ("dim", "num_heads", "num_kv_heads", "num_layers"):
+        _need(getattr(model, name) >= 1, f"model.{name}={getattr(model, name)} must be at least 1")
     _need(
         model.dim % model.num_heads == 0,
         f"model.dim={model.dim} must be a multiple of model.num_heads={model.num_heads}",
@@ -222,7 +224,6 @@ def _model(config: PretrainConfig) -> None:
         model.dim // model.num_heads % 2 == 0,
         f"model.dim/model.num_heads={model.dim // model.num_heads} must be even: RoPE turns pairs",
     )
-    _need(model.num_layers >= 1, f"model.num_layers={model.num_layers} must be at least 1")
     _need(
         model.vocab_size >= config.data.vocab_size,
         f"model.vocab_size={model.vocab_size} is below the tokenizer's data.vocab_size={config.data.vocab_size}; "

@@ -25,10 +25,12 @@ PLACEHOLDER = re.compile(r"example\.(com|org|net)|<[^>]*>|\bCHANGE_?ME\b", re.IG
 EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 TAKEN = ("/", "/tmp", "/dev", "/dev/shm")  # in a pod
 PULL_POLICIES = ("IfNotPresent", "Always", "Never")
-SECRET_NAME = re.compile(
-    r"(^|_)TOKENS?(_|$)|PASSWORD|PASSWD|SECRET|CREDENTIAL|PRIVATE_KEY|ACCESS_KEY|API_KEY", re.IGNORECASE
+SECRET_NAME = re.compile(  # TOKENIZERS_PARALLELISM is none
+    r"TOKEN(?!I[SZ])|PASSWORD|PASSWD|SECRET|CREDENTIAL|PRIVATE_KEY|ACCESS_KEY|API_KEY", re.IGNORECASE
 )
-NOT_SECRET = ("RAY_AUTH_TOKEN_PATH", "HF_TOKEN_PATH", "HF_HUB_DISABLE_IMPLICIT_TOKEN")  # where one lies, if it is used
+NOT_SECRET = ("HF_HUB_DISABLE_IMPLICIT_TOKEN",)
+PLACE_NAME = re.compile(r".*_(FILE|PATH)|GOOGLE_APPLICATION_CREDENTIALS", re.IGNORECASE)  # where a secret lies
+PLACE = re.compile(r"[/~][^\s{}]*")
 SECRET_TEXT = re.compile(
     r"\bAKIA[0-9A-Z]{16}\b|://[^/\s:@]*:[^/\s@]+@|-----BEGIN [A-Z ]*PRIVATE KEY|\bhf_[A-Za-z0-9]{30,}"
 )
@@ -255,7 +257,13 @@ def _queue(config: SubmitJobConfig) -> Iterator[str]:
 
 def _room(config: SubmitJobConfig, size: Sizes) -> Iterator[str]:
     """Whether ranks, data tasks and snapshots fit into a worker pod."""
-    cluster, submit = config.cluster, config.submit
+    cluster, submit, tp = config.cluster, config.submit, config.parallel.tp
+    if size.workers % tp:
+        yield (
+            f"submit.workers_per_node={submit.workers_per_node} puts {size.workers} ranks into a pod, no multiple of "
+            f"parallel.tp={tp}, which are together on a node: some would find no room; set "
+            f"submit.workers_per_node={max(1, size.workers // tp) * tp}"
+        )
     wanted = size.workers * cluster.cpus_per_worker + config.data.stream_cpus
     if size.cpus < wanted:
         yield (
@@ -304,7 +312,8 @@ def _secrets(config: SubmitJobConfig, arguments: Sequence[str]) -> Iterator[str]
     """No secret stands in a manifest: every reader of the job could read it."""
     instead = "put it into a Secret and name that: submit.env_secret"
     for name, value in config.submit.env.items():
-        if SECRET_NAME.search(name) and name not in NOT_SECRET and value:
+        is_place = PLACE_NAME.fullmatch(name) and PLACE.fullmatch(value)
+        if SECRET_NAME.search(name) and name not in NOT_SECRET and value and not is_place:
             yield f"submit.env.{name} is given as text; {instead}"
     texts = [("an argument", argument) for argument in arguments]
     for setting, text in [*texts, *_texts(asdict(config.submit), "submit")]:

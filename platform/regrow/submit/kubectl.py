@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from typing import Any
 
 from regrow.errors import ClusterError
@@ -231,6 +232,7 @@ class PodLogs:
     def __init__(self, write: Callable[[bytes], None]) -> None:
         self._write = write
         self._newest, self._at_newest = b"", 0  # a time, and how many lines of it were passed on
+        self._newest_key = NEVER
         self._skip = 0  # lines of that time that come again
 
     @property
@@ -243,13 +245,16 @@ class PodLogs:
         self._skip = self._at_newest
 
     def take(self, line: bytes) -> None:
-        """A line with its time before it."""
+        """A line with its time before it; one without, which is the kubelet's own, is passed on."""
         time, _, text = line.partition(b" ")
-        key, newest = _sortable(time), _sortable(self._newest)
-        if key < newest:
+        key = _sortable(time)
+        if key is None:
+            self._write(line)
             return
-        if key > newest:
-            self._newest, self._at_newest, self._skip = time, 0, 0
+        if key < self._newest_key:
+            return
+        if key > self._newest_key:
+            self._newest, self._newest_key, self._at_newest, self._skip = time, key, 0, 0
         elif self._skip:
             self._skip -= 1
             return
@@ -257,7 +262,17 @@ class PodLogs:
         self._write(text)
 
 
-def _sortable(time: bytes) -> tuple[bytes, bytes]:
-    """Of one zone, as the kubelet's are: 2026-01-01T00:00:00.5Z, with as many digits as it takes."""
-    whole, _, part = time.rstrip(b"Z").partition(b".")
-    return whole, part.ljust(9, b"0")
+NEVER = (0.0, "")
+_TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[-+]\d\d:\d\d)")
+
+
+def _sortable(time: bytes) -> tuple[float, str] | None:
+    """Unix seconds and the digits of their fraction, more than a float holds; None where it is no time.
+
+    In whatever zone the host is, whose clock may go back: 02:30:00.5+02:00 is an hour before 02:30:00.5+01:00.
+    """
+    found = _TIME.fullmatch(time.decode(errors="replace"))
+    if found is None:
+        return None
+    whole, digits, zone = found.groups()
+    return datetime.fromisoformat(whole + zone).timestamp(), (digits or "").ljust(9, "0")

@@ -22,6 +22,7 @@ DASHBOARD = "http://127.0.0.1:8265"  # from the head pod
 POLL_S = 2.0
 REASONS_S = 5.0  # between looks at events
 ENDED = ("Complete", "Failed", "ValidationFailed")  # jobDeploymentStatus
+ENDS = ("SUCCEEDED", "STOPPED")  # jobStatus: the submitter has yet to say so; after FAILED KubeRay may try again
 STOPPING_S = 120.0  # beyond the time that the job has for its checkpoint
 DELETING_S = 600.0
 UNREACHABLE_S = 6 * 3600.0  # for which an API server may be away while something waits
@@ -82,7 +83,7 @@ class KubeRay:
                 shown = line
             state, ray = status.get("jobDeploymentStatus"), status.get("jobStatus")
             if state in ENDED:
-                return 0 if ray in ("SUCCEEDED", "STOPPED") else 1
+                return 0 if ray in ENDS else 1
             self.waiting.on(f"RayJob {self.name}, which is {state or 'new'}{f' ({ray})' if ray else ''}")
             if state == "Running" and ray in ("PENDING", "RUNNING"):
                 logs.follow()
@@ -141,12 +142,15 @@ class KubeRay:
             self.waiting.say(f"RayJob {self.name} does not run: it is {_state_line(status)}")
             return
         ray, deleting = status.get("jobId"), job["metadata"].get("deletionTimestamp")
+        if status.get("jobStatus") in ENDS and not deleting:
+            self.waiting.say(f"RayJob {self.name} ends already: it is {_state_line(status)}")
+            if wait_s:
+                self._until_ended(wait_s + STOPPING_S)
+            return
         if deleting or not ray or status.get("jobStatus") not in ("PENDING", "RUNNING"):
             if not deleting:
                 self.kubectl.delete(KIND, self.name)
-            self.waiting.say(
-                f"RayJob {self.name} {'is being' if deleting else 'had not begun to train, and is'} deleted"
-            )
+            self.waiting.say(f"RayJob {self.name} {'is being' if deleting else 'is not training now, and is'} deleted")
             if wait_s:
                 self._until_gone(job, "nothing more has to be done: it goes by itself")
             return
@@ -304,14 +308,15 @@ def _patiently(waiting: Waiting, ask: Callable[[], Answer], meanwhile: str) -> A
     begun: float | None = None
     last = 0.0
     while True:
-        now = time.monotonic()
+        asked = time.monotonic()
         try:
             answer = ask()
         except ClusterError as error:
+            now = time.monotonic()  # a call that hangs has taken a while
             if isinstance(error, Unreachable):
                 last = now
                 if begun is None:
-                    begun = now
+                    begun = asked
                     waiting.say(f"{error}; {meanwhile}; asking again")
             elif begun is None or now - last > SETTLING_S:
                 raise
@@ -320,7 +325,7 @@ def _patiently(waiting: Waiting, ask: Callable[[], Answer], meanwhile: str) -> A
             time.sleep(POLL_S)
         else:
             if begun is not None:
-                waiting.say(f"Kubernetes answers again, after {duration(now - begun)}")
+                waiting.say(f"Kubernetes answers again, after {duration(time.monotonic() - begun)}")
             return answer
 
 

@@ -32,6 +32,13 @@ NETWORK_ENV = {
     Network.infiniband: {"NCCL_IB_HCA": "mlx5"},
 }
 HUGE_PAGES = {"hugepages-2Mi": "5Gi"}  # that the EFA provider maps
+# KubeRay puts it before `ray start`, whose processes inherit the limit. Devices pin memory, and IPC_LOCK would not let
+# them: a process that is not root keeps no added capability (kubernetes#56374). A high limit may do: the pod goes on
+LOCK_MEMORY = (
+    'ulimit -l unlimited 2>/dev/null || echo "warning: `ulimit -l` KiB of memory may be locked here, and NCCL may fail '
+    "to register its buffers (ibv_reg_mr: Cannot allocate memory): give this host's container runtime "
+    'LimitMEMLOCK=infinity, as k8s/README.md says under Networks"'
+)
 
 Fields = dict[str, Any]
 
@@ -137,7 +144,11 @@ def head_pod(config: PretrainConfig, submit: SubmitConfig, image: str, labels: d
 
 
 def worker_pod(config: PretrainConfig, submit: SubmitConfig, size: Sizes, image: str, labels: dict[str, str]) -> Fields:
-    """Pod template of a worker node: as many ranks as it has GPUs, drained before it is ended."""
+    """Pod template of a worker node: as many ranks as it has GPUs, drained before it is ended.
+
+    No annotation keeps it from being evicted: Karpenter, since v1, evicts no such pod when it drains a node whose
+    interruption is announced (aws/karpenter-provider-aws#8276), and the node would die unannounced.
+    """
     resources: Fields = {"cpu": str(size.cpus), "memory": _gib(size.memory_gib)}
     env = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(LEAVE_S)}
     if size.gpus:
@@ -154,7 +165,8 @@ def worker_pod(config: PretrainConfig, submit: SubmitConfig, size: Sizes, image:
     if submit.network is Network.efa:
         resources |= HUGE_PAGES
     container = {
-        **_container("ray-worker", submit, image, env | submit.env, rdma=submit.network is not Network.plain),
+        **_container("ray-worker", submit, image, env | submit.env),
+        **({"command": [LOCK_MEMORY]} if submit.network is not Network.plain else {}),
         "env": [
             *({"name": key, "value": value} for key, value in (env | submit.env).items()),
             {"name": NODE_NAME, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},  # quarantine is by host
@@ -180,8 +192,7 @@ def worker_pod(config: PretrainConfig, submit: SubmitConfig, size: Sizes, image:
         "containers": [container],
         "volumes": _volumes(config, submit, size.shm_gib) + (RACK_VOLUMES if submit.rack_label else []),
     }
-    annotations = {"karpenter.sh/do-not-disrupt": "true"}
-    return {"metadata": {"labels": {**labels, "regrow/role": "worker"}, "annotations": annotations}, "spec": pod}
+    return {"metadata": {"labels": {**labels, "regrow/role": "worker"}}, "spec": pod}
 
 
 def submitter_pod(submit: SubmitConfig, image: str, labels: dict[str, str]) -> Fields:
@@ -217,17 +228,12 @@ def network_resource(submit: SubmitConfig) -> str:
     return submit.network_resource or NETWORK_RESOURCE[submit.network]
 
 
-def _container(
-    name: str, submit: SubmitConfig, image: str, env: dict[str, str], *, rdma: bool = False, credentials: bool = True
-) -> Fields:
-    capabilities: Fields = {"drop": ["ALL"]}
-    if rdma:
-        capabilities["add"] = ["IPC_LOCK"]  # devices pin memory
+def _container(name: str, submit: SubmitConfig, image: str, env: dict[str, str], *, credentials: bool = True) -> Fields:
     return {
         "name": name,
         "image": image,
         "imagePullPolicy": submit.image_pull_policy,
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": capabilities},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         **({"env": [{"name": key, "value": value} for key, value in env.items()]} if env else {}),
         **({"envFrom": [{"secretRef": {"name": submit.env_secret}}]} if submit.env_secret and credentials else {}),
     }

@@ -12,6 +12,7 @@ from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from regrow.config.schema import SubmitJobConfig
 from regrow.errors import ClusterError, first_line
+from regrow.submit.kuberay import LostSight
 from regrow.submit.render import Code, config_sha256, entrypoint
 
 CHECKOUT = Path(__file__).parents[3]
@@ -23,6 +24,7 @@ AGENT_S = 60.0  # a head that has just started, or is very busy, has no agent fo
 NO_AGENT = "No available agent"
 AGENT_PORT = " Another Ray on the head's machine may have its agent's port (--dashboard-agent-listen-port of ray start)"
 ALIVE = (JobStatus.PENDING, JobStatus.RUNNING)
+AWAY = (RuntimeError, OSError)  # of Ray's client: an answer other than 200; no answer
 
 
 def job_spec(config: SubmitJobConfig, code: Code, arguments: list[str]) -> dict[str, Any]:
@@ -84,7 +86,10 @@ class RayJobs:
         print(f"submitted {job}", file=sys.stderr, flush=True)
 
     def follow(self) -> int:
-        """Show the newest job's logs until it has ended; 0 where it succeeded or was stopped."""
+        """Show the newest job's logs until it has ended; 0 where it succeeded or was stopped.
+
+        Raises LostSight where the cluster goes away meanwhile.
+        """
         job, shown = self._submission(), 0
         try:
             while True:
@@ -94,8 +99,8 @@ class RayJobs:
                     break
                 time.sleep(POLL_S)
             info = self.client.get_job_info(job)
-        except (RuntimeError, OSError) as error:
-            raise ClusterError(
+        except AWAY as error:
+            raise LostSight(
                 f"lost sight of {job} ({first_line(error)}); it may well run on: submit.action=logs"
             ) from error
         print(f"{job}: {info.status.value}: {info.message}", file=sys.stderr)
@@ -123,26 +128,43 @@ class RayJobs:
         ]
 
     def stop(self, *, wait_s: float) -> None:
-        """Have the job commit a checkpoint and end; wait for that as long as it is given, 0: do not wait."""
+        """Have the job commit a checkpoint and end; wait for that as long as it is given, 0: do not wait.
+
+        Raises ClusterError where the cluster goes away, which says whether the job was asked to.
+        """
         newest = self.newest()
         if newest is None or newest.status not in ALIVE:
             print(f"run {self.run!r} does not run", file=sys.stderr)
             return
         job = str(newest.submission_id)
-        self.client.stop_job(job)
+        try:
+            self.client.stop_job(job)
+        except AWAY as error:
+            raise ClusterError(
+                f"{job} could not be asked to end ({first_line(error)}); it may run on: try submit.action=stop again"
+            ) from error
         print(f"asked {job} to end after its step, with a checkpoint", file=sys.stderr)
         give_up_at = time.monotonic() + wait_s + STOPPING_S
-        while wait_s and self.client.get_job_status(job) in ALIVE:
-            if time.monotonic() > give_up_at:
-                raise ClusterError(f"{job} has not ended for {wait_s + STOPPING_S:g} s; see submit.action=logs")
-            time.sleep(POLL_S)
+        try:
+            while wait_s and self.client.get_job_status(job) in ALIVE:
+                if time.monotonic() > give_up_at:
+                    raise ClusterError(f"{job} has not ended for {wait_s + STOPPING_S:g} s; see submit.action=logs")
+                time.sleep(POLL_S)
+        except AWAY as error:
+            raise ClusterError(
+                f"lost sight of {job} ({first_line(error)}); it was asked to end, and does so by itself"
+            ) from error
 
     def newest(self) -> JobDetails | None:
         jobs = self._jobs()
         return jobs[0] if jobs else None
 
     def _jobs(self) -> list[JobDetails]:
-        mine = [job for job in self.client.list_jobs() if (job.metadata or {}).get(RUN) == self.run]
+        try:
+            jobs = self.client.list_jobs()
+        except AWAY as error:
+            raise ClusterError(f"the Ray cluster does not say which jobs it has ({first_line(error)})") from error
+        mine = [job for job in jobs if (job.metadata or {}).get(RUN) == self.run]
         return sorted(mine, key=lambda job: job.start_time or 0, reverse=True)
 
     def _submission(self) -> str:

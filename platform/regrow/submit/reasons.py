@@ -13,6 +13,7 @@ Object = dict[str, Any]
 NOT_SEEN_S = 60.0  # after which a job that no operator has touched is told of
 EVENTS = 3  # the newest that are shown
 TEXT = 300  # characters of a message
+POD_PREFIX = 50  # characters of a cluster's name that KubeRay gives its pods
 QUEUE_LABELS = {"kueue.x-k8s.io/queue-name": "Kueue", "volcano.sh/queue-name": "Volcano"}
 
 
@@ -133,7 +134,7 @@ def _warnings(job: Object, status: Object, events: Sequence[Object], now: float)
 
 def _is_ours(metadata: Object, status: Object, about: Object) -> bool:
     kind, name = str(about.get("kind")), str(about.get("name"))
-    job, cluster = re.escape(metadata["name"]), status.get("rayClusterName")
+    job, cluster = re.escape(metadata["name"]), str(status.get("rayClusterName") or "")
     if kind == "RayJob":
         return name == metadata["name"] and about.get("uid") in (None, metadata.get("uid"))
     patterns = {
@@ -144,7 +145,7 @@ def _is_ours(metadata: Object, status: Object, about: Object) -> bool:
     }
     if kind in patterns and re.fullmatch(patterns[kind], name):
         return True
-    return bool(cluster) and (name == cluster or name.startswith(f"{cluster}-"))
+    return bool(cluster) and (name == cluster or name.startswith((f"{cluster}-", f"{cluster[:POD_PREFIX]}-")))
 
 
 def _when(event: Object, now: float) -> float:
