@@ -9,7 +9,10 @@ themselves, so nothing is trained, sent or restored, and Ray's own part of each 
 that at 2,048 nodes). One process; CPU time of all its threads.
 
 lost_ms_*        A node's eight workers are gone, say its keeper's eight events, until others are told that it is over.
-again_ms_*       All nodes left say that it broke; all survivors join and ask for the next group, which forms.
+again_ms_*       All nodes left say that it broke; all survivors join and ask for the next group, node by node, one
+                 message every MESSAGE_S; it forms when the last of them has come.
+notice_ms_*      The same while one node is about to be taken away.
+error_ms_*       All ranks say that they have met the same error, which is the run's, until it is given up.
 log_ms_*         Writing the two events that name all ranks of that group; log_kb_* is how long they are.
 holders_ms_*     All keepers answer what they hold, one after the other, until rank 0 knows the newest whole snapshot.
 told_mb_*        What rank 0 is told of it, and passes on to all ranks, as JSON.
@@ -30,9 +33,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +60,7 @@ from regrow.control.membership import Member  # noqa: E402
 from regrow.control.phases import PHASES, Phase  # noqa: E402
 from regrow.control.silent import SilentKeepers  # noqa: E402
 from regrow.control.slow import READ_PER_S, READ_S, Spent  # noqa: E402
+from regrow.control.states import GivenUp  # noqa: E402
 from regrow.control.values import SnapshotAck, Version  # noqa: E402
 from regrow.model.size import parameter_shapes  # noqa: E402
 from regrow.plan.boxes import Box  # noqa: E402
@@ -75,6 +80,7 @@ from support.told import Told  # noqa: E402
 CLUSTERS = {16_384: "h100x16384", 98_304: "h100x98304"}
 RANKS_PER_NODE = 8
 ROUNDS = 5
+MESSAGE_S = 50e-6  # from one message to the next, on the run's clock
 MOMENTS = 2  # that keepers hold of the newest steps
 KINDS = ("model", "optim/exp_avg", "optim/exp_avg_sq")
 PP, STEP_S, JITTER, SLOWER_S = 16, 2.0, 0.05, 0.3  # of readings
@@ -110,20 +116,24 @@ class Run(Told):
     def tell(self, event: e.Event) -> None:
         self(pickle.loads(pickle.dumps(event, 5)))
 
+    def tell_all(self, events: Iterable[e.Event]) -> None:
+        for event in events:
+            self.tell(event)
+
     def form_of_all(self, *, broke: bool) -> list[Member]:
         """The members of the group that is formed."""
         generation = self.control.generation
         if broke:
             for _ in dict.fromkeys(member.node for member in self.alive):  # keepers pass the first word on
                 self.tell(e.Broke(generation, "a peer is gone"))
-        for member in self.alive:
-            self.tell(e.Joined(member, len(self.alive)))
-        for member in self.alive:
-            self.now += 1e-6
-            self.tell(e.Asked(member.id, generation))
-        if self.control.generation == generation:
-            self.now += 10.0
-            self.tell(e.Asked(self.alive[0].id, generation))
+        size = len(self.alive)
+        for first in range(0, size, RANKS_PER_NODE):
+            here = self.alive[first : first + RANKS_PER_NODE]
+            joined = [e.Joined(member, size) for member in here]
+            asked = [e.Asked(member.id, generation) for member in here]
+            for event in chain[e.Event](joined, asked):
+                self.now += MESSAGE_S
+                self.tell(event)
         assert self.control.generation == generation + 1
         return list(self.control.group.membership.current)
 
@@ -167,6 +177,22 @@ def of_losses(result: Result, size: int, config: PretrainConfig) -> None:
             again.append(took)
             logged.append(cpu_ms(partial(write_group, log, number, members))[0])
         result.figures[f"log_kb_{size}_ranks"] = (Path(folder, EVENTS).stat().st_size - before) / 1e3 / ROUNDS
+    noticed, errors = [], []
+    for _ in range(ROUNDS):
+        rows += run.train(members, step)
+        step += 3
+        run(e.Notice({members[0].node: run.now + 1e6}))
+        run.lose(members[-1].node)
+        took, members = cpu_ms(lambda: run.form_of_all(broke=True))
+        noticed.append(took)
+    for _ in range(ROUNDS):
+        other = Run(config)
+        other.form_of_all(broke=False)
+        troubles = [e.Trouble(other.control.generation, member, size, "no such file") for member in other.alive]
+        errors.append(cpu_ms(partial(other.tell_all, troubles))[0])
+        assert isinstance(other.control.ending, GivenUp)
+    result.add(f"notice_ms_{size}_ranks", noticed)
+    result.add(f"error_ms_{size}_ranks", errors)
     result.add(f"lost_ms_{size}_ranks", lost)
     result.add(f"log_ms_{size}_ranks", logged)
     result.add(f"again_ms_{size}_ranks", again)

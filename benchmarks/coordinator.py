@@ -11,7 +11,8 @@ Stand-ins: a process for each keeper at the top of the tree, which plays all tho
 copied or written but the index, COMMIT and the logs; an answer to an order comes after up to WRITE_S seconds and names
 8 files of each node, a row of one stack each. All runs on one machine: no network. One worker joins for all, but where
 forming is what is measured: there FORM_PROCESSES processes play the keepers of NUM_MEMBERS members, each of which joins
-for those of its node and asks until their generation is there, as `runtime.joining` does; no group of torch's is made.
+for those of its node and asks until their generation is there, as `runtime.joining` does; no group of torch's is made,
+and no connection to a member.
 
 Figures are CPU time, user and system, of all threads of the one process, less what the same process uses when nothing
 is asked of it. `..._ms_per_step_...` is for a step a second, with all that a second brings besides;
@@ -54,7 +55,7 @@ NUM_NODES = 2048
 RANKS_PER_NODE = 8
 STEP_S = 1.0
 TICK_S = 0.2  # as the driver's
-NUM_MEMBERS, FORM_PROCESSES = 2048, 4
+NUM_MEMBERS, FORM_PROCESSES = 16_384, 4
 WRITE_S = 5.0
 NUM_TENSORS = 900  # of a model of 300 parameters
 ROW_ELEMENTS = 82_500  # of each that a rank has: 297 MB in all, as of 405B on 16,384 ranks; checksums alone are sent
@@ -450,7 +451,6 @@ def forming_side(num_members: int, rounds: int, folder: Path) -> dict[str, Any]:
             host=f"10.0.{number // 250}.{number % 250}",
             port=30_000 + rank,
             pid=1000 + rank,
-            lifeline=40_000 + rank,
             gpu=rank,
             machine=f"host-{number}",
             started=123_456_789,

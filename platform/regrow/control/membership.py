@@ -100,7 +100,6 @@ class Membership:
     generation: int = 0
     current: tuple[Member, ...] = ()
     waiting: dict[str, Member] = field(default_factory=dict)
-    dead: set[str] = field(default_factory=set)
     expected: int = 1  # announced for a start from nothing, and not lost since
     avoided: set[str] = field(default_factory=set)  # nodes
     held_back: set[str] = field(default_factory=set)  # newcomers whose first group broke
@@ -119,9 +118,6 @@ class Membership:
 
     def join(self, member: Member, *, expected: int, now: float) -> None:
         """A process is ready for the next generation. One that was given up for dead comes as a newcomer."""
-        if member.id in self.dead:
-            self.current = tuple(each for each in self.current if each.id != member.id)
-            self.dead.discard(member.id)
         self._last_at = now
         self.announce(expected)
         self.waiting[member.id] = member
@@ -154,7 +150,6 @@ class Membership:
         gone = set(member_ids)
         self.expected = self.expected if left is None else left
         lost = [member for member_id, member in self._living.items() if member_id in gone]
-        self.dead |= gone
         for member_id in gone:
             for those in (self.waiting, self._living, self._absent):
                 those.pop(member_id, None)
@@ -166,7 +161,6 @@ class Membership:
         self.take_up(())
         self._broke, self._announced, self.over_since = False, 0, None
         self.waiting.clear()
-        self.dead.clear()
 
     @property
     def survivors(self) -> list[Member]:
@@ -264,7 +258,6 @@ class Membership:
         self.take_up(tuple(_node_by_node(chosen)))
         self._first_at, self._broke, self.over_since = now, False, None
         self._could_grow_at, self.spares = None, self._left_over()
-        self.dead &= {member.id for member in self.current} | self.waiting.keys()
         return Formation(self.generation, self.current)
 
     def _left_over(self) -> tuple[Member, ...]:
