@@ -21,6 +21,9 @@ def main(arguments: list[str]) -> int:
     except RegrowError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:  # where no check runs; one that does is not tested
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -12,15 +12,21 @@ import textwrap
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from regrow.accept.claims import CHECKS, Check, Claim, Finding, Part, State
+from regrow.accept import checks_cluster, checks_kernels, checks_one_gpu, checks_one_node
+from regrow.accept.claims import CHECKS, Check, Claim, Finding, NotTested, Part, Report, State, read_report
 from regrow.accept.main import HELP, READ, Options, chosen, measured, parse, show, why_skipped, write_json
 from regrow.accept.runner import Machine, Outcome, members, run_check, run_checks
+from regrow.config.store import pretrain_config
 from regrow.errors import ConfigError
+from regrow.state.memory.slots import Committed
 
 ROOT = Path(__file__).parents[2]
 CLAIMS = tuple(Claim(name, f"that {name}", "so much", f"mend {name}") for name in ("first", "second"))
@@ -143,10 +149,23 @@ def test_what_a_machine_lacks_is_not_tested_and_says_so(checks: type) -> None:
 
 def test_a_part_whose_minutes_are_over_begins_nothing_more(checks: type) -> None:
     outcome = run(checks.of("time.sleep(600)"), checks.of("pass"), minutes=0.1)
-    assert outcome.findings[0].reason == "did not end within 6 s"
+    assert "accept.only=first runs it" in outcome.findings[0].reason
     assert "accept.only=first runs it" in outcome.findings[2].reason
+    assert set(states(outcome.findings)) == {State.not_tested}
     assert (outcome.findings[0].check_s or 0) >= 6
     assert outcome.findings[2].check_s is None
+
+
+def test_a_check_that_its_parts_minutes_cut_short_refuses_nothing_that_it_did_not_find(checks: type) -> None:
+    begun = 'report.begun("second", "was begun and did not come to its end"); '
+    found = 'report.found("first", False, "9 s", "too slow"); '
+    cut = run(checks.of(found + begun + "time.sleep(600)"), minutes=0.1)
+    assert states(cut.findings) == [State.refused, State.not_tested]
+    assert cut.findings[1].reason.startswith("the 0.1 minutes of its part were over; accept.only=first")
+    # at its own deadline what was begun hangs
+    late = run(checks.of(found + begun + "time.sleep(600)", deadline_s=6))
+    assert [each.reason for each in late.findings] == ["too slow", "was begun and did not come to its end"]
+    assert states(late.findings) == [State.refused] * 2
 
 
 def test_a_check_of_one_gpu_runs_as_a_worker_does(checks: type, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +205,7 @@ def test_interrupted_halfway_what_was_found_stays_and_nothing_is_left_behind(tmp
     (tmp_path / "quick.py").write_text('def check(report):\n    report.found("quick", True, "1 s")\n')
     pid_file = tmp_path / "pid"
     (tmp_path / "slow.py").write_text(
-        "import os, time\n\ndef check(report):\n"
+        "import os, time\n\ndef check(report):\n    report.begun('slow', 'did not come to its end')\n"
         f"    open({str(pid_file)!r}, 'w').write(str(os.getpid()))\n    time.sleep(600)\n"
     )
     code = INTERRUPTED.format(root=str(ROOT), out=str(tmp_path / "out"))
@@ -282,6 +301,7 @@ def test_every_claim_is_reported_by_its_check() -> None:
 
 
 def test_arguments_are_read_without_hydra() -> None:
+    assert parse(["accept.only=null", "accept.parts=null", "accept.gpus=null"]) == Options()
     options = parse(["accept.out=/tmp/x", "accept.only=probe,host_name", "accept.gpus=1", "accept.minutes=2.5"])
     assert (options.out, options.only, options.gpus) == (Path("/tmp/x"), ("probe", "host_name"), 1)
     assert options.minutes == 2.5
@@ -302,6 +322,8 @@ def test_arguments_are_read_without_hydra() -> None:
         ("train.steps=3", r"unknown setting 'train.steps'; settings of jobs.pretrain go with \+cluster=NAME only"),
         ("--quick", "'--quick' is no key=value"),
         ("accept.gpus=all", "accept.gpus=all: invalid literal"),
+        ("accept.gpus=-1", "accept.gpus=-1: must be at least 1, or null for all"),
+        ("accept.gpus=0", "accept.gpus=0: must be at least 1, or null for all"),
         ("accept.model=405b", "accept.model=405b: one of 150m, 1_8b, 1b, 3b, 8b"),
         ("accept.parts=gpu", "accept.parts=gpu: .* one of one_process, one_node"),
         ("accept.parts=cluster", r"needs \+cluster=NAME"),
@@ -362,6 +384,182 @@ def test_help_needs_no_torch() -> None:
     code = "import sys, jobs.accept as job; job.main(['--help']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "accept.out" in done.stdout
+
+
+def test_ctrl_c_where_no_check_runs_is_a_word_and_no_traceback() -> None:
+    code = (
+        "import sys, jobs.accept as job\n"
+        "def accept(options, arguments): raise KeyboardInterrupt\n"
+        "job.accept = accept\n"
+        "sys.exit(job.main([]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
+def test_losses_that_are_no_numbers_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever among good ones they are."""
+
+    def losses(*_: object, **__: object) -> list[dict[int, float]]:
+        return [{1: 2.0, 2: float("nan"), 3: 2.0}]
+
+    monkeypatch.setattr(checks_one_node, "num_gpus", lambda: 2)
+    monkeypatch.setattr(checks_one_node, "run_ranks", losses)
+    monkeypatch.setattr(checks_kernels, "train_small", lambda parallel, *_: [*losses()[0].values()])
+    report = Report(tmp_path / "report")
+    checks_one_node.world_sizes(report)
+    checks_kernels.small_model(report)
+    found = read_report(tmp_path / "report")
+    for name in ("sizes_float32", "sizes_bfloat16", "debug_float32", "debug_bfloat16", "debug_float8"):
+        assert found[name]["state"] == "refused", name
+        assert "inf" in found[name]["figure"]
+
+
+def test_one_rank_without_room_for_slots_is_enough_for_snapshots_not_to_be_tested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = [(9000.0, 1, 0.0), (9000.0, 1, float("nan"))]
+    monkeypatch.setattr(checks_one_node, "num_gpus", lambda: 2)
+    monkeypatch.setattr(checks_one_node, "import_torchao", lambda: None)
+    monkeypatch.setattr(checks_one_node, "run_ranks", lambda *_, **__: ranks)
+    checks_one_node.eight_b(Report(tmp_path / "report"))
+    assert read_report(tmp_path / "report")["eight_b_snapshots"]["state"] == "not_tested"
+
+
+def test_a_snapshot_is_confirmed_once_the_next_step_was_launched(tmp_path: Path) -> None:
+    """So that its copy is beside that step, as in a run."""
+    order: list[str] = []
+
+    class Noting:
+        folder = tmp_path
+
+        def begin(self, step: int, _: object) -> bool:
+            order.append(f"begin {step}, committed {Committed.read(tmp_path).newest.step}")
+            return True
+
+        def confirm(self, step: int) -> None:
+            order.append(f"confirm {step}")
+
+    snapshots = checks_one_node.SnapshotOfEachStep(Noting())
+    for number in range(1, 4):
+        order.append(f"launch {number}")
+        snapshots.launched()
+    snapshots.confirm()
+    none = Committed.read(tmp_path / "none").newest.step
+    assert order == [
+        *("launch 1", f"begin 1, committed {none}"),
+        *("launch 2", "confirm 1", "begin 2, committed 1"),
+        *("launch 3", "confirm 2", "begin 3, committed 2"),
+        "confirm 3",
+    ]
+    assert Committed.read(tmp_path).newest.step == 3
+
+
+def shared_memory_gib(gib: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So much is free in /dev/shm."""
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=gib << 18, f_frsize=1 << 12))
+
+
+def test_a_nodes_shared_memory_is_for_the_gpus_that_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks_one_gpu.torch.cuda, "device_count", lambda: 8)
+    shared_memory_gib(40, monkeypatch)
+    states = []
+    for gpus in ("1", "2", "0"):
+        monkeypatch.setenv("REGROW_ACCEPT_GPUS", gpus)
+        checks_one_gpu.host(Report(tmp_path / gpus))
+        states.append(read_report(tmp_path / gpus)["host_shm"]["state"])
+    assert states == ["proved", "refused", "refused"]
+
+
+def test_a_clusters_nodes_need_shared_memory_for_each_of_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def problems(num_gpus: float) -> list[str]:
+        return [each for each in checks_cluster.look(num_gpus)["problems"] if "/dev/shm" in each]
+
+    shared_memory_gib(100, monkeypatch)
+    assert [problems(number) for number in (0, 2.0, 8.0)] == [[], [], ["100 GiB free of 288 in /dev/shm"]]
+    shared_memory_gib(4, monkeypatch)
+    assert problems(0) == ["4 GiB free of 8 in /dev/shm"]
+
+
+@pytest.fixture
+def pretrain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Says what was given for jobs.pretrain."""
+    monkeypatch.setenv("REGROW_ACCEPT_FOLDER", str(tmp_path))
+    return lambda *given: monkeypatch.setenv("REGROW_ACCEPT_PRETRAIN", json.dumps(given))
+
+
+def test_any_setting_may_follow_the_cluster_or_stand_before_it(pretrain: Callable[..., None], tmp_path: Path) -> None:
+    given = ["run.name=mine", "train.steps=50", f"run.storage_path={tmp_path}", "+cluster=cpu3", "model.num_layers=2"]
+    pretrain(*given)
+    job = checks_cluster.Job("accept-1", *checks_cluster.settings(checks_cluster.arguments()))
+    config = pretrain_config(job.arguments)
+    assert (config.run.name, config.cluster.name, config.model.num_layers) == ("accept-1", "cpu3", 2)
+    assert (job.steps, config.train.steps, job.checkpoint_every, config.checkpoint.every_steps) == (50, 50, 12, 12)
+    assert job.folder == tmp_path / "accept-1"
+    stopped = checks_cluster.Job("accept-1", *checks_cluster.settings([*given, "train.stop_at_step=20"]))
+    assert stopped.steps == 20
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["+cluster=h100x16384"], r"model.num_layers=4 are fewer than the 64 stages"),
+        (["+cluster=h100x98304"], r"parallel.tp=8 must divide model"),
+        (["+cluster=cpu3", "train.stps=3"], "stps"),
+    ],
+)
+def test_what_a_job_would_refuse_of_what_was_given_is_not_tested(
+    pretrain: Callable[..., None], tmp_path: Path, given: list[str], words: str
+) -> None:
+    pretrain(*given)
+    with pytest.raises(NotTested, match=words):
+        checks_cluster.train(Report(tmp_path / "report"))
+
+
+ROW = {"batch_digest": "a", "loss": 1.0}
+
+
+class AfterAKill:
+    """A job's groups and rows, once 64 workers have become others."""
+
+    def __init__(self, later: list[int]) -> None:
+        self.after, self.asked = later, 0
+
+    def groups(self) -> list[dict[str, Any]]:
+        self.asked += 1
+        groups = [list(range(64)), self.after][: self.asked]
+        return [
+            {"generation": number, "start_step": number, "workers": [{"node": "n", "pid": pid} for pid in pids]}
+            for number, pids in enumerate(groups, 1)
+        ]
+
+    def rows(self) -> dict[int, dict[str, Any]]:
+        return {
+            step: {**ROW, "step": step, "generation": step, "time": time.time()} for step in range(1, self.asked + 1)
+        }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "later", "state"),
+    [
+        ((), range(56), "proved"),  # the others wait as spares: no step would be shorter with them
+        ((), [*range(55), 100], "refused"),
+        ((), range(10), "refused"),  # those that are restarted come later
+        (("cluster.spare_workers=0",), range(63), "proved"),
+        (("cluster.spare_workers=0",), range(56), "refused"),
+        (("cluster.max_workers=72",), [*range(63), 100], "proved"),  # a spare took its place
+        (("parallel.tp=4",), range(60), "proved"),
+        (("cluster.min_workers=64",), [*range(63), 100], "proved"),  # the group waited for another one
+    ],
+)
+def test_a_killed_workers_survivors_that_have_to_go_on_are_those_that_make_the_step_shorter(
+    arguments: tuple[str, ...], later: Iterable[int], state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks_cluster, "kill", lambda worker, config: None)
+    job, config = AfterAKill(list(later)), pretrain_config(["+cluster=h100x64", *arguments])
+    checks_cluster.kill_a_worker(Report(tmp_path / "report"), job, config, dict.fromkeys(range(9), ROW))
+    found = read_report(tmp_path / "report")["cluster_worker_killed"]
+    assert found["state"] == state, found
 
 
 def test_runs_in_a_thread_too(checks: type) -> None:

@@ -35,6 +35,7 @@ from regrow.forecast.devices import (
     find_device,
 )
 from regrow.forecast.estimate import (
+    USABLE_SHARE,
     Forecast,
     forecast,
     forecasts,
@@ -360,6 +361,33 @@ def test_a_model_that_does_not_fit_is_said_not_to_and_the_setting_that_helps_is_
     assert "no setting of `parallel`" in to_text(config, forecasts(config, nothing, NETWORK), nothing, NETWORK)
 
 
+BUDGET = ("parallel.activation_checkpoint=none", "parallel.compile=true", "parallel.activation_budget=0.5")
+
+
+EAGER = ("parallel.compile=false", "parallel.float8=none", "parallel.activation_checkpoint=full")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings"),
+    [
+        (BUDGET, "parallel.activation_checkpoint=full parallel.activation_budget=1"),
+        ((*EAGER, "parallel.loss_chunk_tokens=0"), "parallel.loss_chunk_tokens=2048"),
+        ((*EAGER, "parallel.prefetch_blocks=4", "data.seq_len=2048"), "parallel.prefetch_blocks=1"),
+    ],
+)
+def test_settings_that_would_do_are_such_that_a_run_takes(arguments: tuple[str, ...], settings: str) -> None:
+    """And no more of them than are needed, on a device that has just enough memory for these."""
+    given = ("+cluster=h100x64", *arguments, "parallel.sync_every_micro_batch=true", "parallel.slices_per_pass=1")
+    mended = config_of(*given, *settings.split())
+    device = dataclasses.replace(H100, memory_bytes=int((at(mended, 32).memory.total + 1) / USABLE_SHARE) + 1)
+    assert not forecast(config_of(*given), 32, device, NETWORK).fits
+    found = remedy(config_of(*given), 32, device, NETWORK)
+    assert found is not None
+    assert found[0] == settings
+    check(config_of(*given, *found[0].split()))
+    assert found[1] == forecast(mended, 32, device, NETWORK)
+
+
 def test_what_is_held_adds_up_to_nothing_negative_for_every_combination():
     for dtype in Dtype:
         for mode in ActivationCheckpoint:
@@ -394,6 +422,11 @@ def test_the_device_is_what_the_clusters_name_says_or_what_is_given():
     assert gpu_of(EIGHT, PlanConfig(memory_gib=40)).memory_bytes == 40 * GIB
     given = dataclasses.replace(EIGHT, observe=dataclasses.replace(EIGHT.observe, peak_tflops=500.0))
     assert gpu_of(given, PlanConfig()).flops == 500e12
+    sxm, pcie = (find_device(f"NVIDIA A100{name}") for name in ("-SXM4-80GB", " 80GB PCIe"))
+    assert sxm is not None
+    assert pcie is not None
+    assert sxm.link_bytes_per_s > 9 * pcie.link_bytes_per_s  # NVLink 3, and PCIe 4 with 16 lanes
+    assert pcie == dataclasses.replace(sxm, name="A100 80GB PCIe", memory_bytes_per_s=1.935e12, link_bytes_per_s=32e9)
     with pytest.raises(ConfigError, match=r"cluster.name='gpu1' names none of .*B200; set plan.device=H100"):
         gpu_of(config_of("+cluster=gpu1"), PlanConfig())
     with pytest.raises(ConfigError, match=r"plan.device='V100' names none of"):
@@ -445,6 +478,35 @@ def test_the_plan_says_what_it_costs_that_a_unit_is_away():
     assert said().startswith("one unit of 1 away from 64 workers: 8 passes for 7, a step takes 14.3% longer; ")
     for spares in ("cluster.max_workers=72", "cluster.spare_workers=8"):
         assert said(spares) == "one unit of 1 away from 72 workers costs nothing: 8 of these are spares"
+
+
+def test_a_unit_away_is_all_ranks_of_one():
+    def said(*arguments: str) -> str:
+        config = config_of("+cluster=h100x64", *arguments)
+        lines = to_text(config, forecasts(config, H100, NETWORK), H100, NETWORK).splitlines()
+        return next((line for line in lines if line.startswith("one unit of ")), "")
+
+    staged = ("parallel.pp=4", "parallel.least_pp=1", "parallel.slices_per_pass=1")
+    assert said(*staged).startswith("one unit of 4 away from 64 workers: 30 passes for 28, a step takes ")
+    few = ("parallel.tp=4", "parallel.cp=4", "optim.num_slices=16", "optim.global_batch_seqs=16")
+    assert said(*few, "cluster.spare_workers=8").startswith("one unit of 16 away from 72 workers: 6 passes for 4, ")
+    assert said(*few, "cluster.spare_workers=16") == (
+        "one unit of 16 away from 80 workers costs nothing: 16 of these are spares"
+    )
+
+
+def test_a_pipelines_stages_are_those_of_the_largest_size():
+    config = config_of("+cluster=h100x64", "parallel.pp=4", "parallel.least_pp=1", "cluster.min_workers=31")
+    found = forecasts(config, H100, NETWORK)
+    assert found[0].stages is None
+    assert "4 stages of 8, 9, 9, 6 blocks" in to_text(config, found, H100, NETWORK)
+
+
+def test_ranks_that_wait_or_run_passes_for_nothing_are_idle():
+    config = config_of("+cluster=h100x64", "cluster.max_workers=72")
+    for each in forecasts(config, H100, NETWORK):
+        busy = each.batch.num_slices / each.batch.most_slices  # ranks' worth
+        assert each.to_dict()["idle_fraction"] == pytest.approx(1 - busy / each.num_workers)
 
 
 def test_a_table_has_the_smallest_and_the_largest_size_and_whole_nodes():

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from regrow.config.check import topologies
 from regrow.config.schema import PretrainConfig
 from regrow.config.store import pretrain_config
 from regrow.errors import RegrowError
 from regrow.forecast.cost import Network
 from regrow.forecast.devices import GIB, Device, find_device
-from regrow.forecast.estimate import forecast, forecasts
+from regrow.forecast.estimate import USABLE_SHARE, forecast, forecasts
 from regrow.forecast.settle import ROOM_SHARE, settle, settle_passes, settled
 
 ROOT = Path(__file__).parents[2]
@@ -85,6 +86,29 @@ def test_without_a_gpu_that_is_known_a_pass_is_a_slice():
     )
 
 
+@pytest.mark.parametrize("axes", ["parallel.cp=2", "parallel.cp=4"])
+def test_the_fewest_workers_that_are_whole_units_are_spoken_of(axes):
+    config = pretrain_config(["+cluster=h100x64", axes, "cluster.min_workers=33"])
+    least = min(topologies(config))
+    assert least > 33
+    _, why = settle_passes(config, gpu("H100"), NETWORK)
+    assert why.endswith(f"GiB at {least} workers")
+
+
+def test_the_smallest_size_with_replicas_has_room_too():
+    """Of 17 to 64 workers it is the smallest one that eight replicas divide which takes most memory."""
+    config = pretrain_config(["+cluster=h100x64", "parallel.dp_replicate=8", "cluster.min_workers=17"])
+    late = dataclasses.replace(config.parallel, slices_per_pass=1, sync_every_micro_batch=False)
+    needed = {
+        size: forecast(dataclasses.replace(config, parallel=late), size, gpu("H100"), NETWORK).memory.total
+        for size in topologies(config)
+    }
+    assert max(needed, key=needed.__getitem__) == 24
+    device = gpu("H100", memory_bytes=int((needed[24] - 1) / USABLE_SHARE))
+    settled, _ = settle_passes(config, device, NETWORK)
+    assert all(each.fits for each in forecasts(settled, device, NETWORK))
+
+
 def test_what_is_refused_is_refused_first():
     with pytest.raises(RegrowError, match="num_slices"):
         settled(pretrain_config(["+cluster=h100x64", "optim.num_slices=7", "optim.global_batch_seqs=7"]))
@@ -142,6 +166,10 @@ def test_stages_that_are_asked_for_stay():
 
 def test_without_a_gpu_that_is_known_there_is_no_pipeline_but_one_that_is_asked_for():
     config, why = settled(pretrain_config(["+cluster=cpu3", "parallel.pp=0"]))
+    assert (config.parallel.pp, config.parallel.least_pp, why) == (1, 1, "")
+    # nor where jobs.plan takes this machine for the device: a run takes none
+    large = ["model=8b", "cluster.min_workers=4", "cluster.max_workers=4", "parallel.pp=0"]
+    config, why = settle(pretrain_config(large), Device("this machine", 1, 1e11, 1e11, 1e10, 1e9), Network(4, 50e9))
     assert (config.parallel.pp, config.parallel.least_pp, why) == (1, 1, "")
 
 

@@ -17,10 +17,15 @@ import ray
 from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from regrow.accept.checks_one_gpu import LEAST_SHM_GIB
 from regrow.accept.claims import NotTested, Report
+from regrow.accept.main import CLUSTER
 from regrow.accept.runner import last_line
+from regrow.config.check import world_sizes
 from regrow.config.schema import PretrainConfig
 from regrow.config.store import pretrain_config
+from regrow.errors import ConfigError, RegrowError
+from regrow.forecast.settle import settled
 from regrow.record.log import METRICS, Tail, read_events
 from regrow.storage import Storage
 
@@ -30,6 +35,7 @@ START_S = 170.0  # for a job to come to a step
 GO_ON_S = 90.0  # for a group that lost a worker to come to one
 FIRST_STEP_S = 25.0
 POLL_S = 0.1
+SHM_GIB = 8.0  # of a node without GPUs
 LOSS = 1e-2  # relative; batches are compared bit for bit
 SMALL = ("model=debug", "data=python_docs", "data.seq_len=128", "parallel.float8=none", "parallel.compile=false",
          "parallel.activation_checkpoint=none", "train.validate_every_steps=0", "cluster.dashboard=false")  # fmt: skip
@@ -44,18 +50,37 @@ def arguments() -> list[str]:
 
 
 def config_of(more: list[str]) -> PretrainConfig:
-    return pretrain_config(more)
+    """Raises NotTested for what cannot be set."""
+    try:
+        return pretrain_config(more)
+    except ConfigError as error:
+        raise NotTested(str(error)) from error
+
+
+def settings(given: list[str]) -> tuple[list[str], PretrainConfig]:
+    """Of a job that is small but for what was given, which comes last, so that it wins. Raises NotTested for what
+    jobs.pretrain would refuse."""
+    small = [*(each for each in given if each.startswith(CLUSTER)), *SMALL]
+    rest = [each for each in given if not each.startswith(CLUSTER)]
+    steps = STEPS[bool(config_of([*small, *rest]).cluster.gpus_per_worker)]
+    small.append(f"train.steps={steps}")
+    steps = config_of([*small, *rest]).train.steps
+    arguments = [*small, f"checkpoint.every_steps={max(1, steps // 4)}", *rest]
+    config = config_of(arguments)
+    try:
+        settled(config)
+    except RegrowError as error:
+        raise NotTested(f"jobs.pretrain refuses it: {error}") from error
+    return arguments, config
 
 
 class Job:
     """`python -m jobs.pretrain`, and its run folder as any user could read it."""
 
-    def __init__(self, name: str, given: list[str], config: PretrainConfig) -> None:
-        steps = STEPS[bool(config.cluster.gpus_per_worker)]
-        self.steps = steps
-        # what was given comes last, so that it wins
-        self.arguments = [*given[:1], *SMALL, f"run.name={name}", f"train.steps={steps}",
-                          f"checkpoint.every_steps={steps // 4}", *given[1:]]  # fmt: skip
+    def __init__(self, name: str, arguments: list[str], config: PretrainConfig) -> None:
+        self.steps = config.train.stop_at_step or config.train.steps
+        self.checkpoint_every = config.checkpoint.every_steps or self.steps
+        self.arguments = [*arguments, f"run.name={name}"]
         self.folder = Path(config.run.storage_path, name)
         self.output = Path(os.environ["REGROW_ACCEPT_FOLDER"], f"{name}.out")
         self.process: subprocess.Popen[bytes] | None = None
@@ -100,12 +125,11 @@ class Job:
 
 def train(report: Report) -> None:
     """A job undisturbed; the same with a worker killed a third through it, and its driver two thirds."""
-    given = arguments()
-    config = config_of([*given[:1], *SMALL, *given[1:]])
+    small, config = settings(arguments())
     if "://" in config.run.storage_path:
         raise NotTested("run.storage_path has to be a folder that this process and all nodes reach")
     token = uuid.uuid4().hex[:6]
-    undisturbed, disturbed = (Job(f"accept-{token}-{name}", given, config) for name in ("undisturbed", "disturbed"))
+    undisturbed, disturbed = (Job(f"accept-{token}-{name}", small, config) for name in ("undisturbed", "disturbed"))
     began = time.monotonic()
     undisturbed.start()
     undisturbed.wait_for_step(1, START_S)
@@ -133,7 +157,7 @@ def train(report: Report) -> None:
     again = disturbed.groups()[-1]
     lost = killed_at - again["start_step"]
     problem = differences(disturbed.rows(), expected)
-    if lost > disturbed.steps // 4:
+    if lost > disturbed.checkpoint_every:
         problem = f"{lost} steps were lost; {problem}"
     figure = f"past step {killed_at} after {back_s:.0f} s, {lost} steps again, from {again.get('source', '?')}"
     report.found("cluster_driver_killed", not problem, figure, problem)
@@ -162,15 +186,24 @@ def kill_a_worker(report: Report, job: Job, config: PretrainConfig, expected: di
     first = min(new, key=lambda row: row["time"])
     pids = {(worker["node"], worker["pid"]) for worker in later["workers"]}
     kept = sum((worker["node"], worker["pid"]) in pids for worker in workers[:-1])
+    go_on = num_that_go_on(config, len(workers), len(later["workers"]))
     took_s = first["time"] - at
     problems = [differences(job.rows(), expected)] if differences(job.rows(), expected) else []
-    problems += ["survivors were restarted"] if kept < len(workers) - 1 else []
+    problems += ["survivors were restarted"] if kept < go_on else []
     problems += [f"it took longer than {FIRST_STEP_S:.0f} s"] if took_s > FIRST_STEP_S else []
     figure = (
-        f"{kept} of {len(workers) - 1} survivors kept their processes; first new step after {took_s:.1f} s, "
+        f"{kept} of {go_on} survivors that go on kept their processes; first new step after {took_s:.1f} s, "
         f"{max(0, step - later['start_step'])} steps again"
     )
     report.found("cluster_worker_killed", not problems, figure, "; ".join(problems))
+
+
+def num_that_go_on(config: PretrainConfig, before: int, after: int) -> int:
+    """Of the survivors of a worker, those that train on at least: all in whole units, but spares. Some wait where no
+    step would be shorter with them, or where spares make a unit whole."""
+    width = config.parallel.tp * config.parallel.cp
+    left = (before - 1) // width * width
+    return min(left, max(after, world_sizes(config).get(left, 0)))
 
 
 def differences(rows: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]]) -> str:
@@ -205,9 +238,11 @@ def hosts(report: Report) -> None:
     if config.cluster.address is None:
         raise NotTested("this cluster is started by the job, on this machine")
     _connect(config)
-    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    places: list[Any] = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
-    tasks = [ray.remote(num_cpus=0, scheduling_strategy=place)(look).remote() for place in places]
+    nodes = {node["NodeID"]: node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]}
+    tasks = []
+    for node, num_gpus in nodes.items():
+        place: Any = NodeAffinitySchedulingStrategy(node, soft=False)
+        tasks.append(ray.remote(num_cpus=0, scheduling_strategy=place)(look).remote(num_gpus))
     found: list[dict[str, Any]] = ray.get(tasks, timeout=80)
     versions = sorted({each["versions"] for each in found})
     reason = f"differing versions: {'; '.join(versions)}"
@@ -217,8 +252,8 @@ def hosts(report: Report) -> None:
     report.found("cluster_hosts", not problems, figure, "; ".join(problems[:4]))
 
 
-def look() -> dict[str, Any]:
-    """On a node: what is installed there, and what is wrong with it. Needs nothing but Ray there."""
+def look(num_gpus: float) -> dict[str, Any]:
+    """On a node of so many GPUs: what is installed there, and what is wrong with it. Needs nothing but Ray there."""
     found = []
     for package in ("torch", "ray", "torchao", "regrow"):
         try:
@@ -235,8 +270,9 @@ def look() -> dict[str, Any]:
     except OSError:
         problems.append("its name has no address")
     stat = os.statvfs("/dev/shm")
-    if stat.f_bavail * stat.f_frsize < 8 << 30:
-        problems.append(f"{stat.f_bavail * stat.f_frsize / 2**30:.1f} GiB free in /dev/shm")
+    free_gib, wanted_gib = stat.f_bavail * stat.f_frsize / 2**30, max(SHM_GIB, LEAST_SHM_GIB * num_gpus)
+    if free_gib < wanted_gib:
+        problems.append(f"{free_gib:.0f} GiB free of {wanted_gib:.0f} in /dev/shm")
     return {"host": host, "versions": ", ".join(found), "problems": problems}
 
 

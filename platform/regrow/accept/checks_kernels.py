@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 
 from regrow.accept.claims import NotTested, Report
 from regrow.accept.timing import device_s, group_alone
-from regrow.accept.tiny import count_up_rows
+from regrow.accept.tiny import count_up_rows, off_by
 from regrow.config.schema import AttentionKernel, Dtype, Float8, ModelConfig, OptimConfig, ParallelConfig
 from regrow.model.attention import attend, block_mask, document_starts_BT, mask_B1PT, take_BP
 from regrow.model.loss import IGNORE_INDEX
@@ -195,7 +195,7 @@ def small_model(report: Report) -> None:
     ):
         with report.about(name):
             losses = train_small(parallel, 30)
-            worst = max(abs(got - want) / want for got, want in zip(losses, cpu, strict=True))
+            worst = max(off_by(got, want) for got, want in zip(losses, cpu, strict=True))
             figure = f"loss off by {worst:.4%} at worst in 30 steps"
             report.found(name, worst <= most, figure, "trains otherwise than a CPU")
 

@@ -36,6 +36,12 @@ LEAST_DESCRIPTORS = 65_536
 LEAST_SHM_GIB = 36.0  # three slots of an eighth of 8B's state, 12 bytes a parameter (docs/decisions/0009)
 
 
+def num_gpus() -> int:
+    """That are used."""
+    given = int(os.environ.get("REGROW_ACCEPT_GPUS", "0"))
+    return min(given, torch.cuda.device_count()) if given else torch.cuda.device_count()
+
+
 def certificate_premise(report: Report) -> None:
     """Enqueue the reading of a pinned flag behind a sleeping kernel, clear it, and see what was read."""
     device = torch.device("cuda", 0)
@@ -212,14 +218,14 @@ def host(report: Report) -> None:
             raise NotTested("there is no /dev/shm")
         stat = os.statvfs("/dev/shm")
         free_gib = stat.f_bavail * stat.f_frsize / GIB
-        wanted = LEAST_SHM_GIB * max(1, torch.cuda.device_count() if torch.cuda.is_available() else 1)
+        wanted = LEAST_SHM_GIB * max(1, num_gpus())
         figure = f"{free_gib:.0f} GiB free of {wanted:.0f}"
         report.found("host_shm", free_gib >= wanted, figure, "snapshots of 8B would not fit")
 
 
 def gpu_host(report: Report) -> None:
     """Driver, NCCL, Triton and memory of the GPUs."""
-    number = torch.cuda.device_count()
+    number = num_gpus()
     capabilities = sorted({torch.cuda.get_device_capability(i) for i in range(number)})
     version: Any = torch.cuda.nccl.version() if dist.is_nccl_available() else (0,)
     held = min(version, default=0) if not isinstance(version, tuple) else version

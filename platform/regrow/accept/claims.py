@@ -87,6 +87,10 @@ class Report:
     def found(self, name: str, holds: bool, figure: str, reason: str = "") -> None:
         self._write(name, State.proved if holds else State.refused, figure, "" if holds else reason)
 
+    def begun(self, name: str, reason: str) -> None:
+        """To be found; for this it is refused where the check ends before."""
+        self._write(name, State.refused, "", reason, provisional=True)
+
     def not_tested(self, name: str, reason: str) -> None:
         self._write(name, State.not_tested, None, reason)
 
@@ -107,9 +111,10 @@ class Report:
         for name in names:
             self.not_tested(name, reason)
 
-    def _write(self, name: str, state: State, figure: str | None, reason: str) -> None:
+    def _write(self, name: str, state: State, figure: str | None, reason: str, *, provisional: bool = False) -> None:
+        entry = {"name": name, "state": state.value, "figure": figure, "reason": reason, "provisional": provisional}
         with open(self._path, "a") as file:
-            file.write(json.dumps({"name": name, "state": state.value, "figure": figure, "reason": reason}) + "\n")
+            file.write(json.dumps(entry) + "\n")
 
 
 def read_report(path: Path) -> dict[str, dict[str, Any]]:

@@ -101,11 +101,22 @@ def _model(name: str) -> str:
     return name
 
 
+def _names(value: str) -> list[str]:
+    return [] if value == "null" else value.split(",")
+
+
+def _gpus(value: str) -> int | None:
+    gpus = None if value == "null" else int(value)
+    if gpus is not None and gpus < 1:
+        raise ValueError("must be at least 1, or null for all")
+    return gpus
+
+
 READ: dict[str, Callable[[str], Any]] = {
     "out": Path,
-    "only": lambda value: tuple(value.split(",")),
-    "parts": lambda value: tuple(map(Part, value.split(","))),
-    "gpus": lambda value: None if value == "null" else int(value),
+    "only": lambda value: tuple(_names(value)),
+    "parts": lambda value: tuple(map(Part, _names(value))),
+    "gpus": _gpus,
     "model": _model,
     "minutes": lambda value: max(1.0, float(value)),
 }

@@ -35,14 +35,14 @@ def run_matrix(
     running: list[tuple[Row, Ranks, list[int], str]] = []
     try:
         for row in rows:
-            report.found(row.name, False, "", "was begun and did not come to its end")
+            report.begun(row.name, "was begun and did not come to its end")
             ranks = Ranks(outlive, row.num_ranks, row.scenario, device_type=device_type, environment=settings)
             running.append((row, ranks, (left := who_goes_on(row.num_ranks, row.scenario)), ""))
             if not ranks.wait(partial(has_come_to_an_end, ranks, left), START_S):
                 running[-1] = (row, ranks, left, f"within {START_S:.0f} s not all went on")
             for rank in set(range(row.num_ranks)) - set(left):  # a rank that hangs in a loop takes a core
                 ranks.processes[rank].kill()
-            report.found(row.name, False, "", "survivors went on, and were not watched to the end")
+            report.begun(row.name, "survivors went on, and were not watched to the end")
         ends_at = time.monotonic() + settle_s
         while time.monotonic() < ends_at:
             for _, ranks, _, _ in running:

@@ -99,14 +99,16 @@ def run_checks(
             why_not = (skipped or {}).get(check.part) or machine.why_not(check)
             if not why_not and outcome.interrupted:
                 why_not = "interrupted"
+            over = f"the {minutes:g} minutes of its part were over; accept.only={check.claims[0].name} runs it"
             if not why_not and left_s[check.part] < LEAST_S:
-                why_not = f"the {minutes:g} minutes of its part were over; accept.only={check.claims[0].name} runs it"
+                why_not = over
             if why_not:
                 found = [Finding.of(check, claim, State.not_tested, None, why_not) for claim in check.claims]
             else:
                 tell(f"{check.claims[0].claim} ...", [])
                 began = time.monotonic()
-                found, broke = run_check(check, min(check.deadline_s, left_s[check.part]), environment)
+                cut = over if left_s[check.part] < check.deadline_s else ""
+                found, broke = run_check(check, min(check.deadline_s, left_s[check.part]), environment, cut=cut)
                 took_s = time.monotonic() - began
                 left_s[check.part] -= took_s
                 found = [replace(each, check_s=round(took_s, 1)) for each in found]
@@ -118,9 +120,11 @@ def run_checks(
 
 
 def run_check(
-    check: Check, deadline_s: float, environment: Mapping[str, str] | None = None
+    check: Check, deadline_s: float, environment: Mapping[str, str] | None = None, *, cut: str = ""
 ) -> tuple[list[Finding], str]:
-    """Every claim of a check, and what broke of the check itself, if anything did."""
+    """Every claim of a check, and what broke of the check itself, if anything did. `cut`: why the deadline is not the
+    check's own, so that what it does not come to is not tested.
+    """
     with tempfile.TemporaryDirectory(prefix="regrow-accept-", ignore_cleanup_errors=True) as folder:
         report, error, output = (Path(folder, name) for name in ("report", "error", "output"))
         with open(output, "wb") as file:
@@ -140,7 +144,7 @@ def run_check(
             elif status and not error.exists():
                 how, kind = f"its process ended with status {status}", "failed"
         except subprocess.TimeoutExpired:
-            how, kind = f"did not end within {deadline_s:.0f} s", "deadline"
+            how, kind = (cut, "not_tested") if cut else (f"did not end within {deadline_s:.0f} s", "deadline")
         except KeyboardInterrupt:
             how, kind = "interrupted", "interrupted"
         finally:
@@ -160,10 +164,10 @@ def _findings(check: Check, told: Mapping[str, Mapping[str, Any]], how: str, kin
     not come to."""
     found, refused = [], False
     for claim in check.claims:
-        entry = told.get(claim.name)
-        if entry is not None:
+        entry, left_off = told.get(claim.name), kind in ("not_tested", "interrupted")
+        if entry is not None and not (left_off and entry["provisional"]):
             state, figure, reason = State(entry["state"]), entry["figure"], entry["reason"]
-        elif kind in ("not_tested", "interrupted"):
+        elif left_off:
             state, figure, reason = State.not_tested, None, how
         elif refused:
             state, figure, reason = State.not_tested, None, "the check ended before it came to this"

@@ -48,8 +48,9 @@ DEVICES = (
     Device("GH200 144G", 140 * GIB, 989e12, 1979e12, 4.9e12, 450e9),
     Device("GH200", 95 * GIB, 989e12, 1979e12, 4.0e12, 450e9),  # its name ends in 480GB, which is the host's
     Device("H200", 140 * GIB, 989e12, 1979e12, 4.8e12, 450e9),
-    Device("A100-PCIE-40GB", 39 * GIB, 312e12, 312e12, 1.555e12, 64e9),
+    Device("A100-PCIE-40GB", 39 * GIB, 312e12, 312e12, 1.555e12, 32e9),
     Device("A100-SXM4-40GB", 39 * GIB, 312e12, 312e12, 1.555e12, 300e9),
+    Device("A100 80GB PCIe", 79 * GIB, 312e12, 312e12, 1.935e12, 32e9),
     Device("A100", 79 * GIB, 312e12, 312e12, 2.04e12, 300e9),
     Device("B200", 178 * GIB, 2250e12, 4500e12, 7.7e12, 900e9),
 )

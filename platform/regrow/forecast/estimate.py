@@ -6,10 +6,11 @@ Memory is `footprint`'s, time `plan.cost`'s roofline; here the configuration bec
 import math
 import os
 from dataclasses import asdict, dataclass, replace
+from functools import reduce
 from typing import Any
 
 from regrow.config.check import topologies, topology_of, world_sizes
-from regrow.config.schema import ActivationCheckpoint, Float8, PlanConfig, PretrainConfig
+from regrow.config.schema import ActivationCheckpoint, Float8, ParallelConfig, PlanConfig, PretrainConfig
 from regrow.config.snapshots import fixed_every_steps, takes_snapshots
 from regrow.config.stages import slowest_share
 from regrow.control.spacing import best_every_steps, steps_of_commit
@@ -74,6 +75,11 @@ class Forecast:
         return self.mesh.world_size + self.spares
 
     @property
+    def idle_fraction(self) -> float:
+        """Of the time of all that are there, what goes into passes for nothing and into spares; not a bubble."""
+        return 1.0 - self.batch.busy_share * self.mesh.world_size / self.num_workers
+
+    @property
     def fits(self) -> bool:
         return self.memory.total <= self.usable_bytes
 
@@ -88,6 +94,7 @@ class Forecast:
             "axes": self.mesh.sizes,
             "passes": self.batch.num_micro_batches,
             "idle_share": self.batch.idle_share,
+            "idle_fraction": self.idle_fraction,
             "bubble_fraction": self.bubble_share,
             "blocks_of_stages": [len(each) for each in self.stages.blocks] if self.stages else [],
             "bytes": {**self.memory.kinds, "total": self.memory.total},
@@ -248,30 +255,50 @@ def num_gathers(rank: Rank) -> float:
 
 
 def remedy(config: PretrainConfig, world_size: int, device: Device, network: Network) -> tuple[str, Forecast] | None:
-    """Settings with which a world size fits that does not, those that cost least speed first; None: there are none."""
-    parallel, modes = config.parallel, list(ActivationCheckpoint)
+    """Settings with which a world size fits that does not, those that cost least speed first; None: there are none.
+
+    Without those that it fits without as well.
+    """
+    parallel, modes, chunk = config.parallel, list(ActivationCheckpoint), ParallelConfig().loss_chunk_tokens
     tries: list[tuple[str, dict[str, Any]]] = [
         *([("slices_per_pass=1", {"slices_per_pass": 1})] if parallel.slices_per_pass > 1 else []),
+        ("prefetch_blocks=1", {"prefetch_blocks": 1}),
+        *([(f"loss_chunk_tokens={chunk}", {"loss_chunk_tokens": chunk})] if parallel.loss_chunk_tokens == 0 else []),
         ("reshard_after_forward=true", {"reshard_after_forward": True}),
         ("sync_every_micro_batch=true", {"sync_every_micro_batch": True}),
     ]
     for mode in modes[modes.index(parallel.activation_checkpoint) + 1 :]:
-        tries.append((f"activation_checkpoint={mode.value}", {"activation_checkpoint": mode}))
+        if parallel.activation_budget < 1:  # is for blocks that are not checkpointed
+            text = f"activation_checkpoint={mode.value} parallel.activation_budget=1"
+            tries.append((text, {"activation_checkpoint": mode, "activation_budget": 1.0}))
+        else:
+            tries.append((f"activation_checkpoint={mode.value}", {"activation_checkpoint": mode}))
     may_offload = config.cluster.gpus_per_worker > 0 and parallel.pp == 1
     if may_offload and parallel.float8 is Float8.tensorwise_all_gather:
         both = {"cpu_offload": True, "float8": Float8.tensorwise}
         tries.append(("cpu_offload=true parallel.float8=tensorwise", both))
     elif may_offload:
         tries.append(("cpu_offload=true", {"cpu_offload": True}))
-    settings: dict[str, str] = {}
+
+    def forecast_with(settings: dict[str, tuple[str, dict[str, Any]]]) -> Forecast:
+        changed = reduce(lambda before, setting: replace(before, **setting[1]), settings.values(), parallel)
+        return forecast(replace(config, parallel=changed), world_size, device, network)
+
+    settings: dict[str, tuple[str, dict[str, Any]]] = {}  # by the first of their names
+    found = forecast_with(settings)
     for text, values in tries:
-        changed = replace(parallel, **values)
-        if changed != parallel:
-            parallel = changed
-            settings[text.partition("=")[0]] = f"parallel.{text}"
-            tried = forecast(replace(config, parallel=parallel), world_size, device, network)
-            if tried.fits:
-                return " ".join(settings.values()), tried
+        more = settings | {text.partition("=")[0]: (f"parallel.{text}", values)}
+        tried = forecast_with(more)
+        if tried.memory.total > found.memory.total:  # as a loss in chunks, where gradients in float32 are most of it
+            continue
+        settings, found = more, tried
+        if not found.fits:
+            continue
+        for name in reversed(more):
+            fewer = {each: setting for each, setting in settings.items() if each != name}
+            if (tried := forecast_with(fewer)).fits:
+                settings, found = fewer, tried
+        return " ".join(text for text, _ in settings.values()), found
     return None
 
 

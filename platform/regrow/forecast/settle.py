@@ -48,7 +48,7 @@ def settle_stages(config: C, device: Device | None, network: Network) -> tuple[C
     parallel = config.parallel
     if parallel.pp and parallel.least_pp:
         return config, ""
-    if device is None or parallel.pp == 1:
+    if device is None or config.cluster.gpus_per_worker == 0 or parallel.pp == 1:
         return _with_stages(config, parallel.pp or 1, parallel.least_pp or 1), ""
     chosen = config if parallel.pp else _fastest_pipeline(config, device, network)
     pp = chosen.parallel.pp
@@ -117,12 +117,14 @@ def settle_passes(config: C, device: Device | None, network: Network) -> tuple[C
     if device is None or config.cluster.gpus_per_worker == 0 or parallel.pp > 1:
         return _with(config, parallel.slices_per_pass or 1, bool(parallel.sync_every_micro_batch)), ""
     chosen = _fastest_that_fits(config, device, network)
-    at_least = forecast(chosen, config.cluster.min_workers, device, network)
+    table = topologies(chosen)
+    least = min(table)
+    at_least = forecast(chosen, least, device, network, table)
     passes, reduced = chosen.parallel.slices_per_pass, chosen.parallel.sync_every_micro_batch
     return chosen, (
         f"by forecast for {device.name}: parallel.slices_per_pass={passes} "
         f"parallel.sync_every_micro_batch={str(reduced).lower()}, {at_least.memory.total / GIB:.0f} of "
-        f"{at_least.usable_bytes / GIB:.0f} GiB at {config.cluster.min_workers} workers"
+        f"{at_least.usable_bytes / GIB:.0f} GiB at {least} workers"
     )
 
 
@@ -148,7 +150,8 @@ def _fits(config: PretrainConfig, room: float, device: Device, network: Network)
     table = topologies(config)
     sizes = list(table)
     looked_at = {*sizes[:: max(1, len(sizes) // (MOST_SIZES - 2))], sizes[0], sizes[-1]}
-    smallest = {table[size].mesh.pp: size for size in reversed(sizes)}  # by stages
+    # by stages and replicas, which each rank's state and gradients depend on
+    smallest = {(table[size].mesh.pp, table[size].mesh.dp_replicate): size for size in reversed(sizes)}
     looked_at |= set(smallest.values())
     found = (forecast(config, size, device, network, table) for size in sorted(looked_at))
     return all(each.memory.total <= room * each.usable_bytes for each in found)

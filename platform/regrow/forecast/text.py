@@ -21,7 +21,7 @@ def to_text(config: PretrainConfig, forecasts: Sequence[Forecast], device: Devic
     return "\n".join(
         [
             *_heading(config, device, network),
-            *_pipeline(forecasts[0].stages),
+            *_pipeline(forecasts[-1].stages),
             *_context(config),
             "",
             *_memory(forecasts, network),
@@ -144,18 +144,18 @@ def _context(config: PretrainConfig) -> list[str]:
 
 def _unit_away(config: PretrainConfig, forecasts: Sequence[Forecast]) -> list[str]:
     """What it costs that one unit is away from all that may be there, in a line, where that is allowed."""
-    *_, before, full = [None, *forecasts]
-    if before is None or full is None:
-        return []
+    full = forecasts[-1]
     most, size, spares = (
         most_workers(config.cluster),
         full.mesh.tp * full.mesh.cp * full.mesh.pp,
         full.spares + num_beyond(config.cluster),
     )
-    if spares:
+    if spares >= size:
         return [f"one unit of {size} away from {most} workers costs nothing: {spares} of these are spares"]
-    if (slower := before.time.step_s / full.time.step_s - 1) < LEAST_SLOWER:
+    left = [each for each in forecasts if each.num_workers <= most - size]
+    if not left or (slower := left[-1].time.step_s / full.time.step_s - 1) < LEAST_SLOWER:
         return []
+    before = left[-1]
     passes = f"{before.batch.num_micro_batches} passes for {full.batch.num_micro_batches}"
     return [
         f"one unit of {size} away from {most} workers: {passes}, a step takes {slower:.1%} longer; with more workers "

@@ -82,20 +82,21 @@ def state_bytes(config: ModelConfig, moments: Dtype = Dtype.float32, tp: int = 1
 
 
 def rank_state_bytes(config: ModelConfig, moments: Dtype, mesh: MeshShape) -> int:
-    """Of the rank of a mesh that holds most: of a pipeline, one of the stages with most parameters.
+    """Of the rank of a mesh that holds most: the first of those that share a stage, as rows do not divide evenly; of a
+    pipeline, one of the stages with most parameters.
 
     >>> mesh = MeshShape(dp_replicate=1, dp_shard=2)
     >>> rank_state_bytes(ModelConfig(), Dtype.float32, mesh) == state_bytes(ModelConfig()) // 2
     True
     """
     shapes = (outer_shapes(config), block_shapes(config))
-    outer, block = (_num_elements(frozenset(of.items()), mesh.tp) for of in shapes)
-    table = _num_elements(frozenset({("embed.weight", (config.vocab_size, config.dim))}), mesh.tp)
+    outer, block = (_num_elements(frozenset(of.items()), mesh.tp, mesh.dp_shard) for of in shapes)
+    table = _num_elements(frozenset({("embed.weight", (config.vocab_size, config.dim))}), mesh.tp, mesh.dp_shard)
     counts = [config.num_layers] if mesh.pp == 1 else [sum(mesh.blocks[rank :: mesh.pp]) for rank in range(mesh.pp)]
     ends = [0] * len(counts)
     ends[0], ends[-1] = (table, outer if config.tied else outer - table) if mesh.pp > 1 else (outer, outer)
     most = max(count * block + end for count, end in zip(counts, ends, strict=True))
-    return -(-(PARAMETER_BYTES + moment_bytes(moments)) * most // mesh.dp_shard)
+    return (PARAMETER_BYTES + moment_bytes(moments)) * most
 
 
 def most_state_bytes(config: ModelConfig, moments: Dtype, meshes: Iterable[MeshShape]) -> int:
@@ -104,9 +105,9 @@ def most_state_bytes(config: ModelConfig, moments: Dtype, meshes: Iterable[MeshS
 
 
 @cache
-def _num_elements(shapes: frozenset[tuple[str, tuple[int, ...]]], tp: int) -> int:
-    """Of the first of `tp` blocks that tensor parallelism cuts parameters into."""
-    at = Coordinates(MeshShape(1, 1, tp))
+def _num_elements(shapes: frozenset[tuple[str, tuple[int, ...]]], tp: int, dp_shard: int = 1) -> int:
+    """Of the first of `tp` blocks that tensor parallelism cuts parameters into, on the first of `dp_shard` ranks."""
+    at = Coordinates(MeshShape(1, dp_shard, tp))
     return sum(placed(Box.whole(*each), at).num_elements for each in shapes)
 
 
