@@ -450,10 +450,10 @@ def test_a_group_that_could_not_be_formed_is_not_given_out_again() -> None:
 
 def test_a_keeper_that_comes_after_a_group_was_over_hears_of_it() -> None:
     told = training("ab")
-    told(e.Died((("b", 1),), 1, "worker_died", "gone"))
-    told.clear()
     told(e.KeeperUp("c", "c", ("c", 1)))
     assert told.of(c.TellOver) == []
+    told(e.Died((("b", 1),), 1, "worker_died", "gone"))
+    told.clear()
     told(e.KeeperUp("a", "a", ("a", 2), restarted=True))
     assert told.of(c.TellOver) == [c.TellOver(1, ("a",))]
 

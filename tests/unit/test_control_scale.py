@@ -111,6 +111,7 @@ def life(size: int) -> dict[str, int]:
         alive = [member for member in alive if member.node != nodes[lost]]
         told(e.Notice(dict.fromkeys(going, told.now + 3600.0)))
         told(e.Died(tuple((each.node, each.pid) for each in those), len(alive), "worker_died", ""))
+        count("keepers", lambda: [told(e.KeeperUp(node, node, (node, 1))) for node in nodes])
         count(f"come, {len(going)} of them to go", lambda: come(generation))  # noqa: B023
         assert told.control.generation == generation + 1, "it forms once the last of them has come"
         begin(3)

@@ -81,8 +81,7 @@ class Group(Losses):
     def keeper_up(self, event: KeeperUp, now: float) -> None:
         """It may not have heard that the group is over."""
         self.arrivals.keeper_up(event, now)
-        is_over = self._told_over == self.generation > 0
-        if is_over and any(member.node == event.node for member in self.membership.current):
+        if self._told_over == self.generation > 0:
             self.out.append(TellOver(self.generation, (event.node,)))
 
     def placed(self, event: Placed, now: float) -> None:
