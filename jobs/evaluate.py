@@ -61,7 +61,7 @@ def evaluate(options: argparse.Namespace) -> list[str]:
             exported = left.enter_context(export)
         found = harness.evaluate(exported, tasks, settings)
     results.write_results(folder, source.describe(), found)
-    return [f"{source.folder}{step}", "", *results.table(found), "", f"written to {folder}/{results.RESULTS}"]
+    return [f"{source.folder}{step}", "", *results.table(found), "", f"written to {folder / results.RESULTS}"]
 
 
 def natural(text: str, least: int = 0) -> int:

@@ -38,7 +38,7 @@ def report(options: argparse.Namespace) -> None:
     storage, out = Storage.at(options.runs[0]), options.out
     config = run_config(storage)
     if out is None and not options.json:
-        figures, where = write_report(storage, config), f"{storage}/report.html"
+        figures, where = write_report(storage, config), str(storage / "report.html")
     else:
         figures, content = make_report(storage, config)
         where = str(out)

@@ -218,8 +218,7 @@ class RemoteStorage(Storage):
         return self.uri
 
     def join(self, *names: str) -> "RemoteStorage":
-        tail, (path, mark, options) = "/".join(names), self.uri.partition("?")
-        return RemoteStorage(self.fs, f"{self.root}/{tail}", f"{path.rstrip('/')}/{tail}{mark}{options}")
+        return RemoteStorage(self.fs, "/".join([self.root, *names]), join_location(self.uri, *names))
 
     def read_bytes(self, name: str) -> bytes:
         return self._retry(name, lambda path: self.open_file(path).read())
@@ -332,11 +331,9 @@ class RemoteStorage(Storage):
                 raise
             except OSError as error:
                 if any(each in str(error) for each in NO_TRAILERS):
-                    raise StorageError(f"{self.uri}/{name}: {NO_TRAILERS_HELP}: {error}") from error
+                    raise StorageError(f"{self / name}: {NO_TRAILERS_HELP}: {error}") from error
                 if time.monotonic() + wait_s > give_up_at:
-                    raise OSError(
-                        f"{self.uri}/{name}: still failing after {RETRY_DEADLINE_S:.0f} s: {error}"
-                    ) from error
+                    raise OSError(f"{self / name}: still failing after {RETRY_DEADLINE_S:.0f} s: {error}") from error
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, 15.0)
 
@@ -424,3 +421,30 @@ def in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> lis
 def is_remote(location: str | None) -> bool:
     """Whether a path or URI leads out of this machine's file system."""
     return location is not None and "://" in location and not location.startswith("file://")
+
+
+def join_location(folder: str, *names: str) -> str:
+    """A path or URI below another one; a URI's options stay at its end. Pure.
+
+    >>> join_location("s3://b/runs?region=x", "mine")
+    's3://b/runs/mine?region=x'
+    """
+    path, options = _apart(folder)
+    return "/".join([path.rstrip("/"), *names]) + options
+
+
+def split_location(location: str) -> tuple[str, str]:
+    """The folder that a path or URI lies in, and its name there: the inverse of `join_location`.
+
+    >>> split_location("s3://b/runs/mine?region=x")
+    ('s3://b/runs?region=x', 'mine')
+    """
+    path, options = _apart(location)
+    folder, _, name = path.rstrip("/").rpartition("/")
+    return (folder or "/" * path.startswith("/")) + options, name
+
+
+def _apart(location: str) -> tuple[str, str]:
+    """A URI, and its options behind it from the question mark on, which a path has for a letter."""
+    path, mark, options = location.partition("?") if is_remote(location) else (location, "", "")
+    return path, mark + options

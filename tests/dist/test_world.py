@@ -17,7 +17,7 @@ from regrow.accept.tiny import tiny_model
 from regrow.config.schema import ClusterConfig, ObserveConfig, OptimConfig, ParallelConfig, PretrainConfig
 from regrow.control.membership import Member
 from regrow.parallel.fsdp import axis_groups, build_mesh
-from regrow.parallel.tree import Tree
+from regrow.parallel.tree import HELLO, Tree
 from regrow.plan.mesh import MeshShape, plan_mesh
 from regrow.plan.tree import FAN_OUT, children_of, parent_of
 from regrow.runtime.abort import Breaker
@@ -116,6 +116,24 @@ def test_strangers_at_a_rank_s_door_are_not_taken_for_members_nor_waited_for() -
             member.call(address)
             root.take()
         assert on_all([root, member], lambda each: each.gather(bytes([each.rank]))) == [[b"\0", b"\1"]] * 2
+
+
+def test_a_member_that_stands_still_between_connecting_and_its_hello_is_waited_for() -> None:
+    """As on a host with more processes than cores: it never connects again, and was dropped for the generation."""
+    listener, secret = socket.create_server(("127.0.0.1", 0)), SECRET
+    root = Tree(listener, rank=0, size=2, secret=secret, timeout_s=20.0)
+    looks = 0
+
+    def is_over() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == 4:  # some looks after it was taken
+            member.sendall(HELLO.pack(secret, 1))
+        return False
+
+    with contextlib.closing(root), socket.create_connection(root.address) as member:
+        root.take(is_over)
+        assert looks >= 4
 
 
 def test_a_generation_that_is_over_waits_for_none_to_come() -> None:

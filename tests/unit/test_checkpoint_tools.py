@@ -207,6 +207,7 @@ def test_a_folder_without_checkpoints_is_one_line(command: str, tmp_path: Path) 
 
 
 def test_an_average_has_the_mean_of_the_weights_and_all_else_of_the_newest(run: Path, tmp_path: Path) -> None:
+    (run / "config.yaml").write_text("data: {corpora: {web: /corpora/web}}\n")
     job("average", run, "--last", 2, "--to", tmp_path / "mean")
     first, second = opened(run / "checkpoints", 1), opened(run / "checkpoints", 2)
     found = opened(tmp_path / "mean" / "checkpoints", 2)
@@ -220,6 +221,7 @@ def test_an_average_has_the_mean_of_the_weights_and_all_else_of_the_newest(run: 
     assert all(
         each.problem == "" for each in tools.examine(*checkpoints_of(str(tmp_path / "mean")), None, lambda _: quiet)
     )
+    assert (tmp_path / "mean" / "config.yaml").read_bytes() == (run / "config.yaml").read_bytes(), "its corpus"
     ours, theirs = (json.loads((folder / "run.json").read_text()) for folder in (tmp_path / "mean", run))
     assert ours["identity"] == theirs["identity"]
     assert ours["run_id"] != theirs["run_id"]

@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +47,15 @@ TEXTS = [f"document {n}: " + " ".join(f"word{(n * 7 + k) % 31}" for k in range(4
 
 def write_parquet(path: Path, texts: list[str | None], **columns: list[object]) -> None:
     pq.write_table(pa.table({"text": pa.array(texts, pa.string()), **columns}), path, row_group_size=10)
+
+
+def test_a_name_that_is_no_utf_8_is_passed_over_or_named(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.bin")).touch()
+    assert [size for _, size in SourceFiles(str(tmp_path)).list()] == [4]
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.txt")).touch()
+    with pytest.raises(DataError, match=r"caf\\xe9\.txt is no UTF-8; rename it"):
+        SourceFiles(str(tmp_path)).list()
 
 
 def texts_of(folder: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """Weights to Hugging Face's layout and back: the same bits, and the model that config.json describes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from regrow.accept.tiny import tiny_model
-from regrow.config.schema import DataConfig, Dtype, ModelConfig
+from regrow.config.schema import DataConfig, Dtype, ModelConfig, OptimConfig, PretrainConfig, RunConfig
 from regrow.data.prepare.prepare import prepare
 from regrow.data.prepare.tokenizer import END_OF_TEXT
 from regrow.data.read.manifest import Manifest
-from regrow.errors import CheckpointError, DataError
+from regrow.errors import CheckpointError, DataError, ResumeError
 from regrow.model.llama import Llama
 from regrow.model.size import parameter_shapes
 from regrow.record.run_folder import checkpoints_of, read_record
+from regrow.runtime.run_folder import check_may_start
 from regrow.state.disk.catalog import choose
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.exchange import huggingface
@@ -164,6 +166,13 @@ def test_moments_are_stored_as_the_run_will_keep_them(tmp_path: Path) -> None:
     again = tensors_of(tmp_path / "again")
     for name in again.index.tensors:
         assert again.whole(name).dtype is (torch.float32 if name.startswith("model/") else torch.bfloat16), name
+    import_run("hf", source, str(tmp_path / "plain"), start=quiet)
+    for name, moments in (("again", Dtype.float32), ("plain", bfloat16)):  # else the run is restored in vain, for good
+        config = PretrainConfig(
+            run=RunConfig(name=name, storage_path=str(tmp_path)), optim=OptimConfig(moments=moments)
+        )
+        with pytest.raises(ResumeError, match=r"optim\.moments"):
+            check_may_start(replace(config, model=tiny_model()))
     with pytest.raises(CheckpointError, match="leave out --moments bfloat16"):
         import_run("dcp", source, str(tmp_path / "other"), moments=bfloat16, start=quiet)
 

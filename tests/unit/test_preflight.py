@@ -23,6 +23,8 @@ from regrow.config.check import check
 from regrow.config.schema import DataConfig, OptimConfig, PretrainConfig, RunConfig
 from regrow.config.store import pretrain_config
 from regrow.data.preflight import MARGIN, Outlook, check_corpus
+from regrow.data.prepare.documents import load_recipe
+from regrow.data.prepare.prepare import prepare
 from regrow.data.prepare.tokenizer import train_tokenizer
 from regrow.data.read.corpora import find_corpora
 from regrow.errors import DataError, UnseenError
@@ -101,6 +103,36 @@ def test_filters_are_part_of_the_estimate(tmp_path: Path, source: Path, tokenize
     everything, half = check_corpus(config), check_corpus(replace(config, data=replace(config.data, min_score=2.0)))
     assert everything.num_rows is not None
     assert half.num_rows == pytest.approx(everything.num_rows / 2, rel=0.05)
+
+
+def test_a_source_that_is_sorted_by_what_is_filtered_is_not_refused_for_its_first_documents(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("regrow.data.preflight.READ_BYTES", 0)
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name, language in (("a", "de"), ("b", "en"), ("c", "de")):
+        pq.write_table(pa.table({"text": texts(2000), "language": [language] * 2000}), folder / f"{name}.parquet")
+    outlook = check_corpus(config_of(tmp_path, source=str(folder), tokenizer=str(tokenizer), language="en"))
+    assert outlook.num_rows
+    outlook = check_corpus(config_of(tmp_path, source=str(folder), tokenizer=str(tokenizer), language="fr"))
+    assert outlook.num_rows is None, "a sample does not tell that nothing is left"
+
+
+def test_a_source_that_can_be_listed_and_not_read_is_one_line(
+    tmp_path: Path, tokenizer: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a bucket of which one may list what is there."""
+
+    def refused(self: Any, name: str) -> Any:
+        raise PermissionError(f"Access Denied: {name}")
+
+    monkeypatch.setattr("regrow.data.prepare.files.SourceFiles.parquet", refused)
+    config = config_of(tmp_path, source=str(source), tokenizer=str(tokenizer))
+    with pytest.raises(UnseenError, match=r"data\.source=.* cannot be read \(.*Access Denied"):
+        check_corpus(config)
+    with pytest.raises(DataError, match="Access Denied"):
+        prepare(config.data, load_recipe("fineweb_edu"), tmp_path / "out", progress=quiet)
 
 
 def test_a_corpus_too_small_for_one_batch_is_refused_with_both_numbers(

@@ -1,5 +1,6 @@
 """Documents -> tokenizer -> shards: what a prepared corpus holds, and what can go wrong on the way."""
 
+import errno
 import hashlib
 import multiprocessing
 import pickle
@@ -91,6 +92,17 @@ def test_manifest_says_what_was_prepared_and_survives_the_round_trip(corpus: Pat
 def test_preparing_twice_gives_the_same_bytes(corpus: Path, tmp_path: Path) -> None:
     prepare(CONFIG, WordRecipe(), tmp_path / "again", progress=quiet)
     assert read_files(corpus) == read_files(tmp_path / "again")
+
+
+def test_a_corpus_is_prepared_on_a_file_system_without_locks(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(file: Any, operation: int) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    made = prepare(CONFIG, WordRecipe(), tmp_path / "words", progress=quiet)
+    assert made.sha256 == Manifest.load(corpus).sha256
 
 
 def test_shards_have_uniform_row_groups_and_only_the_last_is_short(corpus: Path) -> None:

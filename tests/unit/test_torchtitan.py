@@ -22,7 +22,7 @@ from regrow.optim.schedule import lr_at
 from regrow.parallel.float8 import inner_tensor
 from regrow.parallel.fsdp import build_mesh, coordinates_of
 from regrow.plan.mesh import plan_mesh
-from regrow.record.run_folder import CHECKPOINTS, CONFIG_FILE, checkpoints_of, identity, read_record, write_record
+from regrow.record.run_folder import CONFIG_FILE, checkpoints_of, identity, read_record, write_record
 from regrow.state.disk import store
 from regrow.state.disk.catalog import choose
 from regrow.state.disk.tensors import CheckpointTensors
@@ -279,11 +279,10 @@ def test_an_optimizer_that_stood_still_or_is_no_adamw_is_refused(golden_model: M
 
 def test_a_run_that_has_not_trained_is_exported_by_its_weights_alone(golden_model: ModelConfig, tmp_path: Path) -> None:
     save_run(tmp_path / "run", ragged_model())
-    (tmp_path / "run" / "events.jsonl").touch()
     _, index = choose(*checkpoints_of(str(tmp_path / "run")))
     with pytest.raises(CheckpointError, match="export its weights to hf"):
         export_run("torchtitan", str(tmp_path / "run"), index, str(tmp_path / "out"), dtype=Dtype.float32, start=quiet)
-    assert not (tmp_path / "run" / CHECKPOINTS / "out").exists()
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 20.0  # for each place outside this machine: source, tokenizer, prepared corpora
 MARGIN = 1.25  # by which an estimate may be too low before a corpus is refused for it
-MOST_FOOTERS = 8  # read of a source's parquet files, evenly over them
+MOST_FOOTERS, MOST_PIECES = 8, 4  # of a source's parquet files read, of its pieces sampled, evenly over them
 SAMPLE_BYTES, SAMPLE_DOCUMENTS = 1 << 20, 1000  # of text that is tokenized, of documents that are filtered
 CLOSE, READ_BYTES = 2.0, 64 << 20  # global batches below which all documents are read, of at most so many bytes
 # bytes a token where no tokenizer can be asked: of FineWeb-Edu GPT-2's 50k ids make 4.4 and dolma2's 100k 4.5; of the
@@ -35,6 +35,7 @@ BYTES_PER_TOKEN, FEW_IDS, BYTES_PER_TOKEN_OF_FEW = 4.5, 16384, 3.65
 GZIP_RATIO, PARQUET_RATIO = 2.7, 2.3  # bytes of English text in one of a file: as FineWeb-Edu's parquet has it
 BY_SIZES, COUNTED = "estimated from the sizes of its files", "counted"
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -171,9 +172,15 @@ def _estimate(
 
     if not pieces:
         return rows(num_bytes, bytes_per_token), basis
-    sample = _read(data, recipe, pieces[:1], tokenizer, most_documents=SAMPLE_DOCUMENTS)
-    about = rows(num_bytes * sample.kept, sample.bytes_per_token or bytes_per_token)
-    if about > CLOSE * config.optim.global_batch_seqs or num_bytes > READ_BYTES:
+    some = _evenly(pieces, MOST_PIECES)
+    sample = _read(data, recipe, some, tokenizer, most_documents=SAMPLE_DOCUMENTS // len(some))
+    least, bytes_per_token = config.optim.global_batch_seqs, sample.bytes_per_token or bytes_per_token
+    about = rows(num_bytes * sample.kept, bytes_per_token)
+    if about > CLOSE * least:
+        return about, basis
+    if num_bytes > READ_BYTES:
+        if about * MARGIN < least <= rows(num_bytes, bytes_per_token) * MARGIN:  # sorted by what is filtered, perhaps
+            return None, f"the filters keep {sample.kept:.1%} of a sample of its documents, too few to tell its size"
         return about, basis
     if tokenizer is not None:
         return _count(data, recipe, pieces, tokenizer), COUNTED
@@ -192,13 +199,17 @@ def _text_bytes(source: str, sizes: dict[str, int]) -> tuple[float, str]:
     if not parquet:
         return plain, BY_SIZES
     files = SourceFiles(source)
-    some = sorted({parquet[k * len(parquet) // MOST_FOOTERS] for k in range(MOST_FOOTERS)})
-    footers = in_threads(partial(_in_footer, files), some)
+    footers = in_threads(partial(_in_footer, files), _evenly(parquet, MOST_FOOTERS))
     read = {name: text for name, text in footers if text is not None}
     if not read:
         raise DataError(f"data.source={source}: none of its .parquet files can be read and has a column `text`")
     ratio = sum(read.values()) / max(sum(sizes[name] for name in read), 1)
     return plain + ratio * sum(sizes[name] for name in parquet), "estimated from parquet footers"
+
+
+def _evenly(items: Sequence[Item], most: int) -> list[Item]:
+    """At most so many of them, evenly over all."""
+    return [items[k] for k in sorted({k * len(items) // most for k in range(most)})]
 
 
 def _in_footer(files: "SourceFiles", name: str) -> tuple[str, int | None]:
@@ -238,16 +249,17 @@ class _Read:
 
 
 def _read(data: DataConfig, recipe: Recipe, pieces: Sequence[Piece], tokenizer: Any, *, most_documents: float) -> _Read:
+    """At most so many of each piece."""
     texts: list[str] = []
     seen = num_bytes = 0
     for piece in pieces:
         try:
-            for document in recipe.documents(data, piece):
+            for number, document in enumerate(recipe.documents(data, piece), 1):
                 seen += 1
                 if isinstance(document, Document):
                     texts.append(document.text)
                     num_bytes += len(document.text.encode())
-                if seen >= most_documents:
+                if number >= most_documents:
                     break
         except DamagedPiece:
             continue
@@ -262,17 +274,20 @@ def _read(data: DataConfig, recipe: Recipe, pieces: Sequence[Piece], tokenizer: 
 
 
 def _look_at(setting: str, location: str | None, look: Callable[[], Result], deadline_s: float) -> Result:
-    """What `look` returns. A place outside this machine that cannot be opened, or is not in time, is an UnseenError."""
-    if not is_remote(location):
-        return look()
+    """What `look` returns. A place that cannot be read, or outside this machine is not in time, is an UnseenError."""
     try:
-        return within(deadline_s, look)
+        return within(deadline_s, look) if is_remote(location) else look()
     except StorageError as error:
         raise UnseenError(f"{setting}: {error}") from error
     except TimeoutError as error:
         raise UnseenError(
             f"{setting}={location} did not answer within {deadline_s:g} s; check the network and the credentials of "
             "this machine, or name a copy that it can reach"
+        ) from error
+    except OSError as error:
+        raise UnseenError(
+            f"{setting}={location} cannot be read ({first_line(error)}); give this machine the right to read it, or "
+            "name a copy that it can read"
         ) from error
 
 

@@ -18,7 +18,7 @@ from regrow.state.disk import catalog as tools
 from regrow.state.disk.catalog import step_folder
 from regrow.state.disk.format import Index
 from regrow.state.exchange.runs import corpora_of, export_run
-from regrow.storage import Storage
+from regrow.storage import Storage, join_location, split_location
 
 EVALUATIONS = "evaluations"
 NEITHER = (
@@ -85,9 +85,10 @@ def find_source(location: str, *, step: int | None = None, corpus: str | None = 
         raise EvaluationError(f"{folder} has no run.json, so its model is not known; name a run's folder")
     trained_on = corpora_of(folder, record)
     if trained_on is None:
+        beside = join_location(split_location(str(folder))[0], "data")
         raise EvaluationError(
-            f"the corpus that {folder} trained on was not found, so there is no tokenizer; put it into "
-            f"{str(folder).rpartition('/')[0]}/data, or export the checkpoint (python -m jobs.checkpoint export), add "
+            f"the corpus that {folder} trained on was not found, so there is no tokenizer; put it into {beside}, or "
+            "export the checkpoint (python -m jobs.checkpoint export), add "
             f"tokenizer.json and {TOKENIZER_CONFIG}, and name that folder"
         )
     return Source(folder, chosen or trained_on, record["run_id"], index)

@@ -9,12 +9,14 @@ another.
 import contextlib
 import itertools
 import json
+import selectors
 import socket
 import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch.distributed as dist
 
@@ -72,23 +74,28 @@ class Tree:
             self._parent.sendall(HELLO.pack(self._secret, self.rank))
 
     def take(self, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Wait until all below have connected."""
+        """Wait until all below have connected, and said which they are: one may stand still between the two."""
         missing, give_up_at = set(children_of(self.rank, self.size)), time.monotonic() + self.timeout_s
         self._listener.settimeout(LOOK_S)
-        while missing:
-            if is_over():
-                raise dist.DistNetworkError(f"the generation was over before ranks {sorted(missing)} had come")
-            if time.monotonic() > give_up_at:
-                raise dist.DistNetworkError(f"ranks {sorted(missing)} did not come within {self.timeout_s:g} s")
-            with contextlib.suppress(OSError):  # none came, or it was a stranger's
-                link = _prepared(self._listener.accept()[0])
-                link.settimeout(LOOK_S)
-                secret, rank = HELLO.unpack(_read(link, HELLO.size))
-                if secret == self._secret and rank in missing:
-                    self._children[rank] = link
-                    missing.remove(rank)
-                else:
-                    link.close()
+        with contextlib.ExitStack() as silent, selectors.DefaultSelector() as waiting:
+            waiting.register(self._listener, selectors.EVENT_READ)
+            while missing:
+                if is_over():
+                    raise dist.DistNetworkError(f"the generation was over before ranks {sorted(missing)} had come")
+                if time.monotonic() > give_up_at:
+                    raise dist.DistNetworkError(f"ranks {sorted(missing)} did not come within {self.timeout_s:g} s")
+                for ready in [cast(socket.socket, key.fileobj) for key, _ in waiting.select(LOOK_S)]:
+                    with contextlib.suppress(OSError):  # it has gone again
+                        if ready is self._listener:
+                            link = silent.enter_context(_prepared(self._listener.accept()[0]))
+                            waiting.register(link, selectors.EVENT_READ)
+                            continue
+                        waiting.unregister(ready)
+                        ready.settimeout(LOOK_S)
+                        secret, rank = HELLO.unpack(_read(ready, HELLO.size))
+                        if secret == self._secret and rank in missing:  # else it is a stranger's
+                            self._children[rank] = ready.dup()
+                            missing.remove(rank)
 
     def gather(self, value: bytes) -> list[bytes]:
         """Every rank's, in rank order, on every rank."""

@@ -21,7 +21,7 @@ from regrow.record.log import read_events
 from regrow.record.run_folder import read_status
 from regrow.record.status import State, Status
 from regrow.show.units import when
-from regrow.storage import Storage
+from regrow.storage import Storage, join_location
 from regrow.submit.kubectl import Kubectl
 from regrow.submit.kuberay import ENDED, KIND, KubeRay, head_of
 
@@ -116,7 +116,7 @@ def _run_of(entrypoint: str) -> tuple[str, str]:
         ) from error
     path = config.run.storage_path  # never opened: this machine may have no way to it
     if "://" in path:
-        return config.run.name, f"{path.rstrip('/')}/{config.run.name}"
+        return config.run.name, join_location(path, config.run.name)
     return config.run.name, str(Path(path).expanduser().absolute() / config.run.name)
 
 

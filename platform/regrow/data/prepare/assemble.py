@@ -26,6 +26,7 @@ from regrow.data.prepare.spool import Spool, Spooled
 from regrow.data.read.manifest import MANIFEST, SPLITS, Manifest, Shard
 from regrow.data.read.shards import index_name, write_index, write_shard
 from regrow.errors import DataError
+from regrow.record.log import NO_LOCKS
 from regrow.storage import Storage, in_threads
 
 PLAN_FILE = "plan.json"  # says of what the files beside it are the beginnings; gone once the corpus is finished
@@ -132,7 +133,7 @@ def record_name(split: int, number: int) -> str:
 def building_site(place: Storage) -> Iterator[Storage | None]:
     """The folder to build a corpus in, which is at `place` afterwards; None where a finished one stands there.
 
-    On a file system one process at a time builds, others wait for it.
+    On a file system with locks one process at a time builds, others wait for it.
     """
     if place.is_local:
         with _local_site(place.local_path) as site:
@@ -155,12 +156,16 @@ def _local_site(folder: Path) -> Iterator[Storage | None]:
         if (folder / MANIFEST).is_file():
             yield None
             return
-        yield Storage.at(building)
-        _tidy(Storage.at(building))
-        _sync(building)
-        if folder.exists():
-            shutil.rmtree(folder)  # left by something that did not finish
-        building.rename(folder)
+        try:
+            yield Storage.at(building)
+            _tidy(Storage.at(building))
+            _sync(building)
+            if folder.exists() and not (folder / MANIFEST).is_file():
+                shutil.rmtree(folder)  # left by something that did not finish
+            building.rename(folder)
+        except (DataError, OSError):
+            if not (folder / MANIFEST).is_file():
+                raise  # else another job was first, where no lock keeps it out
         _sync(folder.parent, files=False)
 
 
@@ -177,9 +182,14 @@ def _tidy(folder: Storage) -> None:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """Hold the lock that guards what stands at `folder`; the kernel lets go of it with the process."""
+    """Hold the lock that guards what stands at `folder`; the kernel lets go of it with the process. None is held on a
+    file system without locks: there, as in an object store, two jobs may build the same corpus at a time."""
     with open(folder.with_name(f".{folder.name}.lock"), "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
         yield
 
 

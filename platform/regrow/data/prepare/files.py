@@ -64,15 +64,26 @@ class SourceFiles:
             raise missing(
                 f"data.source={self.source}: there is no {folder}; give a file, folder, glob or URI that is there"
             )
+        paths = [(self._path(each), each.size) for each in found if each.type == FileType.File]
         files = sorted(
-            (f.path, f.size)
-            for f in found
-            if f.type == FileType.File and kind_of(f.path) and (head == self.root or fnmatch.fnmatch(f.path, self.root))
+            (path, size)
+            for path, size in paths
+            if kind_of(path) and (head == self.root or fnmatch.fnmatch(path, self.root))
         )
         if not files:
             kinds = " ".join(f"*{suffix}" for suffix in SUFFIXES)
             raise DataError(f"data.source={self.source} names no file of a kind that can be read: {kinds} (also .gz)")
         return files
+
+    def _path(self, info: Any) -> str:
+        """Raises DataError where a file that can be read has a name that cannot stand in a manifest, JSON."""
+        try:
+            return str(info.path)
+        except UnicodeDecodeError as error:
+            path = bytes(error.object).decode(errors="backslashreplace")
+            if kind_of(path):
+                raise DataError(f"data.source={self.source}: the name of {path} is no UTF-8; rename it") from error
+            return path
 
     def name(self, path: str) -> str:
         """A file's name relative to the source: the same wherever the source is mounted."""

@@ -95,9 +95,15 @@ def prepare(
     place = folder if isinstance(folder, Storage) else Storage.at(folder)
     with building_site(place) as site:
         if site is not None:
-            plan = Plan(config, recipe, site, progress, distribute)
-            if not plan.is_built():
-                _build(plan).save(str(site))
+            try:
+                plan = Plan(config, recipe, site, progress, distribute)
+                if not plan.is_built():
+                    _build(plan).save(str(site))
+            except OSError as error:
+                raise DataError(
+                    f"preparing {config.recipe} stopped: {error}; run the same command again, it goes on where it "
+                    "stopped"
+                ) from error
     return Manifest.load(str(place))
 
 
@@ -186,25 +192,20 @@ def _tokenizer(folder: str, sha256: str) -> "BPE":
 
 def _build(plan: Plan) -> Manifest:
     config = plan.config
-    try:
-        plan.open_folder()
-        tokenizer, sha256 = _make_tokenizer(plan)
-        eot_id = end_of_text_id(tokenizer, config.end_of_text)
-        spooled = _tokenize(plan, sha256)
-        layout = lay_out(
-            plan.groups,
-            spooled,
-            seq_len=config.seq_len,
-            rows_per_group=config.rows_per_group,
-            rows_per_shard=config.rows_per_shard,
-            eot_id=eot_id,
-        )
-        _check_size(plan, layout, spooled)
-        shards = _write_shards(plan, layout)
-    except OSError as error:
-        raise DataError(
-            f"preparing {config.recipe} stopped: {error}; run the same command again, it goes on where it stopped"
-        ) from error
+    plan.open_folder()
+    tokenizer, sha256 = _make_tokenizer(plan)
+    eot_id = end_of_text_id(tokenizer, config.end_of_text)
+    spooled = _tokenize(plan, sha256)
+    layout = lay_out(
+        plan.groups,
+        spooled,
+        seq_len=config.seq_len,
+        rows_per_group=config.rows_per_group,
+        rows_per_shard=config.rows_per_shard,
+        eot_id=eot_id,
+    )
+    _check_size(plan, layout, spooled)
+    shards = _write_shards(plan, layout)
     source = plan.recipe.describe(config)
     return Manifest(
         recipe=config.recipe,
@@ -262,7 +263,7 @@ def read_tokenizer(location: str) -> bytes:
     """A tokenizer file's bytes. Raises DataError where there is none."""
     files = SourceFiles(location)
     try:
-        return files.read(location.rpartition("/")[2])
+        return files.read(files.name(files.root))
     except FileNotFoundError as error:
         raise UnseenError(
             f"data.tokenizer={location}: there is no {files.root}; give the path or URI of a tokenizer.json"

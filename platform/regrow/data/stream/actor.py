@@ -101,6 +101,8 @@ class TokenStream:
 
     async def tickets(self, run: int, source: str) -> list[int]:
         """The next windows to produce, waiting until there are any; none: the Dataset is to end."""
+        if run != self.run:  # a late call of a Dataset that has ended, whose source must not stand for this one's
+            return []
         self.source = self.source or source
         if source != self.source:  # Ray ran the source again after it died: tickets that it had drawn are lost
             self._end_run(run)

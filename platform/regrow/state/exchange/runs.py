@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from math import prod
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from regrow.record.run_folder import (
     model_of,
     new_run_id,
     read_record,
-    run_config,
     write_record,
 )
 from regrow.state.disk.catalog import Start
@@ -36,7 +36,7 @@ from regrow.state.entries import Entry, Progress
 from regrow.state.exchange import dcp, huggingface
 from regrow.state.exchange.megatron import MegatronFolder
 from regrow.state.exchange.torchtitan import AdamWSettings, TitanFolder, bytes_read, export_for_torchtitan
-from regrow.storage import Storage
+from regrow.storage import Storage, split_location
 
 NOT_TOLD = ("name", "document_attention")  # of a model by Hugging Face's config.json
 
@@ -106,6 +106,8 @@ def import_of_model(
     _check_empty(run)
     state = TitanFolder(folder, config) if form == "torchtitan" else MegatronFolder(folder, config)
     goes_on = isinstance(state, TitanFolder) and state.has_optimizer
+    if goes_on and moments is not Dtype.float32:
+        raise CheckpointError(f"{source} holds moments, kept as they are; leave out --moments {moments}")
     progress = _progress_of(state, source, batch) if isinstance(state, TitanFolder) and goes_on else Progress()
     identity = {f"model.{key}": value for key, value in asdict(config).items() if key not in NOT_TOLD}
     if batch is not None:
@@ -114,7 +116,8 @@ def import_of_model(
     _create(run, entries, progress, identity, None)
     begins = f"goes on from step {progress.step}" if goes_on else "begins at step 0 with the weights"
     command = f"    python -m jobs.pretrain {_named(run)} model={model}"
-    command += "".join(f" {key}={identity[key]}" for key in identity if not key.startswith("model."))
+    command += "".join(f" {key}={identity[key]}" for key in identity if key.startswith(("data.", "optim.global")))
+    command += _kept_as(identity)
     lines = [f"{run} {begins} of {source}. With a corpus prepared with the same tokenizer, start it with", "", command]
     if isinstance(state, TitanFolder) and goes_on:
         adamw = state.adamw()
@@ -142,9 +145,15 @@ def _progress_of(state: TitanFolder, source: str, batch: Batch | None) -> Progre
 def _noted(entries: Iterable[Entry], identity: dict[str, Any]) -> Iterator[Entry]:
     """The same; how moments are kept is the run's setting from there on."""
     for entry in entries:
-        if entry.box.name.startswith(f"optim/{MOMENTS[0]}/") and entry.box.dtype != Dtype.float32:
+        if entry.box.name.startswith(f"optim/{MOMENTS[0]}/"):
             identity["optim.moments"] = entry.box.dtype
         yield entry
+
+
+def _kept_as(identity: dict[str, Any]) -> str:
+    """The setting that says how moments are kept, where it is not the usual one."""
+    dtype = identity["optim.moments"]
+    return "" if dtype == Dtype.float32 else f" optim.moments={dtype}"
 
 
 def _said(adamw: AdamWSettings) -> str:
@@ -182,6 +191,8 @@ def average_run(run_folder: str, indexes: Sequence[Index], to: str, *, start: St
     opened = [CheckpointTensors(run / CHECKPOINTS, index, advance) for index in (newest, *others)]
     entries = _averaged(opened)
     _create(target, entries, Progress.of(newest.scalars), record["identity"], record["manifest_sha256"])
+    if run.exists(CONFIG_FILE):  # it says where the corpus is
+        target.write_bytes(CONFIG_FILE, run.read_bytes(CONFIG_FILE))
     steps = ", ".join(str(index.step) for index in reversed((newest, *others)))
     return (
         f"{target} has the mean of the weights of steps {steps} of {run}, and all else of step {newest.step}. "
@@ -240,7 +251,7 @@ def _export_state(run: Storage, index: Index, target: Storage, start: Start) -> 
 
 def _export_for_torchtitan(run: Storage, index: Index, target: Storage, start: Start) -> str:
     """All of it but the place in the data, as its checkpoint manager loads it."""
-    settings, steps = _record(run)["identity"], run_config(run).get("train", {}).get("steps")
+    settings, steps = _record(run)["identity"], _settings(run).get("train", {}).get("steps")
     if index.step == 0 or steps is None:
         raise CheckpointError(
             f"{run} has not trained a step yet, so its optimizer is not known; export its weights to hf"
@@ -269,7 +280,7 @@ def _import_weights(source: Storage, run: Storage, moments: Dtype, start: Start)
     """
     model = huggingface.read_model(source)
     settings = {key: value for key, value in asdict(model).items() if key not in NOT_TOLD}
-    identity = {f"model.{key}": value for key, value in settings.items()}
+    identity = {f"model.{key}": value for key, value in settings.items()} | {"optim.moments": str(moments)}
     advance = start(huggingface.weight_bytes(source))
     entries = huggingface.import_entries(source, model, advance, moments=moments)
     _create(run, entries, Progress(), identity, None)
@@ -280,8 +291,7 @@ def _import_weights(source: Storage, run: Storage, moments: Dtype, start: Start)
         "",
         "and a corpus prepared with the same tokenizer, start it with",
         "",
-        f"    python -m jobs.pretrain {_named(run)} model=imported"
-        + ("" if moments is Dtype.float32 else f" optim.moments={moments}"),
+        f"    python -m jobs.pretrain {_named(run)} model=imported" + _kept_as(identity),
     ]
 
 
@@ -313,13 +323,17 @@ def _record(run: Storage) -> dict[str, Any]:
     return record
 
 
+def _settings(run: Storage) -> dict[str, Any]:
+    """Its newest configuration; empty for one that has not begun."""
+    return yaml.safe_load(run.read_bytes(CONFIG_FILE)) if run.exists(CONFIG_FILE) else {}
+
+
 def corpora_of(run: Storage, record: dict[str, Any]) -> Corpora | None:
-    """The corpora that a run trained on, proved by their checksum: those it names, or one prepared beside it."""
-    config = yaml.safe_load(run.read_bytes(CONFIG_FILE)) if run.exists(CONFIG_FILE) else {}
-    named = config.get("data", {}).get("corpora")
-    prepared = Storage.at(str(run).rpartition("/")[0]) / "data"
-    places = [named] if named else [{"": f"{prepared}/{name}"} for name in prepared.list() if name[0] != "."]
-    for folders in places:
+    """The corpora that a run trained on, proved by their checksum: those it names, or one prepared beside it, or beside
+    the run that it is made of."""
+    config = _settings(run)
+    storage_paths = [split_location(str(run))[0], config.get("run", {}).get("storage_path")]
+    for folders in _prepared(storage_paths) if not (named := config.get("data", {}).get("corpora")) else [named]:
         corpora = Corpora.of(folders, DataConfig())
         try:
             if corpora.sha256 == record["manifest_sha256"]:
@@ -327,6 +341,13 @@ def corpora_of(run: Storage, record: dict[str, Any]) -> Corpora | None:
         except DataError:
             continue  # no corpus, or an unfinished one
     return None
+
+
+def _prepared(storage_paths: Iterable[str | None]) -> Iterator[dict[str, str]]:
+    """The corpora that are prepared below these, each by itself."""
+    for path in dict.fromkeys(each for each in storage_paths if each):
+        folder = Storage.at(path) / "data"
+        yield from ({"": str(folder / name)} for name in folder.list() if name[0] != ".")
 
 
 def read_tokenizer(corpora: Corpora) -> bytes:
@@ -339,8 +360,9 @@ def read_tokenizer(corpora: Corpora) -> bytes:
 
 
 def _named(run: Storage) -> str:
-    storage_path, _, name = str(run).rpartition("/")
-    return f"run.storage_path={storage_path} run.name={name}"
+    storage_path, name = split_location(str(run))
+    value = f'"{storage_path}"' if "=" in storage_path else storage_path  # Hydra reads no other one in it unquoted
+    return f"{quote(f'run.storage_path={value}')} run.name={name}"
 
 
 def _check_empty(folder: Storage) -> None:
