@@ -166,6 +166,7 @@ def _local_site(folder: Path) -> Iterator[Storage | None]:
         except (DataError, OSError):
             if not (folder / MANIFEST).is_file():
                 raise  # else another job was first, where no lock keeps it out
+            shutil.rmtree(building, ignore_errors=True)
         _sync(folder.parent, files=False)
 
 
