@@ -26,6 +26,7 @@ from regrow.accept.main import HELP, READ, Options, chosen, measured, parse, sho
 from regrow.accept.runner import Machine, Outcome, members, run_check, run_checks
 from regrow.config.store import pretrain_config
 from regrow.errors import ConfigError
+from regrow.forecast.settle import settled
 from regrow.state.memory.slots import Committed
 
 ROOT = Path(__file__).parents[2]
@@ -472,13 +473,19 @@ def test_a_nodes_shared_memory_is_for_the_gpus_that_are_used(tmp_path: Path, mon
 
 
 def test_a_clusters_nodes_need_shared_memory_for_each_of_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    def problems(num_gpus: float) -> list[str]:
-        return [each for each in checks_cluster.look(num_gpus)["problems"] if "/dev/shm" in each]
+    """As many as manifests give them: fewer where a run's shards are small."""
+
+    def problems(wanted_gib: float) -> list[str]:
+        return [each for each in checks_cluster.look(wanted_gib)["problems"] if "/dev/shm" in each]
 
     shared_memory_gib(100, monkeypatch)
-    assert [problems(number) for number in (0, 2.0, 8.0)] == [[], [], ["100 GiB free of 288 in /dev/shm"]]
-    shared_memory_gib(4, monkeypatch)
-    assert problems(0) == ["4 GiB free of 8 in /dev/shm"]
+    assert problems(8.0) == []
+    assert problems(288.0) == ["100.0 GiB free in /dev/shm, 288.0 are wanted"]
+    for cluster in ("h100x64", "h100x512", "h100x16384", "h100x98304", "h200x8"):
+        manifest = Path(__file__).parents[1] / "golden" / "submit" / f"{cluster}.yaml"
+        *_, given = re.findall(r"medium: Memory\n +sizeLimit: '(\d+)Gi'", manifest.read_text())  # of workers
+        config, _ = settled(pretrain_config([f"+cluster={cluster}"]))
+        assert 0 < 8 * checks_cluster.shm_gib_a_gpu(config) < int(given), cluster
 
 
 @pytest.fixture

@@ -1,6 +1,9 @@
 """Weights to Hugging Face's layout and back: the same bits, and the model that config.json describes."""
 
 import json
+import shlex
+import shutil
+import uuid
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from torch import Tensor
 
 from regrow.accept.tiny import tiny_model
 from regrow.config.schema import DataConfig, Dtype, ModelConfig, OptimConfig, PretrainConfig, RunConfig
+from regrow.config.store import pretrain_config
 from regrow.data.prepare.prepare import prepare
 from regrow.data.prepare.tokenizer import END_OF_TEXT
 from regrow.data.read.manifest import Manifest
@@ -19,7 +23,7 @@ from regrow.errors import CheckpointError, DataError, ResumeError
 from regrow.model.llama import Llama
 from regrow.model.size import parameter_shapes
 from regrow.record.run_folder import checkpoints_of, read_record
-from regrow.runtime.run_folder import check_may_start
+from regrow.runtime.run_folder import check_may_start, open_run
 from regrow.state.disk.catalog import choose
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.exchange import huggingface
@@ -167,14 +171,25 @@ def test_moments_are_stored_as_the_run_will_keep_them(tmp_path: Path) -> None:
     for name in again.index.tensors:
         assert again.whole(name).dtype is (torch.float32 if name.startswith("model/") else torch.bfloat16), name
     import_run("hf", source, str(tmp_path / "plain"), start=quiet)
-    for name, moments in (("again", Dtype.float32), ("plain", bfloat16)):  # else the run is restored in vain, for good
-        config = PretrainConfig(
-            run=RunConfig(name=name, storage_path=str(tmp_path)), optim=OptimConfig(moments=moments)
-        )
-        with pytest.raises(ResumeError, match=r"optim\.moments"):
-            check_may_start(replace(config, model=tiny_model()))
+    for name, right, wrong in (("again", bfloat16, Dtype.float32), ("plain", Dtype.float32, bfloat16)):
+        config = PretrainConfig(run=RunConfig(name=name, storage_path=str(tmp_path)), model=tiny_model())
+        refused = replace(config, optim=OptimConfig(moments=wrong))
+        with pytest.raises(ResumeError, match=rf"optim\.moments: {right} -> {wrong}"):
+            check_may_start(refused)  # else the run is restored in vain, for good
+        config.optim.moments = right
+        open_run(config, manifest_sha256="aa")
+        assert open_run(config, manifest_sha256="aa").resumed_step == 0
     with pytest.raises(CheckpointError, match="leave out --moments bfloat16"):
         import_run("dcp", source, str(tmp_path / "other"), moments=bfloat16, start=quiet)
+
+
+def test_the_command_for_a_run_in_a_store_with_options_is_read_as_it_is_meant(tmp_path: Path) -> None:
+    save_run(tmp_path / "run", tiny_model())
+    export(tmp_path / "run", tmp_path / "hf")
+    store = f"memory://{uuid.uuid4().hex}/runs"
+    told = import_run("hf", str(tmp_path / "hf"), f"{store}/mine?region=x&scheme=http", start=quiet)
+    config = pretrain_config([word for word in shlex.split(told.splitlines()[-1]) if word.startswith("run.")])
+    assert (config.run.storage_path, config.run.name) == (f"{store}?region=x&scheme=http", "mine")
 
 
 def test_the_tokenizer_of_the_runs_corpus_goes_with_it(tmp_path: Path) -> None:
@@ -192,6 +207,14 @@ def test_the_tokenizer_of_the_runs_corpus_goes_with_it(tmp_path: Path) -> None:
     exported = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert exported["bos_token_id"] == exported["eos_token_id"] == manifest.tokenizer.eot_id
     assert json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())["eos_token"] == END_OF_TEXT
+    config_file = tmp_path / "run" / "config.yaml"
+    config_file.write_text("run: [")
+    with pytest.raises(CheckpointError, match=r"config\.yaml is damaged"):
+        export(tmp_path / "run", tmp_path / "unknown")
+    config_file.write_text("run: {storage_path: nope://of-the-cluster}")
+    shutil.copytree(tmp_path / "run", tmp_path / "elsewhere" / "run")
+    assert "without a tokenizer" in export(tmp_path / "elsewhere" / "run", tmp_path / "none")
+    config_file.unlink()
     (tmp_path / "data" / "words" / "tokenizer.json").write_bytes(tokenizer + b" ")
     with pytest.raises(DataError, match=r"tokenizer\.json is not what its manifest says"):
         export(tmp_path / "run", tmp_path / "damaged")

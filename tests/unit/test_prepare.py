@@ -104,6 +104,17 @@ def test_a_corpus_is_prepared_on_a_file_system_without_locks(
     made = prepare(CONFIG, WordRecipe(), tmp_path / "words", progress=quiet)
     assert made.sha256 == Manifest.load(corpus).sha256
 
+    class Overtaken(WordRecipe):
+        """Another job builds the same corpus meanwhile."""
+
+        def describe(self, config: DataConfig) -> dict[str, Any]:
+            prepare(config, WordRecipe(), tmp_path / "late", progress=quiet)
+            return super().describe(config)
+
+    made = prepare(CONFIG, Overtaken(), tmp_path / "late", progress=quiet)
+    assert made.sha256 == Manifest.load(corpus).sha256
+    assert not (tmp_path / ".late.building").exists()
+
 
 def test_shards_have_uniform_row_groups_and_only_the_last_is_short(corpus: Path) -> None:
     split = Manifest.load(corpus).splits["train"]

@@ -18,7 +18,7 @@ from regrow import storage as storage_module
 from regrow.config.schema import DataConfig, PretrainConfig, RunConfig
 from regrow.data.preflight import check_corpus
 from regrow.data.prepare.documents import Document, Piece, load_recipe
-from regrow.data.prepare.prepare import prepare
+from regrow.data.prepare.prepare import prepare, read_tokenizer
 from regrow.data.prepare.tokenizer import train_tokenizer
 from regrow.data.read.corpora import Corpora, find_corpora
 from regrow.data.read.manifest import Manifest
@@ -182,6 +182,7 @@ def test_a_file_is_created_where_the_uri_says_and_not_where_the_environment_does
     assert folder.create("run.json", b"1")
     assert not folder.create("run.json", b"2")
     assert Storage.at(str(folder)).read_bytes("run.json") == b"1"
+    assert read_tokenizer(str(folder / "run.json")) == b"1"
 
 
 def test_a_run_with_its_storage_there_prepares_and_reads_its_corpus_there(bucket: str, tmp_path: Path) -> None:

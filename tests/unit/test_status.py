@@ -521,7 +521,7 @@ def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def has_job(cluster: Path, storage_path: Path, *, run: str = "mine", **status: Any) -> None:
+def has_job(cluster: Path, storage_path: Path | str, *, run: str = "mine", **status: Any) -> None:
     entrypoint = f"python -m jobs.pretrain +cluster=cpu3 run.name={run} 'run.storage_path={storage_path}'"
     metadata = {"name": "mine", "annotations": {"regrow/run-name": "mine", "regrow/git-sha": "0123456789ab"}}
     store(
@@ -590,6 +590,9 @@ def test_what_kubernetes_knows_is_said_without_a_way_to_the_bucket(
     )
     found = on_kubernetes("mine", namespace="pretrain", context=None)()
     assert (found.state, found.folder, found.job[0]) == (State.starting, "s3://nowhere/runs/mine", "Initializing")
+    has_job(kubernetes, '"s3://nowhere/runs?endpoint_override=h:9"', jobDeploymentStatus="Initializing")
+    found = on_kubernetes("mine", namespace="pretrain", context=None)()
+    assert found.folder == "s3://nowhere/runs/mine?endpoint_override=h:9"
 
 
 def test_watching_a_job_ends_with_it_or_when_it_is_deleted(kubernetes: Path) -> None:

@@ -285,6 +285,24 @@ def test_a_run_that_has_not_trained_is_exported_by_its_weights_alone(golden_mode
     assert not (tmp_path / "out").exists()
 
 
+def test_an_average_is_exported_as_the_run_that_it_is_made_of(tmp_path: Path) -> None:
+    """It has no log, and was taken for a run that has not begun."""
+    run, mean, model = tmp_path / "run", tmp_path / "mean", ragged_model()
+    save_run(run, model, steps=(1, 2))
+    begun(run, model, OPTIM)
+    checkpoints, run_id = checkpoints_of(str(run))
+    runs.average_run(str(run), [choose(checkpoints, run_id, step)[1] for step in (1, 2)], str(mean), start=quiet)
+    _, index = choose(*checkpoints_of(str(mean)))
+    export_run("torchtitan", str(mean), index, str(tmp_path / "out"), dtype=Dtype.float32, start=quiet)
+    assert DcpFolder(tmp_path / "out").value("train_state.step") == 2
+
+
+def test_moments_that_are_there_are_not_said_to_be_kept_otherwise(golden_model: ModelConfig, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds moments, kept as they are; leave out --moments bfloat16"):
+        imported(tmp_path / "run", moments=Dtype.bfloat16)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -21,10 +21,11 @@ from regrow.accept.checks_one_gpu import LEAST_SHM_GIB
 from regrow.accept.claims import NotTested, Report
 from regrow.accept.main import CLUSTER
 from regrow.accept.runner import last_line
-from regrow.config.check import world_sizes
+from regrow.config.check import topologies, world_sizes
 from regrow.config.schema import PretrainConfig
 from regrow.config.store import pretrain_config
 from regrow.errors import ConfigError, RegrowError
+from regrow.forecast.estimate import most_rank_bytes, snapshot_bytes
 from regrow.forecast.settle import settled
 from regrow.record.log import METRICS, Tail, read_events
 from regrow.storage import Storage
@@ -35,7 +36,8 @@ START_S = 170.0  # for a job to come to a step
 GO_ON_S = 90.0  # for a group that lost a worker to come to one
 FIRST_STEP_S = 25.0
 POLL_S = 0.1
-SHM_GIB = 8.0  # of a node without GPUs
+SHM_GIB = 4.0  # of a node without GPUs: a head's pod has 8, of which Ray uses some
+LEAST_STEPS = 12
 LOSS = 1e-2  # relative; batches are compared bit for bit
 SMALL = ("model=debug", "data=python_docs", "data.seq_len=128", "parallel.float8=none", "parallel.compile=false",
          "parallel.activation_checkpoint=none", "train.validate_every_steps=0", "cluster.dashboard=false")  # fmt: skip
@@ -66,12 +68,17 @@ def settings(given: list[str]) -> tuple[list[str], PretrainConfig]:
     small.append(f"train.steps={steps}")
     steps = config_of([*small, *rest]).train.steps
     arguments = [*small, f"checkpoint.every_steps={max(1, steps // 4)}", *rest]
-    config = config_of(arguments)
+    if steps < LEAST_STEPS:
+        raise NotTested(f"train.steps={steps} is too few for a job that is disturbed twice; give {LEAST_STEPS} or more")
+    return arguments, would_run(config_of(arguments))
+
+
+def would_run(config: PretrainConfig) -> PretrainConfig:
+    """As jobs.pretrain settles it. Raises NotTested where that refuses it."""
     try:
-        settled(config)
+        return settled(config)[0]
     except RegrowError as error:
         raise NotTested(f"jobs.pretrain refuses it: {error}") from error
-    return arguments, config
 
 
 class Job:
@@ -234,15 +241,16 @@ def _kill(pid: int) -> None:
 
 def hosts(report: Report) -> None:
     """Every node looked at by a task of its own."""
-    config = config_of(arguments())
+    config = would_run(config_of(arguments()))
     if config.cluster.address is None:
         raise NotTested("this cluster is started by the job, on this machine")
     _connect(config)
     nodes = {node["NodeID"]: node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]}
-    tasks = []
+    tasks, gpu_gib = [], shm_gib_a_gpu(config)
     for node, num_gpus in nodes.items():
         place: Any = NodeAffinitySchedulingStrategy(node, soft=False)
-        tasks.append(ray.remote(num_cpus=0, scheduling_strategy=place)(look).remote(num_gpus))
+        task = ray.remote(num_cpus=0, scheduling_strategy=place)(look)
+        tasks.append(task.remote(max(SHM_GIB, gpu_gib * num_gpus)))
     found: list[dict[str, Any]] = ray.get(tasks, timeout=80)
     versions = sorted({each["versions"] for each in found})
     reason = f"differing versions: {'; '.join(versions)}"
@@ -252,8 +260,17 @@ def hosts(report: Report) -> None:
     report.found("cluster_hosts", not problems, figure, "; ".join(problems[:4]))
 
 
-def look(num_gpus: float) -> dict[str, Any]:
-    """On a node of so many GPUs: what is installed there, and what is wrong with it. Needs nothing but Ray there."""
+def shm_gib_a_gpu(config: PretrainConfig) -> float:
+    """What the snapshots of a run on this cluster take of /dev/shm for each of a node's GPUs, at most 8B's on eight."""
+    table = topologies(config)
+    most, of_a_rank = most_rank_bytes(config, table), {"ranks_on_node": 1, "ranks_copied": config.snapshot.copies}
+    ranks = [snapshot_bytes(config, each.mesh, **of_a_rank, most_rank_bytes=most) for each in table.values()]
+    return min(LEAST_SHM_GIB, max(ranks) / 2**30 / max(1.0, config.cluster.gpus_per_worker))
+
+
+def look(wanted_gib: float) -> dict[str, Any]:
+    """On a node whose /dev/shm is to have so much free: what is installed there, and what is wrong with it. Needs
+    nothing but Ray there."""
     found = []
     for package in ("torch", "ray", "torchao", "regrow"):
         try:
@@ -270,9 +287,9 @@ def look(num_gpus: float) -> dict[str, Any]:
     except OSError:
         problems.append("its name has no address")
     stat = os.statvfs("/dev/shm")
-    free_gib, wanted_gib = stat.f_bavail * stat.f_frsize / 2**30, max(SHM_GIB, LEAST_SHM_GIB * num_gpus)
+    free_gib = stat.f_bavail * stat.f_frsize / 2**30
     if free_gib < wanted_gib:
-        problems.append(f"{free_gib:.0f} GiB free of {wanted_gib:.0f} in /dev/shm")
+        problems.append(f"{free_gib:.1f} GiB free in /dev/shm, {wanted_gib:.1f} are wanted")
     return {"host": host, "versions": ", ".join(found), "problems": problems}
 
 

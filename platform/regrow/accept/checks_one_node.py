@@ -302,7 +302,9 @@ def _with_snapshots(member: Member, loaded: Loaded, step_s: float) -> float:
     entries = training_entries(loaded.step.model, loaded.step.optimizer, inner_tensor=inner_tensor)
     num_bytes = sum(entry.memory.nbytes for entry in entries)
     stat = os.statvfs("/dev/shm")
-    if stat.f_bavail * stat.f_frsize < 2.2 * num_bytes * member.world_size:
+    room = torch.tensor(stat.f_bavail * stat.f_frsize - 2.2 * num_bytes * member.world_size, device=member.device)
+    dist.all_reduce(room, dist.ReduceOp.MIN)  # before any rank takes of it what another one looks at
+    if room < 0:
         return float("nan")
     with in_memory() as folder:
         mesh = build_mesh(plan_mesh(member.world_size, 1), "cuda")

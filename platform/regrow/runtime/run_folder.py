@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from regrow.config.plain import to_yaml
-from regrow.config.schema import PretrainConfig
+from regrow.config.schema import Dtype, PretrainConfig
 from regrow.errors import ResumeError
 from regrow.record.run_folder import (
     CHECKPOINTS,
@@ -22,6 +22,8 @@ from regrow.record.run_folder import (
 )
 from regrow.state.disk.catalog import committed_steps
 from regrow.storage import Storage
+
+LEFT_OUT = {"optim.moments": str(Dtype.float32)}  # of a run's identity where it is so; its weights alone tell it too
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,11 @@ def check_may_start(config: PretrainConfig) -> None:
             f"run {config.run.name!r} exists at {folder} and run.resume=false; "
             "choose another run.name, delete the folder, or leave run.resume=true to continue it"
         )
-    mine = identity(config)
+    old, mine = record["identity"], identity(config)
     if record["manifest_sha256"] is None:
-        mine = {key: value for key, value in mine.items() if key in record["identity"]}
-    _refuse_changes(config, record["identity"], mine)
+        old = LEFT_OUT | old
+        mine = {key: value for key, value in (LEFT_OUT | mine).items() if key in old}
+    _refuse_changes(config, old, mine)
 
 
 def open_run(config: PretrainConfig, *, manifest_sha256: str) -> Run:

@@ -35,9 +35,9 @@ HUGE_PAGES = {"hugepages-2Mi": "5Gi"}  # that the EFA provider maps
 # KubeRay puts it before `ray start`, whose processes inherit the limit. Devices pin memory, and IPC_LOCK would not let
 # them: a process that is not root keeps no added capability (kubernetes#56374). A high limit may do: the pod goes on
 LOCK_MEMORY = (
-    'ulimit -l unlimited 2>/dev/null || echo "warning: `ulimit -l` KiB of memory may be locked here, and NCCL may fail '
-    "to register its buffers (ibv_reg_mr: Cannot allocate memory): give this host's container runtime "
-    'LimitMEMLOCK=infinity, as k8s/README.md says under Networks"'
+    'ulimit -l unlimited 2>/dev/null || { ulimit -l hard; echo "warning: `ulimit -l` KiB of memory may be locked here, '
+    "and NCCL may fail to register its buffers (ibv_reg_mr: Cannot allocate memory): give this host's container "
+    'runtime LimitMEMLOCK=infinity, as k8s/README.md says under Networks"; }'
 )
 
 Fields = dict[str, Any]

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from aiohttp import ClientError
 from ray.job_submission import JobDetails, JobStatus, JobSubmissionClient
 
 from regrow.config.schema import SubmitJobConfig
@@ -24,7 +25,7 @@ AGENT_S = 60.0  # a head that has just started, or is very busy, has no agent fo
 NO_AGENT = "No available agent"
 AGENT_PORT = " Another Ray on the head's machine may have its agent's port (--dashboard-agent-listen-port of ray start)"
 ALIVE = (JobStatus.PENDING, JobStatus.RUNNING)
-AWAY = (RuntimeError, OSError)  # of Ray's client: an answer other than 200; no answer
+AWAY = (RuntimeError, OSError, ClientError)  # of Ray's client: an answer other than 200; none; no WebSocket
 
 
 def job_spec(config: SubmitJobConfig, code: Code, arguments: list[str]) -> dict[str, Any]:

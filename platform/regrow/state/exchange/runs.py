@@ -15,7 +15,7 @@ from regrow.config.plain import read_model
 from regrow.config.schema import DataConfig, Dtype, OptimConfig, Schedule
 from regrow.data.prepare.tokenizer import parse_tokenizer
 from regrow.data.read.corpora import Corpora
-from regrow.errors import CheckpointError, DataError
+from regrow.errors import CheckpointError, DataError, first_line
 from regrow.model.size import parameter_shapes
 from regrow.optim.adamw import MOMENTS
 from regrow.optim.schedule import lr_at
@@ -36,7 +36,7 @@ from regrow.state.entries import Entry, Progress
 from regrow.state.exchange import dcp, huggingface
 from regrow.state.exchange.megatron import MegatronFolder
 from regrow.state.exchange.torchtitan import AdamWSettings, TitanFolder, bytes_read, export_for_torchtitan
-from regrow.storage import Storage, split_location
+from regrow.storage import Storage, StorageError, split_location
 
 NOT_TOLD = ("name", "document_attention")  # of a model by Hugging Face's config.json
 
@@ -324,8 +324,16 @@ def _record(run: Storage) -> dict[str, Any]:
 
 
 def _settings(run: Storage) -> dict[str, Any]:
-    """Its newest configuration; empty for one that has not begun."""
-    return yaml.safe_load(run.read_bytes(CONFIG_FILE)) if run.exists(CONFIG_FILE) else {}
+    """Its newest configuration; empty for one that has not begun. Raises CheckpointError where it is damaged."""
+    content: Any = {}
+    try:
+        if run.exists(CONFIG_FILE):
+            content = yaml.safe_load(run.read_bytes(CONFIG_FILE))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{run / CONFIG_FILE} is damaged: {first_line(error)}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{run / CONFIG_FILE} is damaged: it holds no settings")
+    return content
 
 
 def corpora_of(run: Storage, record: dict[str, Any]) -> Corpora | None:
@@ -346,8 +354,12 @@ def corpora_of(run: Storage, record: dict[str, Any]) -> Corpora | None:
 def _prepared(storage_paths: Iterable[str | None]) -> Iterator[dict[str, str]]:
     """The corpora that are prepared below these, each by itself."""
     for path in dict.fromkeys(each for each in storage_paths if each):
-        folder = Storage.at(path) / "data"
-        yield from ({"": str(folder / name)} for name in folder.list() if name[0] != ".")
+        try:
+            folder = Storage.at(path) / "data"
+            names = folder.list()
+        except (StorageError, OSError):
+            continue  # where the run was, and out of reach from here
+        yield from ({"": str(folder / name)} for name in names if name[0] != ".")
 
 
 def read_tokenizer(corpora: Corpora) -> bytes:
