@@ -125,7 +125,7 @@ class Losses:
         self.last_failure = event.message
         if event.generation == self.generation:
             self._tell_over()
-        if len(self.troubles.told) >= self.membership.num_missing:  # thousands may say so: the next tick judges, too
+        if self.membership.are_all_told(self.troubles.told, event.member):  # else the next tick judges
             self._judge(now)
 
     def restarted_by_ray(self, event: GroupFailed, now: float) -> None:

@@ -187,9 +187,10 @@ class Membership:
         """Members of the current group that are not known to be dead, while others of it wait for the next one."""
         return list(self._absent.values())
 
-    @property
-    def num_missing(self) -> int:
-        return len(self._absent)
+    def are_all_told(self, told: Collection[str], member: Member) -> bool:
+        """Whether as many members have said something as are missing, this one the last, or it is none of them. Quick:
+        thousands may say so."""
+        return len(told) >= len(self._absent) or member.id not in self._living
 
     def must_wait(self, now: float) -> bool:
         """Whether members of the group before, or others that were announced, may still come. Quick: thousands ask."""
