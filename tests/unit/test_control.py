@@ -444,7 +444,7 @@ def test_a_group_that_could_not_be_formed_is_not_given_out_again() -> None:
     assert [member.id for member in answer.formation.members] == ["m1", "m2"]
     told.begin(["node"])  # it trains
     told.join(one(1), expected=2)
-    # once, though one of it died then; who trains finds out by itself
+    # once, though one of it died then; a rank that trains finds out by itself
     assert [command.generation for command in told.of(c.TellOver)] == [first]
 
 
@@ -1010,6 +1010,19 @@ def test_a_keeper_that_is_late_for_a_coordinator_that_was_restarted_takes_its_pl
     assert again.peers == told.peers
     again.seal(Version(1, 5), again.peers)
     assert again.control.newest_snapshot == Version(1, 5)
+
+
+def test_what_a_late_keeper_knows_counts_where_all_of_it_is_known() -> None:
+    """What the others hold was asked before it, and is another step's by now: their reports are to come yet."""
+
+    def found(*nodes: str) -> Version | None:
+        told = training("ab")
+        again = restarted(told)
+        again(e.KeepersFound(tuple((node, Version(1, 9), [Shard(Version(1, 9), node, 2, 0)]) for node in nodes)))
+        return again.control.newest_snapshot
+
+    assert found("a", "b") == Version(1, 9)
+    assert found("b") is None
 
 
 def test_a_last_checkpoint_that_a_coordinator_died_over_is_written_by_the_next_one() -> None:

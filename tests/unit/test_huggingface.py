@@ -19,10 +19,10 @@ from regrow.config.store import pretrain_config
 from regrow.data.prepare.prepare import prepare
 from regrow.data.prepare.tokenizer import END_OF_TEXT
 from regrow.data.read.manifest import Manifest
-from regrow.errors import CheckpointError, DataError, ResumeError
+from regrow.errors import CheckpointError, DataError, RegrowError, ResumeError
 from regrow.model.llama import Llama
 from regrow.model.size import parameter_shapes
-from regrow.record.run_folder import checkpoints_of, read_record
+from regrow.record.run_folder import checkpoints_of, read_record, write_record
 from regrow.runtime.run_folder import check_may_start, open_run
 from regrow.state.disk.catalog import choose
 from regrow.state.disk.tensors import CheckpointTensors
@@ -179,6 +179,15 @@ def test_moments_are_stored_as_the_run_will_keep_them(tmp_path: Path) -> None:
         config.optim.moments = right
         open_run(config, manifest_sha256="aa")
         assert open_run(config, manifest_sha256="aa").resumed_step == 0
+    import_run("hf", source, str(tmp_path / "older"), moments=bfloat16, start=quiet)
+    record = read_record(Storage.at(tmp_path / "older"))
+    assert record is not None
+    del record["identity"]["optim.moments"]  # as a version before wrote it, which told how to start it
+    write_record(
+        Storage.at(tmp_path / "older"), run_id=record["run_id"], identity=record["identity"], manifest_sha256=None
+    )
+    config = PretrainConfig(run=RunConfig(name="older", storage_path=str(tmp_path)), model=tiny_model())
+    check_may_start(replace(config, optim=OptimConfig(moments=bfloat16)))
     with pytest.raises(CheckpointError, match="leave out --moments bfloat16"):
         import_run("dcp", source, str(tmp_path / "other"), moments=bfloat16, start=quiet)
 
@@ -209,7 +218,7 @@ def test_the_tokenizer_of_the_runs_corpus_goes_with_it(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())["eos_token"] == END_OF_TEXT
     config_file = tmp_path / "run" / "config.yaml"
     config_file.write_text("run: [")
-    with pytest.raises(CheckpointError, match=r"config\.yaml is damaged"):
+    with pytest.raises(RegrowError, match=r"config\.yaml is damaged"):
         export(tmp_path / "run", tmp_path / "unknown")
     config_file.write_text("run: {storage_path: nope://of-the-cluster}")
     shutil.copytree(tmp_path / "run", tmp_path / "elsewhere" / "run")

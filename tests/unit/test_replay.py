@@ -173,6 +173,22 @@ def test_a_run_that_waited_for_a_node_is_predicted_with_that_node(tmp_path: Path
     assert found.predicted.mean.wall_s == pytest.approx(found.was.wall_s, rel=0.05)
 
 
+def test_nodes_of_another_cluster_that_a_run_goes_on_with_have_not_come_beside_the_first_ones(tmp_path: Path) -> None:
+    """A new RayJob's nodes have new ids. Where it has more of them than there were, those came."""
+    rows = [make_row(step, T0 + 10 + step, 1.0) for step in range(1, 21)]
+    rows += [make_row(step, T0 + 100 + step, 1.0, 2) for step in range(21, 41)]
+    events = [event("submitted", 0), generation(1, 10, 3, 0, "start", workers=workers(*"abc"))]
+    events += [event("stopped", 31, step=20, reason="interrupted"), event("submitted", 90)]
+
+    def plan(*nodes: str) -> list[str]:
+        resumed = generation(2, 119, len(nodes), 20, "resume", workers=workers(*nodes))
+        folder = write(tmp_path / "".join(nodes), rows, [*events, resumed])
+        return [each.what for each in plan_of_run(RunLogs.read(folder))]
+
+    assert plan("d", "e", "f") == plan("d", "e") == plan("a", "b", "c") == []
+    assert plan("d", "e", "f", "g") == ["return_node"]
+
+
 def test_a_run_that_started_small_and_grew_is_predicted_at_the_sizes_that_it_had(tmp_path: Path) -> None:
     rows, nodes, now, step = [], list("ab"), 10.0, 0
     events = [event("submitted", 0, min_workers=2), generation(1, now, 2, 0, "start", workers=workers(*nodes))]

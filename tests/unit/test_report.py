@@ -280,6 +280,41 @@ def test_a_job_that_ends_before_its_first_step_waited_for_no_last_checkpoint_of_
     assert math.fsum(report["lost_s"].values()) == pytest.approx(407.0)
 
 
+def test_a_job_behind_one_that_died_without_a_word_begins_where_that_one_was_last_heard() -> None:
+    """Its command is older than the first job's last rows, as it waited for the run's lock."""
+    events = [
+        event("submitted", 0),
+        generation(1, 0, 2, 0, "start", init_s=0.0, restore_s=0.0),
+        event("submitted", 3, heard_at=T0 + 4),
+        generation(2, 20, 2, 2, "resume", init_s=4.0, restore_s=1.0),
+    ]
+    metrics = [make_row(1, T0 + 2, 2.0), make_row(2, T0 + 4, 2.0), make_row(3, T0 + 22, 2.0, 2)]
+    first, second = History.of_logs(metrics, events).ledger(T0 + 22).attempts
+    assert (first.last_life, second.begin) == (T0 + 4, pytest.approx(T0 + 4))
+    report = build_report(metrics, events, now=T0 + 22, config=config())
+    assert_adds_up(report)
+    assert math.fsum(report["lost_s"].values()) == pytest.approx(16.0)
+
+
+def test_a_job_on_a_machine_with_another_clock_comes_behind_the_one_before_it_as_a_whole() -> None:
+    """Its group was taken for one of the first job, and the run, which has ended, for one that goes on."""
+    events = [
+        event("submitted", 0),
+        generation(1, 0, 2, 0, "start", init_s=0.0, restore_s=0.0),
+        event("stopped", 100, step=2, reason="interrupted"),
+        event("submitted", 50),
+        generation(2, 60, 2, 2, "resume", init_s=4.0, restore_s=1.0),
+        event("stopped", 66, step=3, reason="finished"),
+    ]
+    metrics = [make_row(1, T0 + 50, 50.0), make_row(2, T0 + 100, 50.0), make_row(3, T0 + 65, 2.0, 2)]
+    ledger = History.of_logs(metrics, events).ledger(T0 + 900)
+    first, second = ledger.attempts
+    assert second.submitted
+    assert first.stopped is not None
+    assert second.stopped is not None
+    assert ledger.end == pytest.approx(T0 + 100)
+
+
 def test_a_job_that_waited_for_the_one_before_it_begins_where_that_one_stopped() -> None:
     """Its command is older than the first job's end, which was taken for its own."""
     events = [

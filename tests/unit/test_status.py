@@ -1,4 +1,4 @@
-"""What a run does now, from its logs: never training when nobody trains."""
+"""What a run does now, from its logs: never training when no rank trains."""
 
 import fcntl
 import json
@@ -25,7 +25,7 @@ from regrow.record.run_folder import read_node_snapshots, read_ranks, read_statu
 from regrow.record.status import State, Status, status_of
 from regrow.show.status import body, describe, heading, one_line
 from regrow.storage import Storage
-from regrow.submit.job_status import on_kubernetes, on_ray, use_token
+from regrow.submit.job_status import is_here, on_kubernetes, on_ray, use_token
 from support import stand_in_kubectl
 from support.stand_in_kubectl import STATE, store
 
@@ -188,6 +188,21 @@ def test_a_drivers_clock_says_nothing_about_what_a_run_does() -> None:
         lost = event("failure", 123, cause="worker_died", generation=2)
         assert status(rows, [*events, lost], 124).state is State.regrouping
         assert status(rows, [*events, event("stopped", 124, reason="failed")], 125).state is State.failed
+
+
+@pytest.mark.parametrize("log", ["events.jsonl", "events-w000001-ab-00000.jsonl"])
+def test_a_run_is_here_where_its_log_is_in_segments_too(tmp_path: Path, log: str) -> None:
+    """As of one that began in an object store and went on on a disk."""
+    assert not is_here(str(tmp_path), T0, T0 + 9)
+    (tmp_path / log).write_text(json.dumps(event("submitted", 1)) + "\n")
+    assert is_here(str(tmp_path), T0, T0 + 9)
+    assert not is_here(str(tmp_path), T0 + 5000, T0 + 5009)
+
+
+def test_a_run_in_a_store_with_options_is_called_as_its_folder_is() -> None:
+    history = History.of_logs(ROWS, STARTED)
+    found = status_of(history, folder="s3://b/runs/mine?region=x", config={}, now=T0 + 31)
+    assert found.run == "mine"
 
 
 def test_a_job_that_starts_has_nothing_to_say_of_failures_before_it() -> None:

@@ -125,8 +125,8 @@ class CommitTracker:
 
         Keepers hear of a commit after it was made, so the newest one that any of them knows is committed. Where parts
         of it are gone, a newer one was committed that only a lost node had heard of, and freed slots for: the newest
-        that is held whole. What only copies are left of is written from these. Keepers that answer late count as long
-        as no other group has begun, which trains the steps after its first anew.
+        that is held whole. What only copies are left of is written from these. Where a group trains by now, some
+        have answered late: what is whole of its own steps counts, as what others hold was asked before.
         """
         found = [(node, version, list(held)) for node, version, held in known]
         newest = max((version for _, version, _ in found), default=NEVER)
@@ -142,6 +142,7 @@ class CommitTracker:
             for origin in sorted({each.copy_of for each in held if each.copy_of}):
                 name = next((known for known in peers if known.startswith(origin)), origin)
                 peers[name] = (*peers.get(name, ()), node)
+        is_its_own = newest.generation == self._generation and self._is_whole(newest, all_held)
         is_newer = self.newest is None or newest > self.newest.version
-        if peers and is_newer and self._generation in (0, newest.generation):
+        if peers and is_newer and (self._generation == 0 or is_its_own):
             self.newest = SnapshotCommit(newest, peers)

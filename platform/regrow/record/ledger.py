@@ -120,13 +120,15 @@ def account(rows: Sequence[Row], events: Sequence[Event], now: float) -> Ledger:
 
 def by_time(events: Sequence[Event]) -> list[Event]:
     """Events in the order of their times. A `submitted` has its command's, which may be older than what the job before
-    it has logged since: it counts from just behind that.
+    it has logged since: it counts from just behind that, and all that its job logs no sooner, whatever its clock says.
     """
-    newest, found = -math.inf, list[Event]()
+    newest, first, found = -math.inf, -math.inf, list[Event]()
     for event in events:
-        if isinstance(event, Submitted) and event.time <= newest:
-            event = replace(event, time=math.nextafter(newest, math.inf))
+        if isinstance(event, Submitted):
+            heard = max(newest, event.heard_at or -math.inf)
+            first = max(event.time, math.nextafter(heard, math.inf))
         if not isinstance(event, Rollback):  # it tells of other times than its own
+            event = event if event.time >= first else replace(event, time=first)
             newest = max(newest, event.time)
         found.append(event)
     return sorted(found, key=lambda event: event.time)

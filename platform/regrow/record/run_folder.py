@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from regrow.config.schema import Dtype, ModelConfig, PretrainConfig, RopeScaling
-from regrow.errors import RegrowError, ResumeError
+from regrow.errors import RegrowError, ResumeError, first_line
 from regrow.record.events import Submitted
 from regrow.record.history import History
 from regrow.record.lock import is_held
@@ -131,14 +131,19 @@ def run_config(storage: Storage) -> dict[str, Any]:
         raise RegrowError(
             f"{storage} holds no run that has begun: no events.jsonl; name the folder <run.storage_path>/<run.name>"
         )
-    if CONFIG_FILE not in names:
-        return {}
+    return read_config(storage)
+
+
+def read_config(storage: Storage) -> dict[str, Any]:
+    """The same, whether the run has begun or not."""
     try:
         content = yaml.safe_load(storage.read_bytes(CONFIG_FILE))
+    except FileNotFoundError:
+        return {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RegrowError(f"{storage}/config.yaml is damaged: {str(error).splitlines()[0]}") from error
+        raise RegrowError(f"{storage / CONFIG_FILE} is damaged: {first_line(error)}") from error
     if not isinstance(content, Mapping):
-        raise RegrowError(f"{storage}/config.yaml is damaged: it holds no settings")
+        raise RegrowError(f"{storage / CONFIG_FILE} is damaged: it holds no settings")
     return dict(content)
 
 

@@ -34,6 +34,7 @@ from regrow.record.events import (
 from regrow.record.history import History, Interruption
 from regrow.record.ledger import SILENCE_S, of_kind
 from regrow.record.log import encode, is_number, positive
+from regrow.storage import split_location
 
 START_SILENCE_S = 600.0  # while a group starts or forms, which writes nothing: nodes may have to come first
 GONE_S = 15.0  # without a word and with the run's lock free: long enough to start the coordinator anew
@@ -184,7 +185,7 @@ def status_of(
     goodput, goodput_as_of = _goodput(report, submitted)
     scored = [event for event in history.of(Validation) if is_number(event.loss)]
     status = Status(
-        run=str(group.get("name") or folder.rstrip("/").rpartition("/")[2]),
+        run=str(group.get("name") or split_location(folder)[1]),
         folder=folder,
         as_of=now,
         state=state,

@@ -23,7 +23,7 @@ from regrow.record.run_folder import (
 from regrow.state.disk.catalog import committed_steps
 from regrow.storage import Storage
 
-LEFT_OUT = {"optim.moments": str(Dtype.float32)}  # of a run's identity where it is so; its weights alone tell it too
+LEFT_OUT = {"optim.moments": str(Dtype.float32)}  # of a run's identity where it is so, but not of an import's
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,6 @@ def check_may_start(config: PretrainConfig) -> None:
         )
     old, mine = record["identity"], identity(config)
     if record["manifest_sha256"] is None:
-        old = LEFT_OUT | old
         mine = {key: value for key, value in (LEFT_OUT | mine).items() if key in old}
     _refuse_changes(config, old, mine)
 

@@ -19,7 +19,7 @@ from regrow.record.run_folder import run_config
 from regrow.show.page import RECOVERY_PARTS, flat
 from regrow.show.report import build_report
 from regrow.show.units import duration, or_dash, percent, si
-from regrow.storage import Storage
+from regrow.storage import Storage, split_location
 
 MOST_RUNS = 8  # beside each other
 OWN = ("run.name",)  # settings that differ by their nature
@@ -75,7 +75,7 @@ def load_run(storage: Storage, now: float | None = None) -> RunData:
     config = run_config(storage)
     history = History.read(LogReader(storage))
     ledger = history.ledger(time.time() if now is None else now)
-    name = str((config.get("run") or {}).get("name") or str(storage).rstrip("/").rpartition("/")[2])
+    name = str((config.get("run") or {}).get("name") or split_location(str(storage))[1])
     return RunData(name, str(storage), build_report(history, ledger, config), history, config)
 
 

@@ -322,7 +322,7 @@ class Figures:
 
 
 def _without_lists(event: Event) -> Event:
-    """For a history that is kept: of thousands of ranks they are 20 MB a generation."""
+    """For a history that is kept: of thousands of ranks, anew with each generation."""
     return from_row(without_lists(event.to_row()))
 
 

@@ -148,10 +148,7 @@ def is_here(folder: str, begun_at: float, ended_at: float) -> bool:
     """Whether this machine has the folder too, and it is the same run: one was submitted while the job ran."""
     if "://" in folder and not folder.startswith("file://"):
         return False
-    storage = Storage.at(folder)
-    if not storage.exists("events.jsonl"):
-        return False
-    times = [event["time"] for event in read_events(storage) if event["event"] == "submitted"]
+    times = [event["time"] for event in read_events(Storage.at(folder)) if event["event"] == "submitted"]
     return any(begun_at - EARLIER_S <= each <= ended_at + EARLIER_S for each in times)
 
 

@@ -15,7 +15,7 @@ from regrow.config.plain import read_model
 from regrow.config.schema import DataConfig, Dtype, OptimConfig, Schedule
 from regrow.data.prepare.tokenizer import parse_tokenizer
 from regrow.data.read.corpora import Corpora
-from regrow.errors import CheckpointError, DataError, first_line
+from regrow.errors import CheckpointError, DataError
 from regrow.model.size import parameter_shapes
 from regrow.optim.adamw import MOMENTS
 from regrow.optim.schedule import lr_at
@@ -25,6 +25,7 @@ from regrow.record.run_folder import (
     CONFIG_FILE,
     model_of,
     new_run_id,
+    read_config,
     read_record,
     write_record,
 )
@@ -251,7 +252,7 @@ def _export_state(run: Storage, index: Index, target: Storage, start: Start) -> 
 
 def _export_for_torchtitan(run: Storage, index: Index, target: Storage, start: Start) -> str:
     """All of it but the place in the data, as its checkpoint manager loads it."""
-    settings, steps = _record(run)["identity"], _settings(run).get("train", {}).get("steps")
+    settings, steps = _record(run)["identity"], read_config(run).get("train", {}).get("steps")
     if index.step == 0 or steps is None:
         raise CheckpointError(
             f"{run} has not trained a step yet, so its optimizer is not known; export its weights to hf"
@@ -323,23 +324,10 @@ def _record(run: Storage) -> dict[str, Any]:
     return record
 
 
-def _settings(run: Storage) -> dict[str, Any]:
-    """Its newest configuration; empty for one that has not begun. Raises CheckpointError where it is damaged."""
-    content: Any = {}
-    try:
-        if run.exists(CONFIG_FILE):
-            content = yaml.safe_load(run.read_bytes(CONFIG_FILE))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{run / CONFIG_FILE} is damaged: {first_line(error)}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{run / CONFIG_FILE} is damaged: it holds no settings")
-    return content
-
-
 def corpora_of(run: Storage, record: dict[str, Any]) -> Corpora | None:
     """The corpora that a run trained on, proved by their checksum: those it names, or one prepared beside it, or beside
     the run that it is made of."""
-    config = _settings(run)
+    config = read_config(run)
     storage_paths = [split_location(str(run))[0], config.get("run", {}).get("storage_path")]
     for folders in _prepared(storage_paths) if not (named := config.get("data", {}).get("corpora")) else [named]:
         corpora = Corpora.of(folders, DataConfig())
