@@ -111,6 +111,12 @@ def test_a_sender_that_dies_is_a_failed_read_and_the_next_one_is_read_from(tmp_p
     receiver.close()
 
 
+def threads_of(pid: int) -> set[str]:
+    """The states that they are in."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks}
+
+
 def test_memory_that_is_given_up_while_it_is_read_into_is_not_given_back_before_that_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +127,7 @@ def test_memory_that_is_given_up_while_it_is_read_into_is_not_given_back_before_
         incoming = Incoming(tmp_path / "copy", SIZE, receiver)
         read(incoming, source, size=1)
         process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: threads_of(process.pid) == {"T"})  # else it may serve the read first
         failed: list[BaseException] = []
 
         def reading() -> None:
