@@ -22,6 +22,7 @@ from regrow.control.values import NOTHING, Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import Box
 from regrow.plan.mesh import ALONE, Coordinates, MeshShape
+from regrow.state.disk.upload import WriteOrder
 from regrow.state.entries import Entry
 from regrow.state.memory import writer as writer_module
 from regrow.state.memory.control_word import ControlWord
@@ -323,6 +324,12 @@ def test_one_bit_anywhere_in_a_large_snapshot_is_found_where_it_is_read(
             restore()
         with pytest.raises(CheckpointError, match="fails its checksums"):
             found.check()
+        storage = tmp_path / "storage"
+        storage.mkdir()
+        order = WriteOrder(Version(1, 4), "node-0", is_copy, str(storage), "token", describe=True)
+        with pytest.raises(CheckpointError, match="model/w fails its checksum"):
+            nodes[is_copy].keeper.write(order)
+        assert not list(storage.iterdir()), "no file is complete before its bytes are checked"
         writer.close()
 
 

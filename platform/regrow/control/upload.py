@@ -79,7 +79,7 @@ class Upload:
             if answer.origin not in self.peers:
                 continue  # a group has formed since
             if isinstance(answer, Written):  # it waited for others'
-                self._wrote(answer, answer.times.check_s + answer.times.write_s)
+                self._wrote(answer, answer.times.write_s)
             elif isinstance(answer, WriteFailed) and (problem := self.write_failed(answer, at_last=at_last)):
                 return problem
         self._ask_themselves({event.node})

@@ -53,8 +53,8 @@ class CopyTimes:
 class PartTimes:
     """How long a node took to write a part of a checkpoint."""
 
-    check_s: float = 0.0  # of comparing checksums
-    write_s: float = 0.0  # of writing files
+    check_s: float = 0.0  # in which checksums were compared, beside the writing
+    write_s: float = 0.0  # of all of it
     bytes: int = 0
 
     def to_plain(self) -> dict[str, float]:

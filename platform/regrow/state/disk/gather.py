@@ -1,7 +1,7 @@
 """A data file's bytes from a rank's boxes in memory: rows of many tensors side by side, with checksums. No torch."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,13 +22,19 @@ Matrix = NDArray[Any]
 
 
 def write_parts(
-    target: Storage, name: str, parts: Sequence[Part], boxes: Sequence[Box], memory: Mapping[int, memoryview], **of: Any
+    target: Storage,
+    name: str,
+    parts: Sequence[Part],
+    boxes: Sequence[Box],
+    memory: Mapping[int, memoryview],
+    checked: Callable[[], object] = lambda: None,
+    **of: Any,
 ) -> DataFile:
     """Write parts of stacks as one file; `memory` is each box's, by its number, `of` what `encode_header` names.
 
-    Raises OSError.
+    `checked` is called before the file is complete: what it raises leaves none. Raises OSError.
     """
-    content = _Bytes(encode_header(parts, **of), parts, boxes, memory)
+    content = _Bytes(encode_header(parts, **of), parts, boxes, memory, checked)
     num_bytes = target.write_chunks(name, content)
     return DataFile(
         name, num_bytes, len(content.head), hashlib.sha256(content.head).hexdigest(), _described(parts, content)
@@ -90,9 +96,14 @@ class _Bytes:
     """The file, made anew whenever it is iterated; `crc` is that of the last time."""
 
     def __init__(
-        self, head: bytes, parts: Sequence[Part], boxes: Sequence[Box], memory: Mapping[int, memoryview]
+        self,
+        head: bytes,
+        parts: Sequence[Part],
+        boxes: Sequence[Box],
+        memory: Mapping[int, memoryview],
+        checked: Callable[[], object],
     ) -> None:
-        self.head, self._parts, self._boxes, self.crc = head, parts, boxes, b""
+        self.head, self._parts, self._boxes, self._checked, self.crc = head, parts, boxes, checked, b""
         self._matrices = {
             number: np.frombuffer(data, UNSIGNED[ITEM_BYTES[boxes[number].dtype]]).reshape(
                 -1, len(columns_of(boxes[number]))
@@ -110,6 +121,7 @@ class _Bytes:
                 found.append(checksums(data, STORED_CHUNK_BYTES).tobytes())
                 yield data
         self.crc = b"".join(found)
+        self._checked()
 
     def _gathered(self, part: Part, start: int, stop: int, buffer: NDArray[np.uint8]) -> memoryview:
         """Elements [start, stop) of the stack."""

@@ -133,8 +133,9 @@ def _different(held: Iterable[tuple[str, State]]) -> tuple[tuple[str, State], ..
 def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id: str) -> Written:
     """What a keeper does: carry out an order from the files in its folder.
 
-    Every byte is checked on its way against the checksum it got when it was sealed. Raises CheckpointError where the
-    folder does not hold the step whole, or bytes are damaged; storage's errors are OSErrors.
+    Every byte is checked against the checksum it got when it was sealed, beside the writing: no file is complete before
+    all in it is. Raises CheckpointError where the folder does not hold the step whole, or bytes are damaged; storage's
+    errors are OSErrors.
     """
     mine = [each for each in held if each.moment == order.moment and each.is_of(order.origin, copy=order.copies)]
     if not mine or len(mine) != mine[0].writers:
@@ -174,8 +175,7 @@ def write_parts(folder: Path, held: Iterable[Held], order: WriteOrder, *, run_id
 def _together(times: Sequence[PartTimes], took_s: float) -> PartTimes:
     """Of files that were written side by side in so long."""
     checking, writing = sum(each.check_s for each in times), sum(each.write_s for each in times)
-    check_s = took_s * checking / (checking + writing) if checking else 0.0
-    return PartTimes(check_s, took_s - check_s, sum(each.bytes for each in times))
+    return PartTimes(took_s * checking / writing if writing else 0.0, took_s, sum(each.bytes for each in times))
 
 
 def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> tuple[DataFile | None, PartTimes]:
@@ -184,21 +184,21 @@ def _write_file(target: Storage, name: str, snapshot: Snapshot, run_id: str) -> 
     parts = parts_of(header.boxes, header.coordinates)
     if not parts:
         return None, PartTimes()
-    with snapshot.payload() as payload:
-        begun = time.monotonic()
-        _check(snapshot, payload, parts)
-        checked = time.monotonic()
+    begun = time.monotonic()
+    with snapshot.payload() as payload, ThreadPoolExecutor(1, thread_name_prefix="check") as checker:
+        checking = checker.submit(_check, snapshot, payload, parts)
         memory = {
             number: payload[header.offsets[number] :][: header.boxes[number].num_bytes]
             for number in {number for part in parts for number in part.members}
         }
         of = {"run_id": run_id, "generation": header.generation, "step": header.step}
-        file = write_stacks(target, name, parts, header.boxes, memory, **of)
-        return file, PartTimes(checked - begun, time.monotonic() - checked, file.num_bytes)
+        file = write_stacks(target, name, parts, header.boxes, memory, checking.result, **of)
+        return file, PartTimes(checking.result(), time.monotonic() - begun, file.num_bytes)
 
 
-def _check(snapshot: Snapshot, payload: memoryview, parts: Sequence[Part]) -> None:
-    """What is written of a snapshot is what was sealed. Raises CheckpointError."""
+def _check(snapshot: Snapshot, payload: memoryview, parts: Sequence[Part]) -> float:
+    """What is written of a snapshot is what was sealed; the seconds that took. Raises CheckpointError."""
+    begun = time.monotonic()
     offsets, first_chunks = snapshot.header.offsets, snapshot.header.first_chunks
     for part in parts:
         first, last = part.start // part.stack.width, -(-part.stop // part.stack.width)
@@ -209,6 +209,7 @@ def _check(snapshot: Snapshot, payload: memoryview, parts: Sequence[Part]) -> No
             crc = snapshot.crc[first_chunks[number] :][chunks]
             if not hold(payload[offsets[number] + begin : offsets[number] + end], crc):
                 raise CheckpointError(f"{snapshot.path.name}: {box.name} fails its checksum")
+    return time.monotonic() - begun
 
 
 @dataclass(frozen=True)
