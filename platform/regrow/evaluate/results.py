@@ -53,11 +53,11 @@ def earlier_results(folder: Storage, model: Mapping[str, Any]) -> dict[str, Task
     except FileNotFoundError:
         return {}
     except (ValueError, KeyError, TypeError) as error:
-        raise EvaluationError(f"{folder}/{RESULTS} is no file of results; name another --out") from error
+        raise EvaluationError(f"{folder / RESULTS} is no file of results; name another --out") from error
     if found != (FORMAT, VERSION, dict(model)):
         other = found[2].get("folder"), found[2].get("step")
         of = other[0] if other[1] is None else f"{other[0]}, step {other[1]}"
-        raise EvaluationError(f"{folder}/{RESULTS} has results of {of}; name another --out")
+        raise EvaluationError(f"{folder / RESULTS} has results of {of}; name another --out")
     return tasks
 
 

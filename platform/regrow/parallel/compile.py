@@ -81,7 +81,7 @@ class CompileCache:
             for name in names:
                 content = self._folder.read_bytes(name)
                 if hashlib.sha256(content).hexdigest() != name.removesuffix(SUFFIX):
-                    _complain(f"{self._folder}/{name} is damaged, and left alone")
+                    _complain(f"{self._folder / name} is damaged, and left alone")
                 elif (found := torch.compiler.load_cache_artifacts(content)) is not None:
                     self._kept.update(_keys(found))
         except (OSError, RegrowError) as error:

@@ -51,7 +51,7 @@ def read_record(folder: Storage) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
-        raise ResumeError(f"{folder}/{RUN_FILE} is damaged: {error}") from error
+        raise ResumeError(f"{folder / RUN_FILE} is damaged: {error}") from error
 
 
 def write_record(

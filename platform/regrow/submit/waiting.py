@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, TextIO
 
-from rich.markup import escape
+from rich.text import Text
 
 from regrow.show.units import duration
 
@@ -69,7 +69,7 @@ class Waiting:
                 return
             self._text, self._since = text, time.monotonic()
             if self._spinner is not None and not self._paused:
-                self._spinner.update(escape(self._line()))
+                self._spinner.update(Text(self._line()))
                 self._spinner.start()
 
     @contextlib.contextmanager
@@ -94,7 +94,7 @@ class Waiting:
             if not self._text or self._paused:
                 return
             if self._spinner is not None:
-                self._spinner.update(escape(self._line()))
+                self._spinner.update(Text(self._line()))
                 return
             now = time.monotonic()
             waited_s = now - self._since

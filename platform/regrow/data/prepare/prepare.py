@@ -30,7 +30,7 @@ from regrow.data.read.manifest import MANIFEST, SPLITS, VERSION, Manifest, Shard
 from regrow.errors import DataError, UnseenError, first_line
 from regrow.plan.order import ORDER_VERSION, derive_keys, permute
 from regrow.progress import Progress, Task
-from regrow.storage import Storage, is_remote
+from regrow.storage import Storage, is_remote, join_location
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as BPE
@@ -187,7 +187,7 @@ def _tokenizer(folder: str, sha256: str) -> "BPE":
             f"{folder} is being prepared and is not there on {socket.gethostname()}; set run.storage_path to a folder "
             "that all nodes share, or to a URI"
         ) from error
-    return parse_tokenizer(data, f"{folder}/{TOKENIZER_FILE}")
+    return parse_tokenizer(data, join_location(folder, TOKENIZER_FILE))
 
 
 def _build(plan: Plan) -> Manifest:
@@ -243,7 +243,7 @@ def _make_tokenizer(plan: Plan) -> tuple["BPE", str]:
             plan.folder.write_bytes(TOKENIZER_FILE, trained.to_str(pretty=True).encode())
             plan.progress(TRAINING, 1, 1)
     data = plan.folder.read_bytes(TOKENIZER_FILE)
-    tokenizer = parse_tokenizer(data, config.tokenizer or f"{plan.folder}/{TOKENIZER_FILE}")
+    tokenizer = parse_tokenizer(data, config.tokenizer or str(plan.folder / TOKENIZER_FILE))
     check_tokenizer(tokenizer, config)
     return tokenizer, hashlib.sha256(data).hexdigest()
 

@@ -59,13 +59,13 @@ def decode_rows(reader: ShardReader, row_ids: NDArray[np.int64]) -> list[str]:
     try:
         data = storage.read_bytes(named.file)
     except OSError as error:
-        raise DataError(f"{storage}/{named.file} cannot be read: {first_line(error)}") from error
+        raise DataError(f"{storage / named.file} cannot be read: {first_line(error)}") from error
     if hashlib.sha256(data).hexdigest() != named.sha256:
         raise DataError(
-            f"{storage}/{named.file} is not what its manifest says; "
+            f"{storage / named.file} is not what its manifest says; "
             f"delete {storage} and run python -m jobs.prepare_data"
         )
-    tokenizer = parse_tokenizer(data, f"{storage}/{named.file}")
+    tokenizer = parse_tokenizer(data, str(storage / named.file))
     return list(tokenizer.decode_batch(reader.read(row_ids).tolist(), skip_special_tokens=False))
 
 

@@ -90,7 +90,7 @@ class Manifest:
         Raises DataError where there is no complete one of a version that this code reads.
         """
         storage = Storage.at(folder)
-        path = f"{storage}/{MANIFEST}"
+        path = str(storage / MANIFEST)
         try:
             content = json.loads(storage.read_bytes(MANIFEST))
             found = (content.pop("format"), content.pop("version"))

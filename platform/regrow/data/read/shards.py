@@ -99,7 +99,7 @@ class ShardReader:
                 if self.cache is not None:
                     self.cache.forget(ranges)
                 if last_try:
-                    where = f"{self.storage}/{shard.file}: row group {group_id}"
+                    where = f"{self.storage / shard.file}: row group {group_id}"
                     if isinstance(error, OSError):
                         raise (UnavailableError if may_pass(error) else DataError)(
                             f"{where} cannot be read here ({first_line(error)}); is {self.storage} mounted on this "
@@ -239,7 +239,7 @@ def verify(folder: Path | str) -> Iterator[tuple[int, int]]:
         except FileNotFoundError:
             problem = "missing"
         if problem:
-            raise DataError(f"{storage}/{name} is {problem}; delete {storage} and run python -m jobs.prepare_data")
+            raise DataError(f"{storage / name} is {problem}; delete {storage} and run python -m jobs.prepare_data")
         done += num_bytes
         yield done, total
 
@@ -303,7 +303,7 @@ def read_index(storage: Storage, shard: Shard) -> DocumentIndex:
         table = pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)  # a thread may outlive the interpreter
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{storage}/{name} cannot be read ({first_line(error)}); "
+            f"{storage / name} cannot be read ({first_line(error)}); "
             f"delete {storage} and run python -m jobs.prepare_data"
         ) from error
     return DocumentIndex(table["begin"].to_numpy(), table["id"].to_pylist())

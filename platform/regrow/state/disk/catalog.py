@@ -94,10 +94,10 @@ def open_checkpoint(folder: Storage, step: int, *, run_id: str | None = None, wi
         name, sha256, size = pointer["index"], pointer["sha256"], pointer.get("bytes")  # before version 5: all of it
         content = source.read_bytes(name) if size is None else source.read_range(name, 0, size)
     except (ValueError, KeyError, TypeError, FileNotFoundError) as error:
-        raise CheckpointError(f"{source}/{COMMIT} does not lead to an index: {error}") from error
+        raise CheckpointError(f"{source / COMMIT} does not lead to an index: {error}") from error
     if hashlib.sha256(content).hexdigest() != sha256:
-        raise CheckpointError(f"{source}/{name}: its sha256 is not the one in {COMMIT}; the file is damaged or swapped")
-    index = Index.from_json(content, f"{source}/{name}", name)
+        raise CheckpointError(f"{source / name}: its sha256 is not the one in {COMMIT}; the file is damaged or swapped")
+    index = Index.from_json(content, str(source / name), name)
     if run_id is not None and index.run_id != run_id:
         raise CheckpointError(f"{source} belongs to run {index.run_id}, not to {run_id}")
     if index.step != step:
@@ -187,8 +187,8 @@ def read_header(source: Storage, file: DataFile, index: Index) -> list[Stored]:
     try:
         data = source.read_range(file.name, 0, file.header_bytes)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{source}/{file.name}: named by the index but not there") from error
-    return decode_header(data, file, index, f"{source}/{file.name}")
+        raise CheckpointError(f"{source / file.name}: named by the index but not there") from error
+    return decode_header(data, file, index, str(source / file.name))
 
 
 def read_chunks(source: Storage, file: str, stored: Stored, begin: int, end: int) -> memoryview:
@@ -197,10 +197,10 @@ def read_chunks(source: Storage, file: str, stored: Stored, begin: int, end: int
     try:
         data = memoryview(source.read_range(file, stored.offset + begin, end - begin))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{source}/{file}: it was there, and is not any more") from error
+        raise CheckpointError(f"{source / file}: it was there, and is not any more") from error
     first = begin // CHUNK_BYTES
     if data.nbytes != end - begin or not hold(data, stored.crc[first : first - (begin - end) // CHUNK_BYTES]):
-        raise CheckpointError(f"{source}/{file}: {stored.piece.box.name} fails its checksum; the file is damaged")
+        raise CheckpointError(f"{source / file}: {stored.piece.box.name} fails its checksum; the file is damaged")
     return data
 
 
@@ -210,7 +210,7 @@ def check_sizes(folder: Storage, index: Index) -> None:
     if index.layout is not None:
         sizes.append((index.layout.name, index.layout.num_bytes))
     for name, num_bytes in sizes:
-        place = f"{folder}/{step_folder(index.step)}/{name}"
+        place = str(folder / step_folder(index.step) / name)
         try:
             end = (folder / step_folder(index.step)).read_range(name, num_bytes - 1, 2)
         except FileNotFoundError as error:

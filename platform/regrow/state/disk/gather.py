@@ -56,7 +56,7 @@ def read_back(target: Storage, file: DataFile) -> None:
             for begin in range(offset, end, PIECE_BYTES):
                 size = min(PIECE_BYTES, end - begin)
                 data = buffer[: target.read_into(file.name, begin, buffer[:size])]
-                check(data, crc[first + (begin - offset) // STORED_CHUNK_BYTES :], size, f"{target}/{file.name}")
+                check(data, crc[first + (begin - offset) // STORED_CHUNK_BYTES :], size, str(target / file.name))
     except CheckpointError as error:
         raise CheckpointError(f"what was written is not what is read: {error}; is that file system sound?") from error
 
@@ -66,10 +66,10 @@ def check_header(source: Storage, file: DataFile) -> None:
     try:
         head = source.read_range(file.name, 0, file.header_bytes)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{source}/{file.name}: named by the index but not there") from error
+        raise CheckpointError(f"{source / file.name}: named by the index but not there") from error
     if hashlib.sha256(head).hexdigest() != file.header_sha256:
         raise CheckpointError(
-            f"{source}/{file.name}: the header's sha256 is not the one in the index; the file is damaged or swapped"
+            f"{source / file.name}: the header's sha256 is not the one in the index; the file is damaged or swapped"
         )
 
 
@@ -80,8 +80,8 @@ def read_checked(
     try:
         data = memoryview(source.read_range(name, begin, end - begin))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{source}/{name}: named by the index but not there") from error
-    check(data, crc, end - begin, f"{source}/{name}", what)
+        raise CheckpointError(f"{source / name}: named by the index but not there") from error
+    check(data, crc, end - begin, str(source / name), what)
     return data
 
 

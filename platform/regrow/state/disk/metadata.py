@@ -156,7 +156,7 @@ class Metadata:
         return found
 
     def _blocks(self, first: int, last: int) -> memoryview:
-        where, layout = f"{self.source}/{self.layout.name}", self.layout
+        where, layout = str(self.source / self.layout.name), self.layout
         begin = layout.begin + first * BLOCK_BYTES
         end = min(layout.begin + last * BLOCK_BYTES, layout.num_bytes)
         try:

@@ -161,7 +161,7 @@ class Reader:
         bounds: dict[int, Ints],
         want: Sequence[tuple[Piece, Tensor]],
     ) -> None:
-        where = f"{self._source}/{request.file}"
+        where = str(self._source / request.file)
         try:
             buffer = buffers.get_nowait()
         except Empty:

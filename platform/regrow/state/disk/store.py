@@ -153,7 +153,7 @@ def restore_newest(
             index = open_checkpoint(folder, step, run_id=run_id, with_files=False)
             restore(folder, index, entries, coordinates)
             if len(index.tensors) != num_entries:
-                where = f"{folder}/{step_folder(step)}"
+                where = str(folder / step_folder(step))
                 raise CheckpointError(f"{where}: holds {len(index.tensors)} tensors, the model has {num_entries}")
             progress = restored_progress(index.scalars, global_batch_seqs=global_batch_seqs)
         except CheckpointError as error:
@@ -258,7 +258,7 @@ def _tensors_of_all(entries: Sequence[Entry], coordinates: Coordinates) -> dict[
 
 def _check_same(index: Index, entries: Sequence[Entry], folder: Storage, *, is_part: bool) -> None:
     mine = {entry.box.name: (entry.box.dtype, entry.box.shape) for entry in entries}
-    where = f"{folder}/{step_folder(index.step)}"
+    where = str(folder / step_folder(index.step))
     for name in sorted(mine.keys() | index.tensors.keys()):
         if name not in index.tensors:
             raise CheckpointError(f"{where}: has no {name}, which the model needs")

@@ -119,7 +119,7 @@ class DcpFolder:
                 data = file.read(place.num_bytes)
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except Exception as error:  # of as many kinds as there are ways to be damaged
-            raise CheckpointError(f"{self.folder}/{place.file}: {key} cannot be read: {first_line(error)}") from error
+            raise CheckpointError(f"{self.folder / place.file}: {key} cannot be read: {first_line(error)}") from error
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def export_tokenizer(target: Storage, tokenizer: bytes, *, end_of_text: str, seq
 
 def read_model(source: Storage) -> ModelConfig:
     """The model that config.json describes. Raises CheckpointError for one that regrow's Llama cannot be."""
-    where = f"{source}/{CONFIG}"
+    where = str(source / CONFIG)
     try:
         config = json.loads(source.read_bytes(CONFIG))
         rope = config.get("rope_parameters") or {}  # where newer versions of transformers keep all of RoPE's settings
@@ -160,7 +160,7 @@ def import_entries(
                 )
             if weight.shape != shapes[name]:
                 found, wanted = list(weight.shape), list(shapes[name])
-                raise CheckpointError(f"{source}/{file}: {published} is {found}, its {CONFIG} says {wanted}")
+                raise CheckpointError(f"{source / file}: {published} is {found}, its {CONFIG} says {wanted}")
             yield from _entries_of(name, weight, moments)
     if missing:
         raise CheckpointError(f"{source}: has no {min(missing)}, which its {CONFIG} calls for")
@@ -246,12 +246,12 @@ def _files_of(source: Storage) -> dict[str, int]:
         if source.exists(INDEX):
             files = sorted(set(json.loads(source.read_bytes(INDEX))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{source}/{INDEX} is damaged: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{source / INDEX} is damaged: {type(error).__name__}: {error}") from error
     for file in files:
         if "/" in file or file.startswith("."):
-            raise CheckpointError(f"{source}/{INDEX}: names {file!r}, which is not a file of its folder")
+            raise CheckpointError(f"{source / INDEX}: names {file!r}, which is not a file of its folder")
         if not source.exists(file):
-            raise CheckpointError(f"{source}/{file} is not there; only weights in safetensors can be imported")
+            raise CheckpointError(f"{source / file} is not there; only weights in safetensors can be imported")
     return {file: source.read_with(file, lambda opened: opened.seek(0, os.SEEK_END)) for file in files}
 
 
@@ -264,10 +264,10 @@ def _tensors_of(source: Storage, file: str, size: int) -> Iterator[tuple[str, to
                     continue
                 tensor = opened.get_tensor(name)
                 if str(tensor.dtype).removeprefix("torch.") not in TORCH_DTYPES.values():
-                    raise CheckpointError(f"{source}/{file}: {name} is {tensor.dtype}, which no Llama's weights are")
+                    raise CheckpointError(f"{source / file}: {name} is {tensor.dtype}, which no Llama's weights are")
                 yield name, tensor
     except SafetensorError as error:
-        raise CheckpointError(f"{source}/{file} cannot be read: {first_line(error)}") from error
+        raise CheckpointError(f"{source / file} cannot be read: {first_line(error)}") from error
 
 
 @contextmanager

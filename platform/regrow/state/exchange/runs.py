@@ -355,7 +355,7 @@ def read_tokenizer(corpora: Corpora) -> bytes:
     folder, tokenizer = Storage.at(corpora.folders[0]), corpora.manifests[0].tokenizer
     data = folder.read_bytes(tokenizer.file)
     if hashlib.sha256(data).hexdigest() != tokenizer.sha256:
-        raise DataError(f"{folder}/{tokenizer.file} is not what its manifest says; copy it from another place")
+        raise DataError(f"{folder / tokenizer.file} is not what its manifest says; copy it from another place")
     return data
 
 
