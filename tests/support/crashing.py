@@ -221,6 +221,7 @@ def _train(member: Member, beacon: Beacon, group: Group, rank: int) -> None:
     from regrow.plan.mesh import Coordinates, MeshShape
     from regrow.record.log import METRIC_KEYS
     from regrow.runtime.keeper import COORDINATOR
+    from regrow.runtime.kept_rows import KeptRows
     from regrow.state.collective import from_rank_0, gather
     from regrow.state.memory import writer as snapshot
 
@@ -241,9 +242,12 @@ def _train(member: Member, beacon: Beacon, group: Group, rank: int) -> None:
     secret = get(coordinator.secret.remote())
     info = get(keeper.serve.remote(coordinator, secret))
     get(coordinator.register_keeper.remote(keeper, info))
+    rows = KeptRows()
+    rows.keep_in(Path(info.folder))
     gather(None)
     with beacon.inside("restore"):
         step = _restore(member, coordinator, Path(info.folder), secret, entries, coordinates, rank)
+    rows.begin(generation, step)
     with beacon.inside("slots"):
         snapshots = snapshot.Snapshots(
             Path(info.folder),
@@ -266,10 +270,13 @@ def _train(member: Member, beacon: Beacon, group: Group, rank: int) -> None:
         dist.all_reduce(room, dist.ReduceOp.MIN)
         step += 1
         fill(entries, step)
+        row = dict.fromkeys(METRIC_KEYS, 0) | {"step": step, "generation": generation, "step_s": STEP_S}
+        rows.add(row)
         if rank == 0:
-            row = dict.fromkeys(METRIC_KEYS, 0) | {"step": step, "generation": generation, "step_s": STEP_S}
             try:
-                get(coordinator.row.remote(generation, row))
+                wanted = get(coordinator.row.remote(generation, row)).wanted
+                if wanted is not None:
+                    get(coordinator.rows_again.remote(generation, rows.since(wanted)))
             except RayTaskError:
                 if not group.stubborn:
                     raise
