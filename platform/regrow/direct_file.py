@@ -7,6 +7,7 @@ import errno
 import fcntl
 import mmap
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 
@@ -17,8 +18,8 @@ _UNSUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP)
 class DirectFile:
     """A new file, written from its beginning to its end. A context manager: after it the content is on disk.
 
-    Its end, less than a buffer, goes through the page cache, as all of it does where the file system has no other way.
-    Raises OSError.
+    One buffer is filled while the one before is written. The file's end, less than a buffer, goes through the page
+    cache, as all of it does where the file system has no other way. Raises OSError, of a write by the next call.
     """
 
     def __init__(self, path: Path) -> None:
@@ -29,8 +30,10 @@ class DirectFile:
             if error.errno not in _UNSUPPORTED:
                 raise
             self._file = os.open(path, flags, 0o666)
-        self._buffer = mmap.mmap(-1, BUFFER_BYTES)
-        self._filled = 0
+        self._buffer, self._filled = mmap.mmap(-1, BUFFER_BYTES), 0
+        self._other: mmap.mmap | None = None  # which is being written, or was
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="direct-file")  # has no thread before it has work
+        self._writing: Future[None] | None = None
 
     def write(self, data: bytes | memoryview) -> int:
         """All of the data is taken."""
@@ -41,23 +44,30 @@ class DirectFile:
                 self._buffer[self._filled : self._filled + piece] = source[at : at + piece]
                 self._filled, at = self._filled + piece, at + piece
                 if self._filled == BUFFER_BYTES:
-                    self._flush()
+                    self._written()
+                    self._writing = self._writer.submit(self._write, self._buffer, BUFFER_BYTES)
+                    self._buffer, self._other = self._other or mmap.mmap(-1, BUFFER_BYTES), self._buffer
+                    self._filled = 0
             return at
 
-    def _flush(self) -> None:
+    def _written(self) -> None:
+        """The other buffer is."""
+        if self._writing is not None:
+            self._writing.result()
+
+    def _write(self, buffer: mmap.mmap, num_bytes: int) -> None:
         at = 0
-        with memoryview(self._buffer) as buffer:
-            while at < self._filled:
+        with memoryview(buffer) as content:
+            while at < num_bytes:
                 try:
-                    at += os.write(self._file, buffer[at : self._filled])
+                    at += os.write(self._file, content[at:num_bytes])
                 except OSError as error:
                     if error.errno not in _UNSUPPORTED or not self._is_direct:
                         raise
                     self._through_cache()
                 else:
-                    if at < self._filled:  # cut short, by a disk that is full or a signal: what is left is not aligned
+                    if at < num_bytes:  # cut short, by a disk that is full or a signal: what is left is not aligned
                         self._through_cache()
-        self._filled = 0
 
     @property
     def _is_direct(self) -> bool:
@@ -73,9 +83,11 @@ class DirectFile:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
+            self._writer.shutdown()  # else a write is left to a descriptor that may be another file's by then
             if error is None:
+                self._written()
                 self._through_cache()
-                self._flush()
+                self._write(self._buffer, self._filled)
                 os.fsync(self._file)
         finally:
             os.close(self._file)
