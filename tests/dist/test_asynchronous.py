@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import ErrorType
 
 from regrow.accept.tiny import tiny_model
 from regrow.config.schema import OptimConfig, ParallelConfig, PipelineSchedule
+from regrow.parallel import asynchronous
 from regrow.parallel.asynchronous import default_stream
 from support.gloo import run_ranks
 from support.members import DEADLINE_S, OFF, ON, Member, launch, run_members, until
@@ -240,6 +241,7 @@ def abort_where_the_data_is(member: Member) -> tuple[float, bool]:
     group = member.form()
     launch(group, torch.ones(1))
     member.stream.synchronize()
+    asynchronous.SPIN_S = 5.0  # what is sent may be long in coming, where the machine is busy
     tensor = torch.full((1,), 7.0 * member.rank)
     if member.rank == 1:
         dist.broadcast(tensor, src=1, group=group)
