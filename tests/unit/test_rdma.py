@@ -18,10 +18,11 @@ import pytest
 from regrow.accept import checks_rdma
 from regrow.accept.claims import NotTested, Report, read_report
 from regrow.state.memory import rdma, transport
-from regrow.state.memory.incoming import Incoming
+from regrow.state.memory.held import COPY
+from regrow.state.memory.incoming import Incoming, Memory
 from regrow.state.memory.ranges import BLOCK, Connection
 from regrow.state.memory.rdma import NixlTransport
-from regrow.state.memory.transport import TransportError
+from regrow.state.memory.transport import Registered, TransportError
 from support.keepers import assert_copies_arrive, cluster, wait_until
 from support.sockets import connected_sockets
 
@@ -70,8 +71,17 @@ def test_slots_of_all_ranks_are_copied_and_checked_and_no_byte_of_them_goes_over
 ) -> None:
     monkeypatch.setattr(transport, "PIECE", BLOCK)
     monkeypatch.delattr(Connection, "send_file")
+    registered: list[memoryview] = []
+
+    def register(self: NixlTransport, memory: memoryview) -> Registered:
+        registered.append(memory)
+        return inner(self, memory)
+
+    inner = NixlTransport.register
+    monkeypatch.setattr(NixlTransport, "register", register)
     with cluster(tmp_path, 2, transport=NixlTransport) as nodes:
         assert_copies_arrive(nodes, num_ranks=3, elements=(3 * BLOCK + 4096) // 4)
+        assert len(registered) == len(list(nodes[1].keeper.folder.glob(f"*{COPY}"))) < 9, "once for each of their files"
 
 
 def test_what_is_read_is_what_the_file_has_where_another_one_had_been_registered_too(tmp_path: Path) -> None:
@@ -79,7 +89,7 @@ def test_what_is_read_is_what_the_file_has_where_another_one_had_been_registered
     sender, receiver, places = NixlTransport("a"), NixlTransport("b"), []
     for number in range(4):
         (path := tmp_path / f"file-{number}").write_bytes(data := os.urandom(SIZE))
-        incoming = Incoming(tmp_path / "copy", SIZE, receiver)
+        incoming = Incoming(Memory(tmp_path / "copy", SIZE, receiver))
         with open(path, "rb") as file, sender.offers.of(file) as source:
             places.append(source["at"])
             read(incoming, source)
@@ -96,7 +106,7 @@ def test_what_is_read_is_what_the_file_has_where_another_one_had_been_registered
 def test_a_sender_that_dies_is_a_failed_read_and_the_next_one_is_read_from(tmp_path: Path) -> None:
     (path := tmp_path / "file").write_bytes(data := os.urandom(SIZE))
     receiver = NixlTransport("b")
-    incoming = Incoming(tmp_path / "copy", SIZE, receiver)
+    incoming = Incoming(Memory(tmp_path / "copy", SIZE, receiver))
     for _ in range(2):
         with offered(path) as (process, source):
             read(incoming, source)
@@ -124,7 +134,7 @@ def test_memory_that_is_given_up_while_it_is_read_into_is_not_given_back_before_
     (path := tmp_path / "file").write_bytes(os.urandom(SIZE))
     receiver = NixlTransport("b")
     with offered(path) as (process, source):
-        incoming = Incoming(tmp_path / "copy", SIZE, receiver)
+        incoming = Incoming(Memory(tmp_path / "copy", SIZE, receiver))
         read(incoming, source, size=1)
         process.send_signal(signal.SIGSTOP)
         wait_until(lambda: threads_of(process.pid) == {"T"})  # else it may serve the read first
@@ -148,7 +158,7 @@ def test_memory_that_is_given_up_while_it_is_read_into_is_not_given_back_before_
         thread.join()
         closing.join()
         assert "given up" in str(failed[0])
-        again = Incoming(tmp_path / "copy", SIZE, receiver)
+        again = Incoming(Memory(tmp_path / "copy", SIZE, receiver))
         read(again, source)
         again.close()
         assert (tmp_path / "copy").read_bytes()[BLOCK:] == path.read_bytes()[BLOCK:]

@@ -1,5 +1,6 @@
 """Copies by several flows, memory that comes in, and threads that nothing waits for."""
 
+import mmap
 import os
 import threading
 import time
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from regrow.control.values import Version
 from regrow.errors import CheckpointError
-from regrow.state.memory import incoming, link, transport
-from regrow.state.memory.incoming import Incomings
+from regrow.state.memory import incoming, link, mapping, transport
+from regrow.state.memory.held import COPY
+from regrow.state.memory.incoming import Incomings, Memory
 from regrow.state.memory.ranges import BLOCK, Connection, RangeServer
-from regrow.state.memory.slots import MAGIC
+from regrow.state.memory.slots import MAGIC, Committed
 from regrow.state.memory.threads import Threads
 from regrow.state.memory.transport import FILL, TcpSession, TcpTransport
 from support.keepers import SECRET, assert_copies_arrive, cluster, large_slots, peers_of, scalars_of, wait_until
@@ -271,3 +274,50 @@ def test_what_waits_for_a_task_is_told_that_it_is_never_done() -> None:
     go_on.set()
     first.result(20)
     assert wait([threads.submit(work)], 20).not_done == set()
+
+
+def test_memory_of_copies_is_mapped_once_and_let_go_of_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mapped: list[int] = []
+
+    def map_all(descriptor: int, num_bytes: int) -> mmap.mmap:
+        mapped.append(num_bytes)
+        return mapping.map_all(descriptor, num_bytes)
+
+    def maps() -> list[str]:
+        return [line for line in Path("/proc/self/maps").read_text().splitlines() if COPY in line]
+
+    monkeypatch.setattr(incoming, "map_all", map_all)
+    with cluster(tmp_path, 2) as nodes:
+        assert_copies_arrive(nodes, num_ranks=2, elements=BLOCK)
+        copies = list(nodes[1].keeper.folder.glob(f"*{COPY}"))
+        assert 0 < len(copies) < 6, "of three steps"
+        assert len(mapped) == len(copies)
+        assert len(maps()) == len(copies)
+        nodes[1].keeper.committed(Committed(newest=Version(2, 4), number=4))
+        assert not list(nodes[1].keeper.folder.glob(f"*{COPY}"))
+        wait_until(lambda: not maps())  # it is memory
+
+
+@pytest.mark.parametrize("then", ["another size", "deleted"])
+def test_memory_that_no_longer_fits_its_file_is_not_used_for_the_next_copy(tmp_path: Path, then: str) -> None:
+    incomings, path, size = Incomings(TcpTransport()), tmp_path / "copy", 4 * BLOCK
+
+    def kept(size: int) -> Memory:
+        with incomings.open(path, size) as copy:
+            copy._is_sealed = True
+        return copy.memory
+
+    first = kept(size)
+    assert kept(size) is first
+    if then == "deleted":
+        path.unlink()
+    second = kept(size + BLOCK if then == "another size" else size)
+    assert second is not first
+    assert path.stat().st_size == second.size
+    with pytest.raises(ValueError, match="closed"):
+        first.map.size()
+    incomings.forget(deleted_only=False)
+    with pytest.raises(ValueError, match="closed"):
+        second.map.size()

@@ -1,7 +1,7 @@
 """Copies that come in: memory for each, filled by several flows, and not a snapshot before all of it has been checked.
 
-A copy's file is used again and again, as the slot that it is of: its pages are there. It is mapped while it is filled,
-so that what the kernel receives goes where it stays.
+A copy's file is used again and again, as the slot that it is of: its pages are there, stay mapped, so that what the
+kernel receives goes where it stays, and registered with the transport. To do either anew takes as long as the copy.
 """
 
 import contextlib
@@ -25,36 +25,66 @@ LOOK_S = 1.0  # between two looks at whether a copy still comes
 _CLOSE_S = 2 * TIMEOUT_S  # for flows to leave memory that is given up
 
 
-class Incoming:
-    """One copy. It has no magic, and no checksums beside it, until it is sealed."""
+class Memory:
+    """A copy's file, mapped and registered."""
 
     def __init__(self, path: Path, size: int, transport: Transport) -> None:
         """Raises CheckpointError where memory does not hold it."""
-        self.path, self.size, self.token = path, size, secrets.token_hex(16)
-        self._given_up = False
-        self._filling: set[Connection] = set()
-        self._changed = threading.Condition()
+        self.path, self.size = path, size
         files.forget(path)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             os.pwrite(descriptor, bytes(len(MAGIC)), 0)
             os.ftruncate(descriptor, size)
             os.posix_fallocate(descriptor, 0, size)  # or a page that is not there would kill this process
-            self._map = map_all(descriptor, size)
+            self.map = map_all(descriptor, size)
+            self._inode = os.fstat(descriptor).st_ino
         except (OSError, ValueError) as error:
             files.remove(path)
             raise CheckpointError(f"no room for a copy of {size:,} bytes ({first_line(error)})") from error
         finally:
             os.close(descriptor)
         try:
-            self.registered = transport.register(memoryview(self._map), self.token)
+            self.registered = transport.register(memoryview(self.map))
         except CheckpointError:
             files.remove(path)
             raise
 
+    def is_there(self) -> bool:
+        """Whether its file still is: it holds memory otherwise."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.stat(self.path).st_ino == self._inode
+        return False
+
+    def empty(self) -> None:
+        """Another copy comes: what it holds is no snapshot any more."""
+        files.forget(self.path)
+        self.map[: len(MAGIC)] = bytes(len(MAGIC))
+
+    def close(self) -> None:
+        self.registered.close()
+        with contextlib.suppress(BufferError):  # a flow that hangs; its mapping goes with it
+            self.map.close()
+
+
+class Incoming:
+    """One copy. It has no magic, and no checksums beside it, until it is sealed."""
+
+    def __init__(self, memory: Memory) -> None:
+        """`memory` is empty, and this copy's until it is closed."""
+        self.memory, self.path, self.size, self.token = memory, memory.path, memory.size, secrets.token_hex(16)
+        self._given_up, self._is_sealed = False, False
+        self._filling: set[Connection] = set()
+        self._changed = threading.Condition()
+
     @property
     def place(self) -> Place:
-        return self.registered.place
+        return {"into": self.token}
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it is sealed and nothing can come any more: the memory may be another copy's."""
+        return self._is_sealed and not self._filling and self.memory.registered.is_idle
 
     def fill(self, request: dict[str, Any], connection: Connection) -> None:
         """Receive a range. Raises ConnectionError where the copy was given up, or the range is not of it."""
@@ -64,8 +94,8 @@ class Incoming:
                 raise ConnectionError("no such range of a copy is wanted")
             self._filling.add(connection)
         try:
-            with memoryview(self._map) as memory, memory[at : at + size] as target:
-                self.registered.receive(target, request, connection)
+            with memoryview(self.memory.map) as memory, memory[at : at + size] as target:
+                self.memory.registered.receive(target, request, connection)
         finally:
             with self._changed:
                 self._filling.discard(connection)
@@ -82,30 +112,30 @@ class Incoming:
                 problem = first_line(error)
             if problem:
                 files.remove(self.path)
+            self._is_sealed = not problem
             return problem
 
     def _seal(self, beside: bytes, header_sha256: str) -> str:
-        self._map[: len(MAGIC)] = MAGIC
+        self.memory.map[: len(MAGIC)] = MAGIC
         header = open_slot(self.path)
         if header is None or header.sha256 != header_sha256:
             return "it is not the snapshot that it is said to be"
         crc = files.checksums_in(beside, header, self.path)
-        with memoryview(self._map) as memory:
+        with memoryview(self.memory.map) as memory:
             if not files.all_hold(memory, header, crc):
                 return f"{self.path}: fails its checksums"
         files.write_beside(self.path, beside)
         return ""
 
     def close(self) -> None:
-        """Nothing of it comes any more; flows that are about to fill it are cut."""
+        """Nothing of it comes any more; flows that are about to fill it are cut. Memory of one that is done stays."""
         with self._changed:
             self._given_up = True
             for connection in self._filling:
                 connection.cut()
             self._changed.wait_for(lambda: not self._filling, _CLOSE_S)
-        self.registered.close()
-        with contextlib.suppress(BufferError):  # a flow that hangs; its mapping goes with it
-            self._map.close()
+        if not self.is_done:
+            self.memory.close()
 
 
 class Incomings:
@@ -114,6 +144,7 @@ class Incomings:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._by_token: dict[str, Incoming] = {}
+        self._kept: dict[Path, Memory] = {}  # of copies that are sealed
         self._lock, self._opening = threading.Lock(), threading.Lock()
         self._filling: Counter[str] = Counter()  # ranges that are on their way, by host
         self._heard_at: dict[str, float] = {}  # when the newest of a host came
@@ -123,10 +154,10 @@ class Incomings:
         """For a copy in this file. One that was on its way there, as from a keeper that began anew, is given up."""
         with self._opening:
             with self._lock:
-                before = [each for each in self._by_token.values() if each.path == path]
-            for each in before:
+                unfinished = [each for each in self._by_token.values() if each.path == path]
+            for each in unfinished:
                 each.close()
-            incoming = Incoming(path, size, self._transport)
+            incoming = Incoming(self._memory(path, size))
             with self._lock:
                 self._by_token[incoming.token] = incoming
         try:
@@ -135,6 +166,30 @@ class Incomings:
             with self._lock:
                 del self._by_token[incoming.token]
             incoming.close()
+            if incoming.is_done:
+                with self._lock:
+                    before, self._kept[path] = self._kept.get(path), incoming.memory
+                if before is not None:  # of one that was opened before this one, and ended later
+                    before.close()
+
+    def _memory(self, path: Path, size: int) -> Memory:
+        """Empty: the file's from the copy before, where that has so many bytes, or new."""
+        with self._lock:
+            kept = self._kept.pop(path, None)
+        if kept is not None and kept.size == size and kept.is_there():
+            kept.empty()
+            return kept
+        if kept is not None:
+            kept.close()
+        return Memory(path, size, self._transport)
+
+    def forget(self, *, deleted_only: bool) -> None:
+        """Let go of the memory of copies whose files were deleted, or of all that are sealed."""
+        with self._lock:
+            gone = [path for path, memory in self._kept.items() if not (deleted_only and memory.is_there())]
+            memories = [self._kept.pop(path) for path in gone]
+        for memory in memories:
+            memory.close()
 
     def find(self, token: str) -> Incoming:
         """Raises ConnectionError where there is none."""

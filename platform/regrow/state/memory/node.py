@@ -161,10 +161,9 @@ class KeeperNode:
             state = replace(state, newest=max(said, self._agreed))  # it may have yet to hear what nodes hold by now
             state.write(self.folder)
             self._heard, self._agreed = state, NEVER if said == state.newest else self._agreed
-            for moment in [moment for moment in self._ready if moment <= state.newest]:
-                del self._ready[moment]
+            self._ready = {moment: found for moment, found in self._ready.items() if moment > state.newest}
         _drop_older_generations(self.folder, state)
-        _give_back(self.folder, self._transport)
+        _give_back(self.folder, self._transport, self._incoming)
 
     def write(self, order: WriteOrder) -> Written:
         """Write this node's part of a committed snapshot to storage. Takes as long as that does; CheckpointError."""
@@ -175,6 +174,7 @@ class KeeperNode:
         self._put(None)
         self.server.close()
         self._outgoing.keep(())
+        self._incoming.forget(deleted_only=False)
         self._transport.close()
         with contextlib.suppress(OSError):
             self._notices.shutdown(socket.SHUT_RDWR)
@@ -194,7 +194,7 @@ class KeeperNode:
 
     def _heed(self, notice: bytes) -> None:
         if not notice:
-            _give_back(self.folder, self._transport)
+            _give_back(self.folder, self._transport, self._incoming)
             if self._failed:
                 self._look_again()
         elif notice.startswith(HELD_BY_ALL.encode()):
@@ -338,10 +338,11 @@ def _drop_older_generations(folder: Path, state: Committed) -> None:
             path.unlink(missing_ok=True)
 
 
-def _give_back(folder: Path, transport: Transport) -> None:
+def _give_back(folder: Path, transport: Transport, incoming: Incomings) -> None:
     """Memory that nothing will use again."""
     remove_abandoned(folder)
     transport.forget_deleted()
+    incoming.forget(deleted_only=True)
 
 
 def _times_of(ready: Sequence[_Ready]) -> CopyTimes:

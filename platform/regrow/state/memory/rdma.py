@@ -59,8 +59,8 @@ class NixlTransport:
     def connect(self, peer: Address, secret: bytes) -> Session:
         return _NixlSession(peer, secret, self.offers)
 
-    def register(self, memory: memoryview, token: str) -> Registered:
-        return _Landing(self.agent, self._remotes, memory, token)
+    def register(self, memory: memoryview) -> Registered:
+        return _Landing(self.agent, self._remotes, memory)
 
     def forget_deleted(self) -> None:
         self.offers.forget(deleted_only=True)
@@ -225,11 +225,14 @@ class _Remotes:
 class _Landing:
     """Memory of this keeper that copies are read into."""
 
-    def __init__(self, agent: Any, remotes: _Remotes, memory: memoryview, token: str) -> None:
-        self.place: Place = {"into": token}
+    def __init__(self, agent: Any, remotes: _Remotes, memory: memoryview) -> None:
         self._agent, self._remotes, self._memory = agent, remotes, memory
         self._at = address_of(memory)
         self._registered = _register(agent, self._at, len(memory))
+
+    @property
+    def is_idle(self) -> bool:
+        return not any(landing is self for landing, _ in self._remotes.stuck)
 
     def receive(self, target: memoryview, request: Mapping[str, Any], connection: Connection) -> None:
         source = request["source"]
@@ -244,7 +247,7 @@ class _Landing:
             raise TransportError(f"NIXL: {first_line(error) or type(error).__name__}") from error
 
     def close(self) -> None:
-        if any(landing is self for landing, _ in self._remotes.stuck):
+        if not self.is_idle:
             return
         self._agent.deregister_memory(self._registered)
         self._memory.release()

@@ -6,7 +6,7 @@ the transport's `put`, and the peer checks all of it before it counts. So a tran
 need not be trusted with order, wholeness or damage.
 
     connect    a session with a peer's keeper, for as long as that is a peer
-    register   memory that bytes are put into; what the other side needs to know to do so
+    register   memory that bytes of one copy after another are put into
     put        a range of a file into the peer's registered memory
     receive    what is put there
     get        ranges of a file that the peer has
@@ -34,7 +34,7 @@ FILL = "fill"  # a request: bytes for memory that the keeper has registered; TCP
 PIECE = 16 << 20  # bytes of a request: flows take turns with those of all slots
 IDLE_S = TIMEOUT_S / 4  # after which a flow is not used again: the other side will close it
 
-Place = Mapping[str, Any]  # of registered memory, as JSON has it
+Place = Mapping[str, Any]  # of a copy in a peer's registered memory, as JSON has it
 
 
 class TransportError(CheckpointError):
@@ -42,9 +42,11 @@ class TransportError(CheckpointError):
 
 
 class Registered(Protocol):
-    """Memory that a peer may put bytes into."""
+    """Memory that a peer may put bytes into, by requests that name a copy: one after another uses it."""
 
-    place: Place
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing that was begun may still come."""
 
     def receive(self, target: memoryview, request: Mapping[str, Any], connection: Connection) -> None:
         """Have the bytes of a `FILL` come into their part of it; returns once they are there.
@@ -76,8 +78,8 @@ class Transport(Protocol):
     def connect(self, peer: Address, secret: bytes) -> Session:
         """Raises CheckpointError where the peer is gone or silent."""
 
-    def register(self, memory: memoryview, token: str) -> Registered:
-        """Memory of this keeper; the token names it."""
+    def register(self, memory: memoryview) -> Registered:
+        """Memory of this keeper."""
 
     def forget_deleted(self) -> None:
         """Hold nothing of files that were deleted: it is memory."""
@@ -86,10 +88,9 @@ class Transport(Protocol):
 
 
 class _Named:
-    """Memory that `FILL` names by its token, which the keeper looks up: nothing is to be done."""
+    """Memory of a copy that `FILL` names by its token, which the keeper looks up: nothing is to be done."""
 
-    def __init__(self, token: str) -> None:
-        self.place: Place = {"into": token}
+    is_idle = True
 
     def receive(self, target: memoryview, request: Mapping[str, Any], connection: Connection) -> None:
         connection.receive_all(target)
@@ -116,8 +117,8 @@ class TcpTransport:
                 self._flows[peer] = link.flows_that_fill(peer, secret)
             return self._flows[peer]
 
-    def register(self, memory: memoryview, token: str) -> Registered:
-        return _Named(token)
+    def register(self, memory: memoryview) -> Registered:
+        return _Named()
 
     def forget_deleted(self) -> None: ...
 
