@@ -21,8 +21,10 @@ from regrow.config.schema import (
     PretrainConfig,
 )
 from regrow.config.spares import most_workers
-from regrow.config.store import to_dict
+from regrow.config.store import load_run_config, pretrain_config, to_dict
 from regrow.errors import BatchError, ConfigError
+from regrow.forecast.settle import settled
+from regrow.runtime import driver
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,6 +78,7 @@ def test_cfg_job_prints_the_resolved_configuration() -> None:
         ),
         (["+cluster=gpu1", "data.seq_len=1000", "parallel.float8=tensorwise"], "must be a multiple of 16 on GPUs"),
         (["run.name=../x"], "run.name='../x'"),
+        (["+data.corpora.x=y", "model.rope_scaling.factor=8"], "model.rope_scaling.factor: model.rope_scaling is null"),
         (["train.steps"], "train.steps"),
     ],
 )
@@ -410,3 +413,19 @@ def test_the_configuration_survives_yaml_and_back() -> None:
     from regrow.config.plain import to_yaml
 
     assert OmegaConf.to_container(OmegaConf.create(to_yaml(PretrainConfig()))) == to_dict(PretrainConfig())
+
+
+@pytest.mark.parametrize("content", [b"run: [", b"run: \xff"])
+def test_a_damaged_configuration_of_a_run_says_so(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"config.yaml is damaged: "):
+        load_run_config(tmp_path)
+
+
+def test_where_groups_cannot_change_in_place_the_rest_is_checked_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.__version__", "2.61.0")
+    sizes = ["cluster.max_workers=9", "cluster.min_workers=4", "optim.num_slices=8", "optim.global_batch_seqs=8"]
+    config, _ = settled(pretrain_config(["+cluster=h200x8", *sizes]))
+    check(config)
+    with pytest.raises(BatchError, match="0 slices to 1 of 9 ranks"):
+        driver.pretrain(config)

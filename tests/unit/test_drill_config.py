@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from regrow.config.check import check
 from regrow.config.schema import DrillHosts, DrillJobConfig, MixtureStage, PretrainConfig
 from regrow.config.spares import most_workers
-from regrow.config.store import CONF_DIR, pretrain_overrides, to_dataclass
+from regrow.config.store import CONF_DIR, chosen, pretrain_config, pretrain_overrides, to_dataclass
 from regrow.drill.faults import KINDS, check_plan, parse_plan
 from regrow.drill.findings import SOUGHT
 from regrow.drill.job import undisturbed_run
@@ -73,6 +73,17 @@ def test_the_job_is_given_what_differs_and_nothing_else() -> None:
     assert given == PretrainConfig(**{name: getattr(config, name) for name in vars(given)})
     assert "optim.lr=0.001" in arguments
     assert not any(argument.startswith(("drill.", "data.recipe", "optim.beta1")) for argument in arguments)
+
+
+@pytest.mark.parametrize("choice", ["model=1b", "+cluster=h100x64"])
+def test_a_model_with_settings_that_cannot_be_given_one_by_one_reaches_the_job(choice: str) -> None:
+    given = ["+drill=kill_node", choice, "drill.reference=false"]
+    config = composed(*given)
+    assert config.model.rope_scaling is not None
+    arguments = pretrain_overrides(config, chosen(given))
+    assert pretrain_composed(arguments).model == config.model
+    with pytest.raises(ConfigError, match=r"model\.rope_scaling is null"):
+        pretrain_config(pretrain_overrides(config))
 
 
 def test_corpora_and_mixtures_reach_the_job() -> None:

@@ -68,6 +68,11 @@ def test_a_mistake_is_one_line_with_the_value(argument: str, message: str) -> No
     assert str(caught.value).startswith(message)
 
 
+def test_a_value_that_looks_like_a_choice_is_none() -> None:
+    config = plain.pretrain_config(["+cluster=h100x64", "run.storage_path=/mnt/data=x/model=y"])
+    assert (config.data.recipe, config.model.name) == ("fineweb_edu", "8b")
+
+
 def test_models_that_are_sizes_alone_are_read_by_name() -> None:
     assert plain.read_model("150m").tied
     assert "debug" not in plain.models()

@@ -35,7 +35,7 @@ def pretrain_config(arguments: Sequence[str]) -> PretrainConfig:
             chosen[key] = value
         elif key == "+cluster":
             overridden, trees = _cluster(value)
-            chosen |= {group: name for group, name in overridden.items() if f"{group}=" not in " ".join(arguments)}
+            chosen |= {group: name for group, name in overridden.items() if not _chooses(arguments, group)}
             files += trees
         else:
             settings.append((key.lstrip("+"), value))
@@ -45,6 +45,10 @@ def pretrain_config(arguments: Sequence[str]) -> PretrainConfig:
     for key, value in settings:
         _set(values, key, value)
     return _build(PretrainConfig, values, "")
+
+
+def _chooses(arguments: Sequence[str], group: str) -> bool:
+    return any(each.startswith(f"{group}=") for each in arguments)
 
 
 def read_model(name: str) -> ModelConfig:

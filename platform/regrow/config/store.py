@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -23,10 +24,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from regrow.config.schema import DrillJobConfig, PlanJobConfig, PretrainConfig, SimulateJobConfig, SubmitJobConfig
 from regrow.deadline import leaving
-from regrow.errors import ConfigError, RegrowError
+from regrow.errors import ConfigError, RegrowError, first_line
 
 STARTED_AT = time.time()  # of the program, but for the interpreter
 CONF_DIR = Path(__file__).parents[3] / "conf"
+
+BELOW_NULL = "Unexpected type for root"  # what omegaconf asserts of a key below a structured node that is null
+CHOICES = ("model", "data", "cluster")  # groups of which a job's arguments choose a file
 
 Config = TypeVar("Config", bound=PretrainConfig)
 _given: list[str] = []
@@ -75,6 +79,10 @@ def _mistakes_in_one_line(schema: type[PretrainConfig]) -> Iterator[None]:
             raise
         # omegaconf trips over merging a mapping into a structured node that is null
         sys.exit(f"error: {key[1]} is null and cannot be given as a mapping here; set it in a file of its group")
+    except AssertionError as error:
+        if BELOW_NULL not in str(error):
+            raise
+        sys.exit(f"error: {_below_null(sys.argv[1:])}")
 
 
 def to_dataclass(composed: DictConfig, schema: type[Config] = PretrainConfig) -> Config:  # type: ignore[assignment]
@@ -93,6 +101,11 @@ def given_overrides() -> list[str]:
     return list(_given)
 
 
+def chosen(arguments: Sequence[str]) -> list[str]:
+    """Those that choose a file of conf/model, conf/data or conf/cluster."""
+    return [each for each in arguments if each.lstrip("+").partition("=")[0] in CHOICES]
+
+
 def pretrain_config(arguments: Sequence[str]) -> PretrainConfig:
     """The config of `jobs.pretrain` with these arguments. Raises ConfigError where they make none."""
     ConfigStore.instance().store(name="pretrain_schema", node=PretrainConfig)
@@ -101,6 +114,10 @@ def pretrain_config(arguments: Sequence[str]) -> PretrainConfig:
             return to_dataclass(hydra.compose("pretrain", list(arguments)))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from error
+    except AssertionError as error:
+        if BELOW_NULL not in str(error):
+            raise
+        raise ConfigError(_below_null(arguments)) from error
 
 
 def pretrain_overrides(config: PretrainConfig, given: Sequence[str] = ()) -> list[str]:
@@ -122,6 +139,8 @@ def load_run_config(folder: Path) -> PretrainConfig:
         return to_dataclass(cast(DictConfig, OmegaConf.load(folder / "config.yaml")))
     except (OSError, OmegaConfBaseException) as error:
         raise ConfigError(f"{folder} holds no config.yaml of a run ({_one_line(error)})") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{folder / 'config.yaml'} is damaged: {first_line(error)}") from error
 
 
 def to_dict(config: PretrainConfig) -> dict[str, Any]:
@@ -129,6 +148,16 @@ def to_dict(config: PretrainConfig) -> dict[str, Any]:
     container = OmegaConf.to_container(OmegaConf.structured(config), enum_to_str=True)
     assert isinstance(container, dict)
     return cast(dict[str, Any], container)
+
+
+def _below_null(arguments: Sequence[str]) -> str:
+    """What is wrong where omegaconf has asserted that a parent is there."""
+    plain = dict(_leaves(to_dict(PretrainConfig())))
+    keys = [each.lstrip("+").partition("=")[0] for each in arguments]
+    key = next((key for key in keys if plain.get(key.rpartition(".")[0], ...) is None), "a setting")
+    return (
+        f"{key}: {key.rpartition('.')[0]} is null, and nothing below it can be set here; set it in a file of its group"
+    )
 
 
 def _one_line(error: BaseException, schema: type[PretrainConfig] = PretrainConfig) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from regrow.config.schema import DrillJobConfig, ParallelConfig, PretrainConfig
-from regrow.config.store import pretrain_overrides, to_dict
+from regrow.config.store import chosen, given_overrides, pretrain_overrides, to_dict
 from regrow.drill.log import RunFollower
 from regrow.drill.nodes import Nodes, Process, start_pretrain
 from regrow.drill.processes import of_ray, send, wait_until_gone
@@ -34,7 +34,7 @@ class DrillJob:
 
     def __init__(self, config: DrillJobConfig, nodes: Nodes) -> None:
         joined = replace(config.cluster, address=nodes.address, local_nodes=0, dashboard=False)
-        self.arguments = pretrain_overrides(replace(config, cluster=joined))
+        self.arguments = pretrain_overrides(replace(config, cluster=joined), chosen(given_overrides()))
         self.output = run_folder(config).local_path / "drill.out"
         self.output.parent.mkdir(parents=True, exist_ok=True)
         self.nodes = nodes
@@ -138,7 +138,8 @@ def reference_rows(config: DrillJobConfig, console: Console) -> list[dict[str, A
     with tempfile.TemporaryDirectory(prefix="rgf", dir="/tmp", ignore_cleanup_errors=True) as ray_folder:
         output = folder.parent / f"{folder.name}.out"
         output.parent.mkdir(parents=True, exist_ok=True)
-        process = start_pretrain(pretrain_overrides(undisturbed), output, ray_folder)
+        arguments = pretrain_overrides(undisturbed, chosen(given_overrides()))
+        process = start_pretrain(arguments, output, ray_folder)
         console.start([], steps=steps)
         try:
             while process.poll() is None:

@@ -81,6 +81,7 @@ def pretrain(config: PretrainConfig) -> None:
         if config.cluster.in_place and why_not_in_place():
             console.message(why_not_in_place())
             config = replace(config, cluster=replace(config.cluster, in_place=False, spare_workers=0))
+            topologies = check(config)  # no workers are parked at sizes that do not divide
         expected = check_corpus(config).line()
         startup.done("corpus")
         if config.cluster.address is None:
