@@ -1,6 +1,8 @@
 """Drills as they are started: every plan that is shipped, what is refused, and the job's own arguments."""
 
 import json
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +14,14 @@ from regrow.config.check import check
 from regrow.config.schema import DrillHosts, DrillJobConfig, MixtureStage, PretrainConfig
 from regrow.config.spares import most_workers
 from regrow.config.store import CONF_DIR, chosen, pretrain_config, pretrain_overrides, to_dataclass
+from regrow.drill import run
 from regrow.drill.faults import KINDS, check_plan, parse_plan
 from regrow.drill.findings import SOUGHT
 from regrow.drill.job import undisturbed_run
 from regrow.drill.log import Record
 from regrow.drill.run import check_memory, keep_plan, plan_of, with_end
 from regrow.errors import ConfigError
+from regrow.show.console import Console
 
 PLANS = sorted(path.stem for path in (CONF_DIR / "drill").glob("*.yaml"))
 
@@ -202,3 +206,19 @@ def test_the_undisturbed_run_of_any_layout_is_one_worker_s(parallel: str) -> Non
     config = undisturbed_run(composed("+drill=kill_worker", "cluster.max_workers=4", *parallel.split()))
     check(config)
     assert pretrain_composed(pretrain_overrides(config)).parallel == config.parallel
+
+
+def test_sigterm_ends_a_drill_as_ctrl_c_does_while_the_run_to_compare_with_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(config: DrillJobConfig, console: Console) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal was not heeded")
+
+    monkeypatch.setattr(run, "reference_rows", train)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run.run_drill(composed("+drill=kill_worker", f"run.storage_path={tmp_path}"))
+    finally:
+        signal.signal(signal.SIGTERM, before)

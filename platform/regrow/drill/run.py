@@ -4,6 +4,7 @@ The drill is not the job. It starts nodes, starts `python -m jobs.pretrain` on t
 could, and befalls processes from outside. What it did stands in drill.jsonl; the same command goes on where that ends.
 """
 
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -45,6 +46,7 @@ def run_drill(config: DrillJobConfig) -> bool:
     check_memory(config, plan)
     record = Record(folder)
     keep_plan(folder, plan, seed)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: what was started ends, too
     with Console(sys.stderr) as console:
         reference = reference_rows(config, console) if config.drill.reference else []
         with memory_of_its_own(None if apart else config.drill.memory_mb) as memory:

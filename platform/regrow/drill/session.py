@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import shutil
-import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -66,7 +65,6 @@ class DrillSession:
         self.console.start([], steps=train.steps, stop_at_step=train.stop_at_step)
         num_nodes = nodes_by_now(drill.nodes, self.record.read())
         self.console.message(f"starting {num_nodes} nodes with room for {drill.workers_on_node} each")
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
         with _start_nodes(self.config, self.folder, num_nodes) as nodes:
             self.nodes, self.job = nodes, DrillJob(self.config, nodes)
             if isinstance(nodes, NodesApart):
