@@ -189,6 +189,31 @@ def test_nodes_of_another_cluster_that_a_run_goes_on_with_have_not_come_beside_t
     assert plan("d", "e", "f", "g") == ["return_node"]
 
 
+def test_a_run_that_goes_on_small_on_another_cluster_and_grows_has_no_more_nodes_than_there_were(
+    tmp_path: Path,
+) -> None:
+    """Three nodes, then two others: the third of these is none beside three, a fourth is."""
+    rows = [make_row(step, T0 + 10 + step, 1.0, 1 + (step - 1) // 20) for step in range(1, 61)]
+    events = [
+        event("submitted", 0),
+        generation(1, 10, 3, 0, "start", workers=workers(*"abc")),
+        event("submitted", 30.2),
+    ]
+
+    def group(number: int, at: float, nodes: str) -> dict[str, Any]:
+        return generation(number, at, len(nodes), 20 * number - 20, "grow", workers=workers(*nodes))
+
+    def plan(*later: dict[str, Any]) -> list[str]:
+        folder = write(tmp_path / f"{len(list(tmp_path.iterdir()))}", rows, [*events, group(2, 30.5, "de"), *later])
+        return [each.what for each in plan_of_run(RunLogs.read(folder))]
+
+    assert plan(ready(40, "f"), group(3, 50.5, "def")) == plan(group(3, 50.5, "def")) == []  # earlier versions say none
+    assert plan(ready(40, "f"), ready(41, "g"), group(3, 50.5, "defg")) == ["return_node"]
+    assert plan(group(3, 50.5, "defg")) == ["return_node"]
+    assert plan(event("submitted", 50.2), group(3, 50.5, "def")) == []
+    assert plan(event("submitted", 50.2), group(3, 50.5, "defg")) == ["return_node"]
+
+
 def test_a_run_that_started_small_and_grew_is_predicted_at_the_sizes_that_it_had(tmp_path: Path) -> None:
     rows, nodes, now, step = [], list("ab"), 10.0, 0
     events = [event("submitted", 0, min_workers=2), generation(1, now, 2, 0, "start", workers=workers(*nodes))]

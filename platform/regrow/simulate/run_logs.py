@@ -108,23 +108,26 @@ def nodes_of(event: Event, workers: Mapping[int, Sequence[Row]]) -> list[str]:
 def arrivals(events: Sequence[Event], first: Collection[str]) -> list[float]:
     """When each node came beside the first ones, whatever its group was formed for; one that a fault took, too.
 
-    The first group of another job may be on another cluster's nodes: those that it has more of have come.
+    The first group of another job may be on another cluster's nodes: those that it has more of have come. Where it has
+    fewer, as many that come later have been there, by other ids.
     """
     workers, here, before, is_other_job = workers_of(events), set(first), set(first), False
     taken = {id(event): nodes_of(event, workers) for event, kind in faults_of(events) if kind in TAKES_NODE}
-    found = []
+    found, owed = list[float](), 0  # nodes that were there, and that the newest job has not had yet
     for event in events:
         here -= set(taken.get(id(event), ()))
         is_other_job = is_other_job or isinstance(event, Submitted)
         if isinstance(event, Ready) and event.node not in here:
-            found.append(event.time - (event.start_s or 0.0))
+            found += [event.time - (event.start_s or 0.0)] if not owed else []
+            owed = max(0, owed - 1)
             here.add(event.node)
         if isinstance(event, Generation):
             group = {str(worker.get("node")) for worker in workers[event.generation]}
             new = group - here - before  # of a version that does not say when one is ready
-            beyond = len(group) - len(here) if is_other_job else len(new)
-            found += [event.time] * beyond
+            there = len(here) + owed
+            found += [event.time] * (len(group) - there if is_other_job else len(new) - owed)
             here, before = set(group) if is_other_job and new else here | new, group
+            owed = max(0, there - len(here))
             is_other_job = False
     return found
 
