@@ -39,6 +39,16 @@ watch.close()
 """
 
 
+WATCH_ON = """
+import json, queue
+from regrow.runtime.hardware.gpus import XidWatch
+seen = queue.Queue()
+watch = XidWatch(lambda *told: seen.put(told))
+print(json.dumps([seen.get(timeout=60) for _ in range(2)]))
+watch.close()
+"""
+
+
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     compiler = shutil.which("cc")
@@ -109,3 +119,12 @@ def test_a_broken_gpu_is_found_and_its_neighbour_is_not(driver: Path, tells: dic
 def test_an_error_that_a_driver_reports_is_told(driver: Path) -> None:
     assert 79 in HARDWARE_XIDS
     assert ask(driver, WATCH, XID="79") == ["GPU-1", 79]
+
+
+def test_the_error_of_a_gpu_that_answers_no_more_is_told(driver: Path) -> None:
+    assert ask(driver, WATCH, XID="79", FALLEN="1") == ["GPU-1", 79]
+
+
+def test_a_gpu_that_is_lost_without_a_word_is_told_once(driver: Path) -> None:
+    """As having fallen off the bus, however often the driver says that one is lost."""
+    assert ask(driver, WATCH_ON, FALLEN="1", LOSING="2", XID="48") == [["GPU-1", 79], ["GPU-1", 48]]

@@ -9,6 +9,7 @@ enum { SUCCESS = 0, NOT_SUPPORTED = 3, TIMEOUT = 10, GPU_IS_LOST = 15 };
 typedef struct { void *device; unsigned long long type, data; unsigned gpu_instance, compute_instance; } Event;
 
 static int gpus[2];
+static int fallen; /* the second one, off the bus */
 
 static long told(void *gpu, const char *name, long usual) {
     const char *value = gpu == &gpus[1] ? getenv(name) : NULL;
@@ -25,7 +26,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **gpu) {
 int nvmlDeviceGetName(void *gpu, char *name, unsigned size) { strncpy(name, "NVIDIA H100", size); return SUCCESS; }
 int nvmlDeviceGetUUID(void *gpu, char *uuid, unsigned size) {
     snprintf(uuid, size, "GPU-%d", gpu == &gpus[1]);
-    return SUCCESS;
+    return fallen && gpu == &gpus[1] ? GPU_IS_LOST : SUCCESS;
 }
 int nvmlDeviceGetCpuAffinity(void *gpu, unsigned words, unsigned long long *mask) {
     memset(mask, 0, words * sizeof *mask);
@@ -36,7 +37,7 @@ int nvmlDeviceGetCpuAffinity(void *gpu, unsigned words, unsigned long long *mask
 }
 int nvmlDeviceGetTemperature(void *gpu, int sensor, unsigned *celsius) {
     *celsius = told(gpu, "CELSIUS", 50);
-    return SUCCESS;
+    return fallen && gpu == &gpus[1] ? GPU_IS_LOST : SUCCESS;
 }
 int nvmlDeviceGetPowerUsage(void *gpu, unsigned *milliwatts) {
     *milliwatts = told(gpu, "MILLIWATTS", 300000);
@@ -74,7 +75,11 @@ int nvmlDeviceRegisterEvents(void *gpu, unsigned long long kinds, void *events) 
 }
 int nvmlEventSetWait_v2(void *events, Event *event, unsigned milliseconds) {
     static int waited;
-    if (!getenv("XID") || waited++ != 1) return TIMEOUT;
+    long losing = told(&gpus[1], "LOSING", 0); /* waits that say so, before there is an event */
+    if (waited++ == 0) return TIMEOUT;
+    fallen = getenv("FALLEN") != NULL;
+    if (waited - 1 <= losing) return GPU_IS_LOST;
+    if (!getenv("XID") || waited - 2 != losing) return TIMEOUT;
     *event = (Event){&gpus[1], 8, atol(getenv("XID")), 0, 0};
     return SUCCESS;
 }

@@ -5,6 +5,7 @@ that has no GPU reads all of them.
 """
 
 import contextlib
+import ctypes
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ from typing import Any
 
 import pynvml
 
+FELL_OFF_THE_BUS = 79
 # NVIDIA's "XID Errors": those that are the hardware's, not a program's
 HARDWARE_XIDS = {
     48: "double-bit ECC error",
     62: "internal micro-controller halt",
     64: "row remapping failed",
     74: "NVLink error",
-    79: "fell off the bus",
+    FELL_OFF_THE_BUS: "fell off the bus",
     94: "contained memory error",
     95: "uncontained memory error",
     119: "GSP timeout",
@@ -103,6 +105,7 @@ class XidWatch:
 
     def __init__(self, seen: Callable[[str, int], None]) -> None:
         self._seen, self._over = seen, threading.Event()
+        self._fallen: set[str] = set()  # GPUs of which it is told that they fell off the bus
         self._thread = threading.Thread(target=self._watch, name="xids", daemon=True)
         self._thread.start()
 
@@ -114,6 +117,8 @@ class XidWatch:
         with _nvml() as handles:
             if not handles:
                 return
+            # asked ahead: one that fell off the bus says no more which it is
+            uuids = {_address(handle): _text(_ask(pynvml.nvmlDeviceGetUUID, handle) or "") for handle in handles}
             events = pynvml.nvmlEventSetCreate()
             for handle in handles:
                 with contextlib.suppress(pynvml.NVMLError):  # a kind that reports none
@@ -121,12 +126,23 @@ class XidWatch:
             while not self._over.is_set():
                 try:
                     data = pynvml.nvmlEventSetWait_v2(events, _WAIT_MS)
-                    self._seen(_text(pynvml.nvmlDeviceGetUUID(data.device)), int(data.eventData))
                 except pynvml.NVMLError_Timeout:
                     continue
                 except pynvml.NVMLError:  # a GPU is gone: wait for what the others say
+                    for handle in filter(_is_lost, handles):
+                        self._tell(uuids[_address(handle)], FELL_OFF_THE_BUS)
                     self._over.wait(_WAIT_MS / 1000)
+                else:
+                    self._tell(uuids.get(_address(data.device), ""), int(data.eventData))
             pynvml.nvmlEventSetFree(events)
+
+    def _tell(self, uuid: str, xid: int) -> None:
+        """That a GPU fell off the bus is told once: it may be known by its event, and by what it answers."""
+        if xid == FELL_OFF_THE_BUS:
+            if uuid in self._fallen:
+                return
+            self._fallen.add(uuid)
+        self._seen(uuid, xid)
 
 
 @contextlib.contextmanager
@@ -174,6 +190,19 @@ def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
         return question(*arguments)
     except pynvml.NVMLError:
         return None
+
+
+def _is_lost(handle: Any) -> bool:
+    try:
+        pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)  # its hardware's, not kept by the driver
+    except pynvml.NVMLError as error:
+        return isinstance(error, pynvml.NVMLError_GpuIsLost)
+    return False
+
+
+def _address(handle: Any) -> int | None:
+    """The same for all handles of a GPU."""
+    return ctypes.cast(handle, ctypes.c_void_p).value
 
 
 def _text(value: str | bytes) -> str:
