@@ -214,6 +214,32 @@ def test_a_run_that_goes_on_small_on_another_cluster_and_grows_has_no_more_nodes
     assert plan(event("submitted", 50.2), group(3, 50.5, "defg")) == ["return_node"]
 
 
+@pytest.mark.parametrize("behind_s", [60.0, 3600.0])
+def test_a_profile_has_the_same_from_a_run_whose_second_jobs_clock_is_behind(tmp_path: Path, behind_s: float) -> None:
+    """Its steps ended before its groups were ready: only these were moved behind the first job."""
+
+    def profile(name: str, behind_s: float) -> Profile:
+        rows = [make_row(step, T0 + 10 + step, 1.0) for step in range(1, 21)]
+        rows += [make_row(step, T0 + 50 + step - behind_s, 1.0, 2) for step in range(21, 41)]
+        rows += [make_row(step, T0 + 60 + step - behind_s, 1.0, 3, world_size=3) for step in range(41, 61)]
+        events = [
+            event("submitted", 0),
+            generation(1, 10, 4, 0, "start", workers=workers(*"abcd")),
+            event("submitted", 40 - behind_s, heard_at=T0 + 30),
+            generation(2, 69 - behind_s, 4, 20, "resume", workers=workers(*"abcd")),
+            event("failure", 93 - behind_s, cause="worker_died", generation=2, ranks=[3], nodes=["d"], kind="software"),
+            generation(3, 99 - behind_s, 3, 40, "worker_died", workers=workers(*"abc")),
+            event("stopped", 121 - behind_s, step=60, reason="finished"),
+        ]
+        return Profile.read([write(tmp_path / name, rows, events)])
+
+    right, found = profile("right", 0.0), profile("behind", behind_s)
+    assert sorted(found.samples) == sorted(right.samples)
+    for key, values in right.samples.items():
+        assert found.samples[key] == pytest.approx(values, abs=1e-5), key
+    assert found.usual_s == pytest.approx(right.usual_s, abs=1e-5)
+
+
 def test_a_run_that_started_small_and_grew_is_predicted_at_the_sizes_that_it_had(tmp_path: Path) -> None:
     rows, nodes, now, step = [], list("ab"), 10.0, 0
     events = [event("submitted", 0, min_workers=2), generation(1, now, 2, 0, "start", workers=workers(*nodes))]

@@ -9,7 +9,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,7 +79,7 @@ class Ledger:
 
 def account(rows: Sequence[Row], events: Sequence[Event], now: float) -> Ledger:
     """Give every second between the submission and the end (`stopped`, else `now`) one state."""
-    events = by_time(events)  # here time is what counts, not what was written first
+    rows, events = on_one_clock(rows, events)  # here time is what counts, not what was written first
     begins, ends = _step_intervals(rows, events)
     undone = _undone(events)
     times = [event.time for event in events if not isinstance(event, Rollback)]
@@ -118,20 +118,55 @@ def account(rows: Sequence[Row], events: Sequence[Event], now: float) -> Ledger:
     return Ledger(begin, end, {state: time_s[state] for state in STATES}, productive, attempts, bands, undone)
 
 
-def by_time(events: Sequence[Event]) -> list[Event]:
-    """Events in the order of their times. A `submitted` has its command's, which may be older than what the job before
-    it has logged since: it counts from just behind that, and all that its job logs no sooner, whatever its clock says.
+def on_one_clock(rows: Sequence[Row], events: Sequence[Event]) -> tuple[list[Row], list[Event]]:
+    """Rows, and events in the order of their times, with each job behind where the run was heard before it.
+
+    A `submitted` has its command's time, which may be older: it counts from just behind that. A job that has logged or
+    done anything sooner has a clock that is behind: all of it moves by as much, so that nothing takes less time.
     """
-    newest, first, found = -math.inf, -math.inf, list[Event]()
-    for event in events:
-        if isinstance(event, Submitted):
-            heard = max(newest, event.heard_at or -math.inf)
-            first = max(event.time, math.nextafter(heard, math.inf))
-        if not isinstance(event, Rollback):  # it tells of other times than its own
-            event = event if event.time >= first else replace(event, time=first)
-            newest = max(newest, event.time)
-        found.append(event)
-    return sorted(found, key=lambda event: event.time)
+    moved, found = list(rows), list[Event]()
+    newest, of_rows = -math.inf, 0.0  # time heard last, and by how much the newest group's rows have moved
+    for job, first_row, end in _jobs(rows, events):
+        asked = job[0] if isinstance(job[0], Submitted) else None
+        heard = max(newest, asked.heard_at + of_rows) if asked and asked.heard_at else newest
+        times = [event.time for event in job if not isinstance(event, Submitted | Rollback)]
+        times += [row["time"] - positive(row.get("step_s")) for row in moved[first_row:end][:1]]
+        begun = min(times, default=math.inf)
+        earliest = min(begun, asked.time if asked else math.inf)
+        behind = math.nextafter(heard, math.inf)
+        offset = behind - earliest if begun < heard else 0.0
+        begin = max(behind, earliest + offset)
+        for event in job:
+            event = _later(event, offset, "time", "since")
+            if isinstance(event, Rollback):  # it tells of rows: of another job's where its own has no group yet
+                found.append(_later(event, of_rows, "first_time", "first_step_end", "last_time"))
+                continue
+            of_rows = offset if isinstance(event, Generation) else of_rows
+            time = begin if isinstance(event, Submitted) else max(begin, event.time)
+            found.append(event if event.time == time else replace(event, time=time))
+            newest = max(newest, time)
+        if offset:
+            moved[first_row:end] = [row | {"time": row["time"] + offset} for row in moved[first_row:end]]
+    return moved, sorted(found, key=lambda event: event.time)
+
+
+def _jobs(rows: Sequence[Row], events: Sequence[Event]) -> list[tuple[Sequence[Event], int, int]]:
+    """Each job's events, in their order, and where its rows begin and end, by the generations that it had."""
+    begins = [number for number, event in enumerate(events) if not number or isinstance(event, Submitted)]
+    found, end = list[tuple[Sequence[Event], int, int]](), len(rows)
+    for begin, past in reversed(list(itertools.pairwise([*begins, len(events)]))):
+        number = next((each.generation for each in events[begin:past] if isinstance(each, Generation)), math.inf)
+        first = bisect_left(rows, number, 0, end, key=lambda row: row.get("generation") or 0)
+        found.append((events[begin:past], first, end))
+        end = first
+    return found[::-1]
+
+
+def _later(event: Event, offset: float, *names: str) -> Event:
+    """With those of these times that it has, moved."""
+    times = {name: getattr(event, name, None) for name in names} if offset else {}
+    told: dict[str, Any] = {name: time + offset for name, time in times.items() if time is not None}
+    return replace(event, **told) if told else event
 
 
 def lost_to(ledger: Ledger) -> dict[str, float]:

@@ -16,7 +16,7 @@ from typing import Any
 from regrow.plan.batch import BatchPlan
 from regrow.plan.pipeline import bubble_share
 from regrow.record.events import Cleared, CoordinatorRestarted, Event, Generation, Row, Submitted, Suspected
-from regrow.record.ledger import Ledger, by_time, of_kind
+from regrow.record.ledger import Ledger, of_kind, on_one_clock
 
 RATIOS = ("goodput", "effective", "paid", "capacity_goodput")  # of report.json, as they are told of while it runs
 LEAST = 3  # undisturbed steps of a world size whose median is believed: it withstands one that is not like the others
@@ -77,7 +77,8 @@ class StepTimes:
 
 def work_of(ledger: Ledger, rows: Sequence[Row], events: Sequence[Event], config: Mapping[str, Any]) -> Work:
     """The work of a run, by its ledger, and the rows that this is made of. `config` is nested, of any version."""
-    wall_s, events = ledger.end - ledger.begin, by_time(events)
+    rows, events = on_one_clock(rows, events)
+    wall_s = ledger.end - ledger.begin
     times = step_times(ledger, rows, events, config)
     capacity_goodput = _capacity_goodput(ledger, rows, times.units, config)
     sizes = list(_full_sizes(rows, events, config))

@@ -21,9 +21,10 @@ from regrow.record.events import (
     Row,
     Submitted,
     Undrain,
+    from_row,
 )
 from regrow.record.history import History
-from regrow.record.ledger import Ledger, of_kind
+from regrow.record.ledger import Ledger, of_kind, on_one_clock
 from regrow.record.log import LogReader
 from regrow.record.run_folder import find_run, run_config
 from regrow.simulate.inputs import TAKES_NODE
@@ -53,7 +54,8 @@ class RunLogs:
     def read(folder: str) -> "RunLogs":
         """Raises ConfigError where the folder holds no finished step."""
         storage = find_run(folder)
-        history = History.read(LogReader(storage))
+        log = LogReader(storage)
+        history = History.of_logs(*on_one_clock(log.metrics(), [from_row(each) for each in log.events()]))
         if not history.rows:
             raise ConfigError(f"{folder} has no step in its log: give the folder of a run that trained")
         if not history.events:
