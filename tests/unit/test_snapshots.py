@@ -22,8 +22,10 @@ from regrow.control.values import NOTHING, Peer, SnapshotAck, Version
 from regrow.errors import CheckpointError
 from regrow.plan.boxes import Box
 from regrow.plan.mesh import ALONE, Coordinates, MeshShape
+from regrow.runtime.keeper import Keeper, Place
 from regrow.state.disk.upload import WriteOrder
 from regrow.state.entries import Entry
+from regrow.state.memory import node, unneeded
 from regrow.state.memory import writer as writer_module
 from regrow.state.memory.control_word import ControlWord
 from regrow.state.memory.held import Held, open_snapshot
@@ -331,6 +333,48 @@ def test_one_bit_anywhere_in_a_large_snapshot_is_found_where_it_is_read(
             nodes[is_copy].keeper.write(order)
         assert not list(storage.iterdir()), "no file is complete before its bytes are checked"
         writer.close()
+
+
+def test_a_step_is_reported_where_memory_is_too_full_to_tell_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(folder: Path, version: Version) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(node, "tell_safe", full)
+    with cluster(tmp_path, 1) as nodes:
+        snapshot(nodes, 1, 1)
+        wait_until(lambda: nodes[0].reports)
+
+
+def test_a_generation_is_over_while_memory_of_those_before_is_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropping, go_on = threading.Event(), threading.Event()
+
+    def drop(folder: Path, state: Committed) -> None:
+        dropping.set()
+        go_on.wait(20)
+
+    monkeypatch.setattr(unneeded, "_drop_older_generations", drop)
+    with cluster(tmp_path, 1) as nodes:
+        keeper = Keeper.__new__(Keeper)  # not an actor
+        keeper.lock, keeper.word, keeper.place = threading.Lock(), ControlWord(), Place()
+        keeper.folder, keeper.keeper = nodes[0].keeper.folder, nodes[0].keeper
+        committing = [
+            threading.Thread(target=keeper.committed, args=(Committed(newest=Version(2, 5), number=number),))
+            for number in (1, 2)
+        ]
+        committing[0].start()
+        assert dropping.wait(20)
+        committing[1].start()
+        committing[1].join(20)  # and the next commit does not wait either
+        assert not committing[1].is_alive()
+        keeper.over(2)
+        assert ControlWord.read(keeper.folder).over == 2
+        assert committing[0].is_alive()
+        go_on.set()
+        committing[0].join()
 
 
 def test_a_new_secret_is_obeyed(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from regrow.control.values import Version
+from regrow.control.values import Peer, Version
 from regrow.errors import CheckpointError
 from regrow.state.memory import incoming, link, mapping, transport
 from regrow.state.memory.held import COPY
@@ -20,7 +20,7 @@ from regrow.state.memory.incoming import Incomings, Memory
 from regrow.state.memory.ranges import BLOCK, Connection, RangeServer
 from regrow.state.memory.slots import MAGIC, Committed
 from regrow.state.memory.threads import Threads
-from regrow.state.memory.transport import FILL, TcpSession, TcpTransport
+from regrow.state.memory.transport import FILL, Registered, TcpSession, TcpTransport
 from support.keepers import SECRET, assert_copies_arrive, cluster, large_slots, peers_of, scalars_of, wait_until
 from support.sockets import connected_sockets
 
@@ -97,6 +97,8 @@ def test_files_that_are_put_at_once_take_turns_on_the_flows(tmp_path: Path, monk
     def answer(request: dict[str, Any], connection: Connection) -> None:
         begun.set()
         go_on.wait(20)
+        left = [min(2, 16 - order.count(each)) for each in ("first", "second")]  # this one, too
+        wait_until(lambda: session._threads is not None and session._threads._tasks.qsize() == sum(left) - 1)
         order.append(request["into"])
         connection.receive_all(memoryview(bytearray(request["bytes"])))
         connection.send({"ok": True})
@@ -276,6 +278,50 @@ def test_what_waits_for_a_task_is_told_that_it_is_never_done() -> None:
     assert wait([threads.submit(work)], 20).not_done == set()
 
 
+def test_copies_of_a_node_that_has_other_peers_by_now_go_with_what_they_were_of(tmp_path: Path) -> None:
+    with cluster(tmp_path, 3) as nodes:
+        ranks = large_slots(nodes[0], num_ranks=2, elements=64)
+
+        def take(step: int) -> None:
+            for each in ranks:
+                assert each.begin(step, scalars_of(step))
+                each.wait()
+            for each in ranks:
+                each.confirm(step)
+            wait_until(lambda: nodes[0].reports and nodes[0].reports[-1].version == Version(1, step))
+            for node in nodes:
+                node.keeper.committed(Committed(newest=Version(1, step), number=step))
+
+        def copies() -> list[int]:
+            return [len(list(node.keeper.folder.glob(f"*{COPY}"))) for node in nodes]
+
+        for step in (1, 2, 3):
+            take(step)
+        assert copies() == [0, 4, 0]
+        nodes[0].keeper.set_peers((Peer("node-2", nodes[2].keeper.address),))
+        take(4)
+        assert copies() == [0, 0, 2]
+        take(5)
+        assert copies() == [0, 0, 4]
+        for each in ranks:
+            each.close()
+
+
+def test_a_copy_that_another_one_takes_the_place_of_is_let_go_of_once(tmp_path: Path) -> None:
+    closed: list[str] = []
+
+    class Counted(TcpTransport):
+        def register(self, memory: memoryview) -> Registered:
+            found = super().register(memory)
+            found.close = lambda: closed.append(memory.hex())  # type: ignore[method-assign]
+            return found
+
+    incomings = Incomings(Counted())
+    with incomings.open(tmp_path / "copy", 4 * BLOCK), incomings.open(tmp_path / "copy", 4 * BLOCK):
+        assert len(closed) == 1
+    assert len(closed) == 2, "what was registered since may lie at the same address"
+
+
 def test_memory_of_copies_is_mapped_once_and_let_go_of_with_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,7 +352,7 @@ def test_memory_that_no_longer_fits_its_file_is_not_used_for_the_next_copy(tmp_p
 
     def kept(size: int) -> Memory:
         with incomings.open(path, size) as copy:
-            copy._is_sealed = True
+            copy.version = Version(1, 1)
         return copy.memory
 
     first = kept(size)

@@ -191,9 +191,10 @@ class Keeper(Speaking, Writing):
         """What is committed now; messages are numbered, as they may overtake one another."""
         self.heard_at = time.monotonic()
         with self.lock:
-            for member in self.place.members:
-                member.committed.remote(state)
-            self._keeper.committed(state)
+            members = self.place.members
+        for member in members:
+            member.committed.remote(state)
+        self._keeper.committed(state)  # may give back a lot of memory, while others are told that a generation is over
 
     def holdings(self, since: Version) -> list[Holding]:
         """What this keeper holds of a step and of later ones."""

@@ -205,11 +205,6 @@ def is_whole(version: Version, held: Iterable[Held]) -> bool:
     return bool(ranks) and placement.is_whole(ranks[0].mesh, np.array([each.rank for each in ranks]))
 
 
-def generation_of(name: str) -> int:
-    """The generation that a slot, a copy or their checksums are of, by the name."""
-    return int(name[1:].partition("-")[0])
-
-
 def read_beside(path: Path) -> bytes:
     """The checksum file of a snapshot, as it is."""
     return _beside(path).read_bytes()

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from regrow.control.values import Version
 from regrow.errors import CheckpointError, first_line
 from regrow.state.memory import held as files
 from regrow.state.memory.mapping import map_all
@@ -73,7 +74,8 @@ class Incoming:
     def __init__(self, memory: Memory) -> None:
         """`memory` is empty, and this copy's until it is closed."""
         self.memory, self.path, self.size, self.token = memory, memory.path, memory.size, secrets.token_hex(16)
-        self._given_up, self._is_sealed = False, False
+        self.version: Version | None = None  # that it is of, once it is sealed
+        self._given_up, self._is_closed = False, False
         self._filling: set[Connection] = set()
         self._changed = threading.Condition()
 
@@ -84,7 +86,7 @@ class Incoming:
     @property
     def is_done(self) -> bool:
         """Whether it is sealed and nothing can come any more: the memory may be another copy's."""
-        return self._is_sealed and not self._filling and self.memory.registered.is_idle
+        return self.version is not None and not self._filling and self.memory.registered.is_idle
 
     def fill(self, request: dict[str, Any], connection: Connection) -> None:
         """Receive a range. Raises ConnectionError where the copy was given up, or the range is not of it."""
@@ -112,7 +114,6 @@ class Incoming:
                 problem = first_line(error)
             if problem:
                 files.remove(self.path)
-            self._is_sealed = not problem
             return problem
 
     def _seal(self, beside: bytes, header_sha256: str) -> str:
@@ -125,6 +126,7 @@ class Incoming:
             if not files.all_hold(memory, header, crc):
                 return f"{self.path}: fails its checksums"
         files.write_beside(self.path, beside)
+        self.version = Version(header.generation, header.step)
         return ""
 
     def close(self) -> None:
@@ -134,7 +136,8 @@ class Incoming:
             for connection in self._filling:
                 connection.cut()
             self._changed.wait_for(lambda: not self._filling, _CLOSE_S)
-        if not self.is_done:
+            was_closed, self._is_closed = self._is_closed, True
+        if not was_closed and not self.is_done:  # by now another copy's memory may be where this one's was
             self.memory.close()
 
 
@@ -144,7 +147,7 @@ class Incomings:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._by_token: dict[str, Incoming] = {}
-        self._kept: dict[Path, Memory] = {}  # of copies that are sealed
+        self._done: dict[Path, Incoming] = {}  # whose memory the next copy in the same file gets
         self._lock, self._opening = threading.Lock(), threading.Lock()
         self._filling: Counter[str] = Counter()  # ranges that are on their way, by host
         self._heard_at: dict[str, float] = {}  # when the newest of a host came
@@ -168,26 +171,31 @@ class Incomings:
             incoming.close()
             if incoming.is_done:
                 with self._lock:
-                    before, self._kept[path] = self._kept.get(path), incoming.memory
+                    before, self._done[path] = self._done.get(path), incoming
                 if before is not None:  # of one that was opened before this one, and ended later
-                    before.close()
+                    before.memory.close()
 
     def _memory(self, path: Path, size: int) -> Memory:
         """Empty: the file's from the copy before, where that has so many bytes, or new."""
         with self._lock:
-            kept = self._kept.pop(path, None)
-        if kept is not None and kept.size == size and kept.is_there():
-            kept.empty()
-            return kept
-        if kept is not None:
-            kept.close()
+            done = self._done.pop(path, None)
+        if done is not None and done.size == size and done.memory.is_there():
+            done.memory.empty()
+            return done.memory
+        if done is not None:
+            done.memory.close()
         return Memory(path, size, self._transport)
+
+    def sealed(self) -> dict[Path, Version]:
+        """Of files in which a copy came that nothing has come after."""
+        with self._lock:
+            return {path: done.version for path, done in self._done.items() if done.version is not None}
 
     def forget(self, *, deleted_only: bool) -> None:
         """Let go of the memory of copies whose files were deleted, or of all that are sealed."""
         with self._lock:
-            gone = [path for path, memory in self._kept.items() if not (deleted_only and memory.is_there())]
-            memories = [self._kept.pop(path) for path in gone]
+            gone = [path for path, done in self._done.items() if not (deleted_only and done.memory.is_there())]
+            memories = [self._done.pop(path).memory for path in gone]
         for memory in memories:
             memory.close()
 

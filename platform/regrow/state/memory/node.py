@@ -41,6 +41,7 @@ from regrow.state.memory.slots import (
 )
 from regrow.state.memory.threads import Threads
 from regrow.state.memory.transport import FILL, TcpTransport, Transport
+from regrow.state.memory.unneeded import Unneeded
 
 LOCK = "lock"  # held by the folder's keeper
 MAKING_S = 60.0  # for a keeper to lock its folder once it is there, or to delete what is in it
@@ -91,6 +92,7 @@ class KeeperNode:
         self.server = RangeServer(host, lambda: self.secret, self._answer)
         self._transport = transport or TcpTransport()
         self._incoming = Incomings(self._transport)
+        self._unneeded = Unneeded(folder, self._transport, self._incoming)
         self._outgoing = Outgoing(node, self._transport, lambda: self.secret)
         self._peers: tuple[Peer, ...] = ()
         self._work: Work = queue.Queue()  # of the thread that copies to the peers
@@ -162,8 +164,7 @@ class KeeperNode:
             state.write(self.folder)
             self._heard, self._agreed = state, NEVER if said == state.newest else self._agreed
             self._ready = {moment: found for moment, found in self._ready.items() if moment > state.newest}
-        _drop_older_generations(self.folder, state)
-        _give_back(self.folder, self._transport, self._incoming)
+        self._unneeded.give_back(state)
 
     def write(self, order: WriteOrder) -> Written:
         """Write this node's part of a committed snapshot to storage. Takes as long as that does; CheckpointError."""
@@ -194,7 +195,7 @@ class KeeperNode:
 
     def _heed(self, notice: bytes) -> None:
         if not notice:
-            _give_back(self.folder, self._transport, self._incoming)
+            self._unneeded.give_back()
             if self._failed:
                 self._look_again()
         elif notice.startswith(HELD_BY_ALL.encode()):
@@ -294,7 +295,7 @@ class KeeperNode:
         ready = list(self._ready.get(moment, {}).values())
         digests = tuple(each.digest for each in ready if each.digest is not None)
         times = None if again or not ready else _times_of(ready)
-        with self._lock:
+        with self._lock, contextlib.suppress(OSError):  # for want of a coordinator alone
             tell_safe(self.folder, moment)
         self.report(SnapshotAck(self.node, moment, tuple(peer.node for peer in peers), digests=digests, times=times))
 
@@ -327,22 +328,6 @@ def _received(notices: socket.socket) -> bytes | None:
         return b""
     except OSError:
         return None
-
-
-def _drop_older_generations(folder: Path, state: Committed) -> None:
-    """Their snapshots, but for those that are needed; what was never sealed too."""
-    needed = {each.generation for each in state.needed}
-    for path in folder.glob("g*"):
-        generation = files.generation_of(path.name)
-        if generation < state.newest.generation and generation not in needed:
-            path.unlink(missing_ok=True)
-
-
-def _give_back(folder: Path, transport: Transport, incoming: Incomings) -> None:
-    """Memory that nothing will use again."""
-    remove_abandoned(folder)
-    transport.forget_deleted()
-    incoming.forget(deleted_only=True)
 
 
 def _times_of(ready: Sequence[_Ready]) -> CopyTimes:
