@@ -360,6 +360,9 @@ def test_a_job_whose_clock_is_behind_took_as_long_as_by_a_right_one(behind_s: fl
     assert found["work"] == {**right["work"], "slower_s": pytest.approx(right["work"]["slower_s"], abs=1e-5)}
     assert found["effective"] == pytest.approx(right["effective"] * right["wall_s"] / found["wall_s"], abs=1e-5)
     assert found["effective"] <= 1.0
+    for told, of_right in zip(found["recoveries"], right["recoveries"], strict=True):
+        for name in ("regroup_s", "reshard_s", "first_step_s"):
+            assert told[name] == pytest.approx(of_right[name], abs=1e-5), name
 
 
 def test_three_jobs_with_other_clocks_come_one_behind_the_other() -> None:

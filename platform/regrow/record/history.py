@@ -30,7 +30,7 @@ from regrow.record.events import (
     Validation,
     from_row,
 )
-from regrow.record.ledger import SILENCE_S, STATES, Attempt, Kind, Ledger, account, of_kind
+from regrow.record.ledger import SILENCE_S, STATES, Attempt, Kind, Ledger, account, of_kind, on_one_clock
 from regrow.record.log import LogReader, positive
 
 KEPT_S = 15.0  # newest seconds that are not booked while no group trains: a `generation` event says what they were
@@ -267,7 +267,8 @@ def recoveries(attempts: Sequence[Attempt], rows: Iterable[Row], events: Sequenc
     undone: Counter[int] = Counter()
     for event in of_kind(events, Rollback):
         undone[event.generation] += event.steps
-    ends = {(row["generation"], row["step"]): row["time"] for row in rows}
+    moved, _ = on_one_clock(list(rows), events)  # as the attempts were
+    ends = {(row["generation"], row["step"]): row["time"] for row in moved}
     ranks_before, entries = None, []
     for attempt, before in zip(attempts, [None, *attempts[:-1]], strict=True):
         generation = attempt.generation
