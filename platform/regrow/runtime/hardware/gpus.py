@@ -73,7 +73,7 @@ def cpus_near(uuid: str) -> set[int]:
     """The CPUs of the socket that a GPU is attached to; empty where that is not known."""
     with _nvml() as handles:
         for handle in handles:
-            if _text(_ask(pynvml.nvmlDeviceGetUUID, handle) or "") == uuid:
+            if _uuid(handle) == uuid:
                 words = _ask(pynvml.nvmlDeviceGetCpuAffinity, handle, _MASK_WORDS) or []
                 return {64 * index + bit for index, word in enumerate(words) for bit in range(64) if word >> bit & 1}
     return set()
@@ -82,7 +82,7 @@ def cpus_near(uuid: str) -> set[int]:
 def number_of(uuid: str) -> int:
     """A GPU's number among the machine's, in the order of their places on its bus; 0 where that is not known."""
     with _nvml() as handles:
-        uuids = [_text(_ask(pynvml.nvmlDeviceGetUUID, handle) or "") for handle in handles]
+        uuids = [_uuid(handle) for handle in handles]
     return uuids.index(uuid) if uuid in uuids else 0
 
 
@@ -118,7 +118,7 @@ class XidWatch:
             if not handles:
                 return
             # asked ahead: one that fell off the bus says no more which it is
-            uuids = {_address(handle): _text(_ask(pynvml.nvmlDeviceGetUUID, handle) or "") for handle in handles}
+            uuids = {_address(handle): _uuid(handle) for handle in handles}
             events = pynvml.nvmlEventSetCreate()
             for handle in handles:
                 with contextlib.suppress(pynvml.NVMLError):  # a kind that reports none
@@ -133,7 +133,7 @@ class XidWatch:
                         self._tell(uuids[_address(handle)], FELL_OFF_THE_BUS)
                     self._over.wait(_WAIT_MS / 1000)
                 else:
-                    self._tell(uuids.get(_address(data.device), ""), int(data.eventData))
+                    self._tell(uuids.get(_address(data.device)) or _uuid(data.device), int(data.eventData))
             pynvml.nvmlEventSetFree(events)
 
     def _tell(self, uuid: str, xid: int) -> None:
@@ -171,7 +171,7 @@ def _read(handle: Any) -> Gpu:
     retiring = _ask(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)  # of kinds that replace no rows
     links = (_ask(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(pynvml.NVML_NVLINK_MAX_LINKS))
     return Gpu(
-        uuid=_text(_ask(pynvml.nvmlDeviceGetUUID, handle) or ""),
+        uuid=_uuid(handle),
         name=_text(_ask(pynvml.nvmlDeviceGetName, handle) or "a GPU"),
         temperature_c=_ask(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
         power_w=power / 1000 if power is not None else None,
@@ -190,6 +190,11 @@ def _ask(question: Callable[..., Any], *arguments: Any) -> Any:
         return question(*arguments)
     except pynvml.NVMLError:
         return None
+
+
+def _uuid(handle: Any) -> str:
+    """Empty where it does not tell."""
+    return _text(_ask(pynvml.nvmlDeviceGetUUID, handle) or "")
 
 
 def _is_lost(handle: Any) -> bool:
