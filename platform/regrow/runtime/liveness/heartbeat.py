@@ -47,7 +47,8 @@ class Heartbeat:
     def __init__(self, folder: Path, *, collective_timeout_s: float = math.inf) -> None:
         """`folder` is the node's keeper's. A generation that waits in a collective for so long is broken off.
 
-        Gloo does that by itself. NCCL's way would be to end the process.
+        Gloo does that by itself. NCCL's way would be to end the process. Raises CheckpointError where memory does not
+        hold a pulse.
         """
         self._collective_timeout_s = collective_timeout_s
         self._look_at = math.inf  # of the monotonic clock: whether a collective is overdue
@@ -166,9 +167,11 @@ class Heartbeat:
 
         Its format is torch's own: where it is another one nothing is said, and so no rank is given up.
         """
-        dumps = _recorded()
-        with contextlib.suppress(OSError):
-            (self._folder / f"{TRACE}-{os.getpid()}").write_bytes(b"\n".join(dumps))
+        dumps, trace = _recorded(), self._folder / f"{TRACE}-{os.getpid()}"
+        try:
+            trace.write_bytes(b"\n".join(dumps))
+        except OSError:  # a part of it would take what memory is left
+            trace.unlink(missing_ok=True)
         with contextlib.suppress(KeyError, TypeError, ValueError):
             found = [*(newest_collective(dump, self._entered_ns) for dump in dumps), self._at_a_message()]
             begun, since = sum(begun for begun, _ in found), [at_ns for _, at_ns in found if at_ns]

@@ -17,6 +17,7 @@ from pathlib import Path
 from regrow.control.health import NOTHING, Pulse
 from regrow.control.phases import PHASES, Phase
 from regrow.control.slow import Spent
+from regrow.errors import CheckpointError
 from regrow.runtime.kept_rows import ROWS
 
 STACKS, TRACE = "stacks", "collectives"  # what a worker leaves when it is asked where it is
@@ -37,11 +38,20 @@ class PulseFile:
     """This process' pulse."""
 
     def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError where memory does not hold it."""
         self.path = folder / f"pulse-{os.getpid()}"
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.truncate(descriptor, SIZE)
-        self._map = mmap.mmap(descriptor, SIZE)
-        os.close(descriptor)
+        try:
+            os.posix_fallocate(descriptor, 0, SIZE)  # or a page that is not there would kill this process
+            self._map = mmap.mmap(descriptor, SIZE)
+        except OSError as error:
+            self.path.unlink(missing_ok=True)
+            raise CheckpointError(
+                f"{self.path}: no room for a worker's pulse of {SIZE} bytes ({error.strerror}); give {folder} more "
+                "memory (on Kubernetes, a larger memory volume)"
+            ) from error
+        finally:
+            os.close(descriptor)
         self.beat(NOTHING, NOTHING, 0.0)
         self.answer(0, NOTHING, 0.0, waits=False)
         self.phase(Phase.forming, time.monotonic_ns(), {})
