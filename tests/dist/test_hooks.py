@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from regrow.accept.tiny import tiny_model
-from regrow.config.schema import OptimConfig, ParallelConfig, PretrainConfig
+from regrow.config.schema import ObserveConfig, OptimConfig, ParallelConfig, PretrainConfig
 from regrow.control.phases import Phase
 from regrow.optim.adamw import build_optimizer
 from regrow.parallel.apply import build_model
@@ -212,3 +212,28 @@ def test_a_rank_that_is_lost_while_storage_is_away_costs_what_it_costs_otherwise
     assert run_ranks(restored_while_storage_is_away, 2, 40) == [(48, "snapshot")] * 2
     with pytest.raises(RankError, match="Input/output error"):  # memory holds nothing as new: it is the run's
         run_ranks(restored_while_storage_is_away, 2, 60)
+
+
+def profiled(folder: Path) -> tuple[list[tuple[Any, ...]], bool]:
+    """Calls to the coordinator while steps 1 to 3 are logged and the profile of step 2 cannot be written."""
+    hooks_module.ray = calls.ray = SimpleNamespace(get=lambda call, timeout=None: call)  # type: ignore[assignment]
+    (folder / "profiles").write_text("a file where the folder should be")
+    config = PretrainConfig(observe=ObserveConfig(profile_at_step=2, profile_steps=1))
+    coordinator = Coordinator(LocalStorage(folder))
+    job: Any = SimpleNamespace(config=config, coordinator=coordinator, folder=str(folder), run_id=RUN)
+    process = Process(job, torch.device("cpu"), HostStream(), cast(Any, None), None, None)
+    none = cast(Any, None)
+    hooks = hooks_module.GenerationHooks(
+        process, GENERATION, none, Coordinates(plan_mesh(1, 1), 0), none, Breaker(), Progress()
+    )
+    for step in (1, 2, 3):
+        hooks.log({"step": step})
+    return coordinator.calls, hooks.window is None
+
+
+def test_a_profile_that_cannot_be_written_is_told_and_training_goes_on(tmp_path: Path) -> None:
+    ((told, is_over),) = run_ranks(profiled, 1, tmp_path)
+    assert [call[0] for call in told] == ["row", "row", "event", "row"]
+    assert told[2][2] == "note"
+    assert told[2][3]["text"].startswith("no profile after step 2: ")
+    assert is_over

@@ -1,11 +1,17 @@
 """Checkpoints that ranks write themselves, and storage does not take: training goes on, the last one is tried again."""
 
+from pathlib import Path
+
 import pytest
+import torch
 
 from regrow.errors import CheckpointError, NotWrittenError
-from regrow.state.entries import Progress
+from regrow.plan.boxes import Box
+from regrow.plan.mesh import ALONE
+from regrow.state.entries import Entry, Progress
+from regrow.state.memory.writer import Snapshots
 from regrow.train import saver as saver_module
-from regrow.train.saver import Cadence, CheckpointSaver
+from regrow.train.saver import Cadence, CheckpointSaver, SnapshotSaver
 
 
 class Store:
@@ -65,3 +71,25 @@ def test_what_is_not_storages_fault_is_raised_at_once() -> None:
     with pytest.raises(CheckpointError) as raised:
         train(saver_of(Store(1, CheckpointError)), 2)
     assert not isinstance(raised.value, NotWrittenError)
+
+
+@pytest.mark.parametrize("step", [199, 200])
+def test_the_last_step_of_a_group_that_leaves_is_kept_also_where_a_checkpoint_was_due_and_no_slot_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    for name in ("SAFE_S", "LAST_ROOM_S"):
+        monkeypatch.setattr(saver_module, name, 0.05)
+    entries = [Entry(Box.whole("w", (4,)), torch.zeros(4))]
+    snapshots = Snapshots(tmp_path, entries, coordinates=ALONE, run_id="0" * 16, generation=1)
+    store, wanted = Store(0), list[int]()
+    cadence = Cadence(1000, snapshot_every_steps=1, checkpoint_every_steps=200)
+    saver = SnapshotSaver(
+        cadence, snapshots, start_step=300, num_ahead=0, want_checkpoint=wanted.append, write=store.write, timeout_s=5.0
+    )
+    for each in (1, 2):  # no keeper is there to have them committed
+        saver.after_step(Progress(each, 0, 0), blocked=False, read=True)
+        saver.before_update()
+    saver.after_step(Progress(step, 0, 0), blocked=True, read=True)
+    saver.finish(Progress(step, 0, 0), blocked=True)
+    assert store.steps == [step]
+    snapshots.close()

@@ -13,7 +13,7 @@ from regrow.control.phases import Phase
 from regrow.control.states import RowAnswer
 from regrow.control.verification import Outcome
 from regrow.data.read.batch import RankBatch
-from regrow.errors import NotWrittenError
+from regrow.errors import NotWrittenError, first_line
 from regrow.parallel.float8 import inner_tensor
 from regrow.plan.mesh import Coordinates
 from regrow.record.events import Cause
@@ -116,8 +116,16 @@ class GenerationHooks:
 
     def profile(self, step: int) -> None:
         """Training has come to the end of this step."""
+        if self.window is None:
+            return
+        written = None
         with self.phase(Phase.profile):
-            written = self.window.after(step) if self.window is not None else None
+            try:
+                written = self.window.after(step)
+            except Exception as error:  # storage raises many kinds, the profiler as well: training goes on without
+                self._event("note", {"text": f"no profile after step {step}: {first_line(error)}"})
+                self.window.abandon()
+                self.window = None
         if written is not None:
             self._coordinator.note("profile", {"step": step, "folder": written})
 

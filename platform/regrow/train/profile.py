@@ -64,8 +64,8 @@ class ProfileWindow:
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
-            if self.device.type == "cuda":
-                torch.cuda.memory._record_memory_history(enabled=None)
+        if self.device.type == "cuda":
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     def _begin(self) -> None:
         activities = [ProfilerActivity.CPU]

@@ -213,7 +213,9 @@ class SnapshotSaver:
         """In memory, and from there in storage; where its snapshot was not begun a later one's will do, unless it is
         the last."""
         waited_s = self._begin(progress, blocked=blocked, last=last) + self.confirm(progress.step)
-        begun, self._saved = time.perf_counter(), progress.step
+        begun = time.perf_counter()
+        if last or self._snapshots.begun == progress.step:
+            self._saved = progress.step
         if last and self._snapshots.begun != progress.step:
             with self._phase(Phase.checkpoint):
                 write_at_last(self._write, progress, timeout_s=self._timeout_s)
