@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from support.ragged import ragged_model
 from support.state import entries_after, whole
 
 RUN = "0123456789abcdef"
+SAME = SimpleNamespace(token_hex=lambda size: "00" * size)  # draws what another rank has drawn
 
 
 def save_on_ranks(folder: str, replicas: int, tied: bool, float8: bool, tp: int = 1) -> dict[str, torch.Tensor]:
@@ -206,6 +208,32 @@ def fail_on_one_rank(folder: str) -> str:
 def test_a_failed_write_on_one_rank_is_an_error_on_all_and_commits_nothing(tmp_path: Path) -> None:
     messages = run_ranks(fail_on_one_rank, 3, str(tmp_path))
     assert all("was not written: NotADirectoryError" in message for message in messages), messages
+    assert catalog.committed_steps(Storage.at(tmp_path)) == []
+
+
+def save_under_one_name(folder: str) -> str:
+    entries, coordinates, _ = entries_after(0, seed=1)
+    store.secrets = SAME  # type: ignore[assignment]
+    try:
+        store.save(Storage.at(folder), entries, scalars={"step": 1}, run_id=RUN, generation=1, coordinates=coordinates)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_files_of_two_ranks_under_one_name_are_an_error_on_all_and_commit_nothing(tmp_path: Path) -> None:
+    for message in run_ranks(save_under_one_name, 2, str(tmp_path)):
+        assert "g000001-0000000000000000.safetensors is the name of two files" in message
+    assert catalog.committed_steps(Storage.at(tmp_path)) == []
+
+
+def test_a_file_written_over_one_of_the_same_checkpoint_commits_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "FILE_BYTES", 1)
+    monkeypatch.setattr(store, "secrets", SAME)
+    with pytest.raises(CheckpointError, match="is the name of two files"):
+        store.save_one_by_one(Storage.at(tmp_path), alone(), scalars={"step": 1}, run_id=RUN)
     assert catalog.committed_steps(Storage.at(tmp_path)) == []
 
 

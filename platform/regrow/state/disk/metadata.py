@@ -30,8 +30,11 @@ PLACED = np.dtype([("first", "<i8"), ("offset", "<i8"), ("crc", "<i8"), ("file",
 def encode(index: Index, packed: PackedFiles) -> tuple[bytes, bytes]:
     """(the JSON, what follows it) of a checkpoint whose files are written.
 
-    Raises CheckpointError where they do not hold every element of every tensor once.
+    Raises CheckpointError where they do not hold every element of every tensor once, or two have one name.
     """
+    by_name = packed.files[np.argsort(packed.files["name"])]
+    for name in by_name["name"][1:][by_name["name"][1:] == by_name["name"][:-1]].tolist():
+        raise CheckpointError(f"{name.decode()} is the name of two files, of which one has replaced the other")
     stacks = {stack.key: stack for stack in packed.stacks}
     spans, each, chunks = packed.spans, packed.files["num_spans"], packed.files["num_chunks"]
     placed = np.empty(len(spans), PLACED)
@@ -49,7 +52,6 @@ def encode(index: Index, packed: PackedFiles) -> tuple[bytes, bytes]:
         described.append({**stack.to_plain(), "spans": [begin, end], "fences": fences})
         found += stack.num_bytes
     _check_columns(index, [stacks[key] for key, *_ in _groups(spans["stack"])], found)
-    by_name = packed.files[np.argsort(packed.files["name"])]
     rows = np.empty(len(by_name), FILE)
     for name in FILE.names or ():
         rows[name] = by_name[name]

@@ -23,7 +23,7 @@ from regrow.state.disk.packed import PackedFiles
 from regrow.state.disk.reading import Reader
 from regrow.state.disk.stacks import parts_of
 from regrow.state.disk.tensors import read_pieces
-from regrow.state.disk.upload import write_index
+from regrow.state.disk.upload import TOKEN_BYTES, write_index
 from regrow.state.entries import Entry, Progress, restored_progress
 from regrow.state.reshard import share
 from regrow.storage import Storage
@@ -50,7 +50,7 @@ def save(
     """
     step = int(scalars["step"])
     target = folder / step_folder(step)
-    token = f"g{generation:06d}-{secrets.token_hex(4)}"
+    token = f"g{generation:06d}-{secrets.token_hex(TOKEN_BYTES)}"
     written: dict[str, Any] | CheckpointError | None
     try:
         file = _write_file(target, f"{token}.safetensors", entries, (run_id, generation, step), coordinates)
@@ -95,7 +95,7 @@ def save_one_by_one(folder: Storage, entries: Iterable[Entry], *, scalars: Mappi
     target, identity = folder / step_folder(step), (run_id, 0, step)
     files, tensors = [], {}
     for batch in _batches(entries):
-        file = _write_file(target, f"g000000-{secrets.token_hex(4)}.safetensors", batch, identity, ALONE)
+        file = _write_file(target, f"g000000-{secrets.token_hex(TOKEN_BYTES)}.safetensors", batch, identity, ALONE)
         files += [file] if file else []
         tensors.update({entry.box.name: (entry.box.dtype, entry.box.shape) for entry in batch})
         del batch  # before the next ones are read
