@@ -11,7 +11,7 @@ import secrets
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib.util import find_spec
@@ -128,15 +128,16 @@ class LocalStorage(Storage):
         return LocalStorage(self.root.joinpath(*names))
 
     def read_bytes(self, name: str) -> bytes:
-        return (self.root / name).read_bytes()
+        with _named(self.root / name):
+            return (self.root / name).read_bytes()
 
     def read_range(self, name: str, offset: int, num_bytes: int) -> bytes:
-        with open(self.root / name, "rb") as file:
+        with _named(self.root / name), open(self.root / name, "rb") as file:
             return os.pread(file.fileno(), num_bytes, offset)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
         filled = 0
-        with open(self.root / name, "rb", buffering=0) as file:
+        with _named(self.root / name), open(self.root / name, "rb", buffering=0) as file:
             file.seek(offset)
             while filled < len(buffer) and (num_bytes := file.readinto(buffer[filled:])):
                 filled += num_bytes
@@ -341,6 +342,17 @@ class RemoteStorage(Storage):
 def may_pass(error: OSError) -> bool:
     """Whether the same call may succeed later: it failed for another reason than what it asked for."""
     return not isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError | PermissionError)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of reading name no file by themselves."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def _place_new(temporary: Path, path: Path) -> None:

@@ -1,6 +1,9 @@
 """Durable checkpoints: any layout to any other bitwise, committed or invisible, damage always found."""
 
+import contextlib
+import errno
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +25,7 @@ from regrow.state.disk.catalog import survey
 from regrow.state.disk.format import COMMIT
 from regrow.state.disk.tensors import CheckpointTensors
 from regrow.state.entries import Entry, training_entries
-from regrow.storage import Storage
+from regrow.storage import LocalStorage, Storage
 from support.gloo import RankError, run_ranks
 from support.ragged import ragged_model
 from support.state import entries_after, whole
@@ -149,9 +152,22 @@ def flip_a_bit(folder: Path, step: int) -> None:
     file.write_bytes(data)
 
 
+def make_unreadable(folder: Path, step: int, pattern: str = "*.safetensors") -> Path:
+    """A file of a checkpoint: EIO, as from a bad sector, for all that read it."""
+    (file,) = (folder / catalog.step_folder(step)).glob(pattern)
+    file.unlink()
+    file.symlink_to("/proc/self/mem")
+    return file
+
+
 def restored_step(folder: Path) -> int:
     """As a group that forms does it, and notes what is damaged."""
     storage = Storage.at(folder)
+
+    def damaged(step: int, detail: str) -> None:
+        with contextlib.suppress(OSError):  # as the publisher
+            catalog.note_damaged(storage, step, detail)
+
     progress = store.restore_newest(
         storage,
         [*catalog.committed_steps(storage), *catalog.damaged_steps(storage)],
@@ -160,7 +176,7 @@ def restored_step(folder: Path) -> int:
         None,
         run_id=RUN,
         global_batch_seqs=1,
-        damaged=lambda step, detail: catalog.note_damaged(storage, step, detail),
+        damaged=damaged,
     )
     assert progress is not None
     return progress.step
@@ -295,6 +311,93 @@ def test_damaged_checkpoints_past_the_one_that_was_restored_do_not_count_as_kept
     assert catalog.committed_steps(folder) == [2000, 1200, 1000]
     assert catalog.retain(folder, keep=2) == [1000]
     assert restored_step(tmp_path) == 2000
+
+
+@pytest.mark.parametrize("pattern", ["*.safetensors", "*.metadata", COMMIT])
+def test_a_checkpoint_with_a_file_that_cannot_be_read_is_passed_over(tmp_path: Path, pattern: str) -> None:
+    for step in (10, 20):
+        save_alone(tmp_path, step)
+    file = make_unreadable(tmp_path, 20, pattern)
+    assert restored_step(tmp_path) == 10
+    if pattern != COMMIT:  # which a note would have to name
+        assert str(file) in catalog.damage_of(Storage.at(tmp_path), 20)
+
+
+class Failing(LocalStorage):
+    """Storage that fails for this process, where it reads data files."""
+
+    number = errno.EIO
+
+    def join(self, *names: str) -> "Failing":
+        return type(self)(self.root.joinpath(*names))
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
+        raise OSError(self.number, os.strerror(self.number), str(self.root / name))
+
+
+class Away(Failing):
+    def list(self, name: str = "") -> list[str]:
+        if name or self.asked:
+            raise OSError(self.number, os.strerror(self.number), str(self.root / name))
+        type(self).asked = True  # which checkpoints there are, it still said
+        return super().list(name)
+
+    asked = False
+
+
+class Stale(Failing):
+    number = errno.ESTALE
+
+
+@pytest.mark.parametrize("kind", [Away, Stale])
+def test_storage_that_fails_is_not_taken_for_damage(tmp_path: Path, kind: type[Failing]) -> None:
+    """A rank whose host has lost its storage would have sound checkpoints noted as damaged, and end the run."""
+    save_alone(tmp_path, 10)
+    failing, folder = kind(tmp_path), Storage.at(tmp_path)
+    with pytest.raises(OSError, match=r"safetensors"):
+        store.restore_newest(
+            failing,
+            catalog.committed_steps(failing),
+            alone(),
+            ALONE,
+            None,
+            run_id=RUN,
+            global_batch_seqs=1,
+            damaged=lambda step, detail: catalog.note_damaged(folder, step, detail),
+        )
+    assert catalog.committed_steps(folder) == [10]
+
+
+@pytest.mark.parametrize("pattern", ["*.safetensors", "*.metadata", COMMIT])
+def test_retention_goes_on_though_a_file_cannot_be_read(tmp_path: Path, pattern: str) -> None:
+    folder = Storage.at(tmp_path)
+    for step in (10, 20, 30, 40):
+        save_alone(tmp_path, step)
+    make_unreadable(tmp_path, 30, pattern)
+    assert catalog.retain(folder, keep=2) == [10]
+    save_alone(tmp_path, 50)
+    assert catalog.try_retain(folder, keep=2) == ""
+    assert catalog.committed_steps(folder) == [50, 40]
+
+
+class AwayForData(LocalStorage):
+    """Of old checkpoints."""
+
+    def join(self, *names: str) -> "AwayForData":
+        return AwayForData(self.root.joinpath(*names))
+
+    def read_range(self, name: str, offset: int, num_bytes: int) -> bytes:
+        if self.root.name == catalog.step_folder(1200) and name.endswith(".safetensors"):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.root / name))
+        return super().read_range(name, offset, num_bytes)
+
+
+def test_retention_deletes_nothing_while_storage_fails(tmp_path: Path) -> None:
+    """What could not be looked at may be the newest of a run that went back: step 1200 would go, and 1000 with it."""
+    for step, generation in ((1000, 1), (1500, 1), (2000, 1), (1200, 2)):
+        save_alone(tmp_path, step, generation=generation)
+    assert "Stale file handle" in catalog.try_retain(AwayForData(tmp_path), keep=2)
+    assert set(catalog.committed_steps(Storage.at(tmp_path))) == {1000, 1200, 1500, 2000}
 
 
 def test_checkpoints_at_multiples_are_kept_for_good_whatever_is_asked_for_later(tmp_path: Path) -> None:

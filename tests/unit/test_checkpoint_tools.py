@@ -1,5 +1,6 @@
 """`jobs.checkpoint` tells what a run's checkpoints hold, and names what is damaged or differs."""
 
+import errno
 import json
 import random
 import shutil
@@ -20,7 +21,7 @@ from regrow.state.disk.format import COMMIT
 from regrow.state.disk.store import save_one_by_one
 from regrow.state.disk.tensors import CheckpointTensors, differences, statistics
 from regrow.state.entries import Entry
-from regrow.storage import Storage
+from regrow.storage import LocalStorage, Storage
 from support.runs import RUN_ID, save_run
 from support.s3 import s3_server
 
@@ -150,6 +151,38 @@ def test_verify_names_the_first_damaged_file_of_each_checkpoint(run: Path, tmp_p
     assert lines[2].startswith(f"step 1: {file}: ")
     job("verify", tmp_path / "damaged", "--step", "2")
     job("verify", tmp_path / "damaged", "--step", "3", status=1)
+
+
+def test_a_file_that_cannot_be_read_is_named_and_the_other_steps_are_looked_at(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "damaged")
+    (file,) = (tmp_path / "damaged" / "checkpoints" / "step-00000002").glob("*.safetensors")
+    file.unlink()
+    file.symlink_to("/proc/self/mem")  # EIO, as from a bad sector
+    lines = job("verify", tmp_path / "damaged", status=1).stdout.splitlines()
+    assert lines[1:] == [f"step 2: {file}: Input/output error", "step 1: sound"]
+    lines = job("list", tmp_path / "damaged").stdout.splitlines()
+    assert lines[2].endswith(f"{file}: Input/output error")
+    assert lines[3].endswith("sound, newest")
+
+
+class BadSector(LocalStorage):
+    """In the middle of the data of step 2, which no quick look finds."""
+
+    def join(self, *names: str) -> "BadSector":
+        return BadSector(self.root.joinpath(*names))
+
+    def read_range(self, name: str, offset: int, num_bytes: int) -> bytes:
+        if self.root.name == "step-00000002" and name.endswith(".safetensors") and num_bytes > 2 and offset:
+            raise OSError(errno.EIO, "Input/output error", str(self.root / name))
+        return super().read_range(name, offset, num_bytes)
+
+
+def test_a_bad_sector_is_found_where_all_is_read(run: Path) -> None:
+    bad, start = BadSector(run / "checkpoints"), lambda num_bytes: quiet
+    assert [found.problem for found in tools.survey(bad, RUN_ID)][1:] == ["", ""]
+    _, damaged, sound = tools.examine(bad, RUN_ID, None, start)
+    assert damaged.problem.endswith(".safetensors: Input/output error")
+    assert not sound.problem
 
 
 def test_verify_finds_every_flipped_bit_truncation_swap_and_missing_file(tmp_path: Path) -> None:

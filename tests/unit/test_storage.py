@@ -1,7 +1,8 @@
 """Folders of files, the same behaviour on local disk and behind pyarrow.fs (here: fsspec's memory store)."""
 
+import errno
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,20 @@ def test_a_missing_file_is_told_apart_at_once(storage: Storage) -> None:
         storage.read_bytes("nothing")
     with pytest.raises(FileNotFoundError):
         storage.read_range("nothing", 0, 1)
+
+
+def test_an_error_of_reading_names_the_file(tmp_path: Path) -> None:
+    storage, file = Storage.at(tmp_path), tmp_path / "unreadable"
+    file.symlink_to("/proc/self/mem")
+    reads: list[Callable[[], object]] = [
+        lambda: storage.read_bytes(file.name),
+        lambda: storage.read_range(file.name, 3, 4),
+        lambda: storage.read_into(file.name, 3, memoryview(bytearray(4))),
+    ]
+    for read in reads:
+        with pytest.raises(OSError, match=f"Input/output error: '{file}'") as raised:
+            read()
+        assert (raised.value.errno, raised.value.filename) == (errno.EIO, str(file))
 
 
 def test_a_write_that_breaks_off_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:

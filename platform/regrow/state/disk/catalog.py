@@ -5,6 +5,7 @@
 `DAMAGED` beside it where a run could not read what that COMMIT leads to, `KEEP` where retention never deletes it.
 """
 
+import errno
 import hashlib
 import json
 import time
@@ -107,6 +108,21 @@ def open_checkpoint(folder: Storage, step: int, *, run_id: str | None = None, wi
     return index
 
 
+def is_unreadable(folder: Storage, error: OSError) -> bool:
+    """Whether it is one file that cannot be read, as with a bad sector: storage itself answers."""
+    try:
+        return error.errno == errno.EIO and bool(folder.list())
+    except OSError:
+        return False
+
+
+def problem_of(error: CheckpointError | OSError) -> str:
+    """What is wrong with a checkpoint, and with which file."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 def is_kept(folder: Storage, step: int) -> bool:
     """Whether retention never deletes this step's checkpoint."""
     return folder.exists(f"{step_folder(step)}/{KEEP}")
@@ -119,7 +135,8 @@ def retain(folder: Storage, *, keep: int, keep_every_steps: int = 0) -> list[int
 
     The newest in time: where a run went back to an earlier step, what it had written past that counts no more, and
     goes once the run has passed it. COMMIT goes first, so that a deletion cut short leaves nothing that looks whole.
-    Returns the steps deleted. Raises OSError where something could not be deleted; the rest is.
+    Returns the steps deleted. Raises OSError where something could not be deleted; the rest is. Where storage does not
+    answer, nothing is.
     """
     committed = _with_commit(folder)
     kept = [step for step in committed if is_kept(folder, step)]
@@ -157,6 +174,10 @@ def _sound(folder: Storage, passed_over: Container[int]) -> list[int]:
             index = open_checkpoint(folder, step)
             check_sizes(folder, index)
         except CheckpointError:
+            continue
+        except OSError as error:
+            if not is_unreadable(folder, error):
+                raise  # it may be sound, and what is newest in time
             continue
         found.append((index.generation, step))
     sound: list[int] = []
@@ -264,8 +285,8 @@ def examine(checkpoints: Storage, run_id: str | None, step: int | None, start: S
         if found.index is not None and not found.problem:
             try:
                 verify(checkpoints, found.index, start(found.index.tensor_bytes))
-            except CheckpointError as error:
-                yield replace(found, problem=str(error))
+            except (CheckpointError, OSError) as error:
+                yield replace(found, problem=problem_of(error))
                 continue
         yield found
 
@@ -317,14 +338,15 @@ def whole_box(index: Index, name: str) -> Box:
 
 
 def _look(checkpoints: Storage, step: int, run_id: str | None) -> Found:
-    if not checkpoints.exists(f"{step_folder(step)}/{COMMIT}"):
-        return Found(step, None, f"not committed: it has no {COMMIT}", committed=False)
     index = None
     try:
+        if not checkpoints.exists(f"{step_folder(step)}/{COMMIT}"):
+            return Found(step, None, f"not committed: it has no {COMMIT}", committed=False)
         index = open_checkpoint(checkpoints, step, run_id=run_id)
         check_sizes(checkpoints, index)
-    except CheckpointError as error:
-        return Found(step, index, str(error))
-    if noted := damage_of(checkpoints, step):
+        noted, kept = damage_of(checkpoints, step), is_kept(checkpoints, step)
+    except (CheckpointError, OSError) as error:
+        return Found(step, index, problem_of(error))
+    if noted:
         return Found(step, index, f"a run could not read it ({noted}); delete {DAMAGED} there if it is sound after all")
-    return Found(step, index, "", is_kept=is_kept(checkpoints, step))
+    return Found(step, index, "", is_kept=kept)

@@ -16,7 +16,7 @@ from regrow.errors import CheckpointError, NotWrittenError
 from regrow.plan.mesh import ALONE, Coordinates
 from regrow.plan.placement import is_first_of_stage, is_second
 from regrow.state.collective import from_rank_0, gather, rank
-from regrow.state.disk.catalog import open_checkpoint, read_headers, step_folder
+from regrow.state.disk.catalog import is_unreadable, open_checkpoint, problem_of, read_headers, step_folder
 from regrow.state.disk.format import COMMIT, DataFile, Index
 from regrow.state.disk.gather import write_parts
 from regrow.state.disk.packed import PackedFiles
@@ -144,7 +144,7 @@ def restore_newest(
 
     Collective, with the same `steps`, newest first, on all ranks; `replicas` as `share_parts` has it. `damaged` hears
     of each that is passed over: its step, and what the first rank with a problem says of it.
-    Raises CheckpointError where none of them is sound.
+    Raises CheckpointError where none of them is sound, OSError where storage does not answer.
     """
     problem, num_entries = "", _num_entries_of_all(entries, coordinates)
     for step in steps:
@@ -158,6 +158,10 @@ def restore_newest(
             progress = restored_progress(index.scalars, global_batch_seqs=global_batch_seqs)
         except CheckpointError as error:
             mine = str(error)
+        except OSError as error:
+            if not is_unreadable(folder, error):
+                raise
+            mine = problem_of(error)
         problem = next(filter(None, gather(mine)), "")
         if not problem:
             share_parts(entries, coordinates, replicas)
