@@ -80,7 +80,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def pretrain(
-    environment: dict[str, str], storage: Path, name: str, *settings: str, ranks: int = 1
+    environment: dict[str, str], storage: Path | str, name: str, *settings: str, ranks: int = 1
 ) -> subprocess.CompletedProcess[str]:
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
     command = [sys.executable, "-m", *launcher, "jobs.pretrain_torchrun"]
@@ -177,6 +177,21 @@ def test_a_run_with_float8_goes_on_in_bfloat16_for_its_last_steps(
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     begun = [e["start_step"] for e in read_events(Storage.at(tmp_path / "tail")) if e["event"] == "generation"]
     assert begun == [0, 6]
+
+
+def test_a_run_with_float8_keeps_the_rows_of_all_its_steps_in_an_object_store(
+    environment: dict[str, str], corpus: Path
+) -> None:
+    """Before, the rows in bfloat16 were written over those in float8: both were segment 0 of one generation."""
+    float8 = ["parallel.float8=tensorwise", "parallel.bfloat16_tail=0.5", "parallel.dtype=bfloat16"]
+    with s3_server() as bucket:
+        servers = {key: value for key, value in os.environ.items() if key.startswith("AWS_")}
+        done = pretrain(environment | servers, f"{bucket}/runs", "tail", f"data.corpora.rows={corpus}", *float8)
+        assert done.returncode == 0, done.stdout + done.stderr
+        run = Storage.at(f"{bucket}/runs/tail")
+        assert [row["step"] for row in read_metrics(run)] == list(range(1, STEPS + 1))
+        begun = [event for event in read_events(run) if event["event"] == "generation"]
+        assert [(each["generation"], each["cause"]) for each in begun] == [(1, "start"), (2, "end_of_float8")]
 
 
 def test_a_run_that_goes_back_to_before_the_end_of_float8_trains_those_steps_in_float8(

@@ -348,6 +348,15 @@ def test_rows_are_uploaded_by_themselves_and_events_at_once(remote: Storage) -> 
         wait_until(lambda: len(read_events(remote)) == 1)
 
 
+def test_a_generation_that_begins_again_writes_over_none_of_its_rows(remote: Storage) -> None:
+    with RunLog(remote, upload_every_s=1000) as log:
+        for start_step in (0, 2):
+            log.begin(1, start_step)
+            log.row(make_row(start_step + 1))
+            log.row(make_row(start_step + 2))
+    assert steps_of(remote) == [(step, 1) for step in range(1, 5)]
+
+
 def test_segments_are_numbered_and_bounded(remote: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_log, "SEGMENT_BYTES", 1000)
     with RunLog(remote, upload_every_s=1000) as log:

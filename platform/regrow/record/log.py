@@ -289,7 +289,9 @@ class _Uploader:
         if name in self._segments:
             self._upload(name)
         with self._lock:
-            self._segments[name] = _Segment(segment)
+            before = self._segments.get(name)
+            number = before.number + 1 if before and before.prefix == segment else 0  # none is written over
+            self._segments[name] = _Segment(segment, number)
 
     def append(self, name: str, line: bytes, durable: bool = False) -> None:
         with self._lock:

@@ -107,6 +107,7 @@ class TorchrunRun:
         self.run = Run(run_folder(config), *on_first_rank(self._open))
         self.checkpoints = self.run.folder / CHECKPOINTS
         self.generation = on_first_rank(lambda: next_generation(read_events(self.run.folder)))
+        self._cause = events.Cause.start if self.run.resumed_step is None else events.Cause.resume
         self._log = RunLog(self.run.folder, claim=self._claim) if self.rank == 0 else None
         self._step: TrainStep | None = None  # that the group trains
         self._validation: Validation | None = None
@@ -198,7 +199,8 @@ class TorchrunRun:
                 catalog.note_damaged(self.checkpoints, step, detail)
 
     def begin(self, step: TrainStep, mesh: DeviceMesh, start: Progress, validation: Validation, peak: Peak) -> None:
-        """The group trains this from here on."""
+        """The group trains this from here on, in a generation of its own; the end of float8 begins the second."""
+        self.generation += self._cause is events.Cause.end_of_float8
         self._step, self._coordinates, self._validation = step, coordinates_of(mesh), validation
         self._called = Called(self.config.train.callback, start)
         self._stream = stream_of(next(step.model.buffers()).device)
@@ -208,7 +210,7 @@ class TorchrunRun:
         begun = events.Generation(
             generation=self.generation,
             start_step=start.step,
-            cause=events.Cause.resume if self.run.resumed_step is not None else events.Cause.start,
+            cause=self._cause,
             recomputed_steps=rollback.steps if rollback else 0,
             world_size=dist.get_world_size(),
             axes=self._coordinates.mesh.sizes,
@@ -217,6 +219,7 @@ class TorchrunRun:
             peak_flops=peak.flops,
             peak_source=peak.source,
         )
+        self._cause = events.Cause.end_of_float8
         self.event(begun)
         self.message(begun.sentence())
 
