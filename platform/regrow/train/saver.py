@@ -132,6 +132,7 @@ class SnapshotSaver:
         self._user = user if user is not None else {}  # it changes, and may be empty yet
         self._told, self._every_steps = spacing, FIRST  # steps between snapshots, where these are measured
         self._saved = -1  # the newest step that is, or will be, in storage
+        self._on_credit = -1  # the newest step of which room was told without a look at the one before
         self._asked: dict[int, int] = {}  # by step that was launched: of which snapshot
 
     def keep_restored(self, progress: Progress) -> None:
@@ -141,12 +142,13 @@ class SnapshotSaver:
         self._snapshots.confirm(progress.step)  # every byte was checked when it was read
 
     def has_room(self, step: int) -> bool:
-        # read `num_ahead` steps later: this step's own snapshot may have been begun by then
-        needed = 1 + (self._num_ahead if self._is_due(step) else 0)
-        if self._snapshots.room() >= needed:
-            return True
-        # a step ahead, what is not committed now will be by then, unless keepers fall behind
-        return needed > 1 and not self._is_late(step)
+        # read `num_ahead` steps later: a snapshot of this step may have been begun by then, and the next one be due
+        if self._is_each_step:
+            self._on_credit = step  # what is not committed now will be by then, unless keepers fall behind
+            return self._snapshots.room() > 0 or not self._is_late(step)
+        begins = self._is_due(step) or self.is_checkpoint_due(step)
+        follows = not self._is_automatic and self._cadence.snapshot(step + 1) and not self.is_checkpoint_due(step + 1)
+        return self._snapshots.room() > (self._num_ahead if begins and follows else 0)
 
     def is_held(self, step: int) -> bool:
         self._asked[step] = asked = self._snapshots.asked
@@ -197,6 +199,12 @@ class SnapshotSaver:
     def _is_automatic(self) -> bool:
         return self._cadence.snapshot_every_steps is None
 
+    @property
+    def _is_each_step(self) -> bool:
+        """Whether ranks take one of each step, and know of room a step late: that they agree on, for each."""
+        every_steps = self._every_steps if self._is_automatic else self._cadence.snapshot_every_steps
+        return self._num_ahead > 0 and every_steps == 1
+
     def _is_due(self, step: int) -> bool:
         """The same on all ranks, which begin a snapshot together or not at all."""
         if not self._is_automatic:
@@ -226,15 +234,17 @@ class SnapshotSaver:
     def _begin(self, progress: Progress, *, blocked: bool, last: bool) -> float:
         """Begin to copy the state, which does not change before `before_update`.
 
-        Where some rank is `blocked` it waits for room, longest where this is the `last` step, and begins on no rank if
-        none comes.
+        Where some rank is `blocked`, or may be by now, it waits for room, longest where this is the `last` step, and
+        begins on no rank if none comes.
         """
         begun = time.perf_counter()
+        may_be = self._is_each_step or self._on_credit >= progress.step - self._num_ahead
         if self._snapshots.begun != progress.step:
-            with self._phase(Phase.snapshot):
-                room = not blocked or all(gather(self._snapshots.await_room(LAST_ROOM_S if last else SAFE_S)))
-                if room and self._num_ahead:
-                    self._snapshots.await_room(LAST_ROOM_S)
+            room, patience_s = True, LAST_ROOM_S if last else SAFE_S
+            if blocked or may_be:
+                waits = last or blocked or not self._is_late(progress.step)
+                with self._phase(Phase.snapshot):
+                    room = all(gather(self._snapshots.await_room(patience_s if waits else 0.0)))
             if room and not self._snapshots.begin(progress.step, progress.to_dict()):
                 raise RuntimeError(f"there is no room for the snapshot of step {progress.step}, or its group is over")
         return time.perf_counter() - begun
