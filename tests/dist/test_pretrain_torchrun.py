@@ -19,7 +19,7 @@ from jobs import pretrain_torchrun
 from regrow.config.plain import pretrain_config
 from regrow.errors import ResumeError
 from regrow.record import lock
-from regrow.record.log import read_events, read_metrics
+from regrow.record.log import RunLog, read_events, read_metrics
 from regrow.runtime.torchrun import TorchrunRun, for_this_group
 from regrow.show.console import Console
 from regrow.state.disk.catalog import committed_steps, open_checkpoint
@@ -226,13 +226,43 @@ def phases(arguments: list[str]) -> list[int]:
 
     pretrain_torchrun.build_step = counted
     float8 = ["parallel.float8=tensorwise", "parallel.bfloat16_tail=0.5", "parallel.dtype=bfloat16"]
-    config = for_this_group(pretrain_config([*arguments, *float8]), torch.device("cpu"))
+    train_in_this_group([*arguments, *float8])
+    return found
+
+
+def train_in_this_group(arguments: list[str]) -> None:
+    """As `main`, on ranks that have a group."""
+    config = for_this_group(pretrain_config(arguments), torch.device("cpu"))
     with Console(sys.stderr) as console:
         run = TorchrunRun(config, console)
         while not run.is_over(progress := pretrain_torchrun.train_phase(config, run, torch.device("cpu"))):
             pass
         run.close(progress)
-    return found
+
+
+def test_a_log_that_storage_does_not_take_costs_one_checkpoint_and_no_run(tmp_path: Path, corpus: Path) -> None:
+    arguments = [f"run.storage_path={tmp_path}", "run.name=away", f"data.corpora.rows={corpus}", *SMALL]
+    run_ranks(train_without_a_flush, 2, arguments)
+    run = Storage.at(tmp_path / "away")
+    assert [row["step"] for row in read_metrics(run)] == list(range(1, STEPS + 1))
+    events = read_events(run)
+    assert [event["step"] for event in events if event["event"] == "checkpoint_failed"] == [4]
+    assert [event["step"] for event in events if event["event"] == "checkpoint"] == [8, 12]
+    assert sorted(committed_steps(run / "checkpoints")) == [8, 12]
+
+
+def train_without_a_flush(arguments: list[str]) -> None:
+    """The log's first flush fails, as it does while storage is away: the one before the first checkpoint's commit."""
+    flush, failed = RunLog.flush, []
+
+    def away(self: RunLog) -> None:
+        if not failed:
+            failed.append("flush")
+            raise OSError("503 Slow Down")
+        flush(self)
+
+    RunLog.flush = away
+    train_in_this_group(arguments)
 
 
 @pytest.mark.parametrize(

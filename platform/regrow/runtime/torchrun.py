@@ -262,8 +262,6 @@ class TorchrunRun:
         assert self._step is not None
         begun = time.perf_counter()
         entries = training_entries(self._step.model, self._step.optimizer, inner_tensor=inner_tensor)
-        if self._log is not None:
-            self._log.flush()  # a committed step's row is never missing
         try:
             index = store.save(
                 self.checkpoints,
@@ -275,7 +273,8 @@ class TorchrunRun:
                 commit=self._commit,
             )
         except NotWrittenError as error:
-            self.event(events.CheckpointFailed(step=progress.step, detail=str(error)))
+            with contextlib.suppress(OSError):  # of the same storage
+                self.event(events.CheckpointFailed(step=progress.step, detail=str(error)))
             self.message(str(error))
             raise
         took_s = time.perf_counter() - begun
@@ -291,6 +290,8 @@ class TorchrunRun:
     def _commit(self, folder: str, pointer: bytes) -> None:
         """On the first rank, unless another job has taken the run over."""
         assert self._claim is not None
+        assert self._log is not None
+        self._log.flush()  # a committed step's row is never missing
         self._claim.check()
         self.checkpoints.write_bytes(f"{folder}/{COMMIT}", pointer)
 
