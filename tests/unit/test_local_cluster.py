@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import pytest
+import ray
 from ray._private import services
 
 from regrow.config.schema import ClusterConfig
 from regrow.errors import ClusterError
 from regrow.runtime import cluster
-from regrow.runtime.cluster import cluster_for, patient_start
+from regrow.runtime.cluster import cluster_for, patient_start, room_for
 
 
 @pytest.mark.parametrize("local_nodes", [0, 2])
@@ -46,3 +47,10 @@ def test_a_node_that_is_slow_to_come_up_is_waited_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(cluster, "START_S", 0.0)
     with patient_start(), pytest.raises(RuntimeError, match="not registered"):
         services.get_node("address", "node")
+
+
+@pytest.mark.parametrize(("cpus", "each", "room"), [(4, 0.8, 5), (1, 0.1, 10), (4, 0.9, 4), (4, 1.0, 4)])
+def test_room_is_counted_as_ray_counts_it(cpus: int, each: float, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4.0 // 0.8 is 4 in floating point."""
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "NodeID": "node", "Resources": {"CPU": float(cpus)}}])
+    assert room_for(ClusterConfig(cpus_per_worker=each)) == room
