@@ -245,7 +245,7 @@ def test_a_coordinator_that_is_restarted_goes_on_with_the_group(
     monkeypatch.setattr(
         publisher,
         "try_retain",
-        lambda folder, keep, keep_every_steps: retained.append(f"{folder}, all but {keep}") or "",
+        lambda folder, keep, **rest: retained.append(f"{folder}, all but {keep}") or "",
     )
     again = make(tmp_path)
     assert again.ready() == generation
@@ -276,6 +276,29 @@ def test_a_coordinator_that_is_restarted_while_storage_is_away_waits_for_it(
     made = make(tmp_path)
     assert events_of(made, "coordinator_restarted")
     made.shell.close()
+
+
+def test_the_nodes_of_ray_are_fetched_once_a_while_though_every_rank_asks_for_neighbours(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """16,384 ranks on 2,048 nodes took 215 s of the coordinator's time: each fetched all nodes."""
+    looks = list[int]()
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "nodes", lambda: looks.append(1) or [])
+
+    def start_of_a_job() -> int:
+        looks.clear()
+        for node in range(32):
+            for _ in range(8):
+                coordinator.neighbours(Keeper(f"n{node}").info)
+        return len(looks)
+
+    monkeypatch.setattr(module, "NODES_S", 3600.0)
+    assert start_of_a_job() == 1
+    assert start_of_a_job() == 0
+    coordinator._nodes_at = 0.0
+    monkeypatch.setattr(module, "NODES_S", 0.0)
+    assert start_of_a_job() == 256
 
 
 # time
@@ -665,7 +688,7 @@ def test_a_slow_deletion_of_old_checkpoints_does_not_fail_a_job_that_is_done(
     """Before, the coordinator waited for it, the driver for the coordinator, and a finished job had failed."""
     monkeypatch.setattr(shell, "DELETE_S", 0.2)
     made, going_on = make(tmp_path), threading.Event()
-    monkeypatch.setattr(publisher, "try_retain", lambda folder, keep, keep_every_steps: going_on.wait(60.0) or "")
+    monkeypatch.setattr(publisher, "try_retain", lambda folder, **rest: going_on.wait(60.0) or "")
     monkeypatch.setattr(made.shell.fleet, "close", lambda: None)
     made.shell.publisher.delete()
     begun = time.monotonic()
@@ -812,6 +835,63 @@ def test_who_is_asked_twice_leaves_at_once_and_says_what_stays_behind(session: S
         session.train()
     assert "step 5 is committed in memory and is not in storage" in said(session)[-1]
     assert session.ended == []  # type: ignore[attr-defined]
+
+
+def controllers_end_at_once(session: Session, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """As Ray tells of one whose constructor raised: it reads storage there. How often another one was made."""
+    cause = ray.exceptions.RayTaskError("TrainController.__init__", "...\nOSError: refused", OSError("refused"))
+    error, more = ray.exceptions.ActorDiedError(cause), list[bool]()
+
+    def fit() -> None:
+        raise error
+
+    def another(*, is_first: bool) -> Any:
+        more.append(is_first)
+        assert len(more) < 1000
+        return SimpleNamespace(fit=fit)
+
+    session.trainer, session.job = SimpleNamespace(fit=fit), SimpleNamespace()  # type: ignore[assignment]
+    monkeypatch.setattr(session, "_trainer", another)
+    monkeypatch.setattr(driver, "replace", lambda job, **changes: job)
+    return more
+
+
+def test_controllers_that_end_before_any_group_is_formed_end_the_job(
+    session: Session, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Before, 500 were made in 3 ms, each of them a failure in the log, and so on for ever."""
+    monkeypatch.setattr(driver, "AGAIN_S", 0.0)
+    more = controllers_end_at_once(session, monkeypatch)
+    said = r"^Ray Train's controller died 30 times in a row before a group was formed: OSError: refused"
+    with pytest.raises(RegrowError, match=said) as raised:
+        session.train()
+    assert "\n" not in str(raised.value)
+    assert more == [False] * 29
+    assert len(events_of(session.made, "failure")) == 30  # type: ignore[attr-defined]
+    assert committed_steps(Storage.at(tmp_path) / "checkpoints") == [5, 4]
+
+
+def test_controllers_end_the_job_after_as_many_failures_as_it_may_have(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "AGAIN_S", 0.0)
+    session.config.cluster.max_failures = 2
+    more = controllers_end_at_once(session, monkeypatch)
+    said = r"^Ray Train's controller died 3 times, with cluster\.max_failures=2: OSError: refused"
+    with pytest.raises(RegrowError, match=said):
+        session.train()
+    assert len(more) == 2
+
+
+def test_a_job_that_is_stopped_while_its_controllers_end_waits_for_no_other(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "AGAIN_S", 3600.0)
+    monkeypatch.setattr(driver, "write_report", lambda *_, **__: {"final_loss": 2.5})
+    more = controllers_end_at_once(session, monkeypatch)
+    threading.Timer(0.5, lambda: setattr(session.interrupts, "asked_to_stop", True)).start()
+    assert session.train() == "interrupted"
+    assert more == []
 
 
 # the keepers' secret

@@ -10,9 +10,10 @@ import pytest
 from regrow.accept.tiny import tiny_model
 from regrow.config.schema import ActivationCheckpoint, ModelConfig, PretrainConfig, Schedule
 from regrow.errors import ResumeError
-from regrow.record.run_folder import identity, model_of, write_record
+from regrow.record.lock import lock_run
+from regrow.record.run_folder import identity, model_of, read_config, write_record
 from regrow.runtime import run_folder as module
-from regrow.runtime.run_folder import check_may_start, open_run
+from regrow.runtime.run_folder import check_may_start, find_or_create, open_run, write_config
 from regrow.storage import Storage
 
 
@@ -29,6 +30,22 @@ def test_a_run_is_created_once_and_then_continued_under_the_same_id(tmp_path: Pa
     assert again.resumed_step == 0
     assert again.run_id == first.run_id
     assert (tmp_path / "mine" / "config.yaml").read_text().startswith("run:")
+
+
+def test_a_job_that_does_not_hold_the_lock_leaves_the_settings_of_the_one_that_trains(tmp_path: Path) -> None:
+    """Before, those of a second job were in config.yaml by the time that it was refused."""
+    run = open_run(config(tmp_path), manifest_sha256="aa")
+    held, other = lock_run(run.folder), config(tmp_path)
+    assert held is not None
+    other.train.steps, other.cluster.name = 200, "other"
+    before = read_config(run.folder)
+    again = find_or_create(other, manifest_sha256="aa")
+    assert again.run_id == run.run_id
+    assert read_config(run.folder) == before
+    assert before["train"]["steps"] != 200
+    held.close()
+    write_config(again, other)
+    assert read_config(run.folder)["train"]["steps"] == 200
 
 
 def test_settings_that_do_not_touch_the_weights_may_change(tmp_path: Path) -> None:

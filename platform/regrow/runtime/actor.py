@@ -39,6 +39,7 @@ from regrow.storage import Storage
 
 ADOPT_S = 60.0  # for the keepers of an earlier coordinator: longer than all of them have to answer
 READ_AGAIN_S = 2.0  # where storage is away
+NODES_S = 1.0  # between two looks for nodes, where all ranks of a run ask at once: one lists thousands
 SECRET_BYTES = 32
 
 Found = TypeVar("Found")
@@ -107,6 +108,7 @@ class Coordinator(Seats, Drained, Verified):
         events, past = _read(storage, checkpoints, restarted=restarted)
         self._secret = (secret_of_keepers(run_id) if restarted else None) or secrets.token_bytes(SECRET_BYTES)
         self.copies = config.snapshot.copies
+        self._nodes_at = 0.0  # of the monotonic clock, when `neighbours` looks for nodes again
         instruments = ray_metrics if config.observe.metrics else None
         self.shell = Shell(
             config,
@@ -271,8 +273,10 @@ class Coordinator(Seats, Drained, Verified):
         self.shell.tell(self.shell.fleet.greet(handle, this_actor()))
 
     def neighbours(self, info: KeeperInfo) -> list[Peer]:
-        """For a keeper that is new to measure its links to."""
-        _look_for_nodes(self.shell)
+        """For a keeper that is new to measure its links to; each rank of its node asks."""
+        if time.monotonic() >= self._nodes_at:
+            _look_for_nodes(self.shell)
+            self._nodes_at = time.monotonic() + NODES_S
         return cast("list[Peer]", self.shell.tell(e.NeighboursAsked(info.node, info.address)))
 
     def snapshots_sealed(self, reports: Sequence[SnapshotAck]) -> None:

@@ -40,7 +40,7 @@ from regrow.runtime.cluster import Connection, check_room, cluster_for, room_for
 from regrow.runtime.entry import train_fn
 from regrow.runtime.job import Job
 from regrow.runtime.reporter import Reporter
-from regrow.runtime.run_folder import Run, check_may_start, open_run
+from regrow.runtime.run_folder import Run, check_may_start, find_or_create, write_config
 from regrow.show.console import Console
 from regrow.show.report import write_report
 from regrow.state.disk.catalog import committed_steps
@@ -53,6 +53,8 @@ TELL_S = 5.0  # for the last checkpoint, before it is told of
 ASK_S = 2.0  # for the coordinator to say what is in memory, where it is left at once
 END_S = 240.0  # for the coordinator to write the rest of the log
 ANSWER_S = 60.0  # for the coordinator to answer, before a word is said of it
+AGAIN_S, MOST_AGAIN_S = 1.0, 30.0  # before another controller of Ray Train, where the one before formed no group
+NUM_IN_VAIN = 30  # such controllers in a row, before the run is given up: storage may be away for minutes
 
 
 class Startup:
@@ -103,7 +105,7 @@ def pretrain(config: PretrainConfig) -> None:
             startup.done("ray")
             corpora = find_corpora(config, progress=console.progress, distribute=on_ray)
             startup.done("data")
-            run = open_run(config, manifest_sha256=corpora.sha256)
+            run = find_or_create(config, manifest_sha256=corpora.sha256)
             console.message(_opening(config, run, corpora))
             if (run.resumed_step or 0) >= _last_step(config):
                 console.message(
@@ -149,6 +151,7 @@ class Session:
                 "geometry": geometry,
             },
         )
+        write_config(run, config)  # the run is ours: a job that is refused has ended above
         self.stream = start_stream(config, corpora, start_step=run.resumed_step or 0, stop_step=_last_step(config))
         startup.done("actors")
         self.startup_s: dict[str, float] | None = None
@@ -232,15 +235,34 @@ class Session:
 
     def _fit_until_over(self) -> tuple[str, BaseException | None]:
         """Have Ray Train run its workers, again where its controller died; as for `_fit`."""
-        fatal, error = self._fit()
-        while isinstance(error, ray.exceptions.RayActorError) and not fatal:
-            detail = f"Ray Train's controller, and its workers with it: {first_line(error)}"
+        most, died, in_vain = self.config.cluster.max_failures, 0, 0
+        while True:
+            before = self.answer(self.coordinator.ready.remote())
+            fatal, error = self._fit()
+            if fatal or not isinstance(error, ray.exceptions.RayActorError):
+                return fatal, error
+            detail = f"Ray Train's controller, and its workers with it: {_why_it_died(error)}"
             self.answer(self.coordinator.group_failed.remote(Cause.controller_died, detail, []))
-            self._show()
+            died += 1
+            in_vain = in_vain + 1 if self.answer(self.coordinator.ready.remote()) == before else 0
+            if in_vain >= NUM_IN_VAIN or died > most >= 0:  # below 0: no limit, as to Ray Train
+                times = f"{died} times, with cluster.max_failures={most}"
+                if in_vain >= NUM_IN_VAIN:
+                    times = f"{in_vain} times in a row before a group was formed"
+                return f"Ray Train's controller died {times}: {_why_it_died(error)}", error
+            fatal = self._pause(min(AGAIN_S * 2 ** (in_vain - 1), MOST_AGAIN_S) if in_vain else 0.0)
+            if fatal or self.is_over:
+                return fatal, None
             self.job = replace(self.job, driver_s={})
             self.trainer = self._trainer(is_first=False)
-            fatal, error = self._fit()
-        return fatal, error
+
+    def _pause(self, seconds: float) -> str:
+        """Show what happens meanwhile; why the run is given up. Ends where the run is over."""
+        fatal, until = self._show(), time.monotonic() + seconds
+        while not (fatal or self.is_over) and time.monotonic() < until:
+            time.sleep(POLL_S)
+            fatal = self._show()
+        return fatal
 
     def _fit(self) -> tuple[str, BaseException | None]:
         """Have Ray Train run its workers, and show what happens; why the run is given up, what Ray Train raised."""
@@ -365,6 +387,11 @@ class Interrupts:
             raise KeyboardInterrupt
         self.asked_to_stop = True
         self._console.message("stopping after this step with a checkpoint; once more to end at once")
+
+
+def _why_it_died(error: ray.exceptions.RayActorError) -> str:
+    """What Ray says of an actor that is gone, a line: the last one is its constructor's error."""
+    return str(error).strip().splitlines()[-1][:200] if error.actor_init_failed else first_line(error)
 
 
 def _missing(config: PretrainConfig, settling: Settling) -> str:

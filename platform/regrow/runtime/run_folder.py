@@ -56,14 +56,29 @@ def check_may_start(config: PretrainConfig) -> None:
 
 
 def open_run(config: PretrainConfig, *, manifest_sha256: str) -> Run:
-    """Create the run's folder, or open it to go on. Raises ResumeError as `check_may_start` does, or for other data."""
+    """Create the run's folder, or open it to go on, for a process that holds its lock. Raises as `find_or_create`."""
+    run = find_or_create(config, manifest_sha256=manifest_sha256)
+    write_config(run, config)
+    return run
+
+
+def write_config(run: Run, config: PretrainConfig) -> None:
+    """Only where this job holds the run's lock: another one may be training it, by other settings."""
+    run.folder.write_bytes(CONFIG_FILE, to_yaml(config).encode())
+
+
+def find_or_create(config: PretrainConfig, *, manifest_sha256: str) -> Run:
+    """The run, whose lock another job may hold.
+
+    Raises ResumeError as `check_may_start` does, or for other data.
+    """
     folder, mine = run_folder(config), identity(config)
     check_may_start(config)
     record = read_record(folder)
     if record is None:
         run = Run(folder, new_run_id(), None)
         if not write_record(folder, run_id=run.run_id, identity=mine, manifest_sha256=manifest_sha256, is_new=True):
-            return open_run(config, manifest_sha256=manifest_sha256)  # another job has begun it just now
+            return find_or_create(config, manifest_sha256=manifest_sha256)  # another job has begun it just now
     else:
         if record["manifest_sha256"] is None:
             write_record(folder, run_id=record["run_id"], identity=mine, manifest_sha256=manifest_sha256)
@@ -71,7 +86,6 @@ def open_run(config: PretrainConfig, *, manifest_sha256: str) -> Run:
             _refuse_changes(config, {"corpus": record["manifest_sha256"]}, {"corpus": manifest_sha256})
         steps = committed_steps(folder / CHECKPOINTS)
         run = Run(folder, record["run_id"], steps[0] if steps else 0)
-    folder.write_bytes(CONFIG_FILE, to_yaml(config).encode())
     return run
 
 
