@@ -1,5 +1,6 @@
 """jobs.pretrain_torchrun: the same run under torchrun and in one process, without Ray or Hydra."""
 
+import datetime
 import json
 import os
 import signal
@@ -14,12 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from jobs import pretrain_torchrun
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
 from regrow.config.plain import pretrain_config
-from regrow.errors import ResumeError
+from regrow.data.read.corpora import Corpora, find_corpora
+from regrow.errors import DataError, ResumeError
 from regrow.record import lock
 from regrow.record.log import RunLog, read_events, read_metrics
+from regrow.runtime import torchrun
 from regrow.runtime.torchrun import TorchrunRun, for_this_group
 from regrow.show.console import Console
 from regrow.state.disk.catalog import committed_steps, open_checkpoint
@@ -290,6 +295,33 @@ def test_a_mistake_is_one_line(
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "wrong").exists()
+
+
+def test_a_corpus_may_take_longer_to_prepare_than_ranks_wait_for_each_other(tmp_path: Path, corpus: Path) -> None:
+    arguments = [f"run.storage_path={tmp_path}", "run.name=slow", f"data.corpora.rows={corpus}", *SMALL]
+    told = run_ranks(prepare_slowly, 2, arguments)
+    assert told == [["the text is not there", str(corpus)]] * 2
+
+
+def prepare_slowly(arguments: list[str]) -> list[str]:
+    """What this rank hears of a corpus that cannot be prepared, and where the one is that can."""
+    set_timeout(datetime.timedelta(seconds=2.0), dist.group.WORLD)
+    config = for_this_group(pretrain_config(arguments), torch.device("cpu"))
+
+    def refuse(*args: Any, **kwargs: Any) -> Corpora:
+        time.sleep(4.0)
+        raise DataError("the text is not there")
+
+    def find(*args: Any, **kwargs: Any) -> Corpora:
+        time.sleep(4.0)
+        return find_corpora(*args, **kwargs)
+
+    with Console(sys.stderr) as console:
+        torchrun.find_corpora = refuse
+        with pytest.raises(DataError) as refused:
+            TorchrunRun(config, console)
+        torchrun.find_corpora = find
+        return [str(refused.value), *TorchrunRun(config, console).corpora.folders]
 
 
 def refusal(arguments: list[str]) -> str:

@@ -8,11 +8,12 @@ import shlex
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,13 +38,16 @@ from regrow.record.run_folder import CHECKPOINTS, run_folder
 from regrow.runtime.hardware.peak import Peak
 from regrow.runtime.run_folder import Run, open_run
 from regrow.show.console import Console
-from regrow.state.collective import gather, on_first_rank, rank
+from regrow.state.collective import from_rank_0, gather, on_first_rank, rank
 from regrow.state.disk import catalog, store
 from regrow.state.disk.format import COMMIT
 from regrow.state.entries import Progress, set_optimizer_step, training_entries
 from regrow.train.callback import Called
 from regrow.train.step import TrainStep
 from regrow.train.validation import Validation
+
+STILL_AT_WORK_EVERY_S = 0.5  # that the other ranks hear so of the first one
+Value = TypeVar("Value")
 
 
 @contextlib.contextmanager
@@ -74,6 +78,30 @@ def end_process() -> NoReturn:
     os._exit(0)
 
 
+def on_first_rank_at_length(work: Callable[[], Value]) -> Value:
+    """As `on_first_rank`, where the work may take longer than a collective: the others hear that it goes on."""
+
+    def heard() -> Value:
+        is_done = threading.Event()
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # of a rank that is gone: the outcome's broadcast meets it, too
+                while from_rank_0(not is_done.wait(STILL_AT_WORK_EVERY_S)):
+                    pass
+
+        telling = threading.Thread(target=tell, name="still-at-work", daemon=True)
+        telling.start()
+        try:
+            return work()
+        finally:
+            is_done.set()
+            telling.join()
+
+    while rank() and from_rank_0(True):
+        pass
+    return on_first_rank(heard)
+
+
 def for_this_group(config: PretrainConfig, device: torch.device) -> PretrainConfig:
     """The configuration of a run whose group has this size from its first step to its last, on such a device.
 
@@ -100,7 +128,7 @@ class TorchrunRun:
         """Prepare the corpus where it is missing, and open the folder. Collective; raises RegrowError on all ranks."""
         self.config, self.console, self.rank = config, console, rank()
         self.corpora = Corpora.of_plain(
-            on_first_rank(lambda: find_corpora(config, progress=console.progress).to_plain())
+            on_first_rank_at_length(lambda: find_corpora(config, progress=console.progress).to_plain())
         )
         self._lock: TextIO | None = None  # the first rank's, as what follows
         self._claim: Claim | None = None
