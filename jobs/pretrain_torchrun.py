@@ -1,11 +1,14 @@
 """Pretrain a Llama without Ray or Hydra, under torchrun or in one process; the page to read first.
 
+  export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
   torchrun --nproc-per-node 8 -m jobs.pretrain_torchrun model=8b data=fineweb_edu parallel.dtype=bfloat16 \\
       optim.num_slices=512 optim.global_batch_seqs=512
   python -m jobs.pretrain_torchrun run.name=alone train.steps=100
 
 Step, data order, batches, checkpoints and run folder are those of `python -m jobs.pretrain`, which goes on with such a
 run and the other way round. What this lacks is elasticity: the group keeps its size, and a lost rank ends it.
+Ctrl-C has the ranks write a checkpoint, and torchrun kills them so many seconds later: 30 where nothing is said. torch
+2.11's waits for no longer; there SIGTERM to one rank, which stops all, leaves them their time.
 Settings are key=value, as `python -m jobs.pretrain --help` lists them.
 """
 

@@ -1,6 +1,7 @@
 """jobs.pretrain_torchrun: the same run under torchrun and in one process, without Ray or Hydra."""
 
 import datetime
+import io
 import json
 import os
 import signal
@@ -235,14 +236,43 @@ def phases(arguments: list[str]) -> list[int]:
     return found
 
 
-def train_in_this_group(arguments: list[str]) -> None:
-    """As `main`, on ranks that have a group."""
-    config = for_this_group(pretrain_config(arguments), torch.device("cpu"))
-    with Console(sys.stderr) as console:
+def train_in_this_group(arguments: list[str]) -> str:
+    """As `main`, on ranks that have a group; what this one prints."""
+    config, printed = for_this_group(pretrain_config(arguments), torch.device("cpu")), io.StringIO()
+    with Console(printed) as console:
         run = TorchrunRun(config, console)
         while not run.is_over(progress := pretrain_torchrun.train_phase(config, run, torch.device("cpu"))):
             pass
         run.close(progress)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [(0, "torchrun ends the ranks after its --shutdown-timeout"), (1, "interrupted by a signal to rank 1: step ")],
+)
+def test_a_rank_that_is_asked_to_stop_stops_all_and_the_first_one_says_so(
+    tmp_path: Path, corpus: Path, asked: int, told: str
+) -> None:
+    arguments = [f"run.storage_path={tmp_path}", "run.name=stop", f"data.corpora.rows={corpus}", *SMALL]
+    printed = run_ranks(train_until_asked, 2, asked, arguments, env={"TORCHELASTIC_RUN_ID": "none"})
+    assert told in printed[0]
+    run = Storage.at(tmp_path / "stop")
+    stopped = [(each["reason"], each["step"]) for each in read_events(run) if each["event"] == "stopped"]
+    assert stopped == [("interrupted", committed_steps(run / "checkpoints")[0])]
+
+
+def train_until_asked(asked: int, arguments: list[str]) -> str:
+    """One rank gets a signal after the second step."""
+    step_done = TorchrunRun.step_done
+
+    def ask(run: TorchrunRun, row: dict[str, float]) -> None:
+        step_done(run, row)
+        if run.rank == asked and row["step"] == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    TorchrunRun.step_done = ask
+    return train_in_this_group(arguments)
 
 
 def test_a_log_that_storage_does_not_take_costs_one_checkpoint_and_no_run(tmp_path: Path, corpus: Path) -> None:

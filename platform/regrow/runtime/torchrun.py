@@ -140,6 +140,7 @@ class TorchrunRun:
         self._step: TrainStep | None = None  # that the group trains
         self._validation: Validation | None = None
         self.asked_to_stop = False
+        self._asked: list[int] = []  # to stop: the ranks that were, as all know
         self.patience = Patience(config.data.storage_timeout_s, on_wait=self._waits)
         world_size = dist.get_world_size()
         self.event(
@@ -252,9 +253,10 @@ class TorchrunRun:
         self.message(begun.sentence())
 
     def is_over(self, progress: Progress) -> bool:
-        """Whether nothing is left to train, for now."""
+        """Whether nothing is left to train, for now. Collective."""
         last_step = min(self.config.train.steps, self.config.train.stop_at_step or self.config.train.steps)
-        return progress.step >= last_step or any(gather(self.asked_to_stop))
+        self._asked = [number for number, asked in enumerate(gather(self.asked_to_stop)) if asked]
+        return progress.step >= last_step or bool(self._asked)
 
     def step_done(self, row: Mapping[str, float]) -> None:
         self._called.after_step(row)
@@ -326,9 +328,11 @@ class TorchrunRun:
     def close(self, progress: Progress) -> None:
         """Training has ended at this step, which is in storage."""
         finished = progress.step >= self.config.train.steps
-        reason = "finished" if finished else "interrupted" if self.asked_to_stop else "stop_at_step"
+        reason = "finished" if finished else "interrupted" if self._asked else "stop_at_step"
         self.event(events.Stopped(step=progress.step, reason=reason))
-        self.message(f"{reason.replace('_', ' ')}: step {progress.step} of {self.config.train.steps} is committed")
+        by = f" by a signal to rank {self._asked[0]}" if reason == "interrupted" else ""
+        told = f"{reason.replace('_', ' ')}{by}"
+        self.message(f"{told}: step {progress.step} of {self.config.train.steps} is committed")
         if self._log is not None:
             self._log.close()
 
@@ -344,4 +348,7 @@ class TorchrunRun:
         if self.asked_to_stop:
             raise KeyboardInterrupt
         self.asked_to_stop = True
-        self.message("stopping after this step with a checkpoint; once more to end at once")
+        left = ""
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            left = "; where it was asked, torchrun ends the ranks after its --shutdown-timeout, by default 30 s"
+        self.message(f"stopping after this step with a checkpoint; once more to end at once{left}")
