@@ -32,6 +32,7 @@ from regrow.show.console import Console
 from regrow.state.entries import Progress
 from regrow.train.build import build_step, loop_settings, meter_of, verified_rows
 from regrow.train.loop import train
+from regrow.train.metrics import NotFinite
 from regrow.train.saver import Cadence, CheckpointSaver
 from regrow.train.validation import Validation
 
@@ -76,15 +77,19 @@ def main(arguments: list[str]) -> None:
     with Console(sys.stderr) as console, process_group(config.train.collective_timeout_s) as device:
         config = for_this_group(config, device)
         run = TorchrunRun(config, console)
-        while not run.is_over(progress := train_phase(config, run, device)):
-            pass  # float8 is over, and the next phase goes on from the checkpoint
+        try:
+            while not run.is_over(progress := train_phase(config, run, device)):
+                pass  # float8 is over, and the next phase goes on from the checkpoint
+        except NotFinite as error:
+            raise run.not_finite(error) from error
         run.close(progress)
 
 
 if __name__ == "__main__":
     try:
         if {"-h", "--help"} & set(sys.argv[1:]):
-            sys.exit(__doc__)
+            print(__doc__)
+            sys.exit()
         main(sys.argv[1:])
     except RegrowError as error:
         sys.exit(f"error: {error}")

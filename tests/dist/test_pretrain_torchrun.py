@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
 from regrow.config.plain import pretrain_config
 from regrow.data.read.corpora import Corpora, find_corpora
-from regrow.errors import DataError, ResumeError
+from regrow.errors import ConfigError, DataError, ResumeError
 from regrow.record import lock
 from regrow.record.log import RunLog, read_events, read_metrics
 from regrow.runtime import torchrun
@@ -325,6 +325,41 @@ def test_a_mistake_is_one_line(
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "wrong").exists()
+
+
+def test_what_there_is_only_with_ray_is_refused_and_not_advised() -> None:
+    told = run_ranks(refusals, 1, [["observe.profile_at_step=3"], ["checkpoint.every_steps=null"]])[0]
+    assert told[0] == "observe.profile_at_step=3: without Ray no profile is taken; leave it out"
+    assert told[1] == "checkpoint.every_steps=null leaves only the checkpoint at the end; set checkpoint.every_steps"
+
+
+def refusals(wrong: list[list[str]]) -> list[str]:
+    told = []
+    for arguments in wrong:
+        with pytest.raises(ConfigError) as refused:
+            for_this_group(pretrain_config(arguments), torch.device("cpu"))
+        told.append(str(refused.value))
+    return told
+
+
+def test_gradients_that_are_not_finite_end_a_run_in_one_line_and_its_log_has_why(
+    environment: dict[str, str], tmp_path: Path, corpus: Path
+) -> None:
+    settings = [f"data.corpora.rows={corpus}", "optim.lr=1e30", "train.nonfinite_skips=0"]
+    done = pretrain(environment, tmp_path, "nan", *settings)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    events = read_events(Storage.at(tmp_path / "nan"))
+    failure, stopped = (next(each for each in events if each["event"] == name) for name in ("failure", "stopped"))
+    assert (failure["cause"], failure["generation"], stopped["reason"]) == ("nonfinite", 1, "failed")
+    assert stopped["detail"].startswith(f"{failure['detail']}; look at the loss before it (python -m jobs.report ")
+    assert f"error: {stopped['detail']}" in done.stderr
+
+
+def test_help_is_printed_and_no_mistake(environment: dict[str, str], tmp_path: Path) -> None:
+    done = pretrain(environment, tmp_path, "none", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "torchrun --nproc-per-node" in done.stdout
 
 
 def test_a_corpus_may_take_longer_to_prepare_than_ranks_wait_for_each_other(tmp_path: Path, corpus: Path) -> None:

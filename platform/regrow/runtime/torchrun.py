@@ -23,7 +23,7 @@ from regrow.config.schema import ParallelConfig, PretrainConfig
 from regrow.control.verification import Outcome, named
 from regrow.data.read.corpora import Corpora, find_corpora
 from regrow.data.read.outage import Patience, PatientReader
-from regrow.errors import ConfigError, NotWrittenError
+from regrow.errors import ConfigError, NotWrittenError, RegrowError
 from regrow.forecast.settle import settled
 from regrow.model.linears import recipe_after
 from regrow.parallel.float8 import inner_tensor
@@ -43,6 +43,7 @@ from regrow.state.disk import catalog, store
 from regrow.state.disk.format import COMMIT
 from regrow.state.entries import Progress, set_optimizer_step, training_entries
 from regrow.train.callback import Called
+from regrow.train.metrics import NotFinite
 from regrow.train.step import TrainStep
 from regrow.train.validation import Validation
 
@@ -115,6 +116,12 @@ def for_this_group(config: PretrainConfig, device: torch.device) -> PretrainConf
             f"checkpoint.{by_time}: without Ray checkpoints come by steps alone; leave it out, and set "
             "checkpoint.every_steps"
         )
+    if checkpoint.every_steps is None:
+        raise ConfigError(
+            "checkpoint.every_steps=null leaves only the checkpoint at the end; set checkpoint.every_steps"
+        )
+    if (at := config.observe.profile_at_step) is not None:
+        raise ConfigError(f"observe.profile_at_step={at}: without Ray no profile is taken; leave it out")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else config.cluster.name
     gpus = int(device.type == "cuda")
     cluster = replace(config.cluster, name=name, min_workers=world_size, max_workers=world_size, gpus_per_worker=gpus)
@@ -335,6 +342,18 @@ class TorchrunRun:
         self.message(f"{told}: step {progress.step} of {self.config.train.steps} is committed")
         if self._log is not None:
             self._log.close()
+
+    def not_finite(self, error: NotFinite) -> RegrowError:
+        """What a run that cannot go on ends with, and has in its log. Collective."""
+        detail = (
+            f"{error}; look at the loss before it (python -m jobs.report {self.run.folder}), then lower optim.lr under "
+            "another run.name, or allow more with train.nonfinite_skips"
+        )
+        self.event(events.Failure(cause=events.Cause.nonfinite, detail=str(error), generation=self.generation))
+        self.event(events.Stopped(step=self._newest_step(), reason="failed", detail=detail))
+        if self._log is not None:
+            self._log.close()
+        return RegrowError(detail)
 
     def message(self, text: str) -> None:
         if self.rank == 0:
