@@ -6,7 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
+from ray.train.v2._internal.exceptions import (
+    UserExceptionWithTraceback,
+    WorkerHealthCheckFailedError,
+    WorkerHealthCheckTimeoutError,
+)
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.poll import WorkerStatus
 from ray.train.v2._internal.execution.worker_group.state import WorkerGroupContext, WorkerGroupState
@@ -29,10 +33,18 @@ class Group(InPlaceGroup):
         self.error: Exception = WorkerHealthCheckFailedError("gone", RuntimeError("killed"))  # of the dead
         self.places = Rooms()
         self.meanwhile: list[tuple[int, Any]] = []  # what comes of starting workers while others are asked
+        self.killed: list[int] = []  # actors, by the pid
+        self.unfit: list[tuple[Any, ...]] = []  # as the coordinator is told: node, pid, detail, machine
+        told = {"ray_view": self.views, "unfit": self.unfit}
         job = SimpleNamespace(
             config=PretrainConfig(cluster=ClusterConfig(min_workers=least, max_workers=SIZE + 5)),
             run_id="run",
-            coordinator=SimpleNamespace(ray_view=SimpleNamespace(remote=lambda *view: self.views.append(view))),
+            coordinator=SimpleNamespace(
+                **{
+                    name: SimpleNamespace(remote=lambda *said, calls=calls: calls.append(said))
+                    for name, calls in told.items()
+                }
+            ),
         )
         group: Any = self
         group._train_run_context = SimpleNamespace(train_loop_config={"job": job})
@@ -44,6 +56,7 @@ class Group(InPlaceGroup):
         monkeypatch.setattr(WorkerGroup, "_start_impl", lambda *_: None)
         monkeypatch.setattr(ray_train, "room_for", lambda config, unit, *, avoided: room - len(avoided))
         monkeypatch.setattr(ray_train.ray_state, "get_draining_nodes", dict)
+        monkeypatch.setattr(ray_train.ray, "kill", self.killed.append)
         monkeypatch.setattr(WorkerGroup, "_poll_workers_and_collect_errors", lambda *_: self.answers())
         self._start_impl(None)
 
@@ -77,7 +90,7 @@ class Group(InPlaceGroup):
 
 
 def worker(pid: int, node: str = "") -> Any:
-    return SimpleNamespace(metadata=SimpleNamespace(node_id=node or f"node-{pid}", pid=pid))
+    return SimpleNamespace(actor=pid, metadata=SimpleNamespace(node_id=node or f"node-{pid}", pid=pid))
 
 
 class Rooms:
@@ -122,6 +135,48 @@ def test_a_worker_that_does_not_answer_is_told_of_with_the_setting_that_waited_f
     group.poll()
     said = "process 1 on node node-1: no answer to Ray Train for 8 s (cluster.silence_s)"
     assert group.views[-1][0] == [("node-1", 1, "worker_hung", said)]
+
+
+def raised(error: Exception) -> Exception:
+    """As Ray Train hands on what a train function raised."""
+    return UserExceptionWithTraceback(error, f"Traceback (most recent call last):\n{error}")
+
+
+def test_a_worker_that_raised_is_a_dead_one_to_ray_train_and_its_place_is_free(group: Group) -> None:
+    """Ray Train would start another for place 0, in which rank 0 is, and wait for it without a deadline."""
+    group.dead, group.error = {2}, raised(RuntimeError("CUDA error: unspecified launch failure\nCompile with DSA"))
+    assert [group.poll() for _ in range(2)] == [([0, 1, 2], True)] * 2
+    said = "process 2 on node node-2: RuntimeError: CUDA error: unspecified launch failure"
+    assert group.views[-1][0] == [("node-2", 2, "worker_failed", said)]
+    assert group.unfit == [("node-2", 2, said, "")]
+    assert group.killed == [2]
+    group.error = WorkerHealthCheckFailedError("gone", RuntimeError("killed"))
+    group.poll()
+    assert (group.killed, len(group.views)) == ([2], 1)
+    group.over = {0, 1}
+    assert not group.poll()[1], "the others have come to the end of the run"
+
+
+def test_what_all_workers_raise_is_the_groups_and_counts_for_ray_train(group: Group) -> None:
+    """One after another, as it is polled: it starts all of them anew, up to cluster.max_failures times."""
+    for dead in ({1}, {0, 1}):
+        group.dead, group.error = dead, raised(ImportError("no libcudart"))
+        assert group.poll()[1]
+    group.dead = {0, 1, 2}
+    statuses = group._poll_workers_and_collect_errors(None)
+    assert [(status.running, str(status.error).splitlines()[-1]) for status in statuses] == [
+        (False, "no libcudart")
+    ] * SIZE
+    group.meanwhile = [(1, worker(11))]
+    group._poll_workers_and_collect_errors(None)
+    assert group.poll() == ([0, 11, 2], True)
+
+
+def test_a_place_of_a_process_that_hangs_is_left_to_its_node(group: Group) -> None:
+    """Which ends it, once the coordinator has heard of it."""
+    group.dead, group.error = {1}, WorkerHealthCheckTimeoutError("hanging")
+    group.poll()
+    assert group.killed == []
 
 
 def test_it_is_over_once_everyone_left_has_finished(group: Group) -> None:

@@ -60,6 +60,7 @@ def test_every_method_that_is_overridden_is_there_with_its_parameters() -> None:
 
 def test_every_name_that_is_read_or_set_is_there() -> None:
     from ray._private.state import state
+    from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
     from ray.train.v2._internal.execution.controller import TrainController
     from ray.train.v2._internal.execution.worker_group import WorkerGroup
     from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
@@ -79,6 +80,7 @@ def test_every_name_that_is_read_or_set_is_there() -> None:
         assert re.search(rf"self\.{name}\b", source), name
     for ours in (
         "empty",
+        "_raised",
         "_filling",
         "_filled",
         "looked_at",
@@ -93,6 +95,8 @@ def test_every_name_that_is_read_or_set_is_there() -> None:
     assert data_parallel_trainer.TrainController is TrainController
     assert {"workers", "placement_group_handle", "sync_actor"} <= {f.name for f in dataclasses.fields(WorkerGroupState)}
     assert {"running", "error", "training_report"} <= {f.name for f in dataclasses.fields(WorkerStatus)}
+    error = RuntimeError("what a train function raised")
+    assert UserExceptionWithTraceback(error, "")._base_exc is error
     assert parameters(ReplicaGroup)[:2] == ["workers", "resources_per_worker"]
     assert callable(state.get_draining_nodes)
     assert callable(WorkerGroup.has_started)

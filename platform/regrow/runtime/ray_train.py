@@ -1,8 +1,8 @@
 """A worker group of Ray Train that changes in place: the one file that touches Ray Train's insides, of one version.
 
-A worker's death is not an error of the group: the controller goes on polling the others, the
-coordinator is told, and the dead one's place is filled again when it can be. Every rank is a replica group of its own
-to Ray Train (torchft's mode), so that it has no opinion on what ranks do to each other.
+A worker's death is not an error of the group, nor is what its train function raises: the controller goes on polling
+the others, the coordinator is told, and the lost one's place is filled again when it can be. Every rank is a replica
+group of its own to Ray Train (torchft's mode), so that it has no opinion on what ranks do to each other.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import ray
 from ray._private.state import state as ray_state
 from ray._raylet import PlacementGroupID
 from ray.train.backend import Backend
-from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError, WorkerHealthCheckTimeoutError
+from ray.train.v2._internal.exceptions import UserExceptionWithTraceback, WorkerHealthCheckTimeoutError
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2._internal.execution.worker_group import WorkerGroup
 from ray.train.v2._internal.execution.worker_group.execution_group import ReplicaGroup
@@ -31,6 +31,7 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup
 
 from regrow.config.spares import most_workers
+from regrow.errors import first_line
 from regrow.record.events import Cause
 from regrow.runtime.backend import ProcessGroupBackend, ProcessGroupConfig, last_line
 from regrow.runtime.calls import CoordinatorClient
@@ -170,6 +171,7 @@ class InPlaceGroup(WorkerGroup):
 
     def _start_impl(self, worker_group_state_builder: Any) -> None:
         self.empty: dict[int, float] = {}  # places whose worker is gone, since when
+        self._raised: dict[int, Exception] = {}  # those of them whose worker's train function raised something
         self._filling: dict[int, str] = {}  # places, each of them by a thread, and their nodes
         self._filled: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # with the worker; None where it was in vain
         self._starting = threading.Semaphore(STARTS_AT_ONCE)
@@ -227,7 +229,7 @@ class InPlaceGroup(WorkerGroup):
         self._take_in()  # not while they are asked: what is answered is always of the worker in that place
         statuses = super()._poll_workers_and_collect_errors(timeout)
         for rank, status in enumerate(statuses):
-            if isinstance(status.error, WorkerHealthCheckFailedError | WorkerHealthCheckTimeoutError):
+            if status.error is not None:  # Ray Train would start a worker in place 0 for it, and wait for that for good
                 if self._place_of[rank] not in self.empty:
                     self.empty[self._place_of[rank]] = time.monotonic()
                     self._note_death(rank, status.error)
@@ -236,6 +238,8 @@ class InPlaceGroup(WorkerGroup):
         if time.monotonic() - self.told_at > VIEW_S:
             self._tell()
         is_empty = len(self.empty) == len(statuses)
+        if is_empty and len(self._raised) == len(statuses):  # the group's error: counted, and all start anew
+            return [WorkerStatus(running=False, error=self._raised[place]) for place in self._place_of]
         if is_empty or any(status.running for status in statuses):
             self._fill()
         if is_empty:  # the group is not over for that
@@ -243,12 +247,21 @@ class InPlaceGroup(WorkerGroup):
         return statuses
 
     def _note_death(self, rank: int, error: Exception) -> None:
-        process = self.get_workers()[rank].metadata
-        cause, said = Cause.worker_died, last_line(error)
+        worker = self.get_workers()[rank]
+        process, cause, said = worker.metadata, Cause.worker_died, last_line(error)
         if isinstance(error, WorkerHealthCheckTimeoutError):  # whose last line names a variable that regrow sets
             cause = Cause.worker_hung
             said = f"no answer to Ray Train for {self._worker_health_check_timeout_s:g} s (cluster.silence_s)"
+        elif isinstance(error, UserExceptionWithTraceback):
+            raised = error._base_exc
+            cause, said = Cause.worker_failed, f"{type(raised).__name__}: {first_line(raised)}"
+            self._raised[self._place_of[rank]] = error
         detail = f"process {process.pid} on node {process.node_id[:12]}: {said}"
+        if cause == Cause.worker_failed:  # it may have joined no group, and a host that it fails on again is left alone
+            self._coordinator.handle.unfit.remote(process.node_id, process.pid, detail, "")
+        if cause != Cause.worker_hung:  # an actor that lives keeps the place
+            with contextlib.suppress(Exception):
+                ray.kill(worker.actor)
         self._dead[process.node_id, process.pid] = time.monotonic(), cause, detail
         self.told_at = 0.0  # at once
 
@@ -333,6 +346,7 @@ class InPlaceGroup(WorkerGroup):
             workers = [*state.workers[:rank], worker, *state.workers[rank + 1 :]]
             self._worker_group_state = replace(state, workers=workers)
             self.empty.pop(place, None)
+            self._raised.pop(place, None)
             self._started_at[place] = time.monotonic()
 
 
