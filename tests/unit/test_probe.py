@@ -54,6 +54,22 @@ def test_a_process_whose_device_fails_it_ends(error: Exception, monkeypatch: pyt
     assert ended in (["wrong"], ["cpu does not answer: CUDA error: an illegal memory access"])
 
 
+def test_a_process_whose_device_does_not_even_take_the_matrices_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that fell off the bus."""
+
+    def fail(tensor: torch.Tensor, *to: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered\nCompile with")
+
+    def end(job: Any, problem: str) -> None:
+        raise SystemExit(problem)
+
+    monkeypatch.setattr(torch.Tensor, "to", fail)
+    monkeypatch.setattr(worker, "end_process", end)
+    job: Any = SimpleNamespace(config=SimpleNamespace(cluster=SimpleNamespace(check_hardware=True)))
+    with pytest.raises(SystemExit, match=r"^cpu does not answer: CUDA error: uncorrectable ECC error encountered$"):
+        worker._fit(job, torch.device("cpu"))
+
+
 def test_a_worker_runs_near_its_gpu_and_so_does_what_it_starts_and_touches_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

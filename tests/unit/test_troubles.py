@@ -1,7 +1,13 @@
 """Whose trouble it is: what all ranks have ends the run, what one has costs that one."""
 
-import pytest
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import ray
+
+from regrow.config.schema import ClusterConfig, PretrainConfig
 from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.health import Pulse
@@ -9,7 +15,9 @@ from regrow.control.membership import Member
 from regrow.control.past import Past
 from regrow.control.states import Answer, GivenUp, Training
 from regrow.control.troubles import LEAST_FIRST_STEP_S, OTHERS_S
+from regrow.errors import DataError
 from regrow.record.events import Cause
+from regrow.runtime import rendezvous, worker
 from support.told import Told, one
 
 NO_CORPUS = "data holds no finished corpus on host-3"
@@ -184,6 +192,108 @@ def test_a_host_whose_processes_have_the_same_trouble_again_and_again_is_left_al
             trouble(told, one(10 * attempt + 10 + rank, "new"), generation=0)
         told.now += 15.0
     assert told.control.excluded_nodes(told.now) == {"new"}
+
+
+# a process, and what it makes of it
+
+
+class Coordinator:
+    """As a worker calls it. Its next calls come to these errors."""
+
+    def __init__(self, told: Told, *errors: Exception) -> None:
+        self.told, self.errors = told, list(errors)
+
+    def trouble(self, generation: int, member: Member, expected: int, message: str) -> None:
+        if self.errors:
+            raise self.errors.pop()
+        self.told(e.Trouble(generation, member, expected, message))
+
+    def formation(self, member_id: str, after: int) -> Answer:
+        if self.errors:
+            raise self.errors.pop()
+        self.told.now += 1.0
+        self.told()
+        return self.told.ask(member_id, after)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """A worker that fails before it joins: how it ends."""
+
+    def end(how: str) -> None:
+        raise SystemExit(how)
+
+    monkeypatch.setattr(rendezvous, "expelled", lambda: end("expelled"))
+    monkeypatch.setattr(worker, "end_process", lambda job, problem: end(problem))
+    monkeypatch.setattr(worker, "meet_at", lambda *_: None)
+    monkeypatch.setattr(worker, "Lifeline", lambda host: SimpleNamespace(port=1))
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(ray.train, "get_context", lambda: SimpleNamespace(get_world_size=lambda: 3))
+
+    def run(error: BaseException, coordinator: Coordinator, me: Member = NEW, *, in_place: bool = True) -> str:
+        def prepare(job: Any) -> Any:
+            raise error
+
+        monkeypatch.setattr(worker, "_prepare", prepare)
+        monkeypatch.setattr(worker, "this_process", lambda *_, **__: me)
+        monkeypatch.setattr(worker, "CoordinatorClient", lambda handle: coordinator)
+        config = PretrainConfig(cluster=ClusterConfig(in_place=in_place))
+        job: Any = SimpleNamespace(config=config, coordinator=None)
+        try:
+            worker.run_worker(job)
+        except SystemExit as ended:
+            return str(ended.code)
+        return "returned"
+
+    return run
+
+
+CUDA = "CUDA error: no CUDA-capable device is detected\nCompile with TORCH_USE_CUDA_DSA"
+SAID = "RuntimeError: CUDA error: no CUDA-capable device is detected"
+
+
+def test_whatever_one_process_fails_with_is_its_own_trouble_and_nothing_leaves_it(run: Callable[..., str]) -> None:
+    """Ray Train would answer an exception of a train function by workers of its own."""
+    told = Told()
+    training(told, A, B)
+    told.clear()
+    assert run(RuntimeError(CUDA), Coordinator(told)) == "expelled"
+    assert [(each["node"], each["detail"]) for each in told.records("unfit")] == [("new", SAID)]
+    assert told.control.ending is None
+    assert run(DataError(NO_CORPUS), Coordinator(told), one(4, "newer")) == "expelled"
+    assert [each["detail"] for each in told.records("unfit")] == [SAID, NO_CORPUS]
+
+
+def test_what_all_processes_fail_with_ends_the_run_with_its_message(run: Callable[..., str]) -> None:
+    told = Told()
+    trouble(told, A, SAID, generation=0)
+    trouble(told, B, SAID, generation=0)
+    assert run(RuntimeError(CUDA), Coordinator(told)) == "returned"
+    assert messages(told) == [SAID]
+
+
+def test_a_coordinator_that_does_not_answer_in_time_is_asked_again(run: Callable[..., str]) -> None:
+    """One that was started anew waits for storage."""
+    late = ray.exceptions.GetTimeoutError("120 s")
+    told = Told()
+    training(told, A, B)
+    coordinator = Coordinator(told, late, late)
+    assert run(RuntimeError(CUDA), coordinator) == "expelled"
+    assert coordinator.errors == []
+    assert [each["detail"] for each in told.records("unfit")] == [SAID]
+
+
+def test_a_process_with_trouble_ends_where_no_coordinator_is_left(run: Callable[..., str]) -> None:
+    gone = ray.exceptions.ActorDiedError()
+    assert run(RuntimeError(CUDA), Coordinator(Told(), gone)).startswith(SAID)
+
+
+def test_what_ends_a_process_and_what_restarts_all_is_raised(run: Callable[..., str]) -> None:
+    assert run(SystemExit("by Ray"), Coordinator(Told())) == "by Ray"
+    with pytest.raises(KeyboardInterrupt):
+        run(KeyboardInterrupt(), Coordinator(Told()))
+    with pytest.raises(RuntimeError, match="no CUDA-capable"):
+        run(RuntimeError(CUDA), Coordinator(Told()), in_place=False)
 
 
 # groups that break without a word

@@ -171,16 +171,19 @@ def await_verdict(coordinator: CoordinatorClient, *, generation: int, me: Member
 
     Where it is this process' own it ends here, and the others go on.
     """
-    coordinator.trouble(generation, me, expected, message)
+    is_told = False
     while True:
-        answer = coordinator.formation(me.id, generation)
-        if answer.over or answer.given_up:
-            return
-        if answer.unfit:
-            expelled()
-        if answer.join_again:
-            coordinator.trouble(generation, me, expected, message)
-        time.sleep(answer.wait_s)
+        with contextlib.suppress(ray.exceptions.GetTimeoutError):  # one that was started anew may wait for storage
+            if not is_told:
+                coordinator.trouble(generation, me, expected, message)
+            is_told = True
+            answer = coordinator.formation(me.id, generation)
+            if answer.over or answer.given_up:
+                return
+            if answer.unfit:
+                expelled()
+            is_told = not answer.join_again
+            time.sleep(answer.wait_s)
 
 
 def expelled() -> NoReturn:

@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 import uuid
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -63,7 +64,8 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # of mallopt(3)
 def run_worker(job: Job) -> None:
     """Train as long as the run lasts, or as the others want this process.
 
-    An error that another attempt would meet again ends the run where all ranks have it, else this process.
+    An error that another attempt would meet again ends the run where all ranks have it, else this process. In place,
+    that goes for every exception: Ray Train would restart other ranks for it.
     """
     _name_thread(THREAD_NAME)
     meet_at(ray.util.get_node_ip_address(), os.environ)
@@ -71,12 +73,16 @@ def run_worker(job: Job) -> None:
     me = this_process(uuid.uuid4().hex[:12], lifeline=lifeline.port)
     try:
         process, backend, entered = _prepare(job)
+        _train_generations(process, me, backend=backend, entered=entered)
+        if process.memory is not None:
+            process.memory.close()
     except RegrowError as error:
-        _await_verdict(job, me, 0, error)
-        return
-    _train_generations(process, me, backend=backend, entered=entered)
-    if process.memory is not None:
-        process.memory.close()
+        _await_verdict(job, me, 0, str(error))
+    except Exception as error:
+        if not job.config.cluster.in_place:
+            raise
+        traceback.print_exception(error)
+        _await_verdict(job, me, 0, f"{type(error).__name__}: {first_line(error)}")
 
 
 def _prepare(job: Job) -> tuple[Process, str, float]:
@@ -162,7 +168,7 @@ def _train_generations(process: Process, me: Member, *, backend: str, entered: f
                 memory.leave()
         after, entered = joined.generation if joined else after, time.time()
         if trouble is not None:
-            _await_verdict(job, me, after, trouble)
+            _await_verdict(job, me, after, str(trouble))
             return
         gc.collect()
         if device.type == "cuda":  # NCCL and the driver do not ask torch for what it keeps
@@ -177,24 +183,29 @@ def _until_the_deadline(generation: int, breaker: Breaker) -> None:
 
 def _fit(job: Job, device: torch.device) -> Prober:
     """What this process is to be probed with, now and while it trains; one whose device is not fit does not get on."""
-    try:
+    with _fit_or_end(job, device):
         if job.config.cluster.check_hardware:
             check_gpu(device)
-    except Unfit as error:
-        end_process(job, str(error))
-    prober = Prober(device)
-    probe_or_end(job, prober)
+        prober = Prober(device)
+        prober.probe()
     return prober
 
 
 def probe_or_end(job: Job, prober: Prober) -> None:
+    """Look again at a device that has failed, it may be."""
+    with _fit_or_end(job, prober.device):
+        prober.probe()
+
+
+@contextlib.contextmanager
+def _fit_or_end(job: Job, device: torch.device) -> Iterator[None]:
     """Get on only with a device that computes right, and at all: some errors stay with a CUDA process to its end."""
     try:
-        prober.probe()
+        yield
     except Unfit as error:
         end_process(job, str(error))
     except RuntimeError as error:
-        end_process(job, f"{prober.device} does not answer: {first_line(error)}")
+        end_process(job, f"{device} does not answer: {first_line(error)}")
 
 
 def _compiled_before(job: Job, device: torch.device) -> CompileCache | None:
@@ -227,11 +238,16 @@ def end_process(job: Job, problem: str) -> NoReturn:
     os._exit(1)
 
 
-def _await_verdict(job: Job, me: Member, generation: int, error: RegrowError) -> None:
+def _await_verdict(job: Job, me: Member, generation: int, message: str) -> None:
     """Whether an error is the run's: returns if it is."""
     expected = ray.train.get_context().get_world_size()
     coordinator = CoordinatorClient(job.coordinator)
-    await_verdict(coordinator, generation=generation, me=me, expected=expected, message=str(error))
+    try:
+        await_verdict(coordinator, generation=generation, me=me, expected=expected, message=message)
+    except Exception as error:
+        if not job.config.cluster.in_place:
+            raise
+        end_process(job, f"{message} (and no word from the coordinator: {first_line(error)})")
 
 
 def _report(job: Job, memory: MemoryTier | None, joined: Joined | None, error: Exception) -> None:
