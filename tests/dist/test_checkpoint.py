@@ -400,6 +400,58 @@ def test_retention_deletes_nothing_while_storage_fails(tmp_path: Path) -> None:
     assert set(catalog.committed_steps(Storage.at(tmp_path))) == {1000, 1200, 1500, 2000}
 
 
+class Listening(LocalStorage):
+    """Says what is read, but for small files, which are read whole."""
+
+    def __init__(self, root: Path, read: list[str]) -> None:
+        super().__init__(root)
+        self.read = read
+
+    def join(self, *names: str) -> "Listening":
+        return Listening(self.root.joinpath(*names), self.read)
+
+    def read_range(self, name: str, offset: int, num_bytes: int) -> bytes:
+        self.read.append(f"{self.root.name}/{name}")
+        return super().read_range(name, offset, num_bytes)
+
+
+def test_retention_looks_at_no_more_files_than_it_has_to_and_at_none_again(tmp_path: Path) -> None:
+    read = list[str]()
+    folder = Listening(tmp_path, read)
+    for step in (10, 20, 30):
+        save_alone(tmp_path, step)
+
+    def looked_at(deleted: list[int]) -> list[str]:
+        read.clear()
+        assert catalog.retain(folder, keep=2) == deleted
+        return sorted(name.partition("/")[0] for name in read if name.endswith(".safetensors"))
+
+    assert looked_at([10]) == ["step-00000020", "step-00000030"]
+    assert looked_at([]) == []
+    save_alone(tmp_path, 40)
+    assert looked_at([20]) == ["step-00000040"]
+    save_alone(tmp_path, 40)  # written again
+    assert looked_at([]) == ["step-00000040"]
+
+
+def test_the_newest_checkpoint_is_chosen_without_a_look_at_older_ones(tmp_path: Path) -> None:
+    read = list[str]()
+    for step in (10, 20, 30):
+        save_alone(tmp_path, step)
+    catalog.note_damaged(Storage.at(tmp_path), 30, "its checksum fails")
+    _, index = catalog.choose(Listening(tmp_path, read), RUN)
+    assert index.step == 20
+    assert not any(name.startswith("step-00000010/") for name in read)
+
+
+def test_steps_that_are_being_written_neither_count_nor_go(tmp_path: Path) -> None:
+    folder = Storage.at(tmp_path)
+    for step in (10, 20, 30, 40):
+        save_alone(tmp_path, step)
+    assert catalog.retain(folder, keep=3, apart={10, 40}) == []
+    assert catalog.retain(folder, keep=1, apart={10, 40}) == [20]
+
+
 def test_checkpoints_at_multiples_are_kept_for_good_whatever_is_asked_for_later(tmp_path: Path) -> None:
     folder = Storage.at(tmp_path)
     for step in range(1, 10):

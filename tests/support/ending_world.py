@@ -42,7 +42,7 @@ class Away(LocalStorage):
 
 
 class AtOnce:
-    """In the place of the publisher's thread: virtual time does not pass in it."""
+    """In the place of the publisher's threads: virtual time does not pass in it."""
 
     def submit(self, work: Callable[[], Any]) -> "Future[Any]":
         done: Future[Any] = Future()
@@ -63,7 +63,7 @@ class FiledWorld(World):
     def _control(self, past: Past) -> Control:
         self.publisher = Publisher(self.disk, RUN, keep=KEEP, flush_log=lambda: None)
         self.publisher.close()
-        self.publisher.thread = AtOnce()  # type: ignore[assignment]
+        self.publisher.thread = self.publisher.deleting = AtOnce()  # type: ignore[assignment]
         return super()._control(past)
 
     def _put(self, key: int, command: c.Write, part: Shard) -> None:

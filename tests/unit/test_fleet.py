@@ -1,6 +1,7 @@
 """What the coordinator makes of keepers' answers, and of storage's: keepers are objects of this process."""
 
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import ray
+import torch
 
 from regrow.control import commands as c
 from regrow.control import events as e
@@ -22,12 +24,16 @@ from regrow.runtime import fleet
 from regrow.runtime.fleet import Fleet
 from regrow.runtime.keeper import KeeperInfo
 from regrow.runtime.publisher import Publisher
+from regrow.state.disk.catalog import committed_steps
 from regrow.state.disk.format import DataFile
+from regrow.state.disk.store import save_one_by_one
 from regrow.state.disk.upload import Written
+from regrow.state.entries import whole_entry
 from regrow.state.memory.held import Held
 from regrow.state.memory.holders import Holders, Holding
-from regrow.storage import Storage
+from regrow.storage import LocalStorage, Storage
 from support.actors import Handle
+from support.spans import content_of
 
 
 def publisher_in(folder: Path) -> Publisher:
@@ -196,7 +202,7 @@ def test_checkpoints_that_cannot_be_deleted_are_told_of_and_stop_nothing(
     monkeypatch.setattr("regrow.state.disk.catalog.committed_steps", lambda folder: [4, 3])
     monkeypatch.setattr(
         "regrow.state.disk.catalog.open_checkpoint",
-        lambda folder, step: SimpleNamespace(files=(), generation=1, layout=None),
+        lambda folder, step, with_files: SimpleNamespace(files=(), generation=1, layout=None, step=step),
     )
 
     def refuse(path: Path) -> None:
@@ -213,6 +219,44 @@ def test_checkpoints_that_cannot_be_deleted_are_told_of_and_stop_nothing(
     publisher.delete()
     assert until(publisher.done) == [e.Deleted("")]
     assert folder.list() == ["step-00000003", "step-00000004"]
+    publisher.close()
+
+
+class Slow(LocalStorage):
+    """Its deletions wait."""
+
+    begun, going_on = threading.Event(), threading.Event()
+
+    def join(self, *names: str) -> "Slow":
+        return Slow(self.root.joinpath(*names))
+
+    def delete(self, name: str) -> None:
+        self.begun.set()
+        assert self.going_on.wait(60.0)
+        super().delete(name)
+
+
+def test_a_commit_does_not_wait_for_the_deletion_of_old_checkpoints_which_spares_it(tmp_path: Path) -> None:
+    """A run that went back from step 30 writes 10 again, where there is a leftover that would go with the old ones."""
+    folder, publisher = Storage.at(tmp_path), Publisher(Slow(tmp_path), "run", keep=2, flush_log=lambda: None)
+    for step in (5, 20, 30):
+        save_one_by_one(folder, [whole_entry("w", torch.zeros(3))], scalars={"step": step}, run_id="run")
+    (folder / "step-00000010").write_bytes("part", b"")
+    publisher.delete()
+    assert Slow.begun.wait(60.0)
+
+    version, tensors = Version(2, 10), {0: {"w": ("float64", (1,))}}
+    order = publisher.order(c.Write(1, version, "a", "a", copies=False, describe=True))
+    file = DataFile(f"{order.token}.safetensors", 9, 1, "", content_of("w", "float64", 1, 0))
+    publisher.written(1, order, Written((file,), 1, {}, {0: ""}, tensors))
+    publisher.publish_index(c.PublishIndex(1, version, ("a",)))
+    assert until(publisher.done) == [e.IndexWritten(1)]
+    publisher.publish_commit(c.PublishCommit(1, version))
+    assert until(publisher.done) == [e.CheckpointCommitted(1, 10, 9)]
+    Slow.going_on.set()
+    assert until(publisher.done) == [e.Deleted("")]
+    assert committed_steps(folder) == [30, 20, 10]
+    assert folder.exists("step-00000010/part")
     publisher.close()
 
 

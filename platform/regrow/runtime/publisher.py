@@ -27,7 +27,10 @@ from regrow.storage import Storage
 
 
 class Publisher:
-    """One thing after another; `done` tells what came of them. Nothing here waits but `commit`'s caller."""
+    """One thing after another; `done` tells what came of them. Nothing here waits but `commit`'s caller.
+
+    Deletion, which takes long, has a thread of its own: it waits for what was begun before, and nothing for it.
+    """
 
     def __init__(
         self,
@@ -48,8 +51,13 @@ class Publisher:
         self._check, self._fetch = check, fetch
         self.keep_every_steps = 0  # those at multiples of it are kept for good
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="storage")
+        self.deleting = ThreadPoolExecutor(1, thread_name_prefix="delete")
         self._uploads: dict[int, Upload] = {}  # the newest one, and those whose COMMIT may be there or come
         self._committing: set[int] = set()  # these
+        self._stored: set[int] = set()  # those whose COMMIT is known to be there
+        self._apart: list[
+            set[int]
+        ] = []  # of each deletion: steps that were being written when it was asked for, or since
         self._published: dict[int, Published] = {}  # by upload
         self._working: list[Future[e.Event | None]] = []
 
@@ -146,24 +154,34 @@ class Publisher:
     def delete(self) -> None:
         """Delete checkpoints that are more than is kept."""
 
+        earlier = tuple(self._working)  # notes of what is damaged among them
+        apart = {each.moment.step for number, each in self._uploads.items() if number not in self._stored}
+
         def delete() -> e.Event:
+            wait(earlier)
             try:
                 self._check()
             except (OSError, Superseded) as error:
                 return e.Deleted(first_line(error))
-            return e.Deleted(try_retain(self._checkpoints, keep=self._keep, keep_every_steps=self.keep_every_steps))
+            kept = {"keep": self._keep, "keep_every_steps": self.keep_every_steps}
+            return e.Deleted(try_retain(self._checkpoints, **kept, apart=apart))
 
-        self._working.append(self.thread.submit(delete))
+        self._apart.append(apart)
+        self._working.append(self.deleting.submit(delete))
 
     def done(self) -> list[e.Event]:
         """What came of things since the last call."""
         done = [each for each in self._working if each.done()]
-        self._working = [each for each in self._working if not each.done()]
-        return [event for each in done if (event := each.result()) is not None]
+        self._working = [each for each in self._working if each not in done]  # some are by now
+        events = [event for each in done if (event := each.result()) is not None]
+        self._stored |= {event.upload for event in events if isinstance(event, e.CheckpointCommitted)}
+        del self._apart[: sum(isinstance(event, e.Deleted) for event in events)]
+        return events
 
     def close(self, timeout_s: float | None = None) -> bool:
         """Whether all is done in time; a deletion that takes longer is gone on with by the next attempt."""
-        self.thread.shutdown(wait=False)
+        for each in (self.thread, self.deleting):
+            each.shutdown(wait=False)
         return not wait(self._working, timeout_s).not_done
 
     def _begun(self, number: int, version: Version) -> Upload:
@@ -172,6 +190,9 @@ class Publisher:
             self._uploads = {each: found for each, found in self._uploads.items() if each in self._committing}
             self._published = {each: found for each, found in self._published.items() if each in self._uploads}
             self._committing &= self._uploads.keys()
+            self._stored &= self._uploads.keys()
+            for apart in self._apart:
+                apart.add(version.step)
             self._uploads[number] = Upload(version, (), folder, self._run_id)
         return self._uploads[number]
 

@@ -5,11 +5,12 @@
 `DAMAGED` beside it where a run could not read what that COMMIT leads to, `KEEP` where retention never deletes it.
 """
 
+import contextlib
 import errno
 import hashlib
 import json
 import time
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from regrow.errors import CheckpointError, first_line
@@ -29,7 +30,7 @@ from regrow.state.disk.format import (
 from regrow.state.disk.gather import check_header, read_checked
 from regrow.state.disk.metadata import Metadata
 from regrow.state.reshard import Source, plan_reads
-from regrow.storage import Storage
+from regrow.storage import Storage, in_threads
 
 PIECE_BYTES = 1024 * CHUNK_BYTES  # read and checked at a time
 
@@ -103,9 +104,11 @@ def open_checkpoint(folder: Storage, step: int, *, run_id: str | None = None, wi
         raise CheckpointError(f"{source} belongs to run {index.run_id}, not to {run_id}")
     if index.step != step:
         raise CheckpointError(f"{source} holds a checkpoint of step {index.step}")
-    if index.layout is not None and with_files:
-        return replace(index, files=Metadata(source, index).files())
-    return index
+    return _with_files(source, index) if with_files else index
+
+
+def _with_files(source: Storage, index: Index) -> Index:
+    return index if index.layout is None else replace(index, files=Metadata(source, index).files())
 
 
 def is_unreadable(folder: Storage, error: OSError) -> bool:
@@ -128,10 +131,11 @@ def is_kept(folder: Storage, step: int) -> bool:
     return folder.exists(f"{step_folder(step)}/{KEEP}")
 
 
-def retain(folder: Storage, *, keep: int, keep_every_steps: int = 0) -> list[int]:
+def retain(folder: Storage, *, keep: int, keep_every_steps: int = 0, apart: Container[int] = ()) -> list[int]:
     """Delete what is older than the newest `keep` checkpoints that are whole, uncommitted leftovers included.
 
     Those at multiples of `keep_every_steps` are marked, and what is marked stays for good, whatever is asked for later.
+    Steps `apart` are just being written: they neither count nor go.
 
     The newest in time: where a run went back to an earlier step, what it had written past that counts no more, and
     goes once the run has passed it. COMMIT goes first, so that a deletion cut short leaves nothing that looks whole.
@@ -144,12 +148,14 @@ def retain(folder: Storage, *, keep: int, keep_every_steps: int = 0) -> list[int
         if keep_every_steps and step % keep_every_steps == 0 and step not in kept:
             folder.write_bytes(f"{step_folder(step)}/{KEEP}", json.dumps({"multiple_of": keep_every_steps}).encode())
             kept.append(step)
-    sound = _sound(folder, passed_over=set(sorted(kept)[:-keep]))
+    passed_over = set(sorted(kept)[:-keep])  # not looked at: there may be many of them
+    counting = [step for step in committed_steps(folder) if step not in passed_over and step not in apart]
+    sound = _sound(folder, counting, keep)
     if len(sound) < keep:
         return []
-    oldest_kept, deleted, problems = sound[keep - 1], [], []
+    deleted, problems = [], []
     for step in reversed(_steps(folder)):
-        if step < oldest_kept and step not in kept:
+        if step < sound[-1] and step not in kept and step not in apart:
             try:
                 folder.delete(f"{step_folder(step)}/{COMMIT}")
                 folder.delete(step_folder(step))
@@ -161,36 +167,48 @@ def retain(folder: Storage, *, keep: int, keep_every_steps: int = 0) -> list[int
     return deleted
 
 
-def _sound(folder: Storage, passed_over: Container[int]) -> list[int]:
-    """Steps of checkpoints that are whole, as far as a quick look tells, newest in time first, each older in steps.
+_whole: set[tuple[str, str]] = set()  # folders of steps and their metadata files that this process found whole
 
-    Those that are passed over, old ones kept for good, are not looked at: there may be many of them.
+
+def _sound(folder: Storage, steps: Sequence[int], most: int) -> list[int]:
+    """The first checkpoints that are whole, as far as a quick look tells, newest in time first, each older in steps.
+
+    One that was found whole before is not looked at again: a large one has many thousand files.
     """
-    found: list[tuple[int, int]] = []
-    for step in committed_steps(folder):
-        if step in passed_over:
+    found, sound = [], list[int]()
+    for step in steps:
+        with _passing_over_damage(folder):
+            found.append((open_checkpoint(folder, step, with_files=False), step))
+    for index, step in sorted(found, key=lambda each: (each[0].generation, each[1]), reverse=True):
+        if len(sound) == most or (sound and step >= sound[-1]):
             continue
-        try:
-            index = open_checkpoint(folder, step)
-            check_sizes(folder, index)
-        except CheckpointError:
-            continue
-        except OSError as error:
-            if not is_unreadable(folder, error):
-                raise  # it may be sound, and what is newest in time
-            continue
-        found.append((index.generation, step))
-    sound: list[int] = []
-    for _, step in sorted(found, reverse=True):
-        if not sound or step < sound[-1]:
+        source = folder / step_folder(step)
+        name = (str(source), index.layout.name if index.layout is not None else "")  # before version 5: not remembered
+        with _passing_over_damage(folder):
+            if name not in _whole:
+                check_sizes(folder, _with_files(source, index))
+            if index.layout is not None:
+                _whole.add(name)
             sound.append(step)
     return sound
 
 
-def try_retain(folder: Storage, *, keep: int, keep_every_steps: int = 0) -> str:
+@contextlib.contextmanager
+def _passing_over_damage(folder: Storage) -> Iterator[None]:
+    """Raises OSError where storage does not answer: what is there may be sound, and the newest in time."""
+    try:
+        yield
+    except CheckpointError:
+        pass
+    except OSError as error:
+        if not is_unreadable(folder, error):
+            raise
+
+
+def try_retain(folder: Storage, *, keep: int, keep_every_steps: int = 0, apart: Container[int] = ()) -> str:
     """`retain`, which training does not depend on: what to tell the user, or nothing."""
     try:
-        retain(folder, keep=keep, keep_every_steps=keep_every_steps)
+        retain(folder, keep=keep, keep_every_steps=keep_every_steps, apart=apart)
     except OSError as error:
         return f"old checkpoints were not all deleted, the next one tries again: {first_line(error)}"
     return ""
@@ -227,18 +245,25 @@ def read_chunks(source: Storage, file: str, stored: Stored, begin: int, end: int
 
 def check_sizes(folder: Storage, index: Index) -> None:
     """Raises CheckpointError where a file is not there or does not have the bytes that the index says."""
-    sizes = [(file.name, file.num_bytes) for file in index.files]
+    source, sizes = folder / step_folder(index.step), [(file.name, file.num_bytes) for file in index.files]
     if index.layout is not None:
         sizes.append((index.layout.name, index.layout.num_bytes))
-    for name, num_bytes in sizes:
-        place = str(folder / step_folder(index.step) / name)
+
+    def check_size(file: tuple[str, int]) -> None:
+        name, num_bytes = file
         try:
-            end = (folder / step_folder(index.step)).read_range(name, num_bytes - 1, 2)
+            end = source.read_range(name, num_bytes - 1, 2)
         except FileNotFoundError as error:
-            raise CheckpointError(f"{place}: named by the index but not there") from error
+            raise CheckpointError(f"{source / name}: named by the index but not there") from error
         if len(end) != 1:
             size = "more" if end else "fewer"
-            raise CheckpointError(f"{place}: has {size} than its {num_bytes:,} bytes; the file is damaged")
+            raise CheckpointError(f"{source / name}: has {size} than its {num_bytes:,} bytes; the file is damaged")
+
+    if not source.is_local:
+        in_threads(check_size, sizes)
+        return
+    for each in sizes:
+        check_size(each)
 
 
 @dataclass(frozen=True)
@@ -257,6 +282,10 @@ def survey(checkpoints: Storage, run_id: str | None, step: int | None = None) ->
 
     Raises CheckpointError where there is none.
     """
+    return list(_looks(checkpoints, run_id, step))
+
+
+def _looks(checkpoints: Storage, run_id: str | None, step: int | None) -> Iterator[Found]:
     steps = _steps(checkpoints)
     if not steps:
         raise CheckpointError(
@@ -264,7 +293,7 @@ def survey(checkpoints: Storage, run_id: str | None, step: int | None = None) ->
         )
     if step is not None and step not in steps:
         raise CheckpointError(f"{checkpoints} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
-    return [_look(checkpoints, each, run_id) for each in steps if step in (None, each)]
+    return (_look(checkpoints, each, run_id) for each in steps if step in (None, each))
 
 
 def choose(checkpoints: Storage, run_id: str | None, step: int | None = None) -> tuple[Storage, Index]:
@@ -272,11 +301,13 @@ def choose(checkpoints: Storage, run_id: str | None, step: int | None = None) ->
 
     Raises CheckpointError where there is none.
     """
-    found = survey(checkpoints, run_id, step)
-    for each in found:
+    newest = None
+    for each in _looks(checkpoints, run_id, step):
         if each.index is not None and not each.problem:
             return checkpoints, each.index
-    raise CheckpointError(f"{checkpoints}/{step_folder(found[0].step)} cannot be used: {found[0].problem}")
+        newest = newest or each
+    assert newest is not None, "else there is none, which raises"
+    raise CheckpointError(f"{checkpoints}/{step_folder(newest.step)} cannot be used: {newest.problem}")
 
 
 def examine(checkpoints: Storage, run_id: str | None, step: int | None, start: Start) -> Iterator[Found]:
