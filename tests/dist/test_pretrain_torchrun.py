@@ -22,7 +22,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout as set_timeout
 
 from regrow.config.plain import pretrain_config
 from regrow.data.read.corpora import Corpora, find_corpora
-from regrow.errors import ConfigError, DataError, ResumeError
+from regrow.data.read.outage import PatientReader
+from regrow.errors import ConfigError, DataError, ResumeError, UnavailableError
 from regrow.record import lock
 from regrow.record.log import RunLog, read_events, read_metrics
 from regrow.runtime import torchrun
@@ -325,6 +326,39 @@ def test_a_mistake_is_one_line(
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "wrong").exists()
+
+
+def test_a_rank_that_waits_for_storage_says_so_and_gives_up_before_the_others_give_it_up(
+    tmp_path: Path, corpus: Path
+) -> None:
+    arguments = [f"run.storage_path={tmp_path}", "run.name=rows", f"data.corpora.rows={corpus}", *SMALL]
+    arguments += ["train.collective_timeout_s=100", "data.storage_timeout_s=900"]
+    told = run_ranks(train_with_an_outage, 2, arguments)
+    assert [patience_s for _, patience_s in told] == [80.0, 80.0]
+    waits = "rank 1 waits for rows that storage does not give: 503 Slow Down"
+    assert [waits in printed for printed, _ in told] == [False, True]
+
+
+def train_with_an_outage(arguments: list[str]) -> tuple[str, float]:
+    """Storage fails rank 1's first read; what this rank prints, and how long it would have waited."""
+    train_rows, found = TorchrunRun.train_rows, []
+
+    def failing_once(run: TorchrunRun) -> PatientReader:
+        found.append(run.patience.timeout_s)
+        reader = train_rows(run)
+        read, failed = reader._reader.read, []
+
+        def away(row_ids: Any) -> Any:
+            if run.rank == 1 and not failed:
+                failed.append(True)
+                raise UnavailableError("503 Slow Down")
+            return read(row_ids)
+
+        reader._reader.read = away
+        return reader
+
+    TorchrunRun.train_rows = failing_once
+    return train_in_this_group(arguments), found[0]
 
 
 def test_what_there_is_only_with_ray_is_refused_and_not_advised() -> None:

@@ -48,6 +48,7 @@ from regrow.train.step import TrainStep
 from regrow.train.validation import Validation
 
 STILL_AT_WORK_EVERY_S = 0.5  # that the other ranks hear so of the first one
+PATIENCE = 0.8  # of the time that a collective may take, for rows of a storage that fails
 Value = TypeVar("Value")
 
 
@@ -128,6 +129,13 @@ def for_this_group(config: PretrainConfig, device: torch.device) -> PretrainConf
     return settled(replace(config, cluster=cluster))[0]
 
 
+def patience_s(config: PretrainConfig) -> float:
+    """How long a rank waits for rows: less than others wait for it, so that it ends first, by what it has to say."""
+    if dist.get_world_size() == 1:
+        return config.data.storage_timeout_s
+    return min(config.data.storage_timeout_s, PATIENCE * config.train.collective_timeout_s)
+
+
 class TorchrunRun:
     """A run's folder, held open by the first rank; the loop's hooks, on every rank."""
 
@@ -148,7 +156,7 @@ class TorchrunRun:
         self._validation: Validation | None = None
         self.asked_to_stop = False
         self._asked: list[int] = []  # to stop: the ranks that were, as all know
-        self.patience = Patience(config.data.storage_timeout_s, on_wait=self._waits)
+        self.patience = Patience(patience_s(config), on_wait=self._waits)
         world_size = dist.get_world_size()
         self.event(
             events.Submitted(
@@ -222,7 +230,7 @@ class TorchrunRun:
 
     def _waits(self, reason: str) -> None:
         self.event(events.DataWaits(rank=self.rank, reason=reason))
-        self.message(f"rank {self.rank} waits for rows that storage does not give: {reason}")
+        self.console.message(f"rank {self.rank} waits for rows that storage does not give: {reason}")
 
     def train_rows(self) -> PatientReader:
         """A reader of the training rows, which outlasts storage that fails for a while."""
