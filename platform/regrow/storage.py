@@ -330,13 +330,22 @@ class RemoteStorage(Storage):
                 return operation(path)
             except FileNotFoundError:
                 raise
-            except OSError as error:
+            except Exception as error:
+                if not isinstance(error, OSError) and not self._is_the_stores_own(error):
+                    raise
                 if any(each in str(error) for each in NO_TRAILERS):
                     raise StorageError(f"{self / name}: {NO_TRAILERS_HELP}: {error}") from error
                 if time.monotonic() + wait_s > give_up_at:
                     raise OSError(f"{self / name}: still failing after {RETRY_DEADLINE_S:.0f} s: {error}") from error
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, 15.0)
+
+    def _is_the_stores_own(self, error: Exception) -> bool:
+        """Of a client that fsspec uses, as azure.core's, gcsfs' or aiohttp's: these are no OSErrors."""
+        from pyarrow.fs import PyFileSystem
+
+        is_of_others = not isinstance(error, RegrowError) and type(error).__module__ != "builtins"
+        return isinstance(self.fs, PyFileSystem) and is_of_others
 
 
 def may_pass(error: OSError) -> bool:

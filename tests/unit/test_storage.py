@@ -10,6 +10,10 @@ import pytest
 from regrow.storage import LocalStorage, RemoteStorage, Storage, StorageError
 
 
+class ServerBusyError(Exception):
+    """As clients that fsspec uses raise them: no OSErrors."""
+
+
 @pytest.fixture(params=["local", "remote"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return Storage.at(tmp_path if request.param == "local" else f"memory://{uuid.uuid4().hex}")
@@ -73,13 +77,16 @@ def test_a_write_that_breaks_off_leaves_the_old_file_and_no_litter(tmp_path: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_transient_errors_are_retried_and_lasting_ones_name_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [OSError, ServerBusyError])
+def test_transient_errors_are_retried_and_lasting_ones_name_the_file(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
     import regrow.storage as module
 
     storage = Storage.at(f"memory://{uuid.uuid4().hex}")
     storage.write_bytes("file", b"data")
     monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
-    failures = iter([OSError("reset by peer"), OSError("503")])
+    failures = iter([OSError("reset by peer"), kind("503")])
     real = storage.open_file  # type: ignore[attr-defined]
 
     def flaky(path: str) -> object:
@@ -91,7 +98,7 @@ def test_transient_errors_are_retried_and_lasting_ones_name_the_file(monkeypatch
     assert storage.read_bytes("file") == b"data"
 
     monkeypatch.setattr(module, "RETRY_DEADLINE_S", 0.1)
-    monkeypatch.setattr(storage, "open_file", lambda path: (_ for _ in ()).throw(OSError("gone for good")))
+    monkeypatch.setattr(storage, "open_file", lambda path: (_ for _ in ()).throw(kind("gone for good")))
     with pytest.raises(OSError, match=r"/file: still failing after 0 s: gone for good"):
         storage.read_bytes("file")
 
