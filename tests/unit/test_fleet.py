@@ -267,3 +267,18 @@ def test_a_commit_that_is_withdrawn_is_no_checkpoint(tmp_path: Path) -> None:
     publisher.withdraw(10)
     publisher.close()
     assert folder.list("step-00000010") == []
+
+
+def test_what_one_piece_of_work_fails_with_takes_no_other_along(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Broken(LocalStorage):
+        def delete(self, name: str) -> None:
+            raise RuntimeError("a mistake of ours")
+
+    publisher = Publisher(Broken(tmp_path), "run", keep=2, flush_log=lambda: None)
+    publisher.withdraw(10)
+    publisher.delete()  # waits for that
+    publisher.close(60.0)
+    assert publisher.done() == [e.Deleted("")]
+    assert "a mistake of ours" in capfd.readouterr().err

@@ -1,6 +1,7 @@
 """A checkpoint's way into storage, but for the parts, which keepers write: index, COMMIT, retention. On a thread."""
 
 import contextlib
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import cast
@@ -173,7 +174,9 @@ class Publisher:
         """What came of things since the last call."""
         done = [each for each in self._working if each.done()]
         self._working = [each for each in self._working if each not in done]  # some are by now
-        events = [event for each in done if (event := each.result()) is not None]
+        for error in filter(None, (each.exception() for each in done)):  # a mistake of ours, of one of them
+            traceback.print_exception(error)
+        events = [event for each in done if each.exception() is None and (event := each.result()) is not None]
         self._stored |= {event.upload for event in events if isinstance(event, e.CheckpointCommitted)}
         del self._apart[: sum(isinstance(event, e.Deleted) for event in events)]
         return events
