@@ -146,8 +146,8 @@ def test_a_worker_that_raised_is_a_dead_one_to_ray_train_and_its_place_is_free(g
     """Ray Train would start another for place 0, in which rank 0 is, and wait for it without a deadline."""
     group.dead, group.error = {2}, raised(RuntimeError("CUDA error: unspecified launch failure\nCompile with DSA"))
     assert [group.poll() for _ in range(2)] == [([0, 1, 2], True)] * 2
-    said = "process 2 on node node-2: RuntimeError: CUDA error: unspecified launch failure"
-    assert group.views[-1][0] == [("node-2", 2, "worker_failed", said)]
+    said = "RuntimeError: CUDA error: unspecified launch failure"
+    assert group.views[-1][0] == [("node-2", 2, "worker_failed", f"process 2 on node node-2: {said}")]
     assert group.unfit == [("node-2", 2, said, "")]
     assert group.killed == [2]
     group.error = WorkerHealthCheckFailedError("gone", RuntimeError("killed"))

@@ -258,7 +258,7 @@ class InPlaceGroup(WorkerGroup):
             self._raised[self._place_of[rank]] = error
         detail = f"process {process.pid} on node {process.node_id[:12]}: {said}"
         if cause == Cause.worker_failed:  # it may have joined no group, and a host that it fails on again is left alone
-            self._coordinator.handle.unfit.remote(process.node_id, process.pid, detail, "")
+            self._coordinator.handle.unfit.remote(process.node_id, process.pid, said, "")
         if cause != Cause.worker_hung:  # an actor that lives keeps the place
             with contextlib.suppress(Exception):
                 ray.kill(worker.actor)
