@@ -283,6 +283,19 @@ def test_a_coordinator_that_does_not_answer_in_time_is_asked_again(run: Callable
     assert [each["detail"] for each in told.records("unfit")] == [SAID]
 
 
+def test_a_coordinator_that_says_nothing_to_those_that_start_ends_no_run(
+    run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(status: int) -> None:
+        raise SystemExit(f"status {status}")
+
+    monkeypatch.setattr(worker.os, "_exit", end)
+    told = Told()
+    for each in (A, B, NEW):
+        assert run(ray.exceptions.GetTimeoutError("120 s"), Coordinator(told), each) == "status 1"
+    assert told.control.ending is None
+
+
 def test_a_process_with_trouble_ends_where_no_coordinator_is_left(run: Callable[..., str]) -> None:
     gone = ray.exceptions.ActorDiedError()
     assert run(RuntimeError(CUDA), Coordinator(Told(), gone)).startswith(SAID)

@@ -82,6 +82,10 @@ def run_worker(job: Job) -> None:
         if not job.config.cluster.in_place:
             raise
         traceback.print_exception(error)
+        if isinstance(
+            error, ray.exceptions.GetTimeoutError
+        ):  # by a coordinator that waits for storage, all may meet it
+            os._exit(1)  # and another process comes in the place
         _await_verdict(job, me, 0, f"{type(error).__name__}: {first_line(error)}")
 
 
