@@ -102,7 +102,7 @@ def room_for(config: ClusterConfig, unit: int = 1, *, avoided: Collection[str] =
 
 def _counted(amount: float) -> int:
     """As Ray counts: in ten-thousandths. 4.0 // 0.8 is 4."""
-    return round(amount * 10_000)
+    return max(1, round(amount * 10_000))
 
 
 def _too_small(config: ClusterConfig, unit: str, each: float, found: str) -> str:

@@ -84,7 +84,7 @@ def run_worker(job: Job) -> None:
         traceback.print_exception(error)
         if isinstance(
             error, ray.exceptions.GetTimeoutError
-        ):  # by a coordinator that waits for storage, all may meet it
+        ):  # the coordinator waits for storage: all may meet it
             os._exit(1)  # and another process comes in the place
         _await_verdict(job, me, 0, f"{type(error).__name__}: {first_line(error)}")
 
