@@ -82,9 +82,7 @@ def run_worker(job: Job) -> None:
         if not job.config.cluster.in_place:
             raise
         traceback.print_exception(error)
-        if isinstance(
-            error, ray.exceptions.GetTimeoutError
-        ):  # the coordinator waits for storage: all may meet it
+        if isinstance(error, ray.exceptions.GetTimeoutError):  # the coordinator waits for storage: all may meet it
             os._exit(1)  # and another process comes in the place
         _await_verdict(job, me, 0, f"{type(error).__name__}: {first_line(error)}")
 
