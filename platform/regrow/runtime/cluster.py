@@ -96,13 +96,14 @@ def room_for(config: ClusterConfig, unit: int = 1, *, avoided: Collection[str] =
     """The same on all nodes but these, however few that are."""
     needed = worker_resources(config)
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in avoided]
-    on_nodes = [min(_counted(node.get(kind, 0.0)) // _counted(each) for kind, each in needed.items()) for node in nodes]
+    amounts = {kind: max(1, _counted(each)) for kind, each in needed.items()}
+    on_nodes = [min(_counted(node.get(kind, 0.0)) // each for kind, each in amounts.items()) for node in nodes]
     return sum(on_node // unit * unit for on_node in on_nodes)
 
 
 def _counted(amount: float) -> int:
     """As Ray counts: in ten-thousandths. 4.0 // 0.8 is 4."""
-    return max(1, round(amount * 10_000))
+    return round(amount * 10_000)
 
 
 def _too_small(config: ClusterConfig, unit: str, each: float, found: str) -> str:
