@@ -32,6 +32,7 @@ from regrow.state.disk.store import restore, save
 from regrow.state.entries import Entry, Progress, training_entries
 from regrow.state.memory.writer import Snapshots
 from regrow.storage import LocalStorage
+from regrow.train import profile as profile_module
 from regrow.train import saver as saver_module
 from support.gloo import RankError, run_ranks
 
@@ -214,8 +215,10 @@ def test_a_rank_that_is_lost_while_storage_is_away_costs_what_it_costs_otherwise
         run_ranks(restored_while_storage_is_away, 2, 60)
 
 
-def profiled(folder: Path) -> tuple[list[tuple[Any, ...]], bool]:
-    """Calls to the coordinator while steps 1 to 3 are logged and the profile of step 2 cannot be written."""
+def profiled(folder: Path, starts: bool) -> tuple[list[tuple[Any, ...]], bool]:
+    """Calls to the coordinator while steps 1 to 3 are logged and the profile of step 2 cannot be written, or begun."""
+    if not starts:
+        profile_module.ProfilerActivity = SimpleNamespace(CPU="none that there is")  # type: ignore[assignment,misc]
     hooks_module.ray = calls.ray = SimpleNamespace(get=lambda call, timeout=None: call)  # type: ignore[assignment]
     (folder / "profiles").write_text("a file where the folder should be")
     config = PretrainConfig(observe=ObserveConfig(profile_at_step=2, profile_steps=1))
@@ -231,9 +234,11 @@ def profiled(folder: Path) -> tuple[list[tuple[Any, ...]], bool]:
     return coordinator.calls, hooks.window is None
 
 
-def test_a_profile_that_cannot_be_written_is_told_and_training_goes_on(tmp_path: Path) -> None:
-    ((told, is_over),) = run_ranks(profiled, 1, tmp_path)
-    assert [call[0] for call in told] == ["row", "row", "event", "row"]
-    assert told[2][2] == "note"
-    assert told[2][3]["text"].startswith("no profile after step 2: ")
+@pytest.mark.parametrize("starts", [True, False])
+def test_a_profile_that_cannot_be_written_is_told_and_training_goes_on(tmp_path: Path, starts: bool) -> None:
+    ((told, is_over),) = run_ranks(profiled, 1, tmp_path, starts)
+    assert [call[0] for call in told] == (["row", "row", "event", "row"] if starts else ["row", "event", "row", "row"])
+    (note,) = [call for call in told if call[0] == "event"]
+    assert note[2] == "note"
+    assert note[3]["text"].startswith(f"no profile after step {2 if starts else 1}: ")
     assert is_over

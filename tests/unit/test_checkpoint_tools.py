@@ -185,6 +185,28 @@ def test_a_bad_sector_is_found_where_all_is_read(run: Path) -> None:
     assert not sound.problem
 
 
+class Away(LocalStorage):
+    """A store that does not answer for data files of step 2."""
+
+    def join(self, *names: str) -> "Away":
+        return Away(self.root.joinpath(*names))
+
+    def read_range(self, name: str, offset: int, num_bytes: int) -> bytes:
+        if self.root.name == "step-00000002" and name.endswith(".safetensors"):
+            raise OSError("still failing after 120 s: SlowDown")
+        return super().read_range(name, offset, num_bytes)
+
+
+def test_storage_that_does_not_answer_has_no_older_checkpoint_taken_for_the_newest(run: Path) -> None:
+    away, start = Away(run / "checkpoints"), lambda num_bytes: quiet
+    with pytest.raises(OSError, match="SlowDown"):
+        tools.choose(away, RUN_ID)
+    with pytest.raises(OSError, match="SlowDown"):
+        list(tools.survey(away, RUN_ID))
+    with pytest.raises(OSError, match="SlowDown"):
+        list(tools.examine(away, RUN_ID, None, start))
+
+
 def test_verify_finds_every_flipped_bit_truncation_swap_and_missing_file(tmp_path: Path) -> None:
     model = tiny_model(num_layers=1)
     save_run(tmp_path / "run", model, steps=(1, 2))

@@ -23,7 +23,7 @@ from regrow.config.schema import PretrainConfig
 from regrow.errors import RegrowError
 from regrow.record.events import Checkpoint, Failure, Generation, Stopped, Submitted, Validation
 from regrow.record.history import History
-from regrow.record.ledger import LOST, STATES, columns, on_one_clock
+from regrow.record.ledger import LOST, MOST_START_S, STATES, columns, on_one_clock
 from regrow.record.log import RunLog, encode, read_events, read_metrics
 from regrow.show import report as module
 from regrow.show.compare import (
@@ -363,6 +363,23 @@ def test_a_job_whose_clock_is_behind_took_as_long_as_by_a_right_one(behind_s: fl
     for told, of_right in zip(found["recoveries"], right["recoveries"], strict=True):
         for name in ("regroup_s", "reshard_s", "first_step_s"):
             assert told[name] == pytest.approx(of_right[name], abs=1e-5), name
+
+
+@pytest.mark.parametrize("behind_s", [0.0, 0.4, 0.6, 2.0])
+def test_a_job_that_waited_for_the_one_before_did_not_start_for_so_long(behind_s: float) -> None:
+    events = [
+        event("submitted", 0),
+        generation(1, 0, 4, 0, "start", init_s=0.0, restore_s=0.0),
+        event("submitted", 600 - behind_s, heard_at=T0 + 3600),
+        generation(2, 3600.5 - behind_s, 4, 36, "resume", init_s=0.2, restore_s=0.1),
+        event("stopped", 3680.5 - behind_s, step=44, reason="finished"),
+    ]
+    metrics = [make_row(step, T0 + 100 * step, 100.0) for step in range(1, 37)]
+    metrics += [make_row(36 + n, T0 + 3600.5 + 10 * n - behind_s, 10.0, 2) for n in range(1, 9)]
+    report = build_report(metrics, events, now=T0 + 9000, config=config())
+    assert_adds_up(report)
+    assert report["wall_s"] - 3680 == pytest.approx(0.5 - behind_s if behind_s < 0.5 else MOST_START_S, abs=1e-5)
+    assert report["time_s"]["productive"] == pytest.approx(3680, abs=1e-5)
 
 
 def test_three_jobs_with_other_clocks_come_one_behind_the_other() -> None:

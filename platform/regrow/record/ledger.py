@@ -37,6 +37,7 @@ STATES = ("productive", "init", "restore", "snapshot", "data", "recompute", "dow
 LOST = ("init", "restore", "recompute", "down")  # states that starting and interruptions cost
 # What a moment counts as when several claims cover it: the later in this list wins.
 _LAYERS = ("other", "init", "down", "restore", "recompute", "step", "validation", "snapshot")
+MOST_START_S = 60.0  # of a job whose clock is behind: what took longer may have been a wait for the job before it
 SILENCE_S = 60.0  # a run that has said nothing for this long and for 10 of its steps counts as down
 
 
@@ -121,8 +122,9 @@ def account(rows: Sequence[Row], events: Sequence[Event], now: float) -> Ledger:
 def on_one_clock(rows: Sequence[Row], events: Sequence[Event]) -> tuple[list[Row], list[Event]]:
     """Rows, and events in the order of their times, with each job behind where the run was heard before it.
 
-    A `submitted` has its command's time, which may be older: it counts from just behind that. A job that has logged or
-    done anything sooner has a clock that is behind: all of it moves by as much, so that nothing takes less time.
+    A `submitted` has its command's time, which may be older, as it waits for the job before to end: it counts from just
+    behind that. A job that has logged or done anything sooner has a clock that is behind: all of it moves by as much,
+    with `MOST_START_S` of its start, so that nothing takes less time.
     """
     moved, found = list(rows), list[Event]()
     newest, of_rows = -math.inf, 0.0  # time heard last, and by how much the newest group's rows have moved
@@ -132,10 +134,10 @@ def on_one_clock(rows: Sequence[Row], events: Sequence[Event]) -> tuple[list[Row
         times = [event.time for event in job if not isinstance(event, Submitted | Rollback)]
         times += [row["time"] - positive(row.get("step_s")) for row in moved[first_row:end][:1]]
         begun = min(times, default=math.inf)
-        earliest = min(begun, asked.time if asked else math.inf)
         behind = math.nextafter(heard, math.inf)
+        earliest = min(begun, max(asked.time, begun - MOST_START_S) if asked else math.inf)
         offset = behind - earliest if begun < heard else 0.0
-        begin = max(behind, earliest + offset)
+        begin = max(behind, min(begun, asked.time if asked else math.inf) + offset)
         for event in job:
             event = _later(event, offset, "time", "since")
             if isinstance(event, Rollback):  # it tells of rows: of another job's where its own has no group yet

@@ -124,8 +124,8 @@ class GenerationHooks:
                 written = self.window.after(step)
             except Exception as error:  # storage raises many kinds, the profiler as well: training goes on without
                 self._event("note", {"text": f"no profile after step {step}: {first_line(error)}"})
-                self.window.abandon()
-                self.window = None
+                window, self.window = self.window, None
+                window.abandon()
         if written is not None:
             self._coordinator.note("profile", {"step": step, "folder": written})
 

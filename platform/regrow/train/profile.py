@@ -72,8 +72,9 @@ class ProfileWindow:
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
-        self._profile = profile(activities=activities)
-        self._profile.start()
+        running = profile(activities=activities)
+        running.start()
+        self._profile = running
 
     def _end(self, running: profile) -> str:
         if self.device.type == "cuda":

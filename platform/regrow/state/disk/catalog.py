@@ -317,7 +317,7 @@ def examine(checkpoints: Storage, run_id: str | None, step: int | None, start: S
             try:
                 verify(checkpoints, found.index, start(found.index.tensor_bytes))
             except (CheckpointError, OSError) as error:
-                yield replace(found, problem=problem_of(error))
+                yield replace(found, problem=_of_one(checkpoints, error))
                 continue
         yield found
 
@@ -368,6 +368,14 @@ def whole_box(index: Index, name: str) -> Box:
     return Box.whole(name, shape, dtype)
 
 
+def _of_one(checkpoints: Storage, error: CheckpointError | OSError) -> str:
+    """What is wrong with one checkpoint. Raises the error where it is storage that does not answer: an older one must
+    not take the newest one's place for that."""
+    if isinstance(error, OSError) and not is_unreadable(checkpoints, error):
+        raise error
+    return problem_of(error)
+
+
 def _look(checkpoints: Storage, step: int, run_id: str | None) -> Found:
     index = None
     try:
@@ -377,7 +385,7 @@ def _look(checkpoints: Storage, step: int, run_id: str | None) -> Found:
         check_sizes(checkpoints, index)
         noted, kept = damage_of(checkpoints, step), is_kept(checkpoints, step)
     except (CheckpointError, OSError) as error:
-        return Found(step, index, problem_of(error))
+        return Found(step, index, _of_one(checkpoints, error))
     if noted:
         return Found(step, index, f"a run could not read it ({noted}); delete {DAMAGED} there if it is sound after all")
     return Found(step, index, "", is_kept=kept)
