@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from regrow.config.schema import CheckpointConfig, PretrainConfig
+from regrow.config.schema import CheckpointConfig, ParallelConfig, PretrainConfig
 from regrow.control import commands as c
 from regrow.control import events as e
 from regrow.control.checkpoints import ARRIVE_WANTED_S, ASK_AGAIN_S, IN_VAIN, RETRY_S
@@ -1758,3 +1758,42 @@ def test_a_keeper_that_is_late_and_answers_is_not_started_anew() -> None:
         told.clear()
         told()
         assert told.of(c.RestartKeeper) == []
+
+
+def test_a_group_without_enough_whole_units_has_too_few_workers_though_as_many_are_left() -> None:
+    """Of eight nodes of eight two have lost a rank: 62 are left, and 48 of them in units of tp=8."""
+    told = Told(min_workers=56, max_workers=64, parallel=ParallelConfig(tp=8), wait_for_workers_s=60.0)
+    members = [Member(f"m{rank}", f"node {rank // 8}", "h", 1, rank, gpu=rank % 8) for rank in range(64)]
+    told.form(*members)
+    told.begin([f"node {number}" for number in range(8)])
+    told.row(1)
+    told.seal(Version(1, 1), told.peers)
+    told.clear()
+    dead = members[0], members[8]
+    told(e.Died(tuple((each.node, each.pid) for each in dead), 62, "worker_died", "CUDA error"))
+    told.join(*(each for each in members if each not in dead), expected=62)
+    for _ in range(70):
+        told.now += 1.0
+        told()
+    assert isinstance(told.control.ending, GivenUp)
+    (note,) = told.records("note")
+    assert note["text"].startswith("48 of cluster.min_workers=56 workers are left")
+    assert [*told.of(c.Write), *told.of(c.WriteAll)], "the newest step goes to storage"
+
+
+def test_a_row_that_comes_after_its_group_broke_does_not_have_those_asked_that_wait_for_the_next() -> None:
+    told = Told(min_workers=4, max_workers=4)
+    members = [one(number, f"node {number}") for number in range(4)]
+    told.form(*members)
+    told.begin([member.node for member in members])
+    for step in range(1, 6):
+        told.now += 0.5
+        told.row(step, step_s=0.5)
+    told(e.PortRefused(("m3",)))
+    told.row(6, step_s=0.5)
+    told.clear()
+    told.join(*members[:3], expected=4)
+    for _ in range(600):
+        told.now += 0.1
+        told()
+    assert not told.of(c.Ask)

@@ -119,6 +119,7 @@ def life(size: int) -> dict[str, int]:
     generation = told.control.generation
     count("trouble", lambda: [told(e.Trouble(generation, member, size, "no such file")) for member in alive])
     assert isinstance(told.control.ending, GivenUp)
+    count("ends", lambda: [told(e.Gone(member.node, member.pid)) for member in alive])
     return found
 
 

@@ -9,7 +9,9 @@ import pytest
 
 from regrow.control import events as e
 from regrow.control.drains import Maintenance, NodeState
+from regrow.control.group import LEAVING_S
 from regrow.control.past import Past
+from regrow.control.states import LeavingGroup
 from regrow.control.values import Version
 from regrow.errors import ClusterError
 from regrow.record.events import Stopped, Submitted
@@ -292,3 +294,19 @@ def test_a_run_that_has_ended_is_not_asked(tmp_path: Path) -> None:
     log.close()
     with pytest.raises(ClusterError, match="does not run: finished at step 7"), attached(LocalStorage(tmp_path)):
         pass
+
+
+@pytest.mark.parametrize("drained", [frozenset[str](), frozenset({"gone months ago"})])
+def test_a_notice_is_not_waited_out_for_a_node_that_was_drained_long_ago(drained: frozenset[str]) -> None:
+    told = Told(Past(drained=drained), min_workers=2, max_workers=8)
+    members = [one(number, f"node {number}") for number in range(4)]
+    told.form(*members)
+    told.begin([member.node for member in members])
+    told.row(1)
+    told(e.Notice({"node 3": told.now + 12.0}))
+    told.now += 3.0
+    assert told.row(2) == "drain"
+    told(e.Leaving(1, 3, ""))
+    state = told.control.state
+    assert isinstance(state, LeavingGroup)
+    assert state.until == told.now + LEAVING_S

@@ -10,7 +10,7 @@ from regrow.control.commands import Outbox, Record, ShowRanks
 from regrow.control.health import AT_ONCE, Health, Pulse, Stalls
 from regrow.control.membership import Member
 from regrow.control.silent import SilentKeepers
-from regrow.control.slow import Kind, SlowRanks, slow_node
+from regrow.control.slow import Kind, SlowRanks, Suspicion, slow_node
 from regrow.control.suspects import SHOWN, SHOWN_WHOLE, Suspects
 from support.slow_world import World
 from support.told import Told, one
@@ -325,6 +325,26 @@ def test_a_slow_node_is_left_within_five_minutes_where_a_spare_waits_and_named_w
         answer = told.ask("m0", 1)
         assert answer.formation is not None
         assert {member.node for member in answer.formation.members} == {"node 0", "node 2", "spare 1"}
+
+
+def test_as_many_slow_nodes_are_left_as_spares_can_take_the_place_of() -> None:
+    told = Told(min_workers=2, max_workers=8)
+    members = [one(number, f"node {number}") for number in range(8)]
+    told.form(*members)
+    told.begin([member.node for member in members])
+    told.row(1)
+    told.now += 5.0
+    told.join(one(100, "spare"), expected=9)
+    told.ask("m100", 0)
+    for step in range(2, 7):
+        told.now += 3.0
+        told.row(step)
+    for number in (1, 2, 3):
+        slow = Suspicion(Kind.slow_compute, f"node {number}", number, number, told.now - 100.0, 1.16, "x")
+        told.control.health.suspects.found[slow.key] = slow
+    told.now += 1.0
+    told(e.Answered(10**9, "node 0", []))
+    assert [each["node"] for each in told.records("quarantine")] == ["node 1"]
 
 
 def test_a_node_that_makes_the_group_larger_takes_no_slow_ones_place() -> None:

@@ -81,6 +81,7 @@ def test_who_runs_is_asked_where_it_is_once_no_step_has_come_for_long_and_not_wh
     stalls.begin(10.0, forming=True)
     assert not stalls.stuck(1e9)  # meeting, building, restoring: ranks do not do the same
     slow = Stalls(silence_s=30.0, timeout_s=600.0, stuck_s=5.0)
+    slow.begin(0.0)
     slow.stepped(100.0, 0.0)
     assert not slow.stuck(STEPS * 100.0)
     assert slow.stuck(STEPS * 100.0 + SECONDS + 0.1)

@@ -1,5 +1,6 @@
 """The group of ranks that trains: its states, and what each event makes of them. Pure."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -34,6 +35,7 @@ QUARANTINE_WITHIN_S = 3600.0  # failures of a node that count together
 class Group(Losses):
     """The run's workers, from one generation to the next."""
 
+    _left_slow_at: float = -math.inf  # when slow nodes were last looked at to be left
     _form_at: float = 0.0  # to look again whether a group can be formed, if no worker comes that it waited for
     _must_wait: bool = True  # for such workers, when it was looked last
     told_spares: Mapping[str, int] = field(default_factory=dict)  # by node
@@ -230,13 +232,17 @@ class Group(Losses):
         return reason
 
     def leave_slow_nodes(self, after_s: float, now: float) -> None:
-        """Those that have been slow for so long, where spares wait; 0: never."""
-        if after_s > 0 and isinstance(self.state, Training):
+        """Those that have been slow for so long, where spares wait; 0: never. Once a second, as thousands answer."""
+        if after_s <= 0 or not self.membership.spares or now - self._left_slow_at < 1.0:
+            return
+        self._left_slow_at = now
+        if isinstance(self.state, Training):
             for node in self.health.suspects.slow_nodes(now, after_s):
                 self.nodes.slow(node, now)
 
     def leave(self, event: Leaving, now: float) -> None:
         asked = self.state.asked_to_leave if isinstance(self.state, Training) else ""
         self.cause = event.cause or asked
-        for_maintenance = self.cause == Cause.drain and self.nodes.exclusions.asked
+        here = {member.node for member in self.membership.survivors}
+        for_maintenance = self.cause == Cause.drain and not here.isdisjoint(self.nodes.exclusions.asked)
         self.enter(LeavingGroup(event.step, now + (DRAINING_S if for_maintenance else LEAVING_S)), now)

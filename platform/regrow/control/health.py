@@ -81,7 +81,8 @@ class Stalls:
 
     def stepped(self, step_s: float, now: float) -> None:
         self._step_s.append(step_s)
-        self.begin(now)
+        if self._since is not None:  # else its group is over, and the next one is waited for
+            self.begin(now)
 
     def end(self, *, for_good: bool = False) -> None:
         """There is no group; `for_good`: nor will there be one."""

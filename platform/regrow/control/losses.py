@@ -83,8 +83,9 @@ class Losses:
     def gone(self, event: Gone, now: float) -> None:
         """A keeper has seen a worker end. Ray tells later, and NCCL never of its peers."""
         self.going.discard((event.node, event.pid))
-        dead = [each for each in self.membership.survivors if (each.node, each.pid) == (event.node, event.pid)]
-        if dead and self.in_place and self.ending is None:  # where all restart, Ray Train says why
+        those = self.membership.survivors if self.in_place and self.ending is None else ()  # at its end all go
+        dead = [each for each in those if (each.node, each.pid) == (event.node, event.pid)]
+        if dead:
             detail = f"process {event.pid} on node {event.node[:12]}: gone, says its node"
             self._lose((member.id for member in dead), Cause.worker_died, detail, now)
 
@@ -174,7 +175,7 @@ class Losses:
             self.out.extend(kill(member) for member in late)
             detail = f"no first step within {self.first_steps.patience_s:.0f} s of a group with newcomers, ended"
             self._lose((member.id for member in late), Cause.worker_hung, detail, now)
-        if why := self.too_few.tick(self.membership.num_left, self.nodes.exclusions.going, now):
+        if why := self.too_few.tick(lambda: self.membership.num_left, self.nodes.exclusions.going, now):
             self.give_up(why)
 
     def _lose(

@@ -168,8 +168,8 @@ class Membership:
 
     @property
     def num_left(self) -> int:
-        """Of the current group; before there is one, of those that start."""
-        return len(self._living) if self.current else self.expected
+        """Of the current group, in whole units; before there is one, of those that start."""
+        return len(self._in_units(self._living.values())) if self.current else self.expected
 
     @property
     def is_breaking(self) -> bool:

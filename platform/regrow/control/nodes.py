@@ -126,9 +126,10 @@ class NodeFailures:
         """Leave a slow node, as one that is to be taken away, if spares wait for the places of its ranks."""
         quarantined = self.exclusions.quarantined(now)
         host, excluded = self._hosts()(node), self.excluded(now)
-        going = [member for member in self.membership.survivors if member.node == node]
+        going = [member for member in self.membership.survivors if member.node in {node, *excluded}]
         spares = [each for each in self.membership.spares if each.node not in {node, *excluded}]
-        if host not in quarantined and going and len(spares) >= len(going):
+        is_here = any(member.node == node for member in going)
+        if host not in quarantined and is_here and len(spares) >= len(going):  # others that go have theirs
             self.exclusions.quarantined_until[host] = now + self.exclusions.quarantine_s
             self.out.record("quarantine", node=node, host=host, seconds=self.exclusions.quarantine_s, reason="slow")
 

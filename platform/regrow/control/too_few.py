@@ -1,7 +1,7 @@
 """A run that stands still because fewer workers than `cluster.min_workers` are left of its group, or than it takes to
 tell which unit computes wrong. Pure."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from regrow.control.commands import Outbox
@@ -39,7 +39,7 @@ class TooFew:
         """Whether it is better to take any worker than to wait on."""
         return self.since is not None and now - self.since > YIELD_S
 
-    def tick(self, left: int, draining: Collection[str], now: float) -> str:
+    def tick(self, left: Callable[[], int], draining: Collection[str], now: float) -> str:
         """Say once what is waited for; why the run ends, or empty."""
         if self.since is None:
             return ""
@@ -48,7 +48,7 @@ class TooFew:
             nodes = ", ".join(sorted(node[:12] for node in draining))
             waits = f"the run waits for others, up to {self.patience_s:.0f} s"
             drain = f"; Ray starts none on nodes that drain: {nodes}" if nodes else ""
-            few = f"{left} of cluster.min_workers={self.least} workers are left"
+            few = f"{left()} of cluster.min_workers={self.least} workers are left"
             self.out.record("note", text=f"{self.open_question or few}: {waits}{drain}")
         if now - self.since <= self.patience_s:
             return ""
