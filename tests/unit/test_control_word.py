@@ -2,16 +2,14 @@
 
 import errno
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import regrow
 from regrow.state.memory import control_word
 from regrow.state.memory.control_word import WORD, ControlWord
+from support.beside_writer import read_beside_writer
 
 WRITE = """
 import sys
@@ -51,15 +49,7 @@ def test_a_generation_is_over_for_its_workers_where_memory_has_no_page_left(
 
 def test_no_reader_sees_a_half_of_a_word(tmp_path: Path) -> None:
     """Of 255 and 256 it would be 511, and so the end of a generation that trains."""
-    path = str(Path(regrow.__file__).parents[1])
-    command = [sys.executable, "-c", WRITE, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env={"PYTHONPATH": path}) as process:
-        try:
-            assert process.stdout is not None
-            process.stdout.readline()
-            seen = {ControlWord.read(tmp_path) for _ in range(20_000)}
-        finally:
-            process.kill()
+    seen = set(read_beside_writer(WRITE, tmp_path, ControlWord.read))
     assert seen <= {ControlWord(255, 255, 255), ControlWord(256, 256, 256)}
 
 

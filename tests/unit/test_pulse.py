@@ -14,6 +14,7 @@ import regrow
 from regrow.errors import CheckpointError
 from regrow.runtime.kept_rows import ROWS
 from regrow.runtime.liveness.pulse import SIZE, STACKS, PulseFile, read_pulses
+from support.beside_writer import read_beside_writer
 
 BEAT = """
 import sys
@@ -47,15 +48,7 @@ print(said.asked, trace.stat().st_size > 64 if trace.exists() else "none")
 
 def test_a_process_that_runs_never_seems_to_have_stood_still(tmp_path: Path) -> None:
     """It did, for as long as its machine had been up, to a keeper that read between two stores: it was ended."""
-    path = str(Path(regrow.__file__).parents[1])
-    command = [sys.executable, "-c", BEAT, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env={"PYTHONPATH": path}) as process:
-        try:
-            assert process.stdout is not None
-            process.stdout.readline()
-            seen = [read_pulses(tmp_path)[0] for _ in range(20_000)]
-        finally:
-            process.kill()
+    seen = read_beside_writer(BEAT, tmp_path, lambda folder: read_pulses(folder)[0])
     assert {(each.generation, each.step, each.probe_s) for each in seen} == {(7, 8, 1.0)}
     assert max(each.silent_s for each in seen) < 600.0
 
