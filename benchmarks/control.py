@@ -310,7 +310,7 @@ def of_readings(result: Result, size: int) -> None:
         totals += np.stack([np.broadcast_to(taken, own.shape).sum(axis=0), (taken - own).sum(axis=0)], axis=1)
         now += float(taken.sum()) + 100.0  # a reading is always due
         answers = [pickle.dumps(answer, 5) for answer in _pulses(members, totals, number * STEPS)]
-        health.look_at_devices(number * STEPS, 1, now, nodes, members)
+        health.look_at_devices(number * STEPS, now, nodes, members)
         ask = next(each for each in out.take() if isinstance(each, Ask))
         begun, longest = time.process_time(), 0.0
         for node, answer in zip(nodes, answers, strict=True):

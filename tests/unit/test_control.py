@@ -990,6 +990,18 @@ def test_the_keeper_of_a_node_that_is_dead_is_not_started_anew() -> None:
     assert again.of(c.RestartKeeper) == again.records("keeper_restarted") == []
 
 
+@pytest.mark.parametrize("commits", [True, False])
+def test_a_run_whose_steps_are_long_is_told_unsafe_only_where_snapshots_do_not_come(commits: bool) -> None:
+    """Four steps of 35 s from one snapshot to the next are more than two minutes."""
+    told = training("abc", every_steps=4)
+    for step in range(1, 13):
+        told.now += 35.0
+        told.row(step, step_s=35.0)
+        if step % 4 == 0 and commits:
+            told.seal(Version(1, step), told.peers)
+    assert bool(told.records("snapshot_failed")) != commits
+
+
 def test_a_keeper_that_is_late_for_a_coordinator_that_was_restarted_takes_its_place_once_it_is_there() -> None:
     """Without it nothing would be committed until the group changes, and no line would say so."""
     told = training("abc")

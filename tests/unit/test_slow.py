@@ -209,7 +209,7 @@ def test_all_ranks_are_shown_and_of_many_the_slowest() -> None:
         assert rows[0]["wait_all_s"] < rows[1]["wait_all_s"]
 
 
-def test_thousands_of_nodes_are_asked_bit_by_bit_with_one_number_and_no_more_once_another_group_is_read() -> None:
+def test_thousands_of_nodes_are_asked_bit_by_bit_with_one_number_and_no_more_once_another_group_trains() -> None:
     out = Outbox()
     health = Health(Stalls(30.0, 600.0, 60.0), out, SilentKeepers(out))
     nodes = [f"node {number}" for number in range(2 * AT_ONCE + 100)]
@@ -218,7 +218,7 @@ def test_thousands_of_nodes_are_asked_bit_by_bit_with_one_number_and_no_more_onc
     def asked() -> list[c.Ask]:
         return [command for command in out.take() if isinstance(command, c.Ask)]
 
-    health.look_at_devices(1, 1, 0.0, nodes, members)
+    health.look_at_devices(1, 0.0, nodes, members)
     parts = asked()
     assert [len(each.nodes) for each in parts] == [AT_ONCE]
     for _ in range(3):
@@ -226,13 +226,14 @@ def test_thousands_of_nodes_are_asked_bit_by_bit_with_one_number_and_no_more_onc
         parts += asked()
     assert [node for each in parts for node in each.nodes] == nodes
     assert len({each.number for each in parts}) == 1
-    health.look_at_devices(2, 1, 6.0, nodes, members)
+    health.look_at_devices(2, 6.0, nodes, members)
     assert asked() == [], "these have not answered"
     for node in nodes:
         health.answered(parts[0].number, node, [], 7.0)
-    health.look_at_devices(3, 1, 8.0, nodes, members)
+    health.look_at_devices(3, 8.0, nodes, members)
     assert len(asked()) == 1
-    health.look_at_devices(4, 2, 100.0, nodes[:3], members[:3])
+    health.begin()
+    health.look_at_devices(4, 100.0, nodes[:3], members[:3])
     (first,) = asked()
     health.tick(100.2, members[:3], nodes[:3])
     assert (first.nodes, asked()) == (tuple(nodes[:3]), [])

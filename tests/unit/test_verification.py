@@ -326,6 +326,38 @@ def test_a_snapshot_in_which_replicas_differ_is_never_committed(num: int) -> Non
     assert told.control.ending is None
 
 
+@pytest.mark.parametrize("commits_between", [False, True])
+def test_two_replicas_that_keep_differing_end_the_run_naming_their_nodes(commits_between: bool) -> None:
+    """A shard that is always odd costs each group its snapshot; one that differs now and then ends nothing."""
+    told = verifying(2)
+    nodes = list(told.peers)
+    for attempt in range(4):
+        if told.control.ending is not None:
+            break
+        if attempt:
+            told.form(*(one(rank, node) for rank, node in enumerate(nodes)))
+            told.begin(nodes)
+        told.row(1)
+        if commits_between:
+            ack(told, 1, [7, 7])
+        told.row(2)
+        ack(told, 2, [7, 8])
+    if commits_between:
+        assert told.control.ending is None
+        return
+    assert isinstance(told.control.ending, GivenUp)
+    assert len(told.records("corruption")) == 2
+    assert all(node in told.control.ending.message for node in nodes)
+
+
+def test_what_the_first_step_of_a_group_shows_of_a_node_is_not_taken_back_with_its_row() -> None:
+    told = verifying(3)
+    outcome(told, 1, odd=(1,))
+    told.row(1)
+    assert [each["kind"] for each in told.records("suspected")] == ["corrupt"]
+    assert told.records("cleared") == []
+
+
 def test_whenever_a_node_begins_to_compute_wrong_nothing_that_it_spoilt_is_left_in_log_or_storage() -> None:
     found = [play_corrupt(seed) for seed in range(60)]
     expelled = [world for world in found if any(name == "quarantine" for _, name, _ in world.events)]

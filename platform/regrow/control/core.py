@@ -13,6 +13,7 @@ from typing import Any
 
 from regrow.config.check import topologies, world_sizes
 from regrow.config.schema import Backend, PretrainConfig
+from regrow.config.snapshots import most_steps_lost
 from regrow.control import events as e
 from regrow.control.arrivals import Arrivals
 from regrow.control.at_risk import AtRisk
@@ -210,6 +211,7 @@ class Control:
         self._restore_s = float(event.details.get("restore_s", self._restore_s))
         fields = {"generation": event.generation, "start_step": event.start_step, "cause": self.group.cause}
         self._out.record("generation", **fields, recomputed_steps=recomputed, **details)
+        self.health.begin()
         self.group.train(now)
 
     def _row(self, event: e.Row | e.RowsAgain, now: float) -> None:
@@ -223,9 +225,8 @@ class Control:
         least_s = DEVICE_PATIENCE_S if _is_on_device(self._config) else LEAST_PATIENCE_S
         self.group.membership.patience_s = max(least_s, PATIENCE_STEPS * row["step_s"])
         self.group.nodes.exclusions.measured(self.health.stalls.step_s, self._restore_s)
-        self.snapshots.complain_if_unsafe(now)
-        members = self.group.membership.current
-        self.health.look_at_devices(row["step"], event.generation, now, self.snapshots.keepers.current, members)
+        self.snapshots.complain_if_unsafe(now, most_steps_lost(self._config.snapshot) * self.health.stalls.step_s)
+        self.health.look_at_devices(row["step"], now, self.snapshots.keepers.current, self.group.membership.current)
         self._out.append(Reply(RowAnswer(self.group.stop_reason or self.group.why_leave(now), every_steps=every_steps)))
 
     def _keepers_found(self, event: e.KeepersFound, now: float) -> None:

@@ -13,7 +13,7 @@ from regrow.control.snapshots import Snapshots
 from regrow.control.states import Training
 from regrow.control.too_few import A_THIRD
 from regrow.control.values import SnapshotAck
-from regrow.control.verification import Finding, Outcome, Verification, named
+from regrow.control.verification import CONFIRMED, Finding, Outcome, Verification, named
 from regrow.record.events import Cause
 
 DECIDING_UNITS = 3  # of which two agree
@@ -35,6 +35,7 @@ class Corruptions:
         self._told_alone: set[str] = set()  # nodes
         snapshots.checkpoints.steps.keep = config.checkpoint.keep if self._verifies else 0
         self._replicas = Replicas()
+        self._undecided = 0  # times that two replicas differed, with no snapshot committed in between
 
     @property
     def limit(self) -> int | None:
@@ -56,13 +57,16 @@ class Corruptions:
         if found is not None:
             self._replicas_differ(found, now)
             return
+        before = self._snapshots.commits.newest
         self._snapshots.sealed(acks, now)
-        if (newest := self._snapshots.commits.newest) is not None:
+        if (newest := self._snapshots.commits.newest) is not None and newest is not before:
             self._replicas.committed(newest.version)
+            self._undecided = 0
 
     def _replicas_differ(self, found: Unequal, now: float) -> None:
         """It costs the odd one its place, and the run the steps since the newest committed snapshot: in that they
-        agreed. Where there are two, it is not known which is wrong, and both go on."""
+        agreed. Where there are two, it is not known which is wrong: both go on, until they differ once more before a
+        snapshot is committed. Then the run ends, and both are named."""
         group = self._group
         parts = sorted({self.verification.mesh.part_of(rank) for rank in found.ranks})
         newest = self._snapshots.commits.newest
@@ -74,12 +78,20 @@ class Corruptions:
         detail = f"its snapshot of step {found.version.step} is not what other replicas hold"
         if found.is_decided:
             group.expel_corrupt(bad, f"rank {found.ranks[0]}: {detail}", now)
+            return
+        ranks = ", ".join(map(str, found.ranks))
+        text = f"ranks {ranks} hold different bits of one shard in step {found.version.step}"
+        self._undecided += 1
+        if self._undecided < CONFIRMED:
+            group.failed(Cause.corrupted, text, [])
         else:
-            ranks = ", ".join(map(str, found.ranks))
-            group.failed(
-                Cause.corrupted, f"ranks {ranks} hold different bits of one shard in step {found.version.step}", []
+            nodes = ", ".join(dict.fromkeys(member.node[:12] for member in members))
+            group.give_up(
+                f"{text} (nodes {nodes}), and no snapshot was committed since they differed before; with two replicas "
+                f"there is no third to tell which is wrong; the state of step {step} is the newest in which they "
+                "agreed: leave one of these nodes out, and start the same command again"
             )
-            group.break_off(now)
+        group.break_off(now)
 
     def take(self, event: Verified, now: float) -> None:
         """The outcome of a verification; a corruption that it confirms costs the odd ones their place, the run the

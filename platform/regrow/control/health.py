@@ -203,11 +203,11 @@ class Health:
         self._pipelines = pipelines or {}
         self.usual = usual or Usual(stalls.stuck_s)
         self.suspects = Suspects(out)
-        self._gpus_read_in = 0  # the newest generation
+        self._gpus_are_read = False  # since the newest group began to train
         self.gpus: dict[str, list[GpuReading]] = {}  # by node, what they told when they were asked last
         self._out, self._number = out, 0
         self._to_ask: deque[Ask] = deque()  # the rest of questions that nothing waits for
-        self._read_at, self._read_in = 0.0, NOTHING  # what ranks spend their time on: when next, of which generation
+        self._read_at = 0.0  # when it is asked next what ranks spend their time on
         self._members: tuple[Member, ...] = ()  # its ranks
         self._links: _Asked | None = None
         self._check_up: _Asked | None = None
@@ -220,17 +220,17 @@ class Health:
         self._gone_since: dict[str, float] = {}  # nodes whose keepers are gone
         self.lost_at: dict[str, float] = {}  # nodes to which a held connection has ended
 
-    def look_at_devices(
-        self, step: int, generation: int, now: float, nodes: Sequence[str], members: Sequence[Member]
-    ) -> None:
+    def begin(self) -> None:
+        """Another group begins to train: what was asked of the one before is of no use."""
+        self._check_up, self._links, self._gpus_are_read = None, None, False
+        self._to_ask.clear()
+        self.suspects.begin()
+
+    def look_at_devices(self, step: int, now: float, nodes: Sequence[str], members: Sequence[Member]) -> None:
         """What ranks spend their time on, now and then; how GPUs are, after probes and with a group's first step.
 
         GPUs that have failed cannot be asked any more.
         """
-        if generation != self._read_in:
-            self._read_in, self._check_up, self._links = generation, None, None
-            self._to_ask.clear()
-            self.suspects.begin()
         if self._links is not None and now - self._links.at > LINKS_S:
             self._finish_links(self._links, now)
         every = self._probe_every_steps
@@ -241,8 +241,8 @@ class Health:
             self._read_at = now + max(READ_S, len(nodes) / READ_PER_S)
             self._check_up = self._ask(Question.HEARTBEATS, nodes, now, at_once=AT_ONCE)
             self._members = tuple(members)
-        if self._on_gpus and (due or probed or self._gpus_read_in != generation):
-            self._gpus_read_in = generation
+        if self._on_gpus and (due or probed or not self._gpus_are_read):
+            self._gpus_are_read = True
             self._hardware = self._ask(Question.GPUS, nodes, now, at_once=AT_ONCE)
 
     def answered(self, number: int, node: str, answer: Any, now: float) -> None:

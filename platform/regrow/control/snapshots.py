@@ -24,7 +24,7 @@ from regrow.control.silent import HANGS, LATE_S, SilentKeepers
 from regrow.control.states import Settling
 from regrow.control.values import NEVER, Replica, SnapshotAck, Version, short_id
 
-UNSAFE_S = 120.0  # without a commit in memory: worth a word
+UNSAFE_S, UNSAFE = 120.0, 2.0  # without a commit in memory, and times what steps without one usually take: worth a word
 UNHEARD_S = 1.0  # that some nodes have not reported what others have: those with their copies are asked
 MOST_UNHEARD = 8  # of such nodes: where more are late, copies are slow
 SILENT_S = 30.0  # that nodes have not reported: none waits for another one of them any more
@@ -183,10 +183,11 @@ class Snapshots:
             self._complaints.add(node)
             self._out.record("snapshot_failed", detail=event.text)
 
-    def complain_if_unsafe(self, now: float) -> None:
-        """A group trains on, and nothing of it is committed."""
-        if (self.keepers.peers or self.keepers.missing) and now - self._safe_at > UNSAFE_S:
-            text = f"no snapshot has been committed for {UNSAFE_S:.0f} s; a lost node would cost as much"
+    def complain_if_unsafe(self, now: float, between_s: float) -> None:
+        """A group trains on, and nothing of it is committed; snapshots are up to `between_s` apart."""
+        unsafe_s = max(UNSAFE_S, UNSAFE * between_s)
+        if (self.keepers.peers or self.keepers.missing) and now - self._safe_at > unsafe_s:
+            text = f"no snapshot has been committed for {unsafe_s:.0f} s; a lost node would cost as much"
             self.complain(Complaint("", text), now)
 
     def answered(self, event: Answered, now: float) -> list[SnapshotAck]:
