@@ -125,6 +125,11 @@ def test_the_error_of_a_gpu_that_answers_no_more_is_told(driver: Path) -> None:
     assert ask(driver, WATCH, XID="79", FALLEN="1") == ["GPU-1", 79]
 
 
+def test_a_gpus_error_is_told_though_its_neighbour_is_lost(driver: Path) -> None:
+    """Where each wait for errors of both says that one of them is lost."""
+    assert ask(driver, WATCH_ON, FALLEN="1", NEIGHBOUR="48") == [["GPU-1", 79], ["GPU-0", 48]]
+
+
 def test_a_gpu_that_is_lost_without_a_word_is_told_once(driver: Path) -> None:
     """As having fallen off the bus, however often the driver says that one is lost."""
     assert ask(driver, WATCH_ON, FALLEN="1", LOSING="2", XID="48") == [["GPU-1", 79], ["GPU-1", 48]]

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.train import WorkerGroupError
 from ray.train.v2._internal.exceptions import (
     UserExceptionWithTraceback,
     WorkerHealthCheckFailedError,
@@ -17,6 +18,7 @@ from ray.train.v2._internal.execution.worker_group.state import WorkerGroupConte
 
 from regrow.config.schema import ClusterConfig, PretrainConfig
 from regrow.runtime import ray_train
+from regrow.runtime.backend import last_line
 from regrow.runtime.ray_train import InPlaceGroup, Places
 
 SIZE = 3
@@ -334,3 +336,12 @@ def test_room_that_a_node_has_taken_along_is_not_waited_for(monkeypatch: pytest.
     assert not wait(3, 3, 2)
     assert len(waited) == 2
     assert wait(2), "others may come: what is asked for is what an autoscaler sees"
+
+
+def test_an_error_of_a_train_function_is_told_by_its_first_line_and_of_ray_by_its_last() -> None:
+    """Those of CUDA end with advice."""
+    error = raised(RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with `X` to see."))
+    assert last_line(error) == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    group = WorkerGroupError("a snippet\nof it", {3: error, 5: ValueError("later")})
+    assert last_line(group) == f"rank 3: {last_line(error)}"
+    assert last_line(RuntimeError("The actor died.\n\n  its node is gone \n")) == "its node is gone"

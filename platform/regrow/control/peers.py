@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from regrow.control.commands import Place
 from regrow.control.events import KeeperUp
@@ -244,10 +244,11 @@ class KeeperRegistry:
         here = [each for each in self.current if each != node]
         self._turn += 1
         at = self._turn * NEIGHBOURS % max(len(here), 1)  # newcomers do not all ask the same ones
-        found = [Peer(each, self.known[each].address) for each in (here[at:] + here[:at])[:NEIGHBOURS]]
-        found += [peer for each, peer in reversed(self._newcomers.items()) if each not in self.peers]
+        train = (Peer(each, self.known[each].address) for each in chain(here[at:], here[:at]))
+        came = (peer for each, peer in reversed(self._newcomers.items()) if each not in self.peers)
+        found = list(islice((peer for peer in chain(train, came) if self.is_alive(peer.node)), NEIGHBOURS))
         self._newcomers[node] = Peer(node, address)
-        return [peer for peer in found if self.is_alive(peer.node)][:NEIGHBOURS]
+        return found
 
     def _plan(self, nodes: list[str]) -> None:
         """Which node holds which one's copies: the group's, and where these are too few others that have a keeper."""

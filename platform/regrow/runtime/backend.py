@@ -1,6 +1,10 @@
 """What both of Ray Train's trainers share: its backend without process groups, and how its errors read."""
 
+from ray.train import WorkerGroupError
 from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
+
+from regrow.errors import first_line
 
 
 class ProcessGroupBackend(Backend):
@@ -17,8 +21,13 @@ class ProcessGroupConfig(BackendConfig):
         return ProcessGroupBackend
 
 
-def last_line(error: Exception) -> str:
-    """What an exception of Ray's comes to."""
+def last_line(error: BaseException) -> str:
+    """What an exception of Ray's comes to; of a train function by its first line, as a CUDA error ends with advice."""
+    if isinstance(error, WorkerGroupError) and error.worker_failures:
+        rank = min(error.worker_failures)
+        return f"rank {rank}: {last_line(error.worker_failures[rank])}"
+    if isinstance(error, UserExceptionWithTraceback):
+        return f"{type(error._base_exc).__name__}: {first_line(error._base_exc)}"
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     last = lines[-1].strip() if lines else type(error).__name__
     return last.partition(" Some common causes")[0][:400]  # Ray's advice, the same every time

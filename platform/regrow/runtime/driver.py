@@ -36,6 +36,7 @@ from regrow.record.provenance import git_sha, versions
 from regrow.record.run_folder import CHECKPOINTS
 from regrow.record.work import RATIOS
 from regrow.runtime.actor import start_coordinator
+from regrow.runtime.backend import last_line
 from regrow.runtime.cluster import Connection, check_room, cluster_for, room_for, why_not_in_place
 from regrow.runtime.entry import train_fn
 from regrow.runtime.job import Job
@@ -210,7 +211,7 @@ class Session:
                 raise
         stop_stream(self.stream)
         if error is not None and not fatal:
-            fatal = f"Ray Train gave up: {str(error).strip().splitlines()[-1]}"
+            fatal = f"Ray Train gave up: {last_line(error)}"
         missing = _missing(self.config, settling)
         if fatal and missing:
             self.console.message(missing)
@@ -328,8 +329,7 @@ class Session:
                     self.console.message(f"the run's coordinator has not answered for {ANSWER_S:.0f} s: waiting for it")
                 is_told = True
             except ray.exceptions.RayActorError as error:
-                last = str(error).strip().splitlines()[-1].strip()
-                raise RegrowError(f"the run's coordinator has ended: {last}") from error
+                raise RegrowError(f"the run's coordinator has ended: {last_line(error)}") from error
 
     def _leave_at_once(self) -> None:
         """Say what stays behind."""

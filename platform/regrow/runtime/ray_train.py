@@ -31,7 +31,6 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util.placement_group import PlacementGroup
 
 from regrow.config.spares import most_workers
-from regrow.errors import first_line
 from regrow.record.events import Cause
 from regrow.runtime.backend import ProcessGroupBackend, ProcessGroupConfig, last_line
 from regrow.runtime.calls import CoordinatorClient
@@ -253,8 +252,7 @@ class InPlaceGroup(WorkerGroup):
             cause = Cause.worker_hung
             said = f"no answer to Ray Train for {self._worker_health_check_timeout_s:g} s (cluster.silence_s)"
         elif isinstance(error, UserExceptionWithTraceback):
-            raised = error._base_exc
-            cause, said = Cause.worker_failed, f"{type(raised).__name__}: {first_line(raised)}"
+            cause = Cause.worker_failed
             self._raised[self._place_of[rank]] = error
         detail = f"process {process.pid} on node {process.node_id[:12]}: {said}"
         if cause == Cause.worker_failed:  # it may have joined no group, and a host that it fails on again is left alone

@@ -36,6 +36,7 @@ from regrow.record.log import RunLog, next_generation, read_events
 from regrow.record.provenance import git_sha, versions
 from regrow.record.run_folder import CHECKPOINTS, run_folder
 from regrow.runtime.hardware.peak import Peak
+from regrow.runtime.patient_log import PatientLog
 from regrow.runtime.run_folder import Run, open_run
 from regrow.show.console import Console
 from regrow.state.collective import from_rank_0, gather, on_first_rank, rank
@@ -151,7 +152,8 @@ class TorchrunRun:
         self.checkpoints = self.run.folder / CHECKPOINTS
         self.generation = on_first_rank(lambda: next_generation(read_events(self.run.folder)))
         self._cause = events.Cause.start if self.run.resumed_step is None else events.Cause.resume
-        self._log = RunLog(self.run.folder, claim=self._claim) if self.rank == 0 else None
+        log = RunLog(self.run.folder, claim=self._claim) if self.rank == 0 else None
+        self._log = PatientLog(log, self.message) if log is not None else None
         self._step: TrainStep | None = None  # that the group trains
         self._validation: Validation | None = None
         self.asked_to_stop = False

@@ -9,7 +9,8 @@ enum { SUCCESS = 0, NOT_SUPPORTED = 3, TIMEOUT = 10, GPU_IS_LOST = 15 };
 typedef struct { void *device; unsigned long long type, data; unsigned gpu_instance, compute_instance; } Event;
 
 static int gpus[2];
-static int fallen; /* the second one, off the bus */
+static int fallen;   /* the second one, off the bus */
+static int listened; /* to the second one's errors, too */
 
 static long told(void *gpu, const char *name, long usual) {
     const char *value = gpu == &gpus[1] ? getenv(name) : NULL;
@@ -69,8 +70,9 @@ int nvmlDeviceGetNvLinkState(void *gpu, unsigned link, int *active) {
     return link < 18 ? SUCCESS : 2;
 }
 int nvmlEventSetCreate(void **events) { *events = gpus; return SUCCESS; }
-int nvmlEventSetFree(void *events) { return SUCCESS; }
+int nvmlEventSetFree(void *events) { listened = 0; return SUCCESS; }
 int nvmlDeviceRegisterEvents(void *gpu, unsigned long long kinds, void *events) {
+    listened |= gpu == &gpus[1];
     return kinds == 8 ? SUCCESS : NOT_SUPPORTED;
 }
 int nvmlEventSetWait_v2(void *events, Event *event, unsigned milliseconds) {
@@ -78,6 +80,10 @@ int nvmlEventSetWait_v2(void *events, Event *event, unsigned milliseconds) {
     long losing = told(&gpus[1], "LOSING", 0); /* waits that say so, before there is an event */
     if (waited++ == 0) return TIMEOUT;
     fallen = getenv("FALLEN") != NULL;
+    if (getenv("NEIGHBOUR")) { /* says nothing of the first one as long as the second one is listened to */
+        *event = (Event){&gpus[0], 8, atol(getenv("NEIGHBOUR")), 0, 0};
+        return listened ? GPU_IS_LOST : SUCCESS;
+    }
     if (waited - 1 <= losing) return GPU_IS_LOST;
     if (!getenv("XID") || waited - 2 != losing) return TIMEOUT;
     *event = (Event){&gpus[1], 8, atol(getenv("XID")), 0, 0};

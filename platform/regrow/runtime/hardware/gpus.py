@@ -7,7 +7,7 @@ that has no GPU reads all of them.
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,19 +119,20 @@ class XidWatch:
                 return
             # asked ahead: one that fell off the bus says no more which it is
             uuids = {_address(handle): _uuid(handle) for handle in handles}
-            events = pynvml.nvmlEventSetCreate()
-            for handle in handles:
-                with contextlib.suppress(pynvml.NVMLError):  # a kind that reports none
-                    pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
+            events = _listen(handles)
             while not self._over.is_set():
                 try:
                     data = pynvml.nvmlEventSetWait_v2(events, _WAIT_MS)
                 except pynvml.NVMLError_Timeout:
                     continue
-                except pynvml.NVMLError:  # a GPU is gone: wait for what the others say
-                    for handle in filter(_is_lost, handles):
+                except pynvml.NVMLError:  # a GPU is gone: wait for what the others say, without it
+                    lost = [handle for handle in handles if _is_lost(handle)]
+                    for handle in lost:
                         self._tell(uuids[_address(handle)], FELL_OFF_THE_BUS)
-                    self._over.wait(_WAIT_MS / 1000)
+                    handles = [handle for handle in handles if handle not in lost]
+                    pynvml.nvmlEventSetFree(events)
+                    events = _listen(handles)
+                    self._over.wait(0 if lost else _WAIT_MS / 1000)
                 else:
                     self._tell(uuids.get(_address(data.device)) or _uuid(data.device), int(data.eventData))
             pynvml.nvmlEventSetFree(events)
@@ -159,6 +160,15 @@ def _nvml() -> Iterator[list[Any]]:
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def _listen(handles: Iterable[Any]) -> Any:
+    """A set of these GPUs' errors to come."""
+    events = pynvml.nvmlEventSetCreate()
+    for handle in handles:
+        with contextlib.suppress(pynvml.NVMLError):  # a kind that reports none
+            pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, events)
+    return events
 
 
 def _read(handle: Any) -> Gpu:
