@@ -58,6 +58,7 @@ def sound(minutes: int = 180, **changed: str) -> dict[str, str]:
         "last_snapshot_timestamp_seconds": f"0+60x{minutes}",
         "checkpoint_interval_seconds": f"600x{minutes}",
         "running": f"1x{minutes}",
+        "submitted_timestamp_seconds": f"1000x{minutes}",
         "world_size": f"64x{minutes}",
         "target_world_size": f"64x{minutes}",
         "nonfinite_steps_total": f"0x{minutes}",
@@ -117,7 +118,7 @@ STORIES = {
     "it finished, was resumed, and is gone": Story(
         until_60()
         | {name_of("stops_total"): "0x59 1x120"}
-        | of_another_process(running="_x70 1x10", stops_total="_x70 0x100"),
+        | of_another_process(running="_x70 1x10", submitted_timestamp_seconds="_x70 5200x10", stops_total="_x70 0x100"),
         {70: set(), 81: set(), 90: {"RegrowRunLost"}},
     ),
     "the coordinator is restarted": Story(
@@ -125,6 +126,7 @@ STORIES = {
         | {name_of(name): values for name, values in FLAT_AFTER_60.items()}
         | of_another_process(
             running="_x61 1x118",
+            submitted_timestamp_seconds="_x61 1000x118",
             last_step_timestamp_seconds="_x61 3720+60x118",
             last_checkpoint_timestamp_seconds="_x61 3600x4 3960+60x113",
             last_snapshot_timestamp_seconds="_x61 3720+60x118",
@@ -137,6 +139,27 @@ STORIES = {
             stops_total="_x61 0x118",
         ),
         {at: set() for at in (60, 61, 62, 63, 64, 66, 70, 100, 175)},
+    ),
+    **{
+        f"{event}, then it finished": Story(
+            until_60()
+            | {name_of("stops_total"): "0x180"}
+            | of_another_process(
+                running="_x61 1x18 0",
+                submitted_timestamp_seconds=f"_x61 {submitted}x19",
+                last_step_timestamp_seconds="_x61 3720+60x18",
+                last_checkpoint_timestamp_seconds="_x61 3720+60x18",
+                last_snapshot_timestamp_seconds="_x61 3720+60x18",
+                stops_total="_x61 0x17 1x100",
+            ),
+            {at: set() for at in (62, 65, 75, 80, 82, 84, 86, 90, 100, 115, 119, 122, 125, 130)},
+        )
+        for event, submitted in (("its coordinator was restarted", 1000), ("it was killed and resumed", 4660))
+    },
+    "it was killed, resumed, and is gone": Story(
+        until_60()
+        | of_another_process(running="_x61 1x18", submitted_timestamp_seconds="_x61 4660x18", stops_total="_x61 0x100"),
+        {62: set(), 80: set(), 86: {"RegrowRunLost"}, 130: {"RegrowRunLost"}},
     ),
     "steps are not finite": Story(
         sound(nonfinite_steps_total="0x60 3x120"), {60: set(), 62: {"RegrowNotFinite"}, 75: set()}
