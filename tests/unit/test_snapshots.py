@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,8 +24,10 @@ from regrow.errors import CheckpointError
 from regrow.plan.boxes import Box
 from regrow.plan.mesh import ALONE, Coordinates, MeshShape
 from regrow.runtime.keeper import Keeper, Place
+from regrow.state.checksums import checksums
 from regrow.state.disk.upload import WriteOrder
 from regrow.state.entries import Entry
+from regrow.state.memory import held as files
 from regrow.state.memory import node, unneeded
 from regrow.state.memory import writer as writer_module
 from regrow.state.memory.control_word import ControlWord
@@ -33,7 +36,7 @@ from regrow.state.memory.holders import Holders
 from regrow.state.memory.node import KeeperNode
 from regrow.state.memory.ranges import TIMEOUT_S
 from regrow.state.memory.reader import PIECE_BYTES, restore_snapshot
-from regrow.state.memory.slots import HELD_BY_ALL, NOTICES, SLOT, Committed
+from regrow.state.memory.slots import HELD_BY_ALL, NOTICES, SLOT, Committed, empty_header
 from regrow.state.memory.writer import UNCOMMITTED_S, Snapshots
 from support.keepers import (
     RUN,
@@ -49,6 +52,23 @@ from support.keepers import (
     step_to,
     wait_until,
 )
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1, files.PIECE_BYTES + 5])
+def test_a_slot_is_checksummed_piece_by_piece_as_it_is_whole(tmp_path: Path, more: int) -> None:
+    sizes = [files.PIECE_BYTES // 4 + more, 0, 3]
+    boxes = tuple(Box.whole(f"w{number}", (size,), "float32") for number, size in enumerate(sizes))
+    header = empty_header(boxes, ALONE, run_id=RUN, generation=1, writers=1)
+    content = np.random.default_rng(more + 1).integers(256, size=header.offsets[-1], dtype=np.uint8).tobytes()
+    path = tmp_path / "slot"
+    path.write_bytes(content)
+    with open(path, "rb") as file:
+        crc = files.checksums_of(file, header)
+    spans = zip(boxes, header.offsets, strict=False)
+    assert crc.tolist() == [each for box, at in spans for each in checksums(memoryview(content)[at:][: box.num_bytes])]
+    os.truncate(path, header.offsets[2] + 2)
+    with open(path, "rb") as file, pytest.raises(CheckpointError, match="is cut short"):
+        files.checksums_of(file, header)
 
 
 def restored(nodes: list[Node], where: Node, step: int, shard: int, num_shards: int) -> list[Entry]:

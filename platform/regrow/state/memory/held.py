@@ -23,11 +23,12 @@ from regrow.control.values import Digest, Version, short_id
 from regrow.errors import CheckpointError
 from regrow.plan import placement
 from regrow.plan.mesh import Coordinates
-from regrow.state.checksums import Crc, checksums, hold
+from regrow.state.checksums import CHUNK_BYTES, Crc, checksums, hold
 from regrow.state.memory.slots import SLOT, SlotHeader, has_header, read_encoded, read_header, reading
 
 COPY, CHECKSUMS = ".copy", ".crc"
 SHA256_DIGITS = 64  # hexadecimal, that a checksum file begins with
+PIECE_BYTES = 64 * CHUNK_BYTES  # that are read at once
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ def take_checksums(path: Path) -> Snapshot | None:
             header = read_header(file)
             if header is None:
                 return None
-            crc = checksums_of(_mapped(file, header), header)
+            crc = checksums_of(file, header)
     except FileNotFoundError:
         return None
     write_beside(path, header.sha256.encode() + crc.tobytes())
@@ -250,10 +251,20 @@ def _mapped(file: BinaryIO, header: SlotHeader) -> memoryview:
     return memory
 
 
-def checksums_of(payload: memoryview, header: SlotHeader) -> Crc:
-    """Of all boxes of a file with this header, one after another."""
-    boxes = zip(header.boxes, header.offsets, strict=False)
-    return np.concatenate([checksums(payload[at : at + box.num_bytes]) for box, at in boxes])
+def checksums_of(file: BinaryIO, header: SlotHeader) -> Crc:
+    """Of all boxes of an open file with this header, one after another. Raises CheckpointError, and OSError.
+
+    It is read piece by piece into memory that stays in a core's cache: to map its pages, and give them back, takes
+    longer than the checksums, and a page that cannot be read would end the process.
+    """
+    memory, found = memoryview(bytearray(PIECE_BYTES)), [np.empty(0, "<u4")]
+    for box, offset in zip(header.boxes, header.offsets, strict=False):
+        for begin in range(0, box.num_bytes, PIECE_BYTES):
+            piece = memory[: min(PIECE_BYTES, box.num_bytes - begin)]
+            if os.preadv(file.fileno(), [piece], offset + begin) < len(piece):
+                raise CheckpointError(f"{file.name}: is cut short")
+            found.append(checksums(piece))
+    return np.concatenate(found)
 
 
 def all_hold(payload: memoryview, header: SlotHeader, crc: Crc) -> bool:
