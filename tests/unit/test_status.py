@@ -4,11 +4,13 @@ import fcntl
 import json
 import os
 import pty
+import re
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -276,6 +278,74 @@ def test_a_stalled_run_says_where_everybodys_stacks_are() -> None:
     found = status(ROWS, events, 160, held=True)
     assert found.state is State.stalled
     assert "stacks/1.txt" in found.detail
+
+
+@pytest.mark.parametrize("held", [True, None])
+def test_a_group_that_stands_still_is_stalled_whatever_else_happens(held: bool | None) -> None:
+    """What keepers, nodes and the coordinator tell is no step, and does not hide where the stacks are."""
+    others = [
+        event("stalled", 70, generation=1, seconds=40.0, stacks="stacks/1.txt"),
+        event("snapshot_failed", 85, detail="no snapshot was committed for long"),
+        event("ready", 130, node="n5", ranks=1),
+        event("spares", 190, count=1, nodes={"n5": 1}),
+    ]
+    for at, number in ((86, 2), (91, 2), (135, 3), (191, 4)):
+        found = status(ROWS, [*STARTED, *others[:number]], at, held)
+        if at == 86:
+            assert found.state is State.training
+            continue
+        assert (found.state, found.since, found.eta_s) == (State.stalled, T0 + 30, None)
+        assert found.heard_at == others[number - 1]["time"]
+        assert "stacks/1.txt" in found.detail
+    scored = [*STARTED, *others, event("validation", 195, step=10, loss=1.0, seconds=160.0)]
+    assert status(ROWS, scored, 200, held).state is State.training
+
+
+def test_a_clock_that_was_ahead_in_the_job_before_does_not_hide_that_a_group_stands_still() -> None:
+    ahead = [each | {"time": each["time"] + 5000} for each in [*STARTED, event("stopped", 31, reason="interrupted")]]
+    events = [*ahead, submitted(100), generation(2, 120, 4, "resume", 10)]
+    rows = [*(each | {"time": each["time"] + 5000} for each in ROWS), row(11, 122, 2)]
+    assert status(rows, events, 180, held=True).state is State.training
+    assert status(rows, events, 190, held=True).state is State.stalled
+
+
+def test_a_run_that_waits_for_its_storage_says_so_until_the_next_step() -> None:
+    waits = [*STARTED, event("data_waits", 29, rank=3, reason="503 Slow Down", generation=1)]
+    found = status(ROWS, waits, 300, held=True)
+    said = "rank 3 waits for rows that storage does not give: 503 Slow Down"
+    assert (found.state, found.warnings) == (State.stalled, [said])
+    assert status([*ROWS, row(11, 302)], waits, 303).warnings == []
+    lost = event("failure", 200, cause="worker_died", generation=1)
+    assert status(ROWS, [*waits, lost, generation(2, 210, 4, "worker_died", 10)], 211).warnings == []
+
+
+def test_a_checkpoint_that_cannot_be_gone_back_to_is_not_told() -> None:
+    """It was the newest one, and the run was at a step before it."""
+    saved = [event("checkpoint", 20, step=5, seconds=1.0), event("checkpoint", 30, step=10, seconds=1.0)]
+    again = [*STARTED, *saved, event("stopped", 31, step=10, reason="interrupted"), submitted(100)]
+    damaged = [*again, event("checkpoint_damaged", 105, step=10, detail="crc", generation=2)]
+    older = generation(2, 110, 4, "resume", 5) | {"source": "checkpoint"}
+    rows = [*ROWS[:5], row(6, 112, 2), row(7, 114, 2)]
+    for events in (damaged, [*damaged, older], [*again, older]):
+        found = status(rows, events, 115)
+        assert [each.step for each in found.checkpoints] == [5]
+        assert dict(body(found))["checkpoints"].endswith("; 2 steps since")
+    written = [*damaged, older, event("checkpoint", 122, step=10, seconds=1.0)]
+    assert [each.step for each in status(rows, written, 123).checkpoints] == [10, 5]
+
+
+def test_a_node_is_left_alone_by_the_job_that_found_it_to_fail() -> None:
+    alone = [*STARTED, event("quarantine", 20, node="n7", seconds=3600.0, host="h7")]
+    assert "left alone" in " ".join(status(ROWS, alone, 31).warnings)
+    next_job = [event("stopped", 31, reason="interrupted"), submitted(40), generation(2, 50, 4, "resume", 10)]
+    assert status(ROWS, [*alone, *next_job], 51).warnings == []
+
+
+def test_the_table_of_the_json_has_every_key() -> None:
+    text = (REPO / "docs" / "watching.md").read_text()
+    table = text[text.index("### JSON") : text.index("## Where a step")]
+    named = [name for keys in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE) for name in re.findall(r"\w+", keys)]
+    assert sorted(named) == sorted(each.name for each in fields(Status))
 
 
 def test_the_newest_checkpoints_are_told() -> None:

@@ -294,7 +294,7 @@ def _attempts(
         own = events[bisect_left(event_times, mark) if index else 0 : bisect_left(event_times, until)]
         taken = undone[bisect_right(undone_times, mark) if index else 0 : bisect_right(undone_times, until)]
         first, past = int(np.searchsorted(ends, mark, side="right")) if index else 0, bisect_right(ends, until)
-        signs = [e for e in own if _is_sign_of_life(e)]
+        signs = [e for e in own if is_sign_of_life(e)]
         life = [mark, *(e.time for e in signs if not isinstance(e, Stopped)), *(last for _, last, _ in taken)]
         starts = [since for since, *_ in taken]
         if past > first:
@@ -376,7 +376,7 @@ def _bands(edges: Floats, layers: NDArray[np.intp]) -> list[tuple[float, float, 
     return [(times[a], times[b], names[of_cut[a]]) for a, b in itertools.pairwise(cuts)]
 
 
-def _is_sign_of_life(event: Event) -> bool:
+def is_sign_of_life(event: Event) -> bool:
     """Did the worker group, or the driver on its way to one, do something?
 
     Noticing a failure is none, nor is what keepers and the coordinator do without a group: write a checkpoint from

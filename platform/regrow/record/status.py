@@ -15,8 +15,10 @@ from typing import Any
 
 from regrow.record.events import (
     Checkpoint,
+    CheckpointDamaged,
     CheckpointFailed,
     DataFallback,
+    DataWaits,
     Drain,
     Event,
     Failure,
@@ -32,7 +34,7 @@ from regrow.record.events import (
     Validation,
 )
 from regrow.record.history import History, Interruption
-from regrow.record.ledger import SILENCE_S, of_kind
+from regrow.record.ledger import SILENCE_S, is_sign_of_life, of_kind
 from regrow.record.log import encode, is_number, positive
 from regrow.storage import split_location
 
@@ -209,7 +211,7 @@ def status_of(
         speed=_speed(rows),
         checkpoints=[
             Saved(each.step, each.time, each.bytes, each.stall_s if each.seconds is None else each.seconds)
-            for each in history.of(Checkpoint)[: -SHOWN - 1 : -1]
+            for each in _committed(history.events)[: -SHOWN - 1 : -1]
         ],
         interruptions=history.interruptions[: -SHOWN - 1 : -1],
         causes=dict(Counter(each.cause for each in history.interruptions).most_common()),
@@ -255,13 +257,36 @@ def _state(
     before = f"it was {state.value}" + (f": {detail}" if detail else "")
     if held is False and quiet_s > GONE_S:
         return State.gone, heard_at, f"{before}; then the job ended without a word"
-    if quiet_s <= patience_s:
-        return state, since, detail
-    if held:
-        if state is not State.training:
-            return state, since, detail
-        return State.stalled, heard_at, _said(event for event in history.of(Stalled) if event.time >= heard_at)
-    return State.silent, heard_at, before
+    if quiet_s > patience_s and not held:
+        return State.silent, heard_at, before
+    if state is State.training and now - (alive_at := _alive_at(history, formed)) > patience_s:
+        return State.stalled, alive_at, _said(event for event in history.of(Stalled) if event.time >= alive_at)
+    return state, since, detail
+
+
+def _alive_at(history: History, formed: int) -> float:
+    """When the newest group, whose event has this place, last did something: a step, or what the ledger takes for it.
+
+    What keepers and the coordinator tell meanwhile is none.
+    """
+    ready = history.newest(Generation)
+    rows = [row["time"] for row in list(history.rows)[-1:] if ready and row.get("generation") == ready.generation]
+    return max([*rows, *(event.time for event in history.events[formed:] if is_sign_of_life(event))])
+
+
+def _committed(events: Iterable[Event]) -> list[Checkpoint]:
+    """But for those that turned out to be of no use, in order: a group that begins before one could not take it."""
+    kept: dict[int, Checkpoint] = {}
+    for event in events:
+        match event:
+            case Checkpoint():
+                kept.pop(event.step, None)
+                kept[event.step] = event
+            case CheckpointDamaged():
+                kept.pop(event.step, None)
+            case Generation():
+                kept = {step: each for step, each in kept.items() if step <= event.start_step}
+    return list(kept.values())
 
 
 def _suspects(history: History) -> list[Suspicion]:
@@ -276,20 +301,24 @@ def _warnings(history: History, now: float) -> list[str]:
     ready, saved = history.newest(Generation), history.newest(Checkpoint)
     back = {event.node: event.time for event in history.of(Undrain)}
     ready_at, saved_at = ready.time if ready else -math.inf, saved.time if saved else -math.inf
+    step_began = max([row["time"] - positive(row.get("step_s")) for row in list(history.rows)[-1:]], default=-math.inf)
+    begun = history.place(Submitted)
 
-    def holds(event: Event) -> bool:
+    def holds(event: Event, place: int) -> bool:
         match event:
             case CheckpointFailed():
                 return event.time > saved_at
             case Drain():
                 return event.time > back.get(event.node, -math.inf) if event.asked else event.deadline > now
             case Quarantine():
-                return event.time + event.seconds > now
+                return place > begun and event.time + event.seconds > now  # the next job uses it again
+            case DataWaits():
+                return event.time >= ready_at and event.time > step_began
             case Suspected():
                 return False  # `Status.suspects` has them
         return event.of_group and event.time >= ready_at
 
-    said = [_said([event]) for event in history.events if holds(event)]
+    said = [_said([event]) for place, event in enumerate(history.events) if holds(event, place)]
     fallbacks = sum(event.time >= ready_at for event in history.of(DataFallback))
     if fallbacks:
         said.append(f"the token stream was late {fallbacks} times in this generation; ranks read the shards directly")
