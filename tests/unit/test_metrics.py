@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ray.util import metrics as ray_metrics
 
 from regrow.config.schema import CheckpointConfig, ClusterConfig, PretrainConfig, RunConfig, SnapshotConfig, TrainConfig
-from regrow.control.cadence import Cadence
+from regrow.control.cadence import FIRST_AFTER_STEPS, Cadence
 from regrow.record.events import FAILURES, GRACEFUL, Cause, Event, Rollback, from_row
 from regrow.record.history import KEPT_S, History
 from regrow.record.ledger import STATES
@@ -238,6 +238,16 @@ def test_a_long_wait_for_nodes_is_booked_while_it_lasts() -> None:
     assert clock.seconds["down"] == pytest.approx(3600 - 1 - KEPT_S)
 
 
+def test_a_coordinator_that_is_restarted_while_its_run_waits_for_nodes_books_that_as_down_too() -> None:
+    history = History()
+    for line in (event("submitted", time=T0), generation(1, time=T0 + 10), event("failure", time=T0 + 100)):
+        history.on(line)
+    history.resume(T0 + 130)
+    history.tick(T0 + 730)
+    assert history.seconds["down"] == pytest.approx(600 - KEPT_S)
+    assert history.seconds["init"] == 0
+
+
 def test_a_group_that_says_nothing_for_a_minute_and_ten_steps_is_down_until_it_steps_again() -> None:
     clock = found_training()
     clock.on(make_row(1, 10.0, data_wait_s=0.0, snapshot_s=0.0), T0 + 10)
@@ -352,6 +362,25 @@ def test_the_interval_of_checkpoints_is_that_of_the_way_that_is_due_first(ways: 
         figures.row(make_row(step, 2.0), T0 + 2 * step)
     figures.tick(T0 + 7)
     assert value(figures, "checkpoint_interval_seconds") == pytest.approx(expected)
+
+
+def test_before_the_first_automatic_checkpoint_the_interval_is_that_to_the_first() -> None:
+    """Without one, no alert told that storage had refused every checkpoint from the beginning."""
+    cadence = make_cadence(every_steps=None, automatic=True)
+    figures = Figures(make_config(), cadence, [], T0)
+    cadence.resumed(0, T0)
+    for step in range(1, FIRST_AFTER_STEPS + 1):
+        figures.row(make_row(step, 2.0), T0 + 2 * step)
+    figures.tick(T0 + 50)
+    assert value(figures, "checkpoint_interval_seconds") == pytest.approx(2.0 * FIRST_AFTER_STEPS)
+    cadence.begun(FIRST_AFTER_STEPS, T0 + 50)
+    cadence.abandoned()
+    figures.tick(T0 + 60)
+    assert value(figures, "checkpoint_interval_seconds") == pytest.approx(2.0 * FIRST_AFTER_STEPS)
+    cadence.begun(FIRST_AFTER_STEPS, T0 + 60)
+    cadence.written(took_s=10.0)
+    figures.tick(T0 + 70)
+    assert value(figures, "checkpoint_interval_seconds") == pytest.approx(cadence.interval_s(T0 + 70))
 
 
 def test_where_no_checkpoint_is_due_no_interval_is_told() -> None:

@@ -39,7 +39,7 @@ from regrow.show.compare import (
 )
 from regrow.show.page import data_mix
 from regrow.show.report import make_report, write_report
-from regrow.show.timeline import number_ticks, time_ticks
+from regrow.show.timeline import LEFT, WIDTH, number_ticks, time_ticks
 from regrow.storage import Storage
 from support.rows import T0, event, generation, make_row
 
@@ -344,6 +344,19 @@ def two_jobs(behind_s: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]
     metrics += [make_row(9 + n, T0 + end - behind_s, 10.0, 2, world_size=2) for n, end in enumerate(ends)]
     metrics += [make_row(18 + n, T0 + 250 + 10 * n - behind_s, 10.0, 3, world_size=2) for n in range(5)]
     return metrics, events
+
+
+@pytest.mark.parametrize("behind_s", [30.0, 3600.0])
+def test_a_job_whose_clock_is_behind_is_in_the_picture_with_all_its_steps(tmp_path: Path, behind_s: float) -> None:
+    """Its curves and interruptions were drawn before the beginning of the page."""
+    _, files = make_report(write_run(tmp_path / "run", *two_jobs(behind_s)), config(), now=T0 + 900)
+    html = files["report.html"].decode()
+    assert "a worker died · 20.0 s" in html
+    for points in re.findall(r'<polyline class="curve" points="([^"]*)"', html):
+        assert all(LEFT - 1 <= float(point.split(",")[0]) <= WIDTH for point in points.split())
+    strips = re.findall(r'class="strip" x="([-\d.]+)"', html)
+    assert len(strips) == 22
+    assert all(LEFT - 1 <= float(x) <= WIDTH for x in strips)
 
 
 @pytest.mark.parametrize("behind_s", [30.0, 120.0, 3600.0])

@@ -68,6 +68,20 @@ def test_a_runs_own_interruptions_are_marked_with_their_causes_and_what_they_cos
     assert "step 31: 3.1k tokens, 2 ranks, generation 2, loss 6.4500, 150 tokens/s" in drawn
 
 
+def test_an_interruption_is_no_longer_for_steps_that_were_taken_back_later() -> None:
+    """An hour of steps of the group that it brought about is undone: it was back after 5 s all the same."""
+    rows, events = run()
+    group = events[3]
+    lost, ready = group["time"] + 3600.0, group["time"] + 3604.0
+    again = {**group, "generation": 3, "time": ready, "cause": "nonfinite", "start_step": 20}
+    events = [*events[:4], {"event": "failure", "generation": 2, "time": lost, "cause": "nonfinite"}, again]
+    later = ready - rows[19]["time"]
+    redone = [{**row, "generation": 3, "time": row["time"] + later} for row in rows[20:]]
+    died, nonfinite = marks_of(History.of_logs([*rows[:20], *redone], events))
+    assert (died.time, died.back) == (events[2]["time"], group["time"])
+    assert (nonfinite.time, nonfinite.back) == (lost, redone[0]["time"])
+
+
 def test_it_shows_faults_states_ranks_loss_and_throughput() -> None:
     rows, events = run()
     drawn = picture(rows, events, [Mark(120.0, "kill_worker rank=1", 125.5, 0)])

@@ -39,12 +39,13 @@ STEPS = 10  # of silence, and SILENCE_S, after which a group that trains counts 
 
 @dataclass(frozen=True)
 class Interruption:
-    """A group that ended, and what came of it. The last five are None as long as no other group trains."""
+    """A group that ended, and what came of it. From `generation` on None until another group trains."""
 
     time: float
     cause: str
     detail: str = ""
     ranks_before: int | None = None
+    generation: int | None = None  # of the group that trains next
     ranks_after: int | None = None
     back_s: float | None = None  # until another group was ready for its first step
     lost_steps: int | None = None
@@ -101,7 +102,8 @@ class History:
     def resume(self, now: float) -> None:
         """Book from now on: its events so far are from a log, of another process' time."""
         phases = [event for event in self.events if isinstance(event, Submitted | Generation | Failure)]
-        self.clock = StateClock(now, training=bool(phases) and isinstance(phases[-1], Generation))
+        otherwise = {Generation: "other", Failure: "down"}
+        self.clock = StateClock(now, otherwise=otherwise.get(type(phases[-1]), "init") if phases else "init")
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -171,6 +173,7 @@ class History:
             last = self.interruptions[-1]
             self.interruptions[-1] = replace(
                 last,
+                generation=event.generation,
                 ranks_after=event.world_size,
                 back_s=max(0.0, event.time - last.time),
                 lost_steps=event.recomputed_steps,
@@ -186,11 +189,11 @@ class StateClock:
     the second time, and a long wait is booked piece by piece, before what followed says what it was.
     """
 
-    def __init__(self, now: float, *, training: bool = False) -> None:
-        """Begin to count: where a job is submitted, or, `training`, where a group is found that trains."""
+    def __init__(self, now: float, *, otherwise: str = "init") -> None:
+        """Begin to count where a job is submitted, or one is found: `otherwise`, what time is that nothing explains."""
         self.seconds = dict.fromkeys(STATES, 0.0)
         self._booked_to = now
-        self._otherwise = "other" if training else "init"  # what time is that nothing else explains
+        self._otherwise = otherwise
         self._step_s = 0.0
         self._validation_s = 0.0  # since the newest row
         self._redone_to = 0  # steps up to here were done before

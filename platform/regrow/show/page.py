@@ -18,7 +18,7 @@ from regrow.plan.batch import plan_batch
 from regrow.plan.mixture import UNIT, plan_mixture
 from regrow.record.events import Checkpoint, Generation, Spares, Submitted, cause_words, startup_line
 from regrow.record.history import History
-from regrow.record.ledger import SILENCE_S, STATES, Ledger
+from regrow.record.ledger import SILENCE_S, STATES, Ledger, on_one_clock
 from regrow.record.work import units_of
 from regrow.show.timeline import draw_timeline, marks_of
 from regrow.show.units import duration, or_dash, percent, si, size, when
@@ -126,7 +126,8 @@ def run_page(
         ("restarts", str(sum(report["restarts"].values()))),
         *([("spares", f"{history.num_spares:,}")] if history.of(Spares) else []),
     ]
-    picture = draw_timeline(ledger, list(history.rows), marks_of(history), title="Ranks, loss and throughput over time")
+    drawn = History.of_logs(*on_one_clock(list(history.rows), history.events))  # as the ledger was made
+    picture = draw_timeline(ledger, list(drawn.rows), marks_of(drawn), title="Ranks, loss and throughput over time")
     return Page(
         title=name,
         lead=_standing(ledger, history, now),

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from regrow.config.check import world_sizes
 from regrow.config.schema import PretrainConfig
 from regrow.config.snapshots import takes_snapshots
-from regrow.control.cadence import Cadence
+from regrow.control.cadence import FIRST_AFTER_STEPS, Cadence
 from regrow.errors import first_line
 from regrow.progress import last_step
 from regrow.record.events import (
@@ -134,7 +134,7 @@ FAMILIES = {
         Family("regrow_checkpoint_seconds_total", "from their beginnings to their commits"),
         Family("regrow_checkpoint_bytes_total", "written to storage"),
         Family("regrow_checkpoint_step", "the newest one's"),
-        Family("regrow_checkpoint_interval_seconds", "expected between two, at the present pace"),
+        Family("regrow_checkpoint_interval_seconds", "expected between two, or to the first one, at the present pace"),
         Family("regrow_last_checkpoint_timestamp_seconds",
                "when it was committed, and later by what passed without a group; before it, when a group formed"),
         # what this costs
@@ -306,7 +306,8 @@ class Figures:
         """By whichever way one is due first; None where there is none yet."""
         cadence = self._cadence
         by_steps, by_time = (cadence.every_steps or 0) * self._step_s, (cadence.every_minutes or 0) * 60
-        return min((way for way in (by_steps, by_time, cadence.interval_s(now)) if way), default=None)
+        by_cost = cadence.interval_s(now) or (FIRST_AFTER_STEPS * self._step_s if cadence.automatic else None)
+        return min((way for way in (by_steps, by_time, by_cost) if way), default=None)
 
     def _move_on(self, name: str, seconds: float, now: float) -> None:
         """A time, where there is one, but not past now."""

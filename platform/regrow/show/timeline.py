@@ -49,7 +49,10 @@ svg.timeline { --paper: #ffffff; --ink: #1b1b19; --soft: #62615c; --rule: #ebeae
 
 @dataclass(frozen=True)
 class Mark:
-    """An interruption: when it came, what it was, when the first step of the group ended that it brought about."""
+    """An interruption: when it came, what it was, when the first step of the group ended that it brought about.
+
+    Of a group whose steps were all taken back, when it was ready.
+    """
 
     time: float
     text: str
@@ -93,12 +96,15 @@ class _Point:
 
 def marks_of(history: History) -> list[Mark]:
     """A run's own interruptions."""
-    ends = [row["time"] for row in history.rows]
+    rows = list(history.rows)
+    ends = [row["time"] for row in rows]
     marks = []
     for number, each in enumerate(history.interruptions):
-        ready = None if each.back_s is None else each.time + each.back_s
-        first = bisect_right(ends, ready) if ready is not None else len(ends)
-        back = ends[first] if first < len(ends) else ready
+        back = ready = None if each.back_s is None else each.time + each.back_s
+        for at in range(bisect_right(ends, ready) if ready is not None else len(rows), len(rows)):
+            if rows[at]["generation"] >= (each.generation or 0):  # else a late row of the group before
+                back = ends[at] if rows[at]["generation"] == each.generation else ready  # all its own were taken back
+                break
         marks.append(Mark(each.time, cause_words(each.cause), back, number, grows=each.cause == Cause.grow))
     return marks
 
