@@ -10,12 +10,12 @@ from dataclasses import asdict
 from functools import partial
 
 from regrow.config.check import check, check_plan
-from regrow.config.schema import PlanJobConfig
+from regrow.config.schema import PlanConfig, PlanJobConfig
 from regrow.config.store import run_job
 from regrow.forecast.cost import assumptions
 from regrow.forecast.devices import Device
 from regrow.forecast.estimate import forecasts, gpu_of, network_of, share_of_this_machine
-from regrow.forecast.settle import settle
+from regrow.forecast.settle import settings_of, settle
 from regrow.forecast.text import to_text
 from regrow.model.size import flops_per_token, num_params
 
@@ -36,11 +36,15 @@ def main(config: PlanJobConfig, *, as_json: bool) -> None:
         check(config)
     check_plan(config)
     device, network = device_of(config), network_of(config, config.plan)
-    config, why = settle(config, device, network)
+    asked = config
+    config, why = settle(asked, device, network)
+    give = settings_of(asked, config) if asked.plan != PlanConfig() else []  # for jobs that know no plan.*
     found = forecasts(config, device, network)
     if not as_json:
         if why:
             print(why)
+        if give:
+            print(f"jobs.pretrain and jobs.submit know no plan.* and settle others: give them {' '.join(give)}")
         print(to_text(config, found, device, network))
         return
     tokens = config.optim.global_batch_seqs * config.data.seq_len
@@ -53,6 +57,7 @@ def main(config: PlanJobConfig, *, as_json: bool) -> None:
         "network": asdict(network),
         "slices_per_pass": config.parallel.slices_per_pass,
         "sync_every_micro_batch": config.parallel.sync_every_micro_batch,
+        "give_to_a_run": give,
         "assumptions": assumptions(device),
         "world_sizes": [each.to_dict() for each in found],
     }

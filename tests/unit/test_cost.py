@@ -86,9 +86,12 @@ def test_replicas_copy_shards_over_the_network_each_rank_by_itself_where_a_shard
 
 def test_what_is_on_the_host_travels_over_its_link_and_is_updated_with_a_share_of_its_memorys_speed():
     idle, link = PassWork(0.0, 0.0, 0.0, 0.0), HOST_LINK_BYTES_PER_S * NETWORK_SHARE
-    found = step(idle, Traffic(0.0, 0.0, 0.0, from_host=2 * link, to_host=link), shard=1, on_host=True)
+    found = step(idle, Traffic(0.0, 0.0, 0.0, from_host=2 * link, to_host=link), shard=8, on_host=True)
     assert found.network_s == pytest.approx(3 * 2 + 1)
-    assert found.update_s == pytest.approx(UPDATE_BYTES * 1e6 / (HOST_MEMORY_BYTES_PER_S / 8) / SHARES.memory)
+    for shard, replicas, sharing in ((8, 1, 8), (8, 4, 8), (4, 1, 4), (2, 2, 4), (1, 1, 1)):
+        found = step(idle, Traffic(0.0, 0.0, 0.0), shard=shard, replicas=replicas, on_host=True)
+        share = HOST_MEMORY_BYTES_PER_S / sharing  # of the ranks that there are on a node
+        assert found.update_s == pytest.approx(UPDATE_BYTES * 1e6 / share / SHARES.memory)
 
 
 def test_a_device_is_found_by_its_longest_name():

@@ -45,7 +45,7 @@ from regrow.forecast.estimate import (
     share_of_this_machine,
 )
 from regrow.forecast.footprint import KINDS, Rank, footprint
-from regrow.forecast.settle import settle
+from regrow.forecast.settle import settings_of, settle, settled
 from regrow.forecast.text import MOST_ROWS, chosen, spans, to_text
 from regrow.model.size import num_params
 from regrow.plan.pipeline import Stages, cut_blocks
@@ -291,6 +291,8 @@ def test_what_is_offloaded_is_not_on_the_device_and_costs_time():
     kinds = away.memory.kinds
     assert kinds["parameters"] == kinds["optimizer"] == 0
     assert away.offloaded_bytes == pytest.approx(8 * 16 * num_params(EIGHT.model) / 64, rel=1e-3)
+    few = at(with_parallel(eager, cpu_offload=True), 4)  # of a node's eight: all of the state is theirs
+    assert few.offloaded_bytes == pytest.approx(16 * num_params(EIGHT.model), rel=1e-3)
     assert here.offloaded_bytes == 0
     assert away.memory.total < here.memory.total - 12 * num_params(EIGHT.model) / 64 + GIB
     assert away.time.network_s > here.time.network_s
@@ -313,6 +315,22 @@ def test_checkpointing_takes_less_memory_and_only_the_full_one_more_time():
     assert none.memory.kinds["activations"] >= selective.memory.kinds["activations"]
     assert selective.memory.kinds["activations"] > 2 * full.memory.kinds["activations"]
     assert none.time.compute_s == selective.time.compute_s < full.time.compute_s
+
+
+def test_what_a_block_may_not_keep_is_computed_again_at_a_budget_of_nothing_as_with_full_checkpointing():
+    def found(mode: ActivationCheckpoint, budget: float = 1.0, **values: object) -> Forecast:
+        both = {"activation_checkpoint": mode, "activation_budget": budget}
+        return at(with_parallel(EIGHT, **both, **values), 64)
+
+    none, full = ActivationCheckpoint.none, ActivationCheckpoint.full
+    times = [found(none, budget).time.step_s for budget in (1.0, 0.75, 0.5, 0.25, 0.0)]
+    assert times == sorted(set(times))
+    assert times[-1] == pytest.approx(found(full).time.step_s, rel=0.05)
+    for axis in ({"tp": 8}, {"cp": 2}):  # what ranks wait for comes again too
+        nothing, whole = (found(*each, **axis).time for each in ((none, 0.0), (full,)))
+        assert nothing.compute_s == pytest.approx(whole.compute_s)
+        assert found(none, 0.5, **axis).time.compute_s < nothing.compute_s
+    assert "parallel.activation_budget" in to_text(EIGHT, [at(EIGHT, 64)], H100, NETWORK)
 
 
 def test_chunks_of_the_loss_take_a_share_of_the_logits_memory():
@@ -442,6 +460,18 @@ def test_hardware_that_cannot_be_is_refused(key, value):
         check_plan(config)
 
 
+def test_units_that_no_node_has_room_for_are_refused_where_nodes_are_a_clusters():
+    told = plan("+cluster=h100x64", "plan.workers_per_node=4", "parallel.tp=8", "optim.num_slices=8")
+    assert told.returncode == 1
+    assert "error: plan.workers_per_node=4 must be a multiple of parallel.tp=8" in told.stderr
+    config = PlanJobConfig()
+    config.plan.workers_per_node, config.parallel.tp = 3, 2
+    check_plan(config)  # on this machine it says nothing
+    config.cluster.address = "auto"
+    with pytest.raises(ConfigError, match=r"plan\.workers_per_node=3 must be a multiple of parallel\.tp=2"):
+        check_plan(config)
+
+
 def test_workers_without_gpus_share_this_machine():
     local = config_of("+cluster=cpu3", "observe.peak_tflops=0.3")
     device = share_of_this_machine(local, PlanConfig(), 0.3e12)
@@ -544,6 +574,38 @@ def test_the_command_prints_tables_or_json_and_needs_no_torch_for_gpus():
     assert text.returncode == 0, text.stderr
     assert "70b: 70,553,706,496 parameters; 32 to 64 workers, 8 a node, on H100: 79 GiB" in text.stdout
     assert "assumed: " in text.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "of_plan", "differs"),
+    [
+        (("+cluster=h100x64",), {"memory_gib": 60.0}, True),
+        (("+cluster=gpu1", "model=150m", "data.seq_len=1024"), {"device": "H100"}, True),
+        (("+cluster=h100x64",), {"keepers_gb_per_s": 1.0}, False),
+    ],
+)
+def test_what_a_plan_settles_by_its_own_hardware_is_what_a_run_has_to_be_given(
+    arguments: tuple[str, ...], of_plan: dict[str, Any], differs: bool
+) -> None:
+    """`jobs.pretrain` knows no `plan.*`: given these it settles the same."""
+    config = config_of(*arguments, "optim.num_slices=448", "optim.global_batch_seqs=448")
+    plan = PlanConfig(**of_plan)
+    planned, _ = settle(config, gpu_of(config, plan), network_of(config, plan))
+    give = settings_of(config, planned)
+    assert bool(give) is differs
+    names = ("pp", "least_pp", "slices_per_pass", "sync_every_micro_batch")
+    of_run, _ = settled(config_of(*arguments, "optim.num_slices=448", "optim.global_batch_seqs=448", *give))
+    assert [getattr(of_run.parallel, name) for name in names] == [getattr(planned.parallel, name) for name in names]
+
+
+def test_the_command_says_what_to_give_to_a_run_that_knows_no_plan() -> None:
+    said = "give them parallel.least_pp=1 parallel.slices_per_pass=1 parallel.sync_every_micro_batch=true"
+    told = plan("+cluster=h100x64", "plan.memory_gib=60")
+    assert said in told.stdout, told.stderr
+    assert told.stdout.count("give them") == 1
+    assert "give them" not in plan("+cluster=h100x64").stdout
+    as_json = json.loads(plan("--json", "+cluster=h100x64", "plan.memory_gib=60").stdout)
+    assert as_json["give_to_a_run"] == said.split()[2:]
 
 
 def test_a_mistake_is_one_line():

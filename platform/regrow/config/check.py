@@ -14,6 +14,7 @@ from regrow.config.schema import (
     Float8,
     PlanJobConfig,
     PretrainConfig,
+    SimulateJobConfig,
 )
 from regrow.config.snapshots import takes_snapshots
 from regrow.config.spares import AUTO, num_beyond, parks
@@ -85,13 +86,18 @@ def check_data(config: PretrainConfig) -> None:
     _data(config)
 
 
-def check_plan(config: PlanJobConfig) -> None:
-    """Check what jobs.plan is told about the hardware. Raises ConfigError."""
-    plan = config.plan
+def check_plan(config: PlanJobConfig | SimulateJobConfig) -> None:
+    """Check what jobs.plan and jobs.simulate are told about the hardware. Raises ConfigError."""
+    plan, tp = config.plan, config.parallel.tp
     _need(plan.workers_per_node >= 1, f"plan.workers_per_node={plan.workers_per_node} must be at least 1")
     _need(plan.network_gb_per_s > 0, f"plan.network_gb_per_s={plan.network_gb_per_s} must be positive")
     _need(plan.keepers_gb_per_s > 0, f"plan.keepers_gb_per_s={plan.keepers_gb_per_s} must be positive")
     _need(plan.memory_gib is None or plan.memory_gib > 0, f"plan.memory_gib={plan.memory_gib} must be positive")
+    _need(
+        config.cluster.address is None or tp < 1 or plan.workers_per_node % tp == 0,
+        f"plan.workers_per_node={plan.workers_per_node} must be a multiple of parallel.tp={tp}, which are together "
+        f"on a node: some would find no room; set parallel.tp={gcd(tp, plan.workers_per_node)}",
+    )
 
 
 def geometry(config: PretrainConfig, table: Table) -> list[str]:

@@ -81,6 +81,8 @@ def assumptions(device: Device) -> tuple[str, ...]:
         "collectives run beside arithmetic, a pass takes as long as the longer of the two; nodes are as full as can be",
         f"with parallel.cpu_offload, {HOST_LINK_BYTES_PER_S / 1e9:.0f} GB/s each way between a GPU and its host, and "
         f"{HOST_MEMORY_BYTES_PER_S / 1e9:.0f} of the host's memory for all of its ranks",
+        "with parallel.activation_budget below 1, what a block may not keep is computed again, as if all of it cost "
+        "the same: torch.compile looks for what costs least",
         "a commit takes as long as a node's snapshots from its keeper to its peers'; it adds what these bytes take of "
         "the links, for the share of a step in which collectives use them",
         "no waiting for data, stragglers, validation or checkpoints",
@@ -118,7 +120,8 @@ def step_time(
     num_reducing = num_passes if reduce_every_pass else 1
     passes = num_reducing * max(compute, gather + reduce) + (num_passes - num_reducing) * max(compute, gather)
     passes /= 1.0 - bubble_share
-    memory = HOST_MEMORY_BYTES_PER_S / network.ranks_per_node if on_host else device.memory_bytes_per_s
+    on_node = min(network.ranks_per_node, dp_shard * dp_replicate * tp * cp)
+    memory = HOST_MEMORY_BYTES_PER_S / on_node if on_host else device.memory_bytes_per_s
     update = UPDATE_BYTES * shard_params / memory / device.shares.memory
     return StepTime(num_passes * compute, num_passes * gather + num_reducing * reduce, update, passes + update)
 

@@ -165,7 +165,7 @@ def forecast(
             most_rank_bytes=most_rank_bytes(config, table),
         ),
         commits=_commits(config, mesh, time, network, copied),
-        offloaded_bytes=_offloaded_bytes(rank, network) if rank.offloads else 0,
+        offloaded_bytes=_offloaded_bytes(rank, on_node) if rank.offloads else 0,
         tokens_per_s=tokens / time.step_s,
         mfu=flops / time.step_s / (world_size * device.flops),
         stages=stages,
@@ -202,7 +202,8 @@ def pass_work(rank: Rank) -> PassWork:
     model, parallel, tokens = rank.model, rank.parallel, rank.tokens / rank.parallel.tp
     output = model.vocab_size * model.dim
     blocks = num_params(model) - output * (1 if model.tied else 2)
-    times = 4 if parallel.activation_checkpoint is ActivationCheckpoint.full else 3  # forwards' worth of arithmetic
+    is_full = parallel.activation_checkpoint is ActivationCheckpoint.full
+    times = 3 + (1 if is_full else 1 - parallel.activation_budget)  # forwards' worth of arithmetic
     in_blocks = 2.0 * times * blocks * tokens
     is_float8 = parallel.float8 is not Float8.none
     # forward two products over half of T^2, backward five
@@ -229,11 +230,12 @@ def pass_traffic(rank: Rank) -> Traffic:
     model, parallel = rank.model, rank.parallel
     total = num_params_of_block(model, parallel.tp)
     tables = model.vocab_size * model.dim * (1 if model.tied else 2) / parallel.tp
+    # of a block's forward, what backward does again
+    again = 1 - parallel.activation_budget if parallel.activation_checkpoint is ActivationCheckpoint.none else 1
     # each block gathers and scatters the sequence twice, the embedding scatters and the output gathers it
-    sequences = 4 * model.num_layers * (1 if parallel.activation_checkpoint is ActivationCheckpoint.none else 1.5) + 2
+    sequences = 4 * model.num_layers * (1 + again / 2) + 2
     in_blocks = 1 if parallel.float8 is Float8.tensorwise_all_gather else rank.item_bytes
     # attention gathers keys and values of whole rows, and again where a block is computed again; backward scatters
-    times = 2 if parallel.activation_checkpoint is ActivationCheckpoint.none else 3
     kv_dim = model.dim // model.num_heads * model.num_kv_heads / parallel.tp
     keys_values = 2 * kv_dim * rank.rows * rank.seq_len * rank.item_bytes * model.num_layers
     once = in_blocks * (total - tables) + rank.item_bytes * tables
@@ -245,7 +247,7 @@ def pass_traffic(rank: Rank) -> Traffic:
         from_host=num_gathers(rank) * shard if rank.offloads else 0.0,
         to_host=shard if rank.offloads else 0.0,
         tensor=2 * sequences * rank.item_bytes * rank.tokens * model.dim,
-        context=times * keys_values if parallel.cp > 1 else 0.0,
+        context=(2 + again) * keys_values if parallel.cp > 1 else 0.0,
     )
 
 
@@ -361,9 +363,9 @@ def _commits(config: PretrainConfig, mesh: MeshShape, time: StepTime, network: N
     return Commits(num_bytes, commit_s, every_steps, lost)
 
 
-def _offloaded_bytes(rank: Rank, network: Network) -> int:
+def _offloaded_bytes(rank: Rank, ranks_on_node: int) -> int:
     """Of the ranks of a node, what they train and its gradients in float32, and the moments."""
-    return network.ranks_per_node * num_in_shards(rank) * (2 * FLOAT32 + moment_bytes(rank.moments))
+    return ranks_on_node * num_in_shards(rank) * (2 * FLOAT32 + moment_bytes(rank.moments))
 
 
 def most_rank_bytes(config: PretrainConfig, table: Table) -> int:

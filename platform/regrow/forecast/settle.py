@@ -30,6 +30,19 @@ def settled(config: C) -> tuple[C, str]:
     return settle(config, device, network_of(config, plan))
 
 
+def settings_of(config: PretrainConfig, planned: PretrainConfig) -> list[str]:
+    """What `config` leaves open and `planned` has numbers for, as arguments that a run has to be given; none where it
+    would settle the same by its cluster's name alone.
+    """
+    nothing = {"pp": 0, "least_pp": 0, "slices_per_pass": 0, "sync_every_micro_batch": None}
+    names = [name for name, each in nothing.items() if getattr(config.parallel, name) == each]
+    with contextlib.suppress(RegrowError):
+        of_run, _ = settled(config)
+        if all(getattr(of_run.parallel, name) == getattr(planned.parallel, name) for name in names):
+            return []
+    return [f"parallel.{name}={str(getattr(planned.parallel, name)).lower()}" for name in names]
+
+
 def settle(config: C, device: Device | None, network: Network) -> tuple[C, str]:
     """Numbers for all that is open, and why; or nothing. Raises RegrowError for what `check` refuses."""
     config, stages = settle_stages(config, device, network)
