@@ -269,6 +269,20 @@ def test_a_text_that_spells_out_end_of_text_does_not_end_there(corpus: Path) -> 
     assert tokenizer.decode(ids.tolist()) == text
 
 
+def test_a_tokenizer_that_was_saved_with_truncation_and_padding_does_neither(corpus: Path, tmp_path: Path) -> None:
+    """As transformers leaves one that was once called with truncation=True, padding=True."""
+    plain, used = corpus / "tokenizer.json", tmp_path / "used.json"
+    tokenizer = load_tokenizer(plain)
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(pad_token=END_OF_TEXT)
+    tokenizer.save(str(used))
+    prepare(replace(CONFIG, tokenizer=str(plain)), WordRecipe(), tmp_path / "plain", progress=quiet)
+    manifest = prepare(replace(CONFIG, tokenizer=str(used)), WordRecipe(), tmp_path / "words", progress=quiet)
+    for split in manifest.splits:
+        assert np.array_equal(read_all(tmp_path / "words", split), read_all(tmp_path / "plain", split))
+    assert (tmp_path / "words" / manifest.tokenizer.file).read_bytes() == used.read_bytes()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

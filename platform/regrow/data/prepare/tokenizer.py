@@ -65,13 +65,19 @@ def load_tokenizer(path: Path) -> "BPE":
 
 
 def parse_tokenizer(data: bytes, place: str) -> "BPE":
-    """Raises DataError, naming the place it is from, for a damaged one."""
+    """Without the truncation and padding of its last use, which a file keeps and documents must not have.
+
+    Raises DataError, naming the place it is from, for a damaged one.
+    """
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_buffer(data)
+        tokenizer = Tokenizer.from_buffer(data)
     except Exception as error:  # tokenizers raises plain Exception
         raise DataError(f"{place} is no tokenizer that can be read ({first_line(error)})") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def end_of_text_id(tokenizer: "BPE", token: str | None) -> int:
