@@ -1,16 +1,22 @@
 """Corpora from files: what the recipes read, what they leave out and say so, and that nothing is lost on the way."""
 
 import gzip
+import io
 import itertools
 import json
 import os
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, ClassVar
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +25,7 @@ from regrow.data.prepare import files
 from regrow.data.prepare.documents import Document, Piece, Skipped, load_recipe
 from regrow.data.prepare.files import SourceFiles, cut_files, json_lines
 from regrow.data.prepare.prepare import prepare
+from regrow.data.prepare.spool import Spool
 from regrow.data.prepare.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 from regrow.data.read.manifest import Manifest
 from regrow.data.read.shards import ShardReader, verify
@@ -281,6 +288,80 @@ def test_storage_that_fails_for_a_while_is_asked_again_and_then_said_so(
     with pytest.raises(OSError, match="connection reset"):
         files.patiently(lambda: flaky(99))
     assert calls == files.RETRIES + 1
+
+
+class Hiccups(LocalFileSystem):
+    """`failing(file, position)` says whether a read there fails now."""
+
+    protocol = "hiccups"
+    failing: ClassVar[Callable[[str, int], bool]]
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(path.removeprefix("hiccups://") if isinstance(path, str) else path)
+
+    def _open(self, path: str, *args: Any, **options: Any) -> Any:
+        class Opened(io.BytesIO):
+            def read(self, size: int | None = -1) -> bytes:
+                if size and Hiccups.failing(Path(path).name, self.tell()):
+                    raise TimeoutError("the store did not answer in time")
+                return super().read(size)
+
+        return Opened(Path(path).read_bytes())
+
+
+fsspec.register_implementation("hiccups", Hiccups)
+
+
+def test_reads_that_fail_for_a_while_cost_no_document(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "FIRST_WAIT_S", 0.001)
+    (tmp_path / "in").mkdir()
+    write_parquet(tmp_path / "in" / "a.parquet", list(TEXTS))
+    tries: Counter[tuple[str, int]] = Counter()
+
+    def failing(name: str, position: int) -> bool:
+        tries[name, position] += 1
+        return tries[name, position] <= 3
+
+    Hiccups.failing = staticmethod(failing)
+    manifest = prepared(f"hiccups://{tmp_path}/in", tokenizer, tmp_path / "out")
+    assert (manifest.counts["documents"], manifest.damaged) == (90, {})
+    assert len(tries) > 9, "the footer, and a row group of each ten documents"
+
+
+@pytest.mark.parametrize("lost", ["a footer", "a row group"])
+def test_storage_that_goes_on_failing_stops_a_preparation_which_then_goes_on(
+    lost: str, tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(files, "PIECE_BYTES", 1500)  # some pieces a file
+    (tmp_path / "in").mkdir()
+    for name, texts in {"a": TEXTS[:45], "b": TEXTS[45:]}.items():
+        write_parquet(tmp_path / "in" / f"{name}.parquet", list(texts))
+    source, written = f"hiccups://{tmp_path}/in", []
+    write = Spool.write
+    monkeypatch.setattr(
+        Spool, "write", lambda self, index, *rest, **key: written.append(index) or write(self, index, *rest, **key)
+    )
+    Hiccups.failing = staticmethod(lambda name, position: False)
+    whole = prepared(source, tokenizer, tmp_path / "whole")
+    pieces, last = len(written), written[-1]
+    written.clear()
+    piece = cut_files(SourceFiles(source))[last]
+    at = pq.read_metadata(tmp_path / "in" / piece.file).row_group(piece.start).column(0).dictionary_page_offset
+    Hiccups.failing = staticmethod(lambda name, position: (name, position) == (piece.file, at))
+    with pytest.raises(DataError, match=r"stopped: .*did not answer in time; run the same command again"):
+        prepared(source, tokenizer, tmp_path / "out")
+    if lost == "a footer":
+        Hiccups.failing = staticmethod(lambda name, position: name == piece.file)
+        with pytest.raises(DataError, match=r"stopped: .*did not answer in time; run the same command again"):
+            prepared(source, tokenizer, tmp_path / "out")
+    assert len(written) == pieces
+    Hiccups.failing = staticmethod(lambda name, position: False)
+    assert prepared(source, tokenizer, tmp_path / "out") == whole
+    assert written[pieces:] == [last], "no other piece is tokenized again"
 
 
 def test_a_document_that_is_left_out_has_a_reason() -> None:

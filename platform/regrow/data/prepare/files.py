@@ -1,7 +1,7 @@
 """Text in files: parquet, JSON lines and plain text, on local disk or wherever pyarrow.fs and fsspec reach.
 
 Files are cut into pieces of about `PIECE_BYTES`, so that a task's memory does not grow with them. Storage that fails
-for a while is asked again; what can be fetched but not be read is a `DamagedPiece`.
+for a while is asked again for each read; what can be fetched but not be read is a `DamagedPiece`.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import gzip
 import io
 import itertools
 import json
+import os
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -33,6 +34,62 @@ EMPTY, INVALID, TOO_LONG = "empty", "invalid UTF-8", "longer than data.max_docum
 Result = TypeVar("Result")
 
 
+class _Unfetched(Exception):
+    """A read of storage that went on failing: Arrow, which raises OSError for damaged bytes, hands it back as it is."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class _PatientFile(io.RawIOBase):
+    """A file as Arrow reads it, each read asked for again while storage fails. Raises _Unfetched at last."""
+
+    def __init__(self, open_file: Callable[[], Any]) -> None:
+        self._open, self._position = open_file, 0
+        self._file: Any = None
+        self._num_bytes = self._fetch(lambda file: int(file.size()))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def read(self, size: int | None = -1) -> bytes:
+        begin = min(self._position, self._num_bytes)
+        end = self._num_bytes if size is None or size < 0 else min(begin + size, self._num_bytes)
+
+        def read_range(file: Any) -> bytes:
+            data = file.read_at(end - begin, begin)
+            if len(data) != end - begin:
+                raise OSError(f"{len(data)} bytes came of {end - begin} at {begin}")
+            return bytes(data)
+
+        data = self._fetch(read_range)
+        self._position = end
+        return data
+
+    def _fetch(self, operation: Callable[[Any], Result]) -> Result:
+        def once() -> Result:
+            file, self._file = self._file or self._open(), None  # opened anew after an error
+            result = operation(file)
+            self._file = file
+            return result
+
+        try:
+            return patiently(once)
+        except OSError as error:
+            raise _Unfetched(error) from error
+
+
 class SourceFiles:
     """The files that a path, a folder, a glob or a URI of either names."""
 
@@ -40,7 +97,7 @@ class SourceFiles:
         """Raises DataError if the location cannot be opened."""
         self.source = source
         self.fs: Any = LocalFileSystem()
-        self.root = str(Path(source.removeprefix("file://")).expanduser().absolute())
+        self.root = absolute(source)
         if is_remote(source):
             remote = RemoteStorage.from_uri(source)
             self.fs, self.root = remote.fs, remote.root
@@ -108,27 +165,32 @@ class SourceFiles:
         return patiently(fetch)
 
     def parquet(self, name: str) -> pq.ParquetFile:
-        """Open a parquet file. Raises DamagedPiece if it is none."""
+        """Open a parquet file. Raises DamagedPiece if it is none, OSError for storage that goes on failing."""
 
         def open_file() -> pq.ParquetFile:
-            file = pq.ParquetFile(self.fs.open_input_file(self.path(name)), page_checksum_verification=True)
+            fetched = _PatientFile(lambda: self.fs.open_input_file(self.path(name)))
+            file = pq.ParquetFile(pa.PythonFile(fetched, "r"), page_checksum_verification=True)
             rows = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
             if sum(rows) != file.metadata.num_rows:  # Arrow would read as many as each row group claims
                 raise ValueError(f"its row groups have {sum(rows)} rows, its footer says {file.metadata.num_rows}")
             return file
 
-        return self.parse(name, open_file)
+        return _parsed(open_file)
 
-    def parse(self, name: str, parse: Callable[[], Result]) -> Result:
-        """Tell what cannot be read from what cannot be fetched: Arrow raises OSError for both."""
-        try:
-            return _network_as_os(parse)
-        except (OSError, pa.ArrowException, ValueError) as error:
-            self.read(name, 0, 1)  # raises if it is the storage that fails
-            try:
-                return _network_as_os(parse)
-            except (OSError, pa.ArrowException, ValueError):
-                raise DamagedPiece(first_line(error)) from error
+
+def _parsed(parse: Callable[[], Result]) -> Result:
+    """Tell what cannot be read, a DamagedPiece, from what a _PatientFile cannot fetch, an OSError."""
+    try:
+        return parse()
+    except _Unfetched as error:
+        raise error.error from error
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise DamagedPiece(first_line(error)) from error
+
+
+def absolute(source: str) -> str:
+    """The same place for processes with another working directory or another home."""
+    return source if is_remote(source) else str(Path(source.removeprefix("file://")).expanduser().absolute())
 
 
 def kind_of(path: str) -> str:
@@ -170,7 +232,7 @@ def _cut_parquet(name: str, metadata: Any) -> Iterator[Piece]:
 def parquet_rows(files: SourceFiles, piece: Piece, columns: list[str]) -> Iterator[pa.RecordBatch]:
     """A parquet piece's rows, some at a time, with those of `columns` that the file has.
 
-    Raises DamagedPiece where the file has no text column or a page cannot be decoded.
+    Raises DamagedPiece where the file has no text column or a page cannot be decoded, OSError where storage fails.
     """
     file = files.parquet(piece.file)
     have = {field.name: field.type for field in file.schema_arrow}
@@ -182,7 +244,7 @@ def parquet_rows(files: SourceFiles, piece: Piece, columns: list[str]) -> Iterat
     wanted = [column for column in columns if column in have]
     stop = file.num_row_groups if piece.stop is None else piece.stop
     for group in range(piece.start, stop):
-        table = files.parse(piece.file, partial(file.read_row_group, group, columns=wanted, use_threads=False))
+        table = _parsed(partial(file.read_row_group, group, columns=wanted, use_threads=False))
         yield from table.to_batches(max_chunksize=1024)
 
 
